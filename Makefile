@@ -1,0 +1,49 @@
+# make train   train the default job, with two worker processes       make check   format, lint, types, import rules
+# make test    the test suite                                         make bench   step time and memory beside peers
+# Each does the set-up it needs; the second call starts at once.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: train test parity check format bench setup clean
+
+train: $(READY)
+	$(BIN)/samestep train jobs/default.toml
+
+test: $(READY)
+	$(BIN)/python -m pytest -q
+
+parity: $(READY)
+	$(BIN)/python -m pytest -q tests/parity tests/ledger --every-layout
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: .venv/.bench-ready
+	$(BIN)/python benchmarks/overhead.py
+
+setup: $(READY)
+
+# torch first and alone, at one exact version: a range would choose another build and fetch gigabytes.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "samestep needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+.venv/.bench-ready: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
+	touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

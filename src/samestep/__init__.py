@@ -1,0 +1,67 @@
+"""Distributed training for PyTorch: changing the layout never changes the result.
+
+The job says what is computed, the layout says where:
+
+```python
+run = samestep.parallelize(model, loss, optimizer, layout="dp=2 zero=3", job=job)
+for batch in samestep.batches(dataset, job):
+    report = run.step(batch)
+```
+Names that need torch are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from samestep.errors import (
+    CheckpointError,
+    DataError,
+    JobError,
+    LayoutError,
+    ModelError,
+    NonFiniteError,
+    SamestepError,
+    WorkerError,
+)
+from samestep.job import Job, load
+from samestep.layout import Layout
+
+if TYPE_CHECKING:
+    from samestep.datasets import batches
+    from samestep.runtime.launch import run_workers as launch
+    from samestep.runtime.run import parallelize
+    from samestep.training import train
+
+_LAZY = {
+    "batches": ("samestep.datasets", "batches"),
+    "launch": ("samestep.runtime.launch", "run_workers"),
+    "parallelize": ("samestep.runtime.run", "parallelize"),
+    "train": ("samestep.training", "train"),
+}
+
+__all__ = [
+    "CheckpointError",
+    "DataError",
+    "Job",
+    "JobError",
+    "Layout",
+    "LayoutError",
+    "ModelError",
+    "NonFiniteError",
+    "SamestepError",
+    "WorkerError",
+    "batches",
+    "launch",
+    "load",
+    "parallelize",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'samestep' has no attribute {name!r}")
+    module, attribute = _LAZY[name]
+    return getattr(import_module(module), attribute)

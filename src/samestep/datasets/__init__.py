@@ -1,0 +1,27 @@
+"""The data: the samples of step k are a function of (seed, k) alone, in every layout and after any resume.
+
+```
+open_dataset(job) ── map-style dataset ──► batches(dataset, job) ── indices of each step ──► shares(...) of one rank
+                                                                                                │
+                                   tensors with the batch dimension first ◄── read_samples(dataset, share)
+```
+There is no iterator state: to resume, ask `batches` for another first step. Nothing here knows of ranks or devices.
+"""
+
+from samestep.datasets.batch import Batch, Dataset, batches, read_samples, shares
+from samestep.datasets.order import permuted, sample_indices
+from samestep.datasets.source import open_dataset
+from samestep.datasets.tokenizers import Tokenizer, open_tokenizer
+
+__all__ = [
+    "Batch",
+    "Dataset",
+    "Tokenizer",
+    "batches",
+    "open_dataset",
+    "open_tokenizer",
+    "permuted",
+    "read_samples",
+    "sample_indices",
+    "shares",
+]

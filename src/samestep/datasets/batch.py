@@ -1,0 +1,103 @@
+"""The batches of a run: which samples each step reads, how they are shared out, and how they become tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import default_collate
+
+from samestep.datasets.order import Integers, sample_indices
+from samestep.errors import DataError
+from samestep.job import Job
+
+
+class Dataset(Protocol):
+    """A map-style dataset: sample i, the same at every call.
+
+    One that also has `read(indices) -> dict of tensors or tuple of tensors`, the batch dimension first, is read a
+    micro-batch at a time.
+    """
+
+    def __len__(self) -> int:
+        """Count the samples."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Return one sample, without a batch dimension."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The global batch of one step, not read yet: every rank reads only its own shares of `indices`."""
+
+    step: int
+    indices: Integers
+    dataset: Dataset
+
+    def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[Integers]:
+        """Return the sample indices of each micro-batch of one rank."""
+        return shares(self.indices, rank, num_ranks, num_microbatches)
+
+    def samples(self, indices: npt.NDArray[np.int64] | Sequence[int]) -> dict[str, Tensor] | tuple[Tensor, ...]:
+        """Read samples into tensors with the batch dimension first."""
+        return read_samples(self.dataset, indices)
+
+
+def batches(dataset: Dataset, job: Job, first_step: int = 0) -> Iterator[Batch]:
+    """Yield the batches of steps `first_step` to `job.train.steps - 1`; nothing is read from the dataset.
+
+    Raises:
+        DataError: the dataset is empty.
+    """
+    length = len(dataset)
+    if length < 1:
+        raise DataError("the dataset has no samples; one sample is the least that works")
+    global_batch, seed = job.train.global_batch, job.train.seed
+    return (
+        Batch(step, sample_indices(step, global_batch, length, seed), dataset)
+        for step in range(first_step, job.train.steps)
+    )
+
+
+def shares(indices: npt.NDArray[np.int64], rank: int, num_ranks: int, num_microbatches: int) -> list[Integers]:
+    """Return the micro-batches of one rank: its contiguous part of the batch, cut into contiguous parts.
+
+    Sizes differ by at most one, the larger first; a part is empty where there are more parts than samples.
+    """
+    assert 0 <= rank < num_ranks, f"rank {rank} of {num_ranks}"
+    assert num_microbatches >= 1, f"{num_microbatches} micro-batches"
+    return np.array_split(np.array_split(indices, num_ranks)[rank], num_microbatches)
+
+
+def read_samples(
+    dataset: Dataset, indices: npt.NDArray[np.int64] | Sequence[int]
+) -> dict[str, Tensor] | tuple[Tensor, ...]:
+    """Read samples into tensors with the batch dimension first: `dataset.read`, or else torch's default_collate.
+
+    No index gives tensors with no rows, of the shapes and dtypes that sample 0 has.
+
+    Raises:
+        DataError: the samples cannot be stacked into tensors.
+    """
+    rows = np.asarray(indices, dtype=np.int64)
+    read = getattr(dataset, "read", None)
+    if read is not None:
+        return read(rows)
+    samples = [dataset[int(index)] for index in (rows if rows.size else [0])]
+    try:
+        stacked = default_collate(samples)
+    except (RuntimeError, TypeError, KeyError) as error:
+        raise DataError(
+            f"the samples of a {type(dataset).__name__} cannot be stacked into a batch: {str(error).splitlines()[0]}; "
+            "samples of equal shapes, or a method read(indices) on the dataset, work"
+        ) from None
+    if not rows.size:
+        stacked = tree_map_only(Tensor, lambda tensor: tensor[:0], stacked)
+    return tuple(stacked) if isinstance(stacked, list) else stacked

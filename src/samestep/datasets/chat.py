@@ -1,0 +1,86 @@
+"""A conversation as tokens, of which only the assistant's are counted in the loss.
+
+A tokenizer with a chat template writes the conversation its own way. Which part is the assistant's is found by
+writing it up to each reply and with it: what the reply adds is counted, its end-of-turn token too. A template that
+writes earlier turns differently once later ones follow cannot be read so, and is refused. Without a template:
+
+    <|user|>
+    What is 2 + 2?
+    <|assistant|>
+    4{end}              {end} is the tokenizer's end of a document, or a newline if it has none
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from samestep.datasets.tokenizers import Messages, Tokenizer
+from samestep.errors import DataError
+
+Counted = list[tuple[list[int], bool]]
+"""Runs of tokens, and whether each is counted."""
+
+
+def chat_tokens(messages: Any, tokenizer: Tokenizer) -> Counted:
+    """Return the tokens of a conversation in runs.
+
+    Raises:
+        DataError: the messages are not a conversation with a reply, or the template cannot be read.
+    """
+    conversation = _checked(messages)
+    if tokenizer.render_chat(conversation, False) is None:
+        return _plain(conversation, tokenizer)
+    pieces = _pieces(conversation, tokenizer)
+    runs = tokenizer.encode_pieces([text for text, _ in pieces])
+    return [(run, counted) for run, (_, counted) in zip(runs, pieces, strict=True)]
+
+
+def _checked(messages: Any) -> Messages:
+    """Return the messages if each has a role and a content, and one is the assistant's."""
+    right = 'a list of {"role": "user", "content": "text"} works'
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"messages is not a list of messages; {right}")
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise DataError(f"message {number} has no role and content that are text; {right}")
+    if all(message["role"] != "assistant" for message in messages):
+        raise DataError('no message has the role "assistant", so nothing would be learned; give one or leave it out')
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def _plain(messages: Messages, tokenizer: Tokenizer) -> Counted:
+    """Write the conversation in the format at the head of this file."""
+    newline = tokenizer.encode("\n")
+    end = newline if tokenizer.end_id is None else [tokenizer.end_id]
+    runs: Counted = []
+    for message in messages:
+        reply = message["role"] == "assistant"
+        runs.append((tokenizer.encode(f"<|{message['role']}|>\n"), False))
+        runs.append((tokenizer.encode(message["content"]) + (end if reply else newline), reply))
+    return runs
+
+
+def _pieces(messages: Messages, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
+    """Cut what the template writes into the assistant's pieces and the rest."""
+    pieces: list[tuple[str, bool]] = []
+    written = ""
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        for upto, reply in ((number, False), (number + 1, True)):
+            longer = tokenizer.render_chat(messages[:upto], not reply)
+            assert longer is not None
+            pieces.append((_added(written, longer), reply))
+            written = longer
+    whole = tokenizer.render_chat(messages, False)
+    assert whole is not None
+    return [*pieces, (_added(written, whole), False)]
+
+
+def _added(written: str, longer: str) -> str:
+    if not longer.startswith(written):
+        raise DataError(
+            "the tokenizer's chat template writes earlier messages differently when others follow, so the "
+            "assistant's part cannot be told; conversations of one reply, or a folder without the template, work"
+        )
+    return longer[len(written) :]

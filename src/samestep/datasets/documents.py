@@ -1,0 +1,208 @@
+"""Documents packed one after another into samples of equal length, none of which sees another.
+
+`jsonl:PATH` is a file, or a folder of `*.jsonl` files, with one JSON object a line; `hf:PATH` is a folder that
+Hugging Face's `Dataset.save_to_disk` wrote (of a `DatasetDict` its split `train`). A line or row is either of
+
+    {"text": "..."}                                                       `data.text_field` names the key
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}     see `chat.py`
+
+The documents d become one stream, cut every T tokens into samples; what is left over at its end is dropped:
+
+    input_ids      d0 d0 d0 d0 | d0 d1 d1 d2        a document goes on in the next sample, without its beginning
+    position_ids    0  1  2  3 |  0  0  1  0        and restart with every document and every sample
+    labels         d0 d0 d0 d0 |  e d1  e d2        the next token of the same document; at its last one the end id e,
+                                                    or -100, "not counted", if the tokenizer has none
+
+Given position_ids and no attention_mask and no cache, transformers (from version 5) bounds attention by document: it
+begins a new one wherever positions do not rise by one (`masking_utils.find_packed_sequence_indices`). For recurrent
+or convolutional layers that does not hold. The end id itself is never an input.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from samestep.datasets.chat import Counted, chat_tokens
+from samestep.datasets.files import existing, files_at
+from samestep.datasets.split import Split, named, part_of
+from samestep.datasets.tokenizers import Tokenizer
+from samestep.errors import DataError, did_you_mean
+from samestep.job import DataTable
+
+NOT_COUNTED = -100
+
+Row = tuple[str, Any]
+"""Where a document stands, for errors, and the object itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedDocuments:
+    """Samples of packed documents."""
+
+    tokens: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    """For each token the one it predicts, or -100."""
+    starts: npt.NDArray[np.int64]
+    """Where each document begins among the tokens."""
+    sequence_length: int
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.sequence_length
+
+    def __getitem__(self, index: int, /) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return {name: tensor[0] for name, tensor in self.read(np.array([index])).items()}
+
+    def read(self, indices: npt.NDArray[np.int64]) -> dict[str, Tensor]:
+        """Return `input_ids`, `labels` and `position_ids`, each int64 [len(indices), sequence_length]."""
+        firsts = indices[:, None] * self.sequence_length
+        places = firsts + np.arange(self.sequence_length)
+        starts = self.starts[np.searchsorted(self.starts, places, side="right") - 1]
+        return {
+            "input_ids": torch.from_numpy(self.tokens[places]),
+            "labels": torch.from_numpy(self.labels[places]),
+            "position_ids": torch.from_numpy(places - np.maximum(starts, firsts)),
+        }
+
+
+def packed_part(rows: Sequence[Row], tokenizer: Tokenizer, data: DataTable, split: Split) -> PackedDocuments:
+    """Tokenise and pack the documents of one part; parts are cut between documents.
+
+    Raises:
+        DataError: a document cannot be read, or all of them are too short for one sample.
+    """
+    part = part_of(len(rows), data.held_out, split)
+    documents = list(_documents((rows[index] for index in part), tokenizer, data.text_field))
+    lengths = np.array([0, *(len(tokens) for tokens, _ in documents)], dtype=np.int64)
+    empty = np.empty(0, dtype=np.int64)
+    packed = PackedDocuments(
+        tokens=np.concatenate([empty, *(tokens for tokens, _ in documents)]),
+        labels=np.concatenate([empty, *(labels for _, labels in documents)]),
+        starts=lengths.cumsum()[:-1],
+        sequence_length=data.sequence_length,
+    )
+    if len(packed):
+        return packed
+    length = len(packed.tokens)
+    works = f"data.sequence_length = {length} works" if length else "more data is needed"
+    raise DataError(
+        f"{named(split, data.source)} has {length} tokens in {len(part)} of {len(rows)} documents; "
+        f"data.sequence_length = {data.sequence_length} needs as many; {works}"
+    )
+
+
+def jsonl_rows(path: str) -> list[Row]:
+    """Read the lines of a file, or of a folder's `*.jsonl` files by their names; blank lines are left out.
+
+    Raises:
+        DataError: nothing is there, or a line is not JSON.
+    """
+    source = f"jsonl:{path}" if path else "jsonl:"
+    rows: list[Row] = []
+    for file in files_at(existing(path, source), source, "*.jsonl"):
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                where = f"{file}:{number}"
+                if line.strip():
+                    rows.append((where, _parsed(line, where)))
+    return rows
+
+
+@dataclass(frozen=True, eq=False)
+class HfRows(Sequence[Row]):
+    """The rows of a Hugging Face dataset; only those asked for are read."""
+
+    path: str
+    dataset: Any
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return f"hf:{self.path} row {index}", self.dataset[index]
+
+
+def hf_rows(path: str) -> HfRows:
+    """Open a folder that `save_to_disk` wrote.
+
+    Raises:
+        DataError: the library is missing, or the folder holds no such dataset.
+    """
+    place = existing(path, f"hf:{path}" if path else "hf:")
+    try:
+        from datasets import load_from_disk  # noqa: PLC0415 - an extra, and slow to import
+    except ModuleNotFoundError:
+        raise DataError(f"hf:{path} needs the library datasets: pip install 'samestep[hf-data]'") from None
+    try:
+        dataset = load_from_disk(str(place))
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(
+            f"hf:{path} is not a dataset written by save_to_disk ({str(error).strip().splitlines()[0]}); "
+            "load_dataset(NAME).save_to_disk(FOLDER) makes one"
+        ) from None
+    if not isinstance(dataset, dict):
+        return HfRows(path, dataset)
+    if "train" not in dataset:
+        raise DataError(
+            f"hf:{path} has no split 'train' but {', '.join(dataset)}; hf:{place / next(iter(dataset))} works"
+        )
+    return HfRows(path, dataset["train"])
+
+
+def _parsed(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 text (byte {error.start} of the line)") from None
+
+
+def _documents(rows: Iterable[Row], tokenizer: Tokenizer, text_field: str) -> Iterator[tuple[Any, Any]]:
+    """Yield the tokens and labels of each document that has any."""
+    for where, row in rows:
+        try:
+            runs = _runs(row, tokenizer, text_field)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
+        tokens, labels = _labelled(runs, tokenizer)
+        if len(tokens):
+            yield tokens, labels
+
+
+def _runs(row: Any, tokenizer: Tokenizer, text_field: str) -> Counted:
+    """Return the tokens of one document in runs that are counted or not."""
+    if not isinstance(row, Mapping):
+        raise DataError(f'a line is an object as {{"{text_field}": "..."}}, got {type(row).__name__}')
+    if isinstance(row.get(text_field), str):
+        end = [] if tokenizer.end_id is None else [tokenizer.end_id]
+        return [(tokenizer.encode(row[text_field]), True), (end, True)]
+    if text_field not in row and "messages" in row:
+        return chat_tokens(row["messages"], tokenizer)
+    if text_field in row:
+        raise DataError(f"{text_field!r} is {type(row[text_field]).__name__}, not text")
+    keys = ", ".join(map(repr, row)) or "no keys"
+    hint = did_you_mean(text_field, row)
+    raise DataError(f"neither {text_field!r} nor 'messages'{hint}; it has {keys}; data.text_field names the text's key")
+
+
+def _labelled(runs: Counted, tokenizer: Tokenizer) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return a document's inputs, and for each the token it predicts."""
+    begin, end = tokenizer.begin_id, tokenizer.end_id
+    ids = [token for run, _ in runs for token in run]
+    counted = [token if kept else NOT_COUNTED for run, kept in runs for token in run]
+    if begin is not None and ids[:1] != [begin]:  # a chat template may have written it already
+        ids, counted = [begin, *ids], [NOT_COUNTED, *counted]
+    closed = end is not None and ids[-1:] == [end]
+    tokens = ids[:-1] if closed else ids
+    labels = counted[1:] if closed else [*counted[1:], NOT_COUNTED]
+    return np.array(tokens, dtype=np.int64), np.array(labels[: len(tokens)], dtype=np.int64)

@@ -1,0 +1,81 @@
+"""A dataset of the user's own: `module:function`, a function without arguments that returns a map-style dataset.
+
+The module is looked for in the working directory too. Samples are whatever torch's default_collate stacks: dicts or
+tuples of tensors, arrays and numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from samestep.datasets.batch import Dataset, read_samples
+from samestep.datasets.split import Split, named, part_of
+from samestep.errors import DataError, did_you_mean
+from samestep.job import DataTable
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A run of samples of another dataset."""
+
+    dataset: Dataset
+    part: range
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitem__(self, index: int, /) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self.dataset[self.part[index]]
+
+    def read(self, indices: npt.NDArray[np.int64]) -> dict[str, Tensor] | tuple[Tensor, ...]:
+        """Read samples as the whole dataset does."""
+        return read_samples(self.dataset, indices + self.part.start)
+
+
+def function_part(data: DataTable, split: Split) -> Part:
+    """Call the user's function, and return one part of its dataset.
+
+    Raises:
+        DataError: there is no such function, or what it returns is no map-style dataset.
+    """
+    source = data.source
+    dataset = _function(source)()
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DataError(
+            f"{source} returned a {type(dataset).__name__} without __len__ and __getitem__; the samples of a step must "
+            "be a function of its number, so only a map-style dataset works"
+        )
+    part = Part(dataset, part_of(len(dataset), data.held_out, split))
+    if not len(part):
+        raise DataError(f"{named(split, source)} has none of {len(dataset)} samples; more samples are needed")
+    return part
+
+
+def _function(source: str) -> Any:
+    """Import the function that `module:function` names."""
+    name, _, attribute = source.partition(":")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does; it stays, for imports that the function makes later
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and imports one that is not: its own traceback says more
+        raise DataError(f"{source}: there is no module {name!r} in {here} or among the installed ones") from None
+    function = getattr(module, attribute, None)
+    if callable(function):
+        return function
+    known = [word for word, value in vars(module).items() if callable(value) and not word.startswith("_")]
+    raise DataError(f"{source}: {name} has no function {attribute!r}{did_you_mean(attribute, known)}")

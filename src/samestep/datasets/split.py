@@ -1,0 +1,31 @@
+"""Where the data is cut into the part that is trained on and the part at its end that is held out."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from samestep.errors import DataError, did_you_mean
+
+Split = Literal["train", "held_out"]
+SPLITS: tuple[Split, ...] = ("train", "held_out")
+
+
+def part_of(length: int, held_out: float, split: Split) -> range:
+    """Return the positions of `split` among `length` tokens, documents or samples; the two never overlap.
+
+    Raises:
+        DataError: the split is unknown, or nothing is held out.
+    """
+    if split not in SPLITS:
+        raise DataError(f"no split {split!r}{did_you_mean(split, SPLITS)}; the splits are {' and '.join(SPLITS)}")
+    cut = length - round(length * held_out)
+    if split == "train":
+        return range(cut)
+    if not held_out:
+        raise DataError("data.held_out = 0 holds nothing out, so there is nothing to evaluate; 0.1 works")
+    return range(cut, length)
+
+
+def named(split: Split, source: str) -> str:
+    """Name a part of the data in an error's text."""
+    return f"the {split.replace('_', '-')} part of {source}"

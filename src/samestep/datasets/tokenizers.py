@@ -1,0 +1,254 @@
+"""Text to tokens and back: `bytes`, or a folder that holds a tokenizer.
+
+A folder is read by the `tokenizers` library from its `tokenizer.json`; without that file by transformers'
+AutoTokenizer, which knows the older formats. Nothing is ever downloaded. The ids that begin and end a document are
+those that `tokenizer_config.json` or `special_tokens_map.json` names as `bos_token` and `eos_token`; a folder that
+names no end may still have one of the usual ones in its vocabulary. `add_bos_token = false` there is obeyed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from samestep.datasets.files import existing
+from samestep.errors import DataError
+from samestep.job import Job
+
+Messages = Sequence[Mapping[str, str]]
+
+USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        ...
+
+    @property
+    def begin_id(self) -> int | None:
+        """The id before the first token of a document, where the tokenizer wants one."""
+        ...
+
+    @property
+    def end_id(self) -> int | None:
+        """The id that the last token of a document predicts, if there is one."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of the text alone; nothing is added before or after it."""
+        ...
+
+    def encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of the joined pieces, each with the piece in which its last character lies."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text; what is not whole at its ends becomes a replacement character."""
+        ...
+
+    def render_chat(self, messages: Messages, reply_follows: bool) -> str | None:
+        """Write a conversation by the tokenizer's own chat template; None if it has none.
+
+        `reply_follows` adds what stands before the assistant's words.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """One token a byte of UTF-8; byte 0, which text does not hold, ends a document."""
+
+    vocab_size: int = 256
+    begin_id: int | None = None
+    end_id: int | None = 0
+
+    def encode(self, text: str) -> list[int]:
+        """Return the bytes."""
+        return list(text.encode())
+
+    def encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
+        """Return the bytes of each piece."""
+        return [self.encode(piece) for piece in pieces]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of the bytes."""
+        return bytes(ids).decode(errors="replace")
+
+    def render_chat(self, messages: Messages, reply_follows: bool) -> str | None:
+        """Return None: bytes have no template of their own."""
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class FileTokenizer:
+    """A folder's `tokenizer.json`."""
+
+    folder: Path
+    core: Any
+    """The `tokenizers.Tokenizer`."""
+    begin_id: int | None
+    end_id: int | None
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id, which may exceed the number of tokens: vocabularies have holes."""
+        return max(self.core.get_vocab().values(), default=-1) + 1
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens, without those a post-processor would add."""
+        return list(self.core.encode(text, add_special_tokens=False).ids)
+
+    def encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
+        """Encode the joined text once, as a model will meet it, and share its tokens out by their offsets."""
+        # By its last character, because a token of many vocabularies begins with the blank before its word.
+        encoding = self.core.encode("".join(pieces), add_special_tokens=False)
+        ends = list(itertools.accumulate(len(piece) for piece in pieces))
+        ids: list[list[int]] = [[] for _ in pieces]
+        for token, (_, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            ids[min(bisect.bisect_left(ends, end), len(pieces) - 1)].append(token)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text, special tokens by their names."""
+        return str(self.core.decode(list(ids), skip_special_tokens=False))
+
+    def render_chat(self, messages: Messages, reply_follows: bool) -> str | None:
+        """Write the conversation by the folder's template, which transformers renders."""
+        has_template = (self.folder / "chat_template.jinja").is_file() or "chat_template" in _settings(self.folder)
+        return _render(self._auto, messages, reply_follows) if has_template else None
+
+    @cached_property
+    def _auto(self) -> Any:
+        return _auto_tokenizer(self.folder)
+
+
+@dataclass(frozen=True, eq=False)
+class TransformersTokenizer:
+    """A folder that only transformers can read."""
+
+    auto: Any
+    """What `AutoTokenizer.from_pretrained` returned."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return max(self.auto.get_vocab().values(), default=-1) + 1
+
+    @property
+    def begin_id(self) -> int | None:
+        """The id of its bos_token, unless it says add_bos_token = false."""
+        return self.auto.bos_token_id if getattr(self.auto, "add_bos_token", None) is not False else None
+
+    @property
+    def end_id(self) -> int | None:
+        """The id of its eos_token."""
+        return self.auto.eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of the text alone."""
+        return list(self.auto.encode(text, add_special_tokens=False))
+
+    def encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
+        """Encode piece by piece: these tokenizers give no offsets."""
+        return [self.encode(piece) for piece in pieces]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text, special tokens by their names."""
+        return str(self.auto.decode(list(ids), skip_special_tokens=False))
+
+    def render_chat(self, messages: Messages, reply_follows: bool) -> str | None:
+        """Write the conversation by the tokenizer's template."""
+        return _render(self.auto, messages, reply_follows) if self.auto.chat_template else None
+
+
+def open_tokenizer(job: Job) -> Tokenizer:
+    """Open the tokenizer that `job.data.tokenizer` names: `bytes`, or a folder.
+
+    Raises:
+        DataError: there is no such folder, it holds no tokenizer, or a library to read it is missing.
+    """
+    name = job.data.tokenizer
+    if name == "bytes":
+        return ByteTokenizer()
+    folder = existing(name, f"tokenizer {name!r} is neither 'bytes' nor a folder")
+    if not folder.is_dir():
+        raise DataError(f"tokenizer {name!r} is a file; give the folder it is in: {folder.parent}")
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return TransformersTokenizer(_auto_tokenizer(folder))
+    try:
+        from tokenizers import Tokenizer as Core  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError:
+        raise DataError(f"tokenizer {name!r} needs the library tokenizers: pip install 'samestep[hf]'") from None
+    try:
+        core = Core.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(f"{file} is not a tokenizer: {error}") from None
+    core.no_truncation()  # a saved maximum length would cut documents short, padding would add tokens
+    core.no_padding()
+    settings = _settings(folder)
+    begin = _special_id(core, settings.get("bos_token")) if settings.get("add_bos_token") is not False else None
+    ends = (_special_id(core, end) for end in (settings.get("eos_token"), *USUAL_ENDS))
+    return FileTokenizer(folder, core, begin, next((end for end in ends if end is not None), None))
+
+
+def encode_array(tokenizer: Tokenizer, text: str) -> npt.NDArray[Any]:
+    """Return the tokens in the smallest unsigned dtype that holds the vocabulary."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return np.frombuffer(text.encode(), dtype=np.uint8)  # a list of a long text's bytes is 8 times as large
+    return np.array(tokenizer.encode(text), dtype=np.min_scalar_type(max(0, tokenizer.vocab_size - 1)))
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Read what the folder's two small files say of special tokens; the configuration wins."""
+    settings: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = folder / name
+        if path.is_file():
+            try:
+                settings.update(json.loads(path.read_text(encoding="utf-8")))
+            except (ValueError, TypeError) as error:
+                raise DataError(f"{path} is not a JSON object: {error}") from None
+    return settings
+
+
+def _special_id(core: Any, token: Any) -> int | None:
+    """Return the id of a special token, given by its text or by an object that holds it."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return core.token_to_id(text) if isinstance(text, str) else None
+
+
+def _auto_tokenizer(folder: Path) -> Any:
+    """Let transformers read the folder."""
+    try:
+        from transformers import AutoTokenizer  # noqa: PLC0415 - an extra, and slow to import
+    except ModuleNotFoundError:
+        raise DataError(f"{folder} needs the library transformers: pip install 'samestep[hf]'") from None
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # what a broken folder raises differs by family
+        raise DataError(
+            f"{folder} holds no tokenizer that transformers can read ({str(error).strip().splitlines()[0]}); "
+            "a folder with a tokenizer.json works"
+        ) from None
+
+
+def _render(auto: Any, messages: Messages, reply_follows: bool) -> str:
+    try:
+        rendered = auto.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=reply_follows)
+    except Exception as error:  # a template raises whatever its author wrote
+        raise DataError(f"the tokenizer's chat template refuses the messages: {error}") from None
+    return str(rendered)

@@ -1,0 +1,245 @@
+"""WHAT is computed: a `Job` is model, data, loss, optimizer, schedule, batch, steps, seed and numerics.
+
+Everything here may change a result; what may not is the `Layout`. The same object is read from a TOML file
+(`load`) and written in Python (`Job(train={"global_batch": 32})`). Every mistake in it is reported at once.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from samestep.errors import JobError, LayoutError, did_you_mean
+from samestep.layout import Layout
+
+Precision = Literal["float64", "float32", "bf16", "fp16"]
+OnNonFinite = Literal["skip", "stop", "continue"]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, validate_default=False)
+
+
+class ModelTable(_Table):
+    """The model: `hf:FAMILY` (a transformers configuration), or `module:function` that returns an nn.Module."""
+
+    source: str = "hf:llama"
+    config: dict[str, Any] = {}
+    """Fields of the family's configuration to override, or keyword arguments of the function."""
+
+
+class DataTable(_Table):
+    """The data; `source` is one of the words of `datasets.open_dataset`."""
+
+    source: str = "topics"
+    tokenizer: str = "bytes"
+    """`bytes`, or a folder that holds a tokenizer."""
+    sequence_length: Annotated[int, Field(ge=1)] = 64
+    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
+    """The fraction at the end of the data that is never trained on."""
+    text_field: str = "text"
+    """The field of a JSON line or of a dataset's row that holds its text."""
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
+    """The numbers in a file of tokens."""
+
+
+class TrainTable(_Table):
+    """The loop: what a step is, and how many there are."""
+
+    global_batch: Annotated[int, Field(ge=1)] = 32
+    """Samples (sequences) of one step over all ranks and micro-batches."""
+    steps: Annotated[int, Field(ge=1)] = 100
+    seed: Annotated[int, Field(ge=0)] = 0
+    loss: str = "cross_entropy"
+    """`cross_entropy` (next token, or class), `mse`, or `module:function` of (outputs, batch) -> (sum, count)."""
+    evaluate_samples: Annotated[int, Field(ge=0)] = 256
+    """Held-out samples in the loss at the end; 0 leaves it out."""
+    prompt: str = ""
+    """What a text sample begins with."""
+    sample_tokens: Annotated[int, Field(ge=0)] = 200
+    """Tokens of the text sample before and after training; 0 leaves it out."""
+    sample_temperature: Annotated[float, Field(ge=0.0)] = 0.8
+
+
+class OptimizerTable(_Table):
+    """The optimizer: a class of torch.optim by its name in any case, or `module:function` of (parameters)."""
+
+    name: str = "adamw"
+    lr: Annotated[float, Field(ge=0.0)] = 1e-3
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    no_weight_decay: tuple[str, ...] = ()
+    """Patterns (`*norm*`, `*.bias`) of the parameters that are not decayed."""
+    clip_norm: Annotated[float, Field(gt=0.0)] | None = None
+    """The largest global gradient norm; without it nothing is clipped."""
+    options: dict[str, Any] = {}
+    """Further keyword arguments of the class, as betas."""
+
+
+class ScheduleTable(_Table):
+    """The learning rate: `warmup_steps` of linear rise, then constant, or down to `final_ratio` of the peak."""
+
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    final_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+
+
+class NumericsTable(_Table):
+    """Precision and everything else in the arithmetic that may change a result."""
+
+    precision: Precision = "float32"
+    tf32: bool = False
+    on_nonfinite: OnNonFinite = "stop"
+    """What a step does whose loss or gradient is not finite, once it has named the module at fault."""
+    loss_scale: Annotated[float, Field(gt=0.0)] = 65536.0
+    """fp16 only: the first loss scale; it halves at an overflow (the step is skipped) and doubles after"""
+    loss_scale_growth_steps: Annotated[int, Field(ge=1)] = 2000
+    """this many steps without one."""
+
+
+class CheckpointTable(_Table):
+    """Files to go on from."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between checkpoints; 0 writes only the last one."""
+    keep: Annotated[int, Field(ge=1)] = 2
+
+
+class RunTable(_Table):
+    """How this machine runs it: nothing here may change a result."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    ranks: Annotated[int, Field(ge=1)] | None = None
+    """Worker processes; without it the layout decides, and without that all GPUs or 2 processes."""
+    threads: Annotated[int, Field(ge=1)] = 1
+    """CPU threads of one worker."""
+    ranks_per_node: Annotated[int, Field(ge=1)] | None = None
+    """Ranks on one machine, for reduce=hierarchical; without it the launcher's number."""
+    timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
+    """How long one collective may take before the run gives up."""
+
+
+class Job(_Table):
+    """One training run, whole: the tables of a job file."""
+
+    model: ModelTable = ModelTable()
+    data: DataTable = DataTable()
+    train: TrainTable = TrainTable()
+    optimizer: OptimizerTable = OptimizerTable()
+    schedule: ScheduleTable = ScheduleTable()
+    numerics: NumericsTable = NumericsTable()
+    layout: dict[str, Any] = {}
+    """Layout words and their values; empty leaves the layout to the command line."""
+    checkpoint: CheckpointTable = CheckpointTable()
+    run: RunTable = RunTable()
+
+    def __init__(self, **tables: Any) -> None:
+        try:
+            super().__init__(**tables)
+        except ValidationError as error:
+            raise JobError(_say(error, "job", tables)) from None
+
+    @field_validator("layout")
+    @classmethod
+    def _layout_is_one(cls, words: dict[str, Any]) -> dict[str, Any]:
+        try:
+            Layout.of(words)
+        except LayoutError as error:
+            raise ValueError(str(error)) from None
+        return words
+
+    @model_validator(mode="after")
+    def _values_agree(self) -> Job:
+        if self.schedule.warmup_steps > self.train.steps:
+            raise ValueError(
+                f"schedule.warmup_steps = {self.schedule.warmup_steps} is more than train.steps = {self.train.steps}; "
+                f"at most {self.train.steps} works"
+            )
+        return self
+
+    def to_toml(self) -> str:
+        """Write the job, resolved: every key with its value, so that the file alone repeats the run."""
+        return tomli_w.dumps(_without_none(self.model_dump(mode="json")))
+
+
+def load(path: str | Path, settings: Sequence[str] = ()) -> Job:
+    """Read a job file, then `settings` such as `train.steps=50` over it.
+
+    Raises:
+        JobError: every mistake found, each with the file, the key, and what would be right.
+    """
+    path = Path(path)
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        near = sorted(str(p) for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+        there = f"; there are {', '.join(near)}" if near else ""
+        raise JobError(f"no job file at {path}{there}") from None
+    except IsADirectoryError:
+        raise JobError(f"{path} is a folder; a job is a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise JobError(f"{path} is not TOML: {error}") from None
+    for setting in settings:
+        _set(tables, setting)
+    try:
+        return Job.model_validate(tables)
+    except ValidationError as error:
+        raise JobError(_say(error, str(path), tables)) from None
+
+
+def _set(tables: dict[str, Any], setting: str) -> None:
+    """Write `key.path=value` into nested tables; the value is TOML, or else the bare text."""
+    key, equals, text = setting.partition("=")
+    parts = [part.strip() for part in key.split(".")]
+    if not equals or not all(parts):
+        raise JobError(f"--set {setting}: write key=value, as in --set train.steps=50")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    table: Any = tables
+    for part in parts[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise JobError(f"--set {setting}: {part} is a value, not a table")
+    table[parts[-1]] = value
+
+
+def _say(error: ValidationError, where: str, tables: Mapping[str, Any]) -> str:
+    """Say every mistake, one a line: the file, the key, what was given and what would be right."""
+    lines = []
+    for mistake in error.errors(include_url=False):
+        path = [str(part) for part in mistake["loc"]]
+        key = ".".join(path)
+        if mistake["type"] == "extra_forbidden":
+            known = _keys_of(path[:-1])
+            text = f"unknown key{did_you_mean(path[-1], known)}; the keys here are {', '.join(known)}"
+        elif mistake["type"] == "value_error":
+            text = re.sub(r"^Value error, ", "", mistake["msg"])
+        else:
+            text = f"{mistake['msg'][0].lower()}{mistake['msg'][1:]}, got {mistake['input']!r}"
+        lines.append(f"{where}: {key}: {text}" if key else f"{where}: {text}")
+    return "\n".join(lines)
+
+
+def _keys_of(path: Sequence[str]) -> list[str]:
+    """Names of the keys of the table at `path`."""
+    table: Any = Job
+    for part in path:
+        field = table.model_fields.get(part)
+        table = field.annotation if field else None
+        if not (isinstance(table, type) and issubclass(table, BaseModel)):
+            return []
+    return list(table.model_fields)
+
+
+def _without_none(value: Any) -> Any:
+    """Leave out what is None, which TOML cannot say."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value

@@ -1,0 +1,128 @@
+"""WHERE a step is computed: a `Layout` is one line of text, and changing it never changes the result.
+
+>>> Layout.parse("dp=4 zero=3").world_size
+4
+>>> str(Layout.parse("dp_shard=4 dp_replicate=2 recompute=full"))
+'dp_replicate=2 dp_shard=4 zero=3 recompute=full'
+
+`zero` is the ZeRO stage (Rajbhandari et al. 2020, arXiv:1910.02054): 0 replicates everything, 1 shards the
+optimizer's state over `dp_shard`, 2 also the gradients, 3 also the weights (what PyTorch calls FSDP). `dp=N` is
+short for `dp_replicate=N` under zero=0 and for `dp_shard=N` otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args, get_type_hints
+
+from samestep.errors import LayoutError, did_you_mean
+
+Recompute = Literal["none", "selective", "full"]
+Accumulate = Literal["sharded", "full"]
+Reduce = Literal["ring", "hierarchical", "root"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Degrees and switches of an arrangement; each field may change where and when, never what.
+
+    `microbatch` is in samples per rank; None runs a rank's whole share at once.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    zero: int = 0
+    microbatch: int | None = None
+    recompute: Recompute = "none"
+    accumulate: Accumulate = "sharded"
+    reduce: Reduce = "ring"
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("dp_replicate", "dp_shard"):
+            if getattr(self, name) < 1:
+                raise LayoutError(f"{name}={getattr(self, name)}: a degree is at least 1")
+        if self.microbatch is not None and self.microbatch < 1:
+            raise LayoutError(f"microbatch={self.microbatch}: a micro-batch holds at least 1 sample")
+        if self.zero not in (0, 1, 2, 3):
+            raise LayoutError(f"zero={self.zero}: the ZeRO stages are 0, 1, 2 and 3")
+        if self.zero == 0 and self.dp_shard > 1:
+            raise LayoutError(
+                f"dp_shard={self.dp_shard} with zero=0 would shard nothing: "
+                f"use dp_replicate={self.dp_shard}, or zero=1, 2 or 3"
+            )
+
+    @property
+    def dp(self) -> int:
+        """Number of ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in all."""
+        return self.dp
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Read what `str(layout)` writes: words `name=value` between blanks; `offload` alone means on.
+
+        Raises:
+            LayoutError: names the word that could not be read and the words that can.
+        """
+        words: dict[str, Any] = {}
+        for word in text.split():
+            name, equals, value = word.partition("=")
+            if name in words:
+                raise LayoutError(f"{name!r} is given twice in {text!r}; give it once")
+            words[name] = value if equals else True
+        return cls.of(words)
+
+    @classmethod
+    def of(cls, words: dict[str, Any]) -> Layout:
+        """Build a layout from layout words and their values, as a job file's `[layout]` table holds them."""
+        hints = get_type_hints(cls)
+        known = ["dp", *hints]
+        for name in words:
+            if name not in known:
+                hint = did_you_mean(name, known)
+                raise LayoutError(f"unknown layout word {name!r}{hint}; the words are {', '.join(known)}")
+        values = {name: _read(name, value, hints.get(name, int)) for name, value in words.items()}
+        if "dp" in values:
+            if "dp_replicate" in values or "dp_shard" in values:
+                raise LayoutError("dp=N says both dp_replicate and dp_shard: give dp alone, or the two of them")
+            degree = values.pop("dp")
+            values["dp_shard" if values.get("zero", 0) else "dp_replicate"] = degree
+        elif values.get("dp_shard", 1) > 1:
+            values.setdefault("zero", 3)
+        return cls(**values)
+
+    def __str__(self) -> str:
+        """Write the shortest line that parses back to this layout."""
+        plain = self.dp_shard == 1 if self.zero == 0 else self.dp_replicate == 1
+        words = [f"dp={self.dp}"] if plain else [f"dp_replicate={self.dp_replicate}", f"dp_shard={self.dp_shard}"]
+        for field in fields(self)[2:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                words.append(field.name if value is True else f"{field.name}={value}")
+        return " ".join(words)
+
+
+def _read(name: str, value: Any, hint: Any) -> Any:
+    """Read one word's value by the type of its field."""
+    choices = get_args(hint)
+    if hint is bool:
+        named = {"true": True, "false": False, "on": True, "off": False}
+        value = named.get(str(value).lower(), value)
+        if isinstance(value, bool):
+            return value
+        raise LayoutError(f"{name}={value} is a switch: write {name} alone, or {name}=off")
+    if choices and all(isinstance(choice, str) for choice in choices):
+        if value in choices:
+            return value
+        raise LayoutError(f"{name}={value} is none of {', '.join(choices)}{did_you_mean(str(value), choices)}")
+    if value is True:
+        raise LayoutError(f"{name} needs a value: {name}=N")
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise LayoutError(f"{name}={value} is not a whole number") from None

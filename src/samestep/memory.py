@@ -1,0 +1,209 @@
+"""Bytes that one rank holds: exactly between two steps, and at the worst op within one.
+
+Bytes a parameter in mixed precision with Adam, N ranks on dp_shard (Rajbhandari et al. 2020, arXiv:1910.02054):
+
+    zero   classic    held by this runtime
+    0      16         18                    weight 2, float32 gradient 4, master 4, two states 8
+    1      4 + 12/N   6 + 12/N              master and states cut
+    2      2 + 14/N   2 + 16/N in the step  gradients too; the weights, 2, are freed after the step
+    3      16/N       16/N                  weights too (the masters are the weights)
+
+The classic table keeps gradients in half precision; this runtime adds them up in float32. With many ranks the classic
+savings are 4x, 8x and N-fold.
+
+Within a step three things come and go:
+
+    activations   from a layer's forward to its backward; under recompute what is kept, and the rest from the second forward
+    buffers       gathered units: under zero=2 all, to the end of the step; under zero=3 a unit and the one gathered ahead
+                  of need, and those kept from forward to backward
+    gradients     under zero=2 and 3 a unit's whole gradient, from its backward to its reduce_scatter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from samestep.model import LayerSpec, ParamSpec
+from samestep.program import BYTES_OF, Kind, Program, Step, Unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Bytes of one rank by what they are for."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    """States, and master weights where the model's own are in another dtype."""
+    activations: int = 0
+    buffers: int = 0
+    """The model's registered buffers, and weights gathered from other ranks."""
+    peak_at: str = "at rest"
+    """Name of the op at which this much is held."""
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
+
+
+def classic_bytes_per_param(zero: int, num_shards: int) -> float:
+    """Return the ZeRO paper's bytes a parameter: mixed precision, Adam."""
+    return (16, 4 + 12 / num_shards, 2 + 14 / num_shards, 16 / num_shards)[zero]
+
+
+def held_bytes_per_param(zero: int, num_shards: int) -> float:
+    """Return this runtime's bytes a parameter: mixed precision, Adam; for zero=2 with the weights gathered."""
+    return (18, 6 + 12 / num_shards, 2 + 16 / num_shards, 16 / num_shards)[zero]
+
+
+def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> MemoryUse:
+    """Return what `rank` holds between two steps, to the byte.
+
+    `states_per_param` are the optimizer's tensors of a weight's own shape: 2 for Adam, 1 for momentum, 0 for SGD.
+    """
+    step = program.step
+    shard = rank % step.layout.dp_shard
+    if step.zero == 0:
+        weights, gradients = _whole(program)
+        updated = [(param.numel, step.working_dtype(param)) for param in _trainable(step)]
+    elif step.zero == 1:
+        weights, gradients = _in_buckets(program)
+        updated = [
+            (_chunk_numel(bucket.numel, bucket.padded_numel // step.layout.dp_shard, shard), bucket.dtype)
+            for bucket in program.buckets
+        ]
+    else:
+        weights, gradients = _in_units(program)
+        updated = [(_cut_numel(param, step.layout.dp_shard, shard), step.master_dtype) for param in _trainable(step)]
+    master = BYTES_OF[step.master_dtype]
+    optimizer = sum(
+        numel * master * (states_per_param + (working_dtype != step.master_dtype)) for numel, working_dtype in updated
+    )
+    return MemoryUse(weights=weights, gradients=gradients, optimizer=optimizer, buffers=step.model.buffer_bytes)
+
+
+def during_step(program: Program, states_per_param: int = 2, rank: int = 0) -> MemoryUse:
+    """Return what `rank` holds at the op of the step at which it holds most."""
+    rest = at_rest(program, states_per_param, rank)
+    most = max(_walk(program), key=lambda moment: moment.gradients + moment.activations + moment.buffers)
+    return replace(
+        rest,
+        gradients=rest.gradients + most.gradients,
+        activations=most.activations,
+        buffers=rest.buffers + most.buffers,
+        peak_at=most.op,
+    )
+
+
+def _trainable(step: Step) -> Iterator[ParamSpec]:
+    return (param for param in step.model.params if param.trainable)
+
+
+def _weight_bytes(step: Step, trainable: bool) -> int:
+    """Bytes of the weights as they stand in the module, uncut."""
+    params = (param for param in step.model.params if param.trainable or not trainable)
+    return sum(param.numel * BYTES_OF[step.working_dtype(param)] for param in params)
+
+
+def _whole(program: Program) -> tuple[int, int]:
+    """Weights and gradients of zero=0: padded where they lie in buckets."""
+    step = program.step
+    weights = _weight_bytes(step, trainable=False)
+    numel = sum(b.padded_numel for b in program.buckets) or sum(param.numel for param in _trainable(step))
+    return weights, numel * BYTES_OF[step.master_dtype]
+
+
+def _in_buckets(program: Program) -> tuple[int, int]:
+    """Weights and gradients of zero=1: whole, padded; frozen weights lie in no bucket."""
+    step = program.step
+    frozen = _weight_bytes(step, trainable=False) - _weight_bytes(step, trainable=True)
+    weights = frozen + sum(b.padded_numel * BYTES_OF[b.dtype] for b in program.buckets)
+    return weights, sum(b.padded_numel for b in program.buckets) * BYTES_OF[step.master_dtype]
+
+
+def _in_units(program: Program) -> tuple[int, int]:
+    """Weights and gradients of zero=2 and 3: the rank's part of each unit, padded."""
+    step = program.step
+    weights = sum(unit.padded_numel for unit in program.units)
+    gradients = sum(unit.padded_grad_numel for unit in program.units)
+    part = BYTES_OF[step.master_dtype]
+    return weights // step.layout.dp_shard * part, gradients // step.layout.dp_shard * part
+
+
+def _chunk_numel(numel: int, chunk: int, shard: int) -> int:
+    """Elements without padding in chunk number `shard` of a flat buffer."""
+    return min(max(numel - shard * chunk, 0), chunk)
+
+
+def _cut_numel(param: ParamSpec, num_shards: int, shard: int) -> int:
+    """Elements without padding that FSDP2 gives shard number `shard`: dim 0 in equal chunks, the last ones short."""
+    rows = param.shape[0] if param.shape else 1
+    if rows == 0:
+        return 0
+    return _chunk_numel(rows, -(-rows // num_shards), shard) * (param.numel // rows)
+
+
+class _Moment(NamedTuple):
+    """What is held at an op beyond what is held at rest."""
+
+    op: str
+    gradients: int
+    activations: int
+    buffers: int
+
+
+def _walk(program: Program) -> Iterator[_Moment]:
+    """Follow activations, gathered units and whole gradients through the step."""
+    step = program.step
+    starting, ending = _by_layer(program.units, "first_layer"), _by_layer(program.units, "last_layer")
+    names = {unit.name for unit in program.units}
+    saved = [_saved_bytes(step, layer) for layer in step.model.layers]
+    gathered: dict[str, int] = {}
+    leaving: set[str] = set()  # freed once the gather issued ahead has come
+    gradients: dict[str, int] = {}
+    activations = 0
+    for _, op in program.ops():
+        kept, whole = saved[op.layer] if op.layer is not None else (0, 0)
+        if op.axis is None:
+            _drop(gathered, leaving)
+        elif op.kind is Kind.ALL_GATHER and op.owner in names:
+            gathered[op.owner] = op.size_bytes
+            leaving.discard(op.owner)
+        if op.kind is Kind.BACKWARD:
+            gradients |= {u.name: u.padded_grad_numel * BYTES_OF[step.master_dtype] for u in starting.get(op.layer, ())}
+        activations += {Kind.FORWARD: kept, Kind.RECOMPUTE: whole - kept}.get(op.kind, 0)
+        yield _Moment(op.name, sum(gradients.values()), activations, sum(gathered.values()))
+        if op.kind is Kind.FORWARD:
+            leaving |= {unit.name for unit in ending.get(op.layer, ()) if not unit.keep_after_forward}
+        elif op.kind is Kind.BACKWARD:
+            activations -= whole
+            if step.zero == 3:
+                _drop(gathered, {unit.name for unit in starting.get(op.layer, ())})
+        elif op.kind is Kind.REDUCE_SCATTER:
+            gradients.pop(op.owner, None)
+
+
+def _saved_bytes(step: Step, layer: LayerSpec) -> tuple[int, int]:
+    """Activations of a micro-batch that the layer keeps after its forward, and that its backward reads."""
+    one = step.microbatch_samples * BYTES_OF[step.compute_dtype]
+    whole = layer.saved_elements
+    recompute = step.layout.recompute if layer.is_block else "none"
+    kept = {"none": whole, "selective": layer.saved_selective_elements, "full": layer.input_elements}[recompute]
+    return kept * one, max(kept, whole) * one
+
+
+def _by_layer(units: tuple[Unit, ...], field: str) -> dict[int | None, list[Unit]]:
+    found: dict[int | None, list[Unit]] = {}
+    for unit in units:
+        found.setdefault(getattr(unit, field), []).append(unit)
+    return found
+
+
+def _drop(gathered: dict[str, int], names: set[str]) -> None:
+    """Free the units of these names, and forget the names."""
+    for name in names:
+        gathered.pop(name, None)
+    names.clear()

@@ -1,0 +1,105 @@
+"""The model's shape, as data: what the strategies, the memory and the clock know of a model.
+
+A `ModelSpec` is made by tracing a module on the meta device (`runtime/trace.py`) or read from JSON. Its layers
+stand in the order in which the forward runs them: what comes before the blocks, each block, what comes after.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamSpec:
+    """One parameter of the model, by its full name."""
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int
+    """Index of the layer that owns it."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the same tensor: a tied weight has them."""
+    shared: bool = False
+    """Used more than once in a forward (tied, or its module is called again): gradients meet in it."""
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One layer: a block, or all that stands before or after the blocks. Costs are those of one sample."""
+
+    name: str
+    modules: tuple[str, ...]
+    """Paths of the modules it consists of; no two layers share one."""
+    is_block: bool = False
+    forward_flops: int = 0
+    output_elements: int = 0
+    """Elements it hands to the next layer."""
+    saved_elements: int = 0
+    """Elements kept from its forward for its backward, without weights."""
+    saved_selective_elements: int = 0
+    """The same under recompute=selective: its input and the results of its matrix products."""
+    input_elements: int = 0
+    """Elements it is given: what recompute=full keeps."""
+    backward_reads_weights: bool = True
+    """False where no gradient flows through the weights to an input, as in a layer of embeddings."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A model: layers in forward order, parameters in the module's own order, buffers."""
+
+    name: str
+    layers: tuple[LayerSpec, ...]
+    params: tuple[ParamSpec, ...]
+    buffer_bytes: int = 0
+    coupled_modules: tuple[str, ...] = ()
+    """Modules through which samples influence each other, as batch norm."""
+
+    @property
+    def num_params(self) -> int:
+        """Number of weights, each tied one counted once."""
+        return sum(param.numel for param in self.params)
+
+    @property
+    def forward_flops(self) -> int:
+        """FLOPs of one sample's forward."""
+        return sum(layer.forward_flops for layer in self.layers)
+
+    def params_of(self, layer: int) -> tuple[ParamSpec, ...]:
+        """Parameters that layer number `layer` owns, in the module's order."""
+        return tuple(param for param in self.params if param.layer == layer)
+
+    def to_json(self) -> str:
+        """Write the spec with its format version."""
+        return json.dumps({"format_version": FORMAT_VERSION, **dataclasses.asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelSpec:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: the text was written by another version.
+        """
+        fields: dict[str, Any] = json.loads(text)
+        version = fields.pop("format_version", None)
+        if version != FORMAT_VERSION:
+            raise ValueError(f"a model spec of format {version}; this version reads {FORMAT_VERSION}")
+        layers = tuple(LayerSpec(**{**layer, "modules": tuple(layer["modules"])}) for layer in fields.pop("layers"))
+        params = tuple(
+            ParamSpec(**{**param, "shape": tuple(param["shape"]), "aliases": tuple(param["aliases"])})
+            for param in fields.pop("params")
+        )
+        coupled = tuple(fields.pop("coupled_modules"))
+        return cls(layers=layers, params=params, coupled_modules=coupled, **fields)

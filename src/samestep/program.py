@@ -1,0 +1,356 @@
+"""One optimizer step as plain data: what every rank of every pipeline stage computes, sends and waits for.
+
+[Note: one step, five readers]  `plan` prices a program, `simulate` plays it on a clock, `train` carries it out,
+`verify` proves it, `explain` holds the measured step against it. Because there is one program, a prediction can be
+checked: the collectives that torch really sent must equal those listed here (the ledger).
+
+A `Program` is a list of tasks for each pipeline stage; a task (the forward of micro-batch 3, say) points at a body, a
+list of ops written once and shared by all tasks that do the same. Ops are *driven* (issued by our interpreter) or
+*implied* (issued by FSDP2 inside a driven op). Buckets and units are decided here, without torch; the runtime obeys.
+
+```
+stage 0:  F.first ─ B.first ─ F.last ─ B.last ─ U             tasks
+                                        │
+          B.last = backward:layers.1, reduce:bucket.0, ...     a body: ops in the order in which they are issued
+```
+Ops of one stream run in order: compute is one stream, each axis another. An op also waits for the latest earlier
+ops of the names in `after`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from samestep.job import Job, Precision
+from samestep.layout import Layout
+from samestep.model import ModelSpec, ParamSpec
+
+BYTES_OF = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+COMPUTE_DTYPE: dict[Precision, str] = {
+    "float64": "float64",
+    "float32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+}
+
+STEP_SCALARS = ("loss", "count", "norm_squared", "stop")
+"""What one all_reduce at the end of a step agrees on, as float64."""
+
+
+class Kind(StrEnum):
+    """What an op does."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTE = "recompute"
+    UPDATE = "update"
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    REDUCE = "reduce"
+    BROADCAST = "broadcast"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operation of a body. Collectives have an axis; compute has none."""
+
+    kind: Kind
+    owner: str
+    """The layer, unit or bucket it belongs to."""
+    layer: int | None = None
+    axis: str | None = None
+    dtype: str = "float32"
+    flops: int = 0
+    size_bytes: int = 0
+    """Collectives: the whole unsharded buffer with padding; wire bytes follow from it. Update: bytes touched."""
+    after: tuple[str, ...] = ()
+    implied: bool = False
+    """Issued by FSDP2 inside a driven op, not by our interpreter."""
+
+    @property
+    def name(self) -> str:
+        """`kind:owner`, unique within a body for one axis."""
+        return f"{self.kind}:{self.owner}"
+
+    def sized(self, numel: int) -> Op:
+        """Return this op over `numel` elements of its dtype."""
+        return replace(self, size_bytes=numel * BYTES_OF[self.dtype])
+
+    @property
+    def stream(self) -> str:
+        """Where it queues: compute, or the axis it is sent over."""
+        return self.axis or "compute"
+
+
+Ops = tuple[Op, ...]
+
+
+class TaskKind(StrEnum):
+    """What a task of the interpreter is."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    UPDATE = "U"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One entry of a stage's schedule."""
+
+    kind: TaskKind
+    microbatch: int
+    body: str
+
+
+class LedgerRow(NamedTuple):
+    """One collective, as predicted or as sent."""
+
+    kind: str
+    dtype: str
+    size_bytes: int
+    owner: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """Where one parameter lies in the flat buffer of a bucket."""
+
+    name: str
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Parameters whose gradients are reduced together (zero=0 or 1), in the order in which backward finishes them."""
+
+    name: str
+    members: tuple[Member, ...]
+    dtype: str
+    """Dtype of the weights as the forward uses them; gradients are in the program's reduce dtype."""
+    padded_numel: int
+
+    @property
+    def numel(self) -> int:
+        """Elements without padding."""
+        return sum(member.numel for member in self.members)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Parameters that are gathered together (zero=2 or 3): those of one layer, or one shared weight."""
+
+    name: str
+    modules: tuple[str, ...]
+    params: tuple[str, ...]
+    first_layer: int
+    last_layer: int
+    dtype: str
+    """Dtype in which the weights are gathered."""
+    padded_numel: int
+    """Elements of the unsharded buffer: each parameter's first dimension padded to a multiple of dp_shard."""
+    padded_grad_numel: int
+    """The same for the gradients: without frozen weights."""
+    keep_after_forward: bool
+    """Not resharded between forward and backward."""
+    gather_in_backward: bool
+    """Gathered again before its backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What the strategies are told: the model, the parts of the job that shape a step, the layout, the place."""
+
+    model: ModelSpec
+    layout: Layout
+    precision: Precision
+    global_batch: int
+    ranks_per_node: int
+
+    @classmethod
+    def of(cls, model: ModelSpec, job: Job, layout: Layout, ranks_per_node: int | None = None) -> Step:
+        """Take from a job what shapes its step."""
+        per_node = ranks_per_node or job.run.ranks_per_node or layout.world_size
+        return cls(
+            model=model,
+            layout=layout,
+            precision=job.numerics.precision,
+            global_batch=job.train.global_batch,
+            ranks_per_node=min(per_node, layout.world_size),
+        )
+
+    @property
+    def rank_samples(self) -> int:
+        """Samples of one step on the rank that has most."""
+        return -(-self.global_batch // self.layout.dp)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of one step, the same number on every rank."""
+        return -(-self.rank_samples // (self.layout.microbatch or self.rank_samples))
+
+    @property
+    def microbatch_samples(self) -> int:
+        """Samples of the largest micro-batch."""
+        return -(-self.rank_samples // self.num_microbatches)
+
+    @property
+    def compute_dtype(self) -> str:
+        """Dtype of the weights and activations in the forward."""
+        return COMPUTE_DTYPE[self.precision]
+
+    @property
+    def master_dtype(self) -> str:
+        """Dtype of master weights, accumulated gradients, reductions and optimizer state."""
+        return "float64" if self.precision == "float64" else "float32"
+
+    @property
+    def zero(self) -> int:
+        """The ZeRO stage that has an effect: nothing is sharded over a single rank."""
+        return self.layout.zero if self.layout.dp_shard > 1 else 0
+
+    def working_dtype(self, param: ParamSpec) -> str:
+        """Dtype in which `param` stands in the module: a shared weight stays in master precision and is cast at
+        each use, so that its gradients meet in master precision."""
+        return self.master_dtype if param.shared else self.compute_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """One step: tasks of each stage, bodies they point at, and the geometry the runtime obeys."""
+
+    step: Step
+    bodies: Mapping[str, Ops]
+    stages: tuple[tuple[Task, ...], ...]
+    buckets: tuple[Bucket, ...] = ()
+    units: tuple[Unit, ...] = ()
+    axes: Mapping[str, int] = field(default_factory=dict)
+    """Ranks in a group of each axis that the program sends over."""
+
+    def with_bodies(self, rewrite: Callable[[str, Ops], Ops], **changes: Any) -> Program:
+        """Return the program with each body rewritten, and other fields changed."""
+        bodies = {key: rewrite(key, ops) for key, ops in self.bodies.items()}
+        return replace(self, bodies=bodies, **changes)
+
+    def ops(self, stage: int = 0) -> Iterator[tuple[Task, Op]]:
+        """Expand one stage: every op of the step in the order of issue."""
+        for task in self.stages[stage]:
+            for op in self.bodies[task.body]:
+                yield task, op
+
+    def ledger(self, stage: int = 0, group_of: Callable[[str], str] = str) -> dict[str, list[LedgerRow]]:
+        """List what each group sends, in order of issue; interleaving between groups is timing, and no part of it.
+
+        `group_of` names the group that serves an axis: two axes over the same ranks share one.
+        """
+        rows: dict[str, list[LedgerRow]] = {}
+        for _, op in self.ops(stage):
+            if op.axis is not None:
+                row = LedgerRow(str(op.kind), op.dtype, op.size_bytes, op.owner)
+                rows.setdefault(group_of(op.axis), []).append(row)
+        return rows
+
+
+def position(microbatch: int, num_microbatches: int) -> str:
+    """Where a micro-batch stands in its step: only, first, middle or last."""
+    if num_microbatches == 1:
+        return "only"
+    return {0: "first", num_microbatches - 1: "last"}.get(microbatch, "middle")
+
+
+def starts_step(body: str) -> bool:
+    """Whether the body belongs to the first micro-batch of a step."""
+    return body.endswith((".only", ".first"))
+
+
+def ends_step(body: str) -> bool:
+    """Whether the body belongs to the last micro-batch of a step."""
+    return body.endswith((".only", ".last"))
+
+
+def is_backward(body: str) -> bool:
+    """Whether the body is one of a backward task."""
+    return body.startswith(TaskKind.BACKWARD)
+
+
+def is_forward(body: str) -> bool:
+    """Whether the body is one of a forward task."""
+    return body.startswith(TaskKind.FORWARD)
+
+
+def padded(numel: int, multiple: int) -> int:
+    """Round `numel` up to a multiple."""
+    return -(-numel // multiple) * multiple
+
+
+BUCKET_BYTES = 25 * 2**20
+"""A bucket is closed once its gradients reach this: small enough to overlap, large enough to use the link."""
+
+
+def make_buckets(step: Step) -> tuple[Bucket, ...]:
+    """Lay the trainable parameters into flat buckets in the order in which backward finishes them.
+
+    Weights of different working dtype never share a bucket, since a bucket's weights may be gathered as one.
+    """
+    order = sorted(
+        (param for param in step.model.params if param.trainable),
+        key=lambda param: -param.layer,  # stable: the module's own order within a layer
+    )
+    limit = BUCKET_BYTES // BYTES_OF[step.master_dtype]
+    runs: list[list[ParamSpec]] = []
+    size = 0
+    for param in order:
+        fresh = not runs or size >= limit or step.working_dtype(runs[-1][0]) != step.working_dtype(param)
+        if fresh:
+            runs.append([])
+            size = 0
+        runs[-1].append(param)
+        size += param.numel
+    return tuple(_bucket(step, index, run) for index, run in enumerate(runs))
+
+
+def _bucket(step: Step, index: int, params: list[ParamSpec]) -> Bucket:
+    members = []
+    offset = 0
+    for param in params:
+        members.append(Member(name=param.name, offset=offset, numel=param.numel))
+        offset += param.numel
+    return Bucket(
+        name=f"bucket.{index}",
+        members=tuple(members),
+        dtype=step.working_dtype(params[0]),
+        padded_numel=padded(offset, step.layout.dp),
+    )
+
+
+def bucket_ops(
+    ops: Ops, step: Step, buckets: tuple[Bucket, ...], reduce: Callable[[Bucket, int], tuple[Op, ...]]
+) -> Ops:
+    """Put each bucket's reduction behind the backward that finishes it, never before an earlier bucket's.
+
+    Where a reduction takes several ops, the first one hides behind the backward and the others follow at the end:
+    issued any earlier, compute would have to wait for them.
+    """
+    layer_of = {param.name: param.layer for param in step.model.params}
+    waiting = list(buckets)
+    written: list[Op] = []
+    rest: list[Op] = []
+    for op in ops:
+        written.append(op)
+        while op.kind is Kind.BACKWARD and waiting and _finished(waiting[0], layer_of, op):
+            bucket = waiting.pop(0)
+            before = op.name
+            for index, part in enumerate(reduce(bucket, bucket.padded_numel)):
+                (rest if index else written).append(replace(part, after=(*part.after, before)))
+                before = part.name
+    assert not waiting, f"no backward finishes {[bucket.name for bucket in waiting]}"
+    return (*written, *rest)
+
+
+def _finished(bucket: Bucket, layer_of: Mapping[str, int], op: Op) -> bool:
+    return op.layer is not None and min(layer_of[member.name] for member in bucket.members) >= op.layer

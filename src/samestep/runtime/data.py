@@ -1,0 +1,244 @@
+"""Replicated weights: gradients reduced in buckets while backward still runs (twin of `strategies/data.py`).
+
+Each bucket of the program is a flat buffer in master precision. A hook behind every parameter's gradient adds it to
+its place; when the last micro-batch's backward has filled a bucket, its first collective is started, always in the
+program's order, so that every rank sends the same. Under zero=1 the weights lie in flat buffers too: a rank updates
+its chunk of each, and `publish` gathers the others'.
+
+```
+bucket 0  [ head.weight | norm.weight | pad ]    gradients of the last layers, finished first
+           rank 0's chunk  rank 1's chunk        zero=1: what each rank updates
+```
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samestep.program import Bucket, Kind, Member, Op, Program, Task, ends_step, is_backward
+from samestep.runtime.mesh import Mesh
+from samestep.runtime.precision import DTYPES
+from samestep.runtime.record import owned
+from samestep.runtime.update import Piece, squared_norm
+
+Materialize = Callable[[str, torch.dtype], Tensor]
+"""Returns the whole parameter of this name, fresh, on the device."""
+
+
+@dataclass(slots=True)
+class _Flat:
+    """The buffers of one bucket on this rank."""
+
+    bucket: Bucket
+    gradients: Tensor
+    ops: list[Op]
+    gathers: list[Op]
+    weights: Tensor | None = None
+    missing: set[str] = field(default_factory=set)
+    untouched: set[str] = field(default_factory=set)
+    work: dist.Work | None = None
+    chunk: Tensor | None = None
+    """What this rank holds of the reduced bucket while it is cut."""
+
+
+class Replicated:
+    """Weights whole on every rank, in the working dtype; gradients and optimizer as the program's buckets say."""
+
+    def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
+        self.program, self.mesh = program, mesh
+        self.params: dict[str, nn.Parameter] = {}
+        self._last = False
+        self._next = 0
+        self._flats = [self._flat(bucket) for bucket in program.buckets]
+        self._separate = program.step.layout.offload
+        self.pieces: list[Piece] = []
+        self._fill(model, materialize)
+        for flat in self._flats:
+            for member in flat.bucket.members:
+                hook = functools.partial(self._gradient_ready, flat, member)
+                self.params[member.name].register_post_accumulate_grad_hook(hook)
+
+    # -- setting up --------------------------------------------------------------------------------
+
+    def _flat(self, bucket: Bucket) -> _Flat:
+        step = self.program.step
+        device = self.mesh.device
+        ops = {key: ops for key, ops in self.program.bodies.items() if not is_backward(key) or ends_step(key)}
+        mine = [op for ops in ops.values() for op in ops if op.owner == bucket.name]
+        weights = None
+        if step.zero == 1:
+            weights = torch.zeros(bucket.padded_numel, dtype=DTYPES[bucket.dtype], device=device)
+        return _Flat(
+            bucket=bucket,
+            gradients=torch.zeros(bucket.padded_numel, dtype=DTYPES[step.master_dtype], device=device),
+            ops=[op for op in mine if not op.after or not op.after[0].startswith(Kind.UPDATE)],
+            gathers=[op for op in mine if op.after and op.after[0].startswith(Kind.UPDATE)],
+            weights=weights,
+        )
+
+    @torch.no_grad()
+    def _fill(self, model: nn.Module, materialize: Materialize) -> None:
+        """Give every parameter its first value, and make the pieces this rank updates."""
+        place = {member.name: (flat, member) for flat in self._flats for member in flat.bucket.members}
+        master = DTYPES[self.program.step.master_dtype]
+        for spec in self.program.step.model.params:
+            value = materialize(spec.name, master)
+            flat, member = place.get(spec.name, (None, None))
+            live = value.to(DTYPES[self.program.step.working_dtype(spec)])
+            if flat is not None and flat.weights is not None and member is not None:
+                window = flat.weights[member.offset : member.offset + member.numel].view(spec.shape)
+                live = window.copy_(live)
+            param = nn.Parameter(live, requires_grad=spec.trainable)
+            for name in (spec.name, *spec.aliases):
+                path, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(path), leaf, param)  # not by _parameters: LSTM keeps lists of its weights
+            if spec.trainable:
+                self.params[spec.name] = param
+                self.pieces += self._pieces_of(spec.name, flat, member, param, value)
+
+    def _pieces_of(
+        self, name: str, flat: _Flat | None, member: Member | None, param: nn.Parameter, value: Tensor
+    ) -> Iterator[Piece]:
+        if flat is None or member is None:
+            yield self._piece(name, 0, param.numel(), param, value, lambda: _gradient_or_zero(param))
+            return
+        start, stop = 0, member.numel
+        if flat.weights is not None:
+            size = flat.bucket.padded_numel // self.mesh.dp_shard
+            first = self.mesh.shard_index * size
+            start = min(max(first - member.offset, 0), member.numel)
+            stop = min(max(first + size - member.offset, 0), member.numel)
+        if start == stop:
+            return
+        window = slice(member.offset + start, member.offset + stop)
+        whole = flat.weights is None
+        live = param if whole else flat.weights[window]  # type: ignore[index]
+        cut = value if whole else value.flatten()[start:stop]
+        shape = param.shape if whole else (stop - start,)
+        yield self._piece(name, start, stop, live, cut, lambda: flat.gradients[window].view(shape))
+
+    def _piece(
+        self, name: str, start: int, stop: int, live: Tensor, value: Tensor, gradient: Callable[[], Tensor]
+    ) -> Piece:
+        """A piece updates the live weights themselves, unless they stand in another dtype or the host holds it."""
+        if live.dtype == value.dtype and not self._separate:
+            return Piece(name, start, stop, live if isinstance(live, nn.Parameter) else live.detach(), gradient)
+        held = value.detach().to("cpu" if self._separate else live.device, copy=True)
+        return Piece(name, start, stop, held, gradient, target=live.detach())
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the step before."""
+        for param in self.params.values():
+            param.grad = None
+        for flat in self._flats:
+            names = {member.name for member in flat.bucket.members}
+            flat.missing, flat.untouched = set(names), set(names)
+            flat.work = flat.chunk = None
+        self._next = 0
+
+    def begin_backward(self, task: Task) -> None:
+        """Know whether the backward that follows is the step's last, behind which buckets are reduced."""
+        self._last = ends_step(task.body)
+
+    def _gradient_ready(self, flat: _Flat, member: Member, param: Tensor) -> None:
+        """Add a finished gradient to its bucket; start the bucket's reduction when it was the last one."""
+        assert param.grad is not None
+        view = flat.gradients[member.offset : member.offset + member.numel].view(param.shape)
+        if param.grad.data_ptr() != view.data_ptr():
+            if member.name in flat.untouched:
+                view.copy_(param.grad)
+            else:
+                view.add_(param.grad)
+            # In master precision autograd goes on adding in place; else each micro-batch's gradient is cast first.
+            param.grad = view if param.dtype == view.dtype else None
+        flat.untouched.discard(member.name)
+        if self._last:
+            flat.missing.discard(member.name)
+            self._start_ready()
+
+    def _start_ready(self) -> None:
+        while self._next < len(self._flats) and not self._flats[self._next].missing:
+            self._start(self._flats[self._next])
+            self._next += 1
+
+    def _start(self, flat: _Flat) -> None:
+        for member in flat.bucket.members:
+            if member.name in flat.untouched:
+                flat.gradients[member.offset : member.offset + member.numel].zero_()
+        if flat.ops:
+            flat.work = self._send(flat, flat.ops[0], flat.gradients)
+
+    def finish_gradients(self) -> None:
+        """Start what no backward reached, wait for all, and issue what follows a bucket's first collective."""
+        for flat in self._flats[self._next :]:
+            self._start(flat)
+        self._next = len(self._flats)
+        for flat in self._flats:
+            for op in flat.ops[1:]:
+                _wait(flat)
+                flat.work = self._send(flat, op, flat.gradients)
+        for flat in self._flats:
+            _wait(flat)
+
+    def _send(self, flat: _Flat, op: Op, whole: Tensor) -> dist.Work | None:
+        """Issue one collective of a bucket on the buffer, or on this rank's chunk of it."""
+        assert op.axis is not None
+        group = self.mesh.groups[op.axis]
+        with owned(op.owner):
+            if op.kind is Kind.ALL_REDUCE:
+                return dist.all_reduce(whole if flat.chunk is None else flat.chunk, group=group, async_op=True)
+            if op.kind is Kind.REDUCE:
+                return dist.reduce(whole, dst=self.mesh.ranks[op.axis][0], group=group, async_op=True)
+            if op.kind is Kind.BROADCAST:
+                return dist.broadcast(whole, src=self.mesh.ranks[op.axis][0], group=group, async_op=True)
+            size = whole.numel() // dist.get_world_size(group)
+            mine = whole[dist.get_rank(group) * size :][:size]
+            if op.kind is Kind.REDUCE_SCATTER:
+                flat.chunk = mine
+                return dist.reduce_scatter_tensor(mine, whole, group=group, async_op=True)
+            assert op.kind is Kind.ALL_GATHER, f"a bucket has no use for {op.kind}"
+            flat.chunk = None
+            return dist.all_gather_into_tensor(whole, mine, group=group, async_op=True)
+
+    def normsquared_norm(self) -> Tensor:
+        """This rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""
+        if not self._flats:
+            return squared_norm([_gradient_or_zero(param) for param in self.params.values()], self.mesh.device)
+        step = self.program.step
+        parts, index, copies = step.layout.dp, self.mesh.dp_index, 1
+        if step.zero == 1:
+            parts, index, copies = self.mesh.dp_shard, self.mesh.shard_index, self.mesh.dp_replicate
+        chunks = [flat.gradients.view(parts, -1)[index] for flat in self._flats]
+        return squared_norm(chunks, self.mesh.device) / copies
+
+    def publish(self) -> None:
+        """Gather every rank's chunk of the updated weights (zero=1)."""
+        for flat in self._flats:
+            for op in flat.gathers:
+                assert flat.weights is not None
+                flat.work = self._send(flat, op, flat.weights)
+        for flat in self._flats:
+            _wait(flat)
+
+    def end_forward_only(self) -> None:
+        """Nothing is gathered for a forward, so nothing is left over after one."""
+
+
+def _wait(flat: _Flat) -> None:
+    if flat.work is not None:
+        flat.work.wait()
+        flat.work = None
+
+
+def _gradient_or_zero(param: nn.Parameter) -> Tensor:
+    if param.grad is None:
+        param.grad = torch.zeros_like(param)
+    return param.grad

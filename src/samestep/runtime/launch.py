@@ -1,0 +1,836 @@
+"""Starting worker processes on this machine, and joining those that somebody else started.
+
+```
+run_workers ─┬─ fork ─> worker 0: ready, join, joined, main(place, ...), done + value ─┐
+   listens   ├─ fork ─> worker 1: ready, join, joined, main(place, ...), done ─────────┤ all leave, once all are done
+             └─ ...     each may end in: failed + (when, what, last words), or a death that the parent sees
+```
+Forking after torch is imported takes 0.03 s where a new process takes seconds. It is safe only without CUDA, without
+an OpenMP pool in use by both sides, and without autograd's device threads; else workers are spawned.
+
+When one worker fails, its peers fail too, a moment later, with a closed connection. The parent therefore waits a moment
+and reports the first failure that is not such an echo. A worker never outlives its parent.
+
+This is the only file that reads rank variables, and the only one that knows who launched us. Sources:
+torch.distributed.run (RANK, LOCAL_RANK, TORCHELASTIC_*), srun(1) (SLURM_PROCID, SLURM_STEP_*), prctl(2).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import errno
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from samestep import errors
+from samestep.errors import JobError, SamestepError, WorkerError
+
+T = TypeVar("T")
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # USR1: Slurm's --signal=USR1@SECONDS before the limit
+_LAST_WORDS = 15  # lines of a dead worker's stderr and traceback that its parent shows
+_CAUSE_GRACE_S = 0.2  # an earlier cause may still be in another pipe
+_ECHO_GRACE_S = 3.0  # only echoes so far: the cause, most often a death, must show up yet
+_LEAVE_GRACE_S = 30.0  # a worker tears its process group down
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands among all ranks of the run."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    ranks_per_node: int
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """What a launcher hands to one process before it joins."""
+
+    launcher: str
+    """samestep, torchrun, srun, or alone."""
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    ranks_per_node: int = 1
+    host: str = ""
+    port: int = 0
+    path: str = ""
+    """The file where our own workers meet; the others meet at host:port."""
+    agent_prefix: str | None = None
+    """Set where torchrun's agent holds the store: our keys go below this word."""
+
+
+@dataclass(frozen=True)
+class _Joined:
+    place: Place
+    made_group: bool
+    old_handlers: Mapping[int, Any]
+    borrowed_variables: tuple[str, ...]
+
+
+_seat: _Seat | None = None  # handed over by run_workers, in a worker of ours
+_joined: _Joined | None = None
+_stop = False
+
+
+# ---------------------------------------------------------------- this process
+
+
+def launched_from_outside() -> bool:
+    """Return whether torchrun or srun started this process as one of several, so that it must only join."""
+    return _by_torchrun(os.environ) or _by_srun(os.environ)
+
+
+def join(
+    device: str = "auto", *, timeout_s: float = 600.0, ranks_per_node: int | None = None, threads: int | None = None
+) -> Place:
+    """Make this process a rank of its run, and return its place; every rank must call it once.
+
+    The process group is gloo on CPUs and nccl on GPUs. It is nccl alone there: the few scalars of a step live on the
+    device. A group that exists already is used as it is. A process that nobody launched is a run of one rank.
+
+    Args:
+        device: cpu, cuda or auto (GPUs where there are any).
+        timeout_s: how long to wait for the other ranks, and later for any collective.
+        ranks_per_node: overrides the launcher's number.
+        threads: CPU threads of this process; without it they stay as they are.
+
+    Raises:
+        JobError: the launcher's variables are incomplete, or there is no such device.
+        WorkerError: the other ranks were not met in time.
+    """
+    global _joined
+    if _joined is not None and dist.is_initialized():
+        return _joined.place
+    seat = _seat or _seat_from(os.environ)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    made_group = not dist.is_initialized()
+    if not made_group:
+        seat = _seat_in_existing_group(seat)
+    per_node = _divides(ranks_per_node or seat.ranks_per_node, seat.world_size)
+    where = _device_of(seat, _device_type(device))
+    borrowed: tuple[str, ...] = ()
+    if made_group:
+        # Who is alone opens no port to the network: gloo listens even then, on the interface of this variable.
+        borrowed = _set_defaults(_loopback()) if seat.world_size == 1 and not seat.path else ()
+        per_node = _init_process_group(seat, where, timeout_s, per_node)
+    # A process of the user's own keeps its signals: only there does nobody promise to ask stop_requested().
+    handlers = _listen_for_stop() if seat.launcher in ("torchrun", "srun") else {}
+    local_rank = seat.local_rank if per_node == seat.ranks_per_node else seat.rank % per_node
+    place = Place(seat.rank, local_rank, seat.world_size, per_node, where)
+    _joined = _Joined(place, made_group, handlers, borrowed)
+    return place
+
+
+def leave() -> None:
+    """Undo what `join` did; a process group that was there before stays."""
+    global _joined
+    if _joined is None:
+        return
+    joined, _joined = _joined, None
+    if joined.made_group and dist.is_initialized():
+        dist.destroy_process_group()
+    for name in joined.borrowed_variables:
+        os.environ.pop(name, None)
+    _restore(joined.old_handlers)
+
+
+def stop_requested() -> bool:
+    """Return whether this rank was asked to stop (SIGTERM, SIGINT, or Slurm's SIGUSR1).
+
+    Ranks learn of it at different times, so they must agree (one all_reduce a step) before they act on it.
+    """
+    return _stop
+
+
+def default_ranks(device: str = "auto") -> int:
+    """Return how many workers to start when nobody says: one for each GPU, else 2."""
+    return torch.cuda.device_count() if _device_type(device) == "cuda" else 2
+
+
+def oversubscribed(ranks: int, threads: int = 1) -> str | None:
+    """Return the one-line warning that `ranks` CPU workers of `threads` threads share too few cores, or None."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    if ranks * threads <= cores:
+        return None
+    each = "" if threads == 1 else f" of {threads} threads"
+    return (
+        f"{ranks} ranks{each} share {cores} {'core' if cores == 1 else 'cores'}: times will be longer than they need be"
+    )
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have this worker killed when the process that started it, `parent_pid`, is gone for whatever reason."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    else:
+        threading.Thread(target=_exit_after_parent, daemon=True).start()
+    if os.getppid() != parent_pid:  # it died before the kernel was told
+        os._exit(1)
+
+
+def _exit_after_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _on_stop(signal_number: int, _frame: FrameType | None) -> None:
+    global _stop
+    _stop = True
+    if signal_number == signal.SIGINT:  # whoever asks twice means it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _listen_for_stop() -> dict[int, Any]:
+    """Let the stop signals set a flag from now on; return the handlers they had."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {number: signal.signal(number, _on_stop) for number in _STOP_SIGNALS}
+
+
+def _restore(handlers: Mapping[int, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+# ---------------------------------------------------------------- who launched us
+
+
+def _by_torchrun(env: Mapping[str, str]) -> bool:
+    return "RANK" in env and "WORLD_SIZE" in env
+
+
+def _by_srun(env: Mapping[str, str]) -> bool:
+    # Only a step has SLURM_STEP_NUM_TASKS: a batch script has SLURM_PROCID=0 and its job's SLURM_NTASKS, yet runs once.
+    return "SLURM_PROCID" in env and _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1
+
+
+def _seat_from(env: Mapping[str, str]) -> _Seat:
+    if _by_torchrun(env):
+        return _torchrun_seat(env)
+    return _srun_seat(env) if _by_srun(env) else _Seat("alone")
+
+
+def _torchrun_seat(env: Mapping[str, str]) -> _Seat:
+    """Read torchrun's variables, or the same ones written by hand."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+    if missing and world > 1:
+        raise JobError(f"RANK and WORLD_SIZE are set but {' and '.join(missing)} not; torchrun sets all of them")
+    if not 0 <= rank < world:
+        raise JobError(f"RANK={rank} is not a rank of WORLD_SIZE={world}; ranks are 0 to WORLD_SIZE - 1")
+    if world == 1:
+        return _Seat("torchrun")
+    per_node = _number(env, "LOCAL_WORLD_SIZE", world)
+    prefix = None
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # The agent keeps one store over all restarts, with the addresses of the dead in it (torch 2.13). Restarts are
+        # counted by each agent alone, so only on a single machine does the count name the attempt for everybody.
+        attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0") if per_node == world else "0"
+        prefix = f"samestep/{attempt}"
+    return _Seat(
+        "torchrun",
+        rank,
+        _number(env, "LOCAL_RANK", rank % per_node),
+        world,
+        per_node if world % per_node == 0 else 1,
+        host=env["MASTER_ADDR"],
+        port=_number(env, "MASTER_PORT"),
+        agent_prefix=prefix,
+    )
+
+
+def _resolves(host: str) -> bool:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return True
+
+
+def _srun_seat(env: Mapping[str, str], resolves: Callable[[str], bool] = _resolves) -> _Seat:
+    """Read the variables that srun gives to each task of a step."""
+    rank, world = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS")
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+    host = _first_host(nodes)  # rank 0 runs there, in every distribution but an arbitrary one
+    per_node = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if not re.search(r"[,\[]", nodes):
+        host, per_node = "127.0.0.1", world
+    elif not resolves(host) and "SLURM_LAUNCH_NODE_IPADDR" in env:
+        host = env["SLURM_LAUNCH_NODE_IPADDR"]
+    if env.get("SLURM_DISTRIBUTION", "block").startswith(("cyclic", "plane", "arbitrary")) or world % per_node:
+        per_node = 1  # neighbouring ranks are not on one machine
+    # Each step needs a port of its own that all its tasks can work out.
+    port = 20000 + (_number(env, "SLURM_JOB_ID", 0) * 31 + _number(env, "SLURM_STEP_ID", 0)) % 10000
+    return _Seat(
+        "srun",
+        rank,
+        _number(env, "SLURM_LOCALID", 0),
+        world,
+        per_node,
+        host=env.get("MASTER_ADDR", host),
+        port=_number(env, "MASTER_PORT", port),
+    )
+
+
+def _first_host(nodes: str) -> str:
+    """Return the first host of a Slurm list: `n[03-05,7],m1` -> `n03`."""
+    head = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", head.group() if head else "")
+
+
+def _tasks_per_node(text: str) -> int:
+    """Return how many tasks every node has: `4(x2)` -> 4; 1 where they differ (`4(x2),3`) or it is not said."""
+    counts = {int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", text)}
+    return counts.pop() if len(counts) == 1 else 1
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Read a whole number from the environment."""
+    if name not in env and default is not None:
+        return default
+    try:
+        return int(env[name])
+    except ValueError:
+        raise JobError(f"{name}={env[name]} is not a whole number; the launcher (torchrun, srun) sets it") from None
+
+
+def _seat_in_existing_group(seat: _Seat) -> _Seat:
+    """Describe this process in the group that its user made, which knows no machines."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if (seat.rank, seat.world_size) == (rank, world):
+        return seat
+    return _Seat("the user", rank, rank, world, world)
+
+
+# ---------------------------------------------------------------- joining
+
+
+def _device_type(device: str) -> str:
+    """Return cpu or cuda; only counts GPUs, which starts no CUDA in this process."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise JobError(f"device={device!r} is not a device; cpu, cuda and auto are")
+    if device == "cpu":
+        return "cpu"
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and not gpus:
+        raise JobError("device=cuda, but torch sees no GPU here; device=cpu works")
+    return "cuda" if gpus else "cpu"
+
+
+def _device_of(seat: _Seat, device_type: str) -> torch.device:
+    """Choose this rank's device and make it the current one."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    index = 0 if gpus == 1 else seat.local_rank  # a launcher may show each task only its own GPU
+    if index >= gpus:
+        raise JobError(f"local rank {index} has no GPU: {gpus} on this machine; at most {gpus} ranks on it work")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _init_process_group(seat: _Seat, device: torch.device, timeout_s: float, ranks_per_node: int) -> int:
+    """Make the group; return the ranks per node that all ranks agree on."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    cuda = device.type == "cuda"
+    try:
+        store = _store_of(seat, timeout)
+        store.set_timeout(timeout)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=store,
+            rank=seat.rank,
+            world_size=seat.world_size,
+            timeout=timeout,
+            device_id=device if cuda else None,
+        )
+        # Until all have met, none may leave again: gloo would report a closed connection to who is still connecting.
+        agreed = torch.tensor([ranks_per_node, -ranks_per_node], device=device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    except RuntimeError as error:
+        if seat.launcher == "samestep":
+            raise  # its parent knows better who is missing
+        raise WorkerError(
+            f"rank {seat.rank} of {seat.world_size} ({seat.launcher}) did not meet the other ranks at "
+            f"{seat.host}:{seat.port} within {timeout_s:g} s: {str(error).splitlines()[0]}"
+        ) from error
+    least, most = agreed[0].item(), -agreed[1].item()
+    return ranks_per_node if least == most else 1  # machines with unequal numbers of ranks
+
+
+def _store_of(seat: _Seat, timeout: datetime.timedelta) -> Store:
+    """Open the store where the ranks of `seat` meet."""
+    if seat.path:
+        return FileStore(seat.path, seat.world_size)
+    if seat.world_size == 1:
+        return HashStore()
+    if seat.agent_prefix is not None:
+        agents = TCPStore(seat.host, seat.port, seat.world_size, is_master=False, timeout=timeout)
+        return PrefixStore(seat.agent_prefix, agents)
+    listening = _listen_on(seat.host, seat.port) if seat.rank == 0 else None
+    return TCPStore(
+        seat.host,
+        seat.port,
+        seat.world_size,
+        is_master=seat.rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
+
+
+def _listen_on(host: str, port: int) -> int | None:
+    """Listen on the one address of `host`, where torch's own store would listen on every interface."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server((address[0], port), family=family).detach()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise WorkerError(f"port {port} of {host} is taken; another MASTER_PORT works") from None
+        return None  # a name in front of this machine (a Kubernetes service) is no address of it
+
+
+def _loopback() -> dict[str, str]:
+    return {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
+
+
+def _set_defaults(variables: Mapping[str, str]) -> tuple[str, ...]:
+    """Set those variables that the user has not set; return their names."""
+    new = tuple(name for name in variables if name not in os.environ)
+    os.environ.update({name: variables[name] for name in new})
+    return new
+
+
+def _divides(ranks_per_node: int, world_size: int) -> int:
+    if world_size % ranks_per_node:
+        works = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise JobError(f"ranks_per_node={ranks_per_node} does not divide the {world_size} ranks; {works} work")
+    return ranks_per_node
+
+
+# ---------------------------------------------------------------- a worker
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What every worker of a run is told."""
+
+    parent_pid: int
+    folder: str
+    ranks: int
+    ranks_per_node: int
+    device_type: str
+    threads: int
+    timeout_s: float
+    quiet: bool
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """How one worker ended before it was done."""
+
+    rank: int
+    time_s: float
+    what: str
+    """The rest of a sentence: `failed: RuntimeError: ...`, `died: killed by SIGKILL`."""
+    lines: tuple[str, ...] = ()
+    text: str = ""
+    mistake: str = ""
+    """The class in samestep.errors, where it is the user's mistake."""
+    is_echo: bool = False
+    """Whether it is what the peers of a dead or hung worker see."""
+
+
+# What gloo, nccl and the stores say of a peer that is gone or does not answer.
+_ECHO = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|timed? ?out|wait timeout|remote process exited|remote error"
+    r"|failed to (recv|send)|connectFullMesh|watchdog",
+    re.IGNORECASE,
+)
+
+
+def _run_worker(
+    order: _Order, rank: int, pipe: connection.Connection, main: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    """Be the worker `rank`: join, run `main`, tell the parent how it went."""
+    global _seat, _joined, _stop
+    os.setpgid(0, 0)  # Ctrl-C in the terminal reaches the parent only, which passes it on once
+    die_with_parent(order.parent_pid)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # rank 0 may write to the terminal all the same
+    if rank or order.quiet:
+        _write_to_files(order.folder, rank)
+    faulthandler.enable(file=2)
+    _joined, _stop = None, False
+    _listen_for_stop()
+    torch.set_num_threads(order.threads)
+    _seat = _Seat("samestep", rank, rank, order.ranks, order.ranks, path=str(Path(order.folder, "store")))
+    try:
+        _say(pipe, "ready")
+        place = join(order.device_type, timeout_s=order.timeout_s, ranks_per_node=order.ranks_per_node)
+        _say(pipe, "joined")
+        value = main(place, *args)
+        _say(pipe, "done", value if rank == 0 else None)
+        pipe.recv_bytes()  # while one rank still works, the others stay reachable
+    except BaseException as error:
+        # An end without teardown: destroying the group could wait for peers that will not come.
+        failure = _failure_of(rank, error)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        with contextlib.suppress(Exception):
+            _say(pipe, "failed", failure)
+        os._exit(1)
+    leave()
+
+
+def _say(pipe: connection.Connection, word: str, value: Any = None) -> None:
+    # Plain pickle: multiprocessing's own sends tensors as shared memory, which is gone once the worker has exited.
+    pipe.send_bytes(pickle.dumps((word, value)))
+
+
+def _failure_of(rank: int, error: BaseException) -> _Failure:
+    """Describe an exception in words that need none of its classes."""
+    text = str(error)
+    kind = type(error).__name__
+    frames = error.__traceback__.tb_next if error.__traceback__ else None  # without that of _run_worker
+    mistake = ""
+    if isinstance(error, SamestepError):
+        mistake = next(c.__name__ for c in type(error).__mro__ if c.__module__ == errors.__name__)
+    return _Failure(
+        rank,
+        time.monotonic(),
+        f"failed: {kind}: {text}" if text else f"failed: {kind}",
+        tuple("".join(traceback.format_exception(type(error), error, frames)).splitlines()),
+        text,
+        mistake,
+        is_echo=isinstance(error, RuntimeError) and _ECHO.search(text) is not None,
+    )
+
+
+def _write_to_files(folder: str, rank: int) -> None:
+    """Send this worker's stdout and stderr, those of C++ too, to files."""
+    for descriptor, name in ((1, "out"), (2, "err")):
+        file = os.open(Path(folder, f"{rank}.{name}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, descriptor)
+        os.close(file)
+    sys.stdout = os.fdopen(1, "w", buffering=1, errors="replace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="replace", closefd=False)
+
+
+# ---------------------------------------------------------------- their parent
+
+
+def run_workers(
+    main: Callable[..., T],
+    args: tuple[Any, ...] = (),
+    *,
+    ranks: int,
+    device: str = "cpu",
+    threads: int = 1,
+    timeout_s: float = 600.0,
+    ranks_per_node: int | None = None,
+    quiet: bool = False,
+) -> T:
+    """Run `main(place, *args)` in `ranks` workers on this machine and return what rank 0 returns.
+
+    One rank is a worker too: this process keeps its threads, its signals and no CUDA context, and a kill for lack of
+    memory still ends in one line. Rank 0 writes to the terminal, the others to files that are read only for their last
+    words. The first SIGINT, SIGTERM or SIGUSR1 asks all workers to stop (`stop_requested`); a second SIGINT or SIGTERM
+    kills them.
+
+    Args:
+        main: a function; with GPUs, with more than one thread or outside Linux it must be importable from a module.
+        args: further arguments of `main`.
+        ranks: how many workers.
+        device: cpu, cuda or auto.
+        threads: CPU threads of one worker.
+        timeout_s: how long the start may take, and later any collective.
+        ranks_per_node: pretend that so many ranks share a machine; without it all do.
+        quiet: rank 0 writes to files as well.
+
+    Raises:
+        SamestepError: what a worker raised, of the same class and text.
+        WorkerError: a worker died or failed otherwise; the text names it and has its last words.
+        JobError: the arguments do not fit each other or this machine.
+    """
+    if ranks < 1:
+        raise JobError(f"ranks={ranks}: a run needs at least 1")
+    device_type = _device_type(device)
+    if device_type == "cuda" and ranks > torch.cuda.device_count():
+        gpus = torch.cuda.device_count()
+        raise JobError(f"{ranks} ranks on {gpus} GPUs: each rank needs its own; ranks={gpus} or device=cpu works")
+    per_node = _divides(ranks_per_node or ranks, ranks)
+    folder = tempfile.mkdtemp(prefix="samestep-")
+    order = _Order(os.getpid(), folder, ranks, per_node, device_type, threads, timeout_s, quiet)
+    crew = _Crew(order)
+    try:
+        with _forwarding_signals_to(crew):
+            try:
+                crew.start(main, args)
+                return crew.watch()
+            finally:
+                crew.end()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start_method(device_type: str, threads: int) -> str:
+    """Return fork where it is safe, else spawn."""
+    if sys.platform != "linux" or device_type == "cuda" or torch.cuda.is_initialized() or dist.is_initialized():
+        return "spawn"
+    # A forked worker whose parent has used an OpenMP pool hangs in its own first parallel region; with one thread it
+    # has none. Nothing tells whether the parent has.
+    if threads > 1:
+        return "spawn"
+    return "spawn" if _autograd_has_threads() else "fork"
+
+
+def _autograd_has_threads() -> bool:
+    """Return whether a backward pass ran here on a machine with GPUs: autograd refuses to run in a fork of such."""
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            if (task / "comm").read_text().startswith("pt_autograd"):
+                return True
+    return False
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str], defaults: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for the processes started inside."""
+    old = {name: os.environ.get(name) for name in (*variables, *defaults)}
+    os.environ.update(variables)
+    _set_defaults(defaults)
+    try:
+        yield
+    finally:
+        for name, value in old.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _forwarding_signals_to(crew: _Crew) -> Iterator[None]:
+    """Hand this process's stop signals to the workers; a signal that is ignored here stays so."""
+    handlers: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in _STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                handlers[number] = signal.signal(number, crew.on_signal)
+    try:
+        yield
+    finally:
+        _restore(handlers)
+
+
+class _Crew:
+    """The workers of one run as their parent sees them.
+
+    Each is in one phase: starting -> ready (it hears signals) -> joined -> done, or failed from any of them.
+    """
+
+    def __init__(self, order: _Order) -> None:
+        self.order = order
+        self.processes: list[BaseProcess] = []
+        self.pipes: list[connection.Connection] = []
+        self.phases: list[str] = []
+        self.failures: list[_Failure] = []
+        self.value: Any = None
+        self.stopping = False
+        self.killed_by = 0
+
+    def start(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Start all workers."""
+        order = self.order
+        context: Any = multiprocessing.get_context(_start_method(order.device_type, order.threads))
+        with _environment({"OMP_NUM_THREADS": str(order.threads)}, _loopback()), warnings.catch_warnings():
+            # Python 3.12 warns of threads at a fork; those of an imported torch are idle.
+            warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+            for rank in range(order.ranks):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_run_worker, args=(order, rank, theirs, main, args), name=f"rank {rank}", daemon=False
+                )
+                self.pipes.append(ours)
+                try:
+                    process.start()
+                except (pickle.PicklingError, AttributeError, TypeError) as error:
+                    raise JobError(
+                        f"workers start as new processes here and must be able to import main: {error}"
+                    ) from None
+                finally:
+                    theirs.close()
+                self.processes.append(process)
+                self.phases.append("starting")
+
+    def watch(self) -> Any:
+        """Wait for all workers and return rank 0's value, or raise the first cause of a failure."""
+        deadline = time.monotonic() + self.order.timeout_s
+        while any(phase != "done" for phase in self.phases):
+            self._listen()
+            if self.killed_by:
+                raise KeyboardInterrupt if self.killed_by == signal.SIGINT else SystemExit(128 + self.killed_by)
+            if self.failures and self._has_settled():
+                raise self._cause()
+            late = self._ranks("starting") or self._ranks("ready")
+            if late and not self.failures and time.monotonic() > deadline:
+                raise WorkerError(f"{self._named(late)} did not join within {self.order.timeout_s:g} s")
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):
+                pipe.send_bytes(b"leave")
+        deadline = time.monotonic() + _LEAVE_GRACE_S
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        return self.value
+
+    def on_signal(self, number: int, _frame: FrameType | None) -> None:
+        """Ask the workers to stop; kill them when they had been asked before."""
+        if self.stopping and number != signal.SIGUSR1:
+            self.killed_by = number
+            self._kill()
+        self.stopping = True
+        for rank in (*self._ranks("ready"), *self._ranks("joined")):
+            self._ask_to_stop(rank)
+
+    def end(self) -> None:
+        """Let nothing be left of the workers."""
+        self._kill()
+        for process in self.processes:
+            process.join(_LEAVE_GRACE_S)
+        for pipe in self.pipes:
+            pipe.close()
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            if process.exitcode is None:
+                _kill_group(process)
+
+    def _ask_to_stop(self, rank: int) -> None:
+        process = self.processes[rank]
+        if process.pid is not None and process.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM)
+
+    def _listen(self) -> None:
+        """Take in what the workers say within a moment, and see who died."""
+        # Not the sentinels: a grandchild (a data loader's process) inherits them, and they outlast the worker.
+        for ready in connection.wait([pipe for pipe in self.pipes if not pipe.closed], timeout=0.1):
+            self._hear(self.pipes.index(ready))  # type: ignore[arg-type]
+        for rank, process in enumerate(self.processes):
+            if self.phases[rank] == "failed" or process.exitcode is None:
+                continue
+            while not self.pipes[rank].closed and self.pipes[rank].poll():
+                self._hear(rank)
+            if self.phases[rank] != "failed":
+                self._fail(_Failure(rank, time.monotonic(), _death(process.exitcode)))
+
+    def _hear(self, rank: int) -> None:
+        """Take in one message."""
+        try:
+            word, value = pickle.loads(self.pipes[rank].recv_bytes())
+        except (EOFError, OSError):
+            self.pipes[rank].close()
+            return
+        if word == "failed":
+            self._fail(value)
+            return
+        self.phases[rank] = word
+        if word == "done" and rank == 0:
+            self.value = value
+        if word == "ready" and self.stopping:
+            self._ask_to_stop(rank)
+
+    def _fail(self, failure: _Failure) -> None:
+        self.phases[failure.rank] = "failed"
+        self.failures.append(failure)
+        _kill_group(self.processes[failure.rank])  # with the processes of its own
+
+    def _has_settled(self) -> bool:
+        """Return whether the cause among the failures is known as well as it will be."""
+        if all(phase in ("failed", "done") for phase in self.phases):
+            return True
+        grace = _ECHO_GRACE_S if all(failure.is_echo for failure in self.failures) else _CAUSE_GRACE_S
+        return time.monotonic() > min(failure.time_s for failure in self.failures) + grace
+
+    def _cause(self) -> Exception:
+        """Return the exception that says what went wrong first."""
+        causes = [failure for failure in self.failures if not failure.is_echo]
+        first = min(causes or self.failures, key=lambda failure: failure.time_s)
+        if first.mistake:
+            mistake: SamestepError = getattr(errors, first.mistake)(first.text)
+            return mistake
+        lines = [f"{self._named([first.rank])} {first.what}"]
+        if first.is_echo and (silent := self._ranks("starting") or self._ranks("ready") or self._ranks("joined")):
+            lines = [f"{self._named(silent)} did not answer; {lines[0]}"]
+        elif first.is_echo and (gone := self._ranks("done")):
+            lines = [f"{lines[0]}, after {self._named(gone)} had returned"]
+        return WorkerError("\n".join(lines + self._last_words(first)))
+
+    def _last_words(self, failure: _Failure) -> list[str]:
+        """Return the end of what a worker wrote to stderr, its traceback included."""
+        file = Path(self.order.folder, f"{failure.rank}.err")
+        written = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
+        return [f"  {line}" for line in (*written, *failure.lines)][-_LAST_WORDS:]
+
+    def _ranks(self, phase: str) -> list[int]:
+        return [rank for rank, its in enumerate(self.phases) if its == phase]
+
+    def _named(self, ranks: list[int]) -> str:
+        return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self.order.ranks}"
+
+
+def _kill_group(process: BaseProcess) -> None:
+    """Kill a worker and what it started, which is in its process group."""
+    if process.pid is None:
+        return
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if process.exitcode is None:  # it may not have had the time to make its group
+        process.kill()
+
+
+def _death(exit_code: int) -> str:
+    """Say how a process ended that said nothing itself."""
+    if exit_code >= 0:
+        return f"died: it exited with status {exit_code} before it was done"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    return f"died: killed by {name}{' (out of memory?)' if -exit_code == signal.SIGKILL else ''}"

@@ -1,0 +1,89 @@
+"""The ledger's other side: what torch really sent, and to whom it belongs.
+
+A dispatch mode sees every c10d collective with its tensors and its group. Whose it is stands in the profiler label
+around it: our own driven collectives are issued inside `owned(name)`, those of FSDP2 inside its labels
+`FSDP::all_gather (layers.0)`. So a trace shows the same names as the program.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from samestep.program import LedgerRow
+
+_KINDS = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_": "reduce",
+    "broadcast_": "broadcast",
+}
+_OWNED = "samestep::owner "
+_FSDP_LABEL = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((?P<owner>.*)\))?$")
+
+
+@contextmanager
+def owned(name: str) -> Iterator[None]:
+    """Label what is issued inside as belonging to `name`, in a profile and in the ledger."""
+    with record_function(f"{_OWNED}{name}"):
+        yield
+
+
+class Ledger(TorchDispatchMode):
+    """Lists the collectives issued while it is active: `rows[group]` in order of issue.
+
+    `group_of` names a process group; ops other than the five kinds a program knows are listed by their torch name.
+    """
+
+    def __init__(self, group_of: Callable[[dist.ProcessGroup], str] | None = None) -> None:
+        super().__init__()
+        self.rows: dict[str, list[LedgerRow]] = {}
+        self._group_of = group_of or (lambda group: ",".join(map(str, sorted(dist.get_process_group_ranks(group)))))
+        self._labels: list[tuple[str | None, object]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "profiler":
+            self._note_label(func, args, result)
+        elif func.namespace == "c10d":
+            self._note_collective(func, args)
+        return result
+
+    def _note_label(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        if "_enter" in func._schema.name:
+            label = str(args[0])
+            match = _FSDP_LABEL.match(label)
+            if label.startswith(_OWNED):
+                self._labels.append((label[len(_OWNED) :], result))
+            else:
+                self._labels.append(((match["owner"] or "") if match else None, result))
+        elif self._labels:
+            self._labels.pop()
+
+    def _note_collective(self, func: Any, args: tuple[Any, ...]) -> None:
+        name = func._schema.name.split("::")[1]
+        tensors = [t for arg in args for t in (arg if isinstance(arg, (list, tuple)) else [arg]) if torch.is_tensor(t)]
+        group = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg))
+        largest = max(tensors, key=lambda tensor: tensor.numel() * tensor.element_size())
+        owner = next((label for label, _ in reversed(self._labels) if label is not None), "?")
+        row = LedgerRow(
+            _KINDS.get(name, name),
+            str(largest.dtype).removeprefix("torch."),
+            largest.numel() * largest.element_size(),
+            owner,
+        )
+        self.rows.setdefault(self._group_of(dist.ProcessGroup.unbox(group)), []).append(row)
+
+
+def _is_group(value: Any) -> bool:
+    return "ProcessGroup" in str(value._type())

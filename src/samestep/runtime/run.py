@@ -1,0 +1,411 @@
+"""A model in a layout, taking steps: the interpreter that carries out the program's tasks.
+
+```python
+run = samestep.parallelize(model, loss, optimizer, layout="dp=2 zero=3", job=job)
+for batch in samestep.batches(dataset, job):
+    report = run.step(batch)
+```
+A loss is a sum over samples or tokens and a count. Backward runs on the sum, divided by a power of two near the
+count, which costs no bit; the true count is known to all ranks only after the last micro-batch, in the one all_reduce
+that also carries the loss, the gradient norm and the stop flag, and divides the gradients then. So nothing is ever a
+mean of means, and a user's loss need not know its count before its forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from samestep.errors import DataError, LayoutError, NonFiniteError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.model import ModelSpec
+from samestep.program import Program, Task, TaskKind
+from samestep.runtime import dropout, launch, precision, recompute
+from samestep.runtime import mesh as meshes
+from samestep.runtime.build import call_model, learning_rate_factor
+from samestep.runtime.data import Replicated
+from samestep.runtime.diagnose import first_nonfinite
+from samestep.runtime.init import Blueprint, blueprint, fill_rest
+from samestep.runtime.launch import Place
+from samestep.runtime.record import owned
+from samestep.runtime.shard import Sharded
+from samestep.runtime.trace import trace
+from samestep.runtime.update import OptimizerSource, Updater, check_optimizer, clip_factor, optimizer_source
+from samestep.strategies import program_of
+
+Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
+
+
+class StepBatch(Protocol):
+    """The global batch of one step, as `datasets.Batch` holds it: every rank reads only its own part."""
+
+    @property
+    def step(self) -> int:
+        """Number of the step, from 0."""
+        ...
+
+    def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
+        """Sample indices of each micro-batch of a rank; one may be empty."""
+        ...
+
+    def samples(self, indices: Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]) -> Any:
+        """Read samples into tensors with the batch dimension first."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one step did, the same on every rank but for the seconds and the bytes."""
+
+    step: int
+    """Steps taken so far, this one included."""
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    """Counted tokens or samples."""
+    step_s: float
+    tokens_per_s: float
+    memory_bytes: int
+    """Peak of this rank: of its GPU, or the process's resident memory."""
+    skipped: bool = False
+    stop: bool = False
+    """Some rank was asked to stop."""
+    note: str = ""
+    """What went wrong in a step that is not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a run is made from."""
+
+    model: Callable[[], nn.Module] | nn.Module
+    loss: Loss
+    optimizer: OptimizerSource
+    name: str = "model"
+    prepared: tuple[Blueprint, ModelSpec] | None = None
+    """Built and traced already: a forked worker inherits it."""
+
+
+class Run:
+    """A model in a layout, ready to take steps. Every rank makes one and calls it alike."""
+
+    def __init__(self, source: Source, layout: Layout, job: Job, place: Place) -> None:
+        self.job, self.layout, self.place = job, layout, place
+        self.steps_taken = 0
+        self._source = source
+        self._made: _Made | None = None
+
+    @property
+    def program(self) -> Program:
+        """The step as data."""
+        return self.made.program
+
+    @property
+    def model(self) -> nn.Module:
+        """This rank's module, as the layout has cut it."""
+        return self.made.model
+
+    @property
+    def updater(self) -> Updater:
+        """The optimizer over this rank's pieces."""
+        return self.made.updater
+
+    @property
+    def made(self) -> _Made:
+        """What `prepare` made."""
+        if self._made is None:
+            raise LayoutError("the run is not prepared yet: call run.prepare(sample), or take a step")
+        return self._made
+
+    def prepare(self, example: Any) -> None:
+        """Build the model in its layout, if that has not been done. `example` holds samples, as a batch reads them."""
+        if self._made is None:
+            self._made = _make(self._source, self.layout, self.job, self.place, example)
+
+    def step(self, batch: StepBatch) -> StepReport:
+        """Take one optimizer step on the global batch. Collective: every rank calls it with the same batch.
+
+        Raises:
+            NonFiniteError: loss or gradients are not finite, and the job says stop.
+        """
+        began = time.perf_counter()
+        self.prepare(batch.samples(batch.shares(0, 1, 1)[0][:1]))
+        made = self.made
+        made.model.train()
+        totals = self._forward_backward(batch)
+        loss_sum, count, norm_squared, stop = self._agree(totals)
+        if count == 0:
+            raise DataError(f"step {batch.step + 1} counts no token: every label of its batch is masked")
+        scale = made.nominal_count / count / (made.updater.loss_scale.scale if made.updater.loss_scale else 1.0)
+        loss, norm = loss_sum / count, math.sqrt(norm_squared) * scale
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        note = "" if finite else self._diagnose(batch)
+        skipped = not finite and self._skips(note)
+        made.updater.set_lr(made.lr_factor(batch.step))
+        if not skipped:
+            made.updater.step(scale * clip_factor(norm, self.job.optimizer.clip_norm))
+            made.updater.publish()
+            made.holder.publish()
+        if made.updater.loss_scale:
+            made.updater.loss_scale.after(overflowed=not finite)
+        self.steps_taken = batch.step + 1
+        step_s = time.perf_counter() - began
+        return StepReport(
+            step=self.steps_taken,
+            loss=loss,
+            grad_norm=norm,
+            lr=self.job.optimizer.lr * made.lr_factor(batch.step),
+            tokens=int(count),
+            step_s=step_s,
+            tokens_per_s=count / step_s,
+            memory_bytes=peak_memory_bytes(self.place.device),
+            skipped=skipped,
+            stop=stop > 0,
+            note=note,
+        )
+
+    def evaluate(self, batch: StepBatch) -> tuple[float, float]:
+        """Return the sum of the loss over a batch and its count, without gradients. Collective over the world."""
+        self.prepare(batch.samples(batch.shares(0, 1, 1)[0][:1]))
+        made = self.made
+        size = made.program.step.microbatch_samples * self.layout.dp
+        everything = batch.shares(0, 1, 1)[0]
+        totals = torch.zeros(2, dtype=torch.float64, device=self.place.device)
+        with self._forward_only():
+            for part in np.array_split(everything, max(1, -(-len(everything) // size))):
+                mine = np.array_split(part, self.layout.dp)[made.mesh.dp_index]
+                samples, weight = self._read(batch, mine)
+                loss_sum, count = self._source.loss(precision.for_loss(call_model(made.model, samples)), samples)
+                totals += torch.stack([_number(loss_sum, totals), _number(count, totals)]) * weight
+        if self.layout.world_size > 1:
+            dist.all_reduce(totals)
+        loss_sum, count = totals.tolist()
+        return loss_sum, count
+
+    def outputs(self, samples: Any) -> Any:
+        """Run the model forward on samples that every rank holds alike. Collective over the world."""
+        self.prepare(samples)
+        with self._forward_only():
+            moved = tree_map_only(Tensor, lambda tensor: tensor.to(self.place.device), samples)
+            return precision.for_loss(call_model(self.made.model, moved))
+
+    # -- inside a step -----------------------------------------------------------------------------
+
+    def _forward_backward(self, batch: StepBatch) -> Tensor:
+        """Carry out the program's forwards and backwards; return this rank's sums (loss, count)."""
+        made = self.made
+        program = made.program
+        totals = torch.zeros(2, dtype=torch.float64, device=self.place.device)
+        shares = batch.shares(made.mesh.dp_index, self.layout.dp, program.step.num_microbatches)
+        held: dict[int, Tensor] = {}
+        made.holder.begin_step()
+        for task in program.stages[0]:
+            if task.kind is TaskKind.FORWARD:
+                held[task.microbatch] = self._forward(batch, shares[task.microbatch], totals)
+            elif task.kind is TaskKind.BACKWARD:
+                self._backward(task, held.pop(task.microbatch))
+        made.holder.finish_gradients()
+        return totals
+
+    def _forward(self, batch: StepBatch, indices: np.ndarray[Any, Any], totals: Tensor) -> Tensor:
+        made = self.made
+        samples, weight = self._read(batch, indices)
+        with self._modes(batch, indices):
+            outputs = precision.for_loss(call_model(made.model, samples))
+            loss_sum, count = self._source.loss(outputs, samples)
+        totals += torch.stack([_number(loss_sum.detach(), totals), _number(count, totals)]) * weight
+        scale = made.updater.loss_scale.scale if made.updater.loss_scale else 1.0
+        return loss_sum * (weight * scale / made.nominal_count)
+
+    def _backward(self, task: Task, loss: Tensor) -> None:
+        self.made.holder.begin_backward(task)
+        with ExitStack() as stack:
+            if self.job.numerics.precision == "float64":
+                stack.enter_context(precision.RaiseIslands())
+            loss.backward()
+
+    def _read(self, batch: StepBatch, indices: np.ndarray[Any, Any]) -> tuple[Any, float]:
+        """Read a micro-batch. An empty one runs a sample of another rank with weight 0, so that all ranks send alike."""
+        weight = 1.0 if len(indices) else 0.0
+        samples = batch.samples(indices if len(indices) else batch.shares(0, 1, 1)[0][:1])
+        moved = tree_map_only(Tensor, lambda t: t.to(self.place.device, non_blocking=True), samples)
+        return precision.cast_floating(moved, self.made.master), weight
+
+    def _agree(self, totals: Tensor) -> list[float]:
+        """Sum the step's scalars over the world: loss, count, squared norm, stop flag."""
+        stop = torch.tensor([float(launch.stop_requested())], dtype=torch.float64, device=self.place.device)
+        scalars = torch.cat([totals, self.made.holder.norm_squared().view(1), stop])
+        if self.layout.world_size > 1:
+            with owned("scalars"):
+                dist.all_reduce(scalars, group=self.made.mesh.groups["world"])
+        return scalars.tolist()
+
+    def _skips(self, note: str) -> bool:
+        """Decide what a step that is not finite does; every rank decides alike."""
+        policy = self.job.numerics.on_nonfinite
+        if self.made.updater.loss_scale is not None and self.made.updater.loss_scale.scale > 1.0:
+            return True  # an overflow: the next step runs at half the scale
+        if policy == "stop":
+            raise NonFiniteError(f"step {self.steps_taken + 1}: {note}; numerics.on_nonfinite = 'skip' would go on")
+        return policy == "skip"
+
+    def _diagnose(self, batch: StepBatch) -> str:
+        """Name the first module at fault, on the first rank that has one. Collective: the step is run once more."""
+        text = first_nonfinite(lambda: self._forward_backward(batch) and None, self.made.model)  # type: ignore[func-returns-value]
+        found = [text]
+        if self.layout.world_size > 1:
+            found = [None] * self.layout.world_size
+            dist.all_gather_object(found, text)
+        named = [f"{text} (rank {rank})" for rank, text in enumerate(found) if text]
+        return named[0] if named else "loss or gradient norm is not finite, though no module's output or gradient is"
+
+    @contextmanager
+    def _modes(self, batch: StepBatch, indices: np.ndarray[Any, Any]) -> Iterator[None]:
+        """What surrounds a training forward: layout-free dropout, raised islands."""
+        with ExitStack() as stack:
+            if self.job.numerics.precision == "float64":
+                stack.enter_context(precision.RaiseIslands())
+            made = self.made
+            if made.draws is not False:
+                drawn = indices if len(indices) else batch.shares(0, 1, 1)[0][:1]
+                samples = torch.as_tensor(np.asarray(drawn), device=self.place.device)
+                mode = dropout.DropoutMode(made.model, dropout.Draw(self.job.train.seed, batch.step, samples))
+                stack.enter_context(mode)
+                yield
+                made.draws = made.draws or mode.num_draws > 0
+            else:
+                yield
+
+    @contextmanager
+    def _forward_only(self) -> Iterator[None]:
+        model = self.made.model
+        training = model.training
+        model.eval()
+        with torch.no_grad(), ExitStack() as stack:
+            if self.job.numerics.precision == "float64":
+                stack.enter_context(precision.RaiseIslands())
+            yield
+        model.train(training)
+        self.made.holder.end_forward_only()
+
+
+@dataclass(slots=True)
+class _Made:
+    """What a prepared run consists of."""
+
+    model: nn.Module
+    program: Program
+    mesh: meshes.Mesh
+    holder: Replicated | Sharded
+    updater: Updater
+    lr_factor: Callable[[int], float]
+    nominal_count: float
+    """A power of two near the count of a whole step: dividing by it costs no bit."""
+    master: torch.dtype
+    draws: bool | None
+    """Whether forwards draw dropout masks; None until the first one has shown it."""
+
+
+def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) -> _Made:
+    """Build, cut and fill the model: precision inside recompute inside sharding, each by its twin's words."""
+    plan, spec = source.prepared or prepare(source, job, example)
+    program = program_of(spec, job, layout, place.ranks_per_node)
+    check_optimizer(source.optimizer, spec, program.step.zero)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = job.numerics.tf32
+    mesh = meshes.build(program, place.device)
+    model = plan.module
+    precision.apply(model, program)
+    may_draw = dropout.has_dropout(model)
+    dropout.track_modules(model)
+    recompute.apply(model, program, functools.partial(dropout.recompute_contexts, model))
+
+    def materialize(name: str, dtype: torch.dtype) -> Tensor:
+        return plan.materialize(name, place.device, dtype)
+
+    holder = (Sharded if program.step.zero >= 2 else Replicated)(model, program, mesh, materialize)
+    fill_rest(plan, place.device, torch.float64 if job.numerics.precision == "float64" else None)
+    return _Made(
+        model=model,
+        program=program,
+        mesh=mesh,
+        holder=holder,
+        updater=Updater.over(holder.pieces, source.optimizer, job.numerics),
+        lr_factor=learning_rate_factor(job.schedule, job.train.steps),
+        nominal_count=_nominal_count(example, job.train.global_batch),
+        master=precision.DTYPES[program.step.master_dtype],
+        draws=True if may_draw else None,
+    )
+
+
+def prepare(source: Source, job: Job, example: Any) -> tuple[Blueprint, ModelSpec]:
+    """Build the model on the meta device and trace it on one sample."""
+    plan = blueprint(source.model, job.train.seed)
+    one = tree_map_only(Tensor, lambda tensor: tensor[:1], example)
+    return plan, trace(plan.module, one, source.name)
+
+
+def parallelize(
+    model: Callable[[], nn.Module] | nn.Module,
+    loss: Loss,
+    optimizer: Callable[[list[Tensor]], Optimizer] | Optimizer,
+    *,
+    layout: str | Layout = "",
+    job: Job | None = None,
+) -> Run:
+    """Put any model into a layout; `run.step(batch)` then takes one optimizer step of the job.
+
+    Every rank calls it alike: started by `samestep.launch`, torchrun or srun, or alone.
+
+    Args:
+        model: a build function, whose weights are first drawn from (seed, name); or an instance, whose values are kept.
+        loss: (outputs, batch) -> (sum, count).
+        optimizer: a function of a list of parameters, or an instance over the model instance that has not stepped.
+        layout: one line of text such as "dp=2 zero=3"; empty replicates over all ranks.
+        job: global batch, steps, seed, schedule, clipping and numerics; the model and optimizer tables are not read.
+
+    Raises:
+        SamestepError: what was given cannot run; the text says what would.
+    """
+    job = job or Job()
+    place = launch.join(job.run.device, timeout_s=job.run.timeout_s, ranks_per_node=job.run.ranks_per_node)
+    where = Layout.parse(layout) if isinstance(layout, str) else layout
+    if layout == "":
+        where = Layout(dp_replicate=place.world_size)
+    names = {id(param): name for name, param in model.named_parameters()} if isinstance(model, nn.Module) else None
+    name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "model")
+    return Run(Source(model, loss, optimizer_source(optimizer, names), name), where, job, place)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak bytes allocated on a GPU, or on a CPU the resident bytes of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return int(psutil.Process().memory_info().rss)
+
+
+def _nominal_count(example: Any, global_batch: int) -> float:
+    """Return a power of two near the count of a step, from shapes alone: the same in every layout."""
+    labels = example.get("labels") if isinstance(example, dict) else None
+    if labels is None:
+        labels = tree_leaves(example)[-1]
+    each = labels.numel() / max(1, labels.shape[0]) if isinstance(labels, Tensor) and labels.dim() else 1.0
+    return float(2 ** round(math.log2(max(1.0, global_batch * each))))
+
+
+def _number(value: Tensor | int | float, like: Tensor) -> Tensor:
+    return torch.as_tensor(value, dtype=like.dtype, device=like.device).reshape(())

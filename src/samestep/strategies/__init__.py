@@ -1,0 +1,67 @@
+"""What each way of spreading a step SAYS: what it refuses, and what it adds to the program. No torch.
+
+Strategies do not know each other. Each has two functions, `refusal(step)` and `apply(program)`, and is stacked here.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from samestep.errors import LayoutError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.model import ModelSpec
+from samestep.program import Kind, Op, Ops, Program, Step, Task, TaskKind, position
+from samestep.strategies import data, precision, recompute, shard
+
+# Order matters: recompute adds forwards, sharding gathers and scatters around what is there, and replication reduces
+# what sharding has left whole.
+STACK: tuple[ModuleType, ...] = (precision, recompute, shard, data)
+
+
+def program_of(model: ModelSpec, job: Job, layout: Layout, ranks_per_node: int | None = None) -> Program:
+    """Return the step that `layout` makes of `model` and `job`.
+
+    Raises:
+        LayoutError: a strategy refuses the layout; the text says why and what would work.
+    """
+    step = Step.of(model, job, layout, ranks_per_node)
+    for strategy in STACK:
+        if reason := strategy.refusal(step):
+            raise LayoutError(reason)
+    program = _on_one_rank(step)
+    for strategy in STACK:
+        program = strategy.apply(program)
+    return program
+
+
+def _on_one_rank(step: Step) -> Program:
+    """The base program: forward and backward of each micro-batch, then one update."""
+    count = step.num_microbatches
+    bodies: dict[str, Ops] = {}
+    tasks: list[Task] = []
+    for microbatch in range(count):
+        where = position(microbatch, count)
+        for kind in (TaskKind.FORWARD, TaskKind.BACKWARD):
+            key = f"{kind}.{where}"
+            tasks.append(Task(kind, microbatch, key))
+            if key not in bodies:
+                bodies[key] = _layer_ops(step, kind)
+    tasks.append(Task(TaskKind.UPDATE, count - 1, str(TaskKind.UPDATE)))
+    bodies[str(TaskKind.UPDATE)] = (Op(kind=Kind.UPDATE, owner="optimizer", dtype=step.master_dtype),)
+    return Program(step=step, bodies=bodies, stages=(tuple(tasks),))
+
+
+def _layer_ops(step: Step, kind: TaskKind) -> Ops:
+    """Compute of every layer once: backward goes the other way and costs twice the forward (by input, by weight)."""
+    forward = kind is TaskKind.FORWARD
+    ops = tuple(
+        Op(
+            kind=Kind.FORWARD if forward else Kind.BACKWARD,
+            owner=layer.name,
+            layer=index,
+            flops=layer.forward_flops * step.microbatch_samples * (1 if forward else 2),
+        )
+        for index, layer in enumerate(step.model.layers)
+    )
+    return ops if forward else ops[::-1]

@@ -1,0 +1,27 @@
+"""Mixed precision: matrix products in half the bytes, everything that is added up in full ones.
+
+Weights stand in the compute dtype inside the module; float32 masters, gradients and optimizer states beside them
+(Micikevicius et al. 2018, arXiv:1710.03740). A gradient is cast to float32 before it is added to another, and
+reductions run in float32, so the rule is the same in every layout, one device included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from samestep.program import Ops, Program, Step
+
+
+def refusal(step: Step) -> str | None:
+    """Nothing is refused: every precision runs in every layout."""
+    return None
+
+
+def apply(program: Program) -> Program:
+    """Give compute ops the dtype their matrix products run in."""
+    dtype = program.step.compute_dtype
+
+    def rewrite(_: str, ops: Ops) -> Ops:
+        return tuple(replace(op, dtype=dtype) if op.axis is None and op.flops else op for op in ops)
+
+    return program.with_bodies(rewrite)

@@ -1,0 +1,43 @@
+"""Activation checkpointing: drop what a block saved, run its forward again before its backward.
+
+`full` keeps a block's input alone and pays its whole forward again (Chen et al. 2016, arXiv:1604.06174);
+`selective` also keeps the results of its matrix products and repeats only what is cheap (Korthikanti et al. 2022,
+arXiv:2205.05198). Blocks are recomputed inside their unit, so no weight is gathered twice for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from samestep.program import Kind, Op, Ops, Program, Step, is_backward
+
+
+def refusal(step: Step) -> str | None:
+    """Refuse where there is nothing to recompute."""
+    if step.layout.recompute != "none" and not any(layer.is_block for layer in step.model.layers):
+        return (
+            f"recompute={step.layout.recompute} drops what blocks saved, and {step.model.name} has none "
+            "(a ModuleList or Sequential of blocks): recompute=none works"
+        )
+    return None
+
+
+def apply(program: Program) -> Program:
+    """Insert a block's second forward before its backward."""
+    recompute = program.step.layout.recompute
+    if recompute == "none":
+        return program
+    layers = program.step.model.layers
+
+    def rewrite(key: str, ops: Ops) -> Ops:
+        return tuple(_with_forwards(ops)) if is_backward(key) else ops
+
+    def _with_forwards(ops: Ops) -> Iterator[Op]:
+        for op in ops:
+            if op.kind is Kind.BACKWARD and op.layer is not None and layers[op.layer].is_block:
+                flops = op.flops // 2 if recompute == "full" else 0
+                yield replace(op, kind=Kind.RECOMPUTE, flops=flops)
+            yield op
+
+    return program.with_bodies(rewrite)

@@ -1,0 +1,1 @@
+"""The tests; `pool.py` runs a function on several ranks."""

@@ -1,0 +1,124 @@
+"""One run of a few steps, as a case of plain data that any pool of ranks can carry out, and its comparison.
+
+`observe` runs the product's own path (blueprint, program, mesh, steps) and returns everything a proof compares: losses,
+norms, each rank's runs of every gradient and weight. `whole` puts the runs of all ranks together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.datasets import batches
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.program import LedgerRow
+from samestep.runtime.build import loss_of, optimizer_of
+from samestep.runtime.launch import Place
+from samestep.runtime.record import Ledger
+from samestep.runtime.run import Run, Source
+from tests.models import MODELS, Tokens
+
+Runs = list[tuple[str, int, int, Tensor]]
+
+
+@dataclass
+class Observed:
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[Runs] = field(default_factory=list)
+    weights: Runs = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    ledger: dict[str, list[LedgerRow]] = field(default_factory=dict)
+    predicted: dict[str, list[LedgerRow]] = field(default_factory=dict)
+    bytes_held: dict[str, int] = field(default_factory=dict)
+
+
+def job_of(precision: str = "float64", steps: int = 3, **tables: Any) -> Job:
+    """A small job; SGD with momentum, so that weights can be compared after separate backward passes."""
+    train = {"global_batch": 8, "steps": steps, "seed": 3, **tables.pop("train", {})}
+    optimizer = {"name": "sgd", "lr": 0.1, "options": {"momentum": 0.9}, **tables.pop("optimizer", {})}
+    numerics = {"precision": precision, **tables.pop("numerics", {})}
+    return Job(train=train, optimizer=optimizer, numerics=numerics, **tables)
+
+
+def make_run(rank: int, world: int, model: str, layout: str, job: Job) -> Run:
+    place = Place(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
+    source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
+    return Run(source, Layout.parse(layout), job, place)
+
+
+def perturbed(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Norm weights of ones and biases of zeros hide errors: shift them all."""
+
+    def built() -> nn.Module:
+        module = build()
+        with torch.no_grad():
+            for param in module.parameters():
+                if param.dim() <= 1:
+                    param.add_(0.1 * torch.randn(param.shape, dtype=param.dtype))
+        return module
+
+    return built
+
+
+def observe(rank: int, world: int, model: str, layout: str, job: Job, record: bool = False) -> Observed:
+    """Take the job's steps; with `record`, keep the ledger of the last one."""
+    run = make_run(rank, world, model, layout, job)
+    seen = Observed()
+    dataset = Tokens()
+    for batch in batches(dataset, job):
+        if record and batch.step == job.train.steps - 1:
+            with Ledger() as ledger:
+                report = run.step(batch)
+            seen.ledger = ledger.rows
+            seen.predicted = run.program.ledger(group_of=run.made.mesh.group_of)
+        else:
+            report = run.step(batch)
+        seen.losses.append(report.loss)
+        seen.norms.append(report.grad_norm)
+        seen.notes.append(report.note)
+        pieces = run.updater.pieces
+        seen.gradients.append([(p.name, p.start, p.stop, p.gradient().detach().clone()) for p in pieces])
+    seen.weights = [(p.name, p.start, p.stop, p.value.detach().clone()) for p in run.updater.pieces]
+    return seen
+
+
+def whole(runs_of_ranks: list[Runs]) -> dict[str, Tensor]:
+    """Put runs together; runs that several ranks hold must be equal to the bit."""
+    parts: dict[str, dict[int, Tensor]] = {}
+    for runs in runs_of_ranks:
+        for name, start, _, tensor in runs:
+            flat = tensor.flatten()
+            known = parts.setdefault(name, {}).setdefault(start, flat)
+            assert torch.equal(known, flat), f"{name} differs between the ranks that hold it"
+    return {name: torch.cat([found[start] for start in sorted(found)]) for name, found in parts.items()}
+
+
+def largest_error(candidate: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[float, str]:
+    """The design's measure: |difference| against the tensor's own largest, or 1e-6 of the model's largest."""
+    assert candidate.keys() == reference.keys(), f"missing: {candidate.keys() ^ reference.keys()}"
+    most = max(float(tensor.abs().max()) for tensor in reference.values())
+    errors = {}
+    for name, expected in reference.items():
+        assert candidate[name].numel() == expected.numel(), f"{name} has elements missing"
+        scale = max(float(expected.abs().max()), 1e-6 * most)
+        errors[name] = float((candidate[name].double() - expected.double()).abs().max()) / scale
+    worst = max(errors, key=lambda name: errors[name])
+    return errors[worst], worst
+
+
+def assert_same(ranks: list[Observed], reference: Observed, tolerance: float) -> None:
+    """Losses, norms, every gradient of every step and every weight of `ranks` are those of `reference`."""
+    for seen in ranks:
+        for ours, theirs in zip(seen.losses + seen.norms, reference.losses + reference.norms, strict=True):
+            assert abs(ours - theirs) <= tolerance * max(1.0, abs(theirs)), (seen.losses, reference.losses)
+    for step, expected in enumerate(reference.gradients):
+        error, name = largest_error(whole([seen.gradients[step] for seen in ranks]), whole([expected]))
+        assert error <= tolerance, f"gradient of {name} in step {step + 1}: {error:.1e}"
+    error, name = largest_error(whole([seen.weights for seen in ranks]), whole([reference.weights]))
+    assert error <= tolerance, f"weight {name}: {error:.1e}"

@@ -1,0 +1,158 @@
+"""Small models, jobs, layouts and machines for the laws: by hand, and as hypothesis strategies."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from samestep.hardware import Hardware, Link
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.model import LayerSpec, ModelSpec, ParamSpec
+from samestep.program import Program
+from samestep.strategies import program_of
+
+LAW = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+
+LENGTHS = st.sampled_from([1, 2, 3, 5, 8, 64, 1000, 4097])
+"""Of dimensions: odd ones for padding, large ones so that a model has several buckets."""
+
+
+SAVED = st.tuples(*[st.integers(0, 1000)] * 3)
+SHAPES = st.tuples(LENGTHS) | st.tuples(LENGTHS, LENGTHS)
+
+
+class Case(NamedTuple):
+    """A program and what it was made of."""
+
+    model: ModelSpec
+    job: Job
+    layout: Layout
+    program: Program
+
+
+def block(index: int, **costs: int) -> LayerSpec:
+    """Return the layer of block number `index`."""
+    return LayerSpec(name=f"layers.{index}", modules=(f"layers.{index}",), is_block=True, **costs)
+
+
+def blocks(num_blocks: int, rows: int = 64, cols: int = 64, **costs: int) -> ModelSpec:
+    """Return equal blocks of one weight each, with nothing before or after them."""
+    return ModelSpec(
+        name="blocks",
+        layers=tuple(block(index, **costs) for index in range(num_blocks)),
+        params=tuple(
+            ParamSpec(name=f"layers.{index}.weight", shape=(rows, cols), layer=index) for index in range(num_blocks)
+        ),
+    )
+
+
+def case(model: ModelSpec, layout: str, ranks_per_node: int | None = None, **job: Any) -> Case:
+    """Build the program of `layout`; `job` may give global_batch and precision."""
+    made = Job(
+        train={"global_batch": job.get("global_batch", 8)}, numerics={"precision": job.get("precision", "float32")}
+    )
+    parsed = Layout.parse(layout)
+    return Case(model, made, parsed, program_of(model, made, parsed, ranks_per_node))
+
+
+def machine(
+    *,
+    bytes_per_s: float = math.inf,
+    latency_s: float = 0.0,
+    memory_bytes_per_s: float = math.inf,
+    overlap: bool = True,
+    inter: Link | None = None,
+    devices_per_node: int = 8,
+) -> Hardware:
+    """Return a machine of 1 TFLOP/s devices; communication and memory are free unless told otherwise."""
+    link = Link(latency_s=latency_s, bytes_per_s=bytes_per_s)
+    return Hardware(
+        name="toy",
+        flops_per_s=dict.fromkeys(("float64", "float32", "bfloat16", "float16"), 1e12),
+        memory_bytes=80 * 10**9,
+        memory_bytes_per_s=memory_bytes_per_s,
+        devices_per_node=devices_per_node,
+        intra=link,
+        inter=inter or link,
+        overlap=overlap,
+    )
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelSpec:
+    """A decoder: embedding, blocks, norm and head; perhaps tied, with a weight at its root, and frozen weights."""
+    num_blocks = draw(st.integers(1, 3))
+    vocab, width = draw(LENGTHS), draw(LENGTHS)
+    tied = draw(st.booleans())
+    layers = [LayerSpec(name="embed", modules=("embed",), saved_elements=5, backward_reads_weights=False)]
+    params = [ParamSpec(name="embed.weight", shape=(vocab, width), layer=0, shared=tied)]
+    if tied:
+        params = [ParamSpec(name="embed.weight", shape=(vocab, width), layer=0, shared=True, aliases=("head.weight",))]
+    if draw(st.booleans()):
+        params.insert(0, ParamSpec(name="positions", shape=(draw(LENGTHS), width), layer=0))
+    for index in range(num_blocks):
+        inputs, selective, saved = sorted(draw(SAVED))
+        layers.append(
+            block(
+                index,
+                forward_flops=draw(st.integers(1, 10**9)),
+                input_elements=inputs,
+                saved_selective_elements=selective,
+                saved_elements=saved,
+            )
+        )
+        frozen = draw(st.integers(0, 9)) == 0
+        for number in range(draw(st.integers(1, 3))):
+            name = f"layers.{index}.w{number}.weight"
+            params.append(ParamSpec(name=name, shape=draw(SHAPES), layer=index + 1, trainable=not frozen))
+    after = LayerSpec(name="after", modules=("norm", "head"), forward_flops=7, saved_elements=11)
+    if draw(st.booleans()):
+        params.append(ParamSpec(name="norm.weight", shape=(width,), layer=len(layers)))
+    if not tied:
+        params.append(ParamSpec(name="head.weight", shape=(vocab, width), layer=len(layers)))
+    return ModelSpec(name="drawn", layers=(*layers, after), params=tuple(params), buffer_bytes=draw(LENGTHS))
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Any layout that can be written down."""
+    zero = draw(st.integers(0, 3))
+    return Layout(
+        dp_replicate=draw(st.integers(1, 4)),
+        dp_shard=draw(st.integers(1, 4)) if zero else 1,
+        zero=zero,
+        microbatch=draw(st.none() | st.integers(1, 8)),
+        recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        accumulate=draw(st.sampled_from(["sharded", "full"])),
+        reduce=draw(st.sampled_from(["ring", "hierarchical", "root"])),
+        offload=draw(st.booleans()),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn, *zero: int) -> Case:
+    """A program of a layout that no strategy refuses, at one of these ZeRO stages or at any."""
+    model = draw(models())
+    stage = draw(st.sampled_from(zero or (0, 1, 2, 3)))
+    dp_replicate = draw(st.integers(1, 4))
+    dp_shard = draw(st.integers(2, 4)) if stage else 1
+    dp = dp_replicate * dp_shard
+    layout = Layout(
+        dp_replicate=dp_replicate,
+        dp_shard=dp_shard,
+        zero=stage,
+        microbatch=draw(st.none() | st.integers(1, 8)),
+        recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        accumulate=draw(st.sampled_from(["sharded", "full"])) if stage > 1 else "sharded",
+        reduce="ring" if stage else draw(st.sampled_from(["ring", "hierarchical", "root"])),
+    )
+    job = Job(
+        train={"global_batch": draw(st.integers(1, 40))},
+        numerics={"precision": draw(st.sampled_from(["float32", "bf16", "float64"]))},
+    )
+    ranks_per_node = draw(st.sampled_from([n for n in range(1, dp + 1) if dp % n == 0]))
+    return Case(model, job, layout, program_of(model, job, layout, ranks_per_node))

@@ -1,0 +1,63 @@
+"""Laws of the layout as text: it reads back, and what it cannot read it says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from models import LAW, layouts
+
+from samestep.errors import LayoutError
+from samestep.layout import Layout
+
+
+@LAW
+@given(layouts())
+def test_text_reads_back(layout: Layout) -> None:
+    assert Layout.parse(str(layout)) == layout
+
+
+@LAW
+@given(layouts())
+def test_words_come_in_any_order(layout: Layout) -> None:
+    assert Layout.parse(" ".join(reversed(str(layout).split()))) == layout
+
+
+@LAW
+@given(layouts())
+def test_every_rank_reads_its_own_samples(layout: Layout) -> None:
+    assert layout.world_size == layout.dp == layout.dp_replicate * layout.dp_shard
+
+
+@LAW
+@given(st.integers(1, 64), st.integers(0, 3))
+def test_dp_is_short_for_what_the_zero_stage_spreads(dp: int, zero: int) -> None:
+    layout = Layout.parse(f"dp={dp} zero={zero}")
+    assert (layout.dp_shard if zero else layout.dp_replicate) == layout.dp == dp
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("dp=2 dp=4", "twice"),
+        ("dp=2 dp_shard=2", "dp alone"),
+        ("dpp=2", "did you mean 'dp'"),
+        ("dp=two", "whole number"),
+        ("dp", "needs a value"),
+        ("dp=0", "at least 1"),
+        ("zero=4", "0, 1, 2 and 3"),
+        ("dp_shard=2 zero=0", "dp_replicate=2"),
+        ("microbatch=0", "at least 1 sample"),
+        ("recompute=ful", "did you mean 'full'"),
+        ("offload=perhaps", "switch"),
+    ],
+)
+def test_what_it_cannot_read_it_says(text: str, what: str) -> None:
+    with pytest.raises(LayoutError, match=what):
+        Layout.parse(text)
+
+
+@pytest.mark.xfail(strict=True, reason="layout._read: int(2.5) is 2")
+def test_half_a_rank_is_refused() -> None:
+    with pytest.raises(LayoutError, match="whole number"):
+        Layout.of({"dp": 2.5})

@@ -1,0 +1,99 @@
+"""Models and data of the parity and ledger tests: a Llama, a GPT-2 with tied embeddings, and a plain module."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+VOCABULARY, LENGTH = 61, 12
+
+
+class Plain(nn.Module):
+    """A user's own module: no transformers, odd sizes, a scale of its own, a weight that is used twice."""
+
+    def __init__(self, width: int = 10, blocks: int = 3, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1) * 0.7)
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.mix(x).cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device, dtype=x.dtype)[:, None]
+        return x + self.dropout(self.down(torch.nn.functional.gelu(self.up(self.norm(x + mean)))))
+
+
+def plain() -> nn.Module:
+    return Plain()
+
+
+def plain_with_dropout() -> nn.Module:
+    return Plain(dropout=0.3)
+
+
+def hf(family: str, **fields: Any) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, **fields)
+    config.use_cache = False
+    return AutoModelForCausalLM.from_config(config)
+
+
+LLAMA: Callable[[], nn.Module] = functools.partial(
+    hf, "llama", vocab_size=VOCABULARY, hidden_size=16, intermediate_size=40, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+)  # fmt: skip
+GPT2: Callable[[], nn.Module] = functools.partial(
+    hf, "gpt2", vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32,
+    resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+)  # fmt: skip
+GPT2_WITH_DROPOUT: Callable[[], nn.Module] = functools.partial(
+    hf, "gpt2", vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32,
+)  # fmt: skip
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "plain": plain,
+    "plain_with_dropout": plain_with_dropout,
+    "gpt2_with_dropout": GPT2_WITH_DROPOUT,
+}
+
+
+class Tokens:
+    """Random tokens whose samples count very different numbers of labels: a mean of means would be far off."""
+
+    def __init__(self, length: int = 40) -> None:
+        rng = np.random.default_rng(5)
+        self.input_ids = torch.from_numpy(rng.integers(0, VOCABULARY, (length, LENGTH)))
+        self.labels = torch.from_numpy(rng.integers(0, VOCABULARY, (length, LENGTH)))
+        for index in range(length):
+            self.labels[index, rng.integers(1, LENGTH + 1) :] = -100
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.input_ids[index], "labels": self.labels[index]}

@@ -1,0 +1,187 @@
+"""Warm forked ranks for the tests: a job on two ranks takes milliseconds instead of seconds.
+
+`pool(2).run(function, *args)` calls `function(rank, world, *args)` on every rank and returns the results by rank. The
+function stands at the top level of a module. The ranks joined one gloo group on the loopback interface when the pool
+was first used. A job that fails may leave its peers inside a collective, so after it the pool is killed, and built
+again for the next job.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import functools
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from samestep.runtime import launch
+
+ECHO_GRACE_S = 1.0  # how long to wait for the cause when one rank only says that its peer has gone
+
+
+class Pool:
+    """`ranks` processes that wait for jobs."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.processes: list[Any] = []
+        self.pipes: list[connection.Connection] = []
+        self.folder = ""
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+        """Return what `function(rank, world, *args)` returns on every rank, or raise what one of them raised first."""
+        if not self.processes:
+            self._start()
+        job = pickle.dumps((function, args))
+        try:
+            for pipe in self.pipes:
+                pipe.send_bytes(job)
+            return self._collect(timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Kill the ranks; the next job starts new ones."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+            process.close()
+        for pipe in self.pipes:
+            pipe.close()
+        self.processes, self.pipes = [], []
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("fork")
+        self.folder = tempfile.mkdtemp(prefix="samestep-pool-")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+            for rank in range(self.ranks):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_serve, args=(rank, self.ranks, self.folder, theirs, os.getpid()), name=f"pool rank {rank}"
+                )
+                process.start()
+                theirs.close()
+                self.processes.append(process)
+                self.pipes.append(ours)
+
+    def _collect(self, timeout: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: dict[int, tuple[float, BaseException]] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) + len(failures) < self.ranks:
+            waiting = [rank for rank in range(self.ranks) if rank not in results and rank not in failures]
+            ready = connection.wait([self.pipes[rank] for rank in waiting], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+                worked, value = self._answer(rank)
+                if worked:
+                    results[rank] = value
+                    continue
+                failures[rank] = value
+                # A peer that hangs because this rank failed says nothing more; one that caused it says so at once.
+                deadline = min(deadline, time.monotonic() + (ECHO_GRACE_S if _is_echo(value[1]) else 0.1))
+        if failures:
+            causes = [failure for failure in failures.values() if not _is_echo(failure[1])]
+            raise min(causes or list(failures.values()), key=lambda failure: failure[0])[1]
+        late = [rank for rank in range(self.ranks) if rank not in results]
+        if late:
+            raise TimeoutError(f"no answer within {timeout:g} s from {self._stacks(late)}")
+        return [results[rank] for rank in range(self.ranks)]
+
+    def _answer(self, rank: int) -> tuple[bool, Any]:
+        try:
+            return pickle.loads(self.pipes[rank].recv_bytes())
+        except (EOFError, OSError):
+            self.processes[rank].join()
+            code = self.processes[rank].exitcode
+            return False, (time.monotonic(), RuntimeError(f"pool rank {rank} died with exit code {code}"))
+
+    def _stacks(self, ranks: list[int]) -> str:
+        """Ask hung ranks for their Python stacks."""
+        for rank in ranks:
+            os.kill(self.processes[rank].pid, signal.SIGUSR2)
+        time.sleep(0.3)
+        return "\n".join(f"rank {rank}:\n{Path(self.folder, f'stack-{rank}').read_text()}" for rank in ranks)
+
+
+@functools.cache
+def pool(ranks: int) -> Pool:
+    """Return the session's pool of so many ranks."""
+    made = Pool(ranks)
+    _made.append(made)
+    return made
+
+
+def close_all() -> None:
+    """Kill every pool of the session."""
+    for made in _made:
+        made.close()
+
+
+_made: list[Pool] = []
+
+
+def _is_echo(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and launch._ECHO.search(str(error)) is not None
+
+
+def _serve(rank: int, world: int, folder: str, pipe: connection.Connection, parent_pid: int) -> None:
+    launch.die_with_parent(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest's Ctrl-C is pytest's affair, which then kills us
+    os.environ["GLOO_SOCKET_IFNAME"] = launch.LOOPBACK
+    torch.set_num_threads(1)
+    stack = open(Path(folder, f"stack-{rank}"), "w")  # noqa: SIM115 - faulthandler keeps its descriptor
+    faulthandler.register(signal.SIGUSR2, file=stack)
+    try:
+        store = dist.FileStore(f"{folder}/store", world)
+        timeout = datetime.timedelta(seconds=60)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+        dist.barrier()  # a job that ends at once may not close the connection of who is still connecting
+    except BaseException as error:
+        pipe.recv_bytes()
+        pipe.send_bytes(pickle.dumps((False, _told(error))))
+        return
+    warnings.resetwarnings()
+    warnings.simplefilter("error")  # as in the pytest process
+    while True:
+        try:
+            job = pipe.recv_bytes()
+        except EOFError:
+            os._exit(0)
+        try:
+            function, args = pickle.loads(job)
+            answer = pickle.dumps((True, function(rank, world, *args)))
+        except BaseException as error:
+            answer = pickle.dumps((False, _told(error)))
+        pipe.send_bytes(answer)
+
+
+def _told(error: BaseException) -> tuple[float, BaseException]:
+    """Return when it happened, and the exception with this rank's traceback as a note, fit for pickling."""
+    words = "".join(traceback.format_exception(error))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.add_note(f"In rank {dist.get_rank() if dist.is_initialized() else '?'} of the pool:\n{words}")
+    return time.monotonic(), error

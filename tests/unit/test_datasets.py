@@ -1,0 +1,566 @@
+"""Each source of data on small files, what it refuses, and that packed documents do not see each other."""
+
+import json
+import os
+import pickle
+import sys
+import sysconfig
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from samestep.datasets import (
+    batches,
+    open_dataset,
+    open_tokenizer,
+    read_samples,
+    sample_indices,
+    shares,
+)
+from samestep.datasets.documents import NOT_COUNTED
+from samestep.datasets.tokenizers import ByteTokenizer
+from samestep.errors import DataError
+from samestep.job import Job
+
+
+def job_of(source, train=None, **data):
+    data = {"sequence_length": 4, "held_out": 0.0, **data}
+    return Job(data={"source": str(source), **data}, train=train or {})
+
+
+def ids(text):
+    return list(text.encode())
+
+
+def row(dataset, index):
+    return {name: tensor.tolist() for name, tensor in dataset[index].items()}
+
+
+def write_lines(path, objects):
+    path.write_text("".join(json.dumps(value) + "\n" for value in objects))
+    return f"jsonl:{path}"
+
+
+# --- token streams ---------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_is_cut_into_samples_of_shifted_labels(tmp_path):
+    (tmp_path / "a.txt").write_text("abcdefghij")
+    dataset = open_dataset(job_of(f"text:{tmp_path / 'a.txt'}"))
+    assert len(dataset) == 2
+    assert row(dataset, 0) == {"input_ids": ids("abcd"), "labels": ids("bcde")}
+    assert row(dataset, 1) == {"input_ids": ids("efgh"), "labels": ids("fghi")}
+    read = dataset.read(np.array([1, 0, 1]))
+    assert read["labels"].dtype == torch.int64
+    assert read["labels"].tolist() == [ids("fghi"), ids("bcde"), ids("fghi")]
+    assert {name: tuple(tensor.shape) for name, tensor in dataset.read(np.array([], dtype=np.int64)).items()} == {
+        "input_ids": (0, 4),
+        "labels": (0, 4),
+    }
+    with pytest.raises(IndexError):
+        dataset[2]
+    assert len(list(dataset)) == 2
+
+
+def test_a_folder_of_text_is_read_in_the_order_of_names(tmp_path):
+    for name, text in {"b.txt": "B1", "a/z.txt": "Z2", "a/c.md": "C3", ".hidden": "no"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    dataset = open_dataset(job_of(f"text:{tmp_path}"))
+    assert bytes(dataset.tokens) == b"C3\nZ2\nB1"
+
+
+def test_train_and_held_out_never_overlap_and_leave_nothing_between(tmp_path):
+    path = tmp_path / "tokens.bin"
+    np.arange(1000, dtype=np.uint16).tofile(path)
+    job = job_of(f"tokens:{path}", held_out=0.1)
+    train, held_out = open_dataset(job), open_dataset(job, "held_out")
+    assert np.concatenate([train.tokens, held_out.tokens]).tolist() == list(range(1000))
+    assert len(held_out.tokens) == 100
+    assert isinstance(train.tokens, np.memmap)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64"])
+def test_token_files_of_every_dtype(tmp_path, dtype):
+    tokens = np.array([0, 1, np.iinfo(dtype).max, 3, 4], dtype=dtype)
+    tokens.tofile(tmp_path / "t.bin")
+    np.save(tmp_path / "t.npy", tokens)
+    for source in ("t.bin", "t.npy"):
+        dataset = open_dataset(job_of(f"tokens:{tmp_path / source}", dtype=dtype))
+        assert row(dataset, 0)["labels"] == [1, np.iinfo(dtype).max, 3, 4]
+        assert row(dataset, 0)["input_ids"] == [0, 1, np.iinfo(dtype).max, 3]
+
+
+def test_topics_are_english_and_code_and_fall_back_to_stdlib(monkeypatch, tmp_path):
+    topics = open_dataset(job_of("topics", sequence_length=64))
+    assert len(topics) > 4000
+    assert b"Python" in bytes(topics.tokens)
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    paths = {**sysconfig.get_paths(), "stdlib": str(tmp_path)}
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: paths)
+    for name in ("b.py", "a/__init__.py", "test/no.py", "site-packages/no.py", "a/__pycache__/no.py", "idlelib/no.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"# {name}")
+    with pytest.warns(UserWarning, match="stdlib"):
+        fallen = open_dataset(job_of("topics"))
+    assert bytes(fallen.tokens) == b"# a/__init__.py\n# b.py"
+    assert bytes(open_dataset(job_of("stdlib")).tokens) == b"# a/__init__.py\n# b.py"
+
+
+# --- documents -------------------------------------------------------------------------------------------------------
+
+
+def test_documents_are_packed_and_no_label_crosses_a_border(tmp_path):
+    source = write_lines(tmp_path / "d.jsonl", [{"text": "abcdef"}, {"text": ""}, {"text": "xy"}])
+    dataset = open_dataset(job_of(source))
+    assert len(dataset) == 2
+    assert row(dataset, 0) == {"input_ids": ids("abcd"), "labels": ids("bcde"), "position_ids": [0, 1, 2, 3]}
+    assert row(dataset, 1) == {
+        "input_ids": ids("efxy"),
+        "labels": [*ids("f"), 0, *ids("y"), 0],
+        "position_ids": [0, 1, 0, 1],
+    }
+    assert dataset.read(np.array([], dtype=np.int64))["position_ids"].shape == (0, 4)
+
+
+def test_documents_are_held_out_whole(tmp_path):
+    source = write_lines(tmp_path / "d.jsonl", [{"body": f"{number:04}"} for number in range(10)])
+    job = job_of(source, held_out=0.2, text_field="body")
+    train, held_out = open_dataset(job), open_dataset(job, "held_out")
+    assert len(train) == 8
+    assert [row(held_out, index)["input_ids"] for index in (0, 1)] == [ids("0008"), ids("0009")]
+
+
+def test_a_chat_counts_only_the_assistants_tokens(tmp_path):
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yo"},
+        {"role": "user", "content": "Bye"},
+        {"role": "assistant", "content": "So"},
+    ]
+    text = "<|user|>\nHi\n<|assistant|>\nYo\0<|user|>\nBye\n<|assistant|>\nSo\0"
+    source = write_lines(tmp_path / "d.jsonl", [{"messages": messages}])
+    sample = row(open_dataset(job_of(source, sequence_length=len(text) - 1)), 0)
+    assert bytes(sample["input_ids"]).decode() == text[:-1]
+    counted = [label for label in sample["labels"] if label != NOT_COUNTED]
+    assert bytes(counted).decode() == "Yo\0So\0"
+    for token, label in zip(ids(text)[1:], sample["labels"], strict=True):
+        assert label in (token, NOT_COUNTED)
+
+
+def test_a_saved_hugging_face_dataset(tmp_path):
+    from datasets import Dataset, DatasetDict
+
+    dataset = Dataset.from_dict({"text": ["abcd", "efgh", "ijkl"]})
+    dataset.save_to_disk(tmp_path / "plain")
+    DatasetDict({"train": dataset}).save_to_disk(tmp_path / "dict")
+    DatasetDict({"test": dataset}).save_to_disk(tmp_path / "other")
+    for name in ("plain", "dict"):
+        job = job_of(f"hf:{tmp_path / name}", held_out=0.3)
+        assert row(open_dataset(job), 1) == {
+            "input_ids": ids("efgh"),
+            "labels": [*ids("fgh"), 0],
+            "position_ids": [0, 1, 2, 3],
+        }
+        assert row(open_dataset(job, "held_out"), 0)["input_ids"] == ids("ijkl")
+    with pytest.raises(DataError, match=r"no split 'train' but test; hf:.*test works"):
+        open_dataset(job_of(f"hf:{tmp_path / 'other'}"))
+    chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]
+    Dataset.from_dict({"messages": chats}).save_to_disk(tmp_path / "chat")
+    chat = open_dataset(job_of(f"hf:{tmp_path / 'chat'}"))
+    assert [label for label in chat.labels.tolist() if label != NOT_COUNTED] == [*ids("b"), 0]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="save_to_disk"):
+        open_dataset(job_of(f"hf:{tmp_path / 'empty'}"))
+
+
+def test_hugging_face_data_without_its_library_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"samestep\[hf-data\]"):
+        open_dataset(job_of(f"hf:{tmp_path}"))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_packed_document_has_the_logits_it_has_alone(tmp_path, attention):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    source = write_lines(tmp_path / "d.jsonl", [{"text": "abcdefg"}, {"text": "x"}, {"text": "y"}, {"text": "hijklmn"}])
+    dataset = open_dataset(job_of(source, sequence_length=8))
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        attn_implementation=attention,
+    )
+    model = LlamaForCausalLM(config).double().eval()
+    batch = dataset.read(np.array([0, 1]))
+    del batch["labels"]
+    with torch.no_grad():
+        packed = model(**batch, use_cache=False).logits
+        unbounded = model(input_ids=batch["input_ids"], use_cache=False).logits
+    parts = {(0, 0, 7): "abcdefg", (0, 7, 8): "x", (1, 0, 1): "y", (1, 1, 8): "hijklmn"}
+    for (sample, start, stop), text in parts.items():
+        with torch.no_grad():
+            alone = model(input_ids=torch.tensor([ids(text)]), use_cache=False).logits[0]
+        torch.testing.assert_close(packed[sample, start:stop], alone, rtol=0, atol=1e-12)
+        if start:
+            assert (unbounded[sample, start:stop] - alone).abs().max() > 1e-4  # the test would see a leak
+
+
+# --- tokenizers ------------------------------------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def write_tokenizer(folder, config=None):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat, the cat sat"] * 10, trainer)
+    tokenizer.enable_truncation(3)
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if config:
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config})
+        )
+    return str(folder)
+
+
+def test_bytes_go_there_and_back():
+    tokenizer = open_tokenizer(job_of("topics"))
+    assert tokenizer == ByteTokenizer()
+    assert tokenizer.vocab_size == 256
+    assert tokenizer.decode(tokenizer.encode("naïve →")) == "naïve →"
+    assert tokenizer.decode(tokenizer.encode("→")[:2]) == "\ufffd"
+
+
+def test_a_tokenizer_folder(tmp_path):
+    tokenizer = open_tokenizer(job_of("topics", tokenizer=write_tokenizer(tmp_path / "t")))
+    text = "the cat sat on the mat, naïve →"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("the cat sat on")) < 14
+    assert tokenizer.vocab_size > 258
+    assert (tokenizer.begin_id, tokenizer.end_id) == (None, 1)  # </s> is one of the usual ends
+    pieces = ["the c", "at sat", "", " on"]
+    shared_out = tokenizer.encode_pieces(pieces)
+    assert [token for piece in shared_out for token in piece] == tokenizer.encode("the cat sat on")
+    assert [tokenizer.decode(piece) for piece in shared_out] == ["the", " cat sat", "", " on"]
+
+
+def test_documents_begin_and_end_as_the_tokenizer_says(tmp_path):
+    source = write_lines(tmp_path / "d.jsonl", [{"text": "the cat"}, {"text": "sat"}])
+    config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    folder = write_tokenizer(tmp_path / "t", config)
+    dataset = open_dataset(job_of(source, tokenizer=folder, sequence_length=1))
+    tokenizer = open_tokenizer(job_of(source, tokenizer=folder))
+    first, second = tokenizer.encode("the cat"), tokenizer.encode("sat")
+    assert dataset.tokens.tolist() == [0, *first, 0, *second]
+    assert dataset.labels.tolist() == [*first, 1, *second, 1]
+    folder = write_tokenizer(tmp_path / "t", {**config, "add_bos_token": False})
+    assert open_tokenizer(job_of(source, tokenizer=folder)).begin_id is None
+
+
+def test_without_an_end_the_last_token_predicts_nothing(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    core = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 9}, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.save(str(tmp_path / "tokenizer.json"))
+    source = write_lines(tmp_path / "d.jsonl", [{"text": "a b"}, {"text": "b"}])
+    dataset = open_dataset(job_of(source, tokenizer=str(tmp_path), sequence_length=1))
+    assert dataset.tokens.tolist() == [0, 1, 1]
+    assert dataset.labels.tolist() == [1, NOT_COUNTED, NOT_COUNTED]
+    assert open_tokenizer(job_of(source, tokenizer=str(tmp_path))).vocab_size == 10
+
+
+def test_a_chat_template_is_followed(tmp_path):
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    folder = write_tokenizer(tmp_path / "t", config)
+    messages = [
+        {"role": "user", "content": "the cat"},
+        {"role": "assistant", "content": "sat"},
+        {"role": "user", "content": "on"},
+        {"role": "assistant", "content": "the mat"},
+    ]
+    source = write_lines(tmp_path / "d.jsonl", [{"messages": messages}])
+    dataset = open_dataset(job_of(source, tokenizer=folder, sequence_length=1))
+    tokenizer = open_tokenizer(job_of(source, tokenizer=folder))
+    text = "<s>[user] the cat</s>[assistant] sat</s>[user] on</s>[assistant] the mat"
+    assert tokenizer.decode(dataset.tokens.tolist()) == text
+    counted = [label for label in dataset.labels.tolist() if label != NOT_COUNTED]
+    assert tokenizer.decode(counted) == " sat</s> the mat</s>"  # the token " sat" begins before the reply
+
+
+def test_a_chat_template_that_rewrites_earlier_turns_is_refused(tmp_path):
+    template = "{% for m in messages %}{% if loop.last %}!{% endif %}{{ m.content }}{% endfor %}"
+    folder = write_tokenizer(tmp_path / "t", {"chat_template": template})
+    turns = [{"role": role, "content": "x"} for role in ("user", "assistant")] * 2
+    source = write_lines(tmp_path / "d.jsonl", [{"messages": turns}])
+    with pytest.raises(DataError, match=r"d\.jsonl:1: .*chat template writes earlier messages differently"):
+        open_dataset(job_of(source, tokenizer=folder))
+
+
+def test_a_folder_that_only_transformers_reads(tmp_path):
+    folder = write_tokenizer(tmp_path / "t", {"tokenizer_class": "GPT2Tokenizer", "eos_token": "</s>"})
+    saved = json.loads((tmp_path / "t" / "tokenizer.json").read_text())["model"]
+    (tmp_path / "t" / "vocab.json").write_text(json.dumps(saved["vocab"]))
+    merges = "\n".join(" ".join(pair) for pair in saved["merges"])
+    (tmp_path / "t" / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+    expected = open_tokenizer(job_of("topics", tokenizer=folder)).encode("the cat sat")
+    (tmp_path / "t" / "tokenizer.json").unlink()
+    tokenizer = open_tokenizer(job_of("topics", tokenizer=folder))
+    assert tokenizer.encode("the cat sat") == expected
+    assert tokenizer.decode(expected) == "the cat sat"
+    assert tokenizer.end_id == 1
+    assert tokenizer.vocab_size > 258
+
+
+@pytest.mark.parametrize("name", ["nowhere", "empty", "broken", "file"])
+def test_what_is_no_tokenizer_is_refused(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text("{}")
+    (tmp_path / "file").write_text("")
+    text = {
+        "nowhere": "neither 'bytes' nor a folder: there is no nowhere",
+        "empty": "holds no tokenizer",
+        "broken": "is not a tokenizer",
+        "file": "is a file; give the folder",
+    }
+    with pytest.raises(DataError, match=text[name]) as caught:
+        open_tokenizer(job_of("topics", tokenizer=str(tmp_path / name)))
+    assert "\n" not in str(caught.value)
+
+
+# --- the user's own datasets -----------------------------------------------------------------------------------------
+
+MODULE = """
+import torch
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10
+    def __getitem__(self, i):
+        return torch.tensor([float(i)]), i * i
+
+class Fast(Squares):
+    def read(self, indices):
+        return {"x": torch.from_numpy(indices)}
+
+class Uneven(Squares):
+    def __getitem__(self, i):
+        return torch.zeros(i)
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+def empty():
+    return []
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.path.remove(str(tmp_path))  # open_dataset must find the working directory by itself
+    name = f"own_{tmp_path.name}"
+    Path(f"{name}.py").write_text(MODULE)
+    return name
+
+
+def test_a_function_of_the_users(own):
+    job = job_of(f"{own}:Squares", held_out=0.2)
+    train, held_out = open_dataset(job), open_dataset(job, "held_out")
+    assert (len(train), len(held_out)) == (8, 2)
+    inputs, targets = read_samples(held_out, np.array([1, 0]))
+    assert inputs.tolist() == [[9.0], [8.0]]
+    assert targets.tolist() == [81, 64]
+    inputs, targets = read_samples(train, [])
+    assert (tuple(inputs.shape), tuple(targets.shape), targets.dtype) == ((0, 1), (0,), torch.int64)
+    assert train[3][1] == 9
+    with pytest.raises(IndexError):
+        held_out[2]
+    fast = open_dataset(job_of(f"{own}:Fast", held_out=0.2), "held_out")
+    assert read_samples(fast, np.array([0, 1]))["x"].tolist() == [8, 9]
+
+
+def test_samples_without_read_are_collated():
+    samples = [{"x": np.float32(i), "y": torch.ones(2) * i} for i in range(3)]
+    read = read_samples(samples, [2, 0])
+    assert read["x"].tolist() == [2.0, 0.0]
+    assert read["y"].tolist() == [[2.0, 2.0], [0.0, 0.0]]
+    assert read_samples(samples, [])["y"].shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        ("Endless", "only a map-style dataset works"),
+        ("Squarez", "did you mean 'Squares'"),
+        ("empty", "has none of 0 samples"),
+    ],
+)
+def test_what_is_no_dataset_is_refused(own, function, text):
+    with pytest.raises(DataError, match=text):
+        open_dataset(job_of(f"{own}:{function}"))
+
+
+def test_a_missing_module_is_named_but_its_own_missing_imports_are_raised(own):
+    with pytest.raises(DataError, match="there is no module 'nosuch'"):
+        open_dataset(job_of("nosuch:function"))
+    Path(f"{own}_broken.py").write_text("import nosuch_either")
+    with pytest.raises(ModuleNotFoundError, match="nosuch_either"):
+        open_dataset(job_of(f"{own}_broken:function"))
+
+
+def test_samples_that_cannot_be_stacked_are_refused(own):
+    with pytest.raises(DataError, match=r"cannot be stacked .*read\(indices\)"):
+        read_samples(open_dataset(job_of(f"{own}:Uneven")), [1, 2])
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+def test_batches_go_on_from_any_step(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 401)
+    job = job_of(f"text:{tmp_path / 'a.txt'}", train={"global_batch": 7, "steps": 20, "seed": 3})
+    dataset = open_dataset(job)
+    whole = list(batches(dataset, job))
+    assert [batch.step for batch in whole] == list(range(20))
+    resumed = list(batches(dataset, job, first_step=12))
+    assert [batch.indices.tolist() for batch in resumed] == [batch.indices.tolist() for batch in whole[12:]]
+    assert whole[5].indices.tolist() == sample_indices(5, 7, 100, 3).tolist()
+    assert whole[5].dataset is dataset
+    assert [len(part) for part in shares(whole[5].indices, 1, 2, 4)] == [1, 1, 1, 0]
+    assert list(batches(dataset, job, first_step=20)) == []
+
+
+def test_an_empty_dataset_has_no_batches():
+    with pytest.raises(DataError, match="no samples"):
+        batches([], Job())
+
+
+def test_datasets_travel_to_other_processes(tmp_path):
+    (tmp_path / "a.txt").write_text("abcdefghij")
+    dataset = pickle.loads(pickle.dumps(open_dataset(job_of(f"text:{tmp_path / 'a.txt'}"))))
+    assert row(dataset, 0)["labels"] == ids("bcde")
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_path_names_what_is_near(tmp_path):
+    (tmp_path / "corpus.txt").write_text("abcdefgh")
+    with pytest.raises(DataError, match=r"no corpsu\.txt .*did you mean 'corpus\.txt'"):
+        open_dataset(job_of(f"text:{tmp_path / 'corpsu.txt'}"))
+    with pytest.raises(DataError, match=r"there are corpus\.txt"):
+        open_dataset(job_of(f"jsonl:{tmp_path / '123'}"))
+    with pytest.raises(DataError, match=r"there is no folder .*nowhere"):
+        open_dataset(job_of(f"hf:{tmp_path / 'nowhere' / 'x'}"))
+    with pytest.raises(DataError, match="no path; write text:PATH"):
+        open_dataset(job_of("text:"))
+    with pytest.raises(DataError, match=r"holds no \*\.jsonl file"):
+        open_dataset(job_of(f"jsonl:{tmp_path}"))
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("topic", "did you mean 'topics'"),
+        ("txt:corpus/a.txt", "did you mean 'text'"),
+        ("topics:", "unknown data source"),
+        ("", "the sources are topics"),
+    ],
+)
+def test_an_unknown_source_names_those_there_are(source, text):
+    with pytest.raises(DataError, match=text):
+        open_dataset(job_of(source))
+
+
+def test_data_that_is_too_short_says_what_would_work(tmp_path):
+    (tmp_path / "a.txt").write_text("abcdefghij")
+    source = f"text:{tmp_path / 'a.txt'}"
+    with pytest.raises(DataError, match=r"has 10 of 10 tokens; .* 64 needs 65; data\.sequence_length = 9 works"):
+        open_dataset(job_of(source, sequence_length=64))
+    assert len(open_dataset(job_of(source, sequence_length=9))) == 1
+    with pytest.raises(DataError, match=r"the held-out part of .* has 1 of 10 tokens; .*more data is needed"):
+        open_dataset(job_of(source, held_out=0.1), "held_out")
+    with pytest.raises(DataError, match=r"data\.held_out = 0 holds nothing out"):
+        open_dataset(job_of(source), "held_out")
+    with pytest.raises(DataError, match=r"no split 'heldout' .did you mean 'held_out'"):
+        open_dataset(job_of(source), "heldout")
+    lines = write_lines(tmp_path / "d.jsonl", [{"text": "abc"}, {"text": "de"}])
+    with pytest.raises(DataError, match=r"has 5 tokens in 2 of 2 documents; .*sequence_length = 5 works"):
+        open_dataset(job_of(lines, sequence_length=6))
+    assert len(open_dataset(job_of(lines, sequence_length=5))) == 1
+    with pytest.raises(DataError, match=r"has 0 tokens in 0 of 2 documents"):
+        open_dataset(job_of(lines, held_out=0.1), "held_out")
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (b'{"text": "a"', r"d\.jsonl:3: not JSON: .* at column"),
+        (b'{"text": "\xff"}', r"d\.jsonl:3: not UTF-8"),
+        (b"[1]", r'd\.jsonl:3: a line is an object as \{"text": "\.\.\."\}, got list'),
+        (b'{"texts": "a"}', r"d\.jsonl:3: neither 'text' nor 'messages' \(did you mean 'texts'\?\); it has 'texts'"),
+        (b'{"text": 3}', r"d\.jsonl:3: 'text' is int, not text"),
+        (b'{"messages": []}', r"d\.jsonl:3: messages is not a list of messages"),
+        (b'{"messages": [{"role": "user"}]}', r"d\.jsonl:3: message 0 has no role and content"),
+        (b'{"messages": [{"role": "user", "content": "a"}]}', r'd\.jsonl:3: no message has the role "assistant"'),
+    ],
+)
+def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, text):
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
+    with pytest.raises(DataError, match=text):
+        open_dataset(job_of(f"jsonl:{path}"))
+
+
+def test_bad_token_and_text_files_are_refused(tmp_path):
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    (tmp_path / "empty.bin").write_bytes(b"")
+    (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
+    np.save(tmp_path / "floats.npy", np.zeros(5))
+    (tmp_path / "bad.npy").write_bytes(b"no array")
+    for source, text in {
+        "tokens:odd.bin": "3 bytes, which is no whole number of uint16",
+        "tokens:empty.bin": "is empty",
+        "tokens:floats.npy": "whole numbers in one dimension work",
+        "tokens:bad.npy": r"is not a \.npy array",
+        "tokens:": "no path",
+        "text:latin.txt": r"is not UTF-8 text \(byte 2\)",
+    }.items():
+        word, _, name = source.partition(":")
+        with pytest.raises(DataError, match=text):
+            open_dataset(job_of(f"{word}:{tmp_path / name if name else ''}"))
+    with pytest.raises(DataError, match="is a folder"):
+        open_dataset(job_of(f"tokens:{tmp_path}"))
+
+
+def test_nothing_of_ours_hides_the_library_datasets():
+    import datasets
+
+    assert isinstance(datasets, types.ModuleType)
+    assert os.path.join("samestep", "datasets") not in datasets.__file__

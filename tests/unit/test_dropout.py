@@ -1,0 +1,542 @@
+"""Dropout masks are functions of their place: equal in every cut of the batch and in recompute, random to the eye."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from samestep.errors import ModelError
+from samestep.runtime.dropout import (
+    _HANDLERS,
+    Draw,
+    DropoutMode,
+    _mix,
+    drop_mask,
+    has_dropout,
+    named_modules,
+    recompute_contexts,
+    spread,
+    track_modules,
+)
+
+
+def draw(samples: list[int], seed: int = 1, step: int = 3) -> Draw:
+    return Draw(seed=seed, step=step, samples=torch.tensor(samples))
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.float64)
+
+
+class Call(nn.Module):
+    """A module whose forward is a given function."""
+
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._function = forward
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self._function(*args)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8, p: float = 0.3) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width)
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(torch.tanh(self.up(x)))
+        return F.dropout(self.drop(x), 0.2, self.training)
+
+
+class Stack(nn.Module):
+    """Blocks, one of them called twice; `recompute` wraps each call."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.blocks, self.blocks[0]):
+            if self.recompute:
+                contexts = functools.partial(recompute_contexts, self)
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+            else:
+                x = block(x)
+        return x
+
+
+def run(model: nn.Module, x: Tensor, samples: list[int], **at: int) -> Tensor:
+    with DropoutMode(model, draw(samples, **at)):
+        return model(x)
+
+
+DROPOUTS = {
+    "dropout": (lambda x: F.dropout(x, 0.4), (6, 5, 4)),
+    "dropout flat": (lambda x: F.dropout(x.flatten(0, 1), 0.4).unflatten(0, (-1, 5)), (6, 5, 4)),
+    "dropout vector": (lambda x: F.dropout(x, 0.4), (6,)),
+    "dropout inplace": (lambda x: F.dropout(x.clone(), 0.4, inplace=True), (6, 5, 4)),
+    "dropout1d": (lambda x: F.dropout1d(x, 0.4), (6, 5, 4)),
+    "dropout2d": (lambda x: F.dropout2d(x, 0.4), (6, 5, 4, 3)),
+    "dropout3d": (lambda x: F.dropout3d(x, 0.4), (6, 5, 4, 3, 2)),
+    "alpha": (lambda x: F.alpha_dropout(x, 0.4, True), (6, 5, 4)),
+    "alpha inplace": (lambda x: F.alpha_dropout(x.clone(), 0.4, True, True), (6, 5, 4)),
+    "feature alpha": (lambda x: F.feature_alpha_dropout(x, 0.4, True), (6, 5, 4)),
+    "torch.dropout": (lambda x: torch.dropout(x, 0.4, True), (6, 5, 4)),
+    "torch.dropout_": (lambda x: torch.dropout_(x.clone(), p=0.4, train=True), (6, 5, 4)),
+    "torch.feature_dropout": (lambda x: torch.feature_dropout(x, 0.4, True), (6, 5, 4)),
+}
+CUTS = [[[0, 1, 2, 3, 4, 5]], [[0, 1], [2, 3], [4, 5]], [[5], [0, 3], [1, 4, 2]]]
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_masks_do_not_know_how_the_batch_is_cut(name: str) -> None:
+    function, shape = DROPOUTS[name]
+    model = Call(function)
+    x = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.5
+    whole = run(model, x, [10, 11, 12, 13, 14, 15])
+    assert not torch.equal(whole, x)
+    for cut in CUTS:
+        for part in cut:
+            assert torch.equal(run(model, x[part], [10 + i for i in part]), whole[part]), (name, part)
+
+
+def test_shapes_of_the_same_sample_share_a_mask() -> None:
+    flat = run(Call(lambda x: F.dropout(x.flatten(0, 1), 0.4)), ones(4, 5, 8), [0, 1, 2, 3])
+    assert torch.equal(flat.view(4, 5, 8), run(Call(lambda x: F.dropout(x, 0.4)), ones(4, 5, 8), [0, 1, 2, 3]))
+
+
+def test_values_match_torchs_formulas() -> None:
+    x = torch.randn(4, 64, 16, dtype=torch.float64)
+    kept = run(Call(lambda x: F.dropout(x, 0.25)), x, [0, 1, 2, 3])
+    assert torch.allclose(kept, torch.where(kept == 0, 0.0, x / 0.75))
+    channels = run(Call(lambda x: F.dropout1d(x, 0.25)), x, [0, 1, 2, 3])
+    assert set((channels == 0).double().mean(-1).unique().tolist()) == {0.0, 1.0}
+    assert torch.equal(run(Call(lambda x: F.dropout(x, 1.0)), x, [0, 1, 2, 3]), torch.zeros_like(x))
+    assert torch.equal(run(Call(lambda x: F.alpha_dropout(x, 1.0, True)), x, [0, 1, 2, 3]), torch.zeros_like(x))
+    for p in (0.1, 0.7):
+        alpha = run(Call(lambda x, p=p: F.alpha_dropout(x, p, True)), x, [0, 1, 2, 3])
+        ours = alpha.unique()
+        a = 1 / math.sqrt((1.7580993408473766**2 * p + 1) * (1 - p))
+        low = -1.7580993408473766 * a * (1 - p)
+        expected = a * x + 1.7580993408473766 * a * p
+        assert torch.isclose(alpha, expected).logical_or(torch.isclose(alpha, torch.tensor(low).double())).all()
+        theirs = F.alpha_dropout(x, p, True).unique()
+        assert (ours - low).abs().min() < 1e-12
+        assert (theirs - low).abs().min() < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_type_is_kept_and_mask_is_the_same_in_each(dtype: torch.dtype) -> None:
+    y = run(Call(lambda x: F.dropout(x, 0.5)), ones(2, 300).to(dtype), [0, 1])
+    assert y.dtype == dtype
+    assert torch.equal(y.double(), run(Call(lambda x: F.dropout(x, 0.5)), ones(2, 300), [0, 1]))
+
+
+def test_gradient_is_the_mask() -> None:
+    x = ones(3, 50).requires_grad_()
+    y = run(Call(lambda x: F.dropout(x, 0.5)), x, [0, 1, 2])
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())
+
+
+def test_no_training_or_no_probability_draws_nothing() -> None:
+    model = nn.Sequential(nn.Dropout(0.0), nn.Dropout(0.5).eval(), nn.Dropout2d(0.5).eval())
+    x = ones(2, 3, 4, 5)
+    with DropoutMode(model, draw([0, 1])) as mode:
+        assert torch.equal(model(x), x)
+        assert torch.dropout(x, 0.5, False) is x
+    assert mode.num_draws == 0
+
+
+def test_every_part_of_the_place_changes_the_mask() -> None:
+    model = nn.ModuleDict({"a": nn.Dropout(0.5), "b": nn.Dropout(0.5)})
+    x = ones(2, 400)
+
+    def masks(seed: int = 1, step: int = 3, samples: tuple[int, int] = (0, 1)) -> list[Tensor]:
+        with DropoutMode(model, draw(list(samples), seed, step)):
+            first = [model["a"](x), model["b"](x), model["a"](x)]
+            return [*(row for y in first for row in y), *F.dropout(x), *F.dropout(x)]
+
+    rows = masks() + masks(seed=2) + masks(step=4) + masks(samples=(2, -1))
+    for i, one in enumerate(rows):
+        for other in rows[:i]:
+            assert (one == other).double().mean() < 0.65
+    assert all(torch.equal(one, two) for one, two in zip(masks(), masks(), strict=True))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_masks_look_random(p: float) -> None:
+    samples, rows, columns = 8, 200, 300
+    keys = _mix(torch.arange(samples)) ^ 77
+    z = (drop_mask(keys, *spread(torch.arange(rows), torch.arange(columns)), p).double() - p) / math.sqrt(p * (1 - p))
+    assert z.mean().abs() * math.sqrt(z.numel()) < 5
+    for dim in range(3):
+        for lag in (1, 2):
+            n = z.size(dim) - lag
+            both = z.narrow(dim, 0, n) * z.narrow(dim, lag, n)
+            assert both.mean().abs() * math.sqrt(both.numel()) < 5, (dim, lag)
+    square = z[:, 1:, 1:] * z[:, 1:, :-1] * z[:, :-1, 1:] * z[:, :-1, :-1]
+    assert square.mean().abs() * math.sqrt(square.numel()) < 5
+    row_sums = z.sum(-1).flatten() / math.sqrt(columns)
+    assert abs(row_sums.var().item() - 1) < 5 * math.sqrt(2 / row_sums.numel())
+
+
+def test_a_cut_asks_for_its_rows_and_columns_only() -> None:
+    keys = _mix(torch.arange(3))
+    whole = drop_mask(keys, *spread(torch.arange(40), torch.arange(64)), 0.3)
+    rows, columns = torch.arange(7, 31, 3), torch.arange(32, 64)
+    assert torch.equal(drop_mask(keys, *spread(rows, columns), 0.3), whole[:, rows][:, :, columns])
+
+
+def test_the_hash_is_pinned() -> None:
+    # A changed hash changes every run that goes on from a checkpoint.
+    mask = drop_mask(_mix(torch.arange(2)), *spread(torch.arange(2), torch.arange(16)), 0.5)
+    assert ["".join(str(int(x)) for x in row) for row in mask.view(4, 16)] == PINNED
+
+
+PINNED = ["0110110010001010", "0111010110001011", "0011100000000110", "0001110111010111"]
+
+
+def grads(model: nn.Module, x: Tensor, parts: list[list[int]], inside: bool = False) -> dict[str, Tensor]:
+    model.zero_grad()
+    for part in parts:
+        mode = DropoutMode(model, draw(part))
+        with mode:
+            loss = model(x[part]).square().sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_recompute_draws_the_same_masks(inside: bool) -> None:
+    torch.manual_seed(0)
+    plain, again = Stack().double(), Stack(recompute=True).double()
+    again.load_state_dict(plain.state_dict())
+    x = torch.randn(4, 3, 8, dtype=torch.float64)
+    expected = grads(plain, x, [[0, 1, 2, 3]])
+    for name, grad in grads(again, x, [[0, 1, 2, 3]], inside).items():
+        assert torch.equal(grad, expected[name]), name
+    for name, grad in grads(again, x, [[1, 2], [3], [0]], inside).items():
+        assert (grad - expected[name]).abs().max() < 1e-12, name
+
+
+def test_backward_of_one_microbatch_after_the_forward_of_another() -> None:
+    torch.manual_seed(0)
+    plain, again = Stack().double(), Stack(recompute=True).double()
+    again.load_state_dict(plain.state_dict())
+    x = torch.randn(4, 3, 8, dtype=torch.float64)
+    expected = grads(plain, x, [[0, 1, 2, 3]])
+    losses = [run(again, x[part], part).square().sum() for part in ([0, 1], [2, 3])]
+    losses[0].backward(retain_graph=True)
+    again.zero_grad()
+    for loss in losses:
+        loss.backward()
+    for name, p in again.named_parameters():
+        assert (p.grad - expected[name]).abs().max() < 1e-12, name
+
+
+def test_wrappers_do_not_change_names() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    torch.manual_seed(0)
+    plain, wrapped = Stack().double(), Stack().double()
+    wrapped.load_state_dict(plain.state_dict())
+    contexts = functools.partial(recompute_contexts, wrapped)
+    for i, block in enumerate(wrapped.blocks):
+        wrapped.blocks[i] = checkpoint_wrapper(block, preserve_rng_state=False, context_fn=contexts)
+    assert list(named_modules(wrapped)) == list(named_modules(plain))
+    x = torch.randn(2, 8, dtype=torch.float64)
+    expected = grads(plain, x, [[0, 1]])
+    found = {name.replace("_checkpoint_wrapped_module.", ""): g for name, g in grads(wrapped, x, [[0, 1]]).items()}
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_failed_forward_and_a_replaced_module_leave_the_names_right() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), Call(lambda x: 1 / 0))
+    x = ones(2, 100)
+    with DropoutMode(model, draw([0, 1])) as mode:
+        with pytest.raises(ZeroDivisionError):
+            model(x)
+        assert [frame.name for frame in mode._frames] == [""]
+    model[1] = nn.Dropout(0.5)
+    track_modules(model)
+    track_modules(model)
+    with DropoutMode(model, draw([0, 1])) as mode:
+        model(x)
+    assert mode._entries == {"": 1, "0": 1, "1": 1}
+
+
+REFUSED = {
+    "rand": lambda x: x + torch.rand(3),
+    "rand_like": lambda x: x + torch.rand_like(x),
+    "randn": lambda x: x + torch.randn(x.shape),
+    "randint": lambda x: x + torch.randint(3, (1,)),
+    "randperm": lambda x: x[torch.randperm(2)],
+    "normal_": lambda x: x.clone().normal_(),
+    "uniform_": lambda x: nn.init.uniform_(x.clone()),
+    "bernoulli": lambda x: torch.bernoulli(x / 2),
+    "multinomial": lambda x: torch.multinomial(x, 1),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.1, True)[0],
+    "fractional_max_pool": lambda x: F.fractional_max_pool2d(x[None, None], 2, output_size=2),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_random_numbers_are_refused_by_name(name: str) -> None:
+    model = nn.Sequential(nn.Identity(), Call(REFUSED[name]))
+    with pytest.raises(ModelError, match=rf"^1: {name}.*would differ between layouts"):
+        run(model, ones(2, 4), [0, 1])
+
+
+def test_every_random_operation_of_torch_is_known() -> None:
+    """Held against torch's own tag of the operations that draw."""
+    tagged = set()
+    for name in torch._C._dispatch_get_all_op_names():
+        base, _, overload = name.removeprefix("aten::").partition(".")
+        op = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
+        if name.startswith("aten::") and op is not None and torch.Tag.nondeterministic_seeded in op.tags:
+            tagged.add(base)
+    # Kernels below scaled_dot_product_attention and the recurrent layers; nobody calls them by hand.
+    below = ("attention", "cudnn", "miopen", "mps", "mem_eff", "sdp_choice", "nested_tensor")
+    found = [
+        function
+        for name in tagged - {"random"}  # torch.random is a module
+        if name == "scaled_dot_product_attention" or not any(word in name for word in below)
+        for home in (torch, torch.Tensor, F)
+        if (function := getattr(home, name, None)) is not None
+    ]
+    assert len(found) > 40
+    assert [function for function in found if function not in _HANDLERS] == []
+
+
+def test_rrelu_outside_training_and_one_number_of_the_step() -> None:
+    assert torch.equal(run(Call(lambda x: F.rrelu(x)), -ones(2, 4), [0, 1]), F.rrelu(-ones(2, 4)))
+    numbers = []
+
+    def forward(x: Tensor) -> Tensor:
+        numbers.extend([torch.rand([]), torch.rand(()), torch.rand([], dtype=torch.float64)])
+        return x
+
+    for samples in ([0, 1], [7, 3]):
+        run(Call(forward), ones(2), samples)
+    assert torch.equal(torch.stack(numbers[:3]), torch.stack(numbers[3:]))
+    assert len({float(x) for x in numbers}) == 3
+    assert all(0 <= x < 1 for x in numbers)
+    assert numbers[0].dtype == torch.float32
+
+
+def test_a_tensor_without_the_batch_is_refused() -> None:
+    model = nn.Sequential(nn.Identity(), Call(lambda x: F.dropout(x.mean(0, keepdim=True), 0.1)))
+    with pytest.raises(ModelError, match=r"^1: dropout of a tensor of shape \(1, 4\): .*the 2 samples"):
+        run(model, ones(2, 4), [0, 1])
+    with pytest.raises(ModelError, match="the model itself: dropout1d of a tensor with 2 dimensions has no batch"):
+        run(Call(lambda x: F.dropout1d(x, 0.1)), ones(2, 4), [0, 1])
+    with pytest.raises(ModelError, match=r"probability 1.5; it is between 0 and 1"):
+        run(Call(lambda x: F.dropout(x, 1.5)), ones(2, 4), [0, 1])
+
+
+def test_lstm() -> None:
+    x = ones(2, 3, 4).float()
+    model = nn.ModuleDict({"lstm": nn.LSTM(4, 4, num_layers=2, dropout=0.2, batch_first=True)})
+    with (
+        DropoutMode(model, draw([0, 1])),
+        pytest.raises(ModelError, match=r"^lstm: torch's lstm draws its dropout=0.2"),
+    ):
+        model["lstm"](x)
+    packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 2]), batch_first=True)
+    plain = nn.GRU(4, 4, num_layers=2)
+    with DropoutMode(model, draw([0, 1])):
+        model.eval()["lstm"](x)
+        plain(packed)
+
+
+ATTENTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.3},
+    "bool mask": {"attn_mask": torch.ones(5, 7, dtype=torch.bool).tril(-1)},
+    "float mask": {"attn_mask": torch.zeros(5, 7).masked_fill(torch.ones(5, 7).triu(2).bool(), -math.inf)},
+    "mask of heads": {"attn_mask": torch.linspace(-1, 1, 2 * 4 * 35).view(2, 4, 5, 7)},
+    "gqa": {"enable_gqa": True},
+}
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention_is_torchs_but_for_the_mask(name: str) -> None:
+    options = {
+        k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in ATTENTIONS[name].items()
+    }
+    torch.manual_seed(0)
+    heads = 2 if name == "gqa" else 4
+    q = torch.randn(2, 4, 5, 3, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(2, heads, 7, 3, dtype=torch.float64, requires_grad=True) for _ in "kv")
+    p = 1e-12  # drops nothing, and scales by nothing that shows
+    model = Call(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=p, **options))
+    theirs = F.scaled_dot_product_attention(q, k, v, **options)
+    with DropoutMode(model, draw([0, 1])) as mode:
+        ours = model(q, k, v)
+    assert mode.num_draws == 1
+    assert (ours - theirs).abs().max() < 1e-11
+    for mine, other in zip(
+        torch.autograd.grad(ours.square().sum(), (q, k, v)),
+        torch.autograd.grad(theirs.square().sum(), (q, k, v)),
+        strict=True,
+    ):
+        assert (mine - other).abs().max() < 1e-10
+    p = 0.5
+    with DropoutMode(model, draw([0, 1])):
+        whole = model(q, k, v)
+    assert (whole - theirs).abs().max() > 1e-2
+    options = {k: v[1:] if torch.is_tensor(v) and v.dim() == 4 else v for k, v in options.items()}
+    with DropoutMode(model, draw([1])):
+        assert torch.allclose(model(q[1:], k[1:], v[1:]), whole[1:], rtol=0, atol=1e-14)
+
+
+def test_attention_in_half_precision_and_without_dropout() -> None:
+    q = torch.randn(2, 4, 5, 8).bfloat16()
+    for p, num_draws in ((0.2, 1), (0.0, 0)):
+        model = Call(lambda q, p=p: F.scaled_dot_product_attention(q, q, q, dropout_p=p))
+        with DropoutMode(model, draw([0, 1])) as mode:
+            assert model(q).dtype == torch.bfloat16
+        assert mode.num_draws == num_draws
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_multi_head_attention(need_weights: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True).double()
+    x = torch.randn(4, 5, 8, dtype=torch.float64)
+
+    def forward(part: list[int]) -> Tensor:
+        with DropoutMode(model, draw(part)) as mode:
+            y = model(x[part], x[part], x[part], need_weights=need_weights)[0]
+        assert mode.num_draws == 1
+        return y
+
+    whole = forward([0, 1, 2, 3])
+    assert (whole - model.eval()(x, x, x)[0]).abs().max() > 1e-2
+    model.train()
+    assert (torch.cat([forward([0, 1]), forward([2]), forward([3])]) - whole).abs().max() < 1e-14
+
+
+def test_transformer_encoder_layer() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True).double()
+    x = torch.randn(4, 5, 8, dtype=torch.float64)
+    whole = run(model, x, [0, 1, 2, 3])
+    parts = torch.cat([run(model, x[:3], [0, 1, 2]), run(model, x[3:], [3])])
+    assert (parts - whole).abs().max() < 1e-14
+    with pytest.raises(ModelError, match=r"^layer: .*batch_first=True works"):
+        DropoutMode(nn.ModuleDict({"layer": nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3)}), draw([0]))
+
+
+def test_has_dropout() -> None:
+    class Custom(nn.Module):
+        def __init__(self, **fields: object) -> None:
+            super().__init__()
+            vars(self).update(fields)
+
+    for yes in (
+        nn.Sequential(nn.Linear(2, 2), nn.Dropout2d(0.1)),
+        nn.MultiheadAttention(4, 2, dropout=0.1),
+        nn.LSTM(4, 4, 2, dropout=0.1),
+        Custom(attn_pdrop=0.1),
+        Custom(config={"text": {"layerdrop": 0.2}}),
+        nn.Sequential(Custom(cfg=SimpleNamespace(dropout=0.1))),
+        Custom(drop_prob=1),
+    ):
+        assert has_dropout(yes), yes
+    for no in (
+        nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)),
+        nn.MultiheadAttention(4, 2),
+        Custom(drop_last=True, dropout=0.0, dropout_kind="x", config={"hidden_dropout": 0, "layers": 1}),
+    ):
+        assert not has_dropout(no), no
+
+
+def gpt2(attention: str, pdrop: float = 0.1) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=2, n_head=2, n_embd=16, vocab_size=50, n_positions=16, attn_implementation=attention, use_cache=False,
+        attn_pdrop=pdrop, resid_pdrop=pdrop, embd_pdrop=pdrop, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(config).double().train()
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_gpt2_gradients_do_not_know_how_the_batch_is_cut(attention: str) -> None:
+    model = gpt2(attention)
+    assert has_dropout(model)
+    assert not has_dropout(gpt2(attention, 0.0))
+    tokens = torch.randint(50, (4, 12), generator=torch.Generator().manual_seed(1))
+
+    def gradients(parts: list[list[int]]) -> list[Tensor]:
+        model.zero_grad()
+        for part in parts:
+            with DropoutMode(model, draw(part)) as mode:
+                logits = model(tokens[part]).logits[:, :-1]
+            assert mode.num_draws == 1 + 2 * 3
+            F.cross_entropy(logits.flatten(0, 1), tokens[part][:, 1:].flatten(), reduction="sum").backward()
+        return [p.grad for p in model.parameters()]
+
+    whole = gradients([[0, 1, 2, 3]])
+    cut = gradients([[2, 0], [1, 3]])
+    limit = 1e-12 * max(1.0, max(g.abs().max().item() for g in whole))
+    assert max((a - b).abs().max().item() for a, b in zip(whole, cut, strict=True)) < limit
+
+
+def test_gpt2_recomputed() -> None:
+    model = gpt2("eager")
+    tokens = torch.randint(50, (4, 12), generator=torch.Generator().manual_seed(1))
+    found = []
+    for recompute in (False, True):
+        if recompute:
+            contexts = functools.partial(recompute_contexts, model)
+            for block in model.transformer.h:
+                block.forward = functools.partial(
+                    checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+                )
+        model.zero_grad()
+        with DropoutMode(model, draw([0, 1, 2, 3])):
+            loss = model(tokens).logits.square().sum()
+        loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_the_mode_leaves_nothing_behind() -> None:
+    class Count(TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    model = Stack()
+    with Count() as count:
+        with DropoutMode(model, draw([0])):
+            model(ones(1, 8).float())
+        seen = count.seen
+        torch.rand(2)
+    assert count.seen == seen + 1
+    state = torch.get_rng_state()
+    run(model, ones(1, 8).float(), [0])
+    assert torch.equal(state, torch.get_rng_state())

@@ -1,0 +1,348 @@
+"""Starting and joining workers: places, results, environments of launchers, stop signals, sockets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from samestep.errors import JobError
+from samestep.runtime import launch
+from samestep.runtime.launch import Place, join, leave, run_workers
+from tests.pool import Pool, pool
+
+# ---------------------------------------------------------------- run_workers
+
+
+def _sum_of_ranks(place: Place, more: float) -> tuple[Place, torch.Tensor, int]:
+    total = torch.full((2,), place.rank + more, dtype=torch.float64)
+    dist.all_reduce(total)
+    return place, total, torch.get_num_threads()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_rank_0s_result_comes_back(ranks: int) -> None:
+    place, total, threads = run_workers(_sum_of_ranks, (0.5,), ranks=ranks, timeout_s=60)
+    assert place == Place(0, 0, ranks, ranks, torch.device("cpu"))
+    assert total.tolist() == [sum(range(ranks)) + 0.5 * ranks] * 2
+    assert threads == 1
+    assert not dist.is_initialized()
+
+
+def _all_places(place: Place) -> list[tuple[int, int, int]]:
+    mine = torch.tensor([place.rank, place.local_rank, place.ranks_per_node])
+    everybodys = [torch.empty_like(mine) for _ in range(place.world_size)]
+    dist.all_gather(everybodys, mine)
+    return [tuple(one.tolist()) for one in everybodys]
+
+
+def test_ranks_per_node_is_a_pretence_that_the_caller_may_make() -> None:
+    assert run_workers(_all_places, ranks=2, ranks_per_node=1, timeout_s=60) == [(0, 0, 1), (1, 0, 1)]
+    with pytest.raises(JobError, match=r"ranks_per_node=2 does not divide the 3 ranks; 1, 3 work"):
+        run_workers(_all_places, ranks=3, ranks_per_node=2)
+
+
+def test_more_threads_are_spawned() -> None:
+    place, total, threads = run_workers(_sum_of_ranks, (1.0,), ranks=1, threads=2, timeout_s=60)
+    assert (place.world_size, total.tolist(), threads) == (1, [1.0, 1.0], 2)
+    with pytest.raises(JobError, match="must be able to import main"):
+        run_workers(lambda place: None, ranks=1, threads=2)
+
+
+def test_fork_only_where_it_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch._start_method("cpu", 1) == "fork"
+    assert launch._start_method("cpu", 2) == "spawn"
+    assert launch._start_method("cuda", 1) == "spawn"
+    monkeypatch.setattr(launch, "_autograd_has_threads", lambda: True)
+    assert launch._start_method("cpu", 1) == "spawn"
+
+
+def _nothing(place: Place) -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"ranks": 0}, "ranks=0: a run needs at least 1"),
+        ({"ranks": 1, "device": "tpu"}, "device='tpu' is not a device; cpu, cuda and auto are"),
+        pytest.param(
+            {"ranks": 1, "device": "cuda"},
+            "torch sees no GPU here; device=cpu works",
+            marks=pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU"),
+        ),
+    ],
+)
+def test_mistakes_say_what_would_work(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        run_workers(_nothing, **arguments)
+
+
+def _speak(place: Place) -> None:
+    print(f"out {place.rank}", flush=True)
+    warnings.warn(f"warning {place.rank}", UserWarning, stacklevel=1)
+    dist.barrier()
+
+
+def test_only_rank_0_speaks_and_quiet_silences_it(capfd: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        run_workers(_speak, ranks=2, timeout_s=60)
+        out, err = capfd.readouterr()
+        assert "out 0" in out
+        assert "out 1" not in out
+        assert "warning 1" not in err
+        run_workers(_speak, ranks=2, timeout_s=60, quiet=True)
+        assert "".join(capfd.readouterr()) == ""
+
+
+def _own_listening_sockets(place: Place) -> list[str]:
+    dist.barrier()
+    mine = [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    elsewhere = torch.tensor([sum(ip not in ("127.0.0.1", "::1") for ip in mine)])
+    dist.all_reduce(elsewhere)
+    return mine + ["elsewhere"] * int(elsewhere.item())
+
+
+def test_workers_listen_on_loopback_only() -> None:
+    listening = run_workers(_own_listening_sockets, ranks=2, timeout_s=60)
+    assert listening
+    assert set(listening) <= {"127.0.0.1", "::1"}
+
+
+def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = {number: signal.getsignal(number) for number in launch._STOP_SIGNALS}
+    variables = dict(os.environ)
+    children = psutil.Process().children()
+    run_workers(_nothing, ranks=2, timeout_s=60)
+    assert list(tmp_path.iterdir()) == []
+    assert psutil.Process().children() == children
+    assert {number: signal.getsignal(number) for number in launch._STOP_SIGNALS} == before
+    assert dict(os.environ) == variables
+
+
+# ---------------------------------------------------------------- stop signals
+
+
+def _until_stopped(place: Place) -> str:
+    stop = torch.zeros(1)
+    while not stop.item():
+        time.sleep(0.01)
+        stop[0] = float(launch.stop_requested())
+        dist.all_reduce(stop, op=dist.ReduceOp.MIN)  # all of them must have heard it
+    return "stopped"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_stop_signal_asks_every_worker_to_stop(number: signal.Signals) -> None:
+    # At once, so that it may come before the workers listen: it must reach them all the same.
+    threading.Timer(0.02, os.kill, (os.getpid(), number)).start()
+    assert run_workers(_until_stopped, ranks=2, timeout_s=60) == "stopped"
+    assert not launch.stop_requested()
+
+
+def _never_stops(place: Place) -> None:
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(("number", "end"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_second_signal_kills(number: signal.Signals, end: type[BaseException]) -> None:
+    for delay in (0.2, 0.5):
+        threading.Timer(delay, os.kill, (os.getpid(), number)).start()
+    with pytest.raises(end):
+        run_workers(_never_stops, ranks=2, timeout_s=60)
+
+
+# ---------------------------------------------------------------- joining
+
+
+def test_alone_is_a_run_of_one_rank_without_network() -> None:
+    assert not launch.launched_from_outside()
+    handler = signal.getsignal(signal.SIGINT)
+    place = join("cpu", timeout_s=60)
+    try:
+        assert place == Place(0, 0, 1, 1, torch.device("cpu"))
+        assert join("cpu") is place
+        total = torch.ones(2)
+        dist.all_reduce(total)
+        assert total.tolist() == [1.0, 1.0]
+        assert _own_listening_sockets(place).count("elsewhere") == 0
+        assert signal.getsignal(signal.SIGINT) is handler  # Ctrl-C stays the user's
+    finally:
+        leave()
+    assert not dist.is_initialized()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_a_group_that_exists_is_used_and_left_alone() -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = launch.LOOPBACK
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert join("cpu").world_size == 1
+        leave()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+        del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def _join_by_environment(rank: int, world: int, variables: list[dict[str, str]]) -> tuple[Any, ...]:
+    """Join as a launcher's process would, in a rank that the pool had joined already."""
+    dist.destroy_process_group()
+    os.environ.update(variables[rank])
+    outside = launch.launched_from_outside()
+    place = join("cpu", timeout_s=30)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    listening = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    os.kill(os.getpid(), signal.SIGUSR1)
+    dist.barrier()
+    heard = launch.stop_requested()
+    leave()
+    return outside, place.rank, place.ranks_per_node, total.item(), heard, {address.ip for address in listening}
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_join_a_launchers_run(launcher: str) -> None:
+    port = str(_free_port())
+    by = {
+        "torchrun": lambda r: (
+            {"RANK": r, "WORLD_SIZE": "2", "LOCAL_RANK": r, "LOCAL_WORLD_SIZE": "2"}
+            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ),
+        "srun": lambda r: (
+            {"SLURM_PROCID": r, "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": r}
+            | {"SLURM_STEP_NODELIST": "n1", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "MASTER_PORT": port}
+        ),
+    }
+    processes = Pool(2)
+    try:
+        answers = processes.run(_join_by_environment, [by[launcher](r) for r in "01"])
+    finally:
+        processes.close()
+    assert answers == [(True, rank, 2, 2.0, True, {"127.0.0.1"}) for rank in (0, 1)]
+
+
+def test_torchruns_variables() -> None:
+    env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "h"}
+    env["MASTER_PORT"] = "29500"
+    assert launch._seat_from(env) == launch._Seat("torchrun", 5, 1, 8, 4, host="h", port=29500)
+    restarted = env | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert launch._seat_from(restarted).agent_prefix == "samestep/0"  # agents of several machines count apart
+    alone = restarted | {"LOCAL_WORLD_SIZE": "8"}
+    assert launch._seat_from(alone).agent_prefix == "samestep/2"
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT not; torchrun sets all of them"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "RANK=2 is not a rank"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "RANK=x is not a whole number"),
+    ],
+)
+def test_a_half_set_environment_is_refused(env: dict[str, str], words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        launch._seat_from(env)
+
+
+_TASK = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "1234"}
+_TASK |= {"SLURM_STEP_ID": "3", "SLURM_STEP_NODELIST": "n[03-04]", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
+_TASK |= {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9"}
+
+
+def test_sruns_variables() -> None:
+    port = 20000 + (1234 * 31 + 3) % 10000
+    seat = launch._srun_seat(_TASK, resolves=lambda host: True)
+    assert seat == launch._Seat("srun", 5, 1, 8, 4, host="n03", port=port)
+    assert launch._srun_seat(_TASK, resolves=lambda host: False).host == "10.0.0.9"
+    assert launch._srun_seat(_TASK | {"MASTER_ADDR": "m", "MASTER_PORT": "9"}).port == 9
+    one_node = launch._srun_seat(_TASK | {"SLURM_STEP_NODELIST": "n03", "SLURM_STEP_TASKS_PER_NODE": "8"})
+    assert (one_node.host, one_node.ranks_per_node) == ("127.0.0.1", 8)
+    dealt_out = launch._srun_seat(_TASK | {"SLURM_DISTRIBUTION": "cyclic"}, resolves=lambda host: True)
+    assert dealt_out.ranks_per_node == 1
+
+
+def test_a_batch_script_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert not launch.launched_from_outside()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"), [("n1", "n1"), ("n[03-05,7],m1", "n03"), ("a,b", "a"), ("r[1-2]n[4,6]x", "r1n4x"), ("", "")]
+)
+def test_first_host_of_a_node_list(nodes: str, first: str) -> None:
+    assert launch._first_host(nodes) == first
+
+
+@pytest.mark.parametrize(("text", "tasks"), [("4(x2)", 4), ("4(x2),3", 1), ("2", 2), ("2,2", 2), ("", 1)])
+def test_tasks_per_node(text: str, tasks: int) -> None:
+    assert launch._tasks_per_node(text) == tasks
+
+
+def test_default_ranks_and_the_warning_of_too_many() -> None:
+    assert launch.default_ranks("cpu") == 2
+    assert launch.oversubscribed(1) is None
+    assert "10000 ranks of 3 threads share" in (launch.oversubscribed(10000, 3) or "")
+
+
+# ---------------------------------------------------------------- the tests' own pool
+
+
+def _gather(rank: int, world: int, factor: int) -> list[int]:
+    everybodys = [torch.empty(1, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(everybodys, torch.tensor([rank * factor]))
+    return [int(one.item()) for one in everybodys]
+
+
+def _refuse(rank: int, world: int, who: int) -> None:
+    if rank == who:
+        raise JobError("no")
+    dist.barrier()
+
+
+def _warn(rank: int, world: int) -> None:
+    warnings.warn("careful", UserWarning, stacklevel=1)
+
+
+def _sleep(rank: int, world: int) -> None:
+    if rank == 1:
+        time.sleep(600)
+
+
+def test_pool_gives_every_ranks_result(pool2: Pool, pool4: Pool) -> None:
+    assert pool2.run(_gather, 3) == [[0, 3]] * 2
+    assert pool4.run(_gather, 3) == [[0, 3, 6, 9]] * 4
+    assert pool(2) is pool2
+
+
+def test_pool_survives_a_failing_job(pool2: Pool) -> None:
+    with pytest.raises(JobError, match="no") as caught:
+        pool2.run(_refuse, 1)
+    assert "In rank 1 of the pool:\nTraceback" in caught.value.__notes__[0]
+    assert pool2.run(_gather, 1) == [[0, 1]] * 2
+    with pytest.raises(TimeoutError, match=r"(?s)rank 1:.*in _sleep"):
+        pool2.run(_sleep, timeout=0.5)
+    with pytest.raises(UserWarning, match="careful"):
+        pool2.run(_warn)
+    assert pool2.run(_gather, 1) == [[0, 1]] * 2
