@@ -66,11 +66,11 @@ LLAMA: Callable[[], nn.Module] = functools.partial(
     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
 )  # fmt: skip
 GPT2: Callable[[], nn.Module] = functools.partial(
-    hf, "gpt2", vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32,
+    hf, "gpt2", vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0,
     resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
 )  # fmt: skip
 GPT2_WITH_DROPOUT: Callable[[], nn.Module] = functools.partial(
-    hf, "gpt2", vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32,
+    hf, "gpt2", vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0,
 )  # fmt: skip
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -34,7 +34,7 @@ def model_spec(job: Job) -> ModelSpec:
     text = _trace_elsewhere(job)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{xxhash.xxh3_64_hexdigest(text)}")
+        draft = path.with_suffix(f".{xxhash.xxh3_64_hexdigest(text.encode())}")
         draft.write_text(text)
         draft.replace(path)
     return ModelSpec.from_json(text)
@@ -46,7 +46,7 @@ def _cache_path(job: Job) -> Path | None:
     versions = [f"{name} {_version(name)}" for name in ("samestep", "torch", "transformers")]
     # The sequence length shapes the sample that is traced; where samples come from does not.
     key = [FORMAT_VERSION, versions, job.model.model_dump(mode="json"), job.data.sequence_length]
-    digest = xxhash.xxh3_128_hexdigest(json.dumps(key, sort_keys=True))
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(key, sort_keys=True).encode())
     return Path.home() / ".cache" / "samestep" / "specs" / f"{digest}.json"
 
 

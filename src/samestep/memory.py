@@ -13,9 +13,10 @@ savings are 4x, 8x and N-fold.
 
 Within a step three things come and go:
 
-    activations   from a layer's forward to its backward; under recompute what is kept, and the rest from the second forward
-    buffers       gathered units: under zero=2 all, to the end of the step; under zero=3 a unit and the one gathered ahead
-                  of need, and those kept from forward to backward
+    activations   from a layer's forward to its backward; under recompute only what is kept, and all of it again from
+                  the second forward on
+    buffers       gathered units: under zero=2 all, to the end of the step; under zero=3 a unit and the one gathered
+                  ahead of need, and those kept from forward to backward
     gradients     under zero=2 and 3 a unit's whole gradient, from its backward to its reduce_scatter
 """
 

@@ -36,8 +36,15 @@ class Screen:
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._every = max(1, (last_step - first_step) // _LINES)
         self._last = last_step
-        columns = (TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(20), _Numbers(), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
+        columns = (
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(20),
+            _Numbers(),
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(
+            *columns, console=self._console, transient=True, disable=not self._console.is_terminal
+        )
         self._task = self._progress.add_task("steps", total=last_step, completed=first_step)
 
     @contextmanager

@@ -105,13 +105,21 @@ def train(
         WorkerError: a worker died.
     """
     outside = launch.launched_from_outside()
-    place = launch.join(job.run.device, timeout_s=job.run.timeout_s, ranks_per_node=job.run.ranks_per_node) if outside else None
+    place = (
+        launch.join(job.run.device, timeout_s=job.run.timeout_s, ranks_per_node=job.run.ranks_per_node)
+        if outside
+        else None
+    )
     where, ranks = resolve_layout(job, layout, place.world_size if place else ranks)
     folder = _run_folder(out, resume)
     workload = Workload(job)
     program_of(workload.spec, job, where, place.ranks_per_node if place else None)
-    if where.offload and (place.device.type == "cpu" if place else job.run.device != "cuda" and not torch.cuda.is_available()):
-        warnings.warn("offload moves optimizer state to the host, where a CPU has it already: it saves nothing", stacklevel=2)
+    if where.offload and (
+        place.device.type == "cpu" if place else job.run.device != "cuda" and not torch.cuda.is_available()
+    ):
+        warnings.warn(
+            "offload moves optimizer state to the host, where a CPU has it already: it saves nothing", stacklevel=2
+        )
     arguments = (workload, where, folder, min(steps or job.train.steps, job.train.steps), resume)
     if place is not None:
         try:

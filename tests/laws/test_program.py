@@ -186,7 +186,9 @@ def test_recompute_waits_for_its_weights(last_has_weights: bool) -> None:
 
 
 @pytest.mark.xfail(strict=True, reason="data._agreed: neither scalars nor update name the reductions before them")
-@pytest.mark.parametrize("layout", ["dp=2", "dp=2 reduce=root", "dp=2 zero=1", "dp=2 zero=3", "dp_replicate=2 dp_shard=2"])
+@pytest.mark.parametrize(
+    "layout", ["dp=2", "dp=2 reduce=root", "dp=2 zero=1", "dp=2 zero=3", "dp_replicate=2 dp_shard=2"]
+)
 def test_the_update_waits_for_every_reduction(layout: str) -> None:
     waits: dict[str, set[str]] = {}
     reductions = set()
@@ -239,7 +241,7 @@ def test_one_all_reduce_of_scalars_where_there_are_others(case: Case) -> None:
 @LAW
 @given(cases(0))
 def test_bytes_of_replication(case: Case) -> None:
-    """ring: S once. root: S there and back. hierarchical: S in the node both ways, a node's part of it between nodes."""
+    """ring: S once. root: S there and back. hierarchical: S in the node both ways, a rank's part between nodes."""
     size = sum(bucket.padded_numel for bucket in case.program.buckets) * master_bytes(case)
     inside = case.program.step.ranks_per_node
     if case.layout.dp == 1:

@@ -193,6 +193,12 @@ def test_masks_look_random(p: float) -> None:
     assert abs(row_sums.var().item() - 1) < 5 * math.sqrt(2 / row_sums.numel())
 
 
+def test_a_draw_outside_the_model_is_not_the_models_first() -> None:
+    model = Call(lambda x: F.dropout(x))
+    with DropoutMode(model, draw([0])):
+        assert not torch.equal(F.dropout(ones(1, 100)), model(ones(1, 100)))
+
+
 def test_a_cut_asks_for_its_rows_and_columns_only() -> None:
     keys = _mix(torch.arange(3))
     whole = drop_mask(keys, *spread(torch.arange(40), torch.arange(64)), 0.3)

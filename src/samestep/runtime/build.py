@@ -16,6 +16,7 @@ import functools
 import importlib
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -103,7 +104,7 @@ def _family_config(family: str, fields: Mapping[str, Any]) -> Any:
         own = set(inspect.signature(kind.__init__).parameters) - {"self", "kwargs"}
     known = own | set(getattr(kind, "attribute_map", {})) | _LEGACY_FIELDS
     for name in fields:
-        if name not in known:
+        if name not in known and not _is_read(kind, name):
             raise ModelError(f"model.config.{name}: hf:{family} has no such field{did_you_mean(name, sorted(known))}")
     with _quiet():
         try:
@@ -113,6 +114,13 @@ def _family_config(family: str, fields: Mapping[str, Any]) -> Any:
             raise ModelError(f"model.config does not fit hf:{family}: {' '.join(str(error).split())}") from None
     _prepare(config, fields)
     return config
+
+
+def _is_read(kind: type, name: str) -> bool:
+    """Whether the family's own code reads a field that its configuration does not declare, as some do."""
+    folder = Path(inspect.getfile(kind)).parent
+    words = re.compile(rf"""config(\.|, ["']){re.escape(name)}\b""")
+    return any(words.search(path.read_text(encoding="utf-8")) for path in folder.glob("modeling_*.py"))
 
 
 def _prepare(config: Any, fields: Mapping[str, Any]) -> None:

@@ -241,4 +241,3 @@ def _sync(path: Path) -> None:
 def _barrier(run: Run) -> None:
     if run.layout.world_size > 1:
         dist.barrier()
-

@@ -40,10 +40,12 @@ def first_nonfinite(
     """Run a micro-batch again and say which module first made a value that is not finite, and how; None if none did.
 
     `run_forward_backward` runs what went wrong, on weights unchanged since (and a fresh `DropoutMode`, so that the
-    masks are the same); it may return the loss, which is then checked too. It runs to its end and is called once, so
-    every rank must call this where the run communicates; each rank names what it sees itself. Gradients are added to
-    those there are. `masters` gives max|float32 value| of parameters by full name, where a float16 cast of them is in
-    the model: an overflow in the cast is then named as such.
+    masks are the same). It should return the loss: one that is bad with good gradients, as the log of a negative
+    number, can be seen in no other way. It is called once and runs to its end, so every rank must call this where the
+    run communicates; each names what it sees itself. Gradients are added to those there are.
+
+    `masters` gives max|float32 value| of parameters by full name, where the model holds a float16 cast of them: an
+    overflow in the cast is then named as such.
     """
     watch = _Watch(masters or {})
     modules = named_modules(model)
@@ -55,7 +57,7 @@ def first_nonfinite(
         watch.detach()
     if watch.forward_fault:
         return watch.forward_fault
-    if isinstance(loss, Tensor) and not _is_finite(loss.detach().requires_grad_(loss.is_floating_point())):
+    if isinstance(loss, Tensor) and not _is_finite(loss, masks=False):
         return f"loss: not finite ({loss.detach().flatten()[0].item()}), though every module's output is"
     return watch.backward_fault or watch.backward_fault_outside()
 
@@ -69,8 +71,8 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs_are_finite: bool
-    returned: list[Tensor] = dataclasses.field(default_factory=list)
-    """Outputs that are inputs handed through: a gradient at such an input says nothing about the module."""
+    handed_through: set[int] = dataclasses.field(default_factory=set)
+    """Ids of inputs that are outputs too: a gradient there says nothing about the module."""
 
 
 class _Watch:
@@ -128,10 +130,10 @@ class _Watch:
                 self.forward_fault = _explain(call, bad, self._masters)
             return
         around = tuple(outer.name for outer in reversed(self._running))
-        inputs = list(_tensors((call.args, call.kwargs)))
+        call.handed_through = {id(tensor) for tensor in outputs} & {id(x) for x in _tensors((call.args, call.kwargs))}
+        call.args, call.kwargs = (), {}  # the hooks keep the call, which must not keep activations
         for tensor in outputs:
             if tensor.requires_grad:
-                call.returned += [tensor] * any(tensor is given for given in inputs)
                 see = functools.partial(self._see_output_grad, call.name, around)
                 self._handles.append(tensor.register_hook(see))
 
@@ -140,7 +142,7 @@ class _Watch:
         if not (isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()):
             return value
         view = value.view_as(value)
-        self._handles.append(view.register_hook(functools.partial(self._see_input_grad, call, view.dtype, [view])))
+        self._handles.append(view.register_hook(functools.partial(self._see_input_grad, call, id(view))))
         return view
 
     def _watch_params(self, call: _Call) -> None:
@@ -163,10 +165,10 @@ class _Watch:
         if not _is_finite(grad, masks=False):
             self._bad_output_grads.add(name)
 
-    def _see_input_grad(self, call: _Call, dtype: torch.dtype, view: list[Tensor], grad: Tensor) -> None:
-        handed_through = any(view[0] is tensor for tensor in call.returned)
-        if not handed_through and call.name not in self._bad_output_grads and not self._is_over(grad):
-            self._blame_backward(call.name, "input", dtype)
+    def _see_input_grad(self, call: _Call, view: int, grad: Tensor) -> None:
+        if view in call.handed_through or call.name in self._bad_output_grads or self._is_over(grad):
+            return
+        self._blame_backward(call.name, "input", grad.dtype)
 
     def _see_param_grad(self, name: str, grad: Tensor) -> None:
         owner, _, own_name = name.rpartition(".")
@@ -223,7 +225,7 @@ def _largest_in_float32(call: _Call) -> float | None:
 
     def widen(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value.detach().float() if value.is_floating_point() else value
+            return value.detach().to(_wide(value.dtype), copy=True)
         if type(value) in (list, tuple):
             return type(value)(widen(item) for item in value)
         return {key: widen(item) for key, item in value.items()} if type(value) is dict else value
@@ -247,13 +249,17 @@ def _in_float32(module: nn.Module) -> nn.Module:
         twin.__dict__[name] = OrderedDict()
     for name in ("_parameters", "_buffers"):
         twin.__dict__[name] = {
-            key: tensor.detach().float() if tensor is not None and tensor.is_floating_point() else tensor
+            key: None if tensor is None else tensor.detach().to(_wide(tensor.dtype), copy=True)
             for key, tensor in module.__dict__[name].items()
         }
     twin.__dict__["_modules"] = {
         key: None if child is None else _in_float32(child) for key, child in module._modules.items()
     }
     return twin
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.is_floating_point else dtype
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -134,7 +134,7 @@ class DropoutMode(TorchFunctionMode):
         """Masks drawn so far, recomputed ones included; 0 after a forward: this model has no dropout."""
         self._draw = draw
         self._tracker = _TRACKERS[model]
-        self._frames = [_Frame("", 0)]
+        self._frames = [_Frame("", -1)]  # what draws outside every module, as a loss; the whole model is entry 0 of ""
         self._entries: dict[str, int] = {}
         self._sample_keys: dict[torch.device, Tensor] = {}
         self._places: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}

@@ -77,7 +77,7 @@ def build(program: Program, device: torch.device) -> Mesh:
     groups: dict[str, dist.ProcessGroup] = {}
     mine: dict[str, tuple[int, ...]] = {}
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    if world_size > 1:
+    if dist.group.WORLD is not None:
         made[tuple(range(world_size))] = dist.group.WORLD
     for axis in sorted(program.axes):
         for ranks in _groups_of(axis, program, world_size):

@@ -50,7 +50,7 @@ def apply(model: nn.Module, program: Program, contexts: ContextFn | None = None)
         if layer.is_block:
             for path in layer.modules:
                 block = model.get_submodule(path)
-                block.forward = _recomputed(block.forward, around)  # type: ignore[method-assign]
+                block.forward = _recomputed(block.forward, around)
 
 
 def _recomputed(forward: Callable[..., Any], around: ContextFn | None) -> Callable[..., Any]:

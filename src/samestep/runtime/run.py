@@ -266,7 +266,11 @@ class Run:
 
     def _diagnose(self, batch: StepBatch) -> str:
         """Name the first module at fault, on the first rank that has one. Collective: the step is run once more."""
-        text = first_nonfinite(lambda: self._forward_backward(batch) and None, self.made.model)  # type: ignore[func-returns-value]
+        masters: dict[str, float] = {}
+        if self.job.numerics.precision == "fp16":
+            for piece in self.made.updater.pieces:
+                masters[piece.name] = max(masters.get(piece.name, 0.0), float(piece.value.detach().abs().max()))
+        text = first_nonfinite(lambda: self._forward_backward(batch)[0], self.made.model, masters)
         found = [text]
         if self.layout.world_size > 1:
             found = [None] * self.layout.world_size

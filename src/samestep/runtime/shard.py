@@ -4,17 +4,22 @@ The program's units become FSDP2 groups; what is gathered, freed and reduced whe
 left to FSDP2's own defaults. Gradients are summed, never averaged. Each rank updates the rows of every weight that
 FSDP2 gave it, as plain tensors.
 
-Two traps, met here: FSDP2 keeps weights gathered over several backwards only by `set_reshard_after_backward(False)`,
+Three traps, met here: FSDP2 keeps weights gathered over several backwards only by `set_reshard_after_backward(False)`,
 and would then use stale ones in the next step, so the step's last backward always reshards; and a forward without a
-backward (held-out loss) leaves the last unit gathered, so it is resharded by hand.
+backward (held-out loss) leaves the last unit gathered, so it is resharded by hand. An in-place op on a view that a unit
+returned would drop the hook that gathers its weights again, so such a unit returns a copy.
 """
 
 from __future__ import annotations
+
+import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from samestep.model import ParamSpec
 from samestep.program import Program, Task, Unit, ends_step
@@ -30,6 +35,7 @@ class Sharded:
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         self.program, self.mesh = program, mesh
         self.model = model
+        _retype(model, DTYPES[program.step.master_dtype])
         self._modules = _wrap(model, program, mesh)
         self.pieces: list[Piece] = []
         self._fill(materialize)
@@ -94,14 +100,30 @@ class Sharded:
             module.reshard()
 
 
+def _retype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give every parameter, still on meta, the dtype of the master values that FSDP2 will hold."""
+    retyped: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                if param not in retyped:
+                    retyped[param] = nn.Parameter(param.detach().to(dtype), requires_grad=param.requires_grad)
+                setattr(module, name, retyped[param])
+
+
 def _wrap(model: nn.Module, program: Program, mesh: Mesh) -> list[FSDPModule]:
     """Make an FSDP2 group of each unit, inner modules first and the root last."""
+    # Said of units that return a view; those whose weights are gathered again return a copy instead (_whole_outputs).
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     device_mesh = mesh.for_shards()
     master = DTYPES[program.step.master_dtype]
     wrapped: list[FSDPModule] = []
     for unit in sorted(program.units, key=lambda unit: -max(path.count(".") + bool(path) for path in unit.modules)):
         modules = [model.get_submodule(path) for path in unit.modules]
         dtype = DTYPES[unit.dtype]
+        if not unit.keep_after_forward:
+            for module in modules:
+                module.register_forward_hook(_whole_outputs)
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == master else dtype,
             reduce_dtype=None if dtype == master else master,
@@ -118,6 +140,10 @@ def _wrap(model: nn.Module, program: Program, mesh: Mesh) -> list[FSDPModule]:
         fully_shard(model, mesh=device_mesh)  # holds no weight: FSDP2 wants a root to end a backward
         wrapped.append(_configured(model, None))
     return wrapped
+
+
+def _whole_outputs(_: nn.Module, args: Any, outputs: Any) -> Any:
+    return tree_map_only(Tensor, lambda t: t.clone() if t._is_view() and t.requires_grad else t, outputs)
 
 
 def _configured(module: nn.Module, unit: Unit | None) -> FSDPModule:

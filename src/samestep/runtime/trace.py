@@ -1,30 +1,31 @@
-"""An nn.Module on the meta device becomes a `ModelSpec`: one forward of one sample, watched, with no values.
+"""An nn.Module on the meta device becomes a `ModelSpec`: one forward of one sample is watched, without values.
 
 Layers follow the modules. Blocks are the children of the containers (nn.ModuleList, nn.Sequential) in which the model
-repeats itself; the modules that run before, between and after them, each taken as high in the tree as possible, make
-up the other layers:
+repeats itself; what runs before, between and after them, each module taken as high in the tree as it goes, makes up
+the other layers:
 
-    LlamaForCausalLM ─ model ─ embed_tokens, rotary_emb      layer 0            embed_tokens
-                      │       ─ layers ─ 0, 1, ...           a block each       model.layers.0, ...
-                      │       ─ norm                         the last layer     norm+lm_head
+    LlamaForCausalLM ─┬ model ─┬ embed_tokens, rotary_emb    embed_tokens      first
+                      │        ├ layers ─ 0, 1, ...          model.layers.0    a block each
+                      │        └ norm                        norm+lm_head      last
                       └ lm_head
 
-Costs follow the data. Every operation belongs to the layer that was entered last. A storage is made by one layer; what
-another one reads of it is handed over (`output_elements` of the maker, `input_elements` of its first reader), what
-autograd keeps of it is saved, once, by the layer that keeps it first. FLOPs are torch's own count (`torch.utils.
-flop_counter`): 2 a multiplication and addition, attention without regard to causality.
+Costs follow the data. An operation belongs to the layer that was entered last. A storage is made by one layer; what
+another one reads of it is handed over (`output_elements` of the maker, `input_elements` of its first reader), and what
+autograd keeps of it is saved once, by the layer that keeps it first. FLOPs are torch's own count
+(`torch.utils.flop_counter`): 2 for a multiplication and an addition, attention as if nothing were masked.
 
-Whole numbers keep their values, so that code which looks at token positions takes the branch that it would really
-take. Attention is taken as the fused kernels do it: queries, keys, values, output and log-sum-exp are kept, no matrix
-of scores. Code that needs other values (the `nonzero` of an expert's tokens) is refused.
+Attention is taken as the fused kernels do it: they keep queries, keys, values, output and one log-sum-exp a row, and no
+matrix of scores. Whole numbers keep their values, so that code which looks at the positions of tokens takes the branch
+it would really take; code that looks at other values (the `nonzero` of an expert's tokens) is refused.
 """
 
 from __future__ import annotations
 
-import math
+import dataclasses
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,17 +36,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from samestep.errors import ModelError
+from samestep.errors import ModelError, SamestepError
 from samestep.job import Job
 from samestep.model import LayerSpec, ModelSpec, ParamSpec
 from samestep.runtime.build import call_model, model_source
 from samestep.runtime.init import blueprint
 
 ValueOf = Callable[[str], Tensor]
-"""Returns the value of the tensor of this name."""
+"""Returns the value of the buffer of this name."""
 
-KNOWN_VALUES = 2**20
-"""Whole numbers are followed in tensors of at most so many elements: token ids and positions, not masks of them."""
+KNOWN_ELEMENTS = 2**20
+"""Whole numbers are followed in tensors of at most so many elements: tokens and positions, not masks of pairs."""
+
+_META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
 def model_spec(job: Job, sample: Any) -> ModelSpec:
@@ -55,27 +58,29 @@ def model_spec(job: Job, sample: Any) -> ModelSpec:
         ModelError: the model cannot be built or traced.
     """
     plan = blueprint(model_source(job), job.train.seed)
-    name = job.model.source.removeprefix("hf:").rpartition(":")[2]
-    return trace(plan.module, sample, name, lambda path: plan.materialize(path, torch.device("cpu")))
+    name = job.model.source.rpartition(":")[2]
+    return trace(plan.module, sample, name, functools.partial(plan.materialize, device=_CPU))
 
 
 def trace(module: nn.Module, sample: Any, name: str, value_of: ValueOf | None = None) -> ModelSpec:
     """Trace one forward of a module on the meta device; `sample` is a batch of one real sample.
 
-    `value_of` returns the value of a buffer of whole numbers, for code that looks at one.
+    `value_of` serves code that looks at a buffer of whole numbers; without it such code is refused.
 
     Raises:
-        ModelError: the forward fails, or needs values of tensors that have none here.
+        ModelError: the forward fails, or needs values that are not there.
     """
     coupled = tuple(path for path, part in module.named_modules() if _couples_samples(part))
-    # Batch norm refuses a batch of one.
-    num_samples = 2 if coupled else 1
-    watch = _watch(module, _on_meta(sample, num_samples), name, num_samples, value_of)
-    layers = _arrange(module, watch, name)
+    num_samples = 2 if coupled else 1  # batch norm refuses a batch of one
+    containers = _containers(module)
+    watch = _Watch(module)
+    with watch.knowing(module, value_of):
+        _forward(module, sample, num_samples, name, containers, watch)
+    layers = _arrange(module, name, containers, watch)
     return ModelSpec(
         name=name,
-        layers=tuple(_layer_spec(module, index, layers, watch, num_samples) for index in range(len(layers))),
-        params=_param_specs(module, layers, watch),
+        layers=_layer_specs(module, layers, watch, num_samples),
+        params=_param_specs(module, layers, containers, watch),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
         coupled_modules=coupled,
     )
@@ -86,82 +91,536 @@ def _couples_samples(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
 
 
+# -- where the blocks are --------------------------------------------------------------------------
+
+
+def _containers(module: nn.Module) -> tuple[str, ...]:
+    """Return the paths of the containers whose children are the blocks: the most repeated one and its equals in depth.
+
+    A head of a norm and a linear layer is an nn.Sequential too, but repeats nothing.
+    """
+    found = dict(_outermost("", module))
+    if not found:
+        return ()
+    repeated = {path: _repeated_elements(container) for path, container in found.items()}
+    sizes = repeated if any(repeated.values()) else {path: _num_elements(part) for path, part in found.items()}
+    best = max(sizes, key=sizes.__getitem__)
+    return tuple(path for path, size in sizes.items() if size and _depth(path) == _depth(best))
+
+
+def _outermost(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost containers that hold weights; one that is mostly a container of them gives way to it."""
+    total = _num_elements(module)
+    is_container = isinstance(module, (nn.ModuleList, nn.Sequential))
+    children = [(_join(path, name), child) for name, child in module.named_children()]
+    inner = [c for _, c in children if isinstance(c, (nn.ModuleList, nn.Sequential)) and 2 * _num_elements(c) > total]
+    if is_container and total and not inner:
+        yield path, module
+        return
+    for child_path, child in children:
+        yield from _outermost(child_path, child)
+
+
+def _repeated_elements(container: nn.Module) -> int:
+    """Weights in the children of one class, where there are several, or the container is a list."""
+    sizes: Counter[type[nn.Module]] = Counter()
+    counts: Counter[type[nn.Module]] = Counter()
+    for child in container.children():
+        sizes[type(child)] += _num_elements(child)
+        counts[type(child)] += 1
+    least = 1 if isinstance(container, nn.ModuleList) else 2
+    return max((size for kind, size in sizes.items() if counts[kind] >= least), default=0)
+
+
+def _num_elements(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _depth(path: str) -> int:
+    return len(path.split(".")) if path else 0
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _is_below(path: str, root: str) -> bool:
+    return not root or path == root or path.startswith(f"{root}.")
+
+
+def _block_of(path: str, containers: Iterable[str]) -> str | None:
+    """Path of the container's child that `path` is, or is part of."""
+    for container in containers:
+        if path != container and _is_below(path, container):
+            below = path[len(container) + 1 :] if container else path
+            return _join(container, below.partition(".")[0])
+    return None
+
+
 # -- watching a forward ----------------------------------------------------------------------------
+
+
+class _NeedsValuesError(Exception):
+    """Code looked at a value that is not known."""
+
+
+class _Values:
+    """Values of whole numbers on the meta device. A storage has a flat twin on the CPU; views are views of it."""
+
+    def __init__(self) -> None:
+        self._twins: dict[int, Tensor] = {}
+
+    def learn(self, tensor: Tensor, value: Tensor) -> None:
+        """Remember the value of a tensor that has a storage of its own."""
+        size = _storage_elements(tensor)
+        if tensor.is_meta and not tensor.dtype.is_floating_point and size <= KNOWN_ELEMENTS:
+            twin = torch.zeros(size, dtype=tensor.dtype)
+            twin.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(value)
+            self._twins[_address(tensor)] = twin
+
+    def forget(self, tensor: Tensor) -> None:
+        """Something unknown was written into it."""
+        self._twins.pop(_address(tensor), None)
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether the value is known."""
+        if not tensor.is_meta:
+            return True
+        twin = self._twins.get(_address(tensor))
+        return twin is not None and twin.dtype == tensor.dtype
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the value; writing into it changes what is known."""
+        if not tensor.is_meta:
+            return tensor
+        return self._twins[_address(tensor)].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on the values."""
+        args, kwargs = tree_map_only(Tensor, self.of, (args, kwargs))
+        return func(*args, **(kwargs | {"device": _CPU} if "device" in kwargs else kwargs))
+
+    def follow(
+        self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any
+    ) -> None:
+        """Repeat on the values what an operation has done to whole numbers on the meta device."""
+        whole = [t for t in tree_leaves(outcome) if isinstance(t, Tensor) and _is_whole(t)]
+        if not whole or torch.Tag.nondeterministic_seeded in func.tags:
+            return
+        if not all(map(self.knows, given)):
+            for tensor in whole if func._schema.is_mutable else ():
+                self.forget(tensor)
+            return
+        value = self.run(func, args, kwargs)
+        if not func._schema.is_mutable:
+            for tensor, real in zip(tree_leaves(outcome), tree_leaves(value), strict=True):
+                if isinstance(tensor, Tensor) and _address(tensor) not in self._twins:
+                    self.learn(tensor, real)
 
 
 @dataclass(slots=True)
 class _Region:
-    """What happened since a top-most module was entered, until the next one was."""
+    """What happened between the entry of a top-most module with weights and the next such entry."""
 
     flops: int = 0
     read: set[int] = field(default_factory=set)
     results: set[int] = field(default_factory=set)
-    """Storages that matrix products, convolutions and attention wrote."""
-
-
-class _NeedsValuesError(Exception):
-    """Code looked at a value that no tensor on the meta device has."""
+    """Storages written by matrix products, convolutions and attention."""
 
 
 class _Watch(TorchDispatchMode):
-    """Notes, for each region, what every operation reads, writes and costs. A storage is known by its address."""
+    """Notes what every operation reads, writes and costs, by regions. A storage is known by its address."""
 
-    def __init__(self, constant: set[int]) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.constant = constant
-        """Storages of parameters and buffers."""
-        self.current = ""
-        """The region: path of the top-most module that was entered last, or nothing before the first."""
         self.regions: dict[str, _Region] = {"": _Region()}
+        self.region = ""
+        """Path of the top-most module with weights that was entered last; nothing before the first."""
+        self.order: list[str] = []
+        """Top-most modules, with or without weights, as they were first entered."""
         self.entries: Counter[str] = Counter()
-        self.maker: dict[int, str] = {}
-        self.saver: dict[int, str] = {}
+        self.innermost = ""
+        """Path of the module that was entered last."""
+        self.makers: dict[int, str] = {}
         self.readers: dict[int, list[str]] = {}
+        self.savers: dict[int, str] = {}
         self.returned: set[int] = set()
+        self.sizes: dict[int, int] = {}
+        """Elements of each storage."""
+        self.values = _Values()
+        self._depth = 0
         self._alive: dict[int, torch.UntypedStorage] = {}
-        self._values: dict[int, Tensor] = {}
+        self._weights = {self.key(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return self._item(given[0])
+        if any(tensor.is_meta for tensor in given) and not all(tensor.is_meta for tensor in given):
+            # A constant that the forward made on the CPU: on meta nothing else may stand beside it.
+            args, kwargs = tree_map_only(Tensor, self.place, (args, kwargs))
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outcome = self._run(func, given, args, kwargs)
-        written = outcome if isinstance(outcome, (tuple, list)) else (outcome,)
-        cost = _flops_of(func, args, kwargs, outcome)
-        self.note(given, [tensor for tensor in written if isinstance(tensor, Tensor)], cost)
+        written = [leaf for leaf in tree_leaves(outcome) if isinstance(leaf, Tensor) and leaf.is_meta]
+        self.note([tensor for tensor in given if tensor.is_meta], written, _flops_of(func, args, kwargs, outcome))
         return outcome
 
-    def note(self, given: list[Tensor], written: list[Tensor], flops: int | None = None) -> None:
-        """Book one operation to the current region; those that have a count of FLOPs have results worth keeping."""
-        region = self.regions[self.current]
-        for tensor in given:
-            key = self.key(tensor)
-            if key not in self.constant and key not in region.read:
-                region.read.add(key)
-                self.readers.setdefault(key, []).append(self.current)
-        for tensor in written:
-            self.maker.setdefault(self.key(tensor), self.current)
+    def _run(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on the meta device, and on the values where they are known."""
+        looks, sizes = torch.Tag.data_dependent_output in func.tags, torch.Tag.dynamic_output_shape in func.tags
+        if (looks or sizes) and any(tensor.is_meta for tensor in given):
+            if all(map(self.values.knows, given)):
+                outcome = self.values.run(func, args, kwargs)
+                return outcome if looks else tree_map_only(Tensor, self.place, outcome)
+            if looks or func.overloadpacket is not torch.ops.aten.index:  # most often by whole numbers
+                raise _NeedsValuesError
+        outcome = _grouped_product(*args[:2]) if func in _GROUPED_PRODUCTS else func(*args, **kwargs)
+        self.values.follow(func, given, args, kwargs, outcome)
+        return outcome
+
+    def note(self, given: list[Tensor], written: list[Tensor], flops: int | None) -> None:
+        """Book an operation to the region; one whose FLOPs are counted has results worth keeping."""
+        region = self.regions[self.region]
+        read = {self.key(tensor) for tensor in given}
+        for key in read - self._weights - region.read:
+            self.readers.setdefault(key, []).append(self.region)
+        region.read |= read
+        keys = {self.key(tensor) for tensor in written}
+        for key in keys - read:  # a view, or what is written in place, was made before
+            self.makers.setdefault(key, self.region)
         if flops is not None:
             region.flops += flops
-            region.results.update(self.key(tensor) for tensor in written)
+            region.results.update(keys)
 
     def save(self, tensor: Tensor) -> Tensor:
-        """Book what autograd keeps, but for weights."""
+        """Book what autograd keeps, unless it is there anyway."""
         key = self.key(tensor)
-        if key not in self.constant:
-            self.saver.setdefault(key, self.current)
+        if tensor.is_meta and key not in self._weights:
+            self.savers.setdefault(key, self.region)
+        return tensor
+
+    def place(self, real: Tensor) -> Tensor:
+        """Return a tensor on the meta device for a real one, whose whole numbers stay known."""
+        if real.is_meta:
+            return real
+        tensor = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_META)
+        self.key(tensor)
+        self.values.learn(tensor, real)
         return tensor
 
     def key(self, tensor: Tensor) -> int:
-        """The address of a tensor's storage, which is kept, so that no other gets it."""
-        storage = tensor.untyped_storage()
-        self._alive.setdefault(storage._cdata, storage)
-        self._sizes.setdefault(storage._cdata, storage.nbytes() // tensor.element_size())
-        return storage._cdata
+        """Return the address of a tensor's storage, and keep it, so that no other storage gets it."""
+        address = _address(tensor)
+        if address not in self._alive:
+            self._alive[address] = tensor.untyped_storage()
+            self.sizes[address] = _storage_elements(tensor)
+        return address
 
-    def elements(self, keys: set[int]) -> int:
-        """Count the elements of storages."""
-        return sum(self._sizes[key] for key in keys)
+    def enter(self, path: str, part: nn.Module, is_outside: bool) -> None:
+        """Note that a module's forward starts."""
+        self.innermost = path
+        self.entries[path] += 1
+        if is_outside:
+            return
+        if self._depth == 0:
+            if self.entries[path] == 1:
+                self.order.append(path)
+                if any(True for _ in part.parameters()):
+                    self.regions[path] = _Region()
+            self.region = path if path in self.regions else self.region
+        self._depth += 1
+
+    def leave(self, is_outside: bool) -> None:
+        """Note that a module's forward ends."""
+        self._depth -= not is_outside
+
+    @contextmanager
+    def knowing(self, module: nn.Module, value_of: ValueOf | None) -> Iterator[None]:
+        """Know the buffers of whole numbers, for the length of a forward."""
+        for path, buffer in module.named_buffers():
+            if value_of is not None and _is_whole(buffer):
+                with suppress(ModelError):
+                    self.values.learn(buffer, value_of(path))
+        yield
+        self.values = _Values()
+
+
+def _forward(
+    module: nn.Module, sample: Any, num_samples: int, name: str, containers: tuple[str, ...], watch: _Watch
+) -> None:
+    """Run the forward under `watch`, on `num_samples` copies of the sample."""
+    copies = tree_map_only(Tensor, lambda t: torch.cat([t] * num_samples) if t.dim() else t, sample)
+    batch = tree_map_only(Tensor, watch.place, copies)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(_hooks(module, containers, watch))
+            stack.enter_context(_fused_attention(watch))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, lambda tensor: tensor))
+            stack.enter_context(watch)
+            outputs = call_model(module, batch)
+    except SamestepError:
+        raise
+    except _NeedsValuesError:
+        raise ModelError(
+            f"{name} cannot be traced: {_at(watch)} looks at the values of a tensor (as .item(), `if`, nonzero or a "
+            "loop over experts do), and a model without values has none; a form that does not look works"
+        ) from None
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(f"{name} cannot be traced: {_at(watch)} fails: {type(error).__name__}: {reason}") from error
+    watch.returned = {watch.key(tensor) for tensor in _tensors(outputs)}
+
+
+def _at(watch: _Watch) -> str:
+    return f"the forward at {watch.innermost}" if watch.innermost else "the forward"
+
+
+@contextmanager
+def _hooks(module: nn.Module, containers: tuple[str, ...], watch: _Watch) -> Iterator[None]:
+    """Tell `watch` of every module that is entered and left."""
+    handles = []
+    for path, part in module.named_modules():
+        outside = _is_outside(path, containers)
+        enter = functools.partial(lambda path, outside, part, args: watch.enter(path, part, outside), path, outside)
+        leave = functools.partial(lambda outside, part, args, output: watch.leave(outside), outside)
+        handles.append(part.register_forward_pre_hook(enter))
+        handles.append(part.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_outside(path: str, containers: tuple[str, ...]) -> bool:
+    """Whether it is the model itself, a container, or has one within."""
+    return not path or any(_is_below(container, path) for container in containers)
+
+
+class _Attention(torch.autograd.Function):
+    """What the fused kernels of attention make and keep."""
+
+    @staticmethod
+    def forward(ctx: Any, watch: _Watch, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        log_sum_exp = query.new_empty(query.shape[:-1])
+        ctx.save_for_backward(query, key, value, output, log_sum_exp)
+        products = query.shape[:-1].numel() * key.shape[-2]
+        flops = 2 * products * (query.shape[-1] + value.shape[-1])
+        watch.note([query, key, value], [output, log_sum_exp], flops)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise AssertionError("a trace has no backward")
+
+
+@contextmanager
+def _fused_attention(watch: _Watch) -> Iterator[None]:
+    """Let scaled_dot_product_attention on the meta device be a fused kernel; its own choice there is plain products."""
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *options: Any, **named: Any) -> Any:
+        return _Attention.apply(watch, query, key, value)
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("scaled_dot_product_attention", attention, "AutogradMeta")
+        yield
+
+
+_GROUPED_PRODUCTS = (torch.ops.aten._grouped_mm.default,)
+"""Products of rows with the matrix of their group (expert): torch does not count them, and on meta takes only bf16."""
+
+
+def _grouped_product(rows: Tensor, matrices: Tensor) -> Tensor:
+    """Make the result of rows [N, K], sorted by group, with a matrix [K, M] for each group."""
+    if rows.dim() != 2 or matrices.dim() != 3:
+        raise NotImplementedError(f"a grouped product of {list(rows.shape)} with {list(matrices.shape)}")
+    return rows.new_empty((rows.shape[0], matrices.shape[-1]))
+
+
+def _flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> int | None:
+    """Count the FLOPs of a matrix product or convolution; None for all else."""
+    if func in _GROUPED_PRODUCTS or func._schema.name == "transformers::grouped_mm_fallback":
+        return int(2 * outcome.numel() * args[0].shape[-1])
+    formula = flop_registry.get(func.overloadpacket)
+    return None if formula is None else int(formula(*args, **kwargs, out_val=outcome))
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _storage_elements(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.is_meta and not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors within what a model returns."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(value):
+        yield from _tensors(list(vars(value).values()))
+
+
+# -- from what was seen to a spec ------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Layer:
+    """A layer in the making."""
+
+    name: str = ""
+    is_block: bool = False
+    modules: list[str] = field(default_factory=list)
+    regions: list[str] = field(default_factory=list)
+
+
+def _arrange(module: nn.Module, name: str, containers: tuple[str, ...], watch: _Watch) -> list[_Layer]:
+    """Put the top-most modules into layers, in the order in which they were first entered."""
+    if not containers or len(watch.regions) == 1:
+        owns_weights = any(True for _ in module.parameters(recurse=False))
+        modules = [] if owns_weights else [path for path in watch.order if path in watch.regions]
+        return [_Layer(name=name, modules=modules or [""], regions=list(watch.regions))]
+    layers: list[_Layer] = []
+    blocks: dict[str, _Layer] = {}
+    for path in watch.order:
+        block = _block_of(path, containers)
+        has_weights = path in watch.regions
+        last = layers[-1] if layers else None
+        if block in blocks:
+            layer = blocks[block]
+        elif last is not None and (block is None) != last.is_block and not (block and has_weights):
+            layer = last  # joins a layer of its kind; an activation among the blocks, the block before it
+        elif has_weights:
+            layer = _Layer(name=block or "", is_block=block is not None)
+            layers.append(layer)
+            if block is not None:
+                blocks[block] = layer
+        else:
+            continue  # without weights, and between layers of another kind
+        if has_weights:
+            layer.regions.append(path)
+        if has_weights or watch.entries[path] == 1:
+            layer.modules.append(path)
+    layers[0].regions.append("")
+    _name(layers)
+    return layers
+
+
+def _name(layers: list[_Layer]) -> None:
+    """Name the layers that are no blocks after their modules with weights."""
+    for layer in layers:
+        if not layer.is_block:
+            parts = [path for path in layer.regions if path]
+            short = "+".join(path.rpartition(".")[2] for path in parts)
+            taken = {other.name for other in layers if other is not layer}
+            layer.name = "+".join(parts) if short in taken else short
+
+
+def _layer_specs(
+    module: nn.Module, layers: list[_Layer], watch: _Watch, num_samples: int
+) -> tuple[LayerSpec, ...]:
+    """Add up what each layer's regions did."""
+    layer_of = {region: index for index, layer in enumerate(layers) for region in layer.regions}
+    inputs, outputs, saved = ([set[int]() for _ in layers] for _ in range(3))
+    for key, readers in watch.readers.items():
+        maker = layer_of[watch.makers[key]] if key in watch.makers else None
+        others = [layer_of[reader] for reader in readers if layer_of[reader] != maker]
+        if others:
+            inputs[others[0]].add(key)
+        if others and maker is not None:
+            outputs[maker].add(key)
+    for key in watch.returned & watch.makers.keys():
+        outputs[layer_of[watch.makers[key]]].add(key)
+    for key, saver in watch.savers.items():
+        saved[layer_of[saver]].add(key)
+
+    def elements(keys: set[int]) -> int:
+        return sum(watch.sizes[key] for key in keys) // num_samples
+
+    specs = []
+    for index, layer in enumerate(layers):
+        regions = [watch.regions[path] for path in layer.regions]
+        results = set[int]().union(*(region.results for region in regions))
+        spec = LayerSpec(
+            name=layer.name,
+            modules=tuple(layer.modules),
+            is_block=layer.is_block,
+            forward_flops=sum(region.flops for region in regions) // num_samples,
+            input_elements=elements(inputs[index]),
+            output_elements=elements(outputs[index]),
+            saved_elements=elements(saved[index]),
+            saved_selective_elements=elements(inputs[index] | results),
+            backward_reads_weights=_backward_reads_weights(module, layer),
+        )
+        specs.append(spec)
+    return tuple(specs)
+
+
+def _backward_reads_weights(module: nn.Module, layer: _Layer) -> bool:
+    """Whether a gradient flows through a weight to an input; through an embedding it does not."""
+    parts = (part for path in layer.modules for part in module.get_submodule(path).modules())
+    owners = [part for part in parts if any(True for _ in part.parameters(recurse=False))]
+    return not all(isinstance(owner, nn.Embedding) for owner in owners)
+
+
+def _param_specs(
+    module: nn.Module, layers: list[_Layer], containers: tuple[str, ...], watch: _Watch
+) -> tuple[ParamSpec, ...]:
+    """Describe each parameter once, under its first name."""
+    names: dict[int, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    meeting = set()
+    for alike in names.values():
+        owners = {_owner(name) for name in alike}
+        if len(alike) > 1 or any(watch.entries[owner] > 1 for owner in owners):
+            meeting |= owners
+    layer_of = {path: index for index, layer in enumerate(layers) for path in layer.modules}
+    specs = []
+    for name, param in module.named_parameters():
+        alike = names[id(param)]
+        spec = ParamSpec(
+            name=name,
+            shape=tuple(param.shape),
+            layer=_layer_of(_owner(name), layer_of, containers),
+            aliases=tuple(alike[1:]),
+            # A module's weights are gathered together, so one that is shared makes all of them so.
+            shared=any(_owner(alias) in meeting for alias in alike),
+            trainable=param.requires_grad,
+        )
+        specs.append(spec)
+    return tuple(specs)
+
+
+def _owner(param_name: str) -> str:
+    return param_name.rpartition(".")[0]
+
+
+def _layer_of(path: str, layer_of: Mapping[str, int], containers: tuple[str, ...]) -> int:
+    """Layer of a module: of the listed one above it, else of the nearest that ran; the first for those outside."""
+    if _is_outside(path, containers):
+        return 0
+    above = path
+    while above and above not in layer_of:
+        above = above.rpartition(".")[0]
+    if above:
+        return layer_of[above]
+    while path:
+        path = path.rpartition(".")[0]
+        near = [index for listed, index in layer_of.items() if _is_below(listed, path)]
+        if near:
+            return min(near)
+    return 0

@@ -73,7 +73,7 @@ def optimizer_source(
         cut = [
             {"params": [tensor for name, tensor in named if name in members], **options} for members, options in groups
         ]
-        return type(optimizer)([group for group in cut if group["params"]], **defaults)  # type: ignore[call-arg]
+        return type(optimizer)([group for group in cut if group["params"]], **defaults) 
 
     return rebuild
 
@@ -185,9 +185,9 @@ class Updater:
     @torch.no_grad()
     def publish(self) -> None:
         """Write updated values to where the forward reads them."""
-        moved = [piece for piece in self.pieces if piece.target is not None]
-        if moved:
-            torch._foreach_copy_([p.target for p in moved], [p.value.view_as(p.target) for p in moved])  # type: ignore[arg-type]
+        for piece in self.pieces:
+            if piece.target is not None:
+                piece.target.copy_(piece.value.view_as(piece.target))
 
 
 def clip_factor(norm: float, limit: float | None) -> float:

@@ -70,7 +70,9 @@ def apply(program: Program) -> Program:
 
 def _stage_1(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops:
     if is_backward(key) and ends_step(key):
-        return bucket_ops(ops, step, buckets, lambda b, size: (_op(Kind.REDUCE_SCATTER, b.name, step.master_dtype, size),))
+        return bucket_ops(
+            ops, step, buckets, lambda b, size: (_op(Kind.REDUCE_SCATTER, b.name, step.master_dtype, size),)
+        )
     if is_backward(key) or is_forward(key):
         return ops
     gathers = tuple(
@@ -159,7 +161,9 @@ def _units(step: Step) -> tuple[Unit, ...]:
             covered = any(owners[0] == m or owners[0].startswith(f"{m}.") for m in modules)
             owners = tuple(m for m in modules if not _only_shared(step, m)) if covered else ("",)
         groups.setdefault(owners, []).append(param)
-    return tuple(_unit(step, modules, params) for modules, params in sorted(groups.items(), key=lambda g: g[0] != ("",)))
+    return tuple(
+        _unit(step, modules, params) for modules, params in sorted(groups.items(), key=lambda g: g[0] != ("",))
+    )
 
 
 def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec]) -> Unit:

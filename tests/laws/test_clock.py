@@ -1,0 +1,286 @@
+"""Laws of prices, clock and timeline: textbook formulas come out of what the clock plays."""
+
+from __future__ import annotations
+
+import json
+import time
+import tomllib
+from collections import defaultdict
+from dataclasses import replace
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from models import LAW, Case, blocks, case, cases, machine
+
+from samestep.clock import play
+from samestep.cost import seconds
+from samestep.errors import SamestepError
+from samestep.hardware import Hardware, Link, load, profiles
+from samestep.program import Kind, Op
+from samestep.timeline import COMPUTE, Span, Timeline
+
+SLOW = machine(bytes_per_s=1e9, latency_s=1e-5, memory_bytes_per_s=1e11)
+COSTLY = {"forward_flops": 10**9}
+
+
+def price(kind: Kind, layout: str, hardware: Hardware, ranks_per_node: int | None = None) -> float:
+    """Seconds of the first op of this kind."""
+    program = case(blocks(1, 512, 512), layout, ranks_per_node, global_batch=512).program
+    return next(seconds(op, program, hardware) for _, op in program.ops() if op.kind is kind)
+
+
+SIZE_BYTES = 512 * 512 * 4
+
+
+# -- prices ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 64])
+def test_rings_and_the_naive_way(n: int) -> None:
+    a, b = 1e-5, 1e9
+    hardware = machine(bytes_per_s=b, latency_s=a)
+    ring = (n - 1) * (a + SIZE_BYTES / (n * b))
+    naive = (n - 1) * (a + SIZE_BYTES / b)
+    assert price(Kind.ALL_REDUCE, f"dp={n}", hardware) == pytest.approx(2 * ring)
+    assert price(Kind.REDUCE_SCATTER, f"dp={n} zero=1", hardware) == pytest.approx(ring)
+    assert price(Kind.ALL_GATHER, f"dp={n} zero=1", hardware) == pytest.approx(ring)
+    assert price(Kind.REDUCE, f"dp={n} reduce=root", hardware) == pytest.approx(naive)
+    assert price(Kind.BROADCAST, f"dp={n} reduce=root", hardware) == pytest.approx(naive)
+
+
+def test_many_ranks_reduce_in_two_sizes_over_bandwidth() -> None:
+    times = [price(Kind.ALL_REDUCE, f"dp={n}", machine(bytes_per_s=1e9)) for n in (2, 4, 16, 64, 512)]
+    assert times == sorted(times)
+    assert times[-1] == pytest.approx(2 * SIZE_BYTES / 1e9, rel=1 / 256)
+
+
+@LAW
+@given(st.integers(3, 64), st.floats(0, 1e-3), st.floats(1e6, 1e12))
+def test_the_root_is_slower_than_the_ring(n: int, latency_s: float, bytes_per_s: float) -> None:
+    hardware = machine(bytes_per_s=bytes_per_s, latency_s=latency_s)
+    whole = price(Kind.REDUCE, f"dp={n} reduce=root", hardware) + price(Kind.BROADCAST, f"dp={n} reduce=root", hardware)
+    ring = price(Kind.ALL_REDUCE, f"dp={n}", hardware)
+    assert ring < whole <= n * ring * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "ranks_per_node", "crosses"),
+    [
+        ("dp=4", Kind.ALL_REDUCE, None, False),
+        ("dp=8", Kind.ALL_REDUCE, None, True),
+        ("dp_replicate=2 dp_shard=4", Kind.ALL_GATHER, None, False),
+        ("dp_replicate=2 dp_shard=4", Kind.ALL_REDUCE, None, True),
+        ("dp_replicate=2 dp_shard=2", Kind.ALL_REDUCE, None, False),
+        ("dp_replicate=2 dp_shard=3", Kind.ALL_GATHER, None, True),  # ranks 3 4 5 lie on both sides of a border
+        ("dp=8 reduce=hierarchical", Kind.REDUCE_SCATTER, 4, False),
+        ("dp=8 reduce=hierarchical", Kind.ALL_REDUCE, 4, True),
+    ],
+)
+def test_a_group_on_several_nodes_runs_at_the_slower_link(
+    layout: str, kind: Kind, ranks_per_node: int | None, crosses: bool
+) -> None:
+    far = Link(latency_s=1e-3, bytes_per_s=1e6)
+    near_only, both = (machine(bytes_per_s=1e9, inter=inter, devices_per_node=4) for inter in (None, far))
+    slower = price(kind, layout, both, ranks_per_node) > price(kind, layout, near_only, ranks_per_node)
+    assert slower is crosses
+
+
+@pytest.mark.parametrize(("layout", "shards"), [("dp=4", 1), ("dp=4 zero=1", 4), ("dp=4 zero=3", 4)])
+@pytest.mark.parametrize(("precision", "passes_bytes"), [("float32", 28), ("float64", 56), ("bf16", 30)])
+def test_an_update_goes_over_its_own_share(layout: str, shards: int, precision: str, passes_bytes: int) -> None:
+    program = case(blocks(2), layout, precision=precision).program
+    update = next(op for _, op in program.ops() if op.kind is Kind.UPDATE)
+    per_param = passes_bytes - 2 * (precision == "bf16" and "zero=3" in layout)  # there the masters are the weights
+    expected = program.step.model.num_params * per_param / shards / 1e9
+    assert seconds(update, program, machine(memory_bytes_per_s=1e9)) == pytest.approx(expected)
+
+
+def test_a_dtype_without_a_speed_is_refused_by_name() -> None:
+    hardware = replace(machine(), flops_per_s={"float32": 1e12})
+    with pytest.raises(SamestepError, match="no flops_per_s for bfloat16; it has float32"):
+        play(case(blocks(1, **COSTLY), "dp=1", precision="bf16").program, hardware)
+
+
+# -- clock -------------------------------------------------------------------------------------------------------------
+
+
+@LAW
+@given(cases(), st.booleans())
+def test_streams_run_one_op_at_a_time_and_every_wait_is_kept(case: Case, overlap: bool) -> None:
+    timeline = play(case.program, replace(SLOW, overlap=overlap))
+    streams: dict[str, list[Span]] = defaultdict(list)
+    ended: dict[str, float] = {}
+    for span, (_, op) in zip(timeline.spans, case.program.ops(), strict=True):
+        streams[span.stream if overlap else ""].append(span)
+        assert all(span.start_s >= ended[name] for name in op.after)
+        ended[op.name] = span.end_s
+    for spans in streams.values():
+        assert all(after.start_s >= before.end_s for before, after in pairwise(spans))
+    for stream in timeline.streams(0):
+        assert timeline.busy_s(0, stream) <= timeline.step_s * (1 + 1e-12)
+    assert -1e-12 <= timeline.exposed_s(0) <= timeline.idle_s(0) + 1e-12
+
+
+@LAW
+@given(cases())
+def test_overlap_never_makes_a_step_longer(case: Case) -> None:
+    beside, after = (play(case.program, replace(SLOW, overlap=overlap)) for overlap in (True, False))
+    assert after.step_s == pytest.approx(sum(span.end_s - span.start_s for span in after.spans))
+    assert beside.step_s <= after.step_s * (1 + 1e-12)
+    assert beside.busy_s(0) == pytest.approx(after.busy_s(0))
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("layout", ["dp={}", "dp={} microbatch=2", "dp={} zero=1", "dp={} zero=3 recompute=full"])
+def test_with_free_communication_n_devices_are_n_times_as_fast(n: int, layout: str) -> None:
+    one, many = (
+        play(case(blocks(4, **COSTLY), layout.format(k), global_batch=32).program, machine()).step_s for k in (1, n)
+    )
+    assert one / many == pytest.approx(n, rel=1e-12)
+
+
+def test_reduction_hides_behind_the_rest_of_the_backward() -> None:
+    """Only the last bucket, that of the first layer, has no compute left to hide behind."""
+    model = blocks(4, 4096, 2048, forward_flops=10**11)
+    hardware = machine(bytes_per_s=1e9)
+    timeline = play(case(model, "dp=2").program, hardware)
+    last = next(span for span in reversed(timeline.spans) if span.stream == "dp_replicate")
+    assert timeline.exposed_s(0) == pytest.approx(last.end_s - last.start_s, rel=1e-3)
+
+
+def test_full_recompute_costs_a_third_more() -> None:
+    plain, again = (play(case(blocks(4, **COSTLY), text).program, machine()) for text in ("", "recompute=full"))
+    assert again.step_s == pytest.approx(plain.step_s * 4 / 3)
+
+
+def test_a_wait_without_end_is_named() -> None:
+    program = case(blocks(2), "").program
+    stuck = program.with_bodies(lambda _, ops: tuple(replace(op, after=("all_gather:nowhere",)) for op in ops))
+    with pytest.raises(RuntimeError, match=r"forward:layers\.0 of task F0 .* waits for all_gather:nowhere"):
+        play(stuck, machine())
+
+
+def test_a_wait_binds_to_the_latest_op_of_the_name_in_any_task() -> None:
+    program = case(blocks(1, **COSTLY), "microbatch=4").program
+    waiting = Op(kind=Kind.UPDATE, owner="optimizer", axis="side", after=("forward:layers.0",))
+    program = replace(program, bodies={**program.bodies, "U": (waiting,)}, axes={"side": 1})
+    timeline = play(program, machine())
+    latest = max(span.end_s for span in timeline.spans if span.name == "forward:layers.0")
+    assert timeline.spans[-1].start_s == latest == timeline.spans[2].end_s
+
+
+def test_thousands_of_devices_play_in_a_fraction_of_a_second() -> None:
+    model = blocks(96, **COSTLY)
+    program = case(model, "dp_replicate=64 dp_shard=64 microbatch=1", global_batch=4096 * 16).program
+    taken = []
+    for _ in range(2):
+        start = time.perf_counter()
+        play(program, load("h100x8"))
+        taken.append(time.perf_counter() - start)
+    assert min(taken) < 0.5
+
+
+# -- timeline ----------------------------------------------------------------------------------------------------------
+
+
+@LAW
+@given(cases())
+def test_a_chrome_trace_reads_back(case: Case) -> None:
+    timeline = play(case.program, SLOW)
+    read = Timeline.from_chrome_trace(json.loads(json.dumps(timeline.to_chrome_trace())))
+    assert [(s.stage, s.stream, s.name, s.task) for s in read.spans] == [
+        (s.stage, s.stream, s.name, s.task) for s in timeline.spans
+    ]
+    times = [time_s for span in timeline.spans for time_s in (span.start_s, span.end_s)]
+    assert [time_s for span in read.spans for time_s in (span.start_s, span.end_s)] == pytest.approx(times)
+
+
+def span(stream: str, start_s: float, end_s: float, stage: int = 0) -> Span:
+    name = "forward:a" if stream == COMPUTE else "all_gather:a"
+    return Span(stage=stage, stream=stream, name=name, task="F0", start_s=start_s, end_s=end_s)
+
+
+def test_exposed_is_communication_with_no_compute_beside_it() -> None:
+    timeline = Timeline(
+        (
+            span(COMPUTE, 0, 2),
+            span(COMPUTE, 5, 6),
+            span("x", 1, 4),
+            span("y", 3, 4.5),
+            span("y", 8, 9),
+            span("x", 0, 10, stage=1),
+        )
+    )
+    assert timeline.step_s == 10
+    assert timeline.exposed_s(0) == 2.5 + 1
+    assert timeline.exposed_s(1) == 10
+    assert timeline.idle_s(0) == 7
+    assert timeline.streams(0) == (COMPUTE, "x", "y")
+
+
+@LAW
+@given(cases(), st.integers(60, 200))
+def test_the_picture_keeps_its_width(case: Case, width: int) -> None:
+    timeline = play(case.program, SLOW)
+    _, *rows, _ = timeline.to_text(width).splitlines()
+    assert {len(row) for row in rows} == {width}
+    assert len(rows) == len(timeline.streams(0))
+
+
+def test_the_picture_shows_what_ran_when() -> None:
+    text = Timeline((span(COMPUTE, 0, 0.001), span("dp_shard", 0.001, 0.002))).to_text(41)
+    assert text.splitlines() == [
+        "2 ms a step, 1 ms exposed",
+        "stage 0 compute  FFFFFFFFF·········   50%",
+        "stage 0 dp_shard ·········ggggggggg   50%",
+        "F forward  g all_gather",
+    ]
+    assert Timeline(()).to_text() == "an empty step"
+
+
+# -- hardware ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", profiles())
+def test_every_number_of_a_profile_has_its_source(name: str) -> None:
+    table = tomllib.loads((files("samestep") / "profiles" / f"{name}.toml").read_text(encoding="utf-8"))
+    sources = table.pop("sources")
+    keys = {
+        f"{key}.{part}" if isinstance(value, dict) else key
+        for key, value in table.items()
+        for part in (value if isinstance(value, dict) else [""])
+    }
+    assert keys == set(sources)
+    assert load(name).name == name
+
+
+def test_a_profile_of_your_own(tmp_path: Path) -> None:
+    text = (files("samestep") / "profiles" / "h100x8.toml").read_text(encoding="utf-8")
+    mine = tmp_path / "mine.toml"
+    mine.write_text(text.replace("devices_per_node = 8", "devices_per_node = 4"), encoding="utf-8")
+    assert load(mine) == load(str(mine)) == replace(load("h100x8"), name="mine", devices_per_node=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (("memory_bytes = 80", "memry_bytes = 80"), "memory_bytes: field required; memry_bytes"),
+        (("latency_s = 3.4e-6", "latency_s = -1"), "intra.latency_s: .*greater than or equal to 0"),
+        (("overlap = true", "overlap = "), "is not TOML"),
+    ],
+)
+def test_mistakes_in_a_profile_are_named(tmp_path: Path, change: tuple[str, str], what: str) -> None:
+    text = (files("samestep") / "profiles" / "h100x8.toml").read_text(encoding="utf-8")
+    mine = tmp_path / "mine.toml"
+    mine.write_text(text.replace(*change, 1), encoding="utf-8")
+    with pytest.raises(SamestepError, match=what):
+        load(mine)
+
+
+def test_unknown_hardware_names_the_known() -> None:
+    with pytest.raises(SamestepError, match=r"did you mean 'h100x8'\?.*cpu-laptop, h100x8"):
+        load("h100x9")

@@ -1,0 +1,222 @@
+"""Laws of memory: the classic tables, to the byte, and what comes and goes within a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from models import LAW, Case, block, blocks, case, cases
+
+from samestep.memory import at_rest, classic_bytes_per_param, during_step, held_bytes_per_param
+from samestep.model import LayerSpec, ModelSpec, ParamSpec
+from samestep.program import BYTES_OF
+
+
+def trainable_numel(case: Case) -> int:
+    return sum(param.numel for param in case.model.params if param.trainable)
+
+
+def master_copies_numel(case: Case) -> int:
+    step = case.program.step
+    return sum(p.numel for p in case.model.params if p.trainable and step.working_dtype(p) != step.master_dtype)
+
+
+# -- the tables --------------------------------------------------------------------------------------------------------
+
+
+def test_the_limits_of_many_ranks() -> None:
+    """4 times, 8 times, and N-fold less."""
+    n = 2**20
+    assert classic_bytes_per_param(0, n) == 16
+    assert classic_bytes_per_param(0, n) / classic_bytes_per_param(1, n) == pytest.approx(4, rel=1e-5)
+    assert classic_bytes_per_param(0, n) / classic_bytes_per_param(2, n) == pytest.approx(8, rel=1e-5)
+    assert classic_bytes_per_param(0, n) / classic_bytes_per_param(3, n) == n
+    assert held_bytes_per_param(0, n) / held_bytes_per_param(1, n) == pytest.approx(3, rel=1e-5)
+    assert held_bytes_per_param(0, n) / held_bytes_per_param(2, n) == pytest.approx(9, rel=1e-5)
+    assert held_bytes_per_param(0, n) / held_bytes_per_param(3, n) == pytest.approx(18 / 16 * n)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_one_rank_holds_all_of_it(zero: int) -> None:
+    assert classic_bytes_per_param(zero, 1) == 16
+    assert held_bytes_per_param(zero, 1) == (16 if zero == 3 else 18)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("zero", range(4))
+def test_a_rank_holds_what_the_table_says(zero: int, n: int) -> None:
+    one = case(blocks(3), f"dp={n} zero={zero}", precision="bf16")
+    held = at_rest(one.program).total + (during_step(one.program).buffers if zero == 2 else 0)
+    assert held == held_bytes_per_param(zero, n) * one.model.num_params
+
+
+@pytest.mark.parametrize("layout", ["", "dp=4"])
+@pytest.mark.parametrize(("precision", "each"), [("float32", 16), ("float64", 32), ("bf16", 18), ("fp16", 18)])
+def test_replicas_hold_everything(layout: str, precision: str, each: int) -> None:
+    one = case(blocks(3), layout, precision=precision)
+    assert at_rest(one.program).total == each * one.model.num_params
+
+
+# -- at rest -----------------------------------------------------------------------------------------------------------
+
+
+@LAW
+@given(cases(0), st.integers(0, 3))
+def test_zero_0_by_hand(case: Case, states: int) -> None:
+    step = case.program.step
+    master = BYTES_OF[step.master_dtype]
+    rest = at_rest(case.program, states)
+    padded = sum(b.padded_numel for b in case.program.buckets) if case.layout.dp > 1 else trainable_numel(case)
+    assert rest.weights == sum(p.numel * BYTES_OF[step.working_dtype(p)] for p in case.model.params)
+    assert rest.gradients == padded * master
+    assert rest.optimizer == (states * trainable_numel(case) + master_copies_numel(case)) * master
+    assert (rest.activations, rest.buffers, rest.peak_at) == (0, case.model.buffer_bytes, "at rest")
+
+
+@LAW
+@given(cases(1, 2, 3), st.integers(0, 3))
+def test_shards_add_up_to_the_whole_state_without_padding(case: Case, states: int) -> None:
+    copies = master_copies_numel(case) if case.layout.zero == 1 else 0
+    held = [at_rest(case.program, states, rank).optimizer for rank in range(case.layout.dp_shard)]
+    assert sum(held) == (states * trainable_numel(case) + copies) * BYTES_OF[case.program.step.master_dtype]
+    assert held == sorted(held, reverse=True)
+
+
+@LAW
+@given(cases(1, 2, 3))
+def test_replicas_of_a_shard_hold_the_same(case: Case) -> None:
+    shards = case.layout.dp_shard
+    for rank in range(case.layout.dp):
+        assert at_rest(case.program, rank=rank) == at_rest(case.program, rank=rank % shards)
+
+
+@LAW
+@given(cases(1))
+def test_zero_1_weights_and_gradients_are_whole(case: Case) -> None:
+    step = case.program.step
+    rest = at_rest(case.program)
+    exact = sum(p.numel * BYTES_OF[step.working_dtype(p)] for p in case.model.params)
+    padding = len(case.program.buckets) * (case.layout.dp - 1) * BYTES_OF[step.master_dtype]
+    assert exact <= rest.weights <= exact + padding
+    gradients = trainable_numel(case) * BYTES_OF[step.master_dtype]
+    assert gradients <= rest.gradients <= gradients + padding
+
+
+@LAW
+@given(cases(2, 3))
+def test_zero_2_and_3_weights_and_gradients_are_cut_by_rows(case: Case) -> None:
+    shards, master = case.layout.dp_shard, BYTES_OF[case.program.step.master_dtype]
+    part = {p.name: -(-p.shape[0] // shards) * (p.numel // p.shape[0]) for p in case.model.params}
+    rest = at_rest(case.program)
+    assert rest.weights == sum(part.values()) * master
+    assert rest.gradients == sum(part[p.name] for p in case.model.params if p.trainable) * master
+
+
+def test_fsdp_leaves_the_last_ranks_short_or_empty() -> None:
+    """5 rows on 4 ranks: 2 2 1 0."""
+    program = case(blocks(1, 5, 3), "dp=4 zero=3").program
+    assert [at_rest(program, 1, rank).optimizer for rank in range(4)] == [rows * 3 * 4 for rows in (2, 2, 1, 0)]
+
+
+@LAW
+@given(st.integers(1, 6), st.integers(1, 4), st.sampled_from(["float32", "bf16"]))
+def test_each_stage_holds_less_than_the_one_before(num_blocks: int, times: int, precision: str) -> None:
+    model = blocks(num_blocks, 8 * times)
+    totals = [
+        at_rest(case(model, text, precision=precision).program).total
+        for text in ("dp=4", "dp=4 zero=1", "dp=4 zero=2", "dp=4 zero=3")
+    ]
+    assert totals[0] > totals[1] > totals[2] == totals[3]
+
+
+# -- in the step -------------------------------------------------------------------------------------------------------
+
+
+@LAW
+@given(cases())
+def test_a_step_holds_at_least_what_is_held_at_rest(case: Case) -> None:
+    rest, most = at_rest(case.program), during_step(case.program)
+    assert (most.weights, most.optimizer) == (rest.weights, rest.optimizer)
+    assert most.gradients >= rest.gradients
+    assert most.buffers >= rest.buffers
+    assert most.total >= rest.total
+    assert most.peak_at in {op.name for _, op in case.program.ops()}
+
+
+@LAW
+@given(cases(0, 1))
+def test_activations_stand_highest_between_forward_and_backward(case: Case) -> None:
+    step = case.program.step
+    one = step.microbatch_samples * BYTES_OF[step.compute_dtype]
+    most = during_step(case.program)
+    whole = sum(layer.saved_elements for layer in case.model.layers) * one
+    if case.layout.recompute == "none":
+        assert most.activations == whole
+    assert most.activations <= whole
+
+
+@LAW
+@given(cases(0, 1))
+def test_recompute_never_holds_more(drawn: Case) -> None:
+    held = [
+        during_step(
+            case(
+                drawn.model,
+                str(replace(drawn.layout, recompute=recompute)),
+                drawn.program.step.ranks_per_node,
+                global_batch=drawn.job.train.global_batch,
+                precision=drawn.job.numerics.precision,
+            ).program
+        ).activations
+        for recompute in ("full", "selective", "none")
+    ]
+    assert held == sorted(held)
+
+
+def test_full_recompute_keeps_inputs_and_one_block() -> None:
+    model = blocks(6, saved_elements=1000, saved_selective_elements=300, input_elements=10)
+    held = [
+        during_step(case(model, text, global_batch=1).program).activations
+        for text in ("", "recompute=selective", "recompute=full")
+    ]
+    assert held == [6 * 1000 * 4, (5 * 300 + 1000) * 4, (5 * 10 + 1000) * 4]
+
+
+def test_a_smaller_microbatch_holds_less() -> None:
+    model = blocks(4, saved_elements=1000)
+    held = [during_step(case(model, f"microbatch={n}", global_batch=8).program).activations for n in (8, 4, 2, 1)]
+    assert held == [8 * 16000, 4 * 16000, 2 * 16000, 16000]
+
+
+def uneven(trainable: bool = True) -> ModelSpec:
+    """Embedding, four blocks and a head, each of another size."""
+    sizes = (30, 10, 50, 20, 40, 70)
+    names = ("embed", *(f"layers.{index}" for index in range(4)), "head")
+    layers = (
+        LayerSpec(name="embed", modules=("embed",), backward_reads_weights=False),
+        *(block(index) for index in range(4)),
+        LayerSpec(name="head", modules=("head",)),
+    )
+    params = tuple(
+        ParamSpec(name=f"{name}.weight", shape=(2 * size,), layer=index, trainable=trainable)
+        for index, (name, size) in enumerate(zip(names, sizes, strict=True))
+    )
+    return ModelSpec(name="uneven", layers=layers, params=params)
+
+
+def test_zero_2_gathers_every_unit_and_zero_3_two_in_a_row() -> None:
+    """Without gradients the peak is that of the gathered weights: blocks 40 and the head 70, of 220 in all."""
+    held = [during_step(case(uneven(trainable=False), f"dp=2 zero={zero}").program) for zero in (2, 3)]
+    assert [use.buffers for use in held] == [220 * 2 * 4, (40 + 70) * 2 * 4]
+    assert held[1].peak_at == "all_gather:head"
+
+
+def test_a_unit_holds_its_whole_gradient_until_it_is_scattered() -> None:
+    """sharded: one unit at a time. full: all of them from the first micro-batch to the last."""
+    held = {}
+    for accumulate in ("sharded", "full"):
+        program = case(uneven(), f"dp=2 zero=2 microbatch=1 accumulate={accumulate}").program
+        held[accumulate] = during_step(program).gradients - at_rest(program).gradients
+    assert held == {"sharded": 70 * 2 * 4, "full": 220 * 2 * 4}

@@ -1,0 +1,68 @@
+"""The ledger: what torch really sent equals what the program lists, for every data-axis layout; and the bytes held."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from samestep.datasets import batches
+from samestep.memory import at_rest
+from tests.laboratory import job_of, make_run, observe
+from tests.models import Tokens
+from tests.parity.test_data_axis import LAYOUTS_2, LAYOUTS_4
+from tests.pool import pool
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("model", ["llama", "gpt2", "plain"])
+@pytest.mark.parametrize("layout", LAYOUTS_2 + LAYOUTS_4)
+def test_what_was_sent_is_what_the_program_lists(model: str, layout: str, precision: str) -> None:
+    num_ranks = 2 if layout in LAYOUTS_2 else 4
+    for rank, seen in enumerate(pool(num_ranks).run(observe, model, layout, job_of(precision, 2), True)):
+        assert seen.ledger == seen.predicted, f"rank {rank}"
+        assert seen.ledger
+
+
+def _held(rank: int, world: int, model: str, layout: str, job: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """Count, tensor by tensor, the bytes a rank holds after a step, and what the program says."""
+    run = make_run(rank, world, model, layout, job)
+    for batch in batches(Tokens(), job):
+        run.step(batch)
+    storages: dict[int, int] = {}
+    for param in run.model.parameters():
+        local = param._local_tensor if isinstance(param, DTensor) else param
+        storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+    held = {"weights": sum(storages.values())}
+    gradients: dict[int, int] = {}
+    states = 0
+    for piece in run.updater.pieces:
+        storage = piece.gradient().untyped_storage()
+        gradients[storage.data_ptr()] = storage.nbytes()
+        states += sum(
+            value.numel() * value.element_size()
+            for value in run.updater.optimizer.state[piece.value].values()
+            if value.shape == piece.value.shape
+        )
+        if piece.target is not None:
+            states += piece.value.numel() * piece.value.element_size()
+    held["gradients"], held["optimizer"] = sum(gradients.values()), states
+    use = at_rest(run.program, rank=rank)
+    return held, {"weights": use.weights, "gradients": use.gradients, "optimizer": use.optimizer}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("model", ["llama", "gpt2", "plain"])
+@pytest.mark.parametrize(
+    "layout",
+    ["dp=1", "dp=2", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "dp=4 zero=1", "dp=4 zero=3", "dp_replicate=2 dp_shard=2"],
+)
+def test_bytes_held_are_those_the_program_says(model: str, layout: str, precision: str) -> None:
+    job = job_of(precision, 2, optimizer={"name": "adamw", "options": {}})
+    num_ranks = {"dp=1": 1, "dp=2": 2}.get(" ".join(layout.split()[:1]), 4)
+    ranks = pool(num_ranks).run(_held, model, layout, job) if num_ranks > 1 else [_held(0, 1, model, layout, job)]
+    for held, said in ranks:
+        assert held == said
+    assert torch.get_num_threads() == 1
