@@ -123,6 +123,8 @@ def _read(name: str, value: Any, hint: Any) -> Any:
     if value is True:
         raise LayoutError(f"{name} needs a value: {name}=N")
     try:
-        return int(value)
+        if isinstance(value, str | int):
+            return int(value)
+        raise TypeError
     except (TypeError, ValueError):
         raise LayoutError(f"{name}={value} is not a whole number") from None

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from models import LAW, Case, blocks, case, cases, machine
+from tests.laws.models import LAW, Case, blocks, case, cases, machine
 
 from samestep.clock import play
 from samestep.cost import seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from models import LAW, layouts
+from tests.laws.models import LAW, layouts
 
 from samestep.errors import LayoutError
 from samestep.layout import Layout
@@ -57,7 +57,6 @@ def test_what_it_cannot_read_it_says(text: str, what: str) -> None:
         Layout.parse(text)
 
 
-@pytest.mark.xfail(strict=True, reason="layout._read: int(2.5) is 2")
 def test_half_a_rank_is_refused() -> None:
     with pytest.raises(LayoutError, match="whole number"):
         Layout.of({"dp": 2.5})

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import given
-from models import LAW, Case, blocks, case, cases
+from tests.laws.models import LAW, Case, blocks, case, cases
 
 from samestep.model import ModelSpec, ParamSpec
 from samestep.program import BYTES_OF, Kind, Program, TaskKind
@@ -170,7 +170,6 @@ def test_compute_waits_for_the_gathers_of_its_layer(case: Case) -> None:
                     assert gather in op.after
 
 
-@pytest.mark.xfail(strict=True, reason="shard._scattered_backward: a recompute names no gather, and may precede it")
 @pytest.mark.parametrize("last_has_weights", [True, False])
 def test_recompute_waits_for_its_weights(last_has_weights: bool) -> None:
     whole = blocks(3)
@@ -185,7 +184,6 @@ def test_recompute_waits_for_its_weights(last_has_weights: bool) -> None:
             assert f"all_gather:{op.owner}" in again.after
 
 
-@pytest.mark.xfail(strict=True, reason="data._agreed: neither scalars nor update name the reductions before them")
 @pytest.mark.parametrize(
     "layout", ["dp=2", "dp=2 reduce=root", "dp=2 zero=1", "dp=2 zero=3", "dp_replicate=2 dp_shard=2"]
 )
@@ -305,7 +303,6 @@ def test_bytes_of_zero_2_and_3(case: Case) -> None:
     assert sent(case.program) == {key: value for key, value in expected.items() if value}
 
 
-@pytest.mark.xfail(strict=True, reason="shard._scattered_backward: a frozen unit has a reduce_scatter of no bytes")
 def test_no_collective_is_empty() -> None:
     whole = blocks(3)
     frozen = ParamSpec(name="layers.1.weight", shape=(8, 8), layer=1, trainable=False)

@@ -36,11 +36,11 @@ def _held(rank: int, world: int, model: str, layout: str, job: Any) -> tuple[dic
         local = param._local_tensor if isinstance(param, DTensor) else param
         storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
     held = {"weights": sum(storages.values())}
-    gradients: dict[int, int] = {}
+    tensors = [param.grad._local_tensor for param in run.model.parameters() if isinstance(param, DTensor)]
+    tensors += [piece.gradient() for piece in run.updater.pieces]
+    gradients = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     states = 0
     for piece in run.updater.pieces:
-        storage = piece.gradient().untyped_storage()
-        gradients[storage.data_ptr()] = storage.nbytes()
         states += sum(
             value.numel() * value.element_size()
             for value in run.updater.optimizer.state[piece.value].values()
@@ -57,7 +57,16 @@ def _held(rank: int, world: int, model: str, layout: str, job: Any) -> tuple[dic
 @pytest.mark.parametrize("model", ["llama", "gpt2", "plain"])
 @pytest.mark.parametrize(
     "layout",
-    ["dp=1", "dp=2", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "dp=4 zero=1", "dp=4 zero=3", "dp_replicate=2 dp_shard=2"],
+    [
+        "dp=1",
+        "dp=2",
+        "dp=2 zero=1",
+        "dp=2 zero=2",
+        "dp=2 zero=3",
+        "dp=4 zero=1",
+        "dp=4 zero=3",
+        "dp_replicate=2 dp_shard=2",
+    ],
 )
 def test_bytes_held_are_those_the_program_says(model: str, layout: str, precision: str) -> None:
     job = job_of(precision, 2, optimizer={"name": "adamw", "options": {}})

@@ -184,7 +184,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
         ModelError: the forward takes nothing of the batch, or not its position_ids.
     """
     if isinstance(batch, Mapping):
-        accepted = _accepted(type(model))
+        accepted = _accepted(type(model).forward)
         given = {name: value for name, value in batch.items() if name in accepted and name != "labels"}
         if not given or ("position_ids" in batch and "position_ids" not in given):
             raise ModelError(_unfit(model, batch, accepted))
@@ -204,9 +204,9 @@ def _unfit(model: nn.Module, batch: Mapping[str, Any], accepted: Sequence[str]) 
 
 
 @functools.cache
-def _accepted(kind: type[nn.Module]) -> tuple[str, ...]:
+def _accepted(forward: Callable[..., Any]) -> tuple[str, ...]:
     """Names of the arguments of a model's forward; one that takes any is given what every language model takes."""
-    parameters = inspect.signature(kind.forward).parameters.values()
+    parameters = inspect.signature(forward).parameters.values()
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     names = [parameter.name for parameter in parameters if parameter.kind in by_name and parameter.name != "self"]
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
@@ -354,11 +354,11 @@ def _from_function(function: Callable[..., Any], source: str, named: list[tuple[
     raise JobError(f"optimizer.name: {source} returned a {type(optimizer).__name__}, not a torch optimizer")
 
 
-def _make_optimizer(
-    kind: type[Optimizer], table: OptimizerTable, named: list[tuple[str, Tensor]]
-) -> Optimizer:
+def _make_optimizer(kind: type[Optimizer], table: OptimizerTable, named: list[tuple[str, Tensor]]) -> Optimizer:
     """Group the parameters into decayed and not decayed, and make the optimizer."""
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in table.options.items()}
+    options: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in table.options.items()
+    }
     accepted = inspect.signature(kind).parameters
     options["lr"] = table.lr
     if "weight_decay" in accepted:
@@ -377,7 +377,8 @@ def _make_optimizer(
             },
         ]
     try:
-        return kind([group for group in groups if group["params"]], **options)
+        # A rank may have nothing to update; torch takes an empty group, though not an empty list.
+        return kind([group for group in groups if group["params"]] or groups[:1], **options)
     except (TypeError, ValueError, RuntimeError) as error:
         raise JobError(f"optimizer: {kind.__name__} refuses its settings: {error}") from None
 

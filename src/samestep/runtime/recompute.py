@@ -7,7 +7,7 @@ repeated forward finds them in place. Non-reentrant; no random state is kept, si
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -72,13 +72,14 @@ def _both(first: ContextFn | None, second: ContextFn | None) -> ContextFn | None
 
     def pair() -> Contexts:
         outer, inner = second(), first()
-        return _nested(outer[0], inner[0]), _nested(outer[1], inner[1])
+        return nested(outer[0], inner[0]), nested(outer[1], inner[1])
 
     return pair
 
 
 @contextmanager
-def _nested(*contexts: AbstractContextManager[Any]) -> Any:
+def nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter contexts one inside the other."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

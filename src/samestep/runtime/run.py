@@ -234,10 +234,7 @@ class Run:
 
     def _backward(self, task: Task, loss: Tensor) -> None:
         self.made.holder.begin_backward(task)
-        with ExitStack() as stack:
-            if self.job.numerics.precision == "float64":
-                stack.enter_context(precision.RaiseIslands())
-            loss.backward()
+        loss.backward()
 
     def _read(self, batch: StepBatch, indices: np.ndarray[Any, Any]) -> tuple[Any, float]:
         """Read a micro-batch. An empty one runs a sample of another rank with weight 0, so that all ranks send alike."""
@@ -336,7 +333,7 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
     precision.apply(model, program)
     may_draw = dropout.has_dropout(model)
     dropout.track_modules(model)
-    recompute.apply(model, program, functools.partial(dropout.recompute_contexts, model))
+    recompute.apply(model, program, functools.partial(_recompute_contexts, model, job))
 
     def materialize(name: str, dtype: torch.dtype) -> Tensor:
         return plan.materialize(name, place.device, dtype)
@@ -354,6 +351,12 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
         master=precision.DTYPES[program.step.master_dtype],
         draws=True if may_draw else None,
     )
+
+
+def _recompute_contexts(model: nn.Module, job: Job) -> recompute.Contexts:
+    """Surround a forward, and its repetition inside backward, where the modes of the forward are not active."""
+    first, again = dropout.recompute_contexts(model)
+    return first, recompute.nested(precision.RaiseIslands(), again) if job.numerics.precision == "float64" else again
 
 
 def prepare(source: Source, job: Job, example: Any) -> tuple[Blueprint, ModelSpec]:

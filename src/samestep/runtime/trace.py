@@ -14,9 +14,10 @@ another one reads of it is handed over (`output_elements` of the maker, `input_e
 autograd keeps of it is saved once, by the layer that keeps it first. FLOPs are torch's own count
 (`torch.utils.flop_counter`): 2 for a multiplication and an addition, attention as if nothing were masked.
 
-Attention is taken as the fused kernels do it: they keep queries, keys, values, output and one log-sum-exp a row, and no
-matrix of scores. Whole numbers keep their values, so that code which looks at the positions of tokens takes the branch
-it would really take; code that looks at other values (the `nonzero` of an expert's tokens) is refused.
+Attention is taken as the fused kernels do it: they keep queries, keys, values, output, one log-sum-exp a row and the
+mask they are given, but no matrix of scores. Whole numbers keep their values, so that code which looks at the positions
+of tokens takes the branch it would really take; code that looks at other values (the `nonzero` of an expert's tokens)
+is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from samestep.errors import ModelError, SamestepError
@@ -204,7 +205,7 @@ class _Values:
         self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any
     ) -> None:
         """Repeat on the values what an operation has done to whole numbers on the meta device."""
-        whole = [t for t in tree_leaves(outcome) if isinstance(t, Tensor) and _is_whole(t)]
+        whole = [tensor for tensor in _operands(outcome) if _is_whole(tensor)]
         if not whole or torch.Tag.nondeterministic_seeded in func.tags:
             return
         if not all(map(self.knows, given)):
@@ -213,8 +214,8 @@ class _Values:
             return
         value = self.run(func, args, kwargs)
         if not func._schema.is_mutable:
-            for tensor, real in zip(tree_leaves(outcome), tree_leaves(value), strict=True):
-                if isinstance(tensor, Tensor) and _address(tensor) not in self._twins:
+            for tensor, real in zip(_operands(outcome), _operands(value), strict=True):
+                if _address(tensor) not in self._twins:
                     self.learn(tensor, real)
 
 
@@ -256,13 +257,13 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = _operands(*args, *kwargs.values())
         if any(tensor.is_meta for tensor in given) and not all(tensor.is_meta for tensor in given):
             # A constant that the forward made on the CPU: on meta nothing else may stand beside it.
             args, kwargs = tree_map_only(Tensor, self.place, (args, kwargs))
-            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            given = _operands(*args, *kwargs.values())
         outcome = self._run(func, given, args, kwargs)
-        written = [leaf for leaf in tree_leaves(outcome) if isinstance(leaf, Tensor) and leaf.is_meta]
+        written = [tensor for tensor in _operands(outcome) if tensor.is_meta]
         self.note([tensor for tensor in given if tensor.is_meta], written, _flops_of(func, args, kwargs, outcome))
         return outcome
 
@@ -339,7 +340,7 @@ class _Watch(TorchDispatchMode):
     def knowing(self, module: nn.Module, value_of: ValueOf | None) -> Iterator[None]:
         """Know the buffers of whole numbers, for the length of a forward."""
         for path, buffer in module.named_buffers():
-            if value_of is not None and _is_whole(buffer):
+            if value_of is not None and _is_whole(buffer) and buffer.numel() <= KNOWN_ELEMENTS:
                 with suppress(ModelError):
                     self.values.learn(buffer, value_of(path))
         yield
@@ -403,13 +404,18 @@ class _Attention(torch.autograd.Function):
     """What the fused kernels of attention make and keep."""
 
     @staticmethod
-    def forward(ctx: Any, watch: _Watch, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    def forward(ctx: Any, watch: _Watch, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        # Queries come as [..., head, token, features]; the kernels write the heads of a token side by side.
+        *batch, num_heads, length = query.shape[:-1] if query.dim() > 3 else (*query.shape[:-2], 1, query.shape[-2])
+        output = query.new_empty((*batch, length, num_heads, value.shape[-1])).transpose(-3, -2)
+        output = output if query.dim() > 3 else output.squeeze(-3)
         log_sum_exp = query.new_empty(query.shape[:-1])
-        ctx.save_for_backward(query, key, value, output, log_sum_exp)
+        # A mask of booleans is turned into one of numbers, at every call.
+        masks = () if mask is None else (query.new_empty(mask.shape) if mask.dtype is torch.bool else mask,)
+        ctx.save_for_backward(query, key, value, output, log_sum_exp, *masks)
         products = query.shape[:-1].numel() * key.shape[-2]
         flops = 2 * products * (query.shape[-1] + value.shape[-1])
-        watch.note([query, key, value], [output, log_sum_exp], flops)
+        watch.note([query, key, value, *([] if mask is None else [mask])], [output, log_sum_exp], flops)
         return output
 
     @staticmethod
@@ -421,8 +427,10 @@ class _Attention(torch.autograd.Function):
 def _fused_attention(watch: _Watch) -> Iterator[None]:
     """Let scaled_dot_product_attention on the meta device be a fused kernel; its own choice there is plain products."""
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, *options: Any, **named: Any) -> Any:
-        return _Attention.apply(watch, query, key, value)
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *options: Any, **named: Any
+    ) -> Any:
+        return _Attention.apply(watch, query, key, value, attn_mask)
 
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("scaled_dot_product_attention", attention, "AutogradMeta")
@@ -446,6 +454,12 @@ def _flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome:
         return int(2 * outcome.numel() * args[0].shape[-1])
     formula = flop_registry.get(func.overloadpacket)
     return None if formula is None else int(formula(*args, **kwargs, out_val=outcome))
+
+
+def _operands(*values: Any) -> list[Tensor]:
+    """List the tensors among an operator's arguments or results, which are nested in one list at most."""
+    flat = (item for value in values for item in (value if isinstance(value, (list, tuple)) else (value,)))
+    return [item for item in flat if isinstance(item, Tensor)]
 
 
 def _address(tensor: Tensor) -> int:
@@ -529,9 +543,7 @@ def _name(layers: list[_Layer]) -> None:
             layer.name = "+".join(parts) if short in taken else short
 
 
-def _layer_specs(
-    module: nn.Module, layers: list[_Layer], watch: _Watch, num_samples: int
-) -> tuple[LayerSpec, ...]:
+def _layer_specs(module: nn.Module, layers: list[_Layer], watch: _Watch, num_samples: int) -> tuple[LayerSpec, ...]:
     """Add up what each layer's regions did."""
     layer_of = {region: index for index, layer in enumerate(layers) for region in layer.regions}
     inputs, outputs, saved = ([set[int]() for _ in layers] for _ in range(3))

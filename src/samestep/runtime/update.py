@@ -73,7 +73,7 @@ def optimizer_source(
         cut = [
             {"params": [tensor for name, tensor in named if name in members], **options} for members, options in groups
         ]
-        return type(optimizer)([group for group in cut if group["params"]], **defaults) 
+        return type(optimizer)([group for group in cut if group["params"]], **defaults)
 
     return rebuild
 

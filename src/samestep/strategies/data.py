@@ -14,6 +14,7 @@ Where the gradients are sharded already (zero >= 1) what is left to do is an all
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from samestep.program import (
@@ -27,7 +28,6 @@ from samestep.program import (
     bucket_ops,
     ends_step,
     is_backward,
-    is_forward,
     make_buckets,
 )
 
@@ -55,26 +55,35 @@ def refusal(step: Step) -> str | None:
 def apply(program: Program) -> Program:
     """Write the reductions over `dp_replicate` and the step's scalars."""
     step = program.step
-    layout = step.layout
     axes = dict(program.axes)
     buckets = program.buckets
-    if layout.dp_replicate > 1:
-        axes |= _axes(step)
-    if step.zero == 0 and (layout.dp > 1 or step.compute_dtype != step.master_dtype):
+    if step.zero == 0 and (step.layout.dp > 1 or step.compute_dtype != step.master_dtype):
         buckets = make_buckets(step)  # on one rank too, mixed precision adds gradients up in float32 buffers
+    if step.layout.dp_replicate > 1:
+        axes |= _axes(step)
+        program = program.with_bodies(lambda key, ops: _reduced(key, ops, step, buckets))
+    if step.layout.world_size > 1:
+        axes["world"] = step.layout.world_size
+        waits = tuple(_reductions_of(program))
+        program = program.with_bodies(lambda _, ops: _agreed(ops, waits))
+    return replace(program, buckets=buckets, axes=axes)
 
-    def rewrite(key: str, ops: Ops) -> Ops:
-        if is_backward(key) and ends_step(key) and layout.dp_replicate > 1:
-            if step.zero == 0:
-                return bucket_ops(ops, step, buckets, lambda b, numel: _reductions(step, b, numel))
-            return _reduce_shards(ops, step)
-        if is_forward(key) or is_backward(key) or layout.world_size == 1:
-            return ops
-        return _agreed(ops, program)
 
-    if layout.world_size > 1:
-        axes["world"] = layout.world_size
-    return replace(program, buckets=buckets).with_bodies(rewrite, axes=axes)
+def _reduced(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops:
+    """Reduce over the replicas what the step's last backward leaves."""
+    if not (is_backward(key) and ends_step(key)):
+        return ops
+    if step.zero == 0:
+        return bucket_ops(ops, step, buckets, lambda bucket, numel: _reductions(step, bucket, numel))
+    return _reduce_shards(ops, step)
+
+
+def _reductions_of(program: Program) -> Iterator[str]:
+    """Name what the step's last backward must have brought about: the backward itself and every reduction."""
+    for key, ops in program.bodies.items():
+        if is_backward(key) and ends_step(key):
+            yield next(op.name for op in reversed(ops) if op.kind is Kind.BACKWARD)
+            yield from (op.name for op in ops if op.axis and not (op.implied and op.kind is Kind.ALL_GATHER))
 
 
 def _axes(step: Step) -> dict[str, int]:
@@ -115,11 +124,14 @@ def _reduce_shards(ops: Ops, step: Step) -> Ops:
     return (*written, *rest)
 
 
-def _agreed(ops: Ops, program: Program) -> Ops:
-    """Put the step's scalars before the update, behind every reduction of the step."""
-    scalars = Op(kind=Kind.ALL_REDUCE, owner="scalars", axis="world", dtype="float64").sized(len(STEP_SCALARS))
-    return tuple(
-        part
-        for op in ops
-        for part in ((scalars, replace(op, after=(*op.after, scalars.name))) if op.kind is Kind.UPDATE else (op,))
-    )
+def _agreed(ops: Ops, waits: tuple[str, ...]) -> Ops:
+    """Put the step's scalars before the update, behind every reduction: they carry the norm of what was reduced."""
+    scalars = Op(kind=Kind.ALL_REDUCE, owner="scalars", axis="world", dtype="float64", after=waits)
+    scalars = scalars.sized(len(STEP_SCALARS))
+    written: list[Op] = []
+    for op in ops:
+        if op.kind is Kind.UPDATE:
+            written.append(scalars)
+            op = replace(op, after=(*op.after, scalars.name))
+        written.append(op)
+    return tuple(written)

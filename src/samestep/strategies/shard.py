@@ -93,10 +93,13 @@ def _stage_2_or_3(key: str, ops: Ops, step: Step, units: tuple[Unit, ...]) -> Op
 def _gathered_forward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...]) -> Iterator[Op]:
     # zero=2 keeps the weights until the step's last backward, so only the first micro-batch gathers them.
     gathers = step.zero == 3 or starts_step(key)
+    done: list[str] = []
     for op in ops:
         waits = [_gather(unit) for unit in units if gathers and unit.first_layer == op.layer]
-        yield from waits
+        # FSDP2 runs one gather ahead: the next may not start before the forward before the current one has ended.
+        yield from (replace(wait, after=tuple(done[-2:-1])) for wait in waits)
         yield replace(op, after=(*op.after, *(wait.name for wait in waits)))
+        done.append(op.name)
 
 
 def _scattered_backward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...]) -> Iterator[Op]:
@@ -105,7 +108,9 @@ def _scattered_backward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...])
     Units whose forward starts at the model's inputs, which need no gradient, are scattered at the very end.
     """
     reduces = step.layout.accumulate == "sharded" or ends_step(key)
+    scattered = [unit for unit in units if reduces and unit.padded_grad_numel]
     issued: set[str] = set()
+    waits: dict[int | None, tuple[str, ...]] = {}
     order = sorted(units, key=lambda unit: (unit.last_layer, unit.first_layer != unit.last_layer))
 
     def gather(unit: Unit) -> Iterator[Op]:
@@ -114,24 +119,19 @@ def _scattered_backward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...])
             yield _gather(unit)
 
     for op in ops:
-        if op.kind is not Kind.BACKWARD:
-            yield op
-            continue
-        mine = [unit for unit in order if unit.last_layer == op.layer]
-        waits: tuple[str, ...] = ()
-        for unit in reversed(mine):
-            before = order.index(unit) - 1
-            yield from gather(unit)
-            waits = (*waits, f"{Kind.ALL_GATHER}:{unit.name}")
-            if before >= 0:
-                yield from gather(order[before])
-        yield replace(op, after=(*op.after, *(name for name in waits if name.partition(":")[2] in issued)))
-        for unit in units:
-            if reduces and unit.first_layer == op.layer and unit.first_layer > 0:
-                yield _scatter(unit, step, op)
-    for unit in units:
-        if reduces and unit.first_layer == 0:
-            yield _scatter(unit, step, ops[-1])
+        if op.layer not in waits:  # reached by its backward, or by the forward that is repeated for it
+            waits[op.layer] = ()
+            for unit in reversed([unit for unit in order if unit.last_layer == op.layer]):
+                before = order.index(unit) - 1
+                yield from gather(unit)
+                if unit.name in issued:
+                    waits[op.layer] += (f"{Kind.ALL_GATHER}:{unit.name}",)
+                if before >= 0:
+                    yield from gather(order[before])
+        yield replace(op, after=(*op.after, *waits[op.layer]))
+        if op.kind is Kind.BACKWARD:
+            yield from (_scatter(u, step, op) for u in scattered if u.first_layer == op.layer and u.first_layer > 0)
+    yield from (_scatter(unit, step, ops[-1]) for unit in scattered if unit.first_layer == 0)
 
 
 def _gather(unit: Unit) -> Op:
@@ -152,29 +152,36 @@ def _units(step: Step) -> tuple[Unit, ...]:
 
     In the order of the module tree, which is the order in which FSDP2 finishes what autograd left over.
     """
-    model = step.model
+    layers = step.model.layers
     groups: dict[tuple[str, ...], list[ParamSpec]] = {}
-    for param in model.params:
-        owners = tuple(dict.fromkeys(_module(name) for name in (param.name, *param.aliases)))
-        if not param.shared:
-            modules = model.layers[param.layer].modules
-            covered = any(owners[0] == m or owners[0].startswith(f"{m}.") for m in modules)
-            owners = tuple(m for m in modules if not _only_shared(step, m)) if covered else ("",)
-        groups.setdefault(owners, []).append(param)
-    return tuple(
-        _unit(step, modules, params) for modules, params in sorted(groups.items(), key=lambda g: g[0] != ("",))
-    )
+    members: dict[int, dict[str, None]] = {}
+    own: dict[int, list[ParamSpec]] = {}
+    order: dict[str, int] = {}
+    for param in step.model.params:
+        owners = tuple(dict.fromkeys(name.rpartition(".")[0] for name in (param.name, *param.aliases)))
+        for owner in owners:
+            order.setdefault(owner, len(order))
+        roots = [module for module in layers[param.layer].modules if module and _is_below(owners[0], module)]
+        if param.shared:
+            groups.setdefault(owners, []).append(param)
+        elif not roots:
+            groups.setdefault(("",), []).append(param)
+        else:
+            members.setdefault(param.layer, {})[roots[0]] = None
+            own.setdefault(param.layer, []).append(param)
+            order.setdefault(roots[0], order[owners[0]])
+    for layer, params in own.items():
+        groups[tuple(members[layer])] = params
+    units = [_unit(step, tuple(sorted(modules, key=lambda m: order.get(m, -1))), ps) for modules, ps in groups.items()]
+    return tuple(sorted(units, key=lambda unit: order.get(unit.modules[0], -1) if unit.modules != ("",) else -1))
 
 
 def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec]) -> Unit:
     layers = step.model.layers
     last = len(layers) - 1
-    is_root = modules == ("",)
-    used_in = [i for i, layer in enumerate(layers) for m in modules if _within(m, layer.modules)]
-    first_layer, last_layer = (0, last) if is_root else (min(used_in), max(used_in))
-    trainable = [param for param in params if param.trainable]
-    order = [_module(name) for param in step.model.params for name in (param.name, *param.aliases)]
-    modules = tuple(sorted(modules, key=lambda m: next(i for i, owner in enumerate(order) if _within(owner, (m,)))))
+    first_layer, last_layer = (0, last) if modules == ("",) else _span(step, modules, params)
+    # A frozen start of the model has no backward that would read its weights.
+    has_backward = any(param.trainable and param.layer <= last_layer for param in step.model.params)
     return Unit(
         name=", ".join(modules),  # FSDP2's own label of it; empty for what the root module owns itself
         modules=modules,
@@ -183,25 +190,24 @@ def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec]) -> Unit
         last_layer=last_layer,
         dtype=step.working_dtype(params[0]),
         padded_numel=sum(_padded_rows(param, step.layout.dp_shard) for param in params),
-        padded_grad_numel=sum(_padded_rows(param, step.layout.dp_shard) for param in trainable),
+        padded_grad_numel=sum(_padded_rows(param, step.layout.dp_shard) for param in params if param.trainable),
         # The last layer's backward follows at once, and a weight that first and last layer share is in use throughout.
         keep_after_forward=step.zero == 2 or last_layer == last,
-        gather_in_backward=layers[last_layer].backward_reads_weights,
+        gather_in_backward=layers[last_layer].backward_reads_weights and has_backward,
     )
 
 
-def _module(param_name: str) -> str:
-    return param_name.rpartition(".")[0]
+def _span(step: Step, modules: tuple[str, ...], params: list[ParamSpec]) -> tuple[int, int]:
+    """First and last layer that use the weights of a unit."""
+    if not params[0].shared:
+        return params[0].layer, params[0].layer
+    roots = [(root, index) for index, layer in enumerate(step.model.layers) for root in layer.modules]
+    used = [index for root, index in roots for module in modules if not root or _is_below(module, root)]
+    return min(used), max(used)
 
 
-def _within(module: str, roots: tuple[str, ...]) -> bool:
-    return any(not root or module == root or module.startswith(f"{root}.") for root in roots)
-
-
-def _only_shared(step: Step, module: str) -> bool:
-    """Whether every weight below `module` is shared, so that another unit holds it."""
-    below = [p for p in step.model.params if any(_within(name, (module,)) for name in (p.name, *p.aliases))]
-    return all(param.shared for param in below)
+def _is_below(module: str, root: str) -> bool:
+    return module == root or module.startswith(f"{root}.")
 
 
 def _padded_rows(param: ParamSpec, multiple: int) -> int:

@@ -1,0 +1,365 @@
+"""Jobs become models, losses, optimizers and learning rates; what a library would take in silence is refused."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from samestep.errors import JobError, ModelError
+from samestep.job import Job, ScheduleTable
+from samestep.runtime.build import call_model, learning_rate_factor, loss_of, model_source, optimizer_of
+
+TINY_LLAMA = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 50,
+}
+
+PLUGIN = """
+import torch
+from torch import nn
+
+NOT_A_FUNCTION = 3
+
+def model(width=4):
+    return nn.Linear(width, width)
+
+def nothing():
+    return 3
+
+def absolute(outputs, batch):
+    return (outputs - batch[1]).abs().sum(), outputs.numel()
+
+def mean(outputs, batch):
+    return outputs.mean()
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.5)
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module `plugin_of_the_user` in the working directory."""
+    (tmp_path / "plugin_of_the_user.py").write_text(PLUGIN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.delitem(sys.modules, "plugin_of_the_user", raising=False)
+
+
+def hf_job(family: str, **config: Any) -> Job:
+    return Job(model={"source": f"hf:{family}", "config": config})
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def test_a_family_is_built_for_training_without_a_cache() -> None:
+    model = model_source(hf_job("llama", **TINY_LLAMA))()
+    assert model.training
+    assert model.config.use_cache is False  # type: ignore[union-attr]
+    batch = {"input_ids": torch.zeros(2, 6, dtype=torch.long), "labels": torch.zeros(2, 6, dtype=torch.long)}
+    outputs = call_model(model, batch)
+    assert outputs.logits.shape == (2, 6, 50)
+    assert outputs.loss is None, "labels are not given to the model"
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    torch.manual_seed(0)
+    model = model_source(hf_job("llama", **TINY_LLAMA))()
+    tokens = torch.randint(0, 50, (1, 8))
+    packed = {"input_ids": tokens, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}
+    alone = {"input_ids": tokens[:, 4:]}
+    torch.testing.assert_close(call_model(model, packed).logits[:, 4:], call_model(model, alone).logits)
+
+
+def test_an_encoder_family_is_built_as_a_decoder() -> None:
+    config = {name: value for name, value in TINY_LLAMA.items() if name != "num_key_value_heads"}
+    model = model_source(hf_job("bert", **config))().eval()
+    tokens = torch.randint(0, 50, (1, 6))
+    changed = tokens.clone()
+    changed[0, -1] = (changed[0, -1] + 1) % 50
+    before, after = (call_model(model, {"input_ids": t}).logits for t in (tokens, changed))
+    torch.testing.assert_close(before[:, :-1], after[:, :-1])
+
+
+def test_a_padding_token_outside_the_vocabulary_is_dropped() -> None:
+    assert model_source(hf_job("phi3", **TINY_LLAMA))().config.pad_token_id is None  # type: ignore[union-attr]
+
+
+def test_nothing_of_transformers_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    model_source(hf_job("phi3", **TINY_LLAMA))()
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "message"),
+    [
+        ("lama", {}, r"no family 'lama' \(did you mean 'llama'\?\)"),
+        ("vit", {}, "no causal language model"),
+        ("llama", {"hiden_size": 3}, r"model\.config\.hiden_size.*did you mean 'hidden_size'"),
+        ("llama", {"hidden_size": "wide"}, "hidden_size"),
+        ("llama", {"hidden_size": 65, "num_attention_heads": 4}, "65"),
+    ],
+)
+def test_a_wrong_family_or_field_is_named(family: str, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        model_source(hf_job(family, **config))
+
+
+def test_other_names_of_a_field_are_known() -> None:
+    assert model_source(hf_job("gpt2", hidden_size=16, n_head=2, n_layer=1)).args[0].n_embd == 16  # type: ignore[attr-defined]
+    rope = model_source(hf_job("llama", **TINY_LLAMA, rope_theta=77.0)).args[0].rope_parameters  # type: ignore[attr-defined]
+    assert rope["rope_theta"] == 77.0
+    # qwen3_moe reads head_dim, and does not declare it.
+    model_source(hf_job("qwen3_moe", head_dim=8))
+
+
+def test_missing_transformers_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModelError, match=r"samestep\[hf\]"):
+        model_source(hf_job("llama"))
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_function_of_the_user_builds_a_model() -> None:
+    model = model_source(Job(model={"source": "plugin_of_the_user:model", "config": {"width": 3}}))()
+    assert isinstance(model, nn.Linear)
+    assert model.in_features == 3
+
+
+@pytest.mark.usefixtures("plugin")
+@pytest.mark.parametrize(
+    ("source", "config", "message"),
+    [
+        ("plugin", {}, "not of the form module:function"),
+        ("plugin_of_nobody:model", {}, "no module 'plugin_of_nobody'"),
+        ("plugin_of_the_user:modell", {}, r"no function 'modell' \(did you mean 'model'\?\)"),
+        ("plugin_of_the_user:NOT_A_FUNCTION", {}, "not a function"),
+        ("plugin_of_the_user:model", {"depth": 3}, "depth"),
+        ("plugin_of_the_user:nothing", {}, "must return an nn.Module"),
+    ],
+)
+def test_a_wrong_function_is_named(source: str, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        model_source(Job(model={"source": source, "config": config}))()
+
+
+def test_a_failing_import_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needy_plugin.py").write_text("import a_module_that_nobody_has\n")
+    (tmp_path / "broken_plugin.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    with pytest.raises(ModelError, match="needs the module a_module_that_nobody_has"):
+        model_source(Job(model={"source": "needy_plugin:model"}))
+    with pytest.raises(ModelError, match="ZeroDivisionError"):
+        model_source(Job(model={"source": "broken_plugin:model"}))
+
+
+class TakesAny(nn.Module):
+    def forward(self, x: Any = None, **others: Any) -> dict[str, Any]:
+        return {"x": x, **others}
+
+
+class TakesPixels(nn.Module):
+    def forward(self, pixels: Any) -> Any:
+        return pixels
+
+
+def test_a_batch_is_given_as_the_forward_takes_it() -> None:
+    batch = {"input_ids": 1, "position_ids": 2, "labels": 3, "source": 4}
+    assert call_model(TakesAny(), batch) == {"x": None, "input_ids": 1, "position_ids": 2}
+    assert call_model(TakesPixels(), {"pixels": 5, "labels": 6}) == 5
+    assert call_model(TakesPixels(), (5, 6)) == 5
+    assert call_model(TakesPixels(), [5, 6]) == 5
+    assert call_model(TakesPixels(), 5) == 5
+
+
+def test_a_batch_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ModelError, match="the batch has image, labels, and the forward of TakesPixels takes pixels"):
+        call_model(TakesPixels(), {"image": 1, "labels": 2})
+    with pytest.raises(ModelError, match="packed documents see each other"):
+        call_model(TakesPixels(), {"pixels": 1, "position_ids": 2})
+
+
+# -- losses ----------------------------------------------------------------------------------------
+
+
+class Output(dict[str, Any]):
+    """What transformers returns."""
+
+    @property
+    def logits(self) -> Any:
+        return self["logits"]
+
+
+def test_cross_entropy_sums_over_the_counted_labels() -> None:
+    loss = loss_of(Job())
+    logits = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([[1, -100, 2], [4, 0, -100]])
+    total, count = loss(Output(logits=logits), {"labels": labels})
+    picked = -torch.log_softmax(logits, -1)
+    assert torch.allclose(total, picked[0, 0, 1] + picked[0, 2, 2] + picked[1, 0, 4] + picked[1, 1, 0])
+    assert count == 4
+    assert total.dtype is torch.float64
+
+
+def test_cross_entropy_of_classes_and_of_pictures() -> None:
+    loss = loss_of(Job())
+    logits, labels = torch.randn(4, 3), torch.tensor([0, 1, 2, -100])
+    total, count = loss(logits, (None, labels))
+    assert torch.allclose(total, F.cross_entropy(logits, labels, reduction="sum"))
+    assert count == 3
+    maps, classes = torch.randn(2, 3, 4, 5), torch.randint(0, 3, (2, 4, 5))
+    total, count = loss((maps, "more"), (None, classes))
+    assert torch.allclose(total, F.cross_entropy(maps, classes, reduction="sum"))
+    assert count == 40
+
+
+def test_losses_of_half_precision_are_float32_and_of_no_samples_zero() -> None:
+    for name in ("cross_entropy", "mse"):
+        loss = loss_of(Job(train={"loss": name}))
+        target = torch.zeros(2, dtype=torch.long) if name == "cross_entropy" else torch.zeros(2, 3)
+        total, count = loss(torch.zeros(2, 3, dtype=torch.bfloat16), (None, target))
+        assert total.dtype is torch.float32
+        total, count = loss(torch.zeros(0, 3), (None, target[:0]))
+        assert (total.item(), count.item()) == (0.0, 0)
+
+
+def test_mse_counts_elements() -> None:
+    total, count = loss_of(Job(train={"loss": "mse"}))(torch.ones(2, 3), (None, torch.zeros(2, 3)))
+    assert (total.item(), count.item()) == (6.0, 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "outputs", "batch", "message"),
+    [
+        ("cross_entropy", torch.zeros(2, 3, 5), {"labels": torch.zeros(2, 4, dtype=torch.long)}, "do not fit"),
+        ("mse", torch.zeros(2, 1), (None, torch.zeros(2)), "equal shapes"),
+        ("mse", torch.zeros(2, 1), {"x": 1}, "no labels"),
+        ("mse", 3, (None, torch.zeros(2)), "without logits"),
+    ],
+)
+def test_a_loss_that_does_not_fit_is_refused(name: str, outputs: Any, batch: Any, message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        loss_of(Job(train={"loss": name}))(outputs, batch)
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_loss_of_the_user() -> None:
+    batch = (None, torch.zeros(2, 3))
+    total, count = loss_of(Job(train={"loss": "plugin_of_the_user:absolute"}))(torch.ones(2, 3), batch)
+    assert (total.item(), count.item()) == (6.0, 6)
+    with pytest.raises(JobError, match="must return"):
+        loss_of(Job(train={"loss": "plugin_of_the_user:mean"}))(torch.ones(2, 3), batch)
+    with pytest.raises(JobError, match=r"did you mean 'cross_entropy'"):
+        loss_of(Job(train={"loss": "crossentropy"}))
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+def parameters(**kind: Any) -> list[tuple[str, torch.Tensor]]:
+    return [(name, nn.Parameter(torch.zeros(3, **kind))) for name in ("a.weight", "norm.weight", "a.bias")]
+
+
+def make(named: list[tuple[str, torch.Tensor]], **table: Any) -> torch.optim.Optimizer:
+    return optimizer_of(Job(optimizer=table))(named)
+
+
+def test_groups_are_decayed_or_not() -> None:
+    named = parameters()
+    patterns = ("*norm*", "*.bias")
+    optimizer = make(
+        named, name="AdamW", lr=0.1, weight_decay=0.3, no_weight_decay=patterns, options={"betas": [0.8, 0.9]}
+    )
+    assert type(optimizer) is torch.optim.AdamW
+    decayed, spared = optimizer.param_groups
+    assert [group["weight_decay"] for group in (decayed, spared)] == [0.3, 0.0]
+    assert decayed["params"] == [named[0][1]]
+    assert spared["params"] == [named[1][1], named[2][1]]
+    assert decayed["betas"] == (0.8, 0.9)
+    assert decayed["lr"] == 0.1
+
+
+def test_no_decay_is_one_group_without_torchs_own_default() -> None:
+    (group,) = make(parameters(), name="adamw", no_weight_decay=("*norm*",)).param_groups
+    assert group["weight_decay"] == 0.0
+
+
+def test_a_rank_may_have_nothing_to_update() -> None:
+    make([], name="adamw", weight_decay=0.1, no_weight_decay=("*norm*",)).step()
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "adagrad"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_updates_are_fused_where_torch_can(name: str, dtype: torch.dtype) -> None:
+    named = parameters(dtype=dtype)
+    optimizer = make(named, name=name)
+    assert optimizer.defaults["fused"] is (dtype is not torch.bfloat16)
+    for _, param in named:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert all((param != 0).all() for _, param in named)
+
+
+def test_options_decide_over_fusing() -> None:
+    assert make(parameters(), name="adamw", options={"fused": False}).defaults["fused"] is False
+    assert make(parameters(), name="adamw", options={"foreach": True}).defaults["fused"] is None
+    assert "fused" not in make(parameters(), name="rmsprop").defaults
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"name": "adamv"}, r"adamv.*did you mean 'adam"),
+        ({"name": "lbfgs"}, "several times a step"),
+        ({"name": "adamw", "options": {"beta": 1}}, r"options\.beta: AdamW takes betas.*did you mean 'betas'"),
+        ({"name": "rprop", "weight_decay": 0.1}, "Rprop has none"),
+        ({"name": "adamw", "options": {"betas": [2.0, 0.9]}}, "AdamW refuses"),
+    ],
+)
+def test_a_wrong_optimizer_is_named(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        make(parameters(), **table)
+
+
+@pytest.mark.usefixtures("plugin")
+def test_an_optimizer_of_the_user() -> None:
+    assert make(parameters(), name="plugin_of_the_user:optimizer").defaults["lr"] == 0.5
+    with pytest.raises(JobError, match="not a torch optimizer"):
+        make(parameters(), name="builtins:len")
+
+
+# -- learning rates --------------------------------------------------------------------------------
+
+
+def factors(name: str, steps: int, **table: Any) -> list[float]:
+    factor = learning_rate_factor(ScheduleTable(name=name, **table), steps)  # type: ignore[arg-type]
+    return [factor(step) for step in range(steps)]
+
+
+def test_the_learning_rate_rises_stays_and_falls() -> None:
+    assert factors("constant", 4, warmup_steps=2) == [0.5, 1.0, 1.0, 1.0]
+    assert factors("linear", 6, warmup_steps=1, final_ratio=0.2) == pytest.approx([1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
+    assert factors("cosine", 3, final_ratio=0.5) == pytest.approx([1.0, 0.75, 0.5])
+    quarter = 0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2
+    assert factors("cosine", 5, final_ratio=0.1)[1] == pytest.approx(quarter)
+
+
+def test_the_learning_rate_at_the_edges() -> None:
+    assert factors("linear", 1) == [1.0]
+    assert factors("linear", 2, warmup_steps=2) == [0.5, 1.0]
+    assert factors("cosine", 3, warmup_steps=2, final_ratio=0.1) == pytest.approx([0.5, 1.0, 0.1])
+    factor = learning_rate_factor(ScheduleTable(name="linear", final_ratio=0.1), 10)
+    assert factor(50) == pytest.approx(0.1)
