@@ -33,7 +33,7 @@ class Screen:
     """The progress of a run on the terminal: a live line where there is one, and lasting lines now and then."""
 
     def __init__(self, first_step: int, last_step: int) -> None:
-        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._console = Console(file=sys.stdout, highlight=False, emoji=False, soft_wrap=True)
         self._every = max(1, (last_step - first_step) // _LINES)
         self._last = last_step
         columns = (
