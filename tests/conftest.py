@@ -15,6 +15,23 @@ from tests import pool as pools
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-layout", action="store_true", help="run the nightly combinations too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the nightly combinations out, and the tests for an accelerator where there is none."""
+    left = [item for item in items if _runs(config, item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(left)])
+    items[:] = left
+
+
+def _runs(config: pytest.Config, item: pytest.Item) -> bool:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        return False
+    return config.getoption("--every-layout") or not item.get_closest_marker("nightly")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_pool_is_left() -> Iterator[None]:
     yield

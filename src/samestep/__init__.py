@@ -30,13 +30,13 @@ from samestep.layout import Layout
 
 if TYPE_CHECKING:
     from samestep.datasets import batches
-    from samestep.runtime.launch import run_workers as launch
+    from samestep.runtime.launch import launch
     from samestep.runtime.run import parallelize
     from samestep.training import train
 
 _LAZY = {
     "batches": ("samestep.datasets", "batches"),
-    "launch": ("samestep.runtime.launch", "run_workers"),
+    "launch": ("samestep.runtime.launch", "launch"),
     "parallelize": ("samestep.runtime.run", "parallelize"),
     "train": ("samestep.training", "train"),
 }

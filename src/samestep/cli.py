@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
     _add_train(verbs)
     _add_simulate(verbs)
+    _add_layouts(verbs)
     env = verbs.add_parser("env", help="versions and devices, for a bug report")
     env.set_defaults(verb=_env)
     return parser
@@ -76,6 +77,17 @@ def _add_simulate(verbs: Any) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace (Perfetto opens it)")
     parser.set_defaults(verb=_simulate)
+
+
+def _add_layouts(verbs: Any) -> None:
+    parser = verbs.add_parser("layouts", help="which layouts a job may have on N devices, and why not the others")
+    parser.add_argument("job", nargs="?", type=Path, metavar="JOB.toml", help="default: samestep's own default job")
+    parser.add_argument("--devices", type=_positive, required=True, metavar="N")
+    parser.add_argument("--why-not", metavar='"dp=2 ..."', help="say what one layout is refused for")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the job")
+    parser.add_argument("--markdown", action="store_true", help="print the table for a document")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table")
+    parser.set_defaults(verb=_layouts)
 
 
 def _positive(text: str) -> int:
@@ -170,6 +182,22 @@ def _simulate(words: argparse.Namespace) -> int:
         words.json.write_text(json.dumps(numbers, indent=1) + "\n")
     if words.trace:
         words.trace.write_text(json.dumps(timeline.to_chrome_trace()))
+    return 0
+
+
+def _layouts(words: argparse.Namespace) -> int:
+    from samestep import catalog, legality
+
+    job = _job(words)
+    model = catalog.model_spec(job)
+    if words.why_not is not None:
+        row = legality.row_of(model, job, Layout.parse(words.why_not))
+        print(row.reason or f'"{row.layout}" is legal')
+        return 0
+    rows = [legality.row_of(model, job, layout) for layout in legality.layouts_of(words.devices)]
+    print(legality.as_markdown(rows) if words.markdown else legality.as_text(rows))
+    if words.json:
+        words.json.write_text(json.dumps([legality.as_record(row) for row in rows], indent=1) + "\n")
     return 0
 
 

@@ -23,13 +23,14 @@ OnNonFinite = Literal["skip", "stop", "continue"]
 
 
 class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, validate_default=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class ModelTable(_Table):
     """The model: `hf:FAMILY` (a transformers configuration), or `module:function` that returns an nn.Module."""
 
     source: str = "hf:llama"
+    """`hf:FAMILY`, or `module:function`."""
     config: dict[str, Any] = {}
     """Fields of the family's configuration to override, or keyword arguments of the function."""
 
@@ -38,9 +39,11 @@ class DataTable(_Table):
     """The data; `source` is one of the words of `datasets.open_dataset`."""
 
     source: str = "topics"
+    """topics, stdlib, text:PATH, tokens:PATH, jsonl:PATH, hf:PATH, or `module:function`."""
     tokenizer: str = "bytes"
     """`bytes`, or a folder that holds a tokenizer."""
     sequence_length: Annotated[int, Field(ge=1)] = 64
+    """Tokens of a sample."""
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
     """The fraction at the end of the data that is never trained on."""
     text_field: str = "text"
@@ -55,7 +58,9 @@ class TrainTable(_Table):
     global_batch: Annotated[int, Field(ge=1)] = 32
     """Samples (sequences) of one step over all ranks and micro-batches."""
     steps: Annotated[int, Field(ge=1)] = 100
+    """Optimizer steps of the whole run; the learning rate's schedule spans them."""
     seed: Annotated[int, Field(ge=0)] = 0
+    """First weights, order of samples and dropout masks are functions of it."""
     loss: str = "cross_entropy"
     """`cross_entropy` (next token, or class), `mse`, or `module:function` of (outputs, batch) -> (sum, count)."""
     evaluate_samples: Annotated[int, Field(ge=0)] = 256
@@ -65,14 +70,18 @@ class TrainTable(_Table):
     sample_tokens: Annotated[int, Field(ge=0)] = 200
     """Tokens of the text sample before and after training; 0 leaves it out."""
     sample_temperature: Annotated[float, Field(ge=0.0)] = 0.8
+    """0 takes the likeliest token."""
 
 
 class OptimizerTable(_Table):
     """The optimizer: a class of torch.optim by its name in any case, or `module:function` of (parameters)."""
 
     name: str = "adamw"
+    """A class of torch.optim in any case, or `module:function`."""
     lr: Annotated[float, Field(ge=0.0)] = 1e-3
+    """The learning rate after warm-up."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    """Of every parameter that `no_weight_decay` does not name."""
     no_weight_decay: tuple[str, ...] = ()
     """Patterns (`*norm*`, `*.bias`) of the parameters that are not decayed."""
     clip_norm: Annotated[float, Field(gt=0.0)] | None = None
@@ -85,21 +94,26 @@ class ScheduleTable(_Table):
     """The learning rate: `warmup_steps` of linear rise, then constant, or down to `final_ratio` of the peak."""
 
     name: Literal["constant", "linear", "cosine"] = "constant"
+    """The way down after warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps of linear rise."""
     final_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """What is left of the peak at the last step."""
 
 
 class NumericsTable(_Table):
     """Precision and everything else in the arithmetic that may change a result."""
 
     precision: Precision = "float32"
+    """bf16 and fp16 are mixed with float32 masters, gradients and reductions."""
     tf32: bool = False
+    """Allow TF32 in float32 matrix products on GPUs."""
     on_nonfinite: OnNonFinite = "stop"
     """What a step does whose loss or gradient is not finite, once it has named the module at fault."""
     loss_scale: Annotated[float, Field(gt=0.0)] = 65536.0
-    """fp16 only: the first loss scale; it halves at an overflow (the step is skipped) and doubles after"""
+    """fp16 only: the first loss scale. It is halved at an overflow, and the step skipped; then grows again."""
     loss_scale_growth_steps: Annotated[int, Field(ge=1)] = 2000
-    """this many steps without one."""
+    """fp16 only: the loss scale doubles after so many steps without an overflow."""
 
 
 class CheckpointTable(_Table):
@@ -108,12 +122,14 @@ class CheckpointTable(_Table):
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints; 0 writes only the last one."""
     keep: Annotated[int, Field(ge=1)] = 2
+    """Newest checkpoints that are kept."""
 
 
 class RunTable(_Table):
     """How this machine runs it: nothing here may change a result."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes GPUs where there are any."""
     ranks: Annotated[int, Field(ge=1)] | None = None
     """Worker processes; without it the layout decides, and without that all GPUs or 2 processes."""
     threads: Annotated[int, Field(ge=1)] = 1

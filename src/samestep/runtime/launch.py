@@ -555,6 +555,33 @@ def _write_to_files(folder: str, rank: int) -> None:
 # ---------------------------------------------------------------- their parent
 
 
+def launch(
+    main: Callable[..., T],
+    args: tuple[Any, ...] = (),
+    *,
+    ranks: int,
+    device: str = "auto",
+    threads: int = 1,
+    timeout_s: float = 600.0,
+) -> T:
+    """Run `main(place, *args)` on every rank: in workers of this machine, or here where torchrun or srun started us.
+
+    So one script runs by itself on a laptop and under a launcher on many machines, where `ranks` is the launcher's
+    affair. Returns what rank 0 returned (under a launcher: what this rank did).
+
+    Raises:
+        SamestepError: what a worker raised, of the same class and text.
+        WorkerError: a worker died or failed otherwise; the text names it and has its last words.
+    """
+    if not launched_from_outside():
+        return run_workers(main, args, ranks=ranks, device=device, threads=threads, timeout_s=timeout_s)
+    place = join(device, timeout_s=timeout_s, threads=threads)
+    try:
+        return main(place, *args)
+    finally:
+        leave()
+
+
 def run_workers(
     main: Callable[..., T],
     args: tuple[Any, ...] = (),

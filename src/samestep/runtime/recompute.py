@@ -26,6 +26,7 @@ _KEPT = [
     torch.ops.aten.addmm.default,
     torch.ops.aten.baddbmm.default,
     torch.ops.aten.convolution.default,
+    torch.ops.aten._grouped_mm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,

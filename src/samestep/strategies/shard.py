@@ -52,6 +52,8 @@ def refusal(step: Step) -> str | None:
     scalars = [param.name for param in step.model.params if not param.shape]
     if scalars and step.zero >= 2:
         return f"{scalars[0]} has no dimension to cut: give it shape (1,), or use zero=1"
+    if step.zero >= 2 and (mixed := _mixed_owner(step)):
+        return f"{mixed} shares a weight and holds modules with others, which cannot be gathered apart: zero=1 works"
     return None
 
 
@@ -163,7 +165,9 @@ def _units(step: Step) -> tuple[Unit, ...]:
             order.setdefault(owner, len(order))
         roots = [module for module in layers[param.layer].modules if module and _is_below(owners[0], module)]
         if param.shared:
-            groups.setdefault(owners, []).append(param)
+            met = [known for known in groups if known != ("",) and set(known) & set(owners)]
+            together = [other for known in met for other in groups.pop(known)]
+            groups[tuple(dict.fromkeys([*(m for known in met for m in known), *owners]))] = [*together, param]
         elif not roots:
             groups.setdefault(("",), []).append(param)
         else:
@@ -204,6 +208,13 @@ def _span(step: Step, modules: tuple[str, ...], params: list[ParamSpec]) -> tupl
     roots = [(root, index) for index, layer in enumerate(step.model.layers) for root in layer.modules]
     used = [index for root, index in roots for module in modules if not root or _is_below(module, root)]
     return min(used), max(used)
+
+
+def _mixed_owner(step: Step) -> str | None:
+    """Name a module that owns a shared weight, and below it modules whose weights are not shared."""
+    sharing = {name.rpartition(".")[0] for p in step.model.params if p.shared for name in (p.name, *p.aliases)}
+    others = {param.name.rpartition(".")[0] for param in step.model.params if not param.shared}
+    return next((s for s in sorted(sharing) if any(_is_below(other, s) for other in others)), None)
 
 
 def _is_below(module: str, root: str) -> bool:

@@ -1,0 +1,105 @@
+"""Writes the tables of the documents, between the markers `<!-- table: NAME -->` and `<!-- end -->`.
+
+    python docs/tables.py           rewrites README.md and docs/*.md
+    python docs/tables.py --check   exits 1 where a table is not what its command prints today
+
+Each table is what the command named in its marker's function prints; nothing is typed by hand.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from samestep import Job, Layout, catalog, legality
+from samestep import job as jobs
+from samestep.memory import at_rest, classic_bytes_per_param, held_bytes_per_param
+from samestep.strategies import program_of
+
+ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def layouts() -> str:
+    """`samestep layouts --devices 4 --markdown`: every layout of the default job on four devices."""
+    return _layouts(list(legality.layouts_of(4)))
+
+
+def degrees() -> str:
+    """The same without the switches: how four devices may share the data axis."""
+    found = {(lay.dp_replicate, lay.dp_shard, lay.zero): lay for lay in reversed(list(legality.layouts_of(4)))}
+    return _layouts(list(reversed(found.values())))
+
+
+def _layouts(chosen: list[Layout]) -> str:
+    job = jobs.load(ROOT / "jobs" / "default.toml")
+    model = catalog.model_spec(job)
+    return legality.as_markdown([legality.row_of(model, job, layout) for layout in chosen])
+
+
+def job_keys() -> str:
+    """Every key of a job file, from the schema itself."""
+    lines = []
+    for table, field in Job.model_fields.items():
+        kind = field.annotation
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            lines += [f"\n### [{table}]\n", str(field.description)]
+            continue
+        about = " ".join((kind.__doc__ or "").split())
+        lines += [f"\n### [{table}]\n", about, "", "| key | default | what it says |", "| --- | --- | --- |"]
+        for name, key in kind.model_fields.items():
+            default = "" if key.default is None else f"`{key.default!r}`".replace("'", '"')
+            lines.append(f"| `{name}` | {default} | {' '.join((key.description or '').split())} |")
+    return "\n".join(lines)
+
+
+def memory() -> str:
+    """Bytes a parameter in mixed precision with Adam, by ZeRO stage and ranks: the paper's, this runtime's."""
+    degrees = (2, 4, 8, 64, 1024)
+    lines = ["| | " + " | ".join(f"N={n}" for n in degrees) + " | saving at N=1024 |"]
+    lines.append("| --- |" + " ---: |" * (len(degrees) + 1))
+    for name, bytes_per_param in (("classic", classic_bytes_per_param), ("held here", held_bytes_per_param)):
+        for zero in (0, 1, 2, 3):
+            cells = " | ".join(f"{bytes_per_param(zero, n):.2f}" for n in degrees)
+            saving = bytes_per_param(0, 1024) / bytes_per_param(zero, 1024)
+            lines.append(f"| {name}, zero={zero} | {cells} | {saving:.1f}x |")
+    return "\n".join(lines)
+
+
+def held() -> str:
+    """What rank 0 holds of the default job in bf16, weight by weight: the program's numbers, equal to torch's."""
+    base = jobs.load(ROOT / "jobs" / "default.toml", ["numerics.precision=bf16"])
+    model = catalog.model_spec(base)
+    lines = ["| layout | weights | gradients | optimizer | bytes a parameter |", "| --- | ---: | ---: | ---: | ---: |"]
+    for zero in (0, 1, 2, 3):
+        for degree in (2, 4, 8):
+            layout = Layout.parse(f"dp={degree} zero={zero}")
+            use = at_rest(program_of(model, Job.model_validate(base.model_dump()), layout))
+            each = (use.weights + use.gradients + use.optimizer) / model.num_params
+            cells = f"{use.weights:,} | {use.gradients:,} | {use.optimizer:,} | {each:.2f}"
+            lines.append(f"| `{layout}` | {cells} |")
+    return "\n".join(lines)
+
+
+TABLES = {"layouts": layouts, "degrees": degrees, "job_keys": job_keys, "memory": memory, "held": held}
+
+
+def main() -> int:
+    stale = []
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = path.read_text(encoding="utf-8")
+        fresh = BLOCK.sub(lambda block: f"{block[1]}{TABLES[block['name']]()}\n{block[3]}", text)
+        if fresh != text:
+            stale.append(path)
+            if "--check" not in sys.argv:
+                path.write_text(fresh, encoding="utf-8")
+    for path in stale:
+        print("stale:" if "--check" in sys.argv else "written:", path.relative_to(ROOT))
+    return 1 if stale and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
