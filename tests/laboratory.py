@@ -47,7 +47,8 @@ def job_of(precision: str = "float64", steps: int = 3, **tables: Any) -> Job:
 
 
 def make_run(rank: int, world: int, model: str, layout: str, job: Job) -> Run:
-    place = Place(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
+    per_node = job.run.ranks_per_node or world
+    place = Place(rank, rank % per_node, world, per_node, torch.device("cpu"))
     source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
     return Run(source, Layout.parse(layout), job, place)
 

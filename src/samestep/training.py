@@ -1,8 +1,8 @@
 """The verb `train`: from a job to a trained model, a loop over steps and the files it leaves.
 
 ```
-train ── checks everything, builds and traces the model once ── run_workers ──► _work on every rank
-                                                                                  for report in steps(run, ...): log
+train ── check: everything, before anything starts ── run_workers ──► _work on every rank
+         builds and traces the model once                                for report in steps_of(run, ...): log, save
 ```
 What a worker needs is made before the workers are forked, so that `import torch`, the build and the trace are paid
 once. Started by torchrun or srun, this process is a worker already and does the same work itself.
@@ -10,9 +10,11 @@ once. Started by torchrun or srun, this process is a worker already and does the
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import itertools
 import json
 import math
-import os
 import sys
 import time
 import warnings
@@ -23,19 +25,24 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from samestep.datasets import Batch, Dataset, batches, open_dataset, open_tokenizer, sample_indices
 from samestep.errors import CheckpointError, JobError, LayoutError, ModelError, SamestepError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.model import ModelSpec
-from samestep.program import Program
-from samestep.report import Metrics, Screen
+from samestep.report import Metrics, Screen, write_whole
 from samestep.runtime import checkpoint, launch
 from samestep.runtime.build import loss_of, model_source, optimizer_of
 from samestep.runtime.launch import Place
 from samestep.runtime.run import Run, Source, StepReport, prepare
+from samestep.runtime.update import check_optimizer
 from samestep.strategies import program_of
+
+_TOKENS_LOOKED_AT = 2**24
+"""Of a file of tokens, which may be far larger than memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,7 @@ class Summary:
 
     folder: Path
     steps: int
+    """Taken in all, those before a resume included."""
     loss: float | None
     """Of the last step."""
     held_out_loss: float | None
@@ -60,12 +68,13 @@ class Workload:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.dataset = open_dataset(job, "train")
-        self.held_out = open_dataset(job, "held_out") if job.train.evaluate_samples else None
+        evaluates = job.train.evaluate_samples and job.data.held_out
+        self.held_out = open_dataset(job, "held_out") if evaluates else None
         optimizer = optimizer_of(job)
         self.example = Batch(0, np.arange(1), self.dataset).samples([0])
         source = Source(model_source(job), loss_of(job), optimizer, job.model.source)
         prepared = prepare(source, job, self.example)
-        _check_vocabulary(job, prepared[0].module)
+        _check_fit(job, prepared[0].module, self.dataset, self.example)
         self.source = Source(source.model, source.loss, optimizer, source.name, prepared)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -76,6 +85,19 @@ class Workload:
         """The model's shape."""
         assert self.source.prepared is not None
         return self.source.prepared[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A run of which all has been checked that can be before a worker starts."""
+
+    workload: Workload
+    layout: Layout
+    folder: Path
+    until: int
+    """The last step."""
+    resume_from: Path | None
+    """The checkpoint to go on from."""
 
 
 def train(
@@ -95,7 +117,7 @@ def train(
         ranks: worker processes; without it as many as the layout has.
         steps: end after this step; the learning rate goes on as if the job's own number were meant.
         out: the run folder; without it a new one below `runs`.
-        resume: go on from the newest checkpoint in the run folder (without `out`: the newest run).
+        resume: go on from the newest checkpoint in `out`.
 
     Returns:
         What the run ended with; None on ranks other than 0.
@@ -104,39 +126,58 @@ def train(
         SamestepError: the job, layout or data cannot run; nothing has been started or written.
         WorkerError: a worker died.
     """
-    outside = launch.launched_from_outside()
-    place = (
-        launch.join(job.run.device, timeout_s=job.run.timeout_s, ranks_per_node=job.run.ranks_per_node)
-        if outside
-        else None
-    )
-    where, ranks = resolve_layout(job, layout, place.world_size if place else ranks)
-    folder = _run_folder(out, resume)
-    workload = Workload(job)
-    program_of(workload.spec, job, where, place.ranks_per_node if place else None)
-    if where.offload and (
-        place.device.type == "cpu" if place else job.run.device != "cuda" and not torch.cuda.is_available()
-    ):
-        warnings.warn(
-            "offload moves optimizer state to the host, where a CPU has it already: it saves nothing", stacklevel=2
-        )
-    arguments = (workload, where, folder, min(steps or job.train.steps, job.train.steps), resume)
+    run = job.run
+    place = None
+    if launch.launched_from_outside():
+        place = launch.join(run.device, timeout_s=run.timeout_s, ranks_per_node=run.ranks_per_node, threads=run.threads)
+    checked = check(job, layout=layout, ranks=ranks, steps=steps, out=out, resume=resume, place=place)
+    if place is None or place.rank == 0:
+        _warn(checked, place)
+        _make(checked.folder)
     if place is not None:
         try:
-            return _work(place, *arguments)
+            return _work(place, checked)
         finally:
             launch.leave()
-    if warning := launch.oversubscribed(ranks, job.run.threads):
-        warnings.warn(warning, stacklevel=2)
     return launch.run_workers(
         _work,
-        arguments,
-        ranks=ranks,
-        device=job.run.device,
-        threads=job.run.threads,
-        timeout_s=job.run.timeout_s,
-        ranks_per_node=job.run.ranks_per_node,
+        (checked,),
+        ranks=checked.layout.world_size,
+        device=run.device,
+        threads=run.threads,
+        timeout_s=run.timeout_s,
+        ranks_per_node=run.ranks_per_node,
     )
+
+
+def check(
+    job: Job,
+    *,
+    layout: Layout | str | None = None,
+    ranks: int | None = None,
+    steps: int | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    place: Place | None = None,
+) -> Checked:
+    """Check what `train` is given; nothing is started or written. Collective where there is a `place`.
+
+    Raises:
+        SamestepError: the job, layout or data cannot run; the text says what would.
+    """
+    where, _ = resolve_layout(job, layout, place.world_size if place else ranks)
+    until = job.train.steps if steps is None else steps
+    if until > job.train.steps:
+        raise JobError(
+            f"--steps {until} is beyond train.steps = {job.train.steps}, where the learning rate ends: "
+            f"--set train.steps={until} works"
+        )
+    folder = _agreed_folder(out, resume, place)
+    resume_from = _resume_from(folder, job, until) if resume else None
+    workload = Workload(job)
+    program_of(workload.spec, job, where, place.ranks_per_node if place else job.run.ranks_per_node)
+    check_optimizer(workload.source.optimizer, workload.spec, where.zero)
+    return Checked(workload, where, folder, until, resume_from)
 
 
 def resolve_layout(job: Job, layout: Layout | str | None, ranks: int | None) -> tuple[Layout, int]:
@@ -171,29 +212,29 @@ def steps_of(run: Run, dataset: Dataset, until: int) -> Iterator[StepReport]:
             return
 
 
-def _work(place: Place, workload: Workload, layout: Layout, folder: Path, until: int, resume: bool) -> Summary | None:
+def _work(place: Place, checked: Checked) -> Summary | None:
     """Do one rank's part of a run."""
-    job = workload.job
-    run = Run(workload.source, layout, job, place)
+    workload, folder, until = checked.workload, checked.folder, checked.until
+    run = Run(workload.source, checked.layout, workload.job, place)
     run.prepare(workload.example)
-    if resume:
-        run_checkpoint = checkpoint.list_checkpoints(folder / "checkpoints")
-        if not run_checkpoint:
-            raise CheckpointError(f"{folder} holds no complete checkpoint to go on from; leave --resume out to start")
-        checkpoint.load(run, run_checkpoint[-1])
+    if checked.resume_from is not None:
+        checkpoint.load(run, checked.resume_from)
     first = run.steps_taken
     screen = metrics = None
     if place.rank == 0:
-        _write_head(folder, job, run.program)
+        _write_head(checked)
         screen, metrics = Screen(first, until), Metrics(folder, first)
-        screen.say(f"{workload.spec.name}: {workload.spec.num_params:,} weights, layout {str(layout)!r}, {folder}")
-    _say_sample(run, workload, screen, "before" if first == 0 else "resumed")
-    report = _loop(run, workload, folder, until, screen, metrics)
-    if run.steps_taken > first:
-        checkpoint.save(run, folder / "checkpoints", job.checkpoint.keep)
+        words = f"{workload.spec.name}: {workload.spec.num_params:,} weights, layout {str(checked.layout)!r}, {folder}"
+        screen.say(words if checked.resume_from is None else f"{words}, goes on after step {first}")
+        if first == until:
+            screen.say(f"step {first} was the last: there is nothing left to train")
+    if first < until:
+        _say_sample(run, workload, screen, "before" if first == 0 else "resumed")
+    _loop(run, workload, folder, until, screen, metrics)
     stopped = run.steps_taken < until
     held_out = None if stopped else _held_out_loss(run, workload)
-    _say_sample(run, workload, screen, "after")
+    if not stopped:
+        _say_sample(run, workload, screen, "after")
     if screen is None or metrics is None:
         return None
     metrics.close()
@@ -201,29 +242,25 @@ def _work(place: Place, workload: Workload, layout: Layout, folder: Path, until:
         screen.say(f"held-out loss {held_out:.4f}")
     if stopped:
         screen.say(f"stopped after step {run.steps_taken}; go on with --resume --out {folder}")
-    summary = Summary(folder, run.steps_taken, report.loss if report else None, held_out, stopped)
-    (folder / "summary.json").write_text(json.dumps({**_plain(summary)}, indent=1) + "\n")
+    summary = Summary(folder, run.steps_taken, metrics.last_loss, held_out, stopped)
+    write_whole(folder / "summary.json", json.dumps(dataclasses.asdict(summary), indent=1, default=str) + "\n")
     return summary
 
 
 def _loop(
     run: Run, workload: Workload, folder: Path, until: int, screen: Screen | None, metrics: Metrics | None
-) -> StepReport | None:
-    """Take the steps, logging each and saving now and then; return the last report."""
+) -> None:
+    """Take the steps, logging each; save now and then and after the last."""
     every = run.job.checkpoint.every
-    report = None
-    if screen is None or metrics is None:
+    with screen.live() if screen else contextlib.nullcontext():
         for report in steps_of(run, workload.dataset, until):
-            if every and report.step % every == 0 and report.step < until:
+            if screen is not None and metrics is not None:
+                metrics.write(report)
+                screen.show(report)
+            if report.stop or report.step == until or (every and report.step % every == 0):
+                if metrics is not None:
+                    metrics.sync()  # first: a checkpoint is never ahead of the log
                 checkpoint.save(run, folder / "checkpoints", run.job.checkpoint.keep)
-        return report
-    with screen.live():
-        for report in steps_of(run, workload.dataset, until):
-            metrics.write(report)
-            screen.show(report)
-            if every and report.step % every == 0 and report.step < until:
-                checkpoint.save(run, folder / "checkpoints", run.job.checkpoint.keep)
-    return report
 
 
 def _held_out_loss(run: Run, workload: Workload) -> float | None:
@@ -239,23 +276,30 @@ def _held_out_loss(run: Run, workload: Workload) -> float | None:
 def _say_sample(run: Run, workload: Workload, screen: Screen | None, when: str) -> None:
     """Print a text sample of a language model. Collective over the world: every rank runs the same forwards."""
     train = run.job.train
-    is_text = isinstance(workload.example, dict) and "input_ids" in workload.example
-    if not train.sample_tokens or not is_text or run.job.data.source.startswith("tokens:"):
+    if not train.sample_tokens or not _is_text(run.job):
         return
     text = sample_text(run, train.prompt, train.sample_tokens, train.sample_temperature)
-    if screen is not None:
-        screen.say(f"--- sample, {when}\n{text}\n---")
+    if screen is not None and text is not None:
+        screen.say(f"--- sample, {when}\n{_printable(text)}\n---")
 
 
-def sample_text(run: Run, prompt: str, num_tokens: int, temperature: float) -> str:
-    """Continue `prompt` by `num_tokens` tokens. Collective over the world: every rank must call it alike."""
+def sample_text(run: Run, prompt: str, num_tokens: int, temperature: float) -> str | None:
+    """Continue `prompt` by `num_tokens` tokens. Collective over the world: every rank must call it alike.
+
+    Returns:
+        The text, prompt included; None where the model gives no logits [batch, sequence, vocabulary].
+    """
     tokenizer = open_tokenizer(run.job)
     tokens = tokenizer.encode(prompt) or [tokenizer.end_id or 0]
     generator = torch.Generator().manual_seed(run.job.train.seed)
     window = run.job.data.sequence_length
     for _ in range(num_tokens):
         outputs = run.outputs({"input_ids": torch.tensor([tokens[-window:]])})
-        logits = getattr(outputs, "logits", outputs)[0, -1].double().cpu()
+        found = getattr(outputs, "logits", outputs)
+        if not isinstance(found, Tensor) or found.dim() != 3:
+            return None
+        # A model may have more embeddings than the tokenizer has tokens.
+        logits = found[0, -1, : tokenizer.vocab_size].double().cpu()
         if temperature == 0:
             tokens.append(int(logits.argmax()))
             continue
@@ -264,63 +308,142 @@ def sample_text(run: Run, prompt: str, num_tokens: int, temperature: float) -> s
     return tokenizer.decode(tokens)
 
 
-def _check_vocabulary(job: Job, model: torch.nn.Module) -> None:
-    """Refuse a tokenizer with more tokens than a transformers model has embeddings."""
-    words = getattr(getattr(model, "config", None), "vocab_size", None)
-    if not isinstance(words, int) or job.data.source.startswith("tokens:") or ":" in job.data.source.replace("hf:", ""):
-        return
-    known = open_tokenizer(job).vocab_size
-    if known > words:
-        raise ModelError(f"the tokenizer has {known} tokens, but model.config.vocab_size = {words}: {known} works")
+def _printable(text: str) -> str:
+    """Replace what a terminal would obey: an untrained model writes escape sequences too."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
+
+
+def _is_text(job: Job) -> bool:
+    """Whether the samples are made by the job's tokenizer."""
+    return job.data.source.partition(":")[0] in ("topics", "stdlib", "text", "jsonl", "hf")
+
+
+def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any) -> None:
+    """Refuse tokens and sequences that a transformers model has no embeddings for."""
+    config = getattr(model, "config", None)
+    words, positions = getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
+    if isinstance(words, int):
+        known, whose = 0, job.data.source
+        if _is_text(job):
+            known, whose = open_tokenizer(job).vocab_size, "the tokenizer"
+        elif isinstance(tokens := getattr(dataset, "tokens", None), np.ndarray):
+            known = int(tokens[:_TOKENS_LOOKED_AT].max()) + 1
+        if known > words:
+            raise ModelError(
+                f"{whose} has tokens up to {known - 1}, but model.config.vocab_size = {words}; {known} works"
+            )
+    length = example["input_ids"].shape[-1] if isinstance(example, dict) and "input_ids" in example else 0
+    if isinstance(positions, int) and length > positions > 0:
+        raise ModelError(
+            f"samples of {length} tokens are longer than model.config.max_position_embeddings = {positions}; "
+            f"data.sequence_length = {positions} works, or max_position_embeddings = {length}"
+        )
+
+
+def _agreed_folder(out: str | Path | None, resume: bool, place: Place | None) -> Path:
+    """Return the run folder, as rank 0 sees it: clocks differ, and the others may look when it has begun to write."""
+    if place is None or place.world_size == 1:
+        return _run_folder(out, resume)
+    told: list[Any] = [None]
+    if place.rank == 0:
+        try:
+            told = [_run_folder(out, resume)]
+        except SamestepError as error:
+            told = [error]
+    dist.broadcast_object_list(told, src=0, device=place.device)
+    if isinstance(told[0], SamestepError):
+        raise told[0]
+    return Path(told[0])
 
 
 def _run_folder(out: str | Path | None, resume: bool) -> Path:
     """Return the run folder; a new run never writes into one that holds a run."""
     if out is None and resume:
-        runs = sorted(path.parent for path in Path("runs").glob("*/job.toml"))
-        if not runs:
-            raise CheckpointError("there is no run below runs/ to go on with; --out names another folder")
-        return runs[-1]
-    # Under torchrun each rank comes here by itself: the launcher's start is the same for all of them, a clock is not.
-    folder = Path(out) if out is not None else Path("runs") / os.environ.get("TORCHELASTIC_RUN_ID", _now())
+        raise CheckpointError("which run is to go on? give its folder: out=...")
+    folder = Path(out) if out is not None else _new_folder()
     if folder.exists() and not folder.is_dir():
         raise JobError(f"--out {folder} is a file; a run needs a folder")
     if resume and not (folder / "job.toml").exists():
         raise CheckpointError(f"{folder} holds no run to go on with")
-    if not resume and (folder / "job.toml").exists():
+    if not resume and any((folder / name).exists() for name in ("job.toml", "metrics.jsonl", "checkpoints")):
         raise JobError(f"{folder} holds a run already: --resume goes on with it, another --out starts anew")
     return folder
 
 
-def _now() -> str:
-    return time.strftime("%Y%m%d-%H%M%S")
+def _new_folder() -> Path:
+    """Name a new folder below `runs` by the clock, so that the newest stands last."""
+    now = time.strftime("%Y%m%d-%H%M%S")
+    names = itertools.chain([now], (f"{now}-{number}" for number in itertools.count(2)))
+    return next(folder for name in names if not (folder := Path("runs") / name).exists())
 
 
-def _write_head(folder: Path, job: Job, program: Program) -> None:
-    """Write what the run is: the resolved job, and the layout it runs in."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "job.toml").write_text(job.to_toml(), encoding="utf-8")
-    (folder / "layout.txt").write_text(f"{program.step.layout}\n", encoding="utf-8")
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise JobError(f"--out {folder} cannot be made: {error.strerror} ({error.filename})") from None
 
 
-def _plain(summary: Summary) -> dict[str, Any]:
-    return {
-        "folder": str(summary.folder),
-        "steps": summary.steps,
-        "loss": summary.loss,
-        "held_out_loss": summary.held_out_loss,
-        "stopped": summary.stopped,
+def _resume_from(folder: Path, job: Job, until: int) -> Path:
+    """Return the newest checkpoint of a run, if the job can go on from it."""
+    newest = checkpoint.newest(folder / "checkpoints")
+    if newest is None:
+        raise CheckpointError(f"{folder} holds no checkpoint to go on from: another --out starts anew")
+    manifest = checkpoint.read_manifest(newest)
+    checkpoint.check_job(manifest, job, newest)
+    if manifest["step"] > until:
+        raise CheckpointError(
+            f"{newest} is after step {until}, where the run would end; at least {manifest['step']} works"
+        )
+    return newest
+
+
+def _warn(checked: Checked, place: Place | None) -> None:
+    """Say once what will have no effect, or a bad one."""
+    run = checked.workload.job.run
+    on_cpu = place.device.type == "cpu" if place else run.device == "cpu" or not torch.cuda.device_count()
+    if checked.layout.offload and on_cpu:
+        warnings.warn(
+            "offload moves optimizer state to the host, where a CPU has it already: it saves nothing", stacklevel=3
+        )
+    if place is None and on_cpu and (text := launch.oversubscribed(checked.layout.world_size, run.threads)):
+        warnings.warn(text, stacklevel=3)
+
+
+def _write_head(checked: Checked) -> None:
+    """Write what the run is: the job with the layout it runs in, so that the file alone repeats it."""
+    layout = checked.layout
+    words = {
+        field.name: getattr(layout, field.name)
+        for field in dataclasses.fields(layout)
+        if field.name == "dp_replicate" or getattr(layout, field.name) != field.default
     }
+    job = checked.workload.job.model_copy(update={"layout": words})
+    write_whole(checked.folder / "job.toml", job.to_toml())
+    write_whole(checked.folder / "layout.txt", f"{layout}\n")
 
 
 def write_spec(job_json: str) -> None:
-    """Trace the model of a job given as JSON and print its spec: what `catalog` runs in a subprocess."""
+    """Trace the model of a job given as JSON and print its spec: what `catalog` runs in a subprocess.
+
+    Exits with 2 and prints the error instead where the model cannot be built. Whatever else speaks goes to stderr.
+    """
     try:
-        spec = Workload(Job.model_validate_json(job_json)).spec
+        with contextlib.redirect_stdout(sys.stderr):
+            answer = _traced(Job.model_validate_json(job_json)).to_json()
     except SamestepError as error:
-        print(error, file=sys.stderr)
+        print(error)
         raise SystemExit(2) from None
-    print(spec.to_json())
+    print(answer)
+
+
+def _traced(job: Job) -> ModelSpec:
+    """Return the model's shape; that of a transformers model needs none of the data."""
+    if not job.model.source.startswith("hf:"):
+        return Workload(job).spec
+    tokens = torch.zeros(1, job.data.sequence_length, dtype=torch.int64)
+    source = Source(model_source(job), loss_of(job), optimizer_of(job), job.model.source)
+    return prepare(source, job, {"input_ids": tokens, "labels": tokens})[1]
 
 
 def step_samples(job: Job, layout: Layout, dataset: Dataset) -> Sequence[np.ndarray[Any, Any]]:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.laws.models import LAW, Case, blocks, case, cases, machine
 
 from samestep.clock import play
 from samestep.cost import seconds
@@ -22,6 +21,7 @@ from samestep.errors import SamestepError
 from samestep.hardware import Hardware, Link, load, profiles
 from samestep.program import Kind, Op
 from samestep.timeline import COMPUTE, Span, Timeline
+from tests.laws.models import LAW, Case, blocks, case, cases, machine
 
 SLOW = machine(bytes_per_s=1e9, latency_s=1e-5, memory_bytes_per_s=1e11)
 COSTLY = {"forward_flops": 10**9}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.laws.models import LAW, layouts
 
 from samestep.errors import LayoutError
 from samestep.layout import Layout
+from tests.laws.models import LAW, layouts
 
 
 @LAW

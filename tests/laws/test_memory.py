@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.laws.models import LAW, Case, block, blocks, case, cases
 
 from samestep.memory import at_rest, classic_bytes_per_param, during_step, held_bytes_per_param
 from samestep.model import LayerSpec, ModelSpec, ParamSpec
 from samestep.program import BYTES_OF
+from tests.laws.models import LAW, Case, block, blocks, case, cases
 
 
 def trainable_numel(case: Case) -> int:

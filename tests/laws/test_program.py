@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import given
-from tests.laws.models import LAW, Case, blocks, case, cases
 
 from samestep.model import ModelSpec, ParamSpec
 from samestep.program import BYTES_OF, Kind, Program, TaskKind
+from tests.laws.models import LAW, Case, blocks, case, cases
 
 ZERO_01 = cases(0, 1)
 ZERO_23 = cases(2, 3)

@@ -89,6 +89,16 @@ def test_four_ranks_compute_what_one_computes(model: str, layout: str) -> None:
     assert_same(ranks, reference(model, "float64", 8, True), TOLERANCE)
 
 
+def test_nodes_are_reduced_first() -> None:
+    """Two nodes of two ranks: three collectives a bucket, over two axes, give the sum of four."""
+    job = job_of("float64", 3, optimizer={"clip_norm": 0.5}, run={"ranks_per_node": 2})
+    ranks = pool(4).run(observe, "plain", "dp=4 reduce=hierarchical", job, True)
+    assert_same(ranks, reference("plain", "float64", 8, True, 3), TOLERANCE)
+    for seen in ranks:
+        assert seen.ledger == seen.predicted
+        assert sorted(len(group.split(",")) for group in seen.ledger) == [2, 2, 4]
+
+
 @pytest.mark.parametrize("layout", ["dp=4", "dp=4 zero=1", "dp=4 zero=3 microbatch=1", "dp_replicate=2 dp_shard=2"])
 @pytest.mark.parametrize("batch", [7, 5, 3])
 def test_uneven_batches_are_legal(layout: str, batch: int) -> None:

@@ -144,7 +144,7 @@ class Run:
             NonFiniteError: loss or gradients are not finite, and the job says stop.
         """
         began = time.perf_counter()
-        self.prepare(batch.samples(batch.shares(0, 1, 1)[0][:1]))
+        self._prepare_from(batch)
         made = self.made
         made.model.train()
         totals = self._forward_backward(batch)
@@ -169,7 +169,7 @@ class Run:
             step=self.steps_taken,
             loss=loss,
             grad_norm=norm,
-            lr=self.job.optimizer.lr * made.lr_factor(batch.step),
+            lr=made.updater.first_lr[0] * made.lr_factor(batch.step) if made.updater.first_lr else math.nan,
             tokens=int(count),
             step_s=step_s,
             tokens_per_s=count / step_s,
@@ -181,7 +181,7 @@ class Run:
 
     def evaluate(self, batch: StepBatch) -> tuple[float, float]:
         """Return the sum of the loss over a batch and its count, without gradients. Collective over the world."""
-        self.prepare(batch.samples(batch.shares(0, 1, 1)[0][:1]))
+        self._prepare_from(batch)
         made = self.made
         size = made.program.step.microbatch_samples * self.layout.dp
         everything = batch.shares(0, 1, 1)[0]
@@ -203,6 +203,10 @@ class Run:
         with self._forward_only():
             moved = tree_map_only(Tensor, lambda tensor: tensor.to(self.place.device), samples)
             return precision.for_loss(call_model(self.made.model, moved))
+
+    def _prepare_from(self, batch: StepBatch) -> None:
+        if self._made is None:
+            self.prepare(batch.samples(batch.shares(0, 1, 1)[0][:1]))
 
     # -- inside a step -----------------------------------------------------------------------------
 
@@ -383,7 +387,8 @@ def parallelize(
         loss: (outputs, batch) -> (sum, count).
         optimizer: a function of a list of parameters, or an instance over the model instance that has not stepped.
         layout: one line of text such as "dp=2 zero=3"; empty replicates over all ranks.
-        job: global batch, steps, seed, schedule, clipping and numerics; the model and optimizer tables are not read.
+        job: global batch, steps, seed, schedule, numerics and `optimizer.clip_norm`; what the model, the loss, the data
+            and the rest of the optimizer are is said by the arguments above.
 
     Raises:
         SamestepError: what was given cannot run; the text says what would.
