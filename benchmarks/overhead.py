@@ -4,7 +4,7 @@ Every contestant of `peers.py` is a crew of processes of its own. All crews of a
 take turns of a few steps, so that what else happens on the machine hits all alike; a figure is the median over turns
 of the ratio of two crews in the same round. Before anything is timed, the losses of the first steps are compared.
 
-    python benchmarks/overhead.py [--quick] [--only steps|start|scaling] [--json FILE] [--markdown FILE]
+    python benchmarks/overhead.py [--quick] [--only peers|scaling] [--json FILE] [--markdown FILE]
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
+import math
 import os
 import platform
 import signal
@@ -22,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -42,9 +44,7 @@ BATCH = 8
 """Samples of one rank in a step of the middle size."""
 HEAVY_BATCH = 64
 """Samples of a step of the heavy size, on one rank or over two."""
-CHECKED_STEPS = 5
 SAME_LOSS = 1e-4
-STARTS = ("samestep", "ddp", "accelerate", "fabric")
 NAMES = {
     "samestep": "samestep",
     "ddp": "hand-written DDP",
@@ -57,19 +57,27 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured."""
+    """How long is measured; the starts come on top."""
 
     generations: int
     """Times that all crews are started anew: where memory happens to lie makes a process faster or slower for good."""
-    rounds: int
-    turn: int
-    """Timed steps of a turn; one more before them is not timed."""
-    starts: int
-    heavy_rounds: int
+    two_ranks_s: float
+    """Of turns in a generation."""
+    one_rank_s: float
+    scaling_s: float
+    control: bool
+    """Whether a second crew of the hand-written loop shows how far two equal crews are apart."""
+    warms_up: bool
+    """Whether the file cache is filled before any start is timed."""
+    least_rounds: int
 
 
-THOROUGH = Effort(generations=2, rounds=9, turn=3, starts=2, heavy_rounds=7)
-QUICK = Effort(generations=1, rounds=3, turn=2, starts=1, heavy_rounds=2)
+THOROUGH = Effort(
+    generations=2, two_ranks_s=25, one_rank_s=10, scaling_s=30, control=True, warms_up=True, least_rounds=5
+)
+QUICK = Effort(generations=1, two_ranks_s=4, one_rank_s=2, scaling_s=0, control=False, warms_up=False, least_rounds=2)
+TURN = 3
+"""Timed steps of a turn; one more before them is not timed."""
 
 
 @dataclass(frozen=True)
@@ -113,38 +121,32 @@ class Turn:
 
 
 class Crew:
-    """The processes of one contestant. Its first step is done when the constructor returns."""
+    """The processes of one contestant: they start with the object, and have taken a step when `meet` returns."""
 
     def __init__(self, name: str, ranks: int, size: str, global_batch: int, folder: Path) -> None:
         self.name, self.ranks = name, ranks
-        self._said: list[TextIO] = []
-        self._wires: list[socket.socket] = []
         self.pids: list[int] = []
         self.losses: list[float] = []
-        with tempfile.TemporaryDirectory(dir=folder) as own, socket.socket(socket.AF_UNIX) as server:
-            path = Path(own, "socket")
-            server.bind(str(path))
-            server.listen(ranks)
-            words = [f"--size={size}", f"--ranks={ranks}", f"--global-batch={global_batch}", f"--socket={path}"]
-            self._log = (folder / f"{name}-{path.parent.name}.log").open("w+")
-            began = time.perf_counter()
-            self.process = _start(
-                [*_command(name, ranks), *words, f"--order={folder / f'{global_batch}.npy'}"], self._log
-            )
-            try:
-                self._meet(server)
-            except BaseException:
-                self.end()
-                raise
-            self.first_step_s = time.perf_counter() - began
+        self.first_step_s = math.nan
+        self._wires: list[socket.socket] = []
+        self._said: list[TextIO] = []
+        own = Path(tempfile.mkdtemp(dir=folder))
+        self._log = (own / "log").open("w+")
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(str(own / "socket"))
+        self._server.listen(ranks)
+        words = [f"--size={size}", f"--ranks={ranks}", f"--global-batch={global_batch}", f"--socket={own / 'socket'}"]
+        order = f"--order={folder / f'{global_batch}.npy'}"
+        self._began = time.perf_counter()
+        self.process = _start([*_command(name, ranks), *words, order], self._log)
 
-    def _meet(self, server: socket.socket) -> None:
+    def meet(self) -> None:
         """Wait until every rank has taken its first step."""
-        server.settimeout(0.2)
+        self._server.settimeout(0.2)
         deadline = time.monotonic() + 120
         while len(self._wires) < self.ranks:
             try:
-                wire = server.accept()[0]
+                wire = self._server.accept()[0]
             except TimeoutError:
                 if self.process.poll() is not None or time.monotonic() > deadline:
                     raise SystemExit(f"{self.name} did not take its first step:\n{self._last_words()}") from None
@@ -152,6 +154,7 @@ class Crew:
             wire.setblocking(True)
             self._wires.append(wire)
             self._said.append(wire.makefile("r"))
+        self.first_step_s = time.perf_counter() - self._began
         hellos = [self._hear(said) for said in self._said]
         self.pids = [hello["pid"] for hello in hellos]
         self.losses += _rank_means(hellos)
@@ -188,7 +191,7 @@ class Crew:
         """Let the processes leave; kill what does not."""
         with contextlib.suppress(OSError):
             self.ask(0)
-        for wire in (*self._said, *self._wires):
+        for wire in (*self._said, *self._wires, self._server):
             wire.close()
         _finish(self.process)
         self._log.close()
@@ -217,7 +220,7 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _start(command: Sequence[str], log: TextIO) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], log: TextIO | None) -> subprocess.Popen[bytes]:
     """Start a contestant with one thread a rank, all traffic on loopback, and bytecode caches as users have them."""
     env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
@@ -234,107 +237,39 @@ def _finish(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
+Wanted = dict[str, tuple[str, int, str, int]]
+"""Crews by a name of their own: contestant, ranks, size, global batch."""
+
+
 @contextlib.contextmanager
-def crews(wanted: Sequence[tuple[str, str, int, str, int]], folder: Path) -> Iterator[dict[str, Crew]]:
-    """Start crews, each (key, contestant, ranks, size, global batch), one after the other; end them all."""
+def crews(wanted: Wanted, folder: Path, *, one_by_one: bool = False) -> Iterator[dict[str, Crew]]:
+    """Start crews, for figures of their start one after the other; end them all."""
     started: dict[str, Crew] = {}
     try:
-        for key, name, ranks, size, global_batch in wanted:
-            started[key] = Crew(name, ranks, size, global_batch, folder)
+        for key, words in wanted.items():
+            started[key] = Crew(*words, folder)
+            if one_by_one:
+                started[key].meet()
+        if not one_by_one:
+            for crew in started.values():
+                crew.meet()
         yield started
     finally:
         for crew in started.values():
             crew.end()
 
 
-# -- step time -------------------------------------------------------------------------------------
-
-TWO_RANKS = (*STARTS, "ddp again")
-ONE_RANK = ("samestep", "plain")
-Times = dict[str, list[Turn]]
-
-
-def measure_steps(effort: Effort, folder: Path, say: Callable[[str], None]) -> list[Figure]:
-    """Compare step times: two ranks against the peers, one rank against a plain loop."""
-    two: Times = {name: [] for name in TWO_RANKS}
-    one: Times = {name: [] for name in ONE_RANK}
-    for generation in range(effort.generations):
-        say(f"step times, generation {generation + 1} of {effort.generations}")
-        pairs = [(name, name.removesuffix(" again"), 2, "middle", 2 * BATCH) for name in TWO_RANKS]
-        with crews(pairs, folder) as started:
-            _check_losses(started)
-            _take_turns(started, two, effort)
-        with crews([(name, name, 1, "middle", BATCH) for name in ONE_RANK], folder) as started:
-            _check_losses(started)
-            _take_turns(started, one, effort)
-    return _step_figures(two, one)
-
-
-def _check_losses(started: dict[str, Crew]) -> None:
-    """Assert that all crews do equal work: the same losses over the first steps."""
-    for crew in started.values():
-        crew.take(CHECKED_STEPS - 1)
-    reference = next(iter(started.values())).losses
-    for name, crew in started.items():
-        apart = max(abs(ours - theirs) for ours, theirs in zip(reference, crew.losses, strict=True))
-        assert apart <= SAME_LOSS, f"{name} does other work: losses {crew.losses} against {reference}"
-
-
-def _take_turns(started: dict[str, Crew], times: Times, effort: Effort) -> None:
-    """Let the crews take turns; each round begins with another one."""
-    names = list(started)
-    for round_index in range(effort.rounds):
-        first = round_index % len(names)
-        for name in (*names[first:], *names[:first]):
-            times[name].append(started[name].take(effort.turn, warm_up=1))
-
-
-def _ratios(ours: list[Turn], theirs: list[Turn], of: Callable[[Turn], float]) -> tuple[float, ...]:
-    return tuple(of(a) / of(b) for a, b in zip(ours, theirs, strict=True))
-
-
-def _wall(turn: Turn) -> float:
-    return turn.seconds
-
-
-def _cpu(turn: Turn) -> float:
-    return turn.cpu_s
-
-
-def _step_figures(two: Times, one: Times) -> list[Figure]:
-    figures = []
-    for section, times, peers in (("two ranks", two, ("ddp", "accelerate", "fabric")), ("one rank", one, ("plain",))):
-        for peer in peers:
-            limit = 1.02 if peer in ("ddp", "plain") else 1.0
-            ratios = _ratios(times["samestep"], times[peer], _wall)
-            met = statistics.median(ratios) <= limit
-            figures.append(Figure(section, f"step time, samestep / {NAMES[peer]}", ratios, "x", f"<= {limit:.2f}", met))
-        for peer in peers:
-            ratios = _ratios(times["samestep"], times[peer], _cpu)
-            figures.append(Figure(section, f"processor time of a step, samestep / {NAMES[peer]}", ratios, "x"))
-        if "ddp again" in times:
-            noise = _ratios(times["ddp again"], times["ddp"], _wall)
-            figures.append(Figure(section, "step time, hand-written DDP / itself (the noise)", noise, "x"))
-        for name, turns in times.items():
-            if name in NAMES:
-                steps_ms = tuple(turn.seconds * 1e3 for turn in turns)
-                figures.append(Figure(section, f"step time, {NAMES[name]}", steps_ms, "ms"))
-    return figures
-
-
-# -- memory and start-up ---------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one process."""
+    """Bytes of one process, or of the one of several that has most."""
 
-    peak_resident: float
-    """All it has mapped and touched, shared pages counted whole."""
-    proportional: float
-    """PSS: pages shared with other processes counted by their part."""
-    proportional_anonymous: float
-    """The part of PSS that is no file: not lessened by strangers who have mapped the same libraries."""
+    resident: float
+    """The peak of all it has touched; pages shared with other processes counted whole."""
+    anonymous: float
+    """PSS without files: shared pages counted by their part. Files are left out since strangers map torch's too."""
 
 
 def read_memory(pid: int) -> Memory:
@@ -342,130 +277,202 @@ def read_memory(pid: int) -> Memory:
     folder = Path("/proc", str(pid))
     if not (folder / "smaps_rollup").exists():
         resident = float(psutil.Process(pid).memory_info().rss)
-        return Memory(resident, resident, resident)
+        return Memory(resident, resident)
     rows = [line.split() for file in ("status", "smaps_rollup") for line in (folder / file).read_text().splitlines()]
-    known = {row[0]: float(row[1]) * 1024 for row in rows if row[0] in ("VmHWM:", "Pss:", "Pss_Anon:")}
-    return Memory(known["VmHWM:"], known["Pss:"], known["Pss_Anon:"])
+    known = {row[0]: float(row[1]) * 1024 for row in rows if row[0] in ("VmHWM:", "Pss_Anon:")}
+    return Memory(known["VmHWM:"], known["Pss_Anon:"])
 
 
-class MemoryPeaks:
-    """The most that each process of a tree and the whole tree were seen to hold."""
+class MemoryWatch:
+    """The most that the processes of a contestant were seen to hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: int) -> None:
+        self.root = root
         self.each: dict[int, Memory] = {}
-        self.tree = 0.0
+        self.all_anonymous = 0.0
+        """Of all processes at once, launchers included."""
 
-    def look(self, root: int) -> None:
-        """Read the memory of a process and its descendants."""
+    def look(self) -> None:
+        """Read the memory of the process and its descendants."""
         total = 0.0
         with contextlib.suppress(psutil.Error):
-            for pid in (root, *(child.pid for child in psutil.Process(root).children(recursive=True))):
+            for pid in (self.root, *(child.pid for child in psutil.Process(self.root).children(recursive=True))):
                 with contextlib.suppress(OSError, KeyError, psutil.Error):
                     now = read_memory(pid)
-                    before = self.each.get(pid, now)
-                    total += now.proportional
-                    pairs = zip(dataclasses.astuple(now), dataclasses.astuple(before), strict=True)
-                    self.each[pid] = Memory(*(max(pair) for pair in pairs))
-        self.tree = max(self.tree, total)
+                    total += now.anonymous
+                    self.each[pid] = _greatest([now, self.each.get(pid, now)])
+        self.all_anonymous = max(self.all_anonymous, total)
+
+
+def _greatest(memories: Sequence[Memory]) -> Memory:
+    return Memory(max(each.resident for each in memories), max(each.anonymous for each in memories))
 
 
 @dataclass(frozen=True)
 class Start:
-    """What one start of a contestant took."""
+    """One start of a contestant."""
 
     seconds: float
+    """From the start of its first process to the end of its first step on all ranks."""
     rank: Memory
     """Of the rank that has most."""
-    tree: float
-    """PSS of all its processes, launchers included."""
+    all_anonymous: float
 
 
-def measure_starts(effort: Effort, folder: Path, say: Callable[[str], None]) -> list[Figure]:
-    """Start each contestant alone on two ranks, in turn; look at its memory while it takes a few steps."""
-    starts: dict[str, list[Start]] = {name: [] for name in ("train", *STARTS)}
-    for attempt in range(effort.starts + 1):  # the first fills the file cache and is left out
-        say(f"starts, {f'turn {attempt} of {effort.starts}' if attempt else 'warming the file cache'}")
-        for name, known in starts.items():
-            if attempt == 0 and name == "ddp":
-                continue  # Accelerate's start has read all that it reads
-            start = _start_train(folder / f"run-{attempt}") if name == "train" else _start_crew(name, folder)
-            if attempt:
-                known.append(start)
-    return _start_figures(starts)
+def watch_crew(crew: Crew) -> Start:
+    """Look at a crew's memory while it takes a few steps."""
+    watch = MemoryWatch(crew.process.pid)
+    for _ in range(3):
+        crew.ask(1)
+        for _ in range(6):
+            watch.look()
+            time.sleep(0.02)
+        crew.hear(1)
+    return Start(crew.first_step_s, _greatest([watch.each[pid] for pid in crew.pids]), watch.all_anonymous)
 
 
-def _start_crew(name: str, folder: Path) -> Start:
-    with crews([(name, name, 2, "middle", 2 * BATCH)], folder) as started:
-        crew = started[name]
-        peaks = MemoryPeaks()
-        for _ in range(3):
-            crew.ask(1)
-            for _ in range(8):
-                peaks.look(crew.process.pid)
-                time.sleep(0.02)
-            crew.hear(1)
-        return Start(crew.first_step_s, _greatest([peaks.each[pid] for pid in crew.pids]), peaks.tree)
-
-
-def _start_train(folder: Path) -> Start:
+def start_train(folder: Path) -> Start:
     """Start the verb `train` on the same model and data; its first step is done when its metrics have a line."""
     folder.mkdir()
     (folder / "job.toml").write_text(_job_file())
-    command = [sys.executable, "-m", "samestep.cli"]
-    program = Path(sys.executable).with_name("samestep")
-    command = [str(program)] if program.exists() else command
+    command = [str(Path(sys.executable).with_name("samestep")), "train", str(folder / "job.toml"), "--layout=dp=2"]
+    metrics = folder / "run" / "metrics.jsonl"
     with (folder / "log").open("w+") as log:
         began = time.perf_counter()
-        words = ["train", str(folder / "job.toml"), "--layout=dp=2", "--steps=4", f"--out={folder / 'run'}"]
-        process = _start([*command, *words], log)
+        process = _start([*command, "--steps=4", f"--out={metrics.parent}"], log)
         try:
-            metrics = folder / "run" / "metrics.jsonl"
             while not (metrics.exists() and metrics.stat().st_size):
                 if process.poll() is not None:
                     raise SystemExit(f"samestep train took no step:\n{Path(log.name).read_text()}")
                 time.sleep(0.005)
             seconds = time.perf_counter() - began
-            peaks = MemoryPeaks()
+            watch = MemoryWatch(process.pid)
             while process.poll() is None:
-                peaks.look(process.pid)
+                watch.look()
                 time.sleep(0.02)
         finally:
             _finish(process)
-    ranks = [memory for pid, memory in peaks.each.items() if pid != process.pid]
-    return Start(seconds, _greatest(ranks), peaks.tree)
+    ranks = [memory for pid, memory in watch.each.items() if pid != process.pid]
+    return Start(seconds, _greatest(ranks), watch.all_anonymous)
 
 
 def _job_file() -> str:
+    train = {"global_batch": 2 * BATCH, "steps": STEPS, "evaluate_samples": 0, "sample_tokens": 0}
     return tomli_w.dumps(
         {
             "model": {"source": "peers:build", "config": {"size": "middle"}},
             "data": {"source": "peers:windows", "held_out": 0.0},
-            "train": {"loss": "peers:loss_sum", "global_batch": 2 * BATCH, "steps": STEPS, "evaluate_samples": 0},
+            "train": {"loss": "peers:loss_sum", **train},
             "optimizer": {"name": "peers:adamw", "clip_norm": CLIP_NORM},
             "run": {"device": "cpu"},
         }
     )
 
 
-def _greatest(memories: Sequence[Memory]) -> Memory:
-    return Memory(*(max(values) for values in zip(*map(dataclasses.astuple, memories), strict=True)))
+def warm_file_cache() -> None:
+    """Import everything once, so that no contestant's start pays for reading it from the disk."""
+    modules = "accelerate, lightning_fabric, samestep.training, torch.distributed.run, peers"
+    _finish(_start([sys.executable, "-c", f"import {modules}"], None))
 
 
-def _start_figures(starts: dict[str, list[Start]]) -> list[Figure]:
+# -- beside the peers ------------------------------------------------------------------------------
+
+PAIRS = ("samestep", "ddp", "accelerate", "fabric")
+CONTROL = "ddp again"
+ALONE = ("samestep", "plain")
+
+
+def measure_peers(effort: Effort, folder: Path, say: Callable[[str], None]) -> list[Figure]:
+    """Compare steps, memory and starts: two ranks against the peers, one rank against a plain loop."""
+    names = (*PAIRS, CONTROL) if effort.control else PAIRS
+    two: dict[str, list[Turn]] = {name: [] for name in names}
+    one: dict[str, list[Turn]] = {name: [] for name in ALONE}
+    starts: dict[str, list[Start]] = {name: [] for name in ("train", *PAIRS)}
+    if effort.warms_up:
+        warm_file_cache()
+    for generation in range(effort.generations):
+        say(f"beside the peers, generation {generation + 1} of {effort.generations}")
+        starts["train"].append(start_train(folder / f"train-{generation}"))
+        pairs: Wanted = {name: (name.removesuffix(" again"), 2, "middle", 2 * BATCH) for name in names}
+        with crews(pairs, folder, one_by_one=True) as started:
+            check_losses(started)
+            take_turns(started, two, effort.two_ranks_s, effort.least_rounds)
+            for name in PAIRS:
+                starts[name].append(watch_crew(started[name]))
+        with crews({name: (name, 1, "middle", BATCH) for name in ALONE}, folder) as started:
+            check_losses(started)
+            take_turns(started, one, effort.one_rank_s, effort.least_rounds)
+    return [*step_figures("two ranks", two), *step_figures("one rank", one), *start_figures(starts)]
+
+
+def check_losses(started: dict[str, Crew], steps: int = 5) -> None:
+    """Assert that all crews do equal work: the same losses over the first steps, of which one is done."""
+    for crew in started.values():
+        crew.take(steps - 1)
+    reference = next(iter(started.values())).losses
+    for name, crew in started.items():
+        apart = max(abs(ours - theirs) for ours, theirs in zip(reference, crew.losses, strict=True))
+        assert apart <= SAME_LOSS, f"{name} does other work: losses {crew.losses} against {reference}"
+
+
+def take_turns(started: dict[str, Crew], times: dict[str, list[Turn]], seconds: float, least: int) -> None:
+    """Let the crews take turns for some time; each round begins with another one."""
+    names = list(started)
+    for first in rounds(seconds, least):
+        for index in range(len(names)):
+            name = names[(first + index) % len(names)]
+            times[name].append(started[name].take(TURN, warm_up=1))
+
+
+def rounds(seconds: float, least: int) -> Iterator[int]:
+    """Count rounds until the time is over."""
+    began = time.monotonic()
+    for index in itertools.count():
+        if index >= least and time.monotonic() - began > seconds:
+            return
+        yield index
+
+
+def step_figures(section: str, times: dict[str, list[Turn]]) -> list[Figure]:
+    """Set samestep's turns against those of the others in the same round."""
+    figures = []
+    peers = [name for name in times if name not in ("samestep", CONTROL)]
+
+    def add(what: str, values: Iterable[float], unit: str = "x", limit: float | None = None) -> None:
+        numbers = tuple(values)
+        aim, met = ("", None) if limit is None else (f"<= {limit:.2f}", statistics.median(numbers) <= limit)
+        figures.append(Figure(section, what, numbers, unit, aim, met))
+
+    def ratios(ours: str, theirs: str, of: Callable[[Turn], float]) -> Iterator[float]:
+        return (of(a) / of(b) for a, b in zip(times[ours], times[theirs], strict=True))
+
+    for peer in peers:
+        limit = 1.02 if peer in ("ddp", "plain") else 1.0
+        add(f"step time, samestep / {NAMES[peer]}", ratios("samestep", peer, lambda turn: turn.seconds), limit=limit)
+    if CONTROL in times:
+        add("step time, hand-written DDP / itself (noise)", ratios(CONTROL, "ddp", lambda turn: turn.seconds))
+    for peer in peers:
+        add(f"processor time of a step, samestep / {NAMES[peer]}", ratios("samestep", peer, lambda turn: turn.cpu_s))
+    for name in ("samestep", *peers):
+        add(f"step time, {NAMES[name]}", (turn.seconds * 1e3 for turn in times[name]), "ms")
+    return figures
+
+
+def start_figures(starts: dict[str, list[Start]]) -> list[Figure]:
+    """Set samestep's starts and memory against the least of the others."""
     kinds: tuple[tuple[str, str, str, Callable[[Start], float], bool], ...] = (
-        ("start-up", "process start to first step", "s", lambda start: start.seconds, True),
-        ("memory", "peak resident memory of a rank", "MB", lambda start: start.rank.peak_resident / 1e6, True),
-        ("memory", "PSS of a rank", "MB", lambda start: start.rank.proportional / 1e6, False),
-        ("memory", "PSS of a rank, anonymous", "MB", lambda start: start.rank.proportional_anonymous / 1e6, False),
-        ("memory", "PSS of all its processes", "MB", lambda start: start.tree / 1e6, False),
+        ("start-up", "process start to the end of the first step", "s", lambda start: start.seconds, True),
+        ("memory", "peak resident memory of a rank", "MB", lambda start: start.rank.resident / 1e6, True),
+        ("memory", "a rank without files (PSS)", "MB", lambda start: start.rank.anonymous / 1e6, False),
+        ("memory", "all processes without files (PSS)", "MB", lambda start: start.all_anonymous / 1e6, False),
     )
     figures = []
     for section, what, unit, of, has_aim in kinds:
         values = {name: tuple(of(start) for start in known) for name, known in starts.items()}
-        least = min(statistics.median(values[name]) for name in ("ddp", "accelerate", "fabric"))
+        least = min(statistics.median(values[name]) for name in PAIRS if name != "samestep")
         for name, its in values.items():
-            ours = name in ("samestep", "train")
-            aim, met = (f"< {least:.4g}", statistics.median(its) < least) if ours and has_aim else ("", None)
+            ours = name in ("samestep", "train") and has_aim
+            aim, met = (f"< {least:.4g}", statistics.median(its) < least) if ours else ("", None)
             figures.append(Figure(section, f"{what}, {NAMES[name]}", its, unit, aim, met))
     return figures
 
@@ -476,18 +483,15 @@ def _start_figures(starts: dict[str, list[Start]]) -> list[Figure]:
 def measure_scaling(effort: Effort, folder: Path, say: Callable[[str], None]) -> list[Figure]:
     """Compare one rank with two on the same global batch, and with what this machine gives two processes at once."""
     say("scaling")
-    wanted = [
-        ("alone", "samestep", 1, "heavy", HEAVY_BATCH),
-        ("other", "samestep", 1, "heavy", HEAVY_BATCH),
-        ("pair", "samestep", 2, "heavy", HEAVY_BATCH),
-    ]
+    ranks = {"alone": 1, "other": 1, "pair": 2}
+    wanted: Wanted = {name: ("samestep", number, "heavy", HEAVY_BATCH) for name, number in ranks.items()}
     scaling, ceiling, alone_s, pair_s = [], [], [], []
     with crews(wanted, folder) as started:
-        _check_losses(started)
-        for _ in range(effort.heavy_rounds):
+        check_losses(started, steps=2)
+        for _ in rounds(effort.scaling_s, effort.least_rounds):
             # On either side of what it is compared with: the machine's speed may drift within a round.
             before = started["alone"].take(1).seconds
-            pair = started["pair"].take(2).seconds
+            pair = started["pair"].take(1).seconds
             alone = (before + started["alone"].take(1).seconds) / 2
             both = _at_once([started["alone"], started["other"]])
             scaling.append(alone / pair)
@@ -530,7 +534,7 @@ HEADS = ("what", "median", "spread", "n", "aim", "met")
 def show(figures: Sequence[Figure], console: Console) -> None:
     """Print a table for each section."""
     for section in dict.fromkeys(figure.section for figure in figures):
-        table = Table(*HEADS, title=section, title_justify="left", min_width=100)
+        table = Table(*HEADS, title=section, title_justify="left", width=116)
         for figure in figures:
             if figure.section == section:
                 table.add_row(*row(figure), style="red" if figure.met is False else "")
@@ -570,21 +574,24 @@ def describe() -> str:
     )
 
 
-SECTIONS = {"steps": measure_steps, "start": measure_starts, "scaling": measure_scaling}
+SECTIONS = {"peers": measure_peers, "scaling": measure_scaling}
 
 
 def main() -> None:
     """Measure, print, write files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer turns: under a minute, more spread")
+    parser.add_argument("--quick", action="store_true", help="shorter, with more spread")
+    parser.add_argument("--generations", type=int, metavar="N", help="start all contestants anew so many times")
     parser.add_argument("--only", choices=SECTIONS, help="measure only this")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all values")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
     words = parser.parse_args()
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     circumstances = describe()
     console.print(circumstances)
     effort = QUICK if words.quick else THOROUGH
+    if words.generations:
+        effort = dataclasses.replace(effort, generations=words.generations)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="samestep-bench-") as name:
         folder = Path(name)

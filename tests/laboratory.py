@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.datasets import batches
+from samestep.datasets import Dataset, batches
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program import LedgerRow
@@ -69,9 +69,12 @@ def perturbed(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 def observe(rank: int, world: int, model: str, layout: str, job: Job, record: bool = False) -> Observed:
     """Take the job's steps; with `record`, keep the ledger of the last one."""
-    run = make_run(rank, world, model, layout, job)
+    return follow(make_run(rank, world, model, layout, job), Tokens(), job, record)
+
+
+def follow(run: Run, dataset: Dataset, job: Job, record: bool = False) -> Observed:
+    """Take the steps of a run over a dataset, and note what a proof compares."""
     seen = Observed()
-    dataset = Tokens()
     for batch in batches(dataset, job):
         if record and batch.step == job.train.steps - 1:
             with Ledger() as ledger:

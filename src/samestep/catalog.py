@@ -1,4 +1,4 @@
-"""Model specs without torch: from a cache, or traced once by a subprocess.
+"""What a program must know of a job's model and optimizer, without torch: from a cache, a table, or a subprocess.
 
 A transformers model is a function of its family, its configuration and the versions of three packages, so its spec is
 kept under a digest of these below `~/.cache/samestep`. A user's own code can change at any time: it is traced anew.
@@ -6,10 +6,11 @@ kept under a digest of these below `~/.cache/samestep`. A user's own code can ch
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
-from importlib import metadata
+from importlib import metadata, resources
 from pathlib import Path
 
 import xxhash
@@ -17,6 +18,18 @@ import xxhash
 from samestep.errors import ModelError, SamestepError
 from samestep.job import Job
 from samestep.model import FORMAT_VERSION, ModelSpec
+
+_STATES = {"adadelta": 2, "adafactor": 0, "adagrad": 1, "asgd": 1, "muon": 1, "rmsprop": 1, "rprop": 2, "sgd": 0}
+_MORE_STATES = {"adam": ("amsgrad",), "adamw": ("amsgrad",), "rmsprop": ("momentum", "centered"), "sgd": ("momentum",)}
+"""Options that add one each."""
+_TRACERS = ("model.py", "runtime/build.py", "runtime/init.py", "runtime/trace.py")
+
+
+def states_per_param(job: Job) -> int:
+    """Return how many tensors of a matrix's own shape the optimizer keeps; 2, as Adam's, where nothing is known."""
+    name = job.optimizer.name.lower()
+    options = [option for option in _MORE_STATES.get(name, ()) if job.optimizer.options.get(option)]
+    return _STATES.get(name, 2) + len(options)
 
 
 def model_spec(job: Job) -> ModelSpec:
@@ -26,17 +39,17 @@ def model_spec(job: Job) -> ModelSpec:
         SamestepError: the model cannot be built or traced; the text is the one `train` would give.
     """
     path = _cache_path(job)
-    if path is not None and path.exists():
-        try:
-            return ModelSpec.from_json(path.read_text())
-        except (ValueError, TypeError, KeyError):
-            path.unlink()  # damaged, or written by another version under the same digest
+    if path is not None:
+        # Missing, damaged, or written by another version under the same digest: it is traced again.
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            return ModelSpec.from_json(path.read_text(encoding="utf-8"))
     text = _trace_elsewhere(job)
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{xxhash.xxh3_64_hexdigest(text.encode())}")
-        draft.write_text(text)
-        draft.replace(path)
+        with contextlib.suppress(OSError):  # a home that cannot be written to costs the time of tracing, no more
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft = path.with_suffix(f".{xxhash.xxh3_64_hexdigest(text.encode())}")
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(path)
     return ModelSpec.from_json(text)
 
 
@@ -44,10 +57,15 @@ def _cache_path(job: Job) -> Path | None:
     if not job.model.source.startswith("hf:"):
         return None
     versions = [f"{name} {_version(name)}" for name in ("samestep", "torch", "transformers")]
+    own = resources.files("samestep")
+    tracers = [xxhash.xxh3_64_hexdigest(own.joinpath(file).read_bytes()) for file in _TRACERS]
     # The sequence length shapes the sample that is traced; where samples come from does not.
-    key = [FORMAT_VERSION, versions, job.model.model_dump(mode="json"), job.data.sequence_length]
+    key = [FORMAT_VERSION, versions, tracers, job.model.model_dump(mode="json"), job.data.sequence_length]
     digest = xxhash.xxh3_128_hexdigest(json.dumps(key, sort_keys=True).encode())
-    return Path.home() / ".cache" / "samestep" / "specs" / f"{digest}.json"
+    try:
+        return Path.home() / ".cache" / "samestep" / "specs" / f"{digest}.json"
+    except RuntimeError:  # there is no home
+        return None
 
 
 def _version(package: str) -> str:
@@ -64,7 +82,7 @@ def _trace_elsewhere(job: Job) -> str:
     )
     if done.returncode == 0:
         return done.stdout
+    if done.returncode == 2 and done.stdout.strip():
+        raise SamestepError(done.stdout.strip())
     words = done.stderr.strip().splitlines() or ["no word"]
-    if done.returncode == 2:
-        raise SamestepError("\n".join(words))
     raise ModelError(f"tracing {job.model.source} failed: {words[-1]}")

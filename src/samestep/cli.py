@@ -1,6 +1,7 @@
 """The command line: parse words, call one function, print. Each verb is imported when it is called.
 
-Exit status: 0 done, 1 a run failed (a worker died, numbers are not finite), 2 what was given cannot run.
+Exit status: 0 done, or ended by Ctrl-C or SIGTERM with a checkpoint; 1 a run failed (a worker died, numbers are not
+finite); 2 what was given cannot run; 130 and 143 killed by a second Ctrl-C or SIGTERM, or before there was a run.
 """
 
 from __future__ import annotations
@@ -13,10 +14,17 @@ import warnings
 from collections.abc import Sequence
 from importlib import metadata, resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from samestep import job as jobs
-from samestep.errors import LayoutError, NonFiniteError, SamestepError, WorkerError
+from samestep.errors import (
+    CheckpointError,
+    LayoutError,
+    NonFiniteError,
+    SamestepError,
+    WorkerError,
+    did_you_mean,
+)
 from samestep.layout import Layout
 
 
@@ -31,15 +39,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SamestepError as error:
         return _fail(error, 2)
     except KeyboardInterrupt:
-        return 130
+        return _fail("interrupted", 130)
     except BrokenPipeError:
-        sys.stderr.close()
+        # Who read our output has gone; what is left of it would be written, and fail again, at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says a mistake in one line, with the flag that was probably meant."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse unknown words here, where the verb's own flags are known."""
+        words, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            self.error(f"unknown argument {flag}{did_you_mean(flag, self._option_string_actions)}")
+        return words, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2."""
+        self.exit(2, f"samestep: {message}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="samestep",
+        allow_abbrev=False,
         description="Distributed training for PyTorch: changing the layout never changes the result.",
     )
     parser.add_argument("--version", action="version", version=f"samestep {metadata.version('samestep')}")
@@ -47,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(verbs)
     _add_simulate(verbs)
     _add_layouts(verbs)
-    env = verbs.add_parser("env", help="versions and devices, for a bug report")
+    env = verbs.add_parser("env", help="versions and devices, for a bug report", allow_abbrev=False)
     env.set_defaults(verb=_env)
     return parser
 
@@ -59,18 +85,24 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_train(verbs: Any) -> None:
-    parser = verbs.add_parser("train", help="train a job on this machine, or as a rank of torchrun or srun")
+    parser = verbs.add_parser(
+        "train", help="train a job on this machine, or as a rank of torchrun or srun", allow_abbrev=False
+    )
     _add_job(parser)
     parser.add_argument("--ranks", type=_positive, metavar="N", help="worker processes; default: as the layout says")
     parser.add_argument("--steps", type=_positive, metavar="N", help="end after step N; the schedule stays as it is")
     parser.add_argument("--out", type=Path, metavar="DIR", help="run folder; default: a new one below runs/")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the run folder")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint of --out; default: of the newest run"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and start nothing")
     parser.set_defaults(verb=_train)
 
 
 def _add_simulate(verbs: Any) -> None:
-    parser = verbs.add_parser("simulate", help="print the step as a program and play it on a clock; needs no torch")
+    parser = verbs.add_parser(
+        "simulate", help="print the step as a program and play it on a clock; needs no torch", allow_abbrev=False
+    )
     _add_job(parser)
     parser.add_argument("--hardware", default="cpu-laptop", metavar="NAME|FILE", help="default: cpu-laptop")
     parser.add_argument("--devices", type=_positive, metavar="N", help="must equal the layout's ranks")
@@ -80,7 +112,9 @@ def _add_simulate(verbs: Any) -> None:
 
 
 def _add_layouts(verbs: Any) -> None:
-    parser = verbs.add_parser("layouts", help="which layouts a job may have on N devices, and why not the others")
+    parser = verbs.add_parser(
+        "layouts", help="which layouts a job may have on N devices, and why not the others", allow_abbrev=False
+    )
     parser.add_argument("job", nargs="?", type=Path, metavar="JOB.toml", help="default: samestep's own default job")
     parser.add_argument("--devices", type=_positive, required=True, metavar="N")
     parser.add_argument("--why-not", metavar='"dp=2 ..."', help="say what one layout is refused for")
@@ -91,53 +125,63 @@ def _add_layouts(verbs: Any) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
 
 
-def _job(words: argparse.Namespace) -> jobs.Job:
-    """Read the job that the words name; a resumed run goes on with its own."""
-    path = words.job
-    if path is None and getattr(words, "resume", False) and words.out is not None:
-        own = words.out / "job.toml"
-        path = own if own.exists() else None
-    if path is not None:
-        return jobs.load(path, words.set)
+def _job(words: argparse.Namespace, run_folder: Path | None = None) -> jobs.Job:
+    """Read the job that the words name; without one a resumed run goes on with its own."""
+    if words.job is not None:
+        return jobs.load(words.job, words.set)
+    if run_folder is not None and (run_folder / "job.toml").exists():
+        return jobs.load(run_folder / "job.toml", words.set)
     with resources.as_file(resources.files("samestep") / "default_job.toml") as default:
         return jobs.load(default, words.set)
 
 
+def _newest_run() -> Path:
+    """Return the run below `runs` that was started or resumed last."""
+    found = [(path.stat().st_mtime, path.parent) for path in Path("runs").glob("*/job.toml")]
+    if not found:
+        raise CheckpointError("there is no run below runs/ to go on with; --out names another folder")
+    return max(found)[1]
+
+
 def _train(words: argparse.Namespace) -> int:
+    out = _newest_run() if words.resume and words.out is None else words.out
+    job = _job(words, out if words.resume else None)
     # Before torch is imported: a process that has used an OpenMP pool cannot be forked.
-    job = _job(words)
     os.environ.setdefault("OMP_NUM_THREADS", str(job.run.threads))
+    given = {"layout": words.layout, "ranks": words.ranks, "steps": words.steps, "out": out, "resume": words.resume}
+    if words.dry_run:
+        return _dry_run(job, given)
     from samestep.training import train
 
-    if words.dry_run:
-        return _dry_run(words, job)
-    train(job, layout=words.layout, ranks=words.ranks, steps=words.steps, out=words.out, resume=words.resume)
+    train(job, **given)
     return 0
 
 
-def _dry_run(words: argparse.Namespace, job: jobs.Job) -> int:
+def _dry_run(job: jobs.Job, given: dict[str, Any]) -> int:
+    from samestep.catalog import states_per_param
     from samestep.memory import at_rest
     from samestep.strategies import program_of
-    from samestep.training import Workload, resolve_layout, step_samples
+    from samestep.training import check, step_samples
 
-    layout, ranks = resolve_layout(job, words.layout, words.ranks)
-    workload = Workload(job)
-    program = program_of(workload.spec, job, layout)
-    print(job.to_toml())
-    print(f'layout "{layout}": {ranks} ranks, {program.step.num_microbatches} micro-batches of at most ', end="")
-    print(f"{program.step.microbatch_samples} samples")
-    samples = step_samples(job, layout, workload.dataset)
-    for rank in range(ranks):
-        use = at_rest(program, rank=rank)
+    checked = check(job, **given)
+    layout = checked.layout
+    program = program_of(checked.workload.spec, job, layout, job.run.ranks_per_node)
+    print(checked.job.to_toml())
+    count, size, ranks = program.step.num_microbatches, program.step.microbatch_samples, layout.world_size
+    print(
+        f'layout "{layout}": {ranks} rank{"s" * (ranks > 1)}, {count} micro-batch{"es" * (count > 1)} '
+        f"of at most {size} sample{'s' * (size > 1)}"
+    )
+    for rank, samples in enumerate(step_samples(job, layout, checked.workload.dataset)):
+        use = at_rest(program, states_per_param(job), rank)
         print(
             f"rank {rank}: weights {use.weights:,} B, gradients {use.gradients:,} B, optimizer {use.optimizer:,} B; "
-            f"samples of step 1: {' '.join(map(str, samples[rank]))}"
+            f"samples of step 1: {' '.join(map(str, samples)) or 'none'}"
         )
     return 0
 
@@ -158,7 +202,7 @@ def _simulate(words: argparse.Namespace) -> int:
         layout = Layout(dp_replicate=words.devices)
     program = program_of(catalog.model_spec(job), job, layout, job.run.ranks_per_node or machine.devices_per_node)
     timeline = clock.play(program, machine)
-    use = memory.during_step(program)
+    use = memory.during_step(program, catalog.states_per_param(job))
     _print_program(program)
     print(timeline.to_text(100))
     numbers = {
@@ -179,10 +223,17 @@ def _simulate(words: argparse.Namespace) -> int:
     }
     print(json.dumps(numbers, indent=1))
     if words.json:
-        words.json.write_text(json.dumps(numbers, indent=1) + "\n")
+        _write(words.json, json.dumps(numbers, indent=1) + "\n")
     if words.trace:
-        words.trace.write_text(json.dumps(timeline.to_chrome_trace()))
+        _write(words.trace, json.dumps(timeline.to_chrome_trace()))
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SamestepError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _layouts(words: argparse.Namespace) -> int:
@@ -228,7 +279,9 @@ def _env(words: argparse.Namespace) -> int:
     return 0
 
 
-def _fail(error: Exception, status: int) -> int:
+def _fail(error: Exception | str, status: int) -> int:
+    if sys.stdout.isatty():
+        print("\x1b[?25h", end="", flush=True)  # a worker that was killed has left its live line without a cursor
     print(f"samestep: {error}", file=sys.stderr)
     return status
 

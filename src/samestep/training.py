@@ -75,6 +75,9 @@ class Workload:
         source = Source(model_source(job), loss_of(job), optimizer, job.model.source)
         prepared = prepare(source, job, self.example)
         _check_fit(job, prepared[0].module, self.dataset, self.example)
+        if ":" not in job.optimizer.name:  # a class of torch.optim says at once whether its settings and shapes fit
+            shapes = [(param.name, torch.empty(param.shape, device="meta")) for param in prepared[1].params]
+            optimizer([(name, torch.nn.Parameter(weight)) for name, weight in shapes])
         self.source = Source(source.model, source.loss, optimizer, source.name, prepared)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -98,6 +101,16 @@ class Checked:
     """The last step."""
     resume_from: Path | None
     """The checkpoint to go on from."""
+
+    @property
+    def job(self) -> Job:
+        """The job with the layout that it runs in, so that the file in the run folder alone repeats the run."""
+        words = {
+            field.name: getattr(self.layout, field.name)
+            for field in dataclasses.fields(self.layout)
+            if field.name == "dp_replicate" or getattr(self.layout, field.name) != field.default
+        }
+        return self.workload.job.model_copy(update={"layout": words})
 
 
 def train(
@@ -274,17 +287,19 @@ def _held_out_loss(run: Run, workload: Workload) -> float | None:
 
 
 def _say_sample(run: Run, workload: Workload, screen: Screen | None, when: str) -> None:
-    """Print a text sample of a language model. Collective over the world: every rank runs the same forwards."""
+    """Print a text sample of a language model. Every rank calls it; where weights are cut, every rank is needed."""
     train = run.job.train
     if not train.sample_tokens or not _is_text(run.job):
         return
+    if screen is None and run.layout.zero < 2:
+        return  # rank 0 has the weights whole, and the cores to itself
     text = sample_text(run, train.prompt, train.sample_tokens, train.sample_temperature)
     if screen is not None and text is not None:
         screen.say(f"--- sample, {when}\n{_printable(text)}\n---")
 
 
 def sample_text(run: Run, prompt: str, num_tokens: int, temperature: float) -> str | None:
-    """Continue `prompt` by `num_tokens` tokens. Collective over the world: every rank must call it alike.
+    """Continue `prompt` by `num_tokens` tokens. Collective over the world where weights are cut (zero >= 2).
 
     Returns:
         The text, prompt included; None where the model gives no logits [batch, sequence, vocabulary].
@@ -411,16 +426,9 @@ def _warn(checked: Checked, place: Place | None) -> None:
 
 
 def _write_head(checked: Checked) -> None:
-    """Write what the run is: the job with the layout it runs in, so that the file alone repeats it."""
-    layout = checked.layout
-    words = {
-        field.name: getattr(layout, field.name)
-        for field in dataclasses.fields(layout)
-        if field.name == "dp_replicate" or getattr(layout, field.name) != field.default
-    }
-    job = checked.workload.job.model_copy(update={"layout": words})
-    write_whole(checked.folder / "job.toml", job.to_toml())
-    write_whole(checked.folder / "layout.txt", f"{layout}\n")
+    """Write what the run is."""
+    write_whole(checked.folder / "job.toml", checked.job.to_toml())
+    write_whole(checked.folder / "layout.txt", f"{checked.layout}\n")
 
 
 def write_spec(job_json: str) -> None:

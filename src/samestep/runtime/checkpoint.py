@@ -2,12 +2,13 @@
 
 ```
 checkpoints/step-000500/
-    manifest.json             written last: step, loss scale, the job, and which elements of what lie in which file
+    manifest.json             written last: step, loss scale, the job, shapes, and which elements lie in which file
     rank-0000.safetensors     runs of elements: value/NAME/START, state/NAME/START/KEY; buffers
 ```
 A rank writes the pieces it updates (the first replica's alone), and reads whatever runs overlap the pieces it has in
 its own layout. The folder is written under another name and renamed when every file is on disk, so a run that dies
-while saving leaves the checkpoint before it untouched. Values are in master precision, so resuming is exact.
+while saving leaves the checkpoint before it untouched, and a folder of this name that is not whole has been damaged:
+it is refused, never passed over. Values are in master precision, so resuming is exact.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -34,34 +37,38 @@ from samestep.runtime.update import Piece
 
 FORMAT_VERSION = 1
 _RESULT_KEYS = ("model", "data", "optimizer", "schedule", "numerics")
+_MAY_CHANGE = ("numerics.on_nonfinite",)
+"""What a run that has stopped is told to change."""
 
 
 def save(run: Run, folder: Path, keep: int) -> Path:
-    """Write a checkpoint below `folder` and remove all but the newest `keep`. Collective over the world."""
+    """Write a checkpoint below `folder` and remove all but the newest `keep`. Collective over the world.
+
+    Raises:
+        CheckpointError: the optimizer keeps something that no file can hold.
+    """
     rank = run.place.rank
     final = folder / f"step-{run.steps_taken:06d}"
     draft = folder / f".{final.name}.draft"
     if rank == 0:
-        shutil.rmtree(draft, ignore_errors=True)
+        for left_over in folder.glob(".step-*"):  # of a run that died while saving or removing
+            shutil.rmtree(left_over)
         draft.mkdir(parents=True)
     _barrier(run)
     file = f"rank-{rank:04d}.safetensors"
-    tensors = _tensors_of(run) if _writes(run) else {}
+    tensors, plain = _contents_of(run) if _writes(run) else ({}, {})
     if tensors:
         save_file(tensors, draft / file)
         _sync(draft / file)
-    mine = {"file": file, "tensors": sorted(tensors), "digest": _digest(draft / file) if tensors else ""}
-    parts: list[Any] = [mine]
-    if run.layout.world_size > 1:
-        parts = [None] * run.layout.world_size
-        dist.all_gather_object(parts, mine)
+    digest = _digest(draft / file) if tensors else ""
+    parts = _gathered(run, {"file": file, "tensors": sorted(tensors), "plain": plain, "digest": digest})
     if rank == 0:
         _write_manifest(run, draft / "manifest.json", [part for part in parts if part["tensors"]])
-        shutil.rmtree(final, ignore_errors=True)
+        _remove(final)
         draft.rename(final)
         _sync(folder)
         for old in list_checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
+            _remove(old)
     _barrier(run)
     return final
 
@@ -73,22 +80,18 @@ def load(run: Run, folder: Path) -> None:
         CheckpointError: it is damaged, lacks a tensor, or belongs to a job with another result.
     """
     manifest = read_manifest(folder)
-    _check_job(manifest["job"], run.job, folder)
-    where: dict[str, str] = {name: part["file"] for part in manifest["parts"] for name in part["tensors"]}
-    for part in manifest["parts"]:
-        path = folder / part["file"]
-        if not path.exists() or _digest(path) != part["digest"]:
-            raise CheckpointError(f"{path} is missing or damaged; an older checkpoint in {folder.parent} may be whole")
-    runs = _index(where)
-    for piece in run.updater.pieces:
-        with torch.no_grad():
-            piece.value.copy_(_read(folder, runs, f"value/{piece.name}", piece).view_as(piece.value))
-        _load_state(run, folder, runs, piece)
-    buffers = dict(run.model.named_buffers())
-    for name, file in where.items():
-        if name.startswith("buffer/"):
-            with safe_open(folder / file, "pt") as stored:
-                buffers[name.removeprefix("buffer/")].copy_(stored.get_tensor(name))
+    check_job(manifest, run.job, folder)
+    _check_model(manifest, run, folder)
+    _check_files(manifest, run, folder)
+    with ExitStack() as stack:
+        stored = _Stored.open(folder, manifest, stack)
+        for piece in run.updater.pieces:
+            with torch.no_grad():
+                piece.value.copy_(stored.read("value", piece).view_as(piece.value))
+            _load_state(run, stored, piece)
+        buffers = dict(run.model.named_buffers())
+        for name, file in stored.buffers.items():
+            buffers[name].copy_(file.get_tensor(f"buffer/{name}"))
     if run.updater.loss_scale is not None and manifest["loss_scale"]:
         run.updater.loss_scale.scale, run.updater.loss_scale.steps_since = manifest["loss_scale"]
     run.updater.publish()
@@ -97,9 +100,15 @@ def load(run: Run, folder: Path) -> None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints below `folder`, oldest first."""
+    """Return the checkpoints below `folder`, oldest first."""
     found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    return sorted((p for p in found if (p / "manifest.json").exists()), key=lambda p: int(p.name[5:]))
+    return sorted(found, key=lambda path: int(path.name[5:]))
+
+
+def newest(folder: Path) -> Path | None:
+    """Return the newest checkpoint below `folder`, whole or damaged; None where there is none."""
+    found = list_checkpoints(folder)
+    return found[-1] if found else None
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -108,15 +117,38 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: there is none, or another version wrote it.
     """
+    path = folder / "manifest.json"
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} holds no readable checkpoint: {error}") from None
-    if manifest.get("format_version") != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{folder} has format {manifest.get('format_version')}; this version reads {FORMAT_VERSION}"
-        )
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        version = manifest["format_version"]
+    except (OSError, ValueError, TypeError, KeyError):
+        raise CheckpointError(_damaged(path)) from None
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"{folder} has format {version}; this version reads {FORMAT_VERSION}")
     return dict(manifest)
+
+
+def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> None:
+    """Refuse the checkpoint of a job that computes something else.
+
+    Raises:
+        CheckpointError: names the keys that differ.
+    """
+    saved, now = manifest["job"], job.model_dump(mode="json")
+    differs = [
+        f"{table}.{key}"
+        for table in _RESULT_KEYS
+        for key in sorted(saved.get(table, {}).keys() | now[table].keys())
+        if saved.get(table, {}).get(key) != now[table].get(key) and f"{table}.{key}" not in _MAY_CHANGE
+    ]
+    differs += [f"train.{k}" for k in ("seed", "global_batch", "loss") if saved["train"].get(k) != now["train"][k]]
+    if differs:
+        raise CheckpointError(
+            f"{folder} was written by a job with another {', '.join(differs)}: resume with the job in its run folder"
+        )
+
+
+# -- writing ---------------------------------------------------------------------------------------
 
 
 def _writes(run: Run) -> bool:
@@ -125,21 +157,32 @@ def _writes(run: Run) -> bool:
     return run.place.rank == 0 if step.zero == 0 else run.place.rank < step.layout.dp_shard
 
 
-def _tensors_of(run: Run) -> dict[str, Tensor]:
-    """Name everything this rank writes. Runs of elements are flat; state of another shape is kept whole."""
+def _contents_of(run: Run) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Name everything this rank writes: tensors, and plain values that an optimizer keeps.
+
+    Runs of elements are flat; state of another shape is kept whole, with one dimension more than it has.
+    """
     tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {}
     optimizer = run.updater.optimizer
     for piece in run.updater.pieces:
         tensors[f"value/{piece.name}/{piece.start}"] = piece.value.detach().flatten()
         state = optimizer.state.get(piece.value, {}) if optimizer else {}
         for key, value in state.items():
+            name = f"state/{piece.name}/{piece.start}/{key}"
             if isinstance(value, Tensor):
-                is_run = value.shape == piece.value.shape
-                tensors[f"state/{piece.name}/{piece.start}/{key}"] = value.flatten() if is_run else value
+                tensors[name] = value.flatten() if value.shape == piece.value.shape else value[None, None]
+            elif isinstance(value, bool | int | float | str | None):
+                plain[name] = value
+            else:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r} of {piece.name}; "
+                    "a checkpoint holds tensors, numbers and text"
+                )
     if run.place.rank == 0:
         persistent = set(run.model.state_dict())
         tensors |= {f"buffer/{name}": b for name, b in run.model.named_buffers() if name in persistent}
-    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}, plain
 
 
 def _write_manifest(run: Run, path: Path, parts: list[Any]) -> None:
@@ -150,75 +193,143 @@ def _write_manifest(run: Run, path: Path, parts: list[Any]) -> None:
         "layout": str(run.layout),
         "loss_scale": [scale.scale, scale.steps_since] if scale else None,
         "job": run.job.model_dump(mode="json"),
+        "shapes": _shapes(run),
         "parts": parts,
     }
-    path.write_text(json.dumps(manifest, indent=1))
+    path.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     _sync(path)
 
 
-_Runs = Mapping[str, list[tuple[int, str, str]]]
-"""For `value/NAME` or `state/NAME/KEY`: where runs start, under which name, in which file; in order."""
+def _shapes(run: Run) -> dict[str, list[int]]:
+    """Shapes of the whole weights that are trained; the others are what the seed makes them."""
+    return {param.name: list(param.shape) for param in run.program.step.model.params if param.trainable}
 
 
-def _index(where: Mapping[str, str]) -> _Runs:
-    runs: dict[str, list[tuple[int, str, str]]] = {}
-    for name, file in where.items():
-        if not name.startswith("buffer/"):
-            kind, param, start, *key = name.split("/")
-            runs.setdefault("/".join([kind, param, *key]), []).append((int(start), name, file))
-    return {name: sorted(found) for name, found in runs.items()}
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint; whoever dies meanwhile leaves none that looks whole."""
+    if checkpoint.exists():
+        going = checkpoint.with_name(f".{checkpoint.name}.removed")
+        checkpoint.rename(going)
+        shutil.rmtree(going)
 
 
-def _read(folder: Path, runs: _Runs, name: str, piece: Piece) -> Tensor:
-    """Put the elements [start, stop) of a piece together from the runs that overlap it."""
-    found = []
-    at = piece.start
-    for start, stored_name, file in runs.get(name, ()):
-        with safe_open(folder / file, "pt") as stored:
-            window = stored.get_slice(stored_name)
-            stop = start + window.get_shape()[0]
-            if start <= at < min(stop, piece.stop):
-                found.append(window[at - start : min(stop, piece.stop) - start])
-                at = min(stop, piece.stop)
-    if at < piece.stop:
-        raise CheckpointError(f"{folder} lacks elements {at} to {piece.stop} of {name}")
-    return torch.cat(found) if found else torch.empty(0)
+# -- reading ---------------------------------------------------------------------------------------
 
 
-def _load_state(run: Run, folder: Path, runs: _Runs, piece: Piece) -> None:
+@dataclass(slots=True)
+class _Stored:
+    """The open files of a checkpoint, by what they hold."""
+
+    folder: Path
+    values: dict[str, list[tuple[int, str, Any]]] = field(default_factory=dict)
+    """Of each parameter, in order: where runs start, under which name, in which file."""
+    states: dict[str, dict[str, list[tuple[int, str, Any]]]] = field(default_factory=dict)
+    """The same of each parameter and key; a plain value instead of a file."""
+    buffers: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, folder: Path, manifest: Mapping[str, Any], stack: ExitStack) -> _Stored:
+        """Open every file of the checkpoint once."""
+        stored = cls(folder)
+        for part in manifest["parts"]:
+            file = stack.enter_context(safe_open(folder / part["file"], "pt"))
+            for name in part["tensors"]:
+                stored._add(name, file)
+            for name, value in part["plain"].items():
+                stored._add(name, _Plain(value))
+        for runs in (*stored.values.values(), *(runs for keys in stored.states.values() for runs in keys.values())):
+            runs.sort(key=lambda run: run[0])
+        return stored
+
+    def _add(self, name: str, file: Any) -> None:
+        kind, _, rest = name.partition("/")
+        if kind == "buffer":
+            self.buffers[rest] = file
+        elif kind == "value":
+            param, start = rest.rsplit("/", 1)
+            self.values.setdefault(param, []).append((int(start), name, file))
+        else:
+            param, start, key = rest.rsplit("/", 2)
+            self.states.setdefault(param, {}).setdefault(key, []).append((int(start), name, file))
+
+    def read(self, what: str, piece: Piece) -> Tensor:
+        """Put the elements [start, stop) of a piece's `value` or state together from the runs that overlap it."""
+        runs = self.values.get(piece.name, []) if what == "value" else self.states[piece.name][what]
+        found = []
+        at = piece.start
+        for start, name, file in runs:
+            window = file.get_slice(name)
+            stop = min(start + window.get_shape()[0], piece.stop)
+            if start <= at < stop:
+                found.append(window[at - start : stop - start])
+                at = stop
+        if at < piece.stop:
+            raise CheckpointError(f"{self.folder} lacks elements {at} to {piece.stop} of {piece.name} ({what})")
+        return torch.cat(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    value: Any
+
+
+def _load_state(run: Run, stored: _Stored, piece: Piece) -> None:
     """Give the optimizer its state of one piece: runs of elements, and what is kept whole (counts)."""
     optimizer = run.updater.optimizer
     assert optimizer is not None
     state: dict[str, Any] = {}
-    for name, found in runs.items():
-        kind, param, *key = name.split("/")
-        if kind != "state" or param != piece.name:
-            continue
-        _, stored_name, file = found[0]
-        with safe_open(folder / file, "pt") as stored:
-            shape = stored.get_slice(stored_name).get_shape()
-            if len(shape) == 1:
-                whole = _read(folder, runs, name, piece).view_as(piece.value)
-                state[key[0]] = whole.to(piece.value.device, copy=True)
-            else:
-                state[key[0]] = stored.get_tensor(stored_name)
+    for key, runs in stored.states.get(piece.name, {}).items():
+        _, name, file = runs[0]
+        if isinstance(file, _Plain):
+            state[key] = file.value
+        elif len(file.get_slice(name).get_shape()) == 1:
+            state[key] = stored.read(key, piece).view_as(piece.value).to(piece.value.device, copy=True)
+        else:
+            # torch's own rule: a fused or capturable update wants its count beside the weights, others on the host.
+            group = next(g for g in optimizer.param_groups if any(p is piece.value for p in g["params"]))
+            on_device = key != "step" or group.get("fused") or group.get("capturable")
+            state[key] = file.get_tensor(name)[0, 0].to(piece.value.device if on_device else "cpu", copy=True)
     if state:
         optimizer.state[piece.value] = state
 
 
-def _check_job(saved: Mapping[str, Any], job: Job, folder: Path) -> None:
-    now = job.model_dump(mode="json")
+def _check_model(manifest: Mapping[str, Any], run: Run, folder: Path) -> None:
+    """Refuse the weights of another model: the job may be the same and the user's own code not."""
+    saved, now = manifest["shapes"], _shapes(run)
     differs = [
-        f"{table}.{key}"
-        for table in _RESULT_KEYS
-        for key in sorted(saved.get(table, {}).keys() | now[table].keys())
-        if saved.get(table, {}).get(key) != now[table].get(key)
+        f"{name} {saved.get(name, 'missing')}, here {now.get(name, 'missing')}"
+        for name in sorted(saved.keys() | now.keys())
+        if saved.get(name) != now.get(name)
     ]
-    differs += [f"train.{k}" for k in ("seed", "global_batch", "loss") if saved["train"].get(k) != now["train"][k]]
     if differs:
-        raise CheckpointError(
-            f"{folder} was written by a job with another {', '.join(differs)}: resume with the job in its run folder"
-        )
+        more = f", and {len(differs) - 1} more" if len(differs) > 1 else ""
+        raise CheckpointError(f"{folder} holds another model's weights: {differs[0]}{more}")
+
+
+def _check_files(manifest: Mapping[str, Any], run: Run, folder: Path) -> None:
+    """Refuse damaged files. Each rank reads some of them, and all hear of the result."""
+    bad = []
+    for part in manifest["parts"][run.place.rank :: run.place.world_size]:
+        path = folder / part["file"]
+        try:
+            is_whole = _digest(path) == part["digest"]
+            with safe_open(path, "pt"):
+                pass
+        except (OSError, SafetensorError):
+            is_whole = False
+        if not is_whole:
+            bad.append(_damaged(path))
+    if found := [text for texts in _gathered(run, bad) for text in texts]:
+        raise CheckpointError(found[0])
+
+
+def _damaged(path: Path) -> str:
+    """Say which file is at fault, and what would go on without it."""
+    step = path.parent
+    known = list_checkpoints(step.parent)
+    older = known[: known.index(step)] if step in known else []
+    works = f"once {step} is removed, --resume goes on from {older[-1].name}" if older else "there is no older one"
+    return f"{path} is missing or damaged; {works}"
 
 
 def _digest(path: Path) -> str:
@@ -236,6 +347,15 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _gathered(run: Run, value: Any) -> list[Any]:
+    """Return every rank's `value`."""
+    values = [value]
+    if run.layout.world_size > 1:
+        values = [None] * run.layout.world_size
+        dist.all_gather_object(values, value)
+    return values
 
 
 def _barrier(run: Run) -> None:

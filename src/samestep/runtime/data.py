@@ -148,8 +148,8 @@ class Replicated:
             flat.work = flat.chunk = None
         self._next = 0
 
-    def begin_backward(self, task: Task) -> None:
-        """Know whether the backward that follows is the step's last, behind which buckets are reduced."""
+    def begin_backward(self, task: Task, loss: Tensor) -> None:
+        """Know whether the backward of `loss`, which follows, is the step's last, behind which buckets are reduced."""
         self._last = ends_step(task.body)
 
     def _gradient_ready(self, flat: _Flat, member: Member, param: Tensor) -> None:

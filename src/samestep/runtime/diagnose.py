@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from samestep.runtime.dropout import named_modules
@@ -242,7 +241,7 @@ def _largest_in_float32(call: _Call) -> float | None:
 
 def _in_float32(module: nn.Module) -> nn.Module:
     """Copy a module with its children, without hooks, its weights in float32."""
-    assert not any(isinstance(weight, DTensor) for weight in module.parameters()), "its weights are elsewhere"
+    assert not any(_is_cut(weight) for weight in module.parameters()), "its weights are elsewhere"
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
     for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
@@ -280,7 +279,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _local(tensor: Tensor) -> Tensor:
     """Return this rank's own part, without communication."""
     tensor = tensor.detach()
-    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    tensor = tensor._local_tensor if _is_cut(tensor) else tensor  # type: ignore[attr-defined]
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 
@@ -310,3 +309,8 @@ def _label(name: str) -> str:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _is_cut(tensor: Tensor) -> bool:
+    """Whether it is a DTensor, told by name: importing DTensor costs a second that replicated runs need not pay."""
+    return type(tensor).__name__ == "DTensor"

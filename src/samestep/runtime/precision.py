@@ -1,22 +1,26 @@
 """One precision rule in every layout, one device included (twin of `strategies/precision.py`).
 
-No autocast. Under bf16 and fp16 a layer's weights stand in the compute dtype and its floating inputs are cast to it;
-norms compute in float32 and hand back the dtype they were given; a shared weight stays in float32 and is cast at each
-use, so that its gradients meet in float32. The loss sees float32. Under float64 what a model computes in float32 by
-its own decree (`.float()`, `dtype=torch.float32`) is raised to float64, so that nothing but the order of sums is left
-between two layouts.
+No autocast. Under bf16 and fp16 weights stand in the compute dtype, and floating inputs of a module that owns weights,
+and of a block, are cast to it; what has no weights, as a table of sines, computes in whatever it is given. Norms
+compute in float32 and hand back the dtype they were given; a shared weight stays in float32 and is cast at each use, so
+that its gradients meet in float32. The loss sees float32. Under float64 what a model computes in float32 by its own
+decree (`.float()`, `dtype=torch.float32`) is raised to float64, so that nothing but the order of sums is left between
+two layouts.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
+from samestep.errors import ModelError
 from samestep.program import Program
 
 DTYPES: dict[str, torch.dtype] = {
@@ -28,14 +32,26 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def apply(model: nn.Module, program: Program) -> None:
-    """Install the casts. Before sharding: a hook of ours must end before FSDP2 frees the weights it cast."""
+    """Install the casts. Before sharding: a hook of ours must end before FSDP2 frees the weights it cast.
+
+    Raises:
+        ModelError: a parameter is no real number, and cannot stand in another dtype.
+    """
+    for name, param in model.named_parameters():
+        if not param.is_floating_point():
+            dtype = str(param.dtype).removeprefix("torch.")
+            works = "view_as_complex of a real parameter" if param.is_complex() else "a buffer"
+            raise ModelError(f"parameter {name} is {dtype}; parameters are floating-point numbers: {works} works")
     step = program.step
     compute, master = DTYPES[step.compute_dtype], DTYPES[step.master_dtype]
     if compute == master:
         return
     for layer in step.model.layers:
         for path in layer.modules:
-            _cast_inputs(model.get_submodule(path), compute)
+            for module in model.get_submodule(path).modules():
+                is_block = layer.is_block and module is model.get_submodule(path)
+                if (is_block or any(True for _ in module.parameters(recurse=False))) and not is_norm(module):
+                    _cast_inputs(module, compute)
     shared = {name.rpartition(".")[0] for p in step.model.params if p.shared for name in (p.name, *p.aliases)}
     for path, module in model.named_modules():
         if is_norm(module):
@@ -52,6 +68,11 @@ def is_norm(module: nn.Module) -> bool:
 def for_loss(outputs: Any) -> Any:
     """Raise half-precision outputs to float32, in which losses are computed."""
     half = (torch.float16, torch.bfloat16)
+    if dataclasses.is_dataclass(outputs) and tree_flatten(outputs)[1].is_leaf():  # a class that torch does not know
+        raised = copy.copy(outputs)
+        for field in dataclasses.fields(outputs):
+            object.__setattr__(raised, field.name, for_loss(getattr(outputs, field.name)))
+        return raised
     return tree_map_only(Tensor, lambda t: t.float() if t.dtype in half else t, outputs)
 
 
@@ -62,6 +83,8 @@ def cast_floating(batch: Any, dtype: torch.dtype) -> Any:
 
 def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
     def cast(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dtype == dtype:
+            return None  # most often
         return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
     module.register_forward_pre_hook(cast, with_kwargs=True)
@@ -77,6 +100,7 @@ def _compute_in(module: nn.Module, dtype: torch.dtype, *, cast_inputs: bool) -> 
             if param is not None and param.dtype != dtype:
                 originals[name] = param
                 module._parameters[name] = param.to(dtype)  # type: ignore[assignment]
+        _relist(module)
         if not cast_inputs:
             return None
         given.append(_floating_dtype((*args, *kwargs.values()), dtype))
@@ -86,11 +110,19 @@ def _compute_in(module: nn.Module, dtype: torch.dtype, *, cast_inputs: bool) -> 
         for name, param in originals.items():
             module._parameters[name] = param  # type: ignore[assignment]
         originals.clear()
-        return cast_floating(output, given.pop()) if given and output is not None else None
+        _relist(module)
+        dtype_given = given.pop() if given else None
+        return cast_floating(output, dtype_given) if dtype_given and output is not None else None
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     # always_call: a recomputed forward stops by an exception once it has what backward needs.
     module.register_forward_hook(after, always_call=True)
+
+
+def _relist(module: nn.Module) -> None:
+    """Let torch's recurrent layers see their weights, of which they keep a list."""
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 
 def _floating_dtype(values: Iterable[Any], default: torch.dtype) -> torch.dtype:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import psutil
@@ -42,10 +42,12 @@ from samestep.runtime.diagnose import first_nonfinite
 from samestep.runtime.init import Blueprint, blueprint, fill_rest
 from samestep.runtime.launch import Place
 from samestep.runtime.record import owned
-from samestep.runtime.shard import Sharded
 from samestep.runtime.trace import trace
 from samestep.runtime.update import OptimizerSource, Updater, check_optimizer, clip_factor, optimizer_source
 from samestep.strategies import program_of
+
+if TYPE_CHECKING:
+    from samestep.runtime.shard import Sharded
 
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
 
@@ -146,7 +148,8 @@ class Run:
         began = time.perf_counter()
         self._prepare_from(batch)
         made = self.made
-        made.model.train()
+        _set_modes(made.modes)
+        running = [(buffer, buffer.clone()) for buffer in made.running]
         totals = self._forward_backward(batch)
         loss_sum, count, norm_squared, stop = self._agree(totals)
         if count == 0:
@@ -155,13 +158,15 @@ class Run:
         loss, norm = loss_sum / count, math.sqrt(norm_squared) * scale
         finite = math.isfinite(loss) and math.isfinite(norm)
         note = "" if finite else self._diagnose(batch)
-        skipped = not finite and self._skips(note)
+        skipped = not finite and self._skips(note, math.isfinite(loss))
         made.updater.set_lr(made.lr_factor(batch.step))
-        if not skipped:
+        if skipped:
+            _put_back(running)
+        else:
             made.updater.step(scale * clip_factor(norm, self.job.optimizer.clip_norm))
             made.updater.publish()
             made.holder.publish()
-        if made.updater.loss_scale:
+        if made.updater.loss_scale and math.isfinite(loss):
             made.updater.loss_scale.after(overflowed=not finite)
         self.steps_taken = batch.step + 1
         step_s = time.perf_counter() - began
@@ -202,6 +207,7 @@ class Run:
         self.prepare(samples)
         with self._forward_only():
             moved = tree_map_only(Tensor, lambda tensor: tensor.to(self.place.device), samples)
+            moved = precision.cast_floating(moved, self.made.master)
             return precision.for_loss(call_model(self.made.model, moved))
 
     def _prepare_from(self, batch: StepBatch) -> None:
@@ -237,7 +243,7 @@ class Run:
         return loss_sum * (weight * scale / made.nominal_count)
 
     def _backward(self, task: Task, loss: Tensor) -> None:
-        self.made.holder.begin_backward(task)
+        self.made.holder.begin_backward(task, loss)
         loss.backward()
 
     def _read(self, batch: StepBatch, indices: np.ndarray[Any, Any]) -> tuple[Any, float]:
@@ -256,11 +262,11 @@ class Run:
                 dist.all_reduce(scalars, group=self.made.mesh.groups["world"])
         return scalars.tolist()
 
-    def _skips(self, note: str) -> bool:
+    def _skips(self, note: str, loss_is_finite: bool) -> bool:
         """Decide what a step that is not finite does; every rank decides alike."""
         policy = self.job.numerics.on_nonfinite
-        if self.made.updater.loss_scale is not None and self.made.updater.loss_scale.scale > 1.0:
-            return True  # an overflow: the next step runs at half the scale
+        if loss_is_finite and self.made.updater.loss_scale is not None and self.made.updater.loss_scale.scale > 1.0:
+            return True  # an overflow of scaled gradients: the next step runs at half the scale
         if policy == "stop":
             raise NonFiniteError(f"step {self.steps_taken + 1}: {note}; numerics.on_nonfinite = 'skip' would go on")
         return policy == "skip"
@@ -271,13 +277,22 @@ class Run:
         if self.job.numerics.precision == "fp16":
             for piece in self.made.updater.pieces:
                 masters[piece.name] = max(masters.get(piece.name, 0.0), float(piece.value.detach().abs().max()))
+            for others in self._gathered(masters):  # a rank may hold a part of a weight only
+                masters |= {name: max(most, masters.get(name, 0.0)) for name, most in others.items()}
+        buffers = [(buffer, buffer.clone()) for buffer in self.made.model.buffers()]
         text = first_nonfinite(lambda: self._forward_backward(batch)[0], self.made.model, masters)
-        found = [text]
-        if self.layout.world_size > 1:
-            found = [None] * self.layout.world_size
-            dist.all_gather_object(found, text)
+        _put_back(buffers)
+        found = self._gathered(text)
         named = [f"{text} (rank {rank})" for rank, text in enumerate(found) if text]
         return named[0] if named else "loss or gradient norm is not finite, though no module's output or gradient is"
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        """Return what every rank says. Collective over the world."""
+        if self.layout.world_size == 1:
+            return [mine]
+        said: list[Any] = [None] * self.layout.world_size
+        dist.all_gather_object(said, mine)
+        return said
 
     @contextmanager
     def _modes(self, batch: StepBatch, indices: np.ndarray[Any, Any]) -> Iterator[None]:
@@ -299,13 +314,13 @@ class Run:
     @contextmanager
     def _forward_only(self) -> Iterator[None]:
         model = self.made.model
-        training = model.training
+        modes = {module: module.training for module in model.modules()}
         model.eval()
         with torch.no_grad(), ExitStack() as stack:
             if self.job.numerics.precision == "float64":
                 stack.enter_context(precision.RaiseIslands())
             yield
-        model.train(training)
+        _set_modes(modes)
         self.made.holder.end_forward_only()
 
 
@@ -322,6 +337,10 @@ class _Made:
     nominal_count: float
     """A power of two near the count of a whole step: dividing by it costs no bit."""
     master: torch.dtype
+    modes: dict[nn.Module, bool]
+    """Which modules train: a batch norm that was built frozen stays so."""
+    running: list[Tensor]
+    """Running statistics, which a skipped step leaves as they were."""
     draws: bool | None
     """Whether forwards draw dropout masks; None until the first one has shown it."""
 
@@ -342,7 +361,7 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
     def materialize(name: str, dtype: torch.dtype) -> Tensor:
         return plan.materialize(name, place.device, dtype)
 
-    holder = (Sharded if program.step.zero >= 2 else Replicated)(model, program, mesh, materialize)
+    holder = _holder(program)(model, program, mesh, materialize)
     fill_rest(plan, place.device, torch.float64 if job.numerics.precision == "float64" else None)
     return _Made(
         model=model,
@@ -353,8 +372,19 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
         lr_factor=learning_rate_factor(job.schedule, job.train.steps),
         nominal_count=_nominal_count(example, job.train.global_batch),
         master=precision.DTYPES[program.step.master_dtype],
+        modes={module: module.training for module in model.modules()},
+        running=[buffer for path in spec.coupled_modules for buffer in model.get_submodule(path).buffers()],
         draws=True if may_draw else None,
     )
+
+
+def _holder(program: Program) -> type[Replicated] | type[Sharded]:
+    """Return what holds the weights. FSDP2 and DTensor take a second to import, which replicated runs need not pay."""
+    if program.step.zero < 2:
+        return Replicated
+    from samestep.runtime.shard import Sharded  # noqa: PLC0415
+
+    return Sharded
 
 
 def _recompute_contexts(model: nn.Module, job: Job) -> recompute.Contexts:
@@ -366,7 +396,10 @@ def _recompute_contexts(model: nn.Module, job: Job) -> recompute.Contexts:
 def prepare(source: Source, job: Job, example: Any) -> tuple[Blueprint, ModelSpec]:
     """Build the model on the meta device and trace it on one sample."""
     plan = blueprint(source.model, job.train.seed)
-    one = tree_map_only(Tensor, lambda tensor: tensor[:1], example)
+    if not plan.module.training:
+        plan.module.train()  # loaded for inference as a whole; in a model that trains, a part in evaluation mode is meant
+    dtype = next((param.dtype for param in plan.module.parameters() if param.is_floating_point()), torch.float32)
+    one = precision.cast_floating(tree_map_only(Tensor, lambda tensor: tensor[:1], example), dtype)
     return plan, trace(plan.module, one, source.name)
 
 
@@ -417,6 +450,19 @@ def _nominal_count(example: Any, global_batch: int) -> float:
         labels = tree_leaves(example)[-1]
     each = labels.numel() / max(1, labels.shape[0]) if isinstance(labels, Tensor) and labels.dim() else 1.0
     return float(2 ** round(math.log2(max(1.0, global_batch * each))))
+
+
+def _set_modes(modes: dict[nn.Module, bool]) -> None:
+    """Let each module train or evaluate."""
+    for module, training in modes.items():
+        module.training = training
+
+
+@torch.no_grad()
+def _put_back(values: list[tuple[Tensor, Tensor]]) -> None:
+    """Give tensors the values they had."""
+    for tensor, value in values:
+        tensor.copy_(value)
 
 
 def _number(value: Tensor | int | float, like: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 However a layout cuts the weights, what is left for a rank to update is a list of `Piece`: a run of one parameter's
 elements as a plain tensor in master precision. Optimizers that treat every element by itself (SGD, Adam, ...) give
-the one-device update on any pieces. Whether one does is tried out on a small matrix, whole and cut; one that does not
-(Muon, Adafactor, LBFGS) is refused where weights are cut, and works where they are whole.
+the one-device update on any pieces. Whether one does is tried out on small tensors, whole on one rank and cut over two;
+one that does not (Muon, Adafactor) is refused where weights are cut, and works where they are whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from torch.optim import Optimizer
 
 from samestep.errors import LayoutError, ModelError
 from samestep.job import NumericsTable
-from samestep.model import ModelSpec
+from samestep.model import ModelSpec, ParamSpec
+
+_ROW = 4096
 
 OptimizerSource = Callable[[list[tuple[str, Tensor]]], Optimizer]
 """Builds an optimizer over named tensors: the weights on one device, pieces of them in a layout."""
@@ -50,11 +52,12 @@ def optimizer_source(
     `names` maps the id of each parameter of the user's own model instance to its full name.
 
     Raises:
-        ModelError: an instance has stepped already, or holds parameters that are not the model's.
+        ModelError: an instance has stepped already, holds parameters that are not the model's, or cannot be rebuilt.
     """
     if not isinstance(optimizer, Optimizer):
         return lambda named: optimizer([tensor for _, tensor in named])
-    if optimizer.state:
+    # Adagrad has states from the start, of step 0.
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ModelError("the optimizer has stepped already: give one that has not, or a function of the parameters")
     groups: list[tuple[set[str], dict[str, Any]]] = []
     for group in optimizer.param_groups:
@@ -66,45 +69,23 @@ def optimizer_source(
             )
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         groups.append(({(names or {})[id(p)] for p in group["params"]}, options))
-    accepted = inspect.signature(type(optimizer).__init__).parameters
-    defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    kind = type(optimizer)
+    accepted = [name for name in inspect.signature(kind).parameters if name != "params"]
+    if forgotten := [name for name in accepted if name not in optimizer.defaults]:
+        raise ModelError(
+            f"{kind.__name__} does not keep its argument {forgotten[0]} in `defaults`, so it cannot be built again over "
+            "the pieces of a layout: give a function of the parameters"
+        )
+    defaults = {name: optimizer.defaults[name] for name in accepted}
 
     def rebuild(named: list[tuple[str, Tensor]]) -> Optimizer:
         cut = [
             {"params": [tensor for name, tensor in named if name in members], **options} for members, options in groups
         ]
-        return type(optimizer)([group for group in cut if group["params"]], **defaults)
+        # A rank may have nothing to update; torch takes an empty group, though not an empty list.
+        return kind([group for group in cut if group["params"]] or cut[:1], **defaults)
 
     return rebuild
-
-
-def is_elementwise(source: OptimizerSource, model: ModelSpec) -> bool:
-    """Try out whether the optimizer treats every element by itself, whole against cut, over three steps."""
-    name = model.params[0].name
-    whole = torch.linspace(-1.0, 1.0, 24, dtype=torch.float64).reshape(4, 6)
-    # The cut has gradients of another size, so that a rule which looks at a whole matrix cannot agree by chance.
-    gradients = [torch.sin(torch.arange(24.0, dtype=torch.float64) * (step + 1)).reshape(4, 6) for step in range(3)]
-    gradients = [gradient * torch.tensor([[1.0], [2.0], [3.0], [40.0]]) for gradient in gradients]
-    try:
-        at_once = _stepped(source, name, [whole], [[g] for g in gradients])
-        in_parts = _stepped(
-            source, name, list(whole.flatten().split(7)), [list(g.flatten().split(7)) for g in gradients]
-        )
-    except (ValueError, TypeError, RuntimeError, AssertionError, IndexError):
-        return False
-    return torch.allclose(torch.cat([part.flatten() for part in at_once]), torch.cat(in_parts), rtol=1e-12, atol=1e-12)
-
-
-def _stepped(
-    source: OptimizerSource, name: str, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
-) -> list[Tensor]:
-    tensors = [nn.Parameter(value.clone()) for value in values]
-    optimizer = source([(name, tensor) for tensor in tensors])
-    for step in gradients:
-        for tensor, gradient in zip(tensors, step, strict=True):
-            tensor.grad = gradient.clone()
-        optimizer.step()
-    return [tensor.detach() for tensor in tensors]
 
 
 def check_optimizer(source: OptimizerSource, model: ModelSpec, zero: int) -> None:
@@ -112,14 +93,118 @@ def check_optimizer(source: OptimizerSource, model: ModelSpec, zero: int) -> Non
 
     Raises:
         LayoutError: says which ZeRO stage works.
+        ModelError: it cannot be used in any layout.
     """
-    if zero == 0 or is_elementwise(source, model):
+    params = [param for param in model.params if param.trainable]
+    if zero == 0 or not params:
         return
-    name = type(source([(model.params[0].name, nn.Parameter(torch.zeros(4, 6)))])).__name__
-    raise LayoutError(
-        f"{name} does not treat every element by itself, so weights cut by zero={zero} would get another update: "
-        "zero=0 works"
-    )
+    if reason := _refusal(source, params, zero):
+        works = "zero=0 works"
+        if zero == 1 and not _refusal(source, params, 2):
+            works = "zero=2 and 3, which cut between rows, work, and so does zero=0"
+        raise LayoutError(f"{reason}, so weights cut by zero={zero} would get another update: {works}")
+
+
+def _refusal(source: OptimizerSource, params: Sequence[ParamSpec], zero: int) -> str | None:
+    """Try out whether cut weights get the update of whole ones; say why not."""
+    optimizer, whole = _grouped(source, [(param.name, _probe(param)) for param in params])
+    _check_step(optimizer)
+    kind = type(optimizer).__name__
+    for rank in range(2):  # a rank has some of the weights only, and those in part
+        cut = [(param.name, _cut(_probe(param), zero)[rank]) for param in params[rank::2]]
+        try:
+            _, mine = _grouped(source, [(name, part) for name, part in cut if part.numel()])
+        except _TRIED:
+            return f"{kind} cannot be built over parts of the weights"
+        for name, options in mine.items():
+            if options != whole[name]:
+                return f"the optimizer has other options for {name} when it is given parts of the weights"
+    # One weight stands for all whose options are alike; learning rate and decay are mere numbers.
+    numbers = ("lr", "initial_lr", "weight_decay")
+    alike = {repr([(k, v) for k, v in options.items() if k not in numbers]): name for name, options in whole.items()}
+    if all(_is_cut_alike(source, param, zero) for param in params if param.name in alike.values()):
+        return None
+    return f"{kind} does not treat every element by itself"
+
+
+_TRIED = (ValueError, TypeError, RuntimeError, AssertionError, IndexError)
+"""What an optimizer may raise that is given something else than it was made for."""
+
+
+def _grouped(source: OptimizerSource, named: list[tuple[str, Tensor]]) -> tuple[Optimizer, dict[str, dict[str, Any]]]:
+    """Build the optimizer, and return the options of each parameter that it was willing to take."""
+    params = [(name, nn.Parameter(value)) for name, value in named]
+    optimizer = source([(name, param) for name, param in params])
+    options = {
+        id(p): {k: v for k, v in group.items() if k != "params"}
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    return optimizer, {name: options[id(param)] for name, param in params if id(param) in options}
+
+
+def _probe(param: ParamSpec) -> Tensor:
+    """Return a small tensor of as many dimensions as a weight has."""
+    sizes = {0: (), 1: (24,), 2: (4, 6)}.get(len(param.shape), (4, 3, 2, *(1 for _ in param.shape[3:])))
+    return torch.linspace(-1.0, 1.0, math.prod(sizes), dtype=torch.float64).reshape(sizes)
+
+
+def _cut(whole: Tensor, zero: int) -> list[Tensor]:
+    """Cut for two ranks as the layouts do: runs of elements under zero=1, rows under zero=2 and 3."""
+    flat = whole.reshape(-1) if zero == 1 or not whole.dim() else whole
+    return [part.clone() for part in flat.tensor_split([max(1, flat.shape[0] * 2 // 3)])]
+
+
+def _is_cut_alike(source: OptimizerSource, param: ParamSpec, zero: int) -> bool:
+    """Update a weight whole, and its parts on two ranks, by equal gradients."""
+    whole = _probe(param)
+    numbers = torch.arange(float(whole.numel()), dtype=torch.float64)
+    # Rows differ in size, so that a rule which looks at a whole matrix cannot agree by chance; so do steps, so that one
+    # which only acts beyond a threshold acts.
+    gradients = [
+        (scale * torch.sin((numbers + 1) * (step + 1)) * (1 + numbers) ** 2).reshape(whole.shape)
+        for step, scale in enumerate((1.0, 1e6, 1e-6, 30.0, 1.0))
+    ]
+    try:
+        at_once = _stepped(source, param.name, whole, gradients)
+        cut_gradients = zip(*(_cut(gradient, zero) for gradient in gradients), strict=True)
+        in_parts = [
+            _stepped(source, param.name, part, mine).flatten()
+            for part, mine in zip(_cut(whole, zero), cut_gradients, strict=True)
+        ]
+    except _TRIED:
+        return False
+    return torch.allclose(at_once.flatten(), torch.cat(in_parts), rtol=1e-12, atol=1e-12)
+
+
+def _stepped(source: OptimizerSource, name: str, value: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+    tensor = nn.Parameter(value.clone())
+    if not value.numel():
+        return tensor.detach()
+    optimizer = source([(name, tensor)])
+    for gradient in gradients:
+        tensor.grad = gradient.clone()
+        optimizer.step()
+    return tensor.detach()
+
+
+def _check_step(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that wants to run the model itself.
+
+    Raises:
+        ModelError: its `step` needs a closure.
+    """
+    needed = [
+        name
+        for name, parameter in inspect.signature(optimizer.step).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if needed:
+        raise ModelError(
+            f"{type(optimizer).__name__}.step needs {needed[0]}: it evaluates the loss several times a step, and a step "
+            "here has one forward and one backward; adamw works"
+        )
 
 
 @dataclass(slots=True)
@@ -133,7 +218,7 @@ class LossScale:
     def after(self, *, overflowed: bool) -> None:
         """Adapt to a step. Every rank sees the same `overflowed`, so every rank holds the same scale."""
         if overflowed:
-            self.scale, self.steps_since = max(self.scale / 2, 1.0), 0
+            self.scale, self.steps_since = max(self.scale / 2, min(self.scale, 1.0)), 0
             return
         self.steps_since += 1
         if self.steps_since >= self.growth_steps:
@@ -156,6 +241,8 @@ class Updater:
         for piece in pieces:
             piece.value.requires_grad_(True)
         optimizer = source([(piece.name, piece.value) for piece in pieces]) if pieces else None
+        if optimizer is not None:
+            _check_step(optimizer)
         scaled = numerics.precision == "fp16"
         scale = LossScale(numerics.loss_scale, numerics.loss_scale_growth_steps) if scaled else None
         first_lr = [float(group["lr"]) for group in optimizer.param_groups] if optimizer else []
@@ -198,7 +285,24 @@ def clip_factor(norm: float, limit: float | None) -> float:
 
 
 def squared_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of squares over all elements of `tensors`, in float64."""
+    """Return the sum of squares over all elements of `tensors`, in float64.
+
+    On a CPU torch adds up a norm one element after the other: in float32 a bucket's is off by 1e-4, and by how much
+    depends on the layout. So rows of a few thousand elements are added first.
+    """
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(tensors)).double().square().sum()
+    if device.type != "cpu":
+        return torch.stack(torch._foreach_norm(tensors)).double().square().sum()
+    norms: list[Tensor] = []
+    rest: list[Tensor] = []
+    for tensor in tensors:
+        flat = tensor.reshape(-1)
+        whole = flat.numel() - flat.numel() % _ROW
+        if whole:
+            norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1))
+        if whole < flat.numel():
+            rest.append(flat[whole:])
+    if rest:
+        norms.append(torch.stack(torch._foreach_norm(rest)))
+    return torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)

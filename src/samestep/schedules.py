@@ -1,0 +1,282 @@
+"""Pipeline schedules as data: the order in which each stage runs its forwards and backwards.
+
+A model cut into p stages works on m micro-batches. A schedule only says in which order a stage takes them; what every
+action computes is the same in all four, so they give one result and differ in time and memory. With p=4, m=5 (`2F` is
+the forward of micro-batch 2, `2B` its backward, in zero bubble that of the inputs alone, `2W` that of the weights):
+
+```
+1F1B          0F 1F 2F 3F ·  ·  ·  ·  ·  ·  0B─── 4F 1B─── ·  2B─── ·  3B─── ·  4B───
+              ·  0F 1F 2F ·  ·  ·  ·  0B─── 3F 1B─── 4F 2B─── ·  3B─── ·  4B───
+              ·  ·  0F 1F ·  ·  0B─── 2F 1B─── 3F 2B─── 4F 3B─── ·  4B───
+              ·  ·  ·  0F 0B─── 1F 1B─── 2F 2B─── 3F 3B─── 4F 4B───
+
+zero bubble   0F 1F 2F 3F ·  ·  ·  0B 0W 4F 1B 1W 2B 2W 3B 3W 4B 4W
+              ·  0F 1F 2F ·  ·  0B 3F 1B 0W 4F 2B 1W 3B 2W 4B 3W 4W
+              ·  ·  0F 1F ·  0B 2F 1B 3F 2B 0W 4F 3B 1W 4B 2W 3W 4W
+              ·  ·  ·  0F 0B 1F 1B 2F 2B 3F 3B 0W 4F 4B 1W 2W 3W 4W
+```
+Only the input gradient is waited for by the stage before. Zero bubble lets weight gradients step back: stage s is
+s of them behind, so that every stage holds the activations of p micro-batches, as 1F1B's first stage does.
+
+For equal stages, free communication, m >= p and v virtual stages on a rank (F, B, W: seconds of a whole stage):
+
+| schedule    | idle of a stage   | part of busy time   | activations held by stage s, in micro-batches          |
+|-------------|-------------------|---------------------|--------------------------------------------------------|
+| gpipe       | (p-1) (F+B)       | (p-1) / m           | m                                                      |
+| 1f1b        | (p-1) (F+B)       | (p-1) / m           | p-s                                                    |
+| interleaved | (p-1) (F+B) / v   | (p-1) / (v m)       | (2(p-s-1) + (v-1) r + 1) / v; at s=0, r=p: p + (p-1)/v |
+| zero-bubble | (p-1) (F+B-W)     | (p-1) / 3m if F=B=W | p, of which s only wait for their W                    |
+
+The B of the first three is the whole backward. Zero bubble's idle holds for W <= F and W <= B; wherever
+W > 0 it is below that of 1F1B. No schedule holds more than m.
+
+Sources: gpipe: Huang et al. 2019, arXiv:1811.06965 (it runs the backwards in reverse; here they ascend, which costs
+the same). 1f1b (PipeDream-flush) and interleaved: Narayanan et al. 2021, arXiv:2104.04473; the memory of interleaved:
+Korthikanti et al. 2022, arXiv:2205.05198. zero-bubble (ZB-H1): Qi et al. 2023, arXiv:2401.10241, figure 3.
+
+Interleaved goes through its chunks with p micro-batches at a time, and the paper asks that p divides m. Here m is
+dealt into m // p rounds (one if m < p) as even as can be, the longest first, of r = ceil(m / rounds) micro-batches:
+r = p where p divides m, and never a round shorter than p, in which a rank would wait for the ring to come round.
+So the idle time is the paper's for every m >= p, and what grows is the activations held.
+
+Every schedule adds up a chunk's gradients in ascending micro-batches, as one device does, and the last micro-batch
+is the last: reductions start there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from enum import StrEnum
+from typing import Literal, NamedTuple
+
+from samestep.errors import LayoutError
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+
+
+class ActionKind(StrEnum):
+    """What a stage does with a micro-batch."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """The whole backward, or where the order has W the gradient of the inputs."""
+    WEIGHT = "W"
+    """The gradient of the weights."""
+
+
+class Action(NamedTuple):
+    """One entry of an order. Chunk c on stage s is the virtual stage c * num_stages + s of the model."""
+
+    kind: ActionKind
+    microbatch: int
+    chunk: int = 0
+
+
+Order = tuple[Action, ...]
+
+
+def order(schedule: Schedule, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
+    """Return what one stage runs, first to last; every number of micro-batches is legal in every schedule.
+
+    Raises:
+        LayoutError: virtual stages with a schedule that takes none.
+    """
+    assert 0 <= stage < num_stages, f"stage {stage} of {num_stages}"
+    assert num_microbatches >= 1, f"{num_microbatches} micro-batches"
+    assert num_chunks >= 1, f"{num_chunks} chunks"
+    return _SCHEDULES[schedule](stage, num_stages, num_microbatches, num_chunks)
+
+
+def gpipe(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
+    """All forwards, then all backwards."""
+    _refuse_chunks("gpipe", num_chunks)
+    forwards = tuple(Action(ActionKind.FORWARD, index) for index in range(num_microbatches))
+    return (*forwards, *(Action(ActionKind.BACKWARD, index) for index in range(num_microbatches)))
+
+
+def one_f_one_b(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
+    """As many forwards as there are later stages, then a forward and a backward in turn, then the other backwards."""
+    _refuse_chunks("1f1b", num_chunks)
+    forwards = [Action(ActionKind.FORWARD, index) for index in range(num_microbatches)]
+    backwards = [Action(ActionKind.BACKWARD, index) for index in range(num_microbatches)]
+    return _in_turn(forwards, backwards, num_stages - stage - 1)
+
+
+def interleaved(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
+    """1F1B over virtual stages: rounds of micro-batches go through the chunks one by one, and back.
+
+    A stage starts with the forwards of all chunks but the last, and two more for each later stage: one for the way
+    there and one for the way back. With one chunk it is 1F1B.
+    """
+    if num_chunks == 1:
+        return one_f_one_b(stage, num_stages, num_microbatches)
+    rounds = tuple(_rounds(num_microbatches, num_stages))
+    chunks = range(num_chunks)
+    forwards = [Action(ActionKind.FORWARD, index, chunk) for part in rounds for chunk in chunks for index in part]
+    backwards = [
+        Action(ActionKind.BACKWARD, index, chunk) for part in rounds for chunk in reversed(chunks) for index in part
+    ]
+    return _in_turn(forwards, backwards, 2 * (num_stages - stage - 1) + (num_chunks - 1) * len(rounds[0]))
+
+
+def zero_bubble(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
+    """ZB-H1: the order of 1F1B, with weight gradients that run `stage` micro-batches behind and fill the end."""
+    _refuse_chunks("zero-bubble", num_chunks)
+    written: list[Action] = []
+    for action in one_f_one_b(stage, num_stages, num_microbatches):
+        written.append(action)
+        if action.kind is ActionKind.BACKWARD and action.microbatch >= stage:
+            written.append(Action(ActionKind.WEIGHT, action.microbatch - stage))
+    rest = range(max(num_microbatches - stage, 0), num_microbatches)
+    return (*written, *(Action(ActionKind.WEIGHT, index) for index in rest))
+
+
+_SCHEDULES: dict[Schedule, Callable[[int, int, int, int], Order]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zero-bubble": zero_bubble,
+}
+
+
+def _refuse_chunks(schedule: Schedule, num_chunks: int) -> None:
+    if num_chunks > 1:
+        raise LayoutError(
+            f"schedule={schedule} takes no virtual stages, and {num_chunks} were given: schedule=interleaved does"
+        )
+
+
+def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], num_warmup: int) -> Order:
+    """Begin with `num_warmup` forwards, go on with one forward and one backward, end with the backwards left."""
+    warm = min(num_warmup, len(forwards))
+    pairs = zip(forwards[warm:], backwards, strict=False)
+    left = backwards[len(forwards) - warm :]
+    return (*forwards[:warm], *(action for pair in pairs for action in pair), *left)
+
+
+def _rounds(num_microbatches: int, num_stages: int) -> Iterator[range]:
+    """Deal micro-batches into rounds of at least `num_stages`, as even as can be, the longest first."""
+    num_rounds = max(num_microbatches // num_stages, 1)
+    size, longer = divmod(num_microbatches, num_rounds)
+    start = 0
+    for index in range(num_rounds):
+        end = start + size + (index < longer)
+        yield range(start, end)
+        start = end
+
+
+def needs(action: Action, stage: int, num_stages: int, num_chunks: int) -> Iterator[tuple[int, Action]]:
+    """List what must have run before an action of `stage`, each with the stage that runs it.
+
+    What another stage runs has to be sent: activations to a forward, gradients to a backward.
+    """
+    kind, microbatch, chunk = action
+    virtual = chunk * num_stages + stage
+    if kind is ActionKind.FORWARD and virtual > 0:
+        yield (virtual - 1) % num_stages, Action(kind, microbatch, (virtual - 1) // num_stages)
+    if kind is ActionKind.BACKWARD:
+        yield stage, Action(ActionKind.FORWARD, microbatch, chunk)
+        if virtual + 1 < num_stages * num_chunks:
+            yield (virtual + 1) % num_stages, Action(kind, microbatch, (virtual + 1) // num_stages)
+    if kind is ActionKind.WEIGHT:
+        yield stage, Action(ActionKind.BACKWARD, microbatch, chunk)
+
+
+def check(orders: Sequence[Sequence[Action]], num_chunks: int) -> None:
+    """Play the orders of all stages: receiving waits, sending does not.
+
+    Micro-batches go up to the largest that any stage names; one W anywhere means that each B has its W.
+
+    Raises:
+        LayoutError: an action is missing, doubled or before what it needs on its own stage; or the stages wait for
+            each other, and then it names the action each one is stuck at and what that waits for.
+    """
+    has_weight = any(action.kind is ActionKind.WEIGHT for actions in orders for action in actions)
+    kinds = [kind for kind in ActionKind if has_weight or kind is not ActionKind.WEIGHT]
+    num_microbatches = 1 + max((action.microbatch for actions in orders for action in actions), default=-1)
+    expected = dict.fromkeys(
+        Action(kind, index, chunk) for index in range(num_microbatches) for chunk in range(num_chunks) for kind in kinds
+    )
+    for stage, actions in enumerate(orders):
+        _check_stage(stage, actions, expected, len(orders), num_chunks)
+    _check_ends(orders, num_chunks)
+
+
+def _check_stage(
+    stage: int, actions: Sequence[Action], expected: Collection[Action], num_stages: int, num_chunks: int
+) -> None:
+    """Refuse an order that is wrong whatever the other stages do."""
+
+    def refuse(verb: str, action: Action, rule: str) -> LayoutError:
+        return LayoutError(f"stage {stage} {verb} {_label(action, num_chunks > 1)}{rule}")
+
+    times = Counter(actions)
+    for action in times:
+        if action not in expected:
+            raise refuse("runs", action, f", which is no action with virtual_stages={num_chunks}")
+        if times[action] > 1:
+            raise refuse("runs", action, f" {times[action]} times: every action runs once")
+    for action in expected:
+        if action not in times:
+            raise refuse("never runs", action, ": every action runs once")
+    done: set[Action] = set()
+    for action in actions:
+        for owner, needed in needs(action, stage, num_stages, num_chunks):
+            if owner == stage and needed not in done:
+                raise refuse("runs", action, f" before {_label(needed, num_chunks > 1)}, which it needs")
+        done.add(action)
+
+
+def _check_ends(orders: Sequence[Sequence[Action]], num_chunks: int) -> None:
+    """Run each stage as far as it gets, until all have ended or none gets further."""
+    num_stages = len(orders)
+    done: set[tuple[int, Action]] = set()
+    position = [0] * num_stages
+
+    def awaited(stage: int) -> list[tuple[int, Action]]:
+        return [
+            need for need in needs(orders[stage][position[stage]], stage, num_stages, num_chunks) if need not in done
+        ]
+
+    moved = True
+    while moved:
+        moved = False
+        for stage, actions in enumerate(orders):
+            while position[stage] < len(actions) and not awaited(stage):
+                done.add((stage, actions[position[stage]]))
+                position[stage] += 1
+                moved = True
+    stuck = [
+        f"stage {stage} is stuck at {_label(actions[position[stage]], num_chunks > 1)}, which waits for "
+        + " and ".join(f"{_label(need, num_chunks > 1)} of stage {owner}" for owner, need in awaited(stage))
+        for stage, actions in enumerate(orders)
+        if position[stage] < len(actions)
+    ]
+    if stuck:
+        raise LayoutError(f"these orders deadlock: {'; '.join(stuck)}")
+
+
+def in_flight(actions: Sequence[Action]) -> int:
+    """Return the most activations a stage holds at once, each those of one micro-batch in one chunk.
+
+    Divide by the number of chunks to count in micro-batches of the whole stage. They are held until the backward,
+    and where weight gradients run apart until those.
+    """
+    has_weight = any(action.kind is ActionKind.WEIGHT for action in actions)
+    last = ActionKind.WEIGHT if has_weight else ActionKind.BACKWARD
+    held = peak = 0
+    for action in actions:
+        held += (action.kind is ActionKind.FORWARD) - (action.kind is last)
+        peak = max(peak, held)
+    return peak
+
+
+def to_text(orders: Sequence[Sequence[Action]]) -> str:
+    """Write a line for each stage: `0F 1F 0B`, and with virtual stages the chunk behind: `0F0 0F1 0B1`."""
+    has_chunks = any(action.chunk > 0 for actions in orders for action in actions)
+    return "\n".join(" ".join(_label(action, has_chunks) for action in actions) for actions in orders)
+
+
+def _label(action: Action, has_chunks: bool) -> str:
+    return f"{action.microbatch}{action.kind}{action.chunk if has_chunks else ''}"

@@ -1,0 +1,233 @@
+"""A run that is asked to stop, killed or broken ends in one line and a whole folder, and goes on as if nothing was."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from samestep import report, training
+from samestep.runtime import checkpoint
+from tests import small
+
+LONG = {"train.steps": 100_000, "train.evaluate_samples": 8, "train.sample_tokens": 4}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_running() -> Iterator[None]:
+    yield
+    small.end_background()
+
+
+def _lines(run: Path) -> int:
+    log = run / "metrics.jsonl"
+    return log.read_text().count("\n") if log.exists() else 0
+
+
+def _start(run: Path, talk: Path, *words: str, **changes: Any) -> int:
+    """Start a run in the background and wait until it has taken a few steps."""
+    pid = small.in_background(["train", *small.settings(**LONG, **changes), "--out", str(run), *words], talk)
+    small.wait_for(lambda: _lines(run) >= 3)
+    return pid
+
+
+def _workers(pid: int) -> list[psutil.Process]:
+    return sorted(psutil.Process(pid).children(), key=lambda process: process.pid)
+
+
+def _goes_on(run: Path, layout: str | None = None) -> None:
+    """The run takes three more steps, and its log has every step once."""
+    newest = checkpoint.newest(run / "checkpoints")
+    at = int(newest.name[5:]) if newest else 0
+    words = ["--layout", layout] if layout else []
+    assert small.main("train", "--resume", "--out", run, "--steps", str(at + 3), *words) == 0
+    assert [row["step"] for row in small.metrics(run)] == list(range(1, at + 4))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_signal_ends_a_run_with_a_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    pid = _start(run, tmp_path / "talk", "--layout", "dp=2 zero=1")
+    os.kill(pid, number)
+    assert small.status_of(pid) == 0
+    steps = _lines(run)
+    assert small.checkpoints(run) == [f"step-{steps:06d}"]
+    said, complaints = ((tmp_path / "talk" / name).read_text() for name in ("out", "err"))
+    assert f"stopped after step {steps}; go on with --resume --out {run}" in said
+    assert f"step {steps:>6}/100000" in said, "the last step is shown"
+    assert "sample, after" not in said, "who is asked to stop does not write stories"
+    assert "held-out" not in said
+    assert complaints == ""
+    _goes_on(run)
+
+
+def test_a_real_process_ends_cleanly_too(tmp_path: Path) -> None:
+    """As a terminal does it: SIGINT to the whole foreground group, of a process that has imported nothing yet."""
+    run = tmp_path / "run"
+    words = ["train", *small.settings(**LONG), "--ranks", "2", "--out", str(run)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "samestep.cli", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        small.wait_for(lambda: _lines(run) >= 3)
+        os.killpg(process.pid, signal.SIGINT)
+        said, complaints = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert complaints == ""
+    assert f"stopped after step {_lines(run)}" in said
+    assert small.checkpoints(run) == [f"step-{_lines(run):06d}"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_worker_is_named_and_the_run_goes_on(rank: int, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    pid = _start(run, tmp_path / "talk", "--layout", "dp=2", **{"checkpoint.every": 2})
+    _workers(pid)[rank].send_signal(signal.SIGKILL)
+    assert small.status_of(pid) == 1
+    complaints = (tmp_path / "talk" / "err").read_text()
+    assert complaints.startswith(f"samestep: rank {rank} of 2 died: killed by SIGKILL (out of memory?)")
+    assert "Traceback" not in complaints
+    _goes_on(run, "dp=2 zero=3")
+
+
+def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    pid = _start(run, tmp_path / "talk", "--layout", "dp=2")
+    workers = _workers(pid)
+    for worker in workers:  # so that the first request is not answered
+        worker.send_signal(signal.SIGSTOP)
+    os.kill(pid, signal.SIGINT)
+    small.wait_for(lambda: all(_has_pending(worker, signal.SIGTERM) for worker in workers))  # two at once would be one
+    os.kill(pid, signal.SIGINT)
+    small.wait_for(lambda: not any(worker.is_running() and worker.status() != "zombie" for worker in workers))
+    assert small.status_of(pid) == 130
+    assert (tmp_path / "talk" / "err").read_text() == "samestep: interrupted\n"
+
+
+def _has_pending(process: psutil.Process, number: signal.Signals) -> bool:
+    (mask,) = re.findall(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+# -- dying at the worst moment ---------------------------------------------------------------------
+
+
+def _die_when(happens: Callable[[], bool]) -> None:
+    if happens():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _after_the_log_line(patch: pytest.MonkeyPatch) -> None:
+    """Step 5 is in the log, and in no checkpoint."""
+    write = report.Metrics.write
+
+    def and_die(self: report.Metrics, step: Any) -> None:
+        write(self, step)
+        _die_when(lambda: step.step == 5)
+
+    patch.setattr(report.Metrics, "write", and_die)
+
+
+def _within_a_log_line(patch: pytest.MonkeyPatch) -> None:
+    def half(self: report.Metrics, step: Any) -> None:
+        write(self, step)
+        if step.step == 5:
+            self._file.flush()
+            os.truncate(self._file.name, os.path.getsize(self._file.name) - 20)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    write = report.Metrics.write
+    patch.setattr(report.Metrics, "write", half)
+
+
+def _before_the_manifest(patch: pytest.MonkeyPatch) -> None:
+    """The files of step 4 are written, and nothing says that they are whole."""
+    write = checkpoint._write_manifest
+
+    def die(run: Any, path: Path, parts: Any) -> None:
+        _die_when(lambda: run.steps_taken == 4)
+        write(run, path, parts)
+
+    patch.setattr(checkpoint, "_write_manifest", die)
+
+
+def _while_removing(patch: pytest.MonkeyPatch) -> None:
+    """The checkpoint of step 4 is there, that of step 2 on its way out."""
+    remove = checkpoint.shutil.rmtree
+
+    def die(path: Any, *args: Any, **kwargs: Any) -> None:
+        _die_when(lambda: str(path).endswith(".removed"))
+        remove(path, *args, **kwargs)
+
+    patch.setattr(checkpoint.shutil, "rmtree", die)
+
+
+SAVING = {"checkpoint.every": 2, "checkpoint.keep": 1}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert small.train("--layout", "dp=2 zero=2", "--out", run, **SAVING) == 0
+    return run
+
+
+@pytest.mark.parametrize(
+    ("dies", "newest"),
+    [(_after_the_log_line, 4), (_within_a_log_line, 4), (_before_the_manifest, 2), (_while_removing, 4)],
+)
+def test_a_run_that_dies_goes_on_without_gap_or_double(
+    dies: Callable[[pytest.MonkeyPatch], None],
+    newest: int,
+    undisturbed: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        dies(patch)
+        assert small.train("--layout", "dp=2 zero=2", "--out", run, **SAVING) == 1
+    assert "rank 0 of 2 died: killed by SIGKILL" in capfd.readouterr().err
+    assert checkpoint.newest(run / "checkpoints") == run / "checkpoints" / f"step-{newest:06d}"
+    assert small.main("train", "--resume", "--out", run) == 0
+    assert small.metrics(run) == small.metrics(undisturbed)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000006"], "nothing is left over"
+    assert (run / "job.toml").read_text() == (undisturbed / "job.toml").read_text()
+
+
+def test_a_number_that_is_not_finite_ends_a_run_by_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    wild = {"optimizer.lr": 1e38, "optimizer.clip_norm": 1e30, "checkpoint.every": 1}
+    assert small.train("--ranks", "2", "--out", run, **wild) == 1
+    complaint = capfd.readouterr().err
+    assert complaint.startswith("samestep: step ")
+    assert complaint.count("\n") == 1
+    assert "numerics.on_nonfinite = 'skip' would go on" in complaint
+    assert small.main("train", "--resume", "--out", run, "--set", "numerics.on_nonfinite=skip") == 0
+    rows = small.metrics(run)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[-1]["loss"] is None, "JSON has no NaN"
+    assert rows[-1]["skipped"] is True
+    assert rows[-1]["note"]
+
+
+def test_a_folder_that_cannot_be_made_is_said_before_a_worker_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(training.launch, "run_workers", pytest.fail)
+    (tmp_path / "file").touch()
+    assert small.train("--ranks", "1", "--out", tmp_path / "file" / "run") == 2
+    assert capfd.readouterr().err == (
+        f"samestep: --out {tmp_path}/file/run cannot be made: Not a directory ({tmp_path}/file/run)\n"
+    )

@@ -1,0 +1,376 @@
+"""A run that stops and goes on is the run that never stopped: to the bit in its layout, and in every other one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from samestep.datasets import batches
+from samestep.errors import CheckpointError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.runtime import checkpoint
+from tests import small
+from tests.laboratory import job_of, make_run
+from tests.models import Tokens
+from tests.pool import pool
+
+STEPS, CUT = 6, 4
+
+
+class Counting(Optimizer):
+    """Keeps what torch's own optimizers do not: a number, a text and a tensor of another shape."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state["count"] = state.get("count", 0) + 1
+                state["name"] = "counting"
+                trail = state.setdefault("trail", torch.zeros(5, dtype=torch.float64))
+                trail[state["count"] % 5] += state["count"]
+                param.sub_(param.grad, alpha=group["lr"] * float(trail.sum()) / state["count"])
+
+
+def counting(params: list[Tensor]) -> Optimizer:
+    return Counting(params)
+
+
+def _job(precision: str = "float64", **tables: Any) -> Job:
+    return job_of(precision, STEPS, **tables)
+
+
+ADAMW = {"name": "adamw", "lr": 1e-2, "options": {}, "weight_decay": 0.1, "clip_norm": 0.5}
+
+
+def _steps(
+    rank: int, world: int, model: str, layout: str, job: Job, begin: str | None, until: int, end: str | None
+) -> tuple[list[float], Any]:
+    """Take the steps after the checkpoint `begin` up to `until`; save to `end`. Return losses and the loss scale."""
+    run = make_run(rank, world, model, layout, job)
+    run.prepare(next(iter(batches(Tokens(), job))).samples([0]))
+    if begin is not None:
+        checkpoint.load(run, checkpoint.list_checkpoints(Path(begin))[-1])
+    losses = []
+    for batch in batches(Tokens(), job, first_step=run.steps_taken):
+        if batch.step >= until:
+            break
+        losses.append(run.step(batch).loss)
+    if end is not None:
+        checkpoint.save(run, Path(end), keep=1)
+    scale = run.updater.loss_scale
+    return losses, (scale.scale, scale.steps_since) if scale else None
+
+
+def _run(layout: str, *args: Any) -> list[tuple[list[float], Any]]:
+    """Take steps on as many ranks as the layout has."""
+    world = Layout.parse(layout).world_size
+    model, *rest = args
+    if world == 1:
+        return [_steps(0, 1, model, layout, *rest)]
+    return pool(world).run(_steps, model, layout, *rest)
+
+
+def _newest(folder: Path) -> Path:
+    return checkpoint.list_checkpoints(folder)[-1]
+
+
+EXACT = [
+    ("dp=1", "float32", "llama"),
+    ("dp=2", "float32", "llama"),
+    ("dp=2 zero=1", "float32", "gpt2"),
+    ("dp=2 zero=2", "float32", "plain"),
+    ("dp=2 zero=3 microbatch=2 recompute=full", "float32", "plain_with_dropout"),
+    ("dp_replicate=2 dp_shard=2", "float32", "plain"),
+    ("dp=2 zero=1", "bf16", "gpt2"),
+    ("dp=2 zero=3", "bf16", "plain"),
+    ("dp=2 offload", "bf16", "plain"),
+    ("dp=2", "fp16", "llama"),
+    ("dp=2 zero=2", "fp16", "gpt2"),
+]
+
+
+@pytest.mark.parametrize(("layout", "precision", "model"), EXACT)
+def test_resuming_is_exact(layout: str, precision: str, model: str, tmp_path: Path) -> None:
+    # A scale that grows every other step, and halves where gradients overflow.
+    scaling = {"loss_scale": 2.0**20, "loss_scale_growth_steps": 2} if precision == "fp16" else {}
+    job = _job(precision, optimizer=ADAMW, numerics=scaling, schedule={"name": "cosine", "warmup_steps": 2})
+    whole, first, rest = (str(tmp_path / name) for name in ("whole", "first", "rest"))
+    at_once = _run(layout, model, job, None, STEPS, whole)
+    before = _run(layout, model, job, None, CUT, first)
+    after = _run(layout, model, job, first, STEPS, rest)
+    for one, (start, _), (end, scale) in zip(at_once, before, after, strict=True):
+        assert start + end == one[0]
+        assert scale == one[1]
+    if precision == "fp16":
+        assert before[0][1] != (2.0**20, 0), "the scale is not what a run starts with"
+    small.assert_equal(small.stored(_newest(tmp_path / "whole")), small.stored(_newest(tmp_path / "rest")))
+    moments = [name for name in small.stored(_newest(tmp_path / "rest")) if name.endswith("/exp_avg_sq")]
+    assert moments, "Adam's moments are kept"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "model"),
+    [
+        ("dp=1", "dp=2 zero=3", "gpt2"),
+        ("dp=2 zero=3", "dp=1", "llama"),
+        ("dp=2 zero=1", "dp_replicate=2 dp_shard=2 microbatch=1", "plain"),
+        ("dp=4 zero=3", "dp=2 zero=2", "plain"),
+        ("dp_replicate=2 dp_shard=2", "dp=2 zero=1", "gpt2"),
+        ("dp=4 zero=1", "dp=2 offload", "plain"),
+        ("dp=2 zero=2", "dp=4 zero=1", "plain"),
+    ],
+)
+def test_any_layout_goes_on_from_any_other(before: str, after: str, model: str, tmp_path: Path) -> None:
+    job = _job(optimizer=ADAMW, schedule={"name": "linear", "warmup_steps": 2})
+    first, kept, rest = tmp_path / "first", tmp_path / "kept", tmp_path / "rest"
+    start = _run(before, model, job, None, CUT, str(first))[0][0]
+    _run(after, model, job, str(first), CUT, str(kept))
+    small.assert_equal(small.whole(_newest(first)), small.whole(_newest(kept)))  # weights, moments, counts, buffers
+    end = _run(after, model, job, str(first), STEPS, str(rest))[0][0]
+    expected = _run("dp=1", model, job, None, STEPS, None)[0][0]
+    assert start + end == pytest.approx(expected, rel=1e-9, abs=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "layout"),
+    [
+        ("sgd", {"momentum": 0.9}, "dp=2 zero=1"),
+        ("adagrad", {}, "dp=2 zero=2"),
+        ("nadam", {}, "dp=2 zero=3"),
+        ("asgd", {}, "dp=2 zero=1"),
+        ("rprop", {}, "dp=2"),
+        ("rmsprop", {"momentum": 0.9, "centered": True}, "dp=2 zero=3"),
+        ("adafactor", {}, "dp=2"),
+        ("adam", {"amsgrad": True, "foreach": True}, "dp=2 zero=3"),
+        ("tests.parity.test_checkpoint:counting", {}, "dp=2 zero=1"),
+    ],
+)
+def test_every_optimizer_goes_on(name: str, options: dict[str, Any], layout: str, tmp_path: Path) -> None:
+    job = _job(optimizer={"name": name, "lr": 1e-2, "options": options})
+    whole, first, rest = (tmp_path / name for name in ("whole", "first", "rest"))
+    at_once = _run(layout, "plain", job, None, STEPS, str(whole))[0][0]
+    start = _run(layout, "plain", job, None, CUT, str(first))[0][0]
+    end = _run(layout, "plain", job, str(first), STEPS, str(rest))[0][0]
+    assert start + end == at_once
+    small.assert_equal(small.stored(_newest(whole)), small.stored(_newest(rest)))
+    parts = [json.loads((_newest(folder) / "manifest.json").read_text())["parts"] for folder in (whole, rest)]
+    assert [part["plain"] for part in parts[0]] == [part["plain"] for part in parts[1]]
+
+
+def test_a_changed_model_is_refused_by_its_weights(tmp_path: Path) -> None:
+    job = _job()
+    _run("dp=1", "plain", job, None, 1, str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"holds another model's weights: .* and \d+ more"):
+        _run("dp=1", "gpt2", job, str(tmp_path), 2, None)
+
+
+def test_only_the_newest_are_kept_and_left_overs_go(tmp_path: Path) -> None:
+    job = _job()
+    run = make_run(0, 1, "plain", "dp=1", job)
+    (tmp_path / ".step-000001.draft").mkdir()
+    (tmp_path / ".step-000001.draft" / "rank-0000.safetensors").write_bytes(b"half")
+    for batch in batches(Tokens(), job):
+        run.step(batch)
+        checkpoint.save(run, tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000005", "step-000006"]
+
+
+# -- through the command line ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks, stopped after step 4 of 6, with checkpoints of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    words = ["--layout", "dp=2 zero=3", "--steps", "4", "--out", folder]
+    assert small.train(*words, checkpoint__every=2) == 0
+    return folder
+
+
+@pytest.fixture
+def run(two_checkpoints: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(two_checkpoints, tmp_path / "run"))
+
+
+def _resume(run: Path, *words: str) -> int:
+    return small.main("train", "--resume", "--out", run, *words)
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2 zero=3", "dp_replicate=2 dp_shard=2"])
+def test_a_resumed_run_leaves_the_log_of_one(layout: str, tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert small.train("--layout", layout, "--out", whole) == 0
+    assert small.train("--layout", layout, "--out", cut, "--steps", "2") == 0
+    assert _resume(cut, "--steps", "5") == 0  # in the layout it was started in
+    assert _resume(cut) == 0
+    assert small.metrics(cut) == small.metrics(whole)
+    small.assert_equal(small.stored(_newest(whole / "checkpoints")), small.stored(_newest(cut / "checkpoints")))
+    assert (cut / "job.toml").read_text() == (whole / "job.toml").read_text()
+
+
+def test_a_run_goes_on_in_another_layout(run: Path, tmp_path: Path) -> None:
+    assert _resume(run, "--layout", "dp=4 zero=1") == 0
+    assert small.train("--ranks", "1", "--out", tmp_path / "one") == 0
+    assert small.losses(run) == pytest.approx(small.losses(tmp_path / "one"), rel=1e-4)
+    assert (run / "layout.txt").read_text() == "dp=4 zero=1\n"
+
+
+def test_a_finished_run_has_nothing_left(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert _resume(run) == 0
+    before = small.files_of(run)
+    capfd.readouterr()
+    assert _resume(run) == 0
+    assert "step 6 was the last: there is nothing left to train" in capfd.readouterr().out
+    after = small.files_of(run)
+    assert {name for name in after if after[name] != before.get(name)} <= {
+        name for name in after if name.startswith("tensorboard/")
+    }
+
+
+def test_the_newest_run_goes_on(run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(run.parent)
+    assert small.main("train", "--resume") == 2
+    assert "there is no run below runs/ to go on with; --out names another folder" in capfd.readouterr().err
+    Path("runs").mkdir()
+    run.rename("runs/mine")
+    assert small.main("train", "--resume") == 0
+    assert len(small.metrics(Path("runs/mine"))) == 6
+
+
+def _truncate(checkpoint: Path) -> str:
+    path = checkpoint / "rank-0001.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    return path.name
+
+
+def _flip(checkpoint: Path) -> str:
+    path = checkpoint / "rank-0000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    return path.name
+
+
+def _empty(checkpoint: Path) -> str:
+    (checkpoint / "rank-0001.safetensors").write_bytes(b"")
+    return "rank-0001.safetensors"
+
+
+def _lose(checkpoint: Path) -> str:
+    (checkpoint / "rank-0001.safetensors").unlink()
+    return "rank-0001.safetensors"
+
+
+def _lose_manifest(checkpoint: Path) -> str:
+    (checkpoint / "manifest.json").unlink()
+    return "manifest.json"
+
+
+def _truncate_manifest(checkpoint: Path) -> str:
+    path = checkpoint / "manifest.json"
+    path.write_text(path.read_text()[:200])
+    return path.name
+
+
+@pytest.mark.parametrize("damage", [_truncate, _flip, _empty, _lose, _lose_manifest, _truncate_manifest])
+def test_a_damaged_checkpoint_is_named_and_not_passed_over(
+    damage: Any, run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    newest = run / "checkpoints" / "step-000004"
+    name = damage(newest)
+    before = small.files_of(run)
+    assert _resume(run) == 2
+    assert capfd.readouterr().err == (
+        f"samestep: {newest / name} is missing or damaged; "
+        f"once {newest} is removed, --resume goes on from step-000002\n"
+    )
+    assert small.files_of(run) == before
+    shutil.rmtree(newest)  # what it says works
+    assert _resume(run) == 0
+    assert [row["step"] for row in small.metrics(run)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_lone_damaged_checkpoint_has_no_older_one(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(run / "checkpoints" / "step-000002")
+    _lose_manifest(run / "checkpoints" / "step-000004")
+    assert _resume(run) == 2
+    assert "is missing or damaged; there is no older one" in capfd.readouterr().err
+
+
+def test_another_format_is_refused(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    manifest = run / "checkpoints" / "step-000004" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format_version": 99}))
+    assert _resume(run) == 2
+    assert "has format 99; this version reads 1" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("setting", "differs"),
+    [
+        ("optimizer.lr=0.5", "optimizer.lr"),
+        ("model.config.num_hidden_layers=3", "model.config"),
+        ("train.seed=4", "train.seed"),
+        ("numerics.precision=bf16", "numerics.precision"),
+        ("data.sequence_length=8", "data.sequence_length"),
+    ],
+)
+def test_the_checkpoint_of_another_job_is_refused(
+    setting: str, differs: str, run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = small.files_of(run)
+    assert _resume(run, "--set", setting) == 2
+    assert capfd.readouterr().err == (
+        f"samestep: {run}/checkpoints/step-000004 was written by a job with another {differs}: "
+        "resume with the job in its run folder\n"
+    )
+    assert small.files_of(run) == before
+
+
+def test_what_changes_no_result_may_change(run: Path) -> None:
+    changes = ["checkpoint.every=1", "numerics.on_nonfinite=skip", "train.sample_tokens=2", "train.steps=7"]
+    assert _resume(run, *(word for change in changes for word in ("--set", change))) == 0
+    assert len(small.metrics(run)) == 7
+
+
+@pytest.mark.parametrize(
+    ("lose", "says"),
+    [
+        (["job.toml"], "holds no run to go on with"),
+        (["checkpoints"], "holds no checkpoint to go on from: another --out starts anew"),
+    ],
+)
+def test_where_there_is_nothing_to_resume(
+    lose: list[str], says: str, run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in lose:
+        shutil.move(run / name, run.parent / name)
+    assert _resume(run) == 2
+    assert capfd.readouterr().err == f"samestep: {run} {says}\n"
+
+
+def test_a_run_that_would_end_before_its_checkpoint_is_refused(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert _resume(run, "--steps", "3") == 2
+    assert "step-000004 is after step 3, where the run would end; at least 4 works" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("left", ["job.toml", "metrics.jsonl", "checkpoints"])
+def test_a_new_run_never_writes_into_an_old_one(left: str, run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for path in list(run.iterdir()):
+        if path.name != left:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = small.files_of(run)
+    assert small.train("--ranks", "1", "--out", run) == 2
+    assert f"{run} holds a run already: --resume goes on with it" in capfd.readouterr().err
+    assert small.files_of(run) == before

@@ -1,0 +1,288 @@
+"""Mixed precision by one rule in every layout: bf16 and fp16 with float32 masters, sums, norms and losses.
+
+The bound is derived, not tuned: what separates two layouts is the order of sums and the shapes of matrix products,
+roundings of the compute dtype. So eight runs on one device are perturbed by one rounding of every weight, and a layout
+may deviate by 8 times the largest of their deviations, in every loss, norm, gradient and weight. Where every micro-batch
+holds the same sample in both layouts even those roundings are equal, and what is left are sums in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from samestep.datasets import batches
+from samestep.errors import ModelError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.runtime.build import cross_entropy, loss_of, optimizer_of
+from samestep.runtime.launch import Place
+from samestep.runtime.precision import for_loss
+from samestep.runtime.run import Run, Source
+from tests.laboratory import Observed, follow, job_of, largest_error, perturbed, whole
+from tests.models import MODELS, VOCABULARY, Tokens
+from tests.parity.test_data_axis import LAYOUTS_2
+from tests.parity.test_odd_models import ODD, Odd, Pairs
+from tests.pool import pool
+
+EPS = {"bf16": torch.finfo(torch.bfloat16).eps, "fp16": torch.finfo(torch.float16).eps}
+NUM_PERTURBED, ALLOWANCE = 8, 8.0
+
+REGRESSORS: dict[str, Odd] = {"flat": ODD["flat"], "flat_with_root": ODD["flat_with_root"]}
+
+
+def job_for(model: str, precision: str) -> Job:
+    loss = REGRESSORS[model].loss if model in REGRESSORS else "cross_entropy"
+    numerics = {"loss_scale": 1024.0} if precision == "fp16" else {}
+    return job_of(precision, 2, train={"loss": loss}, numerics=numerics, optimizer={"clip_norm": 0.5})
+
+
+def run_of(rank: int, world: int, model: str, layout: str, job: Job) -> Run:
+    place = Place(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
+    build = REGRESSORS[model].build if model in REGRESSORS else MODELS[model]
+    return Run(Source(perturbed(build), loss_of(job), optimizer_of(job), model), Layout.parse(layout), job, place)
+
+
+def dataset_of(model: str) -> Any:
+    return Pairs() if model in REGRESSORS else Tokens()
+
+
+def watch(rank: int, world: int, model: str, layout: str, precision: str, record: bool = False) -> Observed:
+    job = job_for(model, precision)
+    return follow(run_of(rank, world, model, layout, job), dataset_of(model), job, record)
+
+
+def nudged(model: str, precision: str, draw: int) -> Observed:
+    """One device, every weight off by one rounding of the compute dtype, up or down."""
+    job = job_for(model, precision)
+    run = run_of(0, 1, model, "dp=1", job)
+    run.prepare(next(batches(dataset_of(model), job)).samples([0]))
+    generator = torch.Generator().manual_seed(draw)
+    with torch.no_grad():
+        for piece in run.updater.pieces:
+            signs = torch.randint(0, 2, piece.value.shape, generator=generator) * 2 - 1
+            piece.value.mul_(1 + signs * EPS[precision] / 2)
+    run.updater.publish()
+    return follow(run, dataset_of(model), job)
+
+
+def deviations(ranks: list[Observed], reference: Observed) -> dict[str, float]:
+    """The largest difference in each loss, norm, gradient and weight."""
+    found: dict[str, float] = {}
+    for kind in ("losses", "norms"):
+        for step, expected in enumerate(getattr(reference, kind)):
+            found[f"{kind} {step}"] = max(abs(getattr(seen, kind)[step] - expected) for seen in ranks)
+    pairs = [
+        (f"gradient {step} ", [seen.gradients[step] for seen in ranks], g) for step, g in enumerate(reference.gradients)
+    ]
+    for kind, ours, theirs in (*pairs, ("weight ", [seen.weights for seen in ranks], reference.weights)):
+        candidate, expected = whole(ours), whole([theirs])
+        assert candidate.keys() == expected.keys()
+        found |= {kind + name: float((candidate[name] - expected[name]).abs().max()) for name in expected}
+    return found
+
+
+@functools.cache
+def allowed(model: str, precision: str) -> tuple[Observed, dict[str, float]]:
+    reference = watch(0, 1, model, "dp=1", precision)
+    seen = [deviations([nudged(model, precision, draw)], reference) for draw in range(NUM_PERTURBED)]
+    return reference, {key: ALLOWANCE * max(one[key] for one in seen) for key in seen[0]}
+
+
+EVERY = [
+    *LAYOUTS_2,
+    "dp=4",
+    "dp=4 zero=2 microbatch=1",
+    "dp_replicate=2 dp_shard=2 microbatch=1 accumulate=full recompute=full",
+]
+EVERY += ["dp_replicate=2 dp_shard=2", "dp_replicate=2 dp_shard=2 zero=1"]
+SOME = [
+    "dp=2 recompute=full",
+    "dp=2 zero=1 microbatch=2",
+    "dp=2 zero=2 microbatch=1",
+    "dp=2 zero=3 recompute=selective",
+]
+FEW = ["dp=2", "dp=2 zero=1 microbatch=1", "dp=2 zero=3 microbatch=2"]
+CASES = [("plain", "bf16", EVERY), ("gpt2", "bf16", [*SOME, *FEW, "dp=2 zero=2 microbatch=2 accumulate=full"])]
+CASES += [("llama", "bf16", SOME), ("gpt2", "fp16", SOME), ("plain", "fp16", SOME)]
+CASES += [("flat_with_root", "bf16", FEW), ("flat", "fp16", FEW)]
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "layout"),
+    [(model, precision, layout) for model, precision, some in CASES for layout in some],
+)
+def test_a_layout_deviates_by_roundings_alone(model: str, precision: str, layout: str) -> None:
+    reference, limit = allowed(model, precision)
+    ranks = pool(Layout.parse(layout).world_size).run(watch, model, layout, precision, True)
+    for key, found in deviations(ranks, reference).items():
+        assert found <= limit[key], f"{key}: {found:.1e}, allowed {limit[key]:.1e}"
+    for seen in ranks:
+        assert seen.ledger == seen.predicted
+        for rows in seen.ledger.values():
+            # Gradients travel in float32; weights in the compute dtype, but for those in which gradients meet.
+            assert {row.dtype for row in rows if row.kind != "all_gather"} <= {"float32", "float64"}
+            assert all(row.dtype == "float32" for row in rows if row.kind == "reduce_scatter")
+        assert all(tensor.dtype is torch.float32 for _, _, _, tensor in (*seen.gradients[0], *seen.weights))
+
+
+SINGLES = ["dp=2 microbatch=1", "dp=2 zero=1 microbatch=1", "dp=2 zero=2 microbatch=1", "dp=2 zero=3 microbatch=1"]
+SINGLES += ["dp=2 zero=3 microbatch=1 accumulate=full", "dp_replicate=2 dp_shard=2 microbatch=1"]
+
+
+@pytest.mark.parametrize("layout", SINGLES)
+def test_gradients_are_added_in_float32(layout: str) -> None:
+    """One sample a micro-batch: every product is the same in all layouts, to the bit."""
+    reference = watch(0, 1, "gpt2", "dp=1 microbatch=1", "bf16")
+    ranks = pool(Layout.parse(layout).world_size).run(watch, "gpt2", layout, "bf16")
+    error, name = largest_error(whole([seen.gradients[0] for seen in ranks]), whole([reference.gradients[0]]))
+    assert error <= 100 * torch.finfo(torch.float32).eps, f"{name}: {error:.1e}"
+
+
+# -- what is computed in which dtype -----------------------------------------------------------------------------------
+
+SPIED: set[tuple[str, torch.dtype, torch.dtype | None]] = set()
+
+
+def spy(name: str, kind: type[nn.Module]) -> type[nn.Module]:
+    """Note the dtypes of a module's input and weight."""
+
+    def forward(self: nn.Module, x: Tensor, *more: Tensor) -> Any:
+        weight = next(iter(self._parameters.values()), None)
+        SPIED.add((name, x.dtype, None if weight is None else weight.dtype))
+        return kind.forward(self, x, *more)
+
+    return type(f"Spied{kind.__name__}", (kind,), {"forward": forward})
+
+
+class Sines(nn.Module):
+    """No weights: times up to a thousand, which no half precision can tell apart."""
+
+    def forward(self, times: Tensor) -> Tensor:
+        return torch.sin(times[:, None] * torch.linspace(0.1, 1.0, 8))
+
+
+class SpiedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = spy("norm", nn.LayerNorm)(8)
+        self.linear = spy("linear", nn.Linear)(8, 8)
+        self.register_buffer("offset", torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.linear(self.norm(x))
+        return x + self.linear2(x + self.offset) if hasattr(self, "linear2") else x
+
+
+class Spied(nn.Module):
+    """Tied embedding, a time embedding without weights, a block with a float32 buffer, an LSTM that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = spy("shared embedding", nn.Embedding)(VOCABULARY, 8)
+        self.sines, self.time = spy("sines", Sines)(), spy("linear", nn.Linear)(8, 8)
+        self.blocks = nn.ModuleList(SpiedBlock() for _ in range(2))
+        self.blocks[1].linear2 = spy("linear", nn.Linear)(8, 8)
+        self.lstm = spy("shared lstm", nn.LSTM)(8, 8, batch_first=True)
+        self.norm = spy("norm", nn.LayerNorm)(8)
+        self.head = spy("shared head", nn.Linear)(8, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        times = torch.linspace(1.0, 999.0, input_ids.shape[1])
+        x = self.embed(input_ids) + self.time(self.sines(times))
+        for block in self.blocks:
+            x = block(x)
+        x = self.lstm(x)[0]
+        return self.head(self.norm(self.lstm(x)[0]))
+
+
+def spied_loss(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    SPIED.add(("loss", outputs.dtype, None))
+    return cross_entropy(outputs, batch)
+
+
+def spied_step(rank: int, world: int, layout: str, precision: str) -> tuple[set[Any], dict[str, bool], list[str]]:
+    """Run a step of one sample, which only rank 0 has; say what was seen, and whose gradients fit the compute dtype."""
+    numerics = {"loss_scale": 256.0}  # a power of two: it takes no bit from a gradient
+    job = job_of(precision, 1, train={"global_batch": 1}, optimizer={"name": "adamw", "options": {}}, numerics=numerics)
+    place = Place(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
+    run = Run(Source(Spied, spied_loss, optimizer_of(job)), Layout.parse(layout), job, place)
+    batch = next(batches(Tokens(), job))
+    run.prepare(batch.samples(batch.indices))
+    SPIED.clear()  # of the trace
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    run._forward_backward(batch)
+    fits = {p.name: bool((p.gradient().to(dtype).float() == p.gradient()).all()) for p in run.updater.pieces}
+    run.step(batch)
+    wrong = [name for name, param in run.model.named_parameters() if not isinstance(param, nn.Parameter)]
+    tensors = [
+        t for p in run.updater.pieces for t in (p.value, p.gradient(), *run.updater.optimizer.state[p.value].values())
+    ]
+    wrong += [str(tensor.dtype) for tensor in tensors if tensor.dtype is not torch.float32]
+    return set(SPIED), fits, wrong
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=1 recompute=full", "dp=2 zero=2", "dp=2 zero=3 recompute=full"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_everything_is_computed_in_its_dtype(layout: str, precision: str) -> None:
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    ranks = pool(2).run(spied_step, layout, precision)
+    for seen, _, wrong in ranks:
+        assert seen == {
+            ("loss", torch.float32, None),
+            ("norm", torch.float32, torch.float32),
+            ("linear", half, half),
+            ("sines", torch.float32, None),
+            ("shared embedding", torch.int64, half),
+            ("shared head", half, half),
+            ("shared lstm", half, half),
+        }
+        assert not wrong  # weights cast for a forward are put back, masters and all that is added up are float32
+    for name in ranks[0][1].keys() | ranks[1][1].keys():
+        # Two gradients of one weight meet in float32, so their sum does not fit in half.
+        meet = name.startswith(("embed", "lstm"))
+        assert all(fits.get(name, not meet) for _, fits, _ in ranks) != meet, name
+
+
+# -- small rules -------------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_sees_float32_in_whatever_it_is_given() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Output:
+        logits: Tensor
+        states: list[Tensor]
+        words: str = "kept"
+
+    half = torch.ones(2, dtype=torch.bfloat16)
+    raised = for_loss(Output(half, [half, torch.ones(2, dtype=torch.float64)]))
+    assert raised.logits.dtype is torch.float32
+    assert [state.dtype for state in raised.states] == [torch.float32, torch.float64]
+    assert raised.words == "kept"
+    assert for_loss({"logits": (half, 3)})["logits"][0].dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("values", "works"),
+    [(torch.ones(3, dtype=torch.complex64), "view_as_complex of a real parameter"), (torch.arange(3), "a buffer")],
+)
+def test_parameters_that_are_no_real_numbers_are_refused(values: Tensor, works: str) -> None:
+    class Strange(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(VOCABULARY, 3)
+            self.strange = nn.Parameter(values.clone(), requires_grad=values.is_complex())
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return (self.embed(input_ids) * self.strange).real
+
+    job = job_of("float32", 1)
+    run = Run(Source(Strange, loss_of(job), optimizer_of(job)), Layout(), job, Place(0, 0, 1, 1, torch.device("cpu")))
+    with pytest.raises(ModelError, match=f"parameter strange is .*: {works} works"):
+        run.step(next(batches(Tokens(), job)))

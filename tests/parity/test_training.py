@@ -1,0 +1,157 @@
+"""`samestep train`: every layout prints the losses of one rank, however it is started, and leaves the same files."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import samestep
+from tests import small
+
+STEPS = 20
+# The default job itself, twenty steps of it.
+DEFAULT = {
+    "model.config.hidden_size": 64,
+    "model.config.intermediate_size": 176,
+    "model.config.num_attention_heads": 4,
+    "model.config.num_key_value_heads": 4,
+    "model.config.max_position_embeddings": 256,
+    "data.sequence_length": 64,
+    "train.global_batch": 32,
+    "train.steps": 1000,
+    "schedule.warmup_steps": 50,
+}
+LAYOUTS = ["dp=4", "dp=2 zero=1", "dp=2 zero=2", "dp=4 zero=3", "dp_replicate=2 dp_shard=2"]
+TOLERANCES = {"float64": 1e-6, "float32": 1e-4}  # Adam amplifies the noise of reordered sums
+# float64 costs more and leaves nothing to chance: a smaller batch of shorter samples will do.
+FEWER = {"float64": {"data.sequence_length": 16, "train.global_batch": 8}, "float32": {}}
+
+
+def _train_default(precision: str, layout: list[str], out: Path) -> list[float]:
+    words = ["--steps", str(STEPS), "--out", out, *layout]
+    assert small.train(*words, **{**DEFAULT, **FEWER[precision]}, numerics__precision=precision) == 0
+    return small.losses(out)
+
+
+@functools.cache
+def _of_one_rank(precision: str) -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        return _train_default(precision, ["--ranks", "1"], Path(folder, "one"))
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_default_job_has_the_losses_of_one_rank(layout: str, precision: str, tmp_path: Path) -> None:
+    found, expected = _train_default(precision, ["--layout", layout], tmp_path / "run"), _of_one_rank(precision)
+    assert len(found) == STEPS
+    assert found == pytest.approx(expected, rel=TOLERANCES[precision], abs=0)
+    assert found[-1] < found[0] - 0.5, "it learns"
+
+
+def test_a_run_leaves_its_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    evaluated = {"train.evaluate_samples": 8, "train.sample_tokens": 12, "checkpoint.every": 2, "checkpoint.keep": 2}
+    assert small.train("--layout", "dp=2 zero=1", "--out", out, **evaluated) == 0
+    said = capfd.readouterr().out
+    assert "--- sample, before\nThe " in said
+    assert "--- sample, after\nThe " in said
+
+    rows = small.metrics(out, timings=True)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    keys = ["step", "loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s", "memory_bytes"]
+    assert all(list(row) == keys for row in rows)
+    assert all(row["tokens"] == 8 * 16 and row["memory_bytes"] > 0 for row in rows)
+    assert [row["lr"] for row in rows[:2]] == pytest.approx([3e-3, 6e-3])
+
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["steps"] == 6
+    assert summary["loss"] == rows[-1]["loss"]
+    assert 0 < summary["held_out_loss"] < 6
+    assert summary["stopped"] is False
+    assert f"held-out loss {summary['held_out_loss']:.4f}" in said
+
+    job = samestep.load(out / "job.toml")
+    assert job.layout == {"dp_replicate": 1, "dp_shard": 2, "zero": 1}
+    assert str(samestep.Layout.of(job.layout)) == (out / "layout.txt").read_text().strip() == "dp=2 zero=1"
+    assert job.train.steps == 6
+    (tmp_path / "again.toml").write_text(job.to_toml())
+    assert samestep.load(tmp_path / "again.toml") == job
+
+    assert small.checkpoints(out) == ["step-000004", "step-000006"]
+    assert list((out / "tensorboard").glob("events.out.tfevents.*"))
+    assert not list(out.rglob("*draft*"))
+
+
+def test_the_job_file_of_a_run_repeats_it(tmp_path: Path) -> None:
+    first, again = tmp_path / "first", tmp_path / "again"
+    assert small.train("--layout", "dp=2 zero=3 microbatch=2", "--out", first) == 0
+    assert small.main("train", first / "job.toml", "--out", again) == 0
+    assert small.metrics(first) == small.metrics(again)
+    assert (first / "job.toml").read_text() == (again / "job.toml").read_text()
+
+
+def test_python_gives_what_the_command_line_gives(tmp_path: Path) -> None:
+    assert small.train("--ranks", "2", "--out", tmp_path / "cli", train__evaluate_samples=4) == 0
+    job = samestep.load(tmp_path / "cli" / "job.toml").model_copy(update={"layout": {}})
+    summary = samestep.train(job, ranks=2, out=tmp_path / "python")
+    assert summary is not None
+    assert small.metrics(tmp_path / "cli") == small.metrics(tmp_path / "python")
+    assert json.loads((tmp_path / "cli" / "summary.json").read_text())["held_out_loss"] == summary.held_out_loss
+
+
+@pytest.mark.parametrize("layout", ["dp=2 microbatch=2", "dp=2 zero=3 microbatch=2", "dp=4 zero=1"])
+def test_an_uneven_batch_is_that_of_one_rank(layout: str, tmp_path: Path) -> None:
+    uneven = {"train.global_batch": 7, "numerics.precision": "float64", "train.evaluate_samples": 5}
+    assert small.train("--ranks", "1", "--out", tmp_path / "one", **uneven) == 0
+    assert small.train("--layout", layout, "--out", tmp_path / "many", **uneven) == 0
+    one, many = small.losses(tmp_path / "one"), small.losses(tmp_path / "many")
+    assert many == pytest.approx(one, rel=1e-9, abs=0)
+    held_out = [json.loads((tmp_path / run / "summary.json").read_text())["held_out_loss"] for run in ("one", "many")]
+    assert held_out[1] == pytest.approx(held_out[0], rel=1e-9, abs=0)
+    assert {row["tokens"] for row in small.metrics(tmp_path / "many")} == {7 * 16}
+
+
+def test_more_ranks_than_samples_train_evaluate_and_speak(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    few = {"train.global_batch": 2, "train.evaluate_samples": 3, "train.sample_tokens": 9, "train.steps": 2}
+    assert small.train("--ranks", "1", "--out", tmp_path / "one", **few) == 0
+    one = capfd.readouterr().out
+    assert small.train("--layout", "dp=4 zero=3", "--out", tmp_path / "four", **few) == 0
+    four = capfd.readouterr().out
+    assert one.split("---")[1:3] == four.split("---")[1:3], "the same untrained model says the same"
+    assert small.losses(tmp_path / "four") == pytest.approx(small.losses(tmp_path / "one"), rel=1e-4)
+
+
+def test_a_model_with_more_embeddings_than_the_tokenizer_has_tokens_speaks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    padded = {"model.config.vocab_size": 3000, "train.sample_tokens": 30, "train.steps": 2}
+    assert small.train("--ranks", "1", "--out", tmp_path / "run", **padded) == 0
+    said = capfd.readouterr().out
+    assert "--- sample, after\nThe " in said
+    assert "\x1b" not in said, "what the model wrote may not steer the terminal"
+
+
+def test_steps_end_a_run_and_leave_the_schedule(tmp_path: Path) -> None:
+    assert small.train("--ranks", "1", "--out", tmp_path / "whole") == 0
+    assert small.train("--ranks", "1", "--steps", "4", "--out", tmp_path / "short") == 0
+    assert small.metrics(tmp_path / "short") == small.metrics(tmp_path / "whole")[:4]
+    assert json.loads((tmp_path / "short" / "summary.json").read_text())["stopped"] is False
+
+
+def test_torchrun_gives_the_losses_of_our_own_launcher(tmp_path: Path) -> None:
+    words = ["--layout", "dp=2 zero=2", *small.settings()]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, "-m", "samestep.cli", "train", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert small.main("train", *words, "--out", tmp_path / "own") == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    assert small.metrics(run) == small.metrics(tmp_path / "own")
+    assert done.stdout.count("step      6/6") == 1, "rank 0 alone speaks"

@@ -1,0 +1,160 @@
+"""Small runs of the command `train`, called in the warm pytest process, which forks its workers; and what they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from samestep import cli
+
+SMALL = {
+    "model.config.hidden_size": 16,
+    "model.config.intermediate_size": 40,
+    "model.config.num_hidden_layers": 2,
+    "model.config.num_attention_heads": 4,
+    "model.config.num_key_value_heads": 2,
+    "model.config.max_position_embeddings": 64,
+    "data.sequence_length": 16,
+    "train.global_batch": 8,
+    "train.steps": 6,
+    "train.evaluate_samples": 0,
+    "train.sample_tokens": 0,
+    "schedule.warmup_steps": 2,
+    "checkpoint.every": 0,
+}
+TIMINGS = ("step_s", "tokens_per_s", "memory_bytes")
+
+
+def settings(**changes: Any) -> list[str]:
+    """The words that make the default job a small one; in `changes`, `__` stands for a dot."""
+    keys = SMALL | {key.replace("__", "."): value for key, value in changes.items()}
+    return [word for key, value in keys.items() for word in ("--set", f"{key}={_toml(value)}")]
+
+
+def train(*words: str | Path, **changes: Any) -> int:
+    """Run `samestep train` on a small job; return its exit status."""
+    return main("train", *settings(**changes), *words)
+
+
+def main(*words: str | Path) -> int:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*share . core")
+        try:
+            return cli.main([str(word) for word in words])
+        except SystemExit as end:  # argparse's way
+            return int(end.code or 0)
+
+
+def metrics(folder: Path, *, timings: bool = False) -> list[dict[str, Any]]:
+    """The lines of a run's log; without what differs between two equal runs."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if timings or key not in TIMINGS} for row in rows]
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in metrics(folder)]
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder and its bytes."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def stored(checkpoint: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, as its files hold them."""
+    return {name: tensor for file in checkpoint.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def whole(checkpoint: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, the runs of each put together: the same in every layout."""
+    runs: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in stored(checkpoint).items():
+        kind, _, rest = name.partition("/")
+        if kind == "buffer":
+            runs[name] = {0: tensor}
+            continue
+        param, start, *key = rest.split("/")
+        runs.setdefault("/".join([kind, param, *key]), {})[int(start)] = tensor
+    return {
+        name: torch.cat([parts[start] for start in sorted(parts)])
+        if parts[min(parts)].dim() == 1
+        else parts[min(parts)]
+        for name, parts in runs.items()
+    }
+
+
+def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    """Both hold the same tensors, to the bit."""
+    assert left.keys() == right.keys()
+    assert not [name for name in left if not torch.equal(left[name], right[name])]
+
+
+def in_background(words: list[str], folder: Path) -> int:
+    """Run the command line in a fork of this process; return its pid. What it says goes to `folder`/out and err.
+
+    A test that calls it ends with `end_background`, whatever happens.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    pid = os.fork()
+    if pid == 0:
+        status = 70
+        try:
+            os.setpgid(0, 0)
+            for descriptor, name in ((1, "out"), (2, "err")):
+                os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+            status = main(*words)
+        finally:
+            os._exit(status)
+    _background.add(pid)
+    return pid
+
+
+_background: set[int] = set()
+
+
+def end_background() -> None:
+    """Kill what is left of the processes of `in_background`; their workers die with them."""
+    for pid in list(_background):
+        os.kill(pid, signal.SIGKILL)
+        status_of(pid)
+
+
+def wait_for(happened: Callable[[], bool], limit_s: float = 60.0) -> None:
+    end = time.monotonic() + limit_s
+    while not happened():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def status_of(pid: int, limit_s: float = 60.0) -> int:
+    """Wait for a process of `in_background`; return its exit status."""
+    end = time.monotonic() + limit_s
+    while True:
+        gone, status = os.waitpid(pid, os.WNOHANG)
+        if gone:
+            _background.discard(pid)
+            return os.waitstatus_to_exitcode(status)
+        assert time.monotonic() < end, f"process {pid} still runs"
+        time.sleep(0.02)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value)  # of numbers, text and lists: TOML writes them alike

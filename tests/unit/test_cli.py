@@ -1,0 +1,401 @@
+"""The command line, as somebody meets it who types it wrong: one line that says what works, exit 2, nothing started."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import samestep
+from samestep import catalog, cli, training
+from tests import small
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training.launch, "run_workers", lambda *_, **__: pytest.fail("workers were started"))
+
+
+Words = list[str]
+MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
+    "layout word": (["--layout", "dp_shrad=2"], {}, "unknown layout word 'dp_shrad' (did you mean 'dp_shard'?)"),
+    "layout value": (["--layout", "dp=two"], {}, "dp=two is not a whole number"),
+    "zero stage": (["--layout", "dp=2 zero=7"], {}, "zero=7: the ZeRO stages are 0, 1, 2 and 3"),
+    "ranks": (
+        ["--layout", "dp=2 zero=1", "--ranks", "3"],
+        {},
+        "layout 'dp=2 zero=1' has 2 ranks, not 3: --ranks 2 works, or a layout whose degrees multiply to 3, as dp=3",
+    ),
+    "strategy": (["--layout", "dp=2 accumulate=full"], {}, "use zero=2 or zero=3 with it, not zero=0"),
+    "ranks zero": (["--ranks", "0"], {}, "argument --ranks: 0 is not a whole number of at least 1"),
+    "ranks text": (["--ranks", "two"], {}, "argument --ranks: two is not a whole number of at least 1"),
+    "flag": (["--layuot", "dp=2"], {}, "unknown argument --layuot (did you mean '--layout'?); see samestep train --help"),
+    "half a flag": (["--lay", "dp=2"], {}, "unknown argument --lay"),
+    "steps": (["--steps", "7"], {}, "--steps 7 is beyond train.steps = 6, where the learning rate ends: --set train.ste"),
+    "job file": (["nope.toml"], {}, "no job file at nope.toml"),
+    "setting": (["--set", "train.steps"], {}, "--set train.steps: write key=value, as in --set train.steps=50"),
+    "key": ([], {"train.stepz": 3}, "train.stepz: unknown key (did you mean 'steps'?)"),
+    "value": ([], {"train.global_batch": 0}, "train.global_batch: input should be greater than or equal to 1, got 0"),
+    "type": ([], {"train.steps": "many"}, "train.steps: input should be a valid integer"),
+    "data source": ([], {"data.source": "topicz"}, "unknown data source 'topicz' (did you mean 'topics'?)"),
+    "data path": ([], {"data.source": "text:/nope/book.txt"}, "text:/nope/book.txt: there is no folder /nope"),
+    "data function": ([], {"data.source": "nope:make"}, "nope:make: there is no module 'nope'"),
+    "data length": (
+        [],
+        {"data.sequence_length": 10**7, "model.config.max_position_embeddings": 10**7},
+        "data.sequence_length = 10000000 needs 10000001",
+    ),
+    "family": ([], {"model.source": "hf:lama"}, "hf:lama: transformers has no family 'lama' (did you mean 'llama'?)"),
+    "field": ([], {"model.config.hiden_size": 8}, "hf:llama has no such field (did you mean 'hidden_size'?)"),
+    "model function": ([], {"model.source": "lama"}, "model.source = 'lama' is not of the form module:function"),
+    "vocabulary": (
+        [],
+        {"model.config.vocab_size": 100},
+        "the tokenizer has tokens up to 255, but model.config.vocab_size = 100; 256 works",
+    ),
+    "positions": (
+        [],
+        {"model.config.max_position_embeddings": 8},
+        "samples of 16 tokens are longer than model.config.max_position_embeddings = 8; data.sequence_length = 8 works",
+    ),
+    "optimizer": ([], {"optimizer.name": "adamx"}, "optimizer.name = 'adamx' is none of"),
+    "optimizer's values": ([], {"optimizer.options.betas": [2, 3]}, "optimizer: AdamW refuses its settings: Invalid beta"),
+    "optimizer and zero": (
+        ["--layout", "dp=2 zero=1"],
+        {"optimizer.name": "adafactor", "optimizer.options": {}},
+        "Adafactor does not treat every element by itself, so weights cut by zero=1 would get another update: zero=0 works",
+    ),
+    "loss": ([], {"train.loss": "cross_entrpy"}, "(did you mean 'cross_entropy'?)"),
+    "device": ([], {"run.device": "gpu"}, "run.device: input should be 'auto', 'cpu' or 'cuda', got 'gpu'"),
+    "resume nothing": (["--resume"], {}, "there is no run below runs/ to go on with; --out names another folder"),
+    "resume nowhere": (["--resume", "--out", "nowhere"], {}, "nowhere holds no run to go on with"),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_gets_one_line_and_exit_2(case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words, changes, says = MISTAKES[case]
+    assert small.train(*words, **changes) == 2
+    said, complaint = capfd.readouterr()
+    assert said == ""
+    assert says in complaint
+    assert complaint.startswith("samestep: ")
+    assert complaint.count("\n") == 1, complaint
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_several_mistakes_are_told_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    wrong = {"train.stepz": 1, "train.global_batch": -1, "numerics.precision": "float16", "data.held_out": 2}
+    assert small.train(**wrong) == 2
+    complaint = capfd.readouterr().err
+    assert complaint.count("\n") == 4
+    assert all(key in complaint for key in wrong)
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_job_file_of_mistakes_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    Path("job.toml").write_text("[model\n")
+    assert small.main("train", "job.toml") == 2
+    assert "job.toml is not TOML" in capfd.readouterr().err
+    assert small.main("train", tmp_path) == 2
+    assert "is a folder; a job is a TOML file" in capfd.readouterr().err
+    assert small.main("train", "jib.toml") == 2
+    assert capfd.readouterr().err == "samestep: no job file at jib.toml; there are job.toml\n"
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("source", ["text:book.txt", "jsonl:book.jsonl", "tokens:book.bin"])
+def test_tokens_the_model_has_no_embedding_for(source: str, capfd: pytest.CaptureFixture[str]) -> None:
+    Path("book.txt").write_text("It was a dark and stormy night. " * 100)
+    Path("book.jsonl").write_text('{"text": "It was a dark and stormy night."}\n' * 100)
+    (np.arange(4000) % 300).astype(np.uint16).tofile("book.bin")
+    size = 299 if source.startswith("tokens") else 200
+    assert small.train(data__source=source, model__config__vocab_size=size) == 2
+    works = 300 if source.startswith("tokens") else 256
+    assert f"model.config.vocab_size = {size}; {works} works" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_text_too_short_for_a_sample(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("short.txt").write_text("ten tokens")
+    assert small.train(data__source="text:short.txt", data__held_out=0.0) == 2
+    assert capfd.readouterr().err == (
+        "samestep: the train part of text:short.txt has 10 of 10 tokens; data.sequence_length = 16 needs 17; "
+        "data.sequence_length = 9 works\n"
+    )
+
+
+def test_nothing_held_out_is_nothing_evaluated(capfd: pytest.CaptureFixture[str]) -> None:
+    changes = {"data.held_out": 0.0, "train.evaluate_samples": 8, "train.steps": 2}
+    assert small.train("--ranks", "1", "--out", "run", **changes) == 0
+    assert json.loads(Path("run/summary.json").read_text())["held_out_loss"] is None
+
+
+@pytest.mark.parametrize("verb", ["train", "simulate", "layouts"])
+def test_a_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert small.main(verb, "--help") == 0
+    assert f"usage: samestep {verb}" in capsys.readouterr().out
+
+
+def test_a_verb_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert small.main("trian") == 2
+    assert "invalid choice: 'trian'" in capsys.readouterr().err
+    assert small.main() == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def _warnings_of(*words: str, monkeypatch: pytest.MonkeyPatch, cores: int, **changes: Any) -> list[str]:
+    """The warnings of a run that is not started."""
+    monkeypatch.setattr(training.launch, "run_workers", lambda *_, **__: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        monkeypatch.setattr(cli, "_say_warning", warnings.showwarning)
+        assert cli.main(["train", *small.settings(**changes), *words]) == 0
+    return [str(warning.message) for warning in caught]
+
+
+def test_what_has_no_effect_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _warnings_of("--layout", "dp=2 offload", monkeypatch=monkeypatch, cores=8)
+    assert found == ["offload moves optimizer state to the host, where a CPU has it already: it saves nothing"]
+
+
+def test_more_threads_than_cores_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _warnings_of("--ranks", "4", monkeypatch=monkeypatch, cores=4) == []
+    found = _warnings_of("--ranks", "4", monkeypatch=monkeypatch, cores=2)
+    assert found == ["4 ranks share 2 cores: times will be longer than they need be"]
+    found = _warnings_of("--ranks", "2", monkeypatch=monkeypatch, cores=3, run__threads=2)
+    assert found == ["2 ranks of 2 threads share 3 cores: times will be longer than they need be"]
+
+
+def test_a_warning_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    cli._say_warning(UserWarning("mind the gap"), UserWarning, "file.py", 3)
+    cli._say_warning(DeprecationWarning("for developers"), DeprecationWarning, "file.py", 3)
+    assert capsys.readouterr().err == "samestep: warning: mind the gap\n"
+
+
+def test_runs_of_one_second_have_folders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training.time, "strftime", lambda _: "20300101-000000")
+    for _ in range(3):
+        assert small.train("--ranks", "1", train__steps=2) == 0
+    assert sorted(path.name for path in Path("runs").iterdir()) == [
+        "20300101-000000", "20300101-000000-2", "20300101-000000-3",
+    ]  # fmt: skip
+
+
+# -- a dry run -------------------------------------------------------------------------------------
+
+
+def _dry(words: Words, capfd: pytest.CaptureFixture[str], **changes: Any) -> tuple[samestep.Job, list[str]]:
+    assert small.train("--dry-run", *words, **changes) == 0
+    said = capfd.readouterr().out
+    toml, separator, rest = said.partition('\nlayout "')
+    assert separator
+    Path("dry.toml").write_text(toml)
+    return samestep.load("dry.toml"), f'layout "{rest}'.splitlines()
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_dry_run_says_what_would_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    job, (head, *ranks) = _dry(["--layout", "dp=2 zero=1 microbatch=2"], capfd)
+    assert [path.name for path in tmp_path.iterdir()] == ["dry.toml"], "which is this test's"
+    assert job.train.steps == 6
+    assert job.layout == {"dp_replicate": 1, "dp_shard": 2, "zero": 1, "microbatch": 2}
+    assert head == 'layout "dp=2 zero=1 microbatch=2": 2 ranks, 2 micro-batches of at most 2 samples'
+    spec = catalog.model_spec(job)
+    whole = spec.num_params * 4
+    samples = []
+    for rank, line in enumerate(ranks):
+        found = re.fullmatch(
+            rf"rank {rank}: weights ([\d,]+) B, gradients ([\d,]+) B, optimizer ([\d,]+) B; samples of step 1: ([\d ]+)",
+            line,
+        )
+        assert found, line
+        weights, gradients, optimizer = (int(number.replace(",", "")) for number in found.groups()[:3])
+        assert weights == gradients >= whole
+        assert optimizer == pytest.approx(whole, rel=0.01), "two moments, cut in two"
+        samples += [int(index) for index in found[4].split()]
+    dataset = samestep.datasets.open_dataset(job)
+    assert samples == next(iter(samestep.batches(dataset, job))).indices.tolist()
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_dry_run_refuses_what_the_run_would(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("run").mkdir()
+    Path("run/job.toml").touch()
+    assert small.train("--dry-run", "--out", "run") == 2
+    assert "run holds a run already" in capfd.readouterr().err
+    assert small.train("--dry-run", "--layout", "dp=2 reduce=root zero=1") == 2
+    assert "use it with zero=0, not zero=1" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(("options", "states"), [({}, 0), ({"momentum": 0.9}, 1)])
+def test_a_dry_run_knows_the_optimizer(
+    options: dict[str, float], states: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert small.train("--dry-run", "--ranks", "1", optimizer__name="sgd", optimizer__options=options) == 0
+    found = re.search(r"weights ([\d,]+) B, gradients \S+ B, optimizer ([\d,]+) B", capfd.readouterr().out)
+    assert found
+    weights, optimizer = (int(number.replace(",", "")) for number in found.groups())
+    assert optimizer == states * weights
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("adadelta", {}), ("adafactor", {}), ("adagrad", {}), ("adam", {}), ("adam", {"amsgrad": True}), ("adamax", {}),
+        ("adamw", {}), ("adamw", {"amsgrad": True}), ("asgd", {}), ("muon", {}), ("nadam", {}), ("radam", {}),
+        ("rmsprop", {}), ("rmsprop", {"momentum": 0.9}), ("rmsprop", {"momentum": 0.9, "centered": True}),
+        ("rprop", {}), ("sgd", {}), ("sgd", {"momentum": 0.9}),
+    ],
+)  # fmt: skip
+def test_the_states_of_an_optimizer_are_those_that_torch_keeps(name: str, options: dict[str, Any]) -> None:
+    job = samestep.Job(optimizer={"name": name, "options": options})
+    param = torch.nn.Parameter(torch.ones(6, 4))
+    optimizer = training.optimizer_of(job)([("weight", param)])
+    param.grad = torch.ones(6, 4)
+    optimizer.step()
+    kept = [value for value in optimizer.state[param].values() if isinstance(value, torch.Tensor)]
+    assert catalog.states_per_param(job) == sum(value.shape == param.shape for value in kept)
+
+
+# -- simulate and the catalog ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "home"
+    path.mkdir()
+    monkeypatch.setenv("HOME", str(path))
+    return path
+
+
+def _simulate(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run `samestep simulate` in a new process; its last line of stderr tells whether torch was imported."""
+    code = (
+        "import sys; from samestep.cli import main; status = main(sys.argv[1:]);"
+        "print('torch' in sys.modules or 'transformers' in sys.modules, file=sys.stderr); sys.exit(status)"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, "simulate", *small.settings(), *words], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_simulate_traces_once_and_never_imports_torch(home: Path) -> None:
+    words = ["--layout", "dp=2 zero=3", "--json", "numbers.json", "--trace", "trace.json"]
+    first = _simulate(*words)
+    assert (first.returncode, first.stderr) == (0, "False\n")
+    (spec,) = (home / ".cache" / "samestep" / "specs").iterdir()
+    spec.write_text(spec.read_text().replace("hf:llama", "from the cache"))
+    again = _simulate(*words)
+    assert (again.stdout, again.returncode) == (first.stdout, 0)
+    assert 'program of "dp=2 zero=3": F.only[0] B.only[0] U[0]' in first.stdout
+    assert "all_gather:" in first.stdout
+    assert "(by FSDP2)" in first.stdout
+    numbers = json.loads(Path("numbers.json").read_text())
+    assert numbers["devices"] == 2
+    assert numbers["step_s"] > 0
+    assert json.loads(Path("trace.json").read_text())
+
+
+@pytest.mark.parametrize("state", ["damaged", "unreadable"])
+def test_a_bad_cache_costs_time_and_nothing_else(
+    state: str, home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    traced: list[samestep.Job] = []
+
+    def trace(job: samestep.Job) -> str:
+        traced.append(job)
+        return training._traced(job).to_json()
+
+    monkeypatch.setattr(catalog, "_trace_elsewhere", trace)
+    if state == "unreadable":
+        (home / ".cache").write_text("a file where a folder should be")
+    for _ in range(2):
+        assert small.main("simulate", *small.settings(), "--layout", "dp=2") == 0
+        for spec in home.glob(".cache/samestep/specs/*"):
+            spec.write_text('{"format_version": 1}')
+    assert len(traced) == 2
+
+
+def test_a_spec_needs_no_data(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("job.toml").write_text("[data]\nsource = 'text:/nope/book.txt'\n")
+    training.write_spec(samestep.load("job.toml").model_dump_json())
+    assert samestep.model.ModelSpec.from_json(capsys.readouterr().out).name == "hf:llama"
+
+
+def test_simulate_tells_the_mistake_that_train_would(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    Path("mine.py").write_text("import warnings\nprint('hello')\nwarnings.warn('careful')\ndef build(): return 3\n")
+    assert small.main("simulate", *small.settings(model__source="mine:build", model__config={})) == 2
+    assert capfd.readouterr().err == "samestep: mine:build returned a int; it must return an nn.Module\n"
+    assert not (home / ".cache").exists(), "a user's own code may change at any time"
+
+
+def test_a_talkative_model_is_traced(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("loud.py").write_text(
+        "import torch\nprint('hello')\n"
+        "class Model(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(); self.embed = torch.nn.Embedding(256, 8); self.head = torch.nn.Linear(8, 256)\n"
+        "    def forward(self, input_ids):\n"
+        "        print('forward'); return self.head(self.embed(input_ids))\n"
+        "def build(): print('building'); return Model()\n"
+    )
+    training.write_spec(samestep.Job(model={"source": "loud:build"}).model_dump_json())
+    said, complaints = capsys.readouterr()
+    assert samestep.model.ModelSpec.from_json(said).num_params == 256 * 8 + 8 * 256 + 256
+    assert "building" in complaints
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--hardware", "h100"], "no hardware 'h100' (did you mean 'h100x8'?)"),
+        (["--devices", "3", "--layout", "dp=2"], "--devices 3, but layout 'dp=2' has 2 ranks"),
+        (["--json", "/nope/numbers.json"], "/nope/numbers.json cannot be written: No such file or directory"),
+        (["--layout", "dp=2 reduce=root zero=1"], "use it with zero=0, not zero=1"),
+    ],
+)
+def test_mistakes_of_simulate(
+    words: Words, says: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(catalog, "model_spec", lambda job: training._traced(job))
+    assert small.main("simulate", *small.settings(), *words) == 2
+    complaint = capfd.readouterr().err
+    assert says in complaint
+    assert complaint.count("\n") == 1
+
+
+def test_who_stops_reading_stops_the_writing() -> None:
+    code = "import samestep.cli as cli; cli._env = lambda _: print('x' * 10**6); raise SystemExit(cli.main(['env']))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_terminal_gets_its_cursor_back(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert cli._fail("a worker died", 1) == 1
+    said, complaint = capsys.readouterr()
+    assert said == "\x1b[?25h"
+    assert complaint == "samestep: a worker died\n"

@@ -1,0 +1,95 @@
+"""The public names, and what importing them costs: torch is imported by what needs it, never before."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import samestep
+
+HEAVY = ("torch", "transformers", "tensorboardX")
+
+
+def _modules_after(code: str, home: Path) -> set[str]:
+    """Run code in a new process and return the heavy modules it has imported."""
+    tell = f"import sys; print('\\n' + ' '.join(name for name in {HEAVY} if name in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{tell}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"HOME": str(home)},
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(samestep.__all__) == [
+        "CheckpointError",
+        "DataError",
+        "Job",
+        "JobError",
+        "Layout",
+        "LayoutError",
+        "ModelError",
+        "NonFiniteError",
+        "SamestepError",
+        "WorkerError",
+        "batches",
+        "launch",
+        "load",
+        "parallelize",
+        "train",
+    ]
+    assert all(getattr(samestep, name).__doc__ for name in samestep.__all__)
+
+
+def test_the_lazy_names_are_functions_and_no_submodule_shadows_them() -> None:
+    import samestep.runtime.launch
+    import samestep.training
+
+    for name in ("batches", "launch", "parallelize", "train"):
+        assert callable(getattr(samestep, name)), name
+    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
+        samestep.trian  # noqa: B018
+
+
+def test_every_error_is_a_value_error_but_that_of_a_dead_worker() -> None:
+    errors = [name for name in samestep.__all__ if name.endswith("Error")]
+    others = {name for name in errors if not issubclass(getattr(samestep, name), samestep.SamestepError)}
+    assert others == {"WorkerError"}
+    assert issubclass(samestep.SamestepError, ValueError)
+    assert issubclass(samestep.WorkerError, RuntimeError)
+
+
+def test_it_is_typed() -> None:
+    assert Path(samestep.__file__).with_name("py.typed").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["--help"], ["--version"], ["train", "--help"], ["train", "--ranks", "0"], ["train", "nope.toml"]],
+    ids=" ".join,
+)
+def test_help_and_mistakes_import_no_torch(words: list[str], tmp_path: Path) -> None:
+    code = f"import samestep.cli\ntry: samestep.cli.main({words!r})\nexcept SystemExit: pass" if words else ""
+    assert _modules_after(f"import samestep\n{code}", tmp_path) == set()
+
+
+def test_a_name_that_needs_torch_imports_it(tmp_path: Path) -> None:
+    assert "torch" in _modules_after("import samestep; samestep.launch", tmp_path)
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    from samestep.cli import main
+
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"samestep {metadata.version('samestep')}\n"

@@ -1,0 +1,412 @@
+"""The optimizer's side of a step: pieces get the update of whole weights, or the layout is refused; norm, clip, scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from samestep.datasets import batches
+from samestep.errors import LayoutError, ModelError
+from samestep.job import Job, NumericsTable
+from samestep.layout import Layout
+from samestep.model import LayerSpec, ModelSpec, ParamSpec
+from samestep.runtime.build import loss_of, optimizer_of
+from samestep.runtime.launch import Place
+from samestep.runtime.run import Run, Source
+from samestep.runtime.update import (
+    LossScale,
+    OptimizerSource,
+    Piece,
+    Updater,
+    check_optimizer,
+    clip_factor,
+    optimizer_source,
+    squared_norm,
+)
+from tests.laboratory import Runs, job_of, largest_error, perturbed, whole
+from tests.models import MODELS, Tokens
+from tests.pool import pool
+
+Update = Callable[[Tensor, Tensor, dict[str, Any]], Tensor]
+
+
+class Custom(Optimizer):
+    """An optimizer of a user's own: `weight -= lr * update(weight, gradient, state)`."""
+
+    def __init__(self, params: Any, update: Update, lr: float = 0.1) -> None:
+        super().__init__(params, {"update": update, "lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param -= group["lr"] * group["update"](param, param.grad, self.state[param])
+
+
+def momentum(gradient: Tensor, state: dict[str, Any], beta: float = 0.9) -> Tensor:
+    state["mean"] = state.get("mean", torch.zeros_like(gradient)).lerp(gradient, 1 - beta)
+    return state["mean"]
+
+
+def lion(_: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+    before = state.get("mean", torch.zeros_like(gradient))
+    state["mean"] = before.lerp(gradient, 0.01)
+    return before.lerp(gradient, 0.1).sign()
+
+
+def lars(weight: Tensor, gradient: Tensor, _: dict[str, Any]) -> Tensor:
+    return gradient * weight.norm() / (gradient.norm() + 1e-9)
+
+
+def stable_adam(_: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+    """Adam whose step is cut where the root mean square of a whole tensor's update is above 1."""
+    state["square"] = state.get("square", torch.zeros_like(gradient)).lerp(gradient.square(), 0.5)
+    scale = (gradient.square() / state["square"].clamp(min=1e-30)).mean().sqrt().clamp(min=1.0)
+    return momentum(gradient, state) / (state["square"].sqrt() + 1e-8) / scale
+
+
+def clipped(limit: float) -> Update:
+    return lambda _, gradient, state: gradient * min(1.0, limit / (float(gradient.norm()) + 1e-12))
+
+
+def centred(_: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+    return gradient - gradient.mean(-1, keepdim=True)
+
+
+def noisy(_: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+    return gradient + torch.randn_like(gradient)
+
+
+class ClippedTogether(Custom):
+    """Clips by the norm over all parameters it is given."""
+
+    def step(self, closure: None = None) -> None:
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        super().step()
+
+
+def custom(update: Update, kind: type[Custom] = Custom) -> OptimizerSource:
+    return optimizer_source(lambda params: kind(params, update))
+
+
+def by_dimensions(params: list[Tensor]) -> Optimizer:
+    """The usual idiom: matrices are decayed, vectors are not."""
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in params if p.dim() >= 2], "weight_decay": 0.5},
+            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+    )
+
+
+def by_position(params: list[Tensor]) -> Optimizer:
+    return torch.optim.SGD([{"params": params[:1], "lr": 0.5}, {"params": params[1:]}], lr=0.1)
+
+
+def model_of(*shapes: tuple[int, ...]) -> ModelSpec:
+    params = tuple(ParamSpec(name=f"weight{i}", shape=shape, layer=0) for i, shape in enumerate(shapes))
+    return ModelSpec(name="model", layers=(LayerSpec(name="all", modules=("",)),), params=params)
+
+
+MODEL = model_of((61, 10), (10,), (), (12, 10), (4, 3, 3), (1, 7))
+MATRICES = model_of((8, 5), (6, 6), (5, 3))
+
+ELEMENTWISE: dict[str, dict[str, Any]] = {
+    "adam": {},
+    "adamw": {"weight_decay": 0.1, "no_weight_decay": ("*norm*", "*bias", "weight1")},
+    "sgd": {"weight_decay": 0.1, "options": {"momentum": 0.9, "nesterov": True}},
+    "adagrad": {},
+    "rmsprop": {"options": {"momentum": 0.5, "centered": True}},
+    "nadam": {},
+    "radam": {},
+    "adamax": {},
+    "rprop": {},
+    "asgd": {"options": {"t0": 1.0}},
+    "adadelta": {"lr": 1.0},
+}
+
+
+def elementwise_job(name: str) -> Job:
+    return Job(
+        train={"global_batch": 8, "steps": 3},
+        numerics={"precision": "float64"},
+        optimizer={"name": name, "lr": 0.01, **ELEMENTWISE[name]},
+    )
+
+
+# -- which optimizers may be cut -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*ELEMENTWISE, "lion"])
+def test_elementwise_optimizers_may_be_cut(name: str) -> None:
+    source = custom(lion) if name == "lion" else optimizer_of(elementwise_job(name))
+    for zero in range(4):
+        check_optimizer(source, MODEL, zero)
+
+
+@pytest.mark.parametrize(
+    "source",
+    {
+        "adafactor": optimizer_of(Job(optimizer={"name": "adafactor"})),
+        "lars": custom(lars),
+        "stable adam": custom(stable_adam),
+        "clipped at 0.01": custom(clipped(1e-2)),
+        "clipped at 10000": custom(clipped(1e4)),
+        "clipped together": custom(lambda _, gradient, state: gradient, ClippedTogether),
+        "noisy": custom(noisy),
+        "by position": optimizer_source(by_position),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_others_are_refused_where_weights_are_cut(source: tuple[str, OptimizerSource]) -> None:
+    check_optimizer(source[1], MODEL, 0)
+    for zero in (1, 2, 3):
+        with pytest.raises(LayoutError, match=rf"weights cut by zero={zero} would get another update: zero=0 works$"):
+            check_optimizer(source[1], MODEL, zero)
+
+
+def test_muon_is_refused_by_its_name() -> None:
+    source = optimizer_source(lambda params: torch.optim.Muon(params))
+    check_optimizer(source, MATRICES, 0)
+    with pytest.raises(LayoutError, match=r"^Muon cannot be built over parts of the weights, so .* zero=0 works"):
+        check_optimizer(source, MATRICES, 1)
+    with pytest.raises(LayoutError, match=r"^Muon does not treat every element by itself, so .* zero=0 works"):
+        check_optimizer(source, MATRICES, 3)
+
+
+@pytest.mark.parametrize("source", [optimizer_source(by_dimensions), custom(centred)], ids=["by dimensions", "by rows"])
+def test_what_looks_at_rows_or_dimensions_may_be_cut_between_rows(source: OptimizerSource) -> None:
+    for zero in (0, 2, 3):
+        check_optimizer(source, MATRICES, zero)
+    with pytest.raises(LayoutError, match="zero=2 and 3, which cut between rows, work, and so does zero=0"):
+        check_optimizer(source, MATRICES, 1)
+
+
+def test_options_by_name_are_no_obstacle() -> None:
+    def source(named: list[tuple[str, Tensor]]) -> Optimizer:
+        return torch.optim.SGD([{"params": [p], "lr": 0.1 / (1 + int(name[6:]))} for name, p in named])
+
+    for zero in (1, 2, 3):
+        check_optimizer(source, MODEL, zero)
+
+
+def test_one_group_of_many_can_be_the_reason() -> None:
+    """A muon for some weights, Adam for the others, in one class: the group of the first weight tells nothing."""
+    weights = {param.name: nn.Parameter(torch.zeros(param.shape)) for param in MODEL.params}
+    groups = [
+        {"params": [weight for name, weight in weights.items() if name != "weight3"], "update": lion},
+        {"params": [weights["weight3"]], "update": lars},
+    ]
+    source = optimizer_source(Custom(groups, update=lion), {id(weight): name for name, weight in weights.items()})
+    with pytest.raises(LayoutError, match="Custom does not treat every element by itself"):
+        check_optimizer(source, MODEL, 3)
+
+
+def test_what_needs_a_closure_is_refused_everywhere() -> None:
+    source = optimizer_source(lambda params: torch.optim.LBFGS(params))
+    expected = "^LBFGS.step needs closure: it evaluates the loss several times a step.*adamw works$"
+    for zero in (1, 2, 3):
+        with pytest.raises(ModelError, match=expected):
+            check_optimizer(source, MATRICES, zero)
+    weight = torch.zeros(3)
+    with pytest.raises(ModelError, match=expected):
+        Updater.over([Piece("weight", 0, 3, weight, lambda: weight)], source, NumericsTable())
+
+
+def test_a_wrong_setting_is_told_by_its_owner() -> None:
+    with pytest.raises(ValueError, match="Invalid learning rate: -1"):
+        check_optimizer(optimizer_source(lambda params: torch.optim.Adam(params, lr=-1)), MODEL, 2)
+
+
+# -- instances -------------------------------------------------------------------------------------------------------------
+
+
+def instance(**options: Any) -> tuple[nn.Module, Optimizer, dict[int, str]]:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    groups = [
+        {"params": model[1].parameters(), "lr": 0.5, "weight_decay": 0.1},
+        {"params": [model[2].bias], "betas": (0.5, 0.6)},
+        {"params": [model[2].weight]},
+    ]
+    return model, torch.optim.AdamW(groups, lr=0.25, **options), {id(p): name for name, p in model.named_parameters()}
+
+
+def test_an_instance_is_rebuilt_by_name_and_group() -> None:
+    _, optimizer, names = instance(eps=1e-3, amsgrad=True)
+    pieces = [(name, nn.Parameter(torch.zeros(2))) for name in ("2.weight", "1.bias", "1.weight")]
+    built = optimizer_source(optimizer, names)(pieces)
+    assert [[id(p) for p in group["params"]] for group in built.param_groups] == [
+        [id(pieces[1][1]), id(pieces[2][1])],
+        [id(pieces[0][1])],
+    ]
+    found = [
+        {key: group[key] for key in ("lr", "weight_decay", "betas", "eps", "amsgrad")} for group in built.param_groups
+    ]
+    plain = {"lr": 0.25, "weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-3, "amsgrad": True}
+    assert found == [{**plain, "lr": 0.5, "weight_decay": 0.1}, plain]
+
+
+def test_an_instance_may_leave_weights_out() -> None:
+    """The embedding, first of all weights, is not its to update; a rank that has nothing else has nothing to do."""
+    _, optimizer, names = instance()
+    source = optimizer_source(optimizer, names)
+    spec = ModelSpec(
+        name="model",
+        layers=(LayerSpec(name="all", modules=("",)),),
+        params=tuple(ParamSpec(name=n, shape=(4, 4), layer=0) for n in ("0.weight", "1.weight", "2.bias", "2.weight")),
+    )
+    for zero in (1, 2, 3):
+        check_optimizer(source, spec, zero)
+    weight = torch.ones(3)
+    updater = Updater.over([Piece("0.weight", 0, 3, weight, lambda: torch.ones(3))], source, NumericsTable())
+    updater.step(1.0)
+    assert torch.equal(weight, torch.ones(3))
+
+
+def test_an_instance_that_has_stepped_or_is_not_the_models_is_refused() -> None:
+    model, optimizer, names = instance()
+    with pytest.raises(ModelError, match="holds a parameter of shape \\(4, 4\\) that is not the model's"):
+        optimizer_source(optimizer, {})
+    with pytest.raises(ModelError, match="not the model's"):
+        optimizer_source(optimizer)
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    with pytest.raises(ModelError, match="the optimizer has stepped already"):
+        optimizer_source(optimizer, names)
+
+
+def test_an_instance_that_forgets_an_argument_is_refused() -> None:
+    class Forgetful(torch.optim.SGD):
+        def __init__(self, params: Any, lr: float = 0.1, warmth: float = 2.0) -> None:
+            super().__init__(params, lr * warmth)
+
+    model = nn.Linear(2, 2)
+    names = {id(p): name for name, p in model.named_parameters()}
+    with pytest.raises(ModelError, match=r"Forgetful does not keep its argument warmth in `defaults`.*give a function"):
+        optimizer_source(Forgetful(model.parameters()), names)
+
+
+@pytest.mark.parametrize("name", sorted(ELEMENTWISE))
+def test_torch_optimizers_can_all_be_rebuilt(name: str) -> None:
+    model = nn.Linear(2, 2)
+    kind = type(optimizer_of(elementwise_job(name))(list(model.named_parameters())))
+    source = optimizer_source(kind(model.parameters(), lr=0.125), {id(p): name for name, p in model.named_parameters()})
+    assert [group["lr"] for group in source(list(model.named_parameters())).param_groups] == [0.125]
+
+
+# -- the same update in every layout -----------------------------------------------------------------------------------------
+
+
+def injected(rank: int, world: int, layout: str, names: list[str]) -> dict[str, Runs]:
+    """Feed equal gradients into each optimizer over the pieces of a layout, three steps; return weights and states."""
+    job = job_of("float64")
+    place = Place(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
+    run = Run(Source(perturbed(MODELS["plain"]), loss_of(job), optimizer_of(job)), Layout.parse(layout), job, place)
+    run.prepare(next(batches(Tokens(), job)).samples([0]))
+    holder = run.made.holder
+    holder.begin_step()
+    sizes = {param.name: param.numel for param in run.program.step.model.params}
+    first = [piece.value.detach().clone() for piece in holder.pieces]
+    found: dict[str, Runs] = {}
+    for name in names:
+        for piece, value in zip(holder.pieces, first, strict=True):
+            piece.value.detach().copy_(value)
+        updater = Updater.over(holder.pieces, source_of(name), job.numerics)
+        for step in range(3):
+            for piece in updater.pieces:
+                generator = torch.Generator().manual_seed(100 * step + list(sizes).index(piece.name))
+                gradient = torch.randn(sizes[piece.name], generator=generator, dtype=torch.float64)
+                piece.gradient().copy_(gradient[piece.start : piece.stop].view_as(piece.gradient()))
+            updater.set_lr(1.0 / (step + 1))
+            updater.step(0.5)
+            updater.publish()
+            holder.publish()
+        found[name] = [
+            (f"{piece.name}/{key}", piece.start, piece.stop, value.detach().clone())
+            for piece in updater.pieces
+            for key, value in {"value": piece.value, **updater.optimizer.state[piece.value]}.items()
+            if isinstance(value, Tensor) and value.shape == piece.value.shape
+        ]
+        for piece in holder.pieces:  # what stands in the module is what was updated
+            assert piece.target is None or torch.equal(piece.target.flatten(), piece.value.detach().flatten())
+    return found
+
+
+def source_of(name: str) -> OptimizerSource:
+    if name in ELEMENTWISE:
+        return optimizer_of(elementwise_job(name))
+    if name == "adafactor":
+        return optimizer_of(Job(optimizer={"name": name, "lr": 0.01}))
+    return custom(lion) if name == "lion" else optimizer_source(by_dimensions)
+
+
+CUT = ["dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "dp=2 zero=1 offload", "dp=2 zero=3 offload"]
+
+
+@pytest.mark.parametrize("layout", ["dp=2", *CUT])
+def test_equal_gradients_give_equal_weights_and_states(layout: str) -> None:
+    names = [*ELEMENTWISE, "lion"]
+    names += ["adafactor", "by dimensions"] if "zero" not in layout else ["by dimensions"] if "zero=3" in layout else []
+    ranks = pool(2).run(injected, layout, names)
+    alone = injected(0, 1, "dp=1", names)
+    for name in names:
+        error, worst = largest_error(whole([found[name] for found in ranks]), whole([alone[name]]))
+        assert error <= 1e-12, f"{name}: {worst}: {error:.1e}"
+
+
+# -- norm, clip, scale ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_norm_does_not_depend_on_how_gradients_lie() -> None:
+    """A float32 norm added up element by element is off by 1e-4 here, and by as much between two layouts."""
+    values = torch.rand(6_000_000, generator=torch.Generator().manual_seed(1))
+    expected = float(values.double().square().sum())
+    device = values.device
+    for parts in ([values], list(values.split(1_000_003)), list(values.split(5000)), [values.view(2000, -1).T]):
+        assert float(squared_norm(parts, device)) == pytest.approx(expected, rel=1e-6)
+    assert float(squared_norm([], device)) == 0.0
+    assert float(squared_norm([torch.zeros(0)], device)) == 0.0
+    assert float(squared_norm([torch.tensor(3.0), torch.ones(16)], device)) == pytest.approx(25.0)
+    for bad in (math.inf, math.nan):
+        values[4321] = bad
+        assert not math.isfinite(float(squared_norm([values], device)))
+
+
+@given(norm=st.floats(1e-6, 1e6), limit=st.floats(1e-3, 1e3))
+def test_clipping_is_torchs_own(norm: float, limit: float) -> None:
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    weight.grad = torch.tensor([norm], dtype=torch.float64)
+    torch.nn.utils.clip_grad_norm_([weight], limit)
+    assert norm * clip_factor(norm, limit) == pytest.approx(float(weight.grad), rel=1e-12)
+    assert clip_factor(norm, None) == 1.0
+
+
+@given(
+    first=st.sampled_from([0.5, 1.0, 8.0, 65536.0]),
+    growth=st.integers(1, 4),
+    overflows=st.lists(st.booleans(), max_size=40),
+)
+@settings(deadline=None)
+def test_the_loss_scale_halves_and_doubles(first: float, growth: int, overflows: list[bool]) -> None:
+    scale, good = LossScale(first, growth), 0
+    for overflowed in overflows:
+        before = scale.scale
+        scale.after(overflowed=overflowed)
+        good = 0 if overflowed else good + 1
+        if overflowed:
+            assert scale.scale == (before / 2 if before > 1 else before)
+        elif good == growth:
+            assert scale.scale == before * 2
+            good = 0
+        else:
+            assert scale.scale == before
