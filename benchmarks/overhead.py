@@ -42,7 +42,7 @@ from samestep.datasets import sample_indices
 HERE = Path(__file__).resolve().parent
 BATCH = 8
 """Samples of one rank in a step of the middle size."""
-HEAVY_BATCH = 64
+HEAVY_BATCH = 48
 """Samples of a step of the heavy size, on one rank or over two."""
 SAME_LOSS = 1e-4
 NAMES = {
@@ -187,12 +187,15 @@ class Crew:
         self.ask(steps)
         return self.hear(steps)
 
-    def end(self) -> None:
-        """Let the processes leave; kill what does not."""
+    def dismiss(self) -> None:
+        """Let the processes leave."""
         with contextlib.suppress(OSError):
             self.ask(0)
         for wire in (*self._said, *self._wires, self._server):
             wire.close()
+
+    def end(self) -> None:
+        """Wait for the processes; kill what does not leave."""
         _finish(self.process)
         self._log.close()
 
@@ -255,6 +258,8 @@ def crews(wanted: Wanted, folder: Path, *, one_by_one: bool = False) -> Iterator
                 crew.meet()
         yield started
     finally:
+        for crew in started.values():
+            crew.dismiss()
         for crew in started.values():
             crew.end()
 
@@ -485,34 +490,46 @@ def measure_scaling(effort: Effort, folder: Path, say: Callable[[str], None]) ->
     say("scaling")
     ranks = {"alone": 1, "other": 1, "pair": 2}
     wanted: Wanted = {name: ("samestep", number, "heavy", HEAVY_BATCH) for name, number in ranks.items()}
-    scaling, ceiling, alone_s, pair_s = [], [], [], []
+    before, pair, after, both = [], [], [], []
     with crews(wanted, folder) as started:
         check_losses(started, steps=2)
         for _ in rounds(effort.scaling_s, effort.least_rounds):
-            # On either side of what it is compared with: the machine's speed may drift within a round.
-            before = started["alone"].take(1).seconds
-            pair = started["pair"].take(1).seconds
-            alone = (before + started["alone"].take(1).seconds) / 2
-            both = _at_once([started["alone"], started["other"]])
-            scaling.append(alone / pair)
-            ceiling.append(sum(alone / seconds for seconds in both))
-            alone_s.append(alone)
-            pair_s.append(pair)
+            # One rank on either side of two: the machine's speed may drift within a round.
+            before.append(started["alone"].take(1))
+            pair.append(started["pair"].take(1))
+            after.append(started["alone"].take(1))
+            both.append(_at_once([started["alone"], started["other"]]))
+    alone_s = [(first.seconds + last.seconds) / 2 for first, last in zip(before, after, strict=True)]
+    alone_cpu_s = [(first.cpu_s + last.cpu_s) / 2 for first, last in zip(before, after, strict=True)]
+    return scaling_figures(
+        alone_s,
+        [turn.seconds for turn in pair],
+        [sum(alone / turn.seconds for turn in turns) for alone, turns in zip(alone_s, both, strict=True)],
+        [turn.cpu_s / cpu_s for turn, cpu_s in zip(pair, alone_cpu_s, strict=True)],
+    )
+
+
+def scaling_figures(
+    alone_s: Sequence[float], pair_s: Sequence[float], ceiling: Sequence[float], work: Sequence[float]
+) -> list[Figure]:
+    """Set two ranks against one, and against what the machine gives."""
+    scaling = tuple(alone / pair for alone, pair in zip(alone_s, pair_s, strict=True))
     reached = tuple(100 * ours / limit for ours, limit in zip(scaling, ceiling, strict=True))
     met = statistics.median(scaling) >= 1.9
     return [
-        Figure("scaling", "tokens/s, samestep dp=2 / dp=1", tuple(scaling), "x", ">= 1.90", met),
+        Figure("scaling", "tokens/s, samestep dp=2 / dp=1", scaling, "x", ">= 1.90", met),
         Figure("scaling", "ceiling: two independent one-rank processes / one", tuple(ceiling), "x"),
         Figure("scaling", "part of the ceiling that dp=2 reaches", reached, "%"),
+        Figure("scaling", "processor time of a step, dp=2 over both ranks / dp=1", tuple(work), "x"),
         Figure("scaling", "step time, samestep dp=1", tuple(alone_s), "s"),
         Figure("scaling", "step time, samestep dp=2", tuple(pair_s), "s"),
     ]
 
 
-def _at_once(crew_list: Sequence[Crew]) -> list[float]:
-    for crew in crew_list:
+def _at_once(pair: Sequence[Crew]) -> list[Turn]:
+    for crew in pair:
         crew.ask(1)
-    return [crew.hear(1).seconds for crew in crew_list]
+    return [crew.hear(1) for crew in pair]
 
 
 # -- telling ---------------------------------------------------------------------------------------

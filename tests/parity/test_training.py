@@ -123,7 +123,7 @@ def test_more_ranks_than_samples_train_evaluate_and_speak(tmp_path: Path, capfd:
     one = capfd.readouterr().out
     assert small.train("--layout", "dp=4 zero=3", "--out", tmp_path / "four", **few) == 0
     four = capfd.readouterr().out
-    assert one.split("---")[1:3] == four.split("---")[1:3], "the same untrained model says the same"
+    assert one.split("---")[1] == four.split("---")[1], "the same untrained model says the same"
     assert small.losses(tmp_path / "four") == pytest.approx(small.losses(tmp_path / "one"), rel=1e-4)
 
 
