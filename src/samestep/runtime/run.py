@@ -508,8 +508,8 @@ def _set_modes(modes: dict[nn.Module, bool]) -> None:
 @torch.no_grad()
 def _put_back(values: list[tuple[Tensor, Tensor]]) -> None:
     """Give tensors the values they had."""
-    for tensor, value in values:
-        tensor.copy_(value)
+    for held, value in values:
+        held.copy_(value)
 
 
 def _number(value: Tensor | int | float, like: Tensor) -> Tensor:
