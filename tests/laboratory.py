@@ -16,14 +16,19 @@ from torch import Tensor, nn
 from samestep.datasets import Dataset, batches
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.model import Cut
 from samestep.program import LedgerRow
 from samestep.runtime.build import loss_of, optimizer_of
 from samestep.runtime.launch import Place
 from samestep.runtime.record import Ledger
 from samestep.runtime.run import Run, Source
+from samestep.runtime.tensor import joined
 from tests.models import MODELS, Tokens
 
 Runs = list[tuple[str, int, int, Tensor]]
+"""(name, start, stop, elements) of each run that a rank holds of a weight, or of its part of one that is cut."""
+Cuts = dict[str, tuple[Cut, tuple[int, ...]]]
+"""For weights cut over tp: how, and the shape of what a rank holds."""
 
 
 @dataclass
@@ -35,7 +40,9 @@ class Observed:
     notes: list[str] = field(default_factory=list)
     ledger: dict[str, list[LedgerRow]] = field(default_factory=dict)
     predicted: dict[str, list[LedgerRow]] = field(default_factory=dict)
-    bytes_held: dict[str, int] = field(default_factory=dict)
+    cuts: Cuts = field(default_factory=dict)
+    index: int = 0
+    """Position on tp."""
 
 
 def job_of(precision: str = "float64", steps: int = 3, **tables: Any) -> Job:
@@ -89,18 +96,31 @@ def follow(run: Run, dataset: Dataset, job: Job, record: bool = False) -> Observ
         pieces = run.updater.pieces
         seen.gradients.append([(p.name, p.start, p.stop, p.gradient().detach().clone()) for p in pieces])
     seen.weights = [(p.name, p.start, p.stop, p.value.detach().clone()) for p in run.updater.pieces]
+    seen.index = run.made.mesh.tp_index
+    seen.cuts = {p.name: (p.cut, p.shape) for p in run.program.step.model.params if p.cut and run.layout.tp > 1}
     return seen
 
 
-def whole(runs_of_ranks: list[Runs]) -> dict[str, Tensor]:
-    """Put runs together; runs that several ranks hold must be equal to the bit."""
-    parts: dict[str, dict[int, Tensor]] = {}
-    for runs in runs_of_ranks:
+def whole(runs_of_ranks: list[Runs], cuts: Cuts | None = None, indices: list[int] | None = None) -> dict[str, Tensor]:
+    """Put runs together; runs that several ranks hold must be equal: to the bit, or where a tensor cut computes them
+    twice, up to the order of sums."""
+    parts: dict[str, dict[int, dict[int, Tensor]]] = {}
+    for runs, index in zip(runs_of_ranks, indices or [0] * len(runs_of_ranks), strict=True):
         for name, start, _, tensor in runs:
             flat = tensor.flatten()
-            known = parts.setdefault(name, {}).setdefault(start, flat)
+            known = parts.setdefault(name, {}).setdefault(index, {}).setdefault(start, flat)
             assert torch.equal(known, flat), f"{name} differs between the ranks that hold it"
-    return {name: torch.cat([found[start] for start in sorted(found)]) for name, found in parts.items()}
+    found_whole = {}
+    for name, by_index in parts.items():
+        flats = [torch.cat([found[start] for start in sorted(found)]) for _, found in sorted(by_index.items())]
+        if cuts and name in cuts:
+            cut, shape = cuts[name]
+            found_whole[name] = joined([flat.view(shape) for flat in flats], cut).flatten()
+            continue
+        found_whole[name] = flats[0]
+        for other in flats[1:]:
+            assert torch.allclose(flats[0], other, rtol=1e-9, atol=1e-9 * float(flats[0].abs().max())), name
+    return found_whole
 
 
 def largest_error(candidate: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[float, str]:
@@ -121,8 +141,10 @@ def assert_same(ranks: list[Observed], reference: Observed, tolerance: float) ->
     for seen in ranks:
         for ours, theirs in zip(seen.losses + seen.norms, reference.losses + reference.norms, strict=True):
             assert abs(ours - theirs) <= tolerance * max(1.0, abs(theirs)), (seen.losses, reference.losses)
+    cuts = {name: cut for seen in ranks for name, cut in seen.cuts.items()}
+    indices = [seen.index for seen in ranks]
     for step, expected in enumerate(reference.gradients):
-        error, name = largest_error(whole([seen.gradients[step] for seen in ranks]), whole([expected]))
+        error, name = largest_error(whole([seen.gradients[step] for seen in ranks], cuts, indices), whole([expected]))
         assert error <= tolerance, f"gradient of {name} in step {step + 1}: {error:.1e}"
-    error, name = largest_error(whole([seen.weights for seen in ranks]), whole([reference.weights]))
+    error, name = largest_error(whole([seen.weights for seen in ranks], cuts, indices), whole([reference.weights]))
     assert error <= tolerance, f"weight {name}: {error:.1e}"

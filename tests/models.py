@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -97,3 +97,93 @@ class Tokens:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"input_ids": self.input_ids[index], "labels": self.labels[index]}
+
+
+class Attentive(nn.Module):
+    """A user's own decoder with a plan of how to cut it: attention written by hand, biases, a norm of each head."""
+
+    tensor_plan: ClassVar[dict[str, str]] = {
+        "embed": "vocab",
+        "blocks.*.q": "column",
+        "blocks.*.k": "column",
+        "blocks.*.v": "column",
+        "blocks.*.head_norm": "sum",
+        "blocks.*.out": "row",
+        "blocks.*.up": "column",
+        "blocks.*.down": "row",
+        "head": "vocab",
+    }
+
+    def __init__(self, width: int = 16, heads: int = 4, blocks: int = 2, vocabulary: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(AttentiveBlock(width, heads) for _ in range(blocks))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class AttentiveBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.q, self.k, self.v = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)
+        self.head_norm = nn.LayerNorm(width // heads)
+        self.out = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        q, k, v = (
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for part in (self.q(normed), self.k(normed), self.v(normed))
+        )
+        mixed = torch.nn.functional.scaled_dot_product_attention(self.head_norm(q), k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+EVEN = {"vocab_size": 64, "max_position_embeddings": 32}
+MODELS |= {
+    "attentive": Attentive,
+    "llama_even": functools.partial(
+        hf, "llama", hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, **EVEN,
+    ),
+    "llama_tied": functools.partial(
+        hf, "llama", hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True, **EVEN,
+    ),
+    "qwen3": functools.partial(
+        hf, "qwen3", hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, **EVEN,
+    ),
+    "gpt2_even": functools.partial(
+        hf, "gpt2", vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    ),
+}  # fmt: skip
+
+DEEP = {"hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4, **EVEN}
+MODELS |= {
+    "deep_llama": functools.partial(hf, "llama", num_key_value_heads=2, **DEEP),
+    "deep_tied": functools.partial(hf, "llama", num_key_value_heads=2, tie_word_embeddings=True, **DEEP),
+    "deep_qwen3": functools.partial(hf, "qwen3", num_key_value_heads=2, head_dim=8, **DEEP),
+    "deep_gemma": functools.partial(
+        hf, "gemma", num_key_value_heads=2, head_dim=4, tie_word_embeddings=True, pad_token_id=0, **DEEP
+    ),
+    "deep_granite": functools.partial(
+        hf, "granite", num_key_value_heads=2, embedding_multiplier=12.0, tie_word_embeddings=False, **DEEP
+    ),
+    "deep_gpt2": functools.partial(
+        hf, "gpt2", vocab_size=64, n_embd=16, n_layer=4, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    ),
+    "deep_attentive": functools.partial(Attentive, blocks=4),
+    "deep_plain": functools.partial(Plain, blocks=4),
+}  # fmt: skip

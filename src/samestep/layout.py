@@ -20,6 +20,7 @@ from samestep.errors import LayoutError, did_you_mean
 Recompute = Literal["none", "selective", "full"]
 Accumulate = Literal["sharded", "full"]
 Reduce = Literal["ring", "hierarchical", "root"]
+Schedule = Literal["gpipe", "1f1b", "interleaved"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,10 @@ class Layout:
 
     dp_replicate: int = 1
     dp_shard: int = 1
+    tp: int = 1
+    pp: int = 1
+    schedule: Schedule = "1f1b"
+    virtual_stages: int = 1
     zero: int = 0
     microbatch: int | None = None
     recompute: Recompute = "none"
@@ -39,7 +44,7 @@ class Layout:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("dp_replicate", "dp_shard"):
+        for name in ("dp_replicate", "dp_shard", "tp", "pp", "virtual_stages"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"{name}={getattr(self, name)}: a degree is at least 1")
         if self.microbatch is not None and self.microbatch < 1:
@@ -60,7 +65,7 @@ class Layout:
     @property
     def world_size(self) -> int:
         """Number of ranks in all."""
-        return self.dp
+        return self.dp * self.tp * self.pp
 
     @classmethod
     def parse(cls, text: str) -> Layout:

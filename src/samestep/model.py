@@ -10,9 +10,31 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How tensor parallelism may cut a weight: along `dim`, between its `groups` (heads, columns, tokens)."""
+
+    style: Literal["column", "row", "vocab"]
+    dim: int
+    groups: int
+    parts: int = 1
+    """Weights lying side by side along `dim`, each cut by itself: 3 where q, k and v are fused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialSum:
+    """A tensor that is only the sum over all ranks of a tensor cut: of one sample, in elements."""
+
+    owner: str
+    """Path of the module that makes it (forward) or reads it (backward)."""
+    elements: int
+    weight: bool = False
+    """The gradient of a weight that every rank holds, used on what is cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +50,10 @@ class ParamSpec:
     shared: bool = False
     """Used more than once in a forward (tied, or its module is called again): gradients meet in it."""
     trainable: bool = True
+    cut: Cut | None = None
+    """How tensor parallelism may cut it; None keeps it whole on every rank."""
+    tied_stages: bool = False
+    """Tied across two pipeline stages: each holds it, and their gradients are summed."""
 
     @property
     def numel(self) -> int:
@@ -54,6 +80,10 @@ class LayerSpec:
     """Elements it is given: what recompute=full keeps."""
     backward_reads_weights: bool = True
     """False where no gradient flows through the weights to an input, as in a layer of embeddings."""
+    forward_sums: tuple[PartialSum, ...] = ()
+    """Under a tensor cut: outputs of row-cut modules and cut embeddings, in order of the forward."""
+    backward_sums: tuple[PartialSum, ...] = ()
+    """Under a tensor cut: gradients of the inputs of column-cut modules, in order of the backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +96,10 @@ class ModelSpec:
     buffer_bytes: int = 0
     coupled_modules: tuple[str, ...] = ()
     """Modules through which samples influence each other, as batch norm."""
+    cut_refusal: str = "no plan says where its weights may be cut"
+    """Why tensor parallelism cannot cut the model; empty where it can."""
+    logit_rows: int = 0
+    """Rows of logits of one sample, where the head is cut by vocabulary."""
 
     @property
     def num_params(self) -> int:
@@ -96,10 +130,17 @@ class ModelSpec:
         version = fields.pop("format_version", None)
         if version != FORMAT_VERSION:
             raise ValueError(f"a model spec of format {version}; this version reads {FORMAT_VERSION}")
-        layers = tuple(LayerSpec(**{**layer, "modules": tuple(layer["modules"])}) for layer in fields.pop("layers"))
-        params = tuple(
-            ParamSpec(**{**param, "shape": tuple(param["shape"]), "aliases": tuple(param["aliases"])})
-            for param in fields.pop("params")
-        )
+        layers = tuple(_layer_from(layer) for layer in fields.pop("layers"))
+        params = tuple(_param_from(param) for param in fields.pop("params"))
         coupled = tuple(fields.pop("coupled_modules"))
         return cls(layers=layers, params=params, coupled_modules=coupled, **fields)
+
+
+def _layer_from(fields: dict[str, Any]) -> LayerSpec:
+    sums = {name: tuple(PartialSum(**part) for part in fields[name]) for name in ("forward_sums", "backward_sums")}
+    return LayerSpec(**{**fields, "modules": tuple(fields["modules"]), **sums})
+
+
+def _param_from(fields: dict[str, Any]) -> ParamSpec:
+    cut = Cut(**fields["cut"]) if fields["cut"] else None
+    return ParamSpec(**{**fields, "shape": tuple(fields["shape"]), "aliases": tuple(fields["aliases"]), "cut": cut})

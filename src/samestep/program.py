@@ -19,6 +19,7 @@ ops of the names in `after`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -53,6 +54,8 @@ class Kind(StrEnum):
     REDUCE_SCATTER = "reduce_scatter"
     REDUCE = "reduce"
     BROADCAST = "broadcast"
+    SEND = "send"
+    RECV = "recv"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +108,8 @@ class Task:
     kind: TaskKind
     microbatch: int
     body: str
+    chunk: int = 0
+    """Index of the virtual stage on its rank."""
 
 
 class LedgerRow(NamedTuple):
@@ -134,6 +139,10 @@ class Bucket:
     dtype: str
     """Dtype of the weights as the forward uses them; gradients are in the program's reduce dtype."""
     padded_numel: int
+    replicas: int = 1
+    """Ranks that hold the same, of a tensor cut or of two tied stages: the norm counts them once."""
+    is_tied: bool = False
+    """Its gradient is summed with that of another pipeline stage."""
 
     @property
     def numel(self) -> int:
@@ -171,9 +180,21 @@ class Step:
     precision: Precision
     global_batch: int
     ranks_per_node: int
+    stage: int = 0
+    """Position on `pp`: every stage has a program of its own."""
+    cuts_loss: bool = True
+    """The loss works on logits cut by vocabulary; otherwise they are put together for it."""
 
     @classmethod
-    def of(cls, model: ModelSpec, job: Job, layout: Layout, ranks_per_node: int | None = None) -> Step:
+    def of(
+        cls,
+        model: ModelSpec,
+        job: Job,
+        layout: Layout,
+        ranks_per_node: int | None = None,
+        cuts_loss: bool | None = None,
+        stage: int = 0,
+    ) -> Step:
         """Take from a job what shapes its step."""
         per_node = ranks_per_node or job.run.ranks_per_node or layout.world_size
         return cls(
@@ -182,7 +203,14 @@ class Step:
             precision=job.numerics.precision,
             global_batch=job.train.global_batch,
             ranks_per_node=min(per_node, layout.world_size),
+            stage=stage,
+            cuts_loss=job.train.loss == "cross_entropy" if cuts_loss is None else cuts_loss,
         )
+
+    @property
+    def dp_per_node(self) -> int:
+        """Ranks of one node that read different samples."""
+        return max(1, self.ranks_per_node // self.layout.tp)
 
     @property
     def rank_samples(self) -> int:
@@ -229,6 +257,8 @@ class Program:
     stages: tuple[tuple[Task, ...], ...]
     buckets: tuple[Bucket, ...] = ()
     units: tuple[Unit, ...] = ()
+    chunks: tuple[range, ...] = ()
+    """Layers of each virtual stage of this rank; empty where one rank runs all layers."""
     axes: Mapping[str, int] = field(default_factory=dict)
     """Ranks in a group of each axis that the program sends over."""
 
@@ -292,26 +322,43 @@ BUCKET_BYTES = 25 * 2**20
 """A bucket is closed once its gradients reach this: small enough to overlap, large enough to use the link."""
 
 
-def make_buckets(step: Step) -> tuple[Bucket, ...]:
+def make_buckets(step: Step, chunks: tuple[range, ...] = ()) -> tuple[Bucket, ...]:
     """Lay the trainable parameters into flat buckets in the order in which backward finishes them.
 
-    Weights of different working dtype never share a bucket, since a bucket's weights may be gathered as one.
+    Weights of different working dtype never share a bucket, since a bucket's weights may be gathered as one; nor do
+    those of different virtual stages, whose backwards end at different times.
     """
+
+    def chunk_of(param: ParamSpec) -> int:
+        return next((index for index, layers in enumerate(chunks) if param.layer in layers), 0)
+
+    # Weights that a tensor cut leaves whole come last, in buckets of their own: their norm is counted once.
     order = sorted(
         (param for param in step.model.params if param.trainable),
-        key=lambda param: -param.layer,  # stable: the module's own order within a layer
+        # stable: the module's own order within a layer
+        key=lambda param: (-chunk_of(param), is_replicated(step, param), param.tied_stages, -param.layer),
     )
     limit = BUCKET_BYTES // BYTES_OF[step.master_dtype]
     runs: list[list[ParamSpec]] = []
     size = 0
     for param in order:
-        fresh = not runs or size >= limit or step.working_dtype(runs[-1][0]) != step.working_dtype(param)
+        kind = (*_kind(step, param), chunk_of(param))
+        fresh = not runs or size >= limit or (*_kind(step, runs[-1][0]), chunk_of(runs[-1][0])) != kind
         if fresh:
             runs.append([])
             size = 0
         runs[-1].append(param)
         size += param.numel
     return tuple(_bucket(step, index, run) for index, run in enumerate(runs))
+
+
+def is_replicated(step: Step, param: ParamSpec) -> bool:
+    """Whether every rank of a tensor cut holds the whole of `param`."""
+    return step.layout.tp > 1 and param.cut is None
+
+
+def _kind(step: Step, param: ParamSpec) -> tuple[str, bool, bool]:
+    return step.working_dtype(param), is_replicated(step, param), param.tied_stages
 
 
 def _bucket(step: Step, index: int, params: list[ParamSpec]) -> Bucket:
@@ -325,31 +372,39 @@ def _bucket(step: Step, index: int, params: list[ParamSpec]) -> Bucket:
         members=tuple(members),
         dtype=step.working_dtype(params[0]),
         padded_numel=padded(offset, step.layout.dp),
+        replicas=(step.layout.tp if is_replicated(step, params[0]) else 1) * (2 if params[0].tied_stages else 1),
+        is_tied=params[0].tied_stages,
     )
 
 
-def bucket_ops(
-    ops: Ops, step: Step, buckets: tuple[Bucket, ...], reduce: Callable[[Bucket, int], tuple[Op, ...]]
-) -> Ops:
-    """Put each bucket's reduction behind the backward that finishes it, never before an earlier bucket's.
+Reduction = Callable[[Bucket], tuple[Op, ...]]
+"""The collectives that reduce a bucket, in order."""
 
-    Where a reduction takes several ops, the first one hides behind the backward and the others follow at the end:
-    issued any earlier, compute would have to wait for them.
-    """
+
+def start_reductions(ops: Ops, step: Step, buckets: tuple[Bucket, ...], reduction: Reduction) -> Ops:
+    """Put the first collective of each bucket behind the backward that finishes it, never before an earlier bucket's."""
     layer_of = {param.name: param.layer for param in step.model.params}
-    waiting = list(buckets)
+    reached = {op.layer for op in ops if op.kind is Kind.BACKWARD}  # of several virtual stages a body has one's layers
+    waiting = [bucket for bucket in buckets if layer_of[bucket.members[0].name] in reached]
     written: list[Op] = []
-    rest: list[Op] = []
     for op in ops:
         written.append(op)
         while op.kind is Kind.BACKWARD and waiting and _finished(waiting[0], layer_of, op):
-            bucket = waiting.pop(0)
-            before = op.name
-            for index, part in enumerate(reduce(bucket, bucket.padded_numel)):
-                (rest if index else written).append(replace(part, after=(*part.after, before)))
-                before = part.name
+            first = reduction(waiting.pop(0))[:1]
+            written.extend(replace(part, after=(*part.after, op.name)) for part in first)
     assert not waiting, f"no backward finishes {[bucket.name for bucket in waiting]}"
-    return (*written, *rest)
+    return tuple(written)
+
+
+def finish_reductions(buckets: tuple[Bucket, ...], reduction: Reduction) -> Iterator[Op]:
+    """Yield the other collectives of each bucket, which follow the step's last backward.
+
+    Issued any earlier, compute would have to wait for the first ones.
+    """
+    for bucket in buckets:
+        parts = reduction(bucket)
+        for before, part in itertools.pairwise(parts):
+            yield replace(part, after=(*part.after, before.name))
 
 
 def _finished(bucket: Bucket, layer_of: Mapping[str, int], op: Op) -> bool:

@@ -36,7 +36,9 @@ def predicted() -> str:
         job = Job(train={"global_batch": 32}, numerics={"precision": "bf16"})
         program = program_of(model, job, Layout.parse(text))
         timeline, use = clock.play(program, machine), memory.during_step(program)
-        lines.append(f"## {program.step.layout}: step {timeline.step_s * 1e6:.4f} us, peak {use.total} B at {use.peak_at}")
+        lines.append(
+            f"## {program.step.layout}: step {timeline.step_s * 1e6:.4f} us, peak {use.total} B at {use.peak_at}"
+        )
         for task, op in program.ops():
             detail = f"{op.size_bytes} B {op.dtype} {op.axis}" if op.axis else f"{op.flops} FLOPs"
             lines.append(f"{task.body}[{task.microbatch}] {op.name} {detail} <- {' '.join(op.after)}")

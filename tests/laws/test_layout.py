@@ -41,7 +41,7 @@ def test_dp_is_short_for_what_the_zero_stage_spreads(dp: int, zero: int) -> None
     [
         ("dp=2 dp=4", "twice"),
         ("dp=2 dp_shard=2", "dp alone"),
-        ("dpp=2", "did you mean 'dp'"),
+        ("dp_shardd=2", "did you mean 'dp_shard'"),
         ("dp=two", "whole number"),
         ("dp", "needs a value"),
         ("dp=0", "at least 1"),

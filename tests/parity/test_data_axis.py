@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -59,12 +59,14 @@ LAYOUTS_4 = [
 ]
 
 
-def combinations(layouts: list[str]) -> list[Any]:
-    """Every layout with every model; outside `make parity` each layout with one model, in turn, and the plain one."""
+def combinations(
+    layouts: list[str], models: Sequence[str] = ("llama", "gpt2", "plain"), always: Sequence[str] = ("plain",)
+) -> list[Any]:
+    """Every layout with every model; outside `make parity` each layout with one model, in turn, and those of `always`."""
     return [
-        pytest.param(layout, model, marks=() if index % 3 == turn or model == "plain" else pytest.mark.nightly)
+        pytest.param(layout, model, marks=() if index % len(models) == turn or model in always else pytest.mark.nightly)
         for index, layout in enumerate(layouts)
-        for turn, model in enumerate(["llama", "gpt2", "plain"])
+        for turn, model in enumerate(models)
     ]
 
 

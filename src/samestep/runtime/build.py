@@ -246,7 +246,7 @@ def cross_entropy(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
 
     Classes are the last dimension of the logits, [B, T, V] for labels [B, T], or else the second, [B, V, ...].
     """
-    logits, labels = _at_least_float32(_prediction(outputs)), _target(batch)
+    logits, labels = at_least_float32(_prediction(outputs)), target_of(batch)
     if logits.shape[:-1] == labels.shape:
         logits, labels = logits.flatten(0, -2), labels.flatten()
     elif logits.shape[:1] + logits.shape[2:] != labels.shape:
@@ -260,7 +260,7 @@ def cross_entropy(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
 
 def mse(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
     """Sum the squared errors, in float32 at least, and count the elements."""
-    prediction, target = _at_least_float32(_prediction(outputs)), _target(batch)
+    prediction, target = at_least_float32(_prediction(outputs)), target_of(batch)
     if prediction.shape != target.shape:
         raise JobError(
             f"train.loss = 'mse': the model gives {list(prediction.shape)}, the target is {list(target.shape)}; "
@@ -270,7 +270,8 @@ def mse(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
     return total, torch.tensor(target.numel(), device=total.device)
 
 
-def _at_least_float32(tensor: Tensor) -> Tensor:
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Raise a half-precision tensor."""
     return tensor if tensor.dtype is torch.float64 else tensor.float()
 
 
@@ -288,7 +289,7 @@ def _prediction(outputs: Any) -> Tensor:
     )
 
 
-def _target(batch: Any) -> Tensor:
+def target_of(batch: Any) -> Tensor:
     """What the model should have predicted: `labels` of a dict, the second of a tuple."""
     found = None
     if isinstance(batch, Mapping):

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.program import Bucket, Kind, Member, Op, Program, Task, ends_step, is_backward
+from samestep.program import Bucket, Kind, Member, Op, Program, Task, TaskKind, ends_step, is_backward, is_replicated
 from samestep.runtime.mesh import Mesh
 from samestep.runtime.precision import DTYPES
 from samestep.runtime.record import owned
@@ -73,8 +73,9 @@ class Replicated:
     def _flat(self, bucket: Bucket) -> _Flat:
         step = self.program.step
         device = self.mesh.device
-        ops = {key: ops for key, ops in self.program.bodies.items() if not is_backward(key) or ends_step(key)}
-        mine = [op for ops in ops.values() for op in ops if op.owner == bucket.name]
+        bodies = self.program.bodies
+        last = [op for key, ops in bodies.items() if is_backward(key) and ends_step(key) for op in ops]
+        mine = [op for op in (*last, *bodies[TaskKind.UPDATE]) if op.owner == bucket.name]
         weights = None
         if step.zero == 1:
             weights = torch.zeros(bucket.padded_numel, dtype=DTYPES[bucket.dtype], device=device)
@@ -148,7 +149,7 @@ class Replicated:
             flat.work = flat.chunk = None
         self._next = 0
 
-    def begin_backward(self, task: Task, loss: Tensor) -> None:
+    def begin_backward(self, task: Task, loss: Tensor | None) -> None:
         """Know whether the backward of `loss`, which follows, is the step's last, behind which buckets are reduced."""
         self._last = ends_step(task.body)
 
@@ -215,13 +216,19 @@ class Replicated:
     def norm_squared(self) -> Tensor:
         """This rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""
         if not self._flats:
-            return squared_norm([_gradient_or_zero(param) for param in self.params.values()], self.mesh.device)
+            whole = [p.name for p in self.program.step.model.params if is_replicated(self.program.step, p)]
+            cut = [_gradient_or_zero(param) for name, param in self.params.items() if name not in whole]
+            held = [_gradient_or_zero(param) for name, param in self.params.items() if name in whole]
+            return squared_norm(cut, self.mesh.device) + squared_norm(held, self.mesh.device) / self.mesh.tp
         step = self.program.step
         parts, index, copies = step.layout.dp, self.mesh.dp_index, 1
         if step.zero == 1:
             parts, index, copies = self.mesh.dp_shard, self.mesh.shard_index, self.mesh.dp_replicate
-        chunks = [flat.gradients.view(parts, -1)[index] for flat in self._flats]
-        return squared_norm(chunks, self.mesh.device) / copies
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for replicas in {flat.bucket.replicas for flat in self._flats}:
+            mine = [flat.gradients.view(parts, -1)[index] for flat in self._flats if flat.bucket.replicas == replicas]
+            total += squared_norm(mine, self.mesh.device) / (copies * replicas)
+        return total
 
     def publish(self) -> None:
         """Gather every rank's chunk of the updated weights (zero=1)."""

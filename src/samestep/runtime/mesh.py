@@ -1,6 +1,6 @@
 """Process groups of a layout: the only file that makes them.
 
-Ranks count through the axes like digits, the innermost axis fastest: `dp_replicate`, then `dp_shard`.
+Ranks count through the axes like digits, the innermost axis fastest: `pp`, `dp_replicate`, `dp_shard`, `tp`.
 
 ```
 dp_replicate=2 dp_shard=2      rank 0 (0,0)   1 (0,1)   2 (1,0)   3 (1,1)
@@ -31,6 +31,8 @@ class Mesh:
     device: torch.device
     dp_replicate: int
     dp_shard: int
+    tp: int
+    pp: int
     groups: Mapping[str, dist.ProcessGroup]
     ranks: Mapping[str, tuple[int, ...]]
     """Global ranks of this rank's group of each axis."""
@@ -38,12 +40,17 @@ class Mesh:
     @property
     def shard_index(self) -> int:
         """Position on `dp_shard`."""
-        return self.rank % self.dp_shard
+        return self.rank // self.tp % self.dp_shard
 
     @property
     def dp_index(self) -> int:
         """Position among all ranks that read different samples."""
-        return self.rank
+        return self.rank // self.tp % (self.dp_replicate * self.dp_shard)
+
+    @property
+    def tp_index(self) -> int:
+        """Position on `tp`."""
+        return self.rank % self.tp
 
     def group_of(self, axis: str) -> str:
         """Name the group that serves an axis by its ranks."""
@@ -52,7 +59,9 @@ class Mesh:
     def for_shards(self) -> DeviceMesh:
         """The mesh that FSDP2 shards over: one axis, or two where shards are replicated."""
         axes = ["dp_replicate", "dp_shard"] if self.dp_replicate > 1 else ["dp_shard"]
-        positions = torch.arange(self.world_size).view(*(getattr(self, axis) for axis in axes))
+        everyone = torch.arange(self.world_size).view(self.pp, self.dp_replicate, self.dp_shard, self.tp)
+        positions = everyone[stage_of(self.rank, self.world_size, self.pp), ..., self.tp_index]
+        positions = positions if len(axes) > 1 else positions[0]
         groups = [self.groups[axis] for axis in axes]
         return DeviceMesh.from_group(
             groups if len(groups) > 1 else groups[0], self.device.type, mesh=positions, mesh_dim_names=tuple(axes)
@@ -91,20 +100,35 @@ def build(program: Program, device: torch.device) -> Mesh:
         device=device,
         dp_replicate=layout.dp_replicate,
         dp_shard=layout.dp_shard,
+        tp=layout.tp,
+        pp=layout.pp,
         groups=groups,
         ranks=mine,
     )
 
 
 def _groups_of(axis: str, program: Program, world_size: int) -> Iterable[tuple[int, ...]]:
-    """Ranks of every group of an axis."""
-    everyone = torch.arange(world_size)
-    shards, nodes = program.step.layout.dp_shard, program.step.ranks_per_node
-    grids = {
-        "world": everyone.view(1, -1),
-        "dp_shard": everyone.view(-1, shards),
-        "dp_replicate": everyone.view(-1, shards).t(),
-        "dp_intra": everyone.view(-1, min(nodes, world_size)),
-        "dp_inter": everyone.view(-1, min(nodes, world_size)).t(),
-    }
-    return [tuple(group) for group in grids[axis].tolist()]
+    """Ranks of every group of an axis: they differ in its digit alone."""
+    step = program.step
+    layout = step.layout
+    if axis == "world":
+        return [tuple(range(world_size))]
+    if axis == "tie":
+        stages = torch.arange(world_size).view(layout.pp, -1)
+        return [tuple(pair) for pair in stages[[0, -1]].t().tolist()]
+    if axis in ("dp_intra", "dp_inter"):
+        digits = {
+            "pp": layout.pp,
+            "dp_inter": layout.dp // step.dp_per_node,
+            "dp_intra": step.dp_per_node,
+            "tp": layout.tp,
+        }
+    else:
+        digits = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp}
+    ranks = torch.arange(world_size).view(*digits.values()).movedim(list(digits).index(axis), -1)
+    return [tuple(group) for group in ranks.reshape(-1, digits[axis]).tolist()]
+
+
+def stage_of(rank: int, world_size: int, num_stages: int) -> int:
+    """Position of a rank on `pp`, the outermost axis."""
+    return rank // (world_size // num_stages)

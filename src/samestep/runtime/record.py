@@ -25,6 +25,8 @@ _KINDS = {
     "_reduce_scatter_base_": "reduce_scatter",
     "reduce_": "reduce",
     "broadcast_": "broadcast",
+    "send": "send",
+    "recv_": "recv",
 }
 _OWNED = "samestep::owner "
 _FSDP_LABEL = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((?P<owner>.*)\))?$")

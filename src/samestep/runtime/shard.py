@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.errors import LayoutError
 from samestep.model import ParamSpec
-from samestep.program import Program, Task, Unit, ends_step
+from samestep.program import Program, Task, Unit, ends_step, is_replicated
 from samestep.runtime.data import Materialize
 from samestep.runtime.mesh import Mesh
 from samestep.runtime.precision import DTYPES
@@ -40,7 +40,7 @@ class Sharded:
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         self.program, self.mesh = program, mesh
         self.model = model
-        _retype(model, DTYPES[program.step.master_dtype])
+        _reshape(model, program)
         self._units = [_RunningUnit(model, unit, program) for unit in program.units]
         self._modules = _wrap(model, program, mesh)
         _keep_order(self._units)
@@ -81,7 +81,7 @@ class Sharded:
         for unit in self._units:
             unit.reset()
 
-    def begin_backward(self, task: Task, loss: Tensor) -> None:
+    def begin_backward(self, task: Task, loss: Tensor | None) -> None:
         """Tell FSDP2 what the program says of the backward of `loss`, which follows.
 
         Raises:
@@ -90,6 +90,7 @@ class Sharded:
         for unit in self._units:
             unit.end_forward()
         # FSDP2 ends a backward by a callback too, queued later: of units whose inputs take no gradient.
+        assert loss is not None, "FSDP2 runs whole models"
         loss.register_hook(lambda _: Variable._execution_engine.queue_callback(self._complete))
         step = self.program.step
         last = ends_step(task.body)
@@ -115,8 +116,12 @@ class Sharded:
 
     def norm_squared(self) -> Tensor:
         """This rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""
-        gradients = [piece.gradient() for piece in self.pieces]
-        return squared_norm(gradients, self.mesh.device) / self.mesh.dp_replicate
+        step = self.program.step
+        whole = {param.name for param in step.model.params if is_replicated(step, param)}
+        cut = [piece.gradient() for piece in self.pieces if piece.name not in whole]
+        held = [piece.gradient() for piece in self.pieces if piece.name in whole]
+        total = squared_norm(cut, self.mesh.device) + squared_norm(held, self.mesh.device) / self.mesh.tp
+        return total / self.mesh.dp_replicate
 
     def publish(self) -> None:
         """Nothing to send: the next forward gathers the updated rows."""
@@ -235,15 +240,14 @@ def _keep_order(units: list[_RunningUnit]) -> None:
                 module.register_forward_pre_hook(functools.partial(unit.check_order, layers[before]), prepend=True)
 
 
-def _retype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give every parameter, still on meta, the dtype of the master values that FSDP2 will hold."""
-    retyped: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is not None:
-                if param not in retyped:
-                    retyped[param] = nn.Parameter(param.detach().to(dtype), requires_grad=param.requires_grad)
-                setattr(module, name, retyped[param])
+def _reshape(model: nn.Module, program: Program) -> None:
+    """Give every parameter, still on meta, the shape that this rank's program has of it, in the master dtype."""
+    dtype = DTYPES[program.step.master_dtype]
+    for spec in program.step.model.params:
+        param = nn.Parameter(torch.empty(spec.shape, dtype=dtype, device="meta"), requires_grad=spec.trainable)
+        for name in (spec.name, *spec.aliases):
+            path, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(path), leaf, param)
 
 
 def _wrap(model: nn.Module, program: Program, mesh: Mesh) -> list[FSDPModule]:

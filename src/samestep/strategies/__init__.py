@@ -12,20 +12,29 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.model import ModelSpec
 from samestep.program import Kind, Op, Ops, Program, Step, Task, TaskKind, position
-from samestep.strategies import data, precision, recompute, shard
+from samestep.strategies import data, pipeline, precision, recompute, shard, tensor
 
-# Order matters: recompute adds forwards, sharding gathers and scatters around what is there, and replication reduces
-# what sharding has left whole.
-STACK: tuple[ModuleType, ...] = (precision, recompute, shard, data)
+# Order matters: tensor cuts the model that the others see, recompute repeats forwards with their sums, pipeline leaves a
+# stage its layers, sharding gathers and scatters around what is there, replication reduces what sharding leaves whole.
+STACK: tuple[ModuleType, ...] = (precision, tensor, recompute, pipeline, shard, data)
 
 
-def program_of(model: ModelSpec, job: Job, layout: Layout, ranks_per_node: int | None = None) -> Program:
-    """Return the step that `layout` makes of `model` and `job`.
+def program_of(
+    model: ModelSpec,
+    job: Job,
+    layout: Layout,
+    ranks_per_node: int | None = None,
+    cuts_loss: bool | None = None,
+    stage: int = 0,
+) -> Program:
+    """Return the step that `layout` makes of `model` and `job` on one pipeline stage.
+
+    `cuts_loss` says whether the loss can work on logits cut by vocabulary; without it the job's loss says so.
 
     Raises:
         LayoutError: a strategy refuses the layout; the text says why and what would work.
     """
-    step = Step.of(model, job, layout, ranks_per_node)
+    step = Step.of(model, job, layout, ranks_per_node, cuts_loss, stage)
     for strategy in STACK:
         if reason := strategy.refusal(step):
             raise LayoutError(reason)

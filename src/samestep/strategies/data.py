@@ -14,7 +14,7 @@ Where the gradients are sharded already (zero >= 1) what is left to do is an all
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from samestep.program import (
@@ -25,13 +25,19 @@ from samestep.program import (
     Ops,
     Program,
     Step,
-    bucket_ops,
+    TaskKind,
     ends_step,
+    finish_reductions,
     is_backward,
+    is_forward,
     make_buckets,
+    start_reductions,
 )
 
 AXIS = "dp_replicate"
+_REDUCING = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE)
+TIE = "tie"
+"""First and last pipeline stage, where they share a weight: its gradient is summed over the two."""
 
 
 def refusal(step: Step) -> str | None:
@@ -39,10 +45,10 @@ def refusal(step: Step) -> str | None:
     layout = step.layout
     if layout.reduce != "ring" and step.zero > 0:
         return f"reduce={layout.reduce} reduces whole gradients: use it with zero=0, not zero={layout.zero}"
-    if layout.reduce == "hierarchical" and layout.dp % step.ranks_per_node:
+    if layout.reduce == "hierarchical" and (layout.dp % step.dp_per_node or step.ranks_per_node % layout.tp):
         return (
-            f"reduce=hierarchical needs whole nodes: {layout.dp} ranks are no multiple of "
-            f"{step.ranks_per_node} ranks per node"
+            f"reduce=hierarchical needs whole nodes: {layout.world_size} ranks are no multiple of "
+            f"{step.ranks_per_node} ranks per node, or tp={layout.tp} leaves the node"
         )
     if step.model.coupled_modules and step.global_batch > step.microbatch_samples:
         return (
@@ -57,11 +63,12 @@ def apply(program: Program) -> Program:
     step = program.step
     axes = dict(program.axes)
     buckets = program.buckets
-    if step.zero == 0 and (step.layout.dp > 1 or step.compute_dtype != step.master_dtype):
-        buckets = make_buckets(step)  # on one rank too, mixed precision adds gradients up in float32 buffers
+    tied = any(param.tied_stages for param in step.model.params)
+    if step.zero == 0 and (step.layout.dp > 1 or step.compute_dtype != step.master_dtype or tied):
+        buckets = make_buckets(step, program.chunks)  # mixed precision adds up in their float32 buffers on one rank too
     if step.layout.dp_replicate > 1:
         axes |= _axes(step)
-        program = program.with_bodies(lambda key, ops: _reduced(key, ops, step, buckets))
+    program = program.with_bodies(lambda key, ops: _reduced(key, ops, step, buckets))
     if step.layout.world_size > 1:
         axes["world"] = step.layout.world_size
         waits = tuple(_reductions_of(program))
@@ -70,35 +77,58 @@ def apply(program: Program) -> Program:
 
 
 def _reduced(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops:
-    """Reduce over the replicas what the step's last backward leaves."""
-    if not (is_backward(key) and ends_step(key)):
+    """Reduce over the replicas, and over tied stages, what the step's last backward leaves."""
+
+    def reduction(bucket: Bucket) -> tuple[Op, ...]:
+        return _reductions(step, bucket)
+
+    if is_backward(key) and ends_step(key):
+        if step.zero == 0:
+            return start_reductions(ops, step, buckets, reduction)
+        return tuple(_reduce_units(ops, step)) if step.zero >= 2 and step.layout.dp_replicate > 1 else ops
+    if is_backward(key) or is_forward(key):
         return ops
-    if step.zero == 0:
-        return bucket_ops(ops, step, buckets, lambda bucket, numel: _reductions(step, bucket, numel))
-    return _reduce_shards(ops, step)
+    return (*finish_reductions(buckets, reduction), *ops)
 
 
 def _reductions_of(program: Program) -> Iterator[str]:
-    """Name what the step's last backward must have brought about: the backward itself and every reduction."""
+    """Name what must have come about before the update: the last backward and every reduction."""
     for key, ops in program.bodies.items():
         if is_backward(key) and ends_step(key):
             yield next(op.name for op in reversed(ops) if op.kind is Kind.BACKWARD)
-            yield from (op.name for op in ops if op.axis and not (op.implied and op.kind is Kind.ALL_GATHER))
+            yield from (op.name for op in ops if op.kind in _REDUCING and op.axis != "tp")
+    for op in program.bodies[TaskKind.UPDATE]:
+        if op.kind is Kind.UPDATE:
+            return
+        yield op.name
 
 
 def _axes(step: Step) -> dict[str, int]:
     if step.layout.reduce != "hierarchical":
         return {AXIS: step.layout.dp_replicate}
-    nodes = step.layout.dp // step.ranks_per_node
-    return {name: size for name, size in (("dp_intra", step.ranks_per_node), ("dp_inter", nodes)) if size > 1}
+    nodes = step.layout.dp // step.dp_per_node
+    return {name: size for name, size in (("dp_intra", step.dp_per_node), ("dp_inter", nodes)) if size > 1}
 
 
-def _reductions(step: Step, bucket: Bucket, numel: int) -> tuple[Op, ...]:
-    """The ops that leave the sum of a bucket on every rank."""
+def _reductions(step: Step, bucket: Bucket) -> tuple[Op, ...]:
+    """The ops that leave the sum of a bucket on every rank that updates it."""
+    numel = bucket.padded_numel
 
     def op(kind: Kind, axis: str, numel: int) -> Op:
         return Op(kind=kind, owner=bucket.name, axis=axis, dtype=step.master_dtype).sized(numel)
 
+    if step.zero == 1:
+        chunk = numel // step.layout.dp_shard
+        first = (op(Kind.REDUCE_SCATTER, "dp_shard", numel),)  # which the strategy of that axis has written
+        over_replicas = (op(Kind.ALL_REDUCE, AXIS, chunk),) if step.layout.dp_replicate > 1 else ()
+        return (*first, *over_replicas, *((op(Kind.ALL_REDUCE, TIE, chunk),) if bucket.is_tied else ()))
+    return (*_over_replicas(step, numel, op), *((op(Kind.ALL_REDUCE, TIE, numel),) if bucket.is_tied else ()))
+
+
+def _over_replicas(step: Step, numel: int, op: Callable[[Kind, str, int], Op]) -> tuple[Op, ...]:
+    """The ops of the layout's way of reduction."""
+    if step.layout.dp_replicate == 1:
+        return ()
     if step.layout.reduce == "ring":
         return (op(Kind.ALL_REDUCE, AXIS, numel),)
     if step.layout.reduce == "root":
@@ -111,17 +141,13 @@ def _reductions(step: Step, bucket: Bucket, numel: int) -> tuple[Op, ...]:
     return (op(Kind.REDUCE_SCATTER, "dp_intra", numel), *between, op(Kind.ALL_GATHER, "dp_intra", numel))
 
 
-def _reduce_shards(ops: Ops, step: Step) -> Ops:
-    """Reduce each shard over the replicas: units at once, as FSDP2 does, buckets at the end (see `bucket_ops`)."""
-    written: list[Op] = []
-    rest: list[Op] = []
+def _reduce_units(ops: Ops, step: Step) -> Iterator[Op]:
+    """Reduce each unit's shard over the replicas at once, as FSDP2 does."""
     for op in ops:
-        written.append(op)
+        yield op
         if op.kind is Kind.REDUCE_SCATTER:
             size = op.size_bytes // step.layout.dp_shard
-            reduction = replace(op, kind=Kind.ALL_REDUCE, axis=AXIS, size_bytes=size, after=(op.name,))
-            (written if op.implied else rest).append(reduction)
-    return (*written, *rest)
+            yield replace(op, kind=Kind.ALL_REDUCE, axis=AXIS, size_bytes=size, after=(op.name,))
 
 
 def _agreed(ops: Ops, waits: tuple[str, ...]) -> Ops:

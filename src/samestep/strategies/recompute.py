@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from samestep.program import Kind, Op, Ops, Program, Step, is_backward
+from samestep.program import Kind, Op, Ops, Program, Step, TaskKind, is_backward
 
 
 def refusal(step: Step) -> str | None:
@@ -31,13 +31,28 @@ def apply(program: Program) -> Program:
     layers = program.step.model.layers
 
     def rewrite(key: str, ops: Ops) -> Ops:
-        return tuple(_with_forwards(ops)) if is_backward(key) else ops
+        return tuple(_with_forwards(key, ops)) if is_backward(key) else ops
 
-    def _with_forwards(ops: Ops) -> Iterator[Op]:
+    def _with_forwards(key: str, ops: Ops) -> Iterator[Op]:
         for op in ops:
             if op.kind is Kind.BACKWARD and op.layer is not None and layers[op.layer].is_block:
-                flops = op.flops // 2 if recompute == "full" else 0
-                yield replace(op, kind=Kind.RECOMPUTE, flops=flops)
+                again = replace(op, kind=Kind.RECOMPUTE, flops=op.flops // 2 if recompute == "full" else 0)
+                yield again
+                # The repetition ends once backward has what it needs: the block's last sum is not among it.
+                forward = program.bodies[key.replace(TaskKind.BACKWARD, TaskKind.FORWARD)]
+                yield from (replace(part, after=(again.name,)) for part in _sums_of(forward, op.layer)[:-1])
             yield op
 
     return program.with_bodies(rewrite)
+
+
+def _sums_of(forward: Ops, layer: int) -> Ops:
+    """Collectives that follow a layer's forward."""
+    inside = False
+    found: list[Op] = []
+    for op in forward:
+        if op.kind is Kind.FORWARD:
+            inside = op.layer == layer
+        elif inside and op.axis is not None:
+            found.append(op)
+    return tuple(found)

@@ -32,12 +32,12 @@ from samestep.program import (
     Program,
     Step,
     Unit,
-    bucket_ops,
     ends_step,
     is_backward,
     is_forward,
     make_buckets,
     padded,
+    start_reductions,
     starts_step,
 )
 
@@ -49,6 +49,8 @@ def refusal(step: Step) -> str | None:
     layout = step.layout
     if layout.accumulate == "full" and step.zero < 2:
         return f"accumulate=full is about sharded gradients: use zero=2 or zero=3 with it, not zero={layout.zero}"
+    if step.zero >= 2 and layout.pp > 1:
+        return f"zero={layout.zero} with pp={layout.pp} is not built yet: zero=1 works"
     scalars = [param.name for param in step.model.params if not param.shape]
     if scalars and step.zero >= 2:
         return f"{scalars[0]} has no dimension to cut: give it shape (1,), or use zero=1"
@@ -64,7 +66,7 @@ def apply(program: Program) -> Program:
         return program
     axes = {**program.axes, AXIS: step.layout.dp_shard}
     if step.zero == 1:
-        buckets = make_buckets(step)
+        buckets = make_buckets(step, program.chunks)
         return program.with_bodies(lambda key, ops: _stage_1(key, ops, step, buckets), buckets=buckets, axes=axes)
     units = _units(step)
     return program.with_bodies(lambda key, ops: _stage_2_or_3(key, ops, step, units), units=units, axes=axes)
@@ -72,9 +74,7 @@ def apply(program: Program) -> Program:
 
 def _stage_1(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops:
     if is_backward(key) and ends_step(key):
-        return bucket_ops(
-            ops, step, buckets, lambda b, size: (_op(Kind.REDUCE_SCATTER, b.name, step.master_dtype, size),)
-        )
+        return start_reductions(ops, step, buckets, lambda b: (_scattered(step, b),))
     if is_backward(key) or is_forward(key):
         return ops
     gathers = tuple(
@@ -82,6 +82,10 @@ def _stage_1(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops
         for b in buckets
     )
     return (*ops, *gathers)
+
+
+def _scattered(step: Step, bucket: Bucket) -> Op:
+    return _op(Kind.REDUCE_SCATTER, bucket.name, step.master_dtype, bucket.padded_numel)
 
 
 def _stage_2_or_3(key: str, ops: Ops, step: Step, units: tuple[Unit, ...]) -> Ops:

@@ -1,0 +1,480 @@
+"""Tensor parallelism on real modules (twin of `strategies/tensor.py`): hooks around modules that keep their classes.
+
+A plan names modules by patterns and says how each is cut: `{"blocks.*.q": "column", "blocks.*.out": "row"}`. It comes
+from transformers (`base_model_tp_plan`) or from the user (`module.tensor_plan`). The modules compute with their own code
+on the weights they are left with; `copy` and `reduce` stand at the borders:
+
+    column   input through `copy`                      output cut along its last dimension
+    row      bias held back, output through `reduce`   then the bias is added, once
+    vocab    tokens of other ranks give zeros          output through `reduce`; a head's logits stay cut
+    gather   a column cut whose output is put together again
+    sum      a weight that stays whole on what is cut  used through `copy`, so its gradient is summed
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samestep.errors import ModelError
+from samestep.model import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSum
+from samestep.program import Program
+from samestep.runtime.build import IGNORED_LABEL, at_least_float32, target_of
+from samestep.runtime.mesh import Mesh
+from samestep.runtime.precision import DTYPES
+from samestep.runtime.record import owned
+
+Plan = Mapping[str, str]
+"""Patterns of module paths, and how they are cut: column, row, vocab, gather, sum."""
+
+_OWN_PLANS: dict[str, dict[str, str]] = {
+    "gpt2": {"h.*.attn.c_attn": "qkv", "h.*.attn.c_proj": "row", "h.*.mlp.c_fc": "column", "h.*.mlp.c_proj": "row"},
+}
+"""For families that transformers has no plan for, below the base model."""
+
+_COUNTS = ("num_heads", "split_size", "embed_dim")
+"""What an attention keeps of its own width, of which a rank has a part."""
+
+_FROM_TRANSFORMERS = {
+    "colwise": "column",
+    "rowwise": "row",
+    "embedding_rowwise": "vocab",
+    "replicated_with_grad_allreduce": "sum",
+    "colwise_gather_output": "gather",
+    **{style: style for style in ("column", "row", "qkv")},
+}
+
+
+# -- the plan --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Cuts:
+    """Modules of one model that its plan cuts, or why it has none."""
+
+    styles: dict[str, str] = field(default_factory=dict)
+    """How each planned module is cut, by its path."""
+    refusal: str = ""
+
+
+def cuts_of(model: nn.Module) -> Cuts:
+    """Find how a model may be cut: by its own `tensor_plan`, or by what transformers says of its family."""
+    own = getattr(model, "tensor_plan", None)
+    if own is not None:
+        return _matched(model, dict(own))
+    plan = _transformers_plan(model)
+    if plan is None:
+        return Cuts(refusal="it has no tensor_plan, and transformers has none for it")
+    unknown = sorted({style for style in plan.values() if style not in _FROM_TRANSFORMERS})
+    if unknown:
+        return Cuts(refusal=f"its plan asks for {', '.join(unknown)}, which is not built")
+    cuts = _matched(model, {pattern: _FROM_TRANSFORMERS[style] for pattern, style in plan.items()})
+    for part in (model.get_input_embeddings(), model.get_output_embeddings()):  # type: ignore[operator]
+        path = next((path for path, module in model.named_modules() if module is part), None)
+        if path is not None:
+            cuts.styles[path] = "vocab"
+    return cuts
+
+
+def _transformers_plan(model: nn.Module) -> dict[str, str] | None:
+    """Return the plan of a transformers model with whole paths, without the head's."""
+    config = getattr(model, "config", None)
+    family = getattr(config, "model_type", "")
+    plan = getattr(config, "base_model_tp_plan", None) or _OWN_PLANS.get(family)
+    prefix = getattr(model, "base_model_prefix", "")
+    if not plan or not prefix:
+        return None
+    return {f"{prefix}.{pattern}": style for pattern, style in plan.items()}
+
+
+def _matched(model: nn.Module, plan: Plan) -> Cuts:
+    """Match the plan's patterns with the model's modules."""
+    cuts = Cuts()
+    paths = [path for path, _ in model.named_modules()]
+    for pattern, style in plan.items():
+        if style not in (*_AROUND, "sum"):
+            raise ModelError(f"tensor_plan: {pattern!r} is {style!r}; {', '.join(_AROUND)} and sum work")
+        found = fnmatch.filter(paths, pattern)
+        for path in found:
+            module = model.get_submodule(path)
+            if style == "sum" or isinstance(module, nn.Linear | nn.Embedding) or _is_transposed(module):
+                cuts.styles[path] = style
+            else:
+                cuts.refusal = f"{path} is a {type(module).__name__}, and only Linear and Embedding can be cut"
+    if not cuts.styles:
+        cuts.refusal = cuts.refusal or f"its plan names no module of it (it has {', '.join(plan)})"
+    return cuts
+
+
+# -- what a cut costs, seen in a forward on the meta device ----------------------------------------
+
+
+@dataclass(slots=True)
+class Seen:
+    """Sums that a cut would need, in order of the forward: (path, elements, is a weight's)."""
+
+    forward: list[PartialSum] = field(default_factory=list)
+    copies: list[PartialSum] = field(default_factory=list)
+    logit_rows: int = 0
+
+
+@contextmanager
+def watching(model: nn.Module, cuts: Cuts) -> Iterator[Seen]:
+    """Note, in the forward of one sample that runs meanwhile, what each planned module is given and gives."""
+    seen = Seen()
+    last: list[Tensor] = []
+    handles = []
+
+    def note(path: str, style: str, module: nn.Module, args: Any, output: Any) -> None:
+        given = args[0]
+        if style in ("row", "vocab") and not _is_head(module, style):
+            seen.forward.append(PartialSum(owner=path, elements=output.numel()))
+        if style == "sum":
+            trained = [param for param in module.parameters(recurse=False) if param.requires_grad]
+            seen.copies.extend(PartialSum(owner=path, elements=param.numel(), weight=True) for param in trained)
+        elif (style in ("column", "qkv", "gather") or _is_head(module, style)) and given.requires_grad:
+            if not last or last[0] is not given:
+                seen.copies.append(PartialSum(owner=path, elements=given.numel()))
+            last[:] = [given]
+        if _is_head(module, style):
+            seen.logit_rows = output.numel() // output.shape[-1]
+
+    for path, style in cuts.styles.items():
+        module = model.get_submodule(path)
+        handles.append(module.register_forward_hook(functools.partial(note, path, style)))
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: Seen) -> ModelSpec:
+    """Write into a spec how its weights may be cut and what that costs."""
+    if cuts.refusal:
+        return replace(spec, cut_refusal=cuts.refusal)
+    params = tuple(replace(param, cut=_cut_of(model, cuts, param)) for param in spec.params)
+    layers = tuple(_layer_with(layer, seen) for layer in spec.layers)
+    return replace(spec, params=params, layers=layers, cut_refusal="", logit_rows=seen.logit_rows)
+
+
+def _layer_with(layer: LayerSpec, seen: Seen) -> LayerSpec:
+    forward = tuple(part for part in seen.forward if _is_below(part.owner, layer.modules))
+    backward = tuple(part for part in reversed(seen.copies) if _is_below(part.owner, layer.modules))
+    return replace(layer, forward_sums=forward, backward_sums=backward)
+
+
+def _cut_of(model: nn.Module, cuts: Cuts, param: ParamSpec) -> Cut | None:
+    """Say along which dimension a weight is cut, and between which groups of its elements."""
+    path, _, leaf = param.name.rpartition(".")
+    style = cuts.styles.get(path)
+    if style in (None, "sum"):
+        return None
+    module = model.get_submodule(path)
+    if style == "vocab":
+        return Cut(style="vocab", dim=0, groups=param.shape[0])
+    if style == "row" and leaf == "bias":
+        return None
+    across = 0 if _is_transposed(module) and leaf == "weight" else 1  # the dimension of the input
+    dim = across if style == "row" else (1 - across) * (len(param.shape) > 1)
+    parts = 3 if style == "qkv" else 1
+    size = param.shape[dim] // parts
+    heads = _heads(model.get_submodule(path.rpartition(".")[0]), size)
+    return Cut(style="row" if style == "row" else "column", dim=dim, groups=heads, parts=parts)
+
+
+def _heads(attention: nn.Module, size: int) -> int:
+    """Count the heads that a projection of an attention is made of; elsewhere every neuron is one of its own."""
+    width, count = getattr(attention, "head_dim", None), getattr(attention, "num_heads", None)
+    if isinstance(width, int) and width and size % width == 0:
+        return size // width
+    return count if isinstance(count, int) and count and size % count == 0 else size
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether a module is a linear layer that keeps its weight as [in, out], as GPT-2's do."""
+    return type(module).__name__ == "Conv1D" and "weight" in module._parameters
+
+
+def _is_head(module: nn.Module, style: str) -> bool:
+    return style == "vocab" and isinstance(module, nn.Linear)
+
+
+def _is_below(path: str, roots: tuple[str, ...]) -> bool:
+    return any(not root or path == root or path.startswith(f"{root}.") for root in roots)
+
+
+# -- carrying it out -------------------------------------------------------------------------------
+
+
+def local_part(whole: Tensor, param: ParamSpec, mesh: Mesh) -> Tensor:
+    """Cut this rank's part out of a whole weight."""
+    if param.cut is None or mesh.tp == 1:
+        return whole
+    parts = whole.chunk(param.cut.parts, dim=param.cut.dim)
+    return torch.cat([part.chunk(mesh.tp, dim=param.cut.dim)[mesh.tp_index] for part in parts], dim=param.cut.dim)
+
+
+def joined(cuts: Sequence[Tensor], cut: Cut) -> Tensor:
+    """Put a weight together from the parts of all ranks, in their order: the inverse of `local_part`."""
+    parts = zip(*(part.chunk(cut.parts, dim=cut.dim) for part in cuts), strict=True)
+    return torch.cat([torch.cat(part, dim=cut.dim) for part in parts], dim=cut.dim)
+
+
+def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
+    """Put `copy` and `reduce` around every module that the program's model cuts."""
+    if program.step.layout.tp == 1:
+        return
+    cuts = cuts_of(model)
+    cut = {p.name.rpartition(".")[0] for p in program.step.model.params if p.cut is not None}
+    cut |= {a.rpartition(".")[0] for p in program.step.model.params if p.cut is not None for a in p.aliases}
+    group = mesh.groups["tp"]
+    copies = _Copies(group)
+    projected: set[str] = set()
+    for path, style in cuts.styles.items():
+        module = model.get_submodule(path)
+        if style == "sum":
+            _sum_gradients(module, path, group, DTYPES[program.step.master_dtype])
+        elif path in cut:
+            if _is_head(module, style) and not program.step.cuts_loss:
+                style = "gather"
+            if style in ("column", "qkv"):
+                projected.add(path.rpartition(".")[0])
+            _AROUND[style](module, path, mesh, copies)
+    for path in projected:
+        _divide_counts(model.get_submodule(path), mesh.tp)
+
+
+def _divide_counts(attention: nn.Module, degree: int) -> None:
+    """Tell an attention how many heads a rank has, where it keeps the number."""
+    for name in _COUNTS:
+        if isinstance(getattr(attention, name, None), int):
+            setattr(attention, name, getattr(attention, name) // degree)
+
+
+def _around_column(module: nn.Module, path: str, mesh: Mesh, copies: _Copies) -> None:
+    module.register_forward_pre_hook(lambda _, args: (copies(path, args[0]), *args[1:]))
+    if isinstance(module, nn.Linear):
+        module.out_features //= mesh.tp
+    elif _is_transposed(module):
+        module.nf //= mesh.tp  # type: ignore[operator, assignment]
+
+
+def _around_gather(module: nn.Module, path: str, mesh: Mesh, copies: _Copies) -> None:
+    _around_column(module, path, mesh, copies)
+    group = mesh.groups["tp"]
+    module.register_forward_hook(lambda _, args, output: gather_last(output, group, path), prepend=True)
+
+
+def _around_row(module: nn.Module, path: str, mesh: Mesh, copies: _Copies) -> None:
+    """Hold the bias back while the module runs, and add it once to the sum."""
+    group = mesh.groups["tp"]
+    held: list[Tensor | None] = []
+
+    def before(_: nn.Module, args: Any) -> None:
+        bias = module._parameters.get("bias")
+        held.append(bias)
+        # GPT-2's linear layers cannot do without one.
+        none = bias.new_zeros(()) if _is_transposed(module) and bias is not None else None
+        module._parameters["bias"] = none  # type: ignore[assignment]
+
+    def after(_: nn.Module, args: Any, output: Any) -> Any:
+        bias = held.pop()
+        module._parameters["bias"] = bias  # type: ignore[assignment]
+        if output is None:
+            return None
+        total = reduce(output, group, path)
+        return total if bias is None else total + bias
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, always_call=True, prepend=True)
+    if isinstance(module, nn.Linear):
+        module.in_features //= mesh.tp
+
+
+def _around_vocab(module: nn.Module, path: str, mesh: Mesh, copies: _Copies) -> None:
+    """A cut embedding looks up its own tokens; a cut head gives its own logits."""
+    if isinstance(module, nn.Linear):
+        _around_column(module, path, mesh, copies)
+        return
+    assert isinstance(module, nn.Embedding)
+    group = mesh.groups["tp"]
+    module.num_embeddings //= mesh.tp
+    first, size = mesh.tp_index * module.num_embeddings, module.num_embeddings
+    if module.padding_idx is not None:
+        own = module.padding_idx - first
+        module.padding_idx = own if 0 <= own < size else None
+    elsewhere: list[Tensor] = []
+
+    def before(_: nn.Module, args: Any) -> Any:
+        tokens = args[0] - first
+        elsewhere.append((tokens < 0) | (tokens >= size))
+        return (tokens.masked_fill(elsewhere[-1], 0), *args[1:])
+
+    def after(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return reduce(output.masked_fill(elsewhere.pop()[..., None], 0.0), group, path)
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, prepend=True)
+
+
+def _sum_gradients(module: nn.Module, path: str, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    """Use a module's weights through `copy`; their gradients are summed in master precision, as all are."""
+    held: dict[str, nn.Parameter | None] = {}
+
+    def before(_: nn.Module, args: Any) -> None:
+        for name, param in list(module._parameters.items()):
+            if param is not None and param.requires_grad:
+                held[name] = param
+                module._parameters[name] = copy(param, group, path, dtype)  # type: ignore[assignment]
+
+    def after(_: nn.Module, args: Any, output: Any) -> None:
+        for name, param in held.items():
+            module._parameters[name] = param
+        held.clear()
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, always_call=True, prepend=True)
+
+
+_AROUND: dict[str, Callable[[nn.Module, str, Mesh, Any], None]] = {
+    "column": _around_column,
+    "qkv": _around_column,
+    "gather": _around_gather,
+    "row": _around_row,
+    "vocab": _around_vocab,
+}
+
+
+class _Copies:
+    """`copy`, once for all modules that read one tensor in turn: q, k and v share one sum in the backward."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._given: weakref.ref[Tensor] | None = None
+        self._copied: Tensor | None = None
+
+    def __call__(self, path: str, x: Tensor) -> Tensor:
+        if self._copied is not None and self._given is not None and self._given() is x:
+            return self._copied
+        copied = copy(x, self._group, path)
+        self._given, self._copied = weakref.ref(x, self._forget), copied
+        return copied
+
+    def _forget(self, given: weakref.ref[Tensor]) -> None:
+        """Let go of the copy, and of the graph behind it, with the tensor it was made of."""
+        if given is self._given:
+            self._given = self._copied = None
+
+
+# -- the two borders, and what stands on them ------------------------------------------------------
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str, dtype: torch.dtype) -> Tensor:
+        ctx.group, ctx.owner, ctx.dtype = group, owner, dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        total = _summed(gradients[0].to(ctx.dtype), ctx.group, ctx.owner)
+        return total.to(gradients[0].dtype), None, None, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+        return _summed(x, group, owner)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None, None
+
+
+class _GatherLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        with owned(owner):
+            dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        parts = gradients[0].chunk(dist.get_world_size(ctx.group), dim=-1)
+        return parts[dist.get_rank(ctx.group)].contiguous(), None, None
+
+
+def copy(x: Tensor, group: dist.ProcessGroup, owner: str, dtype: torch.dtype | None = None) -> Tensor:
+    """Hand x on as it is; sum its gradient over the group, in `dtype` where it is given."""
+    return _Copy.apply(x, group, owner, dtype or x.dtype)
+
+
+def reduce(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Sum x over the group; hand its gradient on as it is."""
+    return _Reduce.apply(x, group, owner)
+
+
+def gather_last(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Put the last dimension together from all ranks; every rank goes on with the whole."""
+    return _GatherLast.apply(x, group, owner)
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    total = x.contiguous().clone()
+    with owned(owner):
+        dist.all_reduce(total, group=group)
+    return total
+
+
+def cut_cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum of the cross entropies of rows whose logits are cut by vocabulary; labels of -100 count nothing.
+
+    logits [N, V / tp], labels [N]. With m the largest logit of a row: log(sum exp(x - m)) + m - x[label], each sum
+    taken over all ranks.
+    """
+    size = logits.shape[-1]
+    first = dist.get_rank(group) * size
+    largest = logits.detach().amax(dim=-1)
+    with owned("loss.largest"):
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    shifted = logits - largest[:, None]
+    own = labels - first
+    elsewhere = (own < 0) | (own >= size)
+    right = shifted.gather(-1, own.masked_fill(elsewhere, 0)[:, None])[:, 0].masked_fill(elsewhere, 0.0)
+    sums = reduce(torch.stack([shifted.exp().sum(dim=-1), right]), group, "loss.sums")
+    losses = sums[0].log() - sums[1]
+    return losses.masked_fill(labels == IGNORED_LABEL, 0.0).sum()
+
+
+def cuts_logits(program: Program) -> bool:
+    """Whether the loss gets logits that are cut by vocabulary."""
+    return program.step.layout.tp > 1 and program.step.cuts_loss and program.step.model.logit_rows > 0
+
+
+def cut_loss(mesh: Mesh, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """`build.cross_entropy` on logits cut by vocabulary."""
+    logits, labels = outputs.logits if not isinstance(outputs, Tensor) else outputs, target_of(batch)
+    total = cut_cross_entropy(at_least_float32(logits).flatten(0, -2), labels.flatten(), mesh.groups["tp"])
+    return total, (labels != IGNORED_LABEL).sum()
+
+
+def whole_logits(outputs: Any, program: Program, mesh: Mesh) -> Any:
+    """Put logits cut by vocabulary together, for what reads all of them."""
+    if not cuts_logits(program):
+        return outputs
+    if isinstance(outputs, Tensor):
+        return gather_last(outputs, mesh.groups["tp"], "logits")
+    outputs.logits = gather_last(outputs.logits, mesh.groups["tp"], "logits")
+    return outputs

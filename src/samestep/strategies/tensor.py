@@ -1,0 +1,122 @@
+"""Tensor parallelism: weights cut over `tp`, each rank computing on its columns, heads and tokens.
+
+Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3). A pair of matrix products needs one sum: A is cut by
+columns, B by rows, and what is between them (heads, neurons) stays with its rank:
+
+```
+        ┌ A_1 ─ f ─ B_1 ┐
+   x ─g─┤               ├─h─ y         y = f(x A) B = sum over ranks of f(x A_i) B_i
+        └ A_2 ─ f ─ B_2 ┘
+
+   g  copy:    forward nothing, backward all_reduce of the gradient of x
+   h  reduce:  forward all_reduce of the partial y, backward nothing
+```
+q, k and v read one x, so they share one g. An embedding is cut by vocabulary: a rank looks up the tokens it has and the
+rest come as zeros, summed by h. So is the head, whose logits are never put together: the loss needs the largest, the sum
+of exponentials and the right logit of each row, three numbers. A weight that stays whole but works on what is cut (the
+norm of each head) has a gradient that is a sum too. The first layer that is cut after inputs that need no gradient has
+no g.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from samestep.model import LayerSpec, ModelSpec, ParamSpec, PartialSum
+from samestep.program import Kind, Op, Ops, Program, Step
+
+AXIS = "tp"
+
+
+def refusal(step: Step) -> str | None:
+    """Refuse a degree that cuts through a group, and models that nobody said how to cut."""
+    degree, model = step.layout.tp, step.model
+    if degree == 1:
+        return None
+    if model.cut_refusal:
+        return f"tp={degree}: {model.name} cannot be cut, {model.cut_refusal}; tp=1 works"
+    for param in model.params:
+        if param.cut is not None and param.cut.style != "vocab" and param.cut.groups % degree:
+            common = math.gcd(*(p.cut.groups for p in model.params if p.cut is not None and p.cut.style != "vocab"))
+            works = [str(n) for n in range(2, common + 1) if common % n == 0]
+            return (
+                f"tp={degree} does not divide the {param.cut.groups} groups of {param.name}; "
+                f"{'tp=' + ' or '.join(works) + ' does' if works else 'only tp=1 does'}"
+            )
+    return None
+
+
+def apply(program: Program) -> Program:
+    """Cut the model's weights and FLOPs, and write the sums."""
+    step = program.step
+    if step.layout.tp == 1:
+        return program
+    model = cut_model(step.model, step.layout.tp)
+    local = replace(step, model=model)
+    axes = {**program.axes, AXIS: step.layout.tp}
+    return replace(program, step=local).with_bodies(lambda _, ops: tuple(_cut(ops, local)), axes=axes)
+
+
+def cut_model(model: ModelSpec, degree: int) -> ModelSpec:
+    """Return the model that one rank holds. A vocabulary that the degree does not divide stays whole."""
+    whole = {p.name.rpartition(".")[0] for p in model.params if p.cut and p.cut.groups % degree}
+    whole |= {alias.rpartition(".")[0] for p in model.params if p.cut and p.cut.groups % degree for alias in p.aliases}
+    params = tuple(_cut_param(param, degree) for param in model.params)
+    layers = tuple(_cut_layer(layer, degree, whole) for layer in model.layers)
+    cuts_logits = any(p.cut and p.cut.style == "vocab" for p in params)
+    return replace(model, params=params, layers=layers, logit_rows=model.logit_rows if cuts_logits else 0)
+
+
+def _cut_param(param: ParamSpec, degree: int) -> ParamSpec:
+    if param.cut is None or param.cut.groups % degree:
+        return replace(param, cut=None)
+    shape = tuple(size // degree if dim == param.cut.dim else size for dim, size in enumerate(param.shape))
+    return replace(param, shape=shape)
+
+
+def _cut_layer(layer: LayerSpec, degree: int, whole: set[str]) -> LayerSpec:
+    forward = tuple(part for part in layer.forward_sums if part.owner not in whole)
+    backward = tuple(part for part in layer.backward_sums if part.owner not in whole)
+    is_cut = bool(forward or backward)
+    return replace(
+        layer,
+        forward_flops=layer.forward_flops // degree if is_cut else layer.forward_flops,
+        forward_sums=forward,
+        backward_sums=backward,
+    )
+
+
+def _cut(ops: Ops, step: Step) -> Iterator[Op]:
+    """Divide the work of cut layers, and sum up what each leaves partial."""
+    layers = step.model.layers
+    for op in ops:
+        if op.layer is None:
+            yield op
+            continue
+        forward = op.kind is Kind.FORWARD
+        layer = layers[op.layer]
+        last = op.layer == len(layers) - 1
+        yield replace(op, flops=layer.forward_flops * step.microbatch_samples * (1 if forward else 2))
+        if forward:
+            yield from _sums(layer.forward_sums, step, op)
+            yield from _loss(step, op) if last else ()
+        else:
+            yield from _sums(layer.backward_sums, step, op)
+
+
+def _sums(parts: tuple[PartialSum, ...], step: Step, after: Op) -> Iterator[Op]:
+    for part in parts:
+        dtype = step.master_dtype if part.weight else step.compute_dtype
+        numel = part.elements if part.weight else part.elements * step.microbatch_samples
+        yield Op(kind=Kind.ALL_REDUCE, owner=part.owner, axis=AXIS, dtype=dtype, after=(after.name,)).sized(numel)
+
+
+def _loss(step: Step, after: Op) -> Iterator[Op]:
+    """What the loss asks of logits cut by vocabulary: the largest of each row; then exponentials and right logit."""
+    rows = step.model.logit_rows * step.microbatch_samples
+    if rows:
+        for owner, numel in (("loss.largest", rows), ("loss.sums", 2 * rows)):
+            op = Op(kind=Kind.ALL_REDUCE, owner=owner, axis=AXIS, dtype=step.master_dtype, after=(after.name,))
+            yield op.sized(numel)
