@@ -1,8 +1,8 @@
 """Your own module, data and loop, in any layout: the five lines are marked.
 
-    python examples/own_loop.py                      two workers on this machine, weights replicated
-    python examples/own_loop.py "dp=4 zero=3"        four workers, everything sharded: the same losses
-    torchrun --nproc-per-node 2 examples/own_loop.py
+python examples/own_loop.py                      two workers on this machine, weights replicated
+python examples/own_loop.py "dp=4 zero=3"        four workers, everything sharded: the same losses
+torchrun --nproc-per-node 2 examples/own_loop.py
 """
 
 from __future__ import annotations

@@ -7,12 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from samestep.datasets import batches
+from samestep.datasets import Batch, batches
 from samestep.errors import CheckpointError
 from samestep.job import Job
 from samestep.layout import Layout
@@ -374,3 +375,29 @@ def test_a_new_run_never_writes_into_an_old_one(left: str, run: Path, capfd: pyt
     assert small.train("--ranks", "1", "--out", run) == 2
     assert f"{run} holds a run already: --resume goes on with it" in capfd.readouterr().err
     assert small.files_of(run) == before
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2 microbatch=2", "dp=2 tp=2 zero=1", "tp=2 pp=2 microbatch=2"])
+def test_model_axes_resume_exactly(tmp_path: Path, layout: str) -> None:
+    """Weights cut over tp, stages, and a weight tied across stages: bit for bit what the run without a break has."""
+    job = job_of("float32", 4, optimizer={"name": "adamw", "options": {}})
+    world = Layout.parse(layout).world_size
+    for straight, resumed in pool(world).run(_broken_and_whole, "deep_tied", layout, job, str(tmp_path)):
+        assert straight == resumed
+
+
+def _broken_and_whole(rank: int, world: int, model: str, layout: str, job: Job, folder: str) -> tuple[Any, Any]:
+    found = []
+    for stops in ((4,), (2, 4)):
+        for stop in stops:
+            run = make_run(rank, world, model, layout, job)
+            run.prepare(Batch(0, np.arange(1), Tokens()).samples([0]))
+            if stop != stops[0]:
+                checkpoint.load(run, checkpoint.list_checkpoints(Path(folder))[-1])
+            for batch in batches(Tokens(), job, first_step=run.steps_taken):
+                if batch.step < stop:
+                    run.step(batch)
+            if stop == 2:
+                checkpoint.save(run, Path(folder), 2)
+        found.append([(p.name, p.start, p.value.detach().tolist()) for p in run.updater.pieces])
+    return found[0], found[1]

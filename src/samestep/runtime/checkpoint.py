@@ -6,7 +6,7 @@ checkpoints/step-000500/
     rank-0000.safetensors     runs of elements: value/NAME/START, state/NAME/START/KEY; buffers
 ```
 A rank writes the pieces it updates (the first replica's alone), and reads whatever runs overlap the pieces it has in
-its own layout. The folder is written under another name and renamed when every file is on disk, so a run that dies
+its own layout. A weight that is cut over tp is written in its parts, NAME@0of2, and read with the same tp alone so far. The folder is written under another name and renamed when every file is on disk, so a run that dies
 while saving leaves the checkpoint before it untouched, and a folder of this name that is not whole has been damaged:
 it is refused, never passed over. Values are in master precision, so resuming is exact.
 """
@@ -32,6 +32,8 @@ from torch import Tensor
 
 from samestep.errors import CheckpointError
 from samestep.job import Job
+from samestep.layout import Layout
+from samestep.program import is_replicated
 from samestep.runtime.run import Run
 from samestep.runtime.update import Piece
 
@@ -87,8 +89,9 @@ def load(run: Run, folder: Path) -> None:
         stored = _Stored.open(folder, manifest, stack)
         for piece in run.updater.pieces:
             with torch.no_grad():
-                piece.value.copy_(stored.read("value", piece).view_as(piece.value))
-            _load_state(run, stored, piece)
+                name = _stored_name(run, piece.name)
+                piece.value.copy_(stored.read("value", name, piece).view_as(piece.value))
+            _load_state(run, stored, name, piece)
         buffers = dict(run.model.named_buffers())
         for name, file in stored.buffers.items():
             buffers[name].copy_(file.get_tensor(f"buffer/{name}"))
@@ -152,9 +155,29 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> None:
 
 
 def _writes(run: Run) -> bool:
-    """Whether this rank holds pieces that no rank before it holds."""
+    """Whether this rank holds pieces that no rank before it holds: those of the first replica."""
     step = run.program.step
-    return run.place.rank == 0 if step.zero == 0 else run.place.rank < step.layout.dp_shard
+    return run.made.mesh.dp_index < (1 if step.zero == 0 else step.layout.dp_shard)
+
+
+def _stored_name(run: Run, name: str) -> str:
+    """Name a weight in the files; this rank's part of one that is cut over tp has a name of its own."""
+    tp = run.layout.tp
+    return f"{name}@{run.made.mesh.tp_index}of{tp}" if tp > 1 and name in _cut_names(run) else name
+
+
+def _cut_names(run: Run) -> set[str]:
+    return {param.name for param in run.program.step.model.params if param.cut is not None}
+
+
+def _held_elsewhere(run: Run) -> set[str]:
+    """Weights that an earlier rank of a tensor cut, or the first of two tied stages, writes."""
+    step = run.program.step
+    return {
+        param.name
+        for param in step.model.params
+        if (is_replicated(step, param) and run.made.mesh.tp_index > 0) or (param.tied_stages and step.stage > 0)
+    }
 
 
 def _contents_of(run: Run) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -165,11 +188,15 @@ def _contents_of(run: Run) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
     optimizer = run.updater.optimizer
+    elsewhere = _held_elsewhere(run)
     for piece in run.updater.pieces:
-        tensors[f"value/{piece.name}/{piece.start}"] = piece.value.detach().flatten()
+        if piece.name in elsewhere:
+            continue
+        stored = _stored_name(run, piece.name)
+        tensors[f"value/{stored}/{piece.start}"] = piece.value.detach().flatten()
         state = optimizer.state.get(piece.value, {}) if optimizer else {}
         for key, value in state.items():
-            name = f"state/{piece.name}/{piece.start}/{key}"
+            name = f"state/{stored}/{piece.start}/{key}"
             if isinstance(value, Tensor):
                 tensors[name] = value.flatten() if value.shape == piece.value.shape else value[None, None]
             elif isinstance(value, bool | int | float | str | None):
@@ -202,7 +229,7 @@ def _write_manifest(run: Run, path: Path, parts: list[Any]) -> None:
 
 def _shapes(run: Run) -> dict[str, list[int]]:
     """Shapes of the whole weights that are trained; the others are what the seed makes them."""
-    return {param.name: list(param.shape) for param in run.program.step.model.params if param.trainable}
+    return {param.name: list(param.shape) for param in run.made.spec.params if param.trainable}
 
 
 def _remove(checkpoint: Path) -> None:
@@ -252,9 +279,9 @@ class _Stored:
             param, start, key = rest.rsplit("/", 2)
             self.states.setdefault(param, {}).setdefault(key, []).append((int(start), name, file))
 
-    def read(self, what: str, piece: Piece) -> Tensor:
+    def read(self, what: str, weight: str, piece: Piece) -> Tensor:
         """Put the elements [start, stop) of a piece's `value` or state together from the runs that overlap it."""
-        runs = self.values.get(piece.name, []) if what == "value" else self.states[piece.name][what]
+        runs = self.values.get(weight, []) if what == "value" else self.states[weight][what]
         found = []
         at = piece.start
         for start, name, file in runs:
@@ -273,17 +300,17 @@ class _Plain:
     value: Any
 
 
-def _load_state(run: Run, stored: _Stored, piece: Piece) -> None:
+def _load_state(run: Run, stored: _Stored, weight: str, piece: Piece) -> None:
     """Give the optimizer its state of one piece: runs of elements, and what is kept whole (counts)."""
     optimizer = run.updater.optimizer
     assert optimizer is not None
     state: dict[str, Any] = {}
-    for key, runs in stored.states.get(piece.name, {}).items():
+    for key, runs in stored.states.get(weight, {}).items():
         _, name, file = runs[0]
         if isinstance(file, _Plain):
             state[key] = file.value
         elif len(file.get_slice(name).get_shape()) == 1:
-            state[key] = stored.read(key, piece).view_as(piece.value).to(piece.value.device, copy=True)
+            state[key] = stored.read(key, weight, piece).view_as(piece.value).to(piece.value.device, copy=True)
         else:
             # torch's own rule: a fused or capturable update wants its count beside the weights, others on the host.
             group = next(g for g in optimizer.param_groups if any(p is piece.value for p in g["params"]))
@@ -294,7 +321,12 @@ def _load_state(run: Run, stored: _Stored, piece: Piece) -> None:
 
 
 def _check_model(manifest: Mapping[str, Any], run: Run, folder: Path) -> None:
-    """Refuse the weights of another model: the job may be the same and the user's own code not."""
+    """Refuse the weights of another model, as the user's own code may have changed, and of another tensor cut."""
+    tp = Layout.parse(manifest["layout"]).tp
+    if tp != run.layout.tp:
+        raise CheckpointError(
+            f"{folder} was written with tp={tp} and can be read with that alone yet, not with tp={run.layout.tp}"
+        )
     saved, now = manifest["shapes"], _shapes(run)
     differs = [
         f"{name} {saved.get(name, 'missing')}, here {now.get(name, 'missing')}"

@@ -361,6 +361,8 @@ class _Made:
     """What a prepared run consists of."""
 
     model: nn.Module
+    spec: ModelSpec
+    """The whole model."""
     program: Program
     mesh: meshes.Mesh
     holder: Replicated | Sharded
@@ -407,6 +409,7 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
     fill_rest(plan, place.device, torch.float64 if job.numerics.precision == "float64" else None)
     return _Made(
         model=model,
+        spec=spec,
         program=program,
         mesh=mesh,
         holder=holder,
