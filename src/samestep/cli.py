@@ -170,15 +170,21 @@ def _dry_run(job: jobs.Job, given: dict[str, Any]) -> int:
 
     checked = check(job, **given)
     layout = checked.layout
-    program = program_of(checked.workload.spec, job, layout, job.run.ranks_per_node)
+    programs = [
+        program_of(checked.workload.spec, job, layout, job.run.ranks_per_node, stage=stage)
+        for stage in range(layout.pp)
+    ]
+    program = programs[0]
     print(checked.job.to_toml())
     count, size, ranks = program.step.num_microbatches, program.step.microbatch_samples, layout.world_size
     print(
         f'layout "{layout}": {ranks} rank{"s" * (ranks > 1)}, {count} micro-batch{"es" * (count > 1)} '
         f"of at most {size} sample{'s' * (size > 1)}"
     )
-    for rank, samples in enumerate(step_samples(job, layout, checked.workload.dataset)):
-        use = at_rest(program, states_per_param(job), rank)
+    samples_of = step_samples(job, layout, checked.workload.dataset)
+    for rank in range(ranks):
+        use = at_rest(programs[rank * layout.pp // ranks], states_per_param(job), rank)
+        samples = samples_of[rank // layout.tp % layout.dp]
         print(
             f"rank {rank}: weights {use.weights:,} B, gradients {use.gradients:,} B, optimizer {use.optimizer:,} B; "
             f"samples of step 1: {' '.join(map(str, samples)) or 'none'}"
@@ -200,6 +206,8 @@ def _simulate(words: argparse.Namespace) -> int:
                 "leave --devices out, or let the degrees multiply to it"
             )
         layout = Layout(dp_replicate=words.devices)
+    if layout.pp > 1:
+        raise LayoutError(f"simulate plays one pipeline stage so far, not pp={layout.pp}: pp=1 works")
     program = program_of(catalog.model_spec(job), job, layout, job.run.ranks_per_node or machine.devices_per_node)
     timeline = clock.play(program, machine)
     use = memory.during_step(program, catalog.states_per_param(job))

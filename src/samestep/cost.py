@@ -57,7 +57,16 @@ def _collective_s(op: Op, num_ranks: int, link: Link) -> float:
 def _link(axis: str, program: Program, hardware: Hardware) -> Link:
     """What the slowest group of an axis runs over."""
     step = program.step
-    stride = {"dp_replicate": step.layout.dp_shard, "dp_inter": step.ranks_per_node}.get(axis, 1)
+    tp, stage_ranks = step.layout.tp, step.layout.dp * step.layout.tp
+    strides = {
+        "dp_shard": tp,
+        "dp_intra": tp,
+        "dp_replicate": tp * step.layout.dp_shard,
+        "dp_inter": step.ranks_per_node,
+        "pp": stage_ranks,
+        "tie": stage_ranks * (step.layout.pp - 1),
+    }
+    stride = strides.get(axis, 1)
     block = stride * program.axes[axis]  # ranks from one set of interleaved groups to the next
     in_node = step.layout.world_size <= hardware.devices_per_node or hardware.devices_per_node % block == 0
     return hardware.intra if in_node else hardware.intra.slower(hardware.inter)

@@ -455,6 +455,6 @@ def _traced(job: Job) -> ModelSpec:
 
 
 def step_samples(job: Job, layout: Layout, dataset: Dataset) -> Sequence[np.ndarray[Any, Any]]:
-    """Return the sample indices that each rank reads in step 1."""
+    """Return the sample indices that each rank of the data axis reads in step 1."""
     batch = next(iter(batches(dataset, job)))
     return [np.concatenate(batch.shares(rank, layout.dp, 1)) for rank in range(layout.dp)]
