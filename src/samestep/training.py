@@ -189,7 +189,7 @@ def check(
     resume_from = _resume_from(folder, job, until) if resume else None
     workload = Workload(job)
     program_of(workload.spec, job, where, place.ranks_per_node if place else job.run.ranks_per_node)
-    check_optimizer(workload.source.optimizer, workload.spec, where.zero)
+    check_optimizer(workload.source.optimizer, workload.spec, where)
     return Checked(workload, where, folder, until, resume_from)
 
 

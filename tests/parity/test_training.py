@@ -27,7 +27,16 @@ DEFAULT = {
     "train.steps": 1000,
     "schedule.warmup_steps": 50,
 }
-LAYOUTS = ["dp=4", "dp=2 zero=1", "dp=2 zero=2", "dp=4 zero=3", "dp_replicate=2 dp_shard=2"]
+LAYOUTS = [
+    "dp=4",
+    "dp=2 zero=1",
+    "dp=2 zero=2",
+    "dp=4 zero=3",
+    "dp_replicate=2 dp_shard=2",
+    "tp=2",
+    "pp=2 microbatch=8",
+    "dp=2 tp=2 pp=2 microbatch=4",
+]
 TOLERANCES = {"float64": 1e-6, "float32": 1e-4}  # Adam amplifies the noise of reordered sums
 # float64 costs more and leaves nothing to chance: a smaller batch of shorter samples will do.
 FEWER = {"float64": {"data.sequence_length": 16, "train.global_batch": 8}, "float32": {}}

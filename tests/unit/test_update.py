@@ -136,6 +136,10 @@ ELEMENTWISE: dict[str, dict[str, Any]] = {
 }
 
 
+def under(zero: int) -> Layout:
+    return Layout.parse(f"dp=2 zero={zero}")
+
+
 def elementwise_job(name: str) -> Job:
     return Job(
         train={"global_batch": 8, "steps": 3},
@@ -150,8 +154,8 @@ def elementwise_job(name: str) -> Job:
 @pytest.mark.parametrize("name", [*ELEMENTWISE, "lion"])
 def test_elementwise_optimizers_may_be_cut(name: str) -> None:
     source = custom(lion) if name == "lion" else optimizer_of(elementwise_job(name))
-    for zero in range(4):
-        check_optimizer(source, MODEL, zero)
+    for layout in (*map(under, range(4)), Layout(tp=2), Layout(pp=2), Layout(zero=3)):
+        check_optimizer(source, MODEL, layout)
 
 
 @pytest.mark.parametrize(
@@ -169,27 +173,40 @@ def test_elementwise_optimizers_may_be_cut(name: str) -> None:
     ids=lambda item: item[0],
 )
 def test_others_are_refused_where_weights_are_cut(source: tuple[str, OptimizerSource]) -> None:
-    check_optimizer(source[1], MODEL, 0)
+    check_optimizer(source[1], MODEL, under(0))
     for zero in (1, 2, 3):
         with pytest.raises(LayoutError, match=rf"weights cut by zero={zero} would get another update: zero=0 works$"):
-            check_optimizer(source[1], MODEL, zero)
+            check_optimizer(source[1], MODEL, under(zero))
+    with pytest.raises(LayoutError, match=r"weights cut by tp=2 would get another update: tp=1 works$"):
+        check_optimizer(source[1], MODEL, Layout.parse("tp=2 dp=2 zero=0"))
+    check_optimizer(source[1], MODEL, Layout(zero=3))  # over a single rank nothing is cut
+
+
+def test_what_looks_at_other_weights_is_refused_where_they_are_other_ranks() -> None:
+    adafactor = optimizer_of(Job(optimizer={"name": "adafactor"}))
+    for source in (adafactor, custom(lars), custom(centred), optimizer_source(by_dimensions)):
+        check_optimizer(source, MODEL, Layout(pp=2))
+    clipping = custom(lambda _, gradient, state: gradient, ClippedTogether)
+    for source in (clipping, optimizer_source(by_position)):
+        with pytest.raises(LayoutError, match=r"weights spread by pp=2 would get another update: pp=1 works$"):
+            check_optimizer(source, MODEL, Layout(pp=2))
 
 
 def test_muon_is_refused_by_its_name() -> None:
     source = optimizer_source(lambda params: torch.optim.Muon(params))
-    check_optimizer(source, MATRICES, 0)
+    check_optimizer(source, MATRICES, under(0))
     with pytest.raises(LayoutError, match=r"^Muon cannot be built over parts of the weights, so .* zero=0 works"):
-        check_optimizer(source, MATRICES, 1)
+        check_optimizer(source, MATRICES, under(1))
     with pytest.raises(LayoutError, match=r"^Muon does not treat every element by itself, so .* zero=0 works"):
-        check_optimizer(source, MATRICES, 3)
+        check_optimizer(source, MATRICES, under(3))
 
 
 @pytest.mark.parametrize("source", [optimizer_source(by_dimensions), custom(centred)], ids=["by dimensions", "by rows"])
 def test_what_looks_at_rows_or_dimensions_may_be_cut_between_rows(source: OptimizerSource) -> None:
     for zero in (0, 2, 3):
-        check_optimizer(source, MATRICES, zero)
+        check_optimizer(source, MATRICES, under(zero))
     with pytest.raises(LayoutError, match="zero=2 and 3, which cut between rows, work, and so does zero=0"):
-        check_optimizer(source, MATRICES, 1)
+        check_optimizer(source, MATRICES, under(1))
 
 
 def test_options_by_name_are_no_obstacle() -> None:
@@ -197,7 +214,7 @@ def test_options_by_name_are_no_obstacle() -> None:
         return torch.optim.SGD([{"params": [p], "lr": 0.1 / (1 + int(name[6:]))} for name, p in named])
 
     for zero in (1, 2, 3):
-        check_optimizer(source, MODEL, zero)
+        check_optimizer(source, MODEL, under(zero))
 
 
 def test_one_group_of_many_can_be_the_reason() -> None:
@@ -209,7 +226,7 @@ def test_one_group_of_many_can_be_the_reason() -> None:
     ]
     source = optimizer_source(Custom(groups, update=lion), {id(weight): name for name, weight in weights.items()})
     with pytest.raises(LayoutError, match="Custom does not treat every element by itself"):
-        check_optimizer(source, MODEL, 3)
+        check_optimizer(source, MODEL, under(3))
 
 
 def test_what_needs_a_closure_is_refused_everywhere() -> None:
@@ -217,7 +234,7 @@ def test_what_needs_a_closure_is_refused_everywhere() -> None:
     expected = "^LBFGS.step needs closure: it evaluates the loss several times a step.*adamw works$"
     for zero in (1, 2, 3):
         with pytest.raises(ModelError, match=expected):
-            check_optimizer(source, MATRICES, zero)
+            check_optimizer(source, MATRICES, under(zero))
     weight = torch.zeros(3)
     with pytest.raises(ModelError, match=expected):
         Updater.over([Piece("weight", 0, 3, weight, lambda: weight)], source, NumericsTable())
@@ -225,7 +242,7 @@ def test_what_needs_a_closure_is_refused_everywhere() -> None:
 
 def test_a_wrong_setting_is_told_by_its_owner() -> None:
     with pytest.raises(ValueError, match="Invalid learning rate: -1"):
-        check_optimizer(optimizer_source(lambda params: torch.optim.Adam(params, lr=-1)), MODEL, 2)
+        check_optimizer(optimizer_source(lambda params: torch.optim.Adam(params, lr=-1)), MODEL, under(2))
 
 
 # -- instances -------------------------------------------------------------------------------------------------------------
@@ -266,7 +283,7 @@ def test_an_instance_may_leave_weights_out() -> None:
         params=tuple(ParamSpec(name=n, shape=(4, 4), layer=0) for n in ("0.weight", "1.weight", "2.bias", "2.weight")),
     )
     for zero in (1, 2, 3):
-        check_optimizer(source, spec, zero)
+        check_optimizer(source, spec, under(zero))
     weight = torch.ones(3)
     updater = Updater.over([Piece("0.weight", 0, 3, weight, lambda: torch.ones(3))], source, NumericsTable())
     updater.step(1.0)

@@ -27,6 +27,9 @@ from samestep.runtime.mesh import Mesh
 from samestep.runtime.record import owned
 
 
+_FIRST_TAG = 2**29
+
+
 class Stage:
     """The runs of layers of this rank, and what passes between them and other ranks."""
 
@@ -141,7 +144,8 @@ class Stage:
         work.wait()
 
     def _tag(self, border: int, microbatch: int, backward: bool) -> int:
-        return (microbatch * len(self._program.step.model.layers) + border) * 2 + backward
+        # gloo counts its collectives by the same tags, from 0: kept apart, or a send would be taken for one of them.
+        return _FIRST_TAG + (microbatch * len(self._program.step.model.layers) + border) * 2 + backward
 
     @contextmanager
     def _standing_in(self, layers: range) -> Iterator[None]:

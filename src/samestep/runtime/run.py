@@ -387,7 +387,7 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
     plan, spec = source.prepared or prepare(source, job, example)
     stage = meshes.stage_of(place.rank, layout.world_size, layout.pp)
     program = program_of(spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage)
-    check_optimizer(source.optimizer, spec, program.step.zero)
+    check_optimizer(source.optimizer, spec, layout)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = job.numerics.tf32
     mesh = meshes.build(program, place.device)
     model = plan.module

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from samestep.errors import LayoutError, ModelError
 from samestep.job import NumericsTable
+from samestep.layout import Layout
 from samestep.model import ModelSpec, ParamSpec
 
 _ROW = 4096
@@ -88,32 +89,33 @@ def optimizer_source(
     return rebuild
 
 
-def check_optimizer(source: OptimizerSource, model: ModelSpec, zero: int) -> None:
-    """Refuse an optimizer that looks at whole weights where the layout cuts them.
+def check_optimizer(source: OptimizerSource, model: ModelSpec, layout: Layout) -> None:
+    """Refuse an optimizer that looks at whole weights where the layout cuts them, or at all where it spreads them.
 
     Raises:
-        LayoutError: says which ZeRO stage works.
+        LayoutError: says which layout word works.
         ModelError: it cannot be used in any layout.
     """
     params = [param for param in model.params if param.trainable]
-    if zero == 0 or not params:
-        return
-    if reason := _refusal(source, params, zero):
-        works = "zero=0 works"
-        if zero == 1 and not _refusal(source, params, 2):
-            works = "zero=2 and 3, which cut between rows, work, and so does zero=0"
-        raise LayoutError(f"{reason}, so weights cut by zero={zero} would get another update: {works}")
+    for word, cuts in _cuts_of(layout) if params else ():
+        if reason := next(filter(None, (_refusal(source, params, cut) for cut in cuts)), None):
+            name = word.partition("=")[0]
+            works = f"{name}={0 if name == 'zero' else 1} works"
+            if word == "zero=1" and not _refusal(source, params, _rows):
+                works = "zero=2 and 3, which cut between rows, work, and so does zero=0"
+            how = "spread" if name == "pp" else "cut"
+            raise LayoutError(f"{reason}, so weights {how} by {word} would get another update: {works}")
 
 
-def _refusal(source: OptimizerSource, params: Sequence[ParamSpec], zero: int) -> str | None:
-    """Try out whether cut weights get the update of whole ones; say why not."""
+def _refusal(source: OptimizerSource, params: Sequence[ParamSpec], cut: _Cut) -> str | None:
+    """Try out whether two ranks with parts of the weights make the update of one that has all; say why not."""
     optimizer, whole = _grouped(source, [(param.name, _probe(param)) for param in params])
     _check_step(optimizer)
     kind = type(optimizer).__name__
-    for rank in range(2):  # a rank has some of the weights only, and those in part
-        cut = [(param.name, _cut(_probe(param), zero)[rank]) for param in params[rank::2]]
+    for rank in range(2):
+        named = [(param.name, part) for param in params[rank::2] if (part := cut(_probe(param), rank)).numel()]
         try:
-            _, mine = _grouped(source, [(name, part) for name, part in cut if part.numel()])
+            _, mine = _grouped(source, named)
         except _TRIED:
             return f"{kind} cannot be built over parts of the weights"
         for name, options in mine.items():
@@ -122,9 +124,9 @@ def _refusal(source: OptimizerSource, params: Sequence[ParamSpec], zero: int) ->
     # One weight stands for all whose options are alike; learning rate and decay are mere numbers.
     numbers = ("lr", "initial_lr", "weight_decay")
     alike = {repr([(k, v) for k, v in options.items() if k not in numbers]): name for name, options in whole.items()}
-    if all(_is_cut_alike(source, param, zero) for param in params if param.name in alike.values()):
+    if all(_is_cut_alike(source, param, cut) for param in params if param.name in alike.values()):
         return None
-    return f"{kind} does not treat every element by itself"
+    return f"{kind} does not treat every {'weight' if cut is _some else 'element'} by itself"
 
 
 _TRIED = (ValueError, TypeError, RuntimeError, AssertionError, IndexError)
@@ -149,43 +151,79 @@ def _probe(param: ParamSpec) -> Tensor:
     return torch.linspace(-1.0, 1.0, math.prod(sizes), dtype=torch.float64).reshape(sizes)
 
 
-def _cut(whole: Tensor, zero: int) -> list[Tensor]:
-    """Cut for two ranks as the layouts do: runs of elements under zero=1, rows under zero=2 and 3."""
-    flat = whole.reshape(-1) if zero == 1 or not whole.dim() else whole
-    return [part.clone() for part in flat.tensor_split([max(1, flat.shape[0] * 2 // 3)])]
+_Cut = Callable[[Tensor, int], Tensor]
+"""Returns what one of two ranks has of a weight."""
 
 
-def _is_cut_alike(source: OptimizerSource, param: ParamSpec, zero: int) -> bool:
-    """Update a weight whole, and its parts on two ranks, by equal gradients."""
-    whole = _probe(param)
-    numbers = torch.arange(float(whole.numel()), dtype=torch.float64)
+def _cuts_of(layout: Layout) -> Iterator[tuple[str, tuple[_Cut, ...]]]:
+    """Yield each word of the layout that leaves a rank less than all weights, and how it does."""
+    if layout.dp_shard > 1 and layout.zero:
+        yield f"zero={layout.zero}", (_run if layout.zero == 1 else _rows,)
+    if layout.tp > 1:
+        yield f"tp={layout.tp}", (_rows, _columns)
+    if layout.pp > 1:
+        yield f"pp={layout.pp}", (_some,)
+
+
+def _rows(whole: Tensor, rank: int) -> Tensor:
+    if not whole.dim():
+        return whole
+    return whole.tensor_split([whole.shape[0] * 2 // 3])[rank]
+
+
+def _columns(whole: Tensor, rank: int) -> Tensor:
+    return _rows(whole.mT, rank).mT if whole.dim() > 1 else whole
+
+
+def _run(whole: Tensor, rank: int) -> Tensor:
+    """A run of elements, as a vector; of a single element the first rank has all."""
+    return whole.reshape(-1).tensor_split([max(1, whole.numel() * 2 // 3)])[rank]
+
+
+def _some(whole: Tensor, rank: int) -> Tensor:
+    """Weights are whole, but every other one is another rank's."""
+    return whole
+
+
+def _is_cut_alike(source: OptimizerSource, param: ParamSpec, cut: _Cut) -> bool:
+    """Update two weights whole, and their parts on two ranks, by equal gradients."""
+    whole = [_probe(param), -2 * _probe(param)]
+    numbers = torch.arange(float(whole[0].numel()), dtype=torch.float64)
     # Rows differ in size, so that a rule which looks at a whole matrix cannot agree by chance; so do steps, so that one
     # which only acts beyond a threshold acts.
-    gradients = [
-        (scale * torch.sin((numbers + 1) * (step + 1)) * (1 + numbers) ** 2).reshape(whole.shape)
+    waves = [
+        (scale * torch.sin((numbers + 1) * (step + 1)) * (1 + numbers) ** 2).reshape(whole[0].shape)
         for step, scale in enumerate((1.0, 1e6, 1e-6, 30.0, 1.0))
     ]
+    gradients = [[wave, 3 * wave.cos()] for wave in waves]
     try:
         at_once = _stepped(source, param.name, whole, gradients)
-        cut_gradients = zip(*(_cut(gradient, zero) for gradient in gradients), strict=True)
-        in_parts = [
-            _stepped(source, param.name, part, mine).flatten()
-            for part, mine in zip(_cut(whole, zero), cut_gradients, strict=True)
-        ]
+        for rank in range(2):
+            mine = slice(rank, rank + 1) if cut is _some else slice(None)
+            parts = [cut(weight, rank) for weight in whole[mine]]
+            steps = [[cut(gradient, rank) for gradient in step[mine]] for step in gradients]
+            for ours, weight in zip(_stepped(source, param.name, parts, steps), at_once[mine], strict=True):
+                if not torch.allclose(ours, cut(weight, rank), rtol=1e-12, atol=1e-12):
+                    return False
     except _TRIED:
         return False
-    return torch.allclose(at_once.flatten(), torch.cat(in_parts), rtol=1e-12, atol=1e-12)
+    return True
 
 
-def _stepped(source: OptimizerSource, name: str, value: Tensor, gradients: Sequence[Tensor]) -> Tensor:
-    tensor = nn.Parameter(value.clone())
-    if not value.numel():
-        return tensor.detach()
-    optimizer = source([(name, tensor)])
-    for gradient in gradients:
-        tensor.grad = gradient.clone()
+def _stepped(
+    source: OptimizerSource, name: str, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
+    """Take a step with each list of gradients; return the weights after them."""
+    tensors = [nn.Parameter(value.clone()) for value in values]
+    held = [index for index, tensor in enumerate(tensors) if tensor.numel()]
+    if not held:
+        return [tensor.detach() for tensor in tensors]
+    optimizer = source([(name, tensors[index]) for index in held])
+    for step in gradients:
+        for index in held:
+            tensors[index].grad = step[index].clone()
         optimizer.step()
-    return tensor.detach()
+    return [tensor.detach() for tensor in tensors]
 
 
 def _check_step(optimizer: Optimizer) -> None:
