@@ -42,7 +42,7 @@ from samestep.datasets import sample_indices
 HERE = Path(__file__).resolve().parent
 BATCH = 8
 """Samples of one rank in a step of the middle size."""
-HEAVY_BATCH = 48
+HEAVY_BATCH = 64
 """Samples of a step of the heavy size, on one rank or over two."""
 SAME_LOSS = 1e-4
 NAMES = {
@@ -488,15 +488,16 @@ def start_figures(starts: dict[str, list[Start]]) -> list[Figure]:
 def measure_scaling(effort: Effort, folder: Path, say: Callable[[str], None]) -> list[Figure]:
     """Compare one rank with two on the same global batch, and with what this machine gives two processes at once."""
     say("scaling")
-    ranks = {"alone": 1, "other": 1, "pair": 2}
-    wanted: Wanted = {name: ("samestep", number, "heavy", HEAVY_BATCH) for name, number in ranks.items()}
-    before, pair, after, both = [], [], [], []
+    contestants = {"alone": ("samestep", 1), "other": ("samestep", 1), "pair": ("samestep", 2), "ddp": ("ddp", 2)}
+    wanted: Wanted = {key: (*words, "heavy", HEAVY_BATCH) for key, words in contestants.items()}
+    before, pair, ddp, after, both = [], [], [], [], []
     with crews(wanted, folder) as started:
         check_losses(started, steps=2)
         for _ in rounds(effort.scaling_s, effort.least_rounds):
             # One rank on either side of two: the machine's speed may drift within a round.
             before.append(started["alone"].take(1))
             pair.append(started["pair"].take(1))
+            ddp.append(started["ddp"].take(1))
             after.append(started["alone"].take(1))
             both.append(_at_once([started["alone"], started["other"]]))
     alone_s = [(first.seconds + last.seconds) / 2 for first, last in zip(before, after, strict=True)]
@@ -504,20 +505,27 @@ def measure_scaling(effort: Effort, folder: Path, say: Callable[[str], None]) ->
     return scaling_figures(
         alone_s,
         [turn.seconds for turn in pair],
+        [turn.seconds for turn in ddp],
         [sum(alone / turn.seconds for turn in turns) for alone, turns in zip(alone_s, both, strict=True)],
         [turn.cpu_s / cpu_s for turn, cpu_s in zip(pair, alone_cpu_s, strict=True)],
     )
 
 
 def scaling_figures(
-    alone_s: Sequence[float], pair_s: Sequence[float], ceiling: Sequence[float], work: Sequence[float]
+    alone_s: Sequence[float],
+    pair_s: Sequence[float],
+    ddp_s: Sequence[float],
+    ceiling: Sequence[float],
+    work: Sequence[float],
 ) -> list[Figure]:
     """Set two ranks against one, and against what the machine gives."""
     scaling = tuple(alone / pair for alone, pair in zip(alone_s, pair_s, strict=True))
+    ddp = tuple(alone / pair for alone, pair in zip(alone_s, ddp_s, strict=True))
     reached = tuple(100 * ours / limit for ours, limit in zip(scaling, ceiling, strict=True))
     met = statistics.median(scaling) >= 1.9
     return [
         Figure("scaling", "tokens/s, samestep dp=2 / dp=1", scaling, "x", ">= 1.90", met),
+        Figure("scaling", "tokens/s, hand-written DDP on two ranks / samestep dp=1", ddp, "x"),
         Figure("scaling", "ceiling: two independent one-rank processes / one", tuple(ceiling), "x"),
         Figure("scaling", "part of the ceiling that dp=2 reaches", reached, "%"),
         Figure("scaling", "processor time of a step, dp=2 over both ranks / dp=1", tuple(work), "x"),

@@ -107,6 +107,7 @@ def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:
     workers = _workers(pid)
     for worker in workers:  # so that the first request is not answered
         worker.send_signal(signal.SIGSTOP)
+    small.wait_for(lambda: all(worker.status() == "stopped" for worker in workers))
     os.kill(pid, signal.SIGINT)
     small.wait_for(lambda: all(_has_pending(worker, signal.SIGTERM) for worker in workers))  # two at once would be one
     os.kill(pid, signal.SIGINT)

@@ -126,14 +126,23 @@ def test_an_uneven_batch_is_that_of_one_rank(layout: str, tmp_path: Path) -> Non
     assert {row["tokens"] for row in small.metrics(tmp_path / "many")} == {7 * 16}
 
 
-def test_more_ranks_than_samples_train_evaluate_and_speak(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    few = {"train.global_batch": 2, "train.evaluate_samples": 3, "train.sample_tokens": 9, "train.steps": 2}
-    assert small.train("--ranks", "1", "--out", tmp_path / "one", **few) == 0
-    one = capfd.readouterr().out
-    assert small.train("--layout", "dp=4 zero=3", "--out", tmp_path / "four", **few) == 0
-    four = capfd.readouterr().out
-    assert one.split("---")[1] == four.split("---")[1], "the same untrained model says the same"
-    assert small.losses(tmp_path / "four") == pytest.approx(small.losses(tmp_path / "one"), rel=1e-4)
+FEW = {"train.global_batch": 2, "train.evaluate_samples": 3, "train.sample_tokens": 9, "train.steps": 2}
+
+
+@pytest.mark.parametrize("layout", ["dp=4 zero=3", "dp=2", "tp=2", "pp=2"])
+def test_every_layout_evaluates_and_speaks_alike(
+    layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """More ranks than samples, too."""
+    run, one = tmp_path / "run", tmp_path / "one"
+    assert small.train("--layout", layout, "--out", run, **FEW, numerics__precision="float64") == 0
+    said = capfd.readouterr().out
+    assert small.train("--ranks", "1", "--out", one, **FEW, numerics__precision="float64") == 0
+    alone = capfd.readouterr().out
+    assert said.split("---")[1] == alone.split("---")[1], "the same untrained model says the same"
+    assert small.losses(run) == pytest.approx(small.losses(one), rel=1e-9, abs=0)
+    held_out = [json.loads((folder / "summary.json").read_text())["held_out_loss"] for folder in (run, one)]
+    assert held_out[0] == pytest.approx(held_out[1], rel=1e-9, abs=0)
 
 
 def test_a_model_with_more_embeddings_than_the_tokenizer_has_tokens_speaks(

@@ -150,7 +150,7 @@ def test_a_mistake_in_python_is_a_job_error() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[layout]\ndpp = 2", "layout: unknown layout word 'dpp' (did you mean 'dp'?)"),
+        ("[layout]\ndp_shardd = 2", "layout: unknown layout word 'dp_shardd' (did you mean 'dp_shard'?)"),
         ("[layout]\ndp = 2\ndp_shard = 2", "dp=N says both dp_replicate and dp_shard"),
         ("[train]\nsteps = 5\n[schedule]\nwarmup_steps = 6", "schedule.warmup_steps = 6 is more than train.steps = 5"),
     ],

@@ -26,7 +26,6 @@ from samestep.program import Program
 from samestep.runtime.mesh import Mesh
 from samestep.runtime.record import owned
 
-
 _FIRST_TAG = 2**29
 
 
