@@ -73,9 +73,9 @@ class Effort:
 
 
 THOROUGH = Effort(
-    generations=2, two_ranks_s=25, one_rank_s=10, scaling_s=30, control=True, warms_up=True, least_rounds=5
+    generations=2, two_ranks_s=22, one_rank_s=8, scaling_s=22, control=True, warms_up=True, least_rounds=5
 )
-QUICK = Effort(generations=1, two_ranks_s=4, one_rank_s=2, scaling_s=0, control=False, warms_up=False, least_rounds=2)
+QUICK = Effort(generations=1, two_ranks_s=3, one_rank_s=1, scaling_s=0, control=False, warms_up=False, least_rounds=2)
 TURN = 3
 """Timed steps of a turn; one more before them is not timed."""
 
