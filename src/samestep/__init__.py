@@ -30,6 +30,7 @@ from samestep.layout import Layout
 
 if TYPE_CHECKING:
     from samestep.datasets import batches
+    from samestep.proof import verify
     from samestep.runtime.launch import launch
     from samestep.runtime.run import parallelize
     from samestep.training import train
@@ -39,6 +40,7 @@ _LAZY = {
     "launch": ("samestep.runtime.launch", "launch"),
     "parallelize": ("samestep.runtime.run", "parallelize"),
     "train": ("samestep.training", "train"),
+    "verify": ("samestep.proof", "verify"),
 }
 
 __all__ = [
@@ -57,6 +59,7 @@ __all__ = [
     "load",
     "parallelize",
     "train",
+    "verify",
 ]
 
 
