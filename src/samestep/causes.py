@@ -14,7 +14,7 @@ axis, those of a tied weight are fitted by the gradients of its single uses, and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,7 +97,7 @@ def _is_elsewhere(reference: Sequence[Held], held: Held) -> bool:
     """Whether all that is held does stand in the whole tensor, though in other places."""
     whole = whole_of(reference)[held.name]
     values, _, _ = matched(held, whole)
-    return bool(torch.isin(values, whole).all()) and len(values.unique()) > 1
+    return bool(torch.isin(values, whole).all()) and bool((values != values[0]).any())
 
 
 def _data(case: Case, first: Comparison) -> Found:
@@ -120,7 +120,10 @@ def _forward(case: Case, first: Comparison) -> Found:
         return Cause.POSITIONS, f"first {where}; it knows positions and buffers alone"
     sums = _sum_over_copies(case, path, step)
     if sums is not None:
-        return Cause.MISSING_REDUCTION, f"outputs over {sums} add up to the right one of {where}{case.collectives(path)}"
+        return (
+            Cause.MISSING_REDUCTION,
+            f"outputs over {sums} add up to the right one of {where}{case.collectives(path)}",
+        )
     ratio = _output_ratio(case, path, step)
     times = f", {ratio:g} times the right output" if ratio else ""
     if any(path == border or path.startswith(f"{border}.") for borders in case.borders for border in borders):
@@ -178,7 +181,10 @@ def _loss(case: Case, first: Comparison) -> Found:
     right = case.reference.steps[step - 1].loss
     given = {seen.steps[step - 1].loss for seen in case.ranks}
     if len(given) > 1 and max(given) - min(given) > CLOSE * abs(right):
-        return Cause.MISSING_REDUCTION, f"ranks report different losses in step {step}: {_numbers(given)}; right {right:g}"
+        return (
+            Cause.MISSING_REDUCTION,
+            f"ranks report different losses in step {step}: {_numbers(given)}; right {right:g}",
+        )
     ours = given.pop()
     parts = case.parts(step - 1)
     for words, guess in _mean_of_means(parts):
@@ -225,18 +231,24 @@ def _gradients(case: Case, first: Comparison) -> Found:
         return Cause.MISSING_GRADIENT, f"{affected}: {misfit.missing} of its elements are on no rank"
     right = {held.name: held for held in unclipped(case.reference, step - 1)}
     holders = [(seen.rank, unclipped(seen, step - 1)) for seen in case.ranks]
+    held = _held(case, misfit, lambda seen: unclipped(seen, step - 1))
+    values, wanted, _ = matched(held, right[misfit.name].values)
+    if len(first.misfits) < first.compared and not values.abs().max() and wanted.abs().max():
+        return Cause.MISSING_GRADIENT, f"{affected}: it has none at all on rank {misfit.rank}"
     tied = next((one.name for one in order if case.aliases.get(one.name)), None)
     if tied is not None and len(first.misfits) <= max(2, first.compared // 2) and (found := _tied(case, tied, step)):
         return found
+    scales = _scales(case, step, right) if case.clips else {}
+    if scales and max(scales.values()) - min(scales.values()) > CLOSE:
+        return (
+            Cause.CLIP_NORM,
+            f"{affected}: ranks scale theirs by {_numbers(scales.values())}, each by a norm of its own",
+        )
     found = _combination(case, misfit, step, len(first.misfits) == first.compared)
     if found is not None:
         return found[0], f"{affected}: {found[1]}"
     if axis := _copies_add_up(case, misfit.name, right[misfit.name].values, holders):
         return Cause.MISSING_REDUCTION, f"{affected}: its copies over {axis} add up to the right gradient"
-    held = _held(case, misfit, lambda seen: unclipped(seen, step - 1))
-    values, wanted, _ = matched(held, right[misfit.name].values)
-    if not values.abs().max() and wanted.abs().max():
-        return Cause.MISSING_GRADIENT, f"{affected}: it has none at all on rank {misfit.rank}"
     if torch.allclose(values.sort().values, wanted.sort().values, rtol=CLOSE, atol=1e-12):
         return Cause.ROWS_SWAPPED, f"{affected}: it has the right elements in other places"
     if tied is not None and (found := _tied(case, tied, step)):
@@ -246,6 +258,21 @@ def _gradients(case: Case, first: Comparison) -> Found:
         return Cause.DRIFT, f"{affected}: ranks that hold the same elements of it hold other values"
     path = misfit.name.rpartition(".")[0]
     return Cause.BACKWARD, f"{affected}; forwards agree, so look at the backward of {path}{case.collectives(path)}"
+
+
+def _scales(case: Case, step: int, right: Mapping[str, Held]) -> dict[int, float]:
+    """Return by what each rank scales all its gradients; nothing where that is not what it does."""
+    scales = {}
+    for seen in case.ranks:
+        held = [matched(one, right[one.name].values)[:2] for one in unclipped(seen, step - 1) if one.name in right]
+        if not held:
+            continue
+        ours, wanted = (torch.cat([pair[i].flatten().double() for pair in held]) for i in (0, 1))
+        scale = float(ours @ wanted / (wanted @ wanted))
+        if float((ours - scale * wanted).norm()) > CLOSE * float(ours.norm()):
+            return {}
+        scales[seen.rank] = scale
+    return scales
 
 
 def _tied(case: Case, name: str, step: int) -> Found | None:
@@ -294,7 +321,10 @@ def _named(case: Case, parts: Sequence[Part], fits: Mapping[int, list[float]], e
         microbatches = {parts[i].microbatch for mine in kept.values() for i in mine}
         if last and microbatches != set(range(last + 1)):
             listed = ", ".join(str(m + 1) for m in sorted(microbatches))
-            return Cause.LAST_MICROBATCH, f"of {last + 1} micro-batches only {listed} count{'s' * (len(microbatches) == 1)}"
+            return (
+                Cause.LAST_MICROBATCH,
+                f"of {last + 1} micro-batches only {listed} count{'s' * (len(microbatches) == 1)}",
+            )
         seen_by = {rank: {parts[i].dp_index for i in mine} for rank, mine in kept.items()}
         if all(by_rank[rank].indices["dp"] in mine for rank, mine in seen_by.items()):
             rank, mine = min(seen_by.items(), key=lambda item: len(item[1]))
@@ -303,12 +333,13 @@ def _named(case: Case, parts: Sequence[Part], fits: Mapping[int, list[float]], e
                 f"rank {rank} holds the sum over data ranks {sorted(mine)} alone{_axis_lacking(case, mine)}",
             )
         rank, mine = min(seen_by.items(), key=lambda item: len(item[1]))
-        return Cause.WRONG_GROUP, f"rank {rank} holds the sum over data ranks {sorted(mine)}, to which it does not belong"
+        return (
+            Cause.WRONG_GROUP,
+            f"rank {rank} holds the sum over data ranks {sorted(mine)}, to which it does not belong",
+        )
     fit = max(fits.values(), key=lambda one: max(abs(c - 1) for c in one))
     if max(fit) - min(fit) <= CLOSE * abs(fit[0]):
         ratios = sorted({round(one[0], 6) for one in fits.values()})
-        if case.clips and len(ratios) > 1:
-            return Cause.CLIP_NORM, f"ranks scale it differently, by {_numbers(ratios)}: each clips by a norm of its own"
         times = f"{_numbers(ratios)} times the right gradient{_degree(case, fit[0])}"
         if everywhere or fit[0] < 1:
             return Cause.GRADIENT_SCALE, f"every one is {times}" if everywhere else f"it is {times}"
@@ -365,7 +396,9 @@ def _copies_add_up(case: Case, name: str, right: Tensor, holders: Sequence[tuple
                     continue
                 held = next(h for rank, all_held in holders for h in all_held if h.name == name and rank in group)
                 _, wanted, _ = matched(held, right)
-                if not torch.allclose(sum(mine[1:], mine[0]), wanted, rtol=CLOSE, atol=CLOSE * float(right.abs().max())):
+                if not torch.allclose(
+                    sum(mine[1:], mine[0]), wanted, rtol=CLOSE, atol=CLOSE * float(right.abs().max())
+                ):
                     break
                 checked += 1
         if checked:
@@ -409,7 +442,10 @@ def _weights(case: Case, first: Comparison) -> Found:
 def _optimizer(case: Case, first: Comparison) -> Found:
     misfit = first.misfits[0]
     when = f" in step {first.step}" if first.step else ""
-    return Cause.UPDATE, f"fed with equal gradients, the job's optimizer differs at {misfit.name}{when} on rank {misfit.rank}"
+    return (
+        Cause.UPDATE,
+        f"fed with equal gradients, the job's optimizer differs at {misfit.name}{when} on rank {misfit.rank}",
+    )
 
 
 def _buffers(case: Case, first: Comparison) -> Found:
@@ -423,17 +459,22 @@ def _held_out(case: Case, first: Comparison) -> Found:
 
 def explain_checkpoint(reference: Observation, loaded: Observation, first: Comparison) -> Found:
     """Say what a checkpoint of the layout gave back to one device."""
-    misfit = first.misfits[0]
     kind = "optimizer state" if first.what == "checkpoint state" else "weights"
     whole = whole_of(reference.state if kind == "optimizer state" else reference.updated[-1])
-    given = whole_of(loaded.state if kind == "optimizer state" else loaded.updated[-1]).get(misfit.name)
-    if given is not None and given.numel() > 1:
-        others = [n for n, t in whole.items() if n != misfit.name and t.shape == given.shape and torch.equal(t, given)]
+    came = whole_of(loaded.state if kind == "optimizer state" else loaded.updated[-1])
+    for name in (misfit.name for misfit in first.misfits):
+        given = came.get(name)
+        if given is None or given.numel() < 2:
+            continue
+        others = [n for n, t in whole.items() if n != name and t.shape == given.shape and torch.equal(t, given)]
         if others:
-            return Cause.STATE_SWAPPED, f"what comes back as {misfit.name} is {others[0]}"
-        if torch.allclose(given.sort().values, whole[misfit.name].sort().values, rtol=1e-9, atol=1e-12):
-            return Cause.STATE_SWAPPED, f"{misfit.name} comes back with its elements in other places"
-    return Cause.CHECKPOINT, f"the {kind} {misfit.name} come back changed"
+            return Cause.STATE_SWAPPED, f"what comes back as {name} is {others[0]}"
+        if torch.allclose(given.sort().values, whole[name].sort().values, rtol=1e-9, atol=1e-12):
+            return Cause.STATE_SWAPPED, f"{name} comes back with its elements in other places"
+    return (
+        Cause.CHECKPOINT,
+        f"{len(first.misfits)} of {first.compared} {kind} come back changed, first {first.misfits[0].name}",
+    )
 
 
 def _held(case: Case, misfit: Misfit, of: Callable[[Observation], Sequence[Held]]) -> Held:
@@ -442,7 +483,7 @@ def _held(case: Case, misfit: Misfit, of: Callable[[Observation], Sequence[Held]
     return next(held for held in of(seen) if held.name == misfit.name)
 
 
-def _numbers(values: Sequence[float] | set[float]) -> str:
+def _numbers(values: Iterable[float]) -> str:
     return ", ".join(f"{value:.6g}" for value in sorted(values))
 
 

@@ -73,7 +73,11 @@ def compare(reference: Observation, ranks: Sequence[Observation], limit: Limit) 
         found.append(_numbers("loss", reference, ranks, index, limit))
         found.append(
             held_comparison(
-                "gradients", index + 1, unclipped(reference, index), [(r.rank, unclipped(r, index)) for r in ranks], limit
+                "gradients",
+                index + 1,
+                unclipped(reference, index),
+                [(r.rank, unclipped(r, index)) for r in ranks],
+                limit,
             )
         )
         found.append(_numbers("gradient norm", reference, ranks, index, limit))
@@ -140,22 +144,22 @@ def _data(reference: Observation, ranks: Sequence[Observation]) -> Comparison:
     found = Comparison("data", None)
     for index, expected in enumerate(reference.steps):
         wanted = sorted(sample for _, _, samples in expected.shares for sample in samples)
-        places: dict[tuple[int, int, int], list[int]] = {}
+        places: dict[tuple[int, int, int], list[int]] = {}  # dp index, stage, chunk
         for seen in ranks:
             step = seen.steps[index]
             mine: dict[int, list[int]] = {}
             for _, chunk, samples in step.shares:
                 mine.setdefault(chunk, []).extend(samples)
-            for chunk, samples in mine.items():
+            for chunk, read in mine.items():
                 place = (seen.indices["dp"], seen.indices["stage"], chunk)
-                agrees = places.setdefault(place, samples) == samples
+                agrees = places.setdefault(place, read) == read
                 found.note(f"samples of step {index + 1}", float(not agrees), seen.rank)
             for sample, digest in step.digests.items():
                 if sample in expected.digests and expected.digests[sample] != digest:
                     found.note(f"content of sample {sample}", 1.0, seen.rank)
         for stage, chunk in sorted({place[1:] for place in places}):
-            read = sorted(s for place, samples in places.items() if place[1:] == (stage, chunk) for s in samples)
-            found.note(f"samples of step {index + 1}", float(read != wanted), ranks[0].rank)
+            everyone = sorted(s for place, mine in places.items() if place[1:] == (stage, chunk) for s in mine)
+            found.note(f"samples of step {index + 1}", float(everyone != wanted), ranks[0].rank)
     return found
 
 

@@ -13,8 +13,7 @@ which are equal in every layout that gives a sample the same output, and cost no
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,13 +28,17 @@ from samestep.datasets.batch import read_samples
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program import Task
-from samestep.runtime import pipeline, tensor
+from samestep.runtime import tensor
 from samestep.runtime.launch import Place
 from samestep.runtime.run import Run, Source
 from samestep.runtime.update import Piece
 
 Share = tuple[int, int, tuple[int, ...]]
 """Micro-batch, virtual stage, and the samples that a rank read for it."""
+
+
+ALL_SAMPLES = -1
+"""Stands for the sample of what a module gives once for all of them, as rotary angles."""
 
 
 @dataclass(slots=True)
@@ -135,7 +138,7 @@ class _Watching(Run):
     def __init__(self, source: Source, layout: Layout, job: Job, place: Place) -> None:
         super().__init__(source, layout, job, place)
         self.shares: list[Share] = []
-        self.outputs: dict[tuple[str, int, int], Output] = {}
+        self.noted: dict[tuple[str, int, int], Output] = {}
         self._samples: list[int] | None = None
         self._calls: dict[str, int] = {}
 
@@ -149,7 +152,7 @@ class _Watching(Run):
 
     def begin(self) -> None:
         """Forget the step before."""
-        self.shares, self.outputs = [], {}
+        self.shares, self.noted = [], {}
 
     def _forward(self, batch: Any, task: Task, indices: Any, totals: Tensor) -> Tensor | None:
         self._samples, self._calls = indices.tolist(), {}
@@ -165,12 +168,15 @@ class _Watching(Run):
             return
         call = self._calls[path] = self._calls.get(path, -1) + 1
         found = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
-        if found is None or not found.is_floating_point() or found.dim() < 2 or len(found) != len(self._samples):
+        if found is None or not found.is_floating_point() or found.dim() < 2:
+            return
+        samples = self._samples if len(found) == len(self._samples) else [ALL_SAMPLES]
+        if len(found) != len(samples):
             return
         rows = found.detach().reshape(len(found), -1).double()
         projections = (rows * _signs(rows.shape[1], rows.device)).sum(1).tolist()
-        for sample, projection, norm in zip(self._samples, projections, rows.norm(dim=1).tolist(), strict=True):
-            self.outputs[path, call, sample] = Output(projection, norm, rows.shape[1])
+        for sample, projection, norm in zip(samples, projections, rows.norm(dim=1).tolist(), strict=True):
+            self.noted[path, call, sample] = Output(projection, norm, rows.shape[1])
 
 
 @functools.lru_cache(maxsize=64)
@@ -221,7 +227,7 @@ def _one_step(run: _Watching, batch: Batch, watched: _Watched) -> SeenStep:
         note=report.note,
         shares=run.shares,
         digests=watched.digests,
-        outputs=run.outputs,
+        outputs=run.noted,
         gradients=[Held(p.name, _kept(p.gradient()), _places(run, p)) for p in run.updater.pieces],
         weights=held_weights(run),
     )
@@ -235,8 +241,10 @@ def held_weights(run: Run) -> list[Held]:
 def held_state(run: Run) -> list[Held]:
     """Note what the optimizer keeps: tensors shaped like their weights, and single numbers."""
     optimizer = run.updater.optimizer
-    held = []
-    for piece in run.updater.pieces if optimizer else []:
+    held: list[Held] = []
+    if optimizer is None:
+        return held
+    for piece in run.updater.pieces:
         for key, value in optimizer.state.get(piece.value, {}).items():
             name = f"{piece.name}/{key}"
             if isinstance(value, Tensor) and value.shape == piece.value.shape:

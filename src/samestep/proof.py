@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import shutil
 import tempfile
 import time
@@ -34,7 +35,7 @@ from samestep import causes, comparison, observation
 from samestep.causes import Case, Part
 from samestep.comparison import Comparison
 from samestep.datasets import Batch, Dataset, batches, open_dataset
-from samestep.errors import JobError, WorkerError
+from samestep.errors import CheckpointError, JobError, WorkerError
 from samestep.job import Job, ScheduleTable
 from samestep.layout import Layout
 from samestep.model import ModelSpec
@@ -268,7 +269,7 @@ def _first_rate(run: Run, subject: Subject) -> float:
     buffers = [buffer.clone() for buffer in run.model.buffers()]
     totals = run._forward_backward(next(iter(batches(subject.dataset, subject.job))))
     scale = run.made.nominal_count / max(1.0, float(totals[1]))
-    norm = float(run.made.holder.norm_squared()) ** 0.5 * scale
+    norm = math.sqrt(float(run.made.holder.norm_squared())) * scale
     norm = min(norm, subject.job.optimizer.clip_norm or norm)
     size = float(torch.stack([value.double().norm() for value in start]).norm()) if start else 1.0
     observation.restart(run, start, buffers)
@@ -295,9 +296,7 @@ def judge(place: Place, subject: Subject) -> Found:
     limit = comparison.constant(FLOAT64_ALLOWANCE)
     steps = comparison.compare(one, ranks, limit)
     updates = comparison.compare_updates(one, ranks, limit)
-    checkpoint.load(run, checkpoint.list_checkpoints(subject.folder / "checkpoints")[-1])
-    loaded = Observation(one.rank, one.axes, one.indices)
-    loaded.updated, loaded.state = [observation.held_weights(run)], observation.held_state(run)
+    loaded, refusal = _given_back(run, subject)
     given_back = [
         comparison.held_comparison("checkpoint", None, one.updated[-1], [(0, loaded.updated[-1])], limit),
         comparison.held_comparison("checkpoint state", None, one.state, [(0, loaded.state)], limit),
@@ -308,10 +307,22 @@ def judge(place: Place, subject: Subject) -> Found:
     if first is None:
         return checks, None, ""
     if first in given_back:
-        return checks, *causes.explain_checkpoint(one, loaded, first)
+        return checks, *((Cause.CHECKPOINT, refusal) if refusal else causes.explain_checkpoint(one, loaded, first))
     found = causes.explain(_case(run, subject, one, ranks, [*steps, *updates], start))
     assert found is not None
     return checks, *found
+
+
+def _given_back(run: Run, subject: Subject) -> tuple[Observation, str]:
+    """Read the layout's checkpoint on one device; return what came back, and why nothing did."""
+    refusal = ""
+    try:
+        checkpoint.load(run, checkpoint.list_checkpoints(subject.folder / "checkpoints")[-1])
+    except CheckpointError as error:
+        refusal = str(error)
+    loaded = Observation(0, {}, {})
+    loaded.updated, loaded.state = [observation.held_weights(run)], observation.held_state(run)
+    return loaded, refusal
 
 
 def _case(
