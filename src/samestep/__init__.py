@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from samestep.errors import (
     CheckpointError,
     DataError,
+    DriftError,
     JobError,
     LayoutError,
     ModelError,
@@ -46,6 +47,7 @@ _LAZY = {
 __all__ = [
     "CheckpointError",
     "DataError",
+    "DriftError",
     "Job",
     "JobError",
     "Layout",

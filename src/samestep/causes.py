@@ -248,7 +248,9 @@ def _gradients(case: Case, first: Comparison) -> Found:
     if found is not None:
         return found[0], f"{affected}: {found[1]}"
     if axis := _copies_add_up(case, misfit.name, right[misfit.name].values, holders):
-        return Cause.MISSING_REDUCTION, f"{affected}: its copies over {axis} add up to the right gradient"
+        hint = '; a whole weight that is used on what tp cuts needs "sum" in the tensor_plan' if axis == "tp" else ""
+        text = f"{affected}: its copies over the {axis} ranks add up to the right gradient"
+        return Cause.MISSING_REDUCTION, text + hint
     if torch.allclose(values.sort().values, wanted.sort().values, rtol=CLOSE, atol=1e-12):
         return Cause.ROWS_SWAPPED, f"{affected}: it has the right elements in other places"
     if tied is not None and (found := _tied(case, tied, step)):
@@ -402,7 +404,7 @@ def _copies_add_up(case: Case, name: str, right: Tensor, holders: Sequence[tuple
                     break
                 checked += 1
         if checked:
-            return f"the {axis} ranks"
+            return axis
     return None
 
 

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from samestep import job as jobs
 from samestep.errors import (
     CheckpointError,
+    DriftError,
     LayoutError,
     NonFiniteError,
     SamestepError,
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = _parser().parse_args(arguments)
     try:
         return int(words.verb(words) or 0)
-    except (NonFiniteError, WorkerError) as error:
+    except (DriftError, NonFiniteError, WorkerError) as error:
         return _fail(error, 1)
     except SamestepError as error:
         return _fail(error, 2)

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -130,8 +131,13 @@ def verify(
         proving = _proving(job, steps)
         source, data, example = _given(proving, model, loss, optimizer, dataset)
         subject = Subject(source, data, example, proving, where, folder)
+        notes: tuple[str, ...] = ()
+        if model is None and (smaller := shrunk(subject)):
+            subject, note = smaller
+            notes = (note,)
         subject.programs()  # refuses what cannot be
-        return dataclasses.replace(_prove(subject, job, precision), seconds=time.perf_counter() - began)
+        verdict = _prove(subject, job, precision)
+        return dataclasses.replace(verdict, notes=(*notes, *verdict.notes), seconds=time.perf_counter() - began)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -158,7 +164,8 @@ def _given(
     data = open_dataset(job, "train") if dataset is None else dataset
     example = Batch(0, np.arange(1), data).samples([0])
     names = {id(param): name for name, param in model.named_parameters()} if isinstance(model, nn.Module) else None
-    name = job.model.source if model is None else getattr(model, "__name__", type(model).__name__)
+    named = model.func if isinstance(model, functools.partial) else model
+    name = job.model.source if named is None else getattr(named, "__name__", type(named).__name__)
     source = Source(
         model_source(job) if model is None else model,
         loss_of(job) if loss is None else loss,
@@ -166,6 +173,73 @@ def _given(
         name,
     )
     return dataclasses.replace(source, prepared=prepare(source, job, example)), data, example
+
+
+# -- a model too large for one device --------------------------------------------------------------
+
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
+_COPIES = 8
+"""Of the weights, in float64: themselves, gradients, two states, and what is noted of three steps, on disk or mapped."""
+
+
+def shrunk(subject: Subject) -> tuple[Subject, str] | None:
+    """Return the subject with fewer layers, and how many, where the whole model does not fit one device.
+
+    Raises:
+        JobError: it does not fit, and its depth cannot be changed or not enough.
+    """
+    free = _free_bytes(subject.job.run.device)
+    blocks = [index for index, layer in enumerate(subject.spec.layers) if layer.is_block]
+    of_layers = [_proof_bytes(subject, index) for index in range(len(subject.spec.layers))]
+    if sum(of_layers) <= free or not blocks:
+        return None
+    a_block = max(of_layers[index] for index in blocks)
+    rest = sum(of_layers) - sum(of_layers[index] for index in blocks)
+    least = max(2, subject.layout.pp * subject.layout.virtual_stages)
+    depth = max(least, int((free - rest) // a_block))
+    gibibytes = f"{sum(of_layers) / 2**30:.3g} GiB in float64 of {free / 2**30:.3g} free"
+    key = _depth_key(subject.job)
+    if key is None:
+        raise JobError(
+            f"a proof on one device needs {gibibytes}, and model.config has no key for the depth "
+            f"({', '.join(_DEPTHS)}); a smaller model or train.global_batch works"
+        )
+    if rest + depth * a_block > free or depth >= len(blocks):
+        raise JobError(f"a proof on one device needs {gibibytes}; a smaller train.global_batch works")
+    table = subject.job.model
+    smaller = table.model_copy(update={"config": {**table.config, key: depth}})
+    job = subject.job.model_copy(update={"model": smaller})
+    source, data, example = _given(job, None, None, None, None)
+    note = f"the whole model needs {gibibytes}: proven with {depth} of {len(blocks)} layers, at full width"
+    return dataclasses.replace(subject, source=source, dataset=data, example=example, job=job), note
+
+
+def _proof_bytes(subject: Subject, index: int) -> int:
+    """Bytes that a layer takes in a proof: its weights in copies, what it saves of a whole batch, in float64."""
+    weights = sum(param.numel for param in subject.spec.params_of(index))
+    ranks = subject.layout.dp if subject.layout.zero == 0 else subject.layout.dp_replicate
+    replicas = ranks if _on_cpu(subject.job.run.device) else 1  # ranks of a CPU share its memory
+    saved = subject.spec.layers[index].saved_elements * subject.job.train.global_batch
+    return 8 * (weights * _COPIES * replicas + saved)
+
+
+def _depth_key(job: Job) -> str | None:
+    given = [key for key in _DEPTHS if key in job.model.config]
+    if given or not job.model.source.startswith("hf:"):
+        return next(iter(given), None)
+    config = getattr(model_source(job), "args", (None,))[0]
+    return next((key for key in _DEPTHS if hasattr(config, key)), None)
+
+
+def _on_cpu(device: str) -> bool:
+    return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+
+
+def _free_bytes(device: str) -> int:
+    return psutil.virtual_memory().available if _on_cpu(device) else torch.cuda.mem_get_info()[0]
+
+
+# -- the course of a proof -------------------------------------------------------------------------
 
 
 def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
@@ -455,7 +529,7 @@ def judge_rounding(place: Place, subject: Subject) -> Found:
 
     def limit(what: str, name: str, step: int) -> float:
         measured = deviations.get((what, name, step), largest.get((what, step), 0.0))
-        return ALLOWANCE_FACTOR * max(measured, rounding)
+        return float(ALLOWANCE_FACTOR * max(measured, rounding))
 
     compared = [one_kind for one_kind in comparison.compare(one, ranks, limit) if one_kind.what != "start"]
     checks = tuple(

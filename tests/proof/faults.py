@@ -1,14 +1,13 @@
 """Deliberate faults of the classes that were found in the wild, each put into the runtime for the length of one run.
 
 A fault is a function of a monkeypatch; it runs on every rank of the layout, never on the one device that it is held
-against. `python -m tests.proof.faults` prints the table of what is caught.
+against. The table of them stands in docs/verify.md; `test_faults.py` proves every row of it.
 """
 
 from __future__ import annotations
 
 import functools
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -606,24 +605,3 @@ def _reference(model: str, job: Job, own_precision: bool, folder: Path) -> None:
         work(ONE, subject(model, "dp=1", job, kept))
     for file in _REFERENCES[key].iterdir():
         shutil.copy(file, folder)
-
-
-def table() -> str:
-    """Return the table of what is caught, in Markdown."""
-    lines = ["| fault | layout | called | by |", "| --- | --- | --- | --- |"]
-    missed = 0
-    for name, one in FAULTS.items():
-        verdict = prove(one.model, one.layout, name, one.own_precision, **one.job)
-        right = not verdict.proven and verdict.cause is one.cause
-        missed += not right
-        first = verdict.first_failure
-        called = str(verdict.cause) if verdict.cause else "**missed**"
-        called = called if right else f"**{called}**"
-        lines.append(f"| {name.replace('_', ' ')} | `{one.layout}` | {called} | {first.what if first else ''} |")
-    lines.append(f"\n{len(FAULTS) - missed} of {len(FAULTS)} faults are caught and called by the right name.")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.modules["tests.proof.faults"] = sys.modules["__main__"]
-    print(table())
