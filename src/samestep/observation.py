@@ -1,7 +1,7 @@
 """What a proof looks at: a run takes its steps, and everything that one device could be held against is written down.
 
 Every rank notes what it holds; nothing is gathered. A tensor that is cut is noted with the place of each of its elements
-in the whole one, found by cutting a tensor of numbers the same way, so that a comparison needs to know no cut.
+in the whole one, so that a comparison needs to know no cut.
 
 Outputs of modules are noted per sample by two numbers, a projection on fixed signs and a norm,
 
@@ -28,8 +28,8 @@ from samestep.datasets.batch import read_samples
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program import Task
-from samestep.runtime import tensor
 from samestep.runtime.launch import Place
+from samestep.runtime.placement import part_of
 from samestep.runtime.run import Run, Source
 from samestep.runtime.update import Piece
 
@@ -273,14 +273,12 @@ def _kept(value: Tensor) -> Tensor:
 
 
 def _places(run: Run, piece: Piece) -> Tensor | range:
-    """Find where a piece's elements stand in the flattened whole weight, by cutting numbers as the weight is cut."""
+    """Find where a piece's elements stand in the flattened whole weight."""
     spec = next(param for param in run.made.spec.params if param.name == piece.name)
-    numbers = torch.arange(1, spec.numel + 1).view(spec.shape)
-    cut_spec = next(param for param in run.program.step.model.params if param.name == piece.name)
-    part = tensor.local_part(numbers, cut_spec, run.made.mesh)
-    if part.numel() == spec.numel:
+    cut = next(param for param in run.program.step.model.params if param.name == piece.name)
+    if cut.cut is None or run.layout.tp == 1:
         return range(piece.start, piece.stop)
-    return part.flatten()[piece.start : piece.stop] - 1
+    return part_of(spec, cut, run.made.mesh).runs(piece.start, piece.stop).places()
 
 
 @torch.no_grad()

@@ -570,6 +570,7 @@ def on_a_rank(rank: int, world: int, model: str, layout: str, job: Job, folder: 
 
 ONE = Place(0, 0, 1, 1, torch.device("cpu"))
 _REFERENCES: dict[Any, Path] = {}
+_KEPT = tempfile.TemporaryDirectory(prefix="samestep-references-")
 
 
 def prove(model: str, layout: str, name: str = "", own_precision: bool = False, **tables: Any) -> Verdict:
@@ -600,7 +601,8 @@ def _reference(model: str, job: Job, own_precision: bool, folder: Path) -> None:
     """Put what one device computes into a folder; it is computed once for each model and job."""
     key = (model, job.to_toml(), own_precision)
     if key not in _REFERENCES:
-        kept = _REFERENCES[key] = Path(tempfile.mkdtemp(prefix="samestep-reference-"))
+        kept = _REFERENCES[key] = Path(_KEPT.name, str(len(_REFERENCES)))
+        kept.mkdir()
         work = proof.measure_rounding if own_precision else proof.one_device
         work(ONE, subject(model, "dp=1", job, kept))
     for file in _REFERENCES[key].iterdir():
