@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
     _add_train(verbs)
     _add_verify(verbs)
+    _add_plan(verbs)
     _add_simulate(verbs)
     _add_layouts(verbs)
     env = verbs.add_parser("env", help="versions and devices, for a bug report", allow_abbrev=False)
@@ -118,6 +119,25 @@ def _add_verify(verbs: Any) -> None:
     parser.set_defaults(verb=_verify)
 
 
+def _add_plan(verbs: Any) -> None:
+    parser = verbs.add_parser(
+        "plan", help="which layout fits and is fastest, and why not the others; needs no torch", allow_abbrev=False
+    )
+    parser.add_argument("job", nargs="?", type=Path, metavar="JOB.toml", help="default: samestep's own default job")
+    parser.add_argument("--hardware", default="cpu-laptop", metavar="NAME|FILE", help="default: cpu-laptop")
+    parser.add_argument("--devices", type=_positive, required=True, metavar="N", help="how many there are")
+    parser.add_argument("--top", type=_positive, default=5, metavar="K", help="rows of the table; default: 5")
+    parser.add_argument("--why", metavar='"dp=2 ..."', help="say why one layout is not the best")
+    wanted = parser.add_mutually_exclusive_group()
+    wanted.add_argument("--fastest", action="store_true", help="use all devices; the default")
+    wanted.add_argument("--fewest-devices", action="store_true", help="the smallest number that the job fits on")
+    parser.add_argument("--days-for-tokens", type=_quantity, metavar="2T", help="say how long so many tokens take")
+    parser.add_argument("--cost-per-hour", type=float, metavar="PRICE", help="of one device: say what it costs")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the job")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan")
+    parser.set_defaults(verb=_plan)
+
+
 def _add_simulate(verbs: Any) -> None:
     parser = verbs.add_parser(
         "simulate", help="print the step as a program and play it on a clock; needs no torch", allow_abbrev=False
@@ -147,6 +167,18 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return int(text)
+
+
+def _quantity(text: str) -> float:
+    """Read 300B as 3e11."""
+    scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
+    try:
+        number = float(text[:-1] if scale > 1.0 else text) * scale
+    except ValueError:
+        number = -1.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number of tokens; 2T, 300B or 1e12 are")
+    return number
 
 
 def _job(words: argparse.Namespace, run_folder: Path | None = None) -> jobs.Job:
@@ -241,9 +273,30 @@ def _legal_layouts(job: jobs.Job, devices: int) -> list[Layout]:
     return [row.layout for row in rows if not row.reason]
 
 
+def _plan(words: argparse.Namespace) -> int:
+    from samestep import catalog, hardware, search
+
+    job = _job(words)
+    machine = hardware.load(words.hardware)
+    model, states = catalog.model_spec(job), catalog.states_per_param(job)
+    if words.fewest_devices:
+        found = search.fewest(model, job, machine, words.devices, top=words.top, states_per_param=states)
+    else:
+        found = search.plan(model, job, machine, words.devices, top=words.top, states_per_param=states)
+    print(search.as_text(found))
+    if words.why is not None:
+        print(search.explain_layout(model, job, machine, Layout.parse(words.why), found, states))
+    if found.best and (words.days_for_tokens or words.cost_per_hour):
+        for line in search.answers(found.best[0], words.days_for_tokens, words.cost_per_hour):
+            print(line)
+    if words.json:
+        _write(words.json, json.dumps(search.as_record(found), indent=1) + "\n")
+    return 0 if found.best else 1
+
+
 def _simulate(words: argparse.Namespace) -> int:
-    from samestep import catalog, clock, hardware, memory
-    from samestep.strategies import program_of
+    from samestep import catalog, hardware
+    from samestep.prediction import predict
 
     job = _job(words)
     machine = hardware.load(words.hardware)
@@ -255,34 +308,18 @@ def _simulate(words: argparse.Namespace) -> int:
                 "leave --devices out, or let the degrees multiply to it"
             )
         layout = Layout(dp_replicate=words.devices)
-    if layout.pp > 1:
-        raise LayoutError(f"simulate plays one pipeline stage so far, not pp={layout.pp}: pp=1 works")
-    program = program_of(catalog.model_spec(job), job, layout, job.run.ranks_per_node or machine.devices_per_node)
-    timeline = clock.play(program, machine)
-    use = memory.during_step(program, catalog.states_per_param(job))
-    _print_program(program)
-    print(timeline.to_text(100))
-    numbers = {
-        "layout": str(layout),
-        "hardware": machine.name,
-        "devices": layout.world_size,
-        "step_s": timeline.step_s,
-        "samples_per_s": program.step.global_batch / timeline.step_s,
-        "exposed_comm_s": timeline.exposed_s(0),
-        "memory_bytes": {
-            "weights": use.weights,
-            "gradients": use.gradients,
-            "optimizer": use.optimizer,
-            "activations": use.activations,
-            "buffers": use.buffers,
-            "peak": use.total,
-        },
-    }
+    found = predict(catalog.model_spec(job), job, layout, machine, catalog.states_per_param(job))
+    for stage, program in enumerate(found.programs):
+        if layout.pp > 1:
+            print(f"stage {stage}")
+        _print_program(program)
+    print(found.timeline.to_text(100))
+    numbers = found.to_record()
     print(json.dumps(numbers, indent=1))
     if words.json:
         _write(words.json, json.dumps(numbers, indent=1) + "\n")
     if words.trace:
-        _write(words.trace, json.dumps(timeline.to_chrome_trace()))
+        _write(words.trace, json.dumps(found.timeline.to_chrome_trace()))
     return 0
 
 

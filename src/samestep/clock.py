@@ -1,58 +1,154 @@
-"""Plays a program: when each op starts and ends on given hardware. No torch, no processes.
+"""Plays a step: when each op of every pipeline stage starts and ends on given hardware. No torch, no processes.
 
-The ranks of a stage do the same at the same time, so one list of ops stands for all of them and thousands of devices
-cost no more than one. Streams run their ops in the order of issue, beside each other:
+The ranks of a stage do the same at the same time, so one program stands for all of them and thousands of devices cost
+no more than one. Streams run their ops in the order of issue, beside each other:
 
     start of an op = the later of   the end of the op before it on its stream
                                     the ends of the latest earlier ops of the names in `after`, of any task
 
 Compute waits for no collective it does not name. Where communication does not run beside compute
-(`hardware.overlap` is false) all ops of a stage are one queue.
+(`hardware.overlap` is false) all ops of a stage are one queue. What stages do together:
+
+    send, recv      a recv ends when the send of the same name and micro-batch on the neighbour does; each direction is a
+                    stream of its own, as a link is
+    world, tie      ops of axes that run through stages start when the last stage has come to them
 
 A name in `after` must have been issued: a strategy that leaves an op out leaves its name out too. A wait for what no
-earlier op is would never end on a real machine, so here it is an error.
+earlier op is, or for what no other stage ever sends, would never end on a real machine, so here it is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from samestep.cost import seconds
+from samestep.errors import LayoutError
 from samestep.hardware import Hardware
-from samestep.program import Op, Program
-from samestep.timeline import Span, Timeline
+from samestep.program import Kind, Op, Program, Task, is_backward
+from samestep.timeline import COMPUTE, Span, Timeline
 
-Prices = Mapping[str, tuple[tuple[Op, str, float], ...]]
-"""Of each body: its ops with their names and seconds."""
+Prices = Mapping[str, tuple[tuple[Op, str, float, str, bool], ...]]
+"""Of each body: its ops with their names, seconds and queues, and whether another stage takes part in them."""
+
+_TOGETHER = ("world", "tie")
+"""Axes that run through pipeline stages."""
 
 
-def play(program: Program, hardware: Hardware) -> Timeline:
-    """Start every op as soon as its stream is free and what it waits for has ended.
+def play(programs: Sequence[Program], hardware: Hardware) -> Timeline:
+    """Play the programs of all pipeline stages, in their order, until each has ended.
 
     Raises:
         RuntimeError: an op waits for one that was never issued; both are named.
+        LayoutError: stages wait for each other for ever; the op of each is named.
         SamestepError: the hardware has no speed for the program's dtype.
     """
-    prices = {
-        body: tuple((op, op.name, seconds(op, program, hardware)) for op in ops) for body, ops in program.bodies.items()
+    meetings = _Meetings()
+    stages = [_Stage(index, program, hardware, meetings, len(programs)) for index, program in enumerate(programs)]
+    waiting = list(stages)
+    while waiting:
+        moved = False
+        for stage in waiting:
+            moved |= stage.advance()
+        waiting = [stage for stage in waiting if not stage.done]
+        if waiting and not moved:
+            stuck = "; ".join(f"stage {stage.index} at {stage.at}" for stage in waiting)
+            raise LayoutError(f"the stages wait for each other for ever: {stuck}")
+    return Timeline(tuple(span for stage in stages for span in stage.spans))
+
+
+@dataclass(slots=True)
+class _Meetings:
+    """What stages know of each other."""
+
+    sent: dict[tuple[str, int, bool, int], tuple[float, float]] = field(default_factory=dict)
+    """Start and end of each send: (owner, micro-batch, is it backward's, receiving stage)."""
+    arrived: dict[tuple[str, int], dict[int, float]] = field(default_factory=dict)
+    """When each stage has come to the n-th op of an axis that they share."""
+
+
+class _Stage:
+    """One stage on its way through its program."""
+
+    def __init__(self, index: int, program: Program, hardware: Hardware, meetings: _Meetings, count: int) -> None:
+        self.index, self.at, self.done = index, "", False
+        self.spans: list[Span] = []
+        self._program = program
+        self._meetings, self._count = meetings, count
+        self._ended: dict[str, float] = {}
+        self._free: dict[str, float] = {}
+        self._met: dict[str, int] = {}
+        self._steps = self._play(_prices(program, hardware))
+
+    def advance(self) -> bool:
+        """Play until the program ends or another stage has to come first; return whether anything was played."""
+        before = len(self.spans)
+        self.done = next(self._steps, True)
+        return self.done or len(self.spans) > before
+
+    def _play(self, prices: Prices) -> Iterator[bool]:
+        """Play op by op; yield False while the next one has to wait for another stage."""
+        ended, free, spans, stage = self._ended, self._free, self.spans, self.index
+        for task in self._program.stages[0]:
+            label = f"{task.kind}{task.microbatch}"
+            for op, name, op_s, queue, shared in prices[task.body]:
+                start_s = free.get(queue, 0.0)
+                for awaited in op.after:
+                    if awaited not in ended:
+                        raise RuntimeError(
+                            f"{name} of task {label} on stage {stage} waits for {awaited}, and no earlier op is that"
+                        )
+                    start_s = max(start_s, ended[awaited])
+                end_s = start_s + op_s
+                if shared and self._count > 1:
+                    times = self._times(op, task, start_s, op_s)
+                    while (found := times()) is None:
+                        self.at = f"{name} of task {label}"
+                        yield False
+                    start_s, end_s = found
+                ended[name] = free[queue] = end_s
+                spans.append(Span(stage, op.axis or COMPUTE, name, label, start_s, end_s))
+
+    def _times(self, op: Op, task: Task, start_s: float, op_s: float) -> Callable[[], tuple[float, float] | None]:
+        """Return what tells start and end of an op as soon as they are known."""
+        if op.kind is Kind.RECV:
+            key = (op.owner, task.microbatch, is_backward(task.body), self.index)
+            return lambda: self._meetings.sent.get(key)
+        if op.kind is Kind.SEND:
+            step = -1 if is_backward(task.body) else 1
+            key = (op.owner, task.microbatch, step < 0, (self.index + step) % self._count)
+            times = self._meetings.sent[key] = (start_s, start_s + op_s)
+            return lambda: times
+        return self._meeting(op, start_s, op_s)
+
+    def _meeting(self, op: Op, start_s: float, op_s: float) -> Callable[[], tuple[float, float] | None]:
+        axis = str(op.axis)
+        number = self._met[axis] = self._met.get(axis, 0) + 1
+        arrived = self._meetings.arrived.setdefault((axis, number), {})
+        arrived[self.index] = start_s
+        expected = 2 if axis == "tie" else self._count
+
+        def times() -> tuple[float, float] | None:
+            if len(arrived) < expected:
+                return None
+            last_s = max(arrived.values())
+            return last_s, last_s + op_s
+
+        return times
+
+
+def _prices(program: Program, hardware: Hardware) -> Prices:
+    """Price each body once."""
+
+    def queue(op: Op) -> str:
+        if op.kind in (Kind.SEND, Kind.RECV):
+            return f"{op.axis} {op.kind}"
+        return op.stream if hardware.overlap else ""
+
+    def is_shared(op: Op) -> bool:
+        return op.kind in (Kind.SEND, Kind.RECV) or op.axis in _TOGETHER
+
+    return {
+        body: tuple((op, op.name, seconds(op, program, hardware), queue(op), is_shared(op)) for op in ops)
+        for body, ops in program.bodies.items()
     }
-    stages = range(len(program.stages))
-    return Timeline(tuple(span for stage in stages for span in _play_stage(program, prices, stage, hardware.overlap)))
-
-
-def _play_stage(program: Program, prices: Prices, stage: int, overlap: bool) -> Iterator[Span]:
-    ended: dict[str, float] = {}
-    free: dict[str, float] = {}
-    for task in program.stages[stage]:
-        label = f"{task.kind}{task.microbatch}"
-        for op, name, op_s in prices[task.body]:
-            queue = op.stream if overlap else ""
-            start_s = free.get(queue, 0.0)
-            for awaited in op.after:
-                if awaited not in ended:
-                    raise RuntimeError(
-                        f"{name} of task {label} on stage {stage} waits for {awaited}, and no earlier op is that"
-                    )
-                start_s = max(start_s, ended[awaited])
-            ended[name] = free[queue] = end_s = start_s + op_s
-            yield Span(stage=stage, stream=op.stream, name=name, task=label, start_s=start_s, end_s=end_s)

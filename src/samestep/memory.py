@@ -47,7 +47,21 @@ class MemoryUse:
     @property
     def total(self) -> int:
         """All bytes."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, int]:
+        """Bytes by what they are for."""
+        return {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "activations": self.activations,
+            "buffers": self.buffers,
+        }
+
+    def to_record(self) -> dict[str, object]:
+        """Return plain data for JSON."""
+        return {**self.parts(), "peak": self.total, "peak_at": self.peak_at}
 
 
 def classic_bytes_per_param(zero: int, num_shards: int) -> float:
@@ -167,6 +181,8 @@ def _walk(program: Program) -> Iterator[_Moment]:
     gradients: dict[str, int] = {}
     activations = 0
     for _, op in program.ops():
+        if op.axis is not None and op.owner not in names:
+            continue  # holds nothing of its own
         kept, whole = saved[op.layer] if op.layer is not None else (0, 0)
         if op.axis is None:
             _drop(gathered, leaving)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from samestep.program import Kind
 
@@ -36,8 +36,7 @@ LETTERS = {
 Interval = tuple[float, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class Span(NamedTuple):
     """One op on one stage, from the start of the step."""
 
     stage: int

@@ -35,7 +35,7 @@ def predicted() -> str:
     for text in LAYOUTS:
         job = Job(train={"global_batch": 32}, numerics={"precision": "bf16"})
         program = program_of(model, job, Layout.parse(text))
-        timeline, use = clock.play(program, machine), memory.during_step(program)
+        timeline, use = clock.play([program], machine), memory.during_step(program)
         lines.append(
             f"## {program.step.layout}: step {timeline.step_s * 1e6:.4f} us, peak {use.total} B at {use.peak_at}"
         )

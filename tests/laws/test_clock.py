@@ -102,7 +102,7 @@ def test_an_update_goes_over_its_own_share(layout: str, shards: int, precision: 
 def test_a_dtype_without_a_speed_is_refused_by_name() -> None:
     hardware = replace(machine(), flops_per_s={"float32": 1e12})
     with pytest.raises(SamestepError, match="no flops_per_s for bfloat16; it has float32"):
-        play(case(blocks(1, **COSTLY), "dp=1", precision="bf16").program, hardware)
+        play([case(blocks(1, **COSTLY), "dp=1", precision="bf16").program], hardware)
 
 
 # -- clock -------------------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def test_a_dtype_without_a_speed_is_refused_by_name() -> None:
 @LAW
 @given(cases(), st.booleans())
 def test_streams_run_one_op_at_a_time_and_every_wait_is_kept(case: Case, overlap: bool) -> None:
-    timeline = play(case.program, replace(SLOW, overlap=overlap))
+    timeline = play([case.program], replace(SLOW, overlap=overlap))
     streams: dict[str, list[Span]] = defaultdict(list)
     ended: dict[str, float] = {}
     for span, (_, op) in zip(timeline.spans, case.program.ops(), strict=True):
@@ -128,7 +128,7 @@ def test_streams_run_one_op_at_a_time_and_every_wait_is_kept(case: Case, overlap
 @LAW
 @given(cases())
 def test_overlap_never_makes_a_step_longer(case: Case) -> None:
-    beside, after = (play(case.program, replace(SLOW, overlap=overlap)) for overlap in (True, False))
+    beside, after = (play([case.program], replace(SLOW, overlap=overlap)) for overlap in (True, False))
     assert after.step_s == pytest.approx(sum(span.end_s - span.start_s for span in after.spans))
     assert beside.step_s <= after.step_s * (1 + 1e-12)
     assert beside.busy_s(0) == pytest.approx(after.busy_s(0))
@@ -138,7 +138,7 @@ def test_overlap_never_makes_a_step_longer(case: Case) -> None:
 @pytest.mark.parametrize("layout", ["dp={}", "dp={} microbatch=2", "dp={} zero=1", "dp={} zero=3 recompute=full"])
 def test_with_free_communication_n_devices_are_n_times_as_fast(n: int, layout: str) -> None:
     one, many = (
-        play(case(blocks(4, **COSTLY), layout.format(k), global_batch=32).program, machine()).step_s for k in (1, n)
+        play([case(blocks(4, **COSTLY), layout.format(k), global_batch=32).program], machine()).step_s for k in (1, n)
     )
     assert one / many == pytest.approx(n, rel=1e-12)
 
@@ -147,13 +147,13 @@ def test_reduction_hides_behind_the_rest_of_the_backward() -> None:
     """Only the last bucket, that of the first layer, has no compute left to hide behind."""
     model = blocks(4, 4096, 2048, forward_flops=10**11)
     hardware = machine(bytes_per_s=1e9)
-    timeline = play(case(model, "dp=2").program, hardware)
+    timeline = play([case(model, "dp=2").program], hardware)
     last = next(span for span in reversed(timeline.spans) if span.stream == "dp_replicate")
     assert timeline.exposed_s(0) == pytest.approx(last.end_s - last.start_s, rel=1e-3)
 
 
 def test_full_recompute_costs_a_third_more() -> None:
-    plain, again = (play(case(blocks(4, **COSTLY), text).program, machine()) for text in ("", "recompute=full"))
+    plain, again = (play([case(blocks(4, **COSTLY), text).program], machine()) for text in ("", "recompute=full"))
     assert again.step_s == pytest.approx(plain.step_s * 4 / 3)
 
 
@@ -161,14 +161,14 @@ def test_a_wait_without_end_is_named() -> None:
     program = case(blocks(2), "").program
     stuck = program.with_bodies(lambda _, ops: tuple(replace(op, after=("all_gather:nowhere",)) for op in ops))
     with pytest.raises(RuntimeError, match=r"forward:layers\.0 of task F0 .* waits for all_gather:nowhere"):
-        play(stuck, machine())
+        play([stuck], machine())
 
 
 def test_a_wait_binds_to_the_latest_op_of_the_name_in_any_task() -> None:
     program = case(blocks(1, **COSTLY), "microbatch=4").program
     waiting = Op(kind=Kind.UPDATE, owner="optimizer", axis="side", after=("forward:layers.0",))
     program = replace(program, bodies={**program.bodies, "U": (waiting,)}, axes={"side": 1})
-    timeline = play(program, machine())
+    timeline = play([program], machine())
     latest = max(span.end_s for span in timeline.spans if span.name == "forward:layers.0")
     assert timeline.spans[-1].start_s == latest == timeline.spans[2].end_s
 
@@ -179,7 +179,7 @@ def test_thousands_of_devices_play_in_a_fraction_of_a_second() -> None:
     taken = []
     for _ in range(2):
         start = time.perf_counter()
-        play(program, load("h100x8"))
+        play([program], load("h100x8"))
         taken.append(time.perf_counter() - start)
     assert min(taken) < 0.5
 
@@ -190,7 +190,7 @@ def test_thousands_of_devices_play_in_a_fraction_of_a_second() -> None:
 @LAW
 @given(cases())
 def test_a_chrome_trace_reads_back(case: Case) -> None:
-    timeline = play(case.program, SLOW)
+    timeline = play([case.program], SLOW)
     read = Timeline.from_chrome_trace(json.loads(json.dumps(timeline.to_chrome_trace())))
     assert [(s.stage, s.stream, s.name, s.task) for s in read.spans] == [
         (s.stage, s.stream, s.name, s.task) for s in timeline.spans
@@ -225,7 +225,7 @@ def test_exposed_is_communication_with_no_compute_beside_it() -> None:
 @LAW
 @given(cases(), st.integers(60, 200))
 def test_the_picture_keeps_its_width(case: Case, width: int) -> None:
-    timeline = play(case.program, SLOW)
+    timeline = play([case.program], SLOW)
     _, *rows, _ = timeline.to_text(width).splitlines()
     assert {len(row) for row in rows} == {width}
     assert len(rows) == len(timeline.streams(0))

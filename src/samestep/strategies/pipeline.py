@@ -14,6 +14,8 @@ between blocks a single tensor passes.
 
 from __future__ import annotations
 
+import bisect
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -40,9 +42,8 @@ def refusal(step: Step) -> str | None:
         works = f"pp={blocks} works" if blocks > 1 else "pp=1 works"
         return f"pp={layout.pp} makes {runs} runs of layers of the {blocks} blocks of {step.model.name}: {works}"
     cuts = runs_of(step.model, runs)
-    owned = tuple(root for layer in step.model.layers for root in layer.modules)
     for param in step.model.params:
-        if not any(_is_below(param.name.rpartition(".")[0], root) for root in owned):
+        if _layer_of(step.model, param.name) is None:
             return f"{param.name} belongs to no layer, so no stage is known to use it: pp=1 works"
     ends = {0, runs - 1}
     for param in step.model.params:
@@ -98,44 +99,61 @@ def _params_of(model: ModelSpec, cuts: tuple[range, ...], stage: int, num_stages
 def runs_of(model: ModelSpec, count: int) -> tuple[range, ...]:
     """Cut the layers into runs of which the costliest costs least; what is not a block goes with a neighbour.
 
-    Dynamic programming over (runs left, first layer); costs are forward FLOPs, one more for each layer so that layers
-    without FLOPs spread too.
+    Costs are forward FLOPs, one more for each layer so that layers without FLOPs spread too.
     """
-    layers = model.layers
-    first = next(index for index, layer in enumerate(layers) if layer.is_block)
-    last = max(index for index, layer in enumerate(layers) if layer.is_block)
-    costs = [layer.forward_flops + 1 for layer in layers]
-    ends = [index for index in range(first + 1, last + 1) if layers[index].is_block]
-    best: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
+    costs = tuple(layer.forward_flops + 1 for layer in model.layers)
+    return _balanced(costs, tuple(layer.is_block for layer in model.layers), count)
 
-    def cut(start: int, left: int) -> tuple[int, tuple[int, ...]]:
-        if left == 1:
-            return sum(costs[start:]), ()
-        if (start, left) not in best:
-            options = []
-            for end in ends:
-                after = sum(1 for other in ends if other >= end)
-                if end > max(start, first) and after >= left - 1:
-                    rest, chosen = cut(end, left - 1)
-                    options.append((max(sum(costs[start:end]), rest), (end, *chosen)))
-            best[start, left] = min(options)
-        return best[start, left]
 
-    borders = (0, *cut(0, count)[1], len(layers))
-    return tuple(range(a, b) for a, b in itertools.pairwise(borders))
+@functools.lru_cache(maxsize=256)
+def _balanced(costs: tuple[int, ...], is_block: tuple[bool, ...], count: int) -> tuple[range, ...]:
+    """Search the least cost of a run for which runs filled from the end suffice; halving it each time."""
+    before = (0, *itertools.accumulate(costs))
+    blocks = [index for index, is_one in enumerate(is_block) if is_one]
+
+    def borders(limit: int) -> tuple[int, ...] | None:
+        """Fill the runs from the last to the second; the first has what is left, if that is within the limit."""
+        found, end = [], len(costs)
+        last = len(blocks)  # blocks that are not in a run yet
+        for left in range(count - 1, 0, -1):
+            low = max(left, bisect.bisect_left(before, before[end] - limit, hi=end))
+            number = max(left, bisect.bisect_left(blocks, low, hi=last))
+            if number >= last or before[end] - before[blocks[number]] > limit:
+                return None
+            found.append(blocks[number])
+            end, last = blocks[number], number
+        return (0, *reversed(found), len(costs)) if before[end] <= limit else None
+
+    low, high = max(costs), before[-1]
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if borders(middle) else (middle + 1, high)
+    best = borders(high)
+    assert best is not None, f"{count} runs of {len(blocks)} blocks"
+    return tuple(range(a, b) for a, b in itertools.pairwise(best))
 
 
 def _run_of(model: ModelSpec, cuts: tuple[range, ...], name: str) -> int:
     """Index of the run that has the module of a weight's name."""
+    layer = _layer_of(model, name) or 0
+    return next(run for run, layers in enumerate(cuts) if layer in layers)
+
+
+def _layer_of(model: ModelSpec, name: str) -> int | None:
+    """Index of the layer that has the module of a weight's name, or a module above it."""
+    owners = _owners(tuple(layer.modules for layer in model.layers))
     path = name.rpartition(".")[0]
-    for index, layer in enumerate(model.layers):
-        if any(_is_below(path, root) for root in layer.modules):
-            return next(run for run, layers in enumerate(cuts) if index in layers)
-    return 0
+    while path:
+        if path in owners:
+            return owners[path]
+        path = path.rpartition(".")[0]
+    return None
 
 
-def _is_below(path: str, root: str) -> bool:
-    return bool(root) and (path == root or path.startswith(f"{root}."))
+@functools.lru_cache(maxsize=64)
+def _owners(modules: tuple[tuple[str, ...], ...]) -> dict[str, int]:
+    """Index of the layer of each module."""
+    return {path: index for index, paths in enumerate(modules) for path in paths}
 
 
 def _tasks(step: Step) -> Iterator[Task]:

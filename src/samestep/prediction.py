@@ -1,0 +1,119 @@
+"""What a layout would cost on given hardware: the program of every stage, played on the clock and added up in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from samestep import clock, memory
+from samestep.hardware import Hardware
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.memory import MemoryUse
+from samestep.model import ModelSpec
+from samestep.program import Program
+from samestep.strategies import program_of
+from samestep.timeline import Timeline
+
+PASSES = 3
+"""Forward, and twice that backward: what a model needs of FLOPs, recomputation left out (Chowdhery et al. 2022)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Step time and memory of one layout."""
+
+    layout: Layout
+    hardware: Hardware
+    timeline: Timeline
+    programs: tuple[Program, ...]
+    """Of each pipeline stage."""
+    memory: tuple[MemoryUse, ...]
+    """Of a rank of each pipeline stage."""
+    tokens: int
+    """Of one step."""
+    model_flops: int
+    """Of one step."""
+    dtype: str
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one step."""
+        return self.timeline.step_s
+
+    @property
+    def devices(self) -> int:
+        """Ranks in all."""
+        return self.layout.world_size
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        """Tokens a second, by device."""
+        return self.tokens / self.step_s / self.devices
+
+    @property
+    def tflops_per_device(self) -> float:
+        """Useful FLOP/s of a device, in 10^12: without what is computed again."""
+        return self.model_flops / self.step_s / self.devices / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Useful FLOP/s against the peak of the job's dtype."""
+        return self.tflops_per_device * 1e12 / self.hardware.flops_per_s[self.dtype]
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Part of the step in which a stage neither computes nor communicates, on average over the stages."""
+        stages = self.timeline.stages
+        idle = [self.timeline.idle_s(stage) - self.timeline.exposed_s(stage) for stage in stages]
+        return sum(idle) / len(stages) / self.step_s if stages and self.step_s else 0.0
+
+    @property
+    def exposed_comm_s(self) -> float:
+        """Time in which the stage that has most of it communicates and computes nothing."""
+        return max((self.timeline.exposed_s(stage) for stage in self.timeline.stages), default=0.0)
+
+    @property
+    def peak(self) -> MemoryUse:
+        """Memory of the stage that holds most."""
+        return max(self.memory, key=lambda use: use.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage's peak is within the memory of a device."""
+        return self.peak.total <= self.hardware.memory_bytes
+
+    def to_record(self) -> dict[str, object]:
+        """Return plain data for JSON."""
+        return {
+            "layout": str(self.layout),
+            "hardware": self.hardware.name,
+            "devices": self.devices,
+            "step_s": self.step_s,
+            "tokens_per_s_per_device": self.tokens_per_s_per_device,
+            "tflops_per_device": self.tflops_per_device,
+            "mfu": self.mfu,
+            "bubble_fraction": self.bubble_fraction,
+            "exposed_comm_s": self.exposed_comm_s,
+            "memory_bytes": [use.to_record() for use in self.memory],
+            "fits": self.fits,
+        }
+
+
+def predict(model: ModelSpec, job: Job, layout: Layout, hardware: Hardware, states_per_param: int = 2) -> Prediction:
+    """Predict one layout.
+
+    Raises:
+        LayoutError: a strategy refuses it.
+    """
+    per_node = job.run.ranks_per_node or hardware.devices_per_node
+    programs = tuple(program_of(model, job, layout, per_node, stage=stage) for stage in range(layout.pp))
+    return Prediction(
+        layout=layout,
+        hardware=hardware,
+        programs=programs,
+        timeline=clock.play(programs, hardware),
+        memory=tuple(memory.during_step(program, states_per_param) for program in programs),
+        tokens=job.train.global_batch * job.data.sequence_length,
+        model_flops=PASSES * model.forward_flops * job.train.global_batch,
+        dtype=programs[0].step.compute_dtype,
+    )

@@ -1,0 +1,142 @@
+"""Laws of whole pipelines: the textbook bubbles come out of what the clock plays, and no work is lost between stages."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep import clock, memory
+from samestep.errors import LayoutError
+from samestep.layout import Layout
+from samestep.model import ModelSpec
+from samestep.prediction import predict
+from samestep.program import Kind, Program, TaskKind, is_backward, is_forward
+from samestep.strategies import program_of
+from samestep.strategies.pipeline import runs_of
+from samestep.timeline import COMPUTE
+from tests.laws.models import LAW, blocks, case, machine
+
+FLOPS = 10**9
+COSTLY = {"forward_flops": FLOPS, "output_elements": 64, "saved_elements": 100, "input_elements": 10}
+
+
+def programs(model: ModelSpec, layout: str, global_batch: int) -> list[Program]:
+    made = case(model, f"dp={Layout.parse(layout).dp}", global_batch=global_batch).job
+    parsed = Layout.parse(layout)
+    return [program_of(model, made, parsed, stage=stage) for stage in range(parsed.pp)]
+
+
+def bubble(model: ModelSpec, layout: str, microbatches: int) -> float:
+    """Idle time of a stage over its busy time, of one sample a micro-batch and free communication."""
+    timeline = clock.play(programs(model, f"{layout} microbatch=1", microbatches), machine())
+    busy = timeline.busy_s(0, COMPUTE)
+    assert all(timeline.busy_s(stage, COMPUTE) == pytest.approx(busy) for stage in timeline.stages)
+    return (timeline.step_s - busy) / busy
+
+
+@LAW
+@given(st.integers(2, 6), st.integers(0, 12), st.sampled_from(["gpipe", "1f1b"]))
+def test_gpipe_and_1f1b_idle_p_minus_1_over_m(p: int, more: int, schedule: str) -> None:
+    m = p + more
+    assert bubble(blocks(p, **COSTLY), f"pp={p} schedule={schedule}", m) == pytest.approx((p - 1) / m)
+
+
+@LAW
+@given(st.integers(2, 4), st.integers(2, 4), st.integers(1, 4))
+def test_interleaving_divides_the_bubble(p: int, v: int, rounds: int) -> None:
+    m = p * rounds
+    layout = f"pp={p} schedule=interleaved virtual_stages={v}"
+    assert bubble(blocks(p * v, **COSTLY), layout, m) == pytest.approx((p - 1) / (v * m))
+
+
+LAYOUTS = [
+    "pp=2",
+    "pp=3 schedule=gpipe",
+    "pp=2 schedule=interleaved virtual_stages=2",
+    "dp=2 pp=2",
+    "pp=4 recompute=full",
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("microbatches", [1, 3, 8])
+def test_work_is_conserved_and_every_forward_stands_before_its_backward(layout: str, microbatches: int) -> None:
+    model = blocks(6, **COSTLY)
+    dp = Layout.parse(layout).dp
+    found = programs(model, f"{layout} microbatch=1", microbatches * dp)
+    forward = sum(op.flops for one in found for task, op in one.ops() if is_forward(task.body))
+    assert forward == 6 * FLOPS * microbatches
+    backward = sum(op.flops for one in found for _, op in one.ops() if op.kind is Kind.BACKWARD)
+    assert backward == 2 * forward
+    timeline = clock.play(found, machine(bytes_per_s=1e9, latency_s=1e-6))
+    ends: dict[tuple[str, str], float] = {}
+    for span in timeline.spans:
+        kind, _, owner = span.name.partition(":")
+        if kind == Kind.FORWARD:
+            ends[owner, span.task[1:]] = span.end_s
+    for span in timeline.spans:
+        kind, _, owner = span.name.partition(":")
+        if kind == Kind.BACKWARD:
+            assert span.start_s >= ends[owner, span.task[1:]] - 1e-12
+
+
+@LAW
+@given(st.lists(st.integers(1, 50), min_size=3, max_size=9), st.integers(1, 4))
+def test_runs_of_layers_are_the_best_there_are(costs: list[int], count: int) -> None:
+    count = min(count, len(costs))
+    model = blocks(len(costs))
+    model = replace(
+        model, layers=tuple(replace(la, forward_flops=c) for la, c in zip(model.layers, costs, strict=True))
+    )
+    runs = runs_of(model, count)
+    assert [index for run in runs for index in run] == list(range(len(costs)))
+    best = min(
+        max(sum(costs[a:b]) + b - a for a, b in itertools.pairwise((0, *borders, len(costs))))
+        for borders in itertools.combinations(range(1, len(costs)), count - 1)
+    )
+    assert max(sum(costs[index] + 1 for index in run) for run in runs) == best
+
+
+@pytest.mark.parametrize(("schedule", "held"), [("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1])])
+def test_activations_in_flight_are_those_of_the_papers(schedule: str, held: list[int]) -> None:
+    found = programs(blocks(4, **COSTLY), f"pp=4 schedule={schedule} microbatch=1", 8)
+    assert [memory.during_step(one).activations // 400 for one in found] == held
+
+
+def test_stages_that_wait_for_each_other_for_ever_are_named() -> None:
+    first, last = programs(blocks(2, **COSTLY), "pp=2 microbatch=1", 2)
+    # Stage 0 wants its first backward before the forward of the micro-batch that it follows.
+    tasks = first.stages[0]
+    order = sorted(tasks, key=lambda task: (task.kind is not TaskKind.BACKWARD, task.microbatch))
+    with pytest.raises(
+        LayoutError, match=r"for ever: stage 0 at recv:layers.0 of task B0; stage 1 at recv:layers.0 of task F0"
+    ):
+        clock.play([replace(first, stages=(tuple(order),)), last], machine())
+
+
+def test_sends_run_beside_compute() -> None:
+    model = blocks(2, **COSTLY)
+    slow = machine(bytes_per_s=64 * 4 / 1e-3)  # a send takes as long as a forward of 1e9 FLOPs at 1 TFLOP/s
+    timeline = clock.play(programs(model, "pp=2 schedule=gpipe microbatch=1", 8), slow)
+    sends = [span for span in timeline.spans if span.stage == 0 and span.name.startswith("send")]
+    computes = [span for span in timeline.spans if span.stage == 0 and span.name.startswith("forward")]
+    assert any(s.start_s < c.end_s and c.start_s < s.end_s for s in sends for c in computes)
+    assert all(
+        is_backward(task.body) or task.kind is not TaskKind.BACKWARD for task in programs(model, "pp=2", 8)[0].stages[0]
+    )
+
+
+def test_thousands_of_devices_are_played_in_a_blink() -> None:
+    """96 layers, 64 micro-batches, 4,096 devices: the aim is 0.3 s; the bound is for a busy machine."""
+    model = blocks(96, **COSTLY)
+    job = case(model, "dp=1", global_batch=64 * 512).job
+    began = time.process_time()
+    found = predict(model, job, Layout.parse("dp=512 pp=8 microbatch=1"), machine())
+    assert time.process_time() - began < 3.0
+    assert found.devices == 4096
+    assert found.bubble_fraction == pytest.approx(7 / 71, rel=0.05)
