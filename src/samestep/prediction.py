@@ -11,7 +11,7 @@ from samestep.layout import Layout
 from samestep.memory import MemoryUse
 from samestep.model import ModelSpec
 from samestep.program import Program
-from samestep.strategies import program_of
+from samestep.strategies import programs_of
 from samestep.timeline import Timeline
 
 PASSES = 3
@@ -106,7 +106,7 @@ def predict(model: ModelSpec, job: Job, layout: Layout, hardware: Hardware, stat
         LayoutError: a strategy refuses it.
     """
     per_node = job.run.ranks_per_node or hardware.devices_per_node
-    programs = tuple(program_of(model, job, layout, per_node, stage=stage) for stage in range(layout.pp))
+    programs = programs_of(model, job, layout, per_node)
     return Prediction(
         layout=layout,
         hardware=hardware,

@@ -48,7 +48,7 @@ from samestep.runtime.launch import Place
 from samestep.runtime.precision import DTYPES
 from samestep.runtime.run import Loss, Run, Source, prepare
 from samestep.runtime.update import Updater, optimizer_source
-from samestep.strategies import program_of
+from samestep.strategies import programs_of
 from samestep.verdict import Cause, Check, Verdict
 
 FLOAT64_ALLOWANCE = 1e-9
@@ -84,10 +84,7 @@ class Subject:
 
     def programs(self) -> list[Program]:
         """The step of every pipeline stage."""
-        return [
-            program_of(self.spec, self.job, self.layout, self.job.run.ranks_per_node, stage=stage)
-            for stage in range(self.layout.pp)
-        ]
+        return list(programs_of(self.spec, self.job, self.layout, self.job.run.ranks_per_node))
 
 
 def _sgd(named: list[tuple[str, Tensor]]) -> Optimizer:

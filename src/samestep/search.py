@@ -18,16 +18,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
+from samestep import memory
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.memory import MemoryUse
 from samestep.model import ModelSpec
 from samestep.prediction import PASSES, Prediction, predict
-from samestep.program import BYTES_OF, COMPUTE_DTYPE
-from samestep.strategies import program_of
+from samestep.program import BYTES_OF, COMPUTE_DTYPE, Step
+from samestep.strategies import programs_of, refusal_of
 
-MOST_PLAYED = 48
+MOST_PLAYED = 24
 """Layouts that the clock plays at most: the bounds have ordered them."""
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 """Samples of a micro-batch that are tried, beside a rank's whole share."""
@@ -162,34 +164,65 @@ def _played(
     rejections: list[Rejection],
 ) -> list[Prediction]:
     """Play layouts in the order of their bounds until none is left that could be among the fastest."""
-    best: list[Prediction] = []
+    best: list[tuple[float, Layout]] = []
     played = 0
     for index, bound in enumerate(sorted(bounds, key=lambda bound: bound.step_s)):
-        last_s = best[top - 1].step_s if len(best) >= top else float("inf")
+        last_s = best[top - 1][0] if len(best) >= top else float("inf")
         if bound.step_s >= last_s or played >= MOST_PLAYED:
             left = sorted(bounds, key=lambda bound: bound.step_s)[index:]
             rejections.extend(Rejection(b.layout, "slower", f"at least {b.step_s:.4g} s a step") for b in left)
             break
         try:
-            found = predict(model, job, bound.layout, hardware, states_per_param)
+            found = _quickly(model, job, bound.layout, hardware, states_per_param)
         except LayoutError as error:
             rejections.append(Rejection(bound.layout, "refused", str(error)))
             continue
+        if isinstance(found, str):
+            rejections.append(Rejection(bound.layout, "memory", found))
+            continue
         played += 1
-        if found.fits:
-            best = sorted([*best, found], key=lambda one: one.step_s)
-        else:
-            rejections.append(Rejection(bound.layout, "memory", memory_reason(found)))
-    rejections.extend(Rejection(p.layout, "slower", f"{p.step_s:.4g} s a step") for p in best[top:])
-    return best[:top]
+        best = sorted([*best, (found, bound.layout)], key=lambda one: one[0])
+    rejections.extend(Rejection(layout, "slower", f"about {step_s:.4g} s a step") for step_s, layout in best[top:])
+    whole = [predict(model, job, layout, hardware, states_per_param) for _, layout in best[:top]]
+    return sorted((one for one in whole if one.fits), key=lambda one: one.step_s)
+
+
+def _quickly(model: ModelSpec, job: Job, layout: Layout, hardware: Hardware, states_per_param: int) -> float | str:
+    """Return the step time from two short plays, or why the layout does not fit.
+
+    A pipeline that is full repeats itself with every micro-batch: T(m) = T(a) + (m - a) (T(b) - T(a)) / (b - a).
+    """
+    share = -(-job.train.global_batch // layout.dp)
+    size = min(layout.microbatch or share, share)
+    count = -(-share // size)
+    few = 2 * layout.pp * layout.virtual_stages + 1
+    if count <= 2 * few:
+        found = predict(model, job, layout, hardware, states_per_param)
+        return found.step_s if found.fits else memory_reason(found)
+    short, longer = (_with_batch(job, number * size * layout.dp) for number in (few, few + layout.pp))
+    first = programs_of(model, short, layout, hardware.devices_per_node)
+    use = memory.during_step(first[0], states_per_param)  # the first stage has most in flight
+    if use.total > hardware.memory_bytes:
+        return _needs(use, hardware)
+    one, two = (predict(model, batch, layout, hardware, states_per_param) for batch in (short, longer))
+    if not one.fits:
+        return memory_reason(one)
+    return one.step_s + (count - few) * (two.step_s - one.step_s) / layout.pp
+
+
+def _with_batch(job: Job, global_batch: int) -> Job:
+    return job.model_copy(update={"train": job.train.model_copy(update={"global_batch": global_batch})})
 
 
 def memory_reason(found: Prediction) -> str:
     """Say how far a layout is from fitting, and what takes most."""
-    use = found.peak
+    return _needs(found.peak, found.hardware)
+
+
+def _needs(use: MemoryUse, hardware: Hardware) -> str:
     parts = sorted(use.parts().items(), key=lambda item: -item[1])
     most = ", ".join(f"{name} {_gib(size)}" for name, size in parts[:3] if size)
-    return f"needs {_gib(use.total)} GiB of {_gib(found.hardware.memory_bytes)} at {use.peak_at}: {most}"
+    return f"needs {_gib(use.total)} GiB of {_gib(hardware.memory_bytes)} at {use.peak_at}: {most}"
 
 
 def explain_layout(
@@ -261,12 +294,7 @@ def _shards(dp: int, tp: int, hardware: Hardware) -> list[int]:
 
 def _refusal(model: ModelSpec, job: Job, degrees: Layout, hardware: Hardware) -> str | None:
     """Ask the strategies once for each split; switches are asked for when they are played."""
-    share = -(-job.train.global_batch // degrees.dp)
-    try:
-        program_of(model, job, replace(degrees, microbatch=share), hardware.devices_per_node)
-    except LayoutError as error:
-        return str(error)
-    return None
+    return refusal_of(Step.of(model, job, degrees, hardware.devices_per_node))
 
 
 def _switched(degrees: Layout, job: Job) -> Iterator[Layout]:

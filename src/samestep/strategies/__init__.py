@@ -5,6 +5,7 @@ Strategies do not know each other. Each has two functions, `refusal(step)` and `
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 
 from samestep.errors import LayoutError
@@ -35,11 +36,50 @@ def program_of(
         LayoutError: a strategy refuses the layout; the text says why and what would work.
     """
     step = Step.of(model, job, layout, ranks_per_node, cuts_loss, stage)
-    for strategy in STACK:
-        if reason := strategy.refusal(step):
-            raise LayoutError(reason)
+    if reason := refusal_of(step):
+        raise LayoutError(reason)
+    return _behind(_before_stages(step))
+
+
+def programs_of(
+    model: ModelSpec,
+    job: Job,
+    layout: Layout,
+    ranks_per_node: int | None = None,
+    cuts_loss: bool | None = None,
+) -> tuple[Program, ...]:
+    """Return the programs of all pipeline stages: `program_of` each of them, with what they share made once.
+
+    Raises:
+        LayoutError: a strategy refuses the layout.
+    """
+    step = Step.of(model, job, layout, ranks_per_node, cuts_loss)
+    if reason := refusal_of(step):
+        raise LayoutError(reason)
+    shared = _before_stages(step)
+    stages = (replace(shared, step=replace(shared.step, stage=stage)) for stage in range(layout.pp))
+    return tuple(_behind(program) for program in stages)
+
+
+def refusal_of(step: Step) -> str | None:
+    """Return why the first strategy that refuses a step does; None where none does."""
+    return next((reason for strategy in STACK if (reason := strategy.refusal(step))), None)
+
+
+_STAGED = STACK.index(pipeline)
+
+
+def _before_stages(step: Step) -> Program:
+    """Apply what is the same for all stages."""
     program = _on_one_rank(step)
-    for strategy in STACK:
+    for strategy in STACK[:_STAGED]:
+        program = strategy.apply(program)
+    return program
+
+
+def _behind(program: Program) -> Program:
+    """Apply the pipeline, and what comes after it."""
+    for strategy in STACK[_STAGED:]:
         program = strategy.apply(program)
     return program
 
