@@ -96,6 +96,8 @@ class ModelSpec:
     buffer_bytes: int = 0
     coupled_modules: tuple[str, ...] = ()
     """Modules through which samples influence each other, as batch norm."""
+    varies_at: str = ""
+    """Path of a module whose code looks at values, so that shapes or branches may be others for the next sample."""
     cut_refusal: str = "no plan says where its weights may be cut"
     """Why tensor parallelism cannot cut the model; empty where it can."""
     logit_rows: int = 0

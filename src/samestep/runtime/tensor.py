@@ -160,8 +160,9 @@ def watching(model: nn.Module, cuts: Cuts) -> Iterator[Seen]:
 
 def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: Seen) -> ModelSpec:
     """Write into a spec how its weights may be cut and what that costs."""
-    if cuts.refusal:
-        return replace(spec, cut_refusal=cuts.refusal)
+    if cuts.refusal or spec.varies_at:
+        varies = f"the shapes at {spec.varies_at} depend on values"
+        return replace(spec, cut_refusal=cuts.refusal or varies)
     params = tuple(replace(param, cut=_cut_of(model, cuts, param)) for param in spec.params)
     layers = tuple(_layer_with(layer, seen) for layer in spec.layers)
     return replace(spec, params=params, layers=layers, cut_refusal="", logit_rows=seen.logit_rows)
