@@ -413,7 +413,7 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
         return tensor.local_part(plan.materialize(name, place.device, dtype), params[name], mesh)
 
     params = {param.name: param for param in program.step.model.params}
-    holder = _holder(program)(model, program, mesh, materialize)
+    holder = holder_of(layout)(model, program, mesh, materialize)
     fill_rest(plan, place.device, torch.float64 if job.numerics.precision == "float64" else None)
     return _Made(
         model=model,
@@ -433,9 +433,12 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
     )
 
 
-def _holder(program: Program) -> type[Replicated] | type[Sharded]:
-    """Return what holds the weights. FSDP2 and DTensor take a second to import, which replicated runs need not pay."""
-    if program.step.zero < 2:
+def holder_of(layout: Layout) -> type[Replicated] | type[Sharded]:
+    """Return what holds the weights. FSDP2 and DTensor take a second to import, which replicated runs need not pay.
+
+    A process that forks workers calls it first, so that they need not pay either.
+    """
+    if layout.zero < 2 or layout.dp_shard == 1:
         return Replicated
     from samestep.runtime.shard import Sharded  # noqa: PLC0415
 
