@@ -43,7 +43,14 @@ from samestep.runtime.init import Blueprint, blueprint, fill_rest
 from samestep.runtime.launch import Place
 from samestep.runtime.record import owned
 from samestep.runtime.trace import trace
-from samestep.runtime.update import OptimizerSource, Updater, check_optimizer, clip_factor, optimizer_source
+from samestep.runtime.update import (
+    LARGEST_SUM,
+    OptimizerSource,
+    Updater,
+    check_optimizer,
+    clip_factor,
+    optimizer_source,
+)
 from samestep.runtime.watch import Watch
 from samestep.strategies import program_of
 
@@ -296,7 +303,8 @@ class Run:
     def _agree(self, totals: Tensor) -> list[float]:
         """Sum the step's scalars over the world: loss, count, squared norm, stop flag."""
         stop = torch.tensor([float(launch.stop_requested())], dtype=torch.float64, device=self.place.device)
-        scalars = torch.cat([totals, self.made.holder.norm_squared().view(1), stop])
+        norm_squared = self.made.holder.norm_squared() + self.made.updater.overflow(self.place.device)
+        scalars = torch.cat([totals, norm_squared.view(1), stop])
         if self.layout.world_size > 1:
             with owned("scalars"):
                 dist.all_reduce(scalars, group=self.made.mesh.groups["world"])
@@ -324,7 +332,11 @@ class Run:
         _put_back(buffers)
         found = self._gathered(text)
         named = [f"{text} (rank {rank})" for rank, text in enumerate(found) if text]
-        return named[0] if named else "loss or gradient norm is not finite, though no module's output or gradient is"
+        if named:
+            return named[0]
+        if self.made.updater.loss_scale is not None:
+            return f"a gradient under the loss scale {self.made.updater.loss_scale.scale:g} is above {LARGEST_SUM:g}"
+        return "loss or gradient norm is not finite, though no module's output or gradient is"
 
     def _gathered(self, mine: Any) -> list[Any]:
         """Return what every rank says. Collective over the world."""
