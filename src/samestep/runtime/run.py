@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -41,8 +41,9 @@ from samestep.runtime.data import Replicated
 from samestep.runtime.diagnose import first_nonfinite
 from samestep.runtime.init import Blueprint, blueprint, fill_rest
 from samestep.runtime.launch import Place
+from samestep.runtime.masks import Part
 from samestep.runtime.record import owned
-from samestep.runtime.trace import trace
+from samestep.runtime.trace import samples_traced, trace
 from samestep.runtime.update import (
     LARGEST_SUM,
     OptimizerSource,
@@ -261,6 +262,7 @@ class Run:
             elif task.kind is TaskKind.BACKWARD:
                 self._backward(task, held.pop((task.microbatch, task.chunk)))
         made.holder.finish_gradients()
+        made.draws = bool(made.draws)
         if made.stage is not None:
             made.stage.finish()
         return totals / self.layout.tp  # ranks of a tensor cut count the same samples
@@ -356,10 +358,11 @@ class Run:
             if made.draws is not False:
                 drawn = indices if len(indices) else batch.shares(0, 1, 1)[0][:1]
                 samples = torch.as_tensor(np.asarray(drawn), device=self.place.device)
-                mode = dropout.DropoutMode(made.model, dropout.Draw(self.job.train.seed, batch.step, samples))
+                draw = dropout.Draw(self.job.train.seed, batch.step, samples)
+                mode = dropout.DropoutMode(made.model, draw, made.mask_part)
                 stack.enter_context(mode)
                 yield
-                made.draws = made.draws or mode.num_draws > 0
+                made.draws = made.draws or mode.num_draws > 0 or None
             else:
                 yield
 
@@ -399,7 +402,9 @@ class _Made:
     running: list[Tensor]
     """Running statistics, which a skipped step leaves as they were."""
     draws: bool | None
-    """Whether forwards draw dropout masks; None until the first one has shown it."""
+    """Whether forwards draw dropout masks; None until the first step has shown it."""
+    mask_part: Part | None
+    """Which part of each mask this rank of a tensor cut draws."""
 
 
 def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) -> _Made:
@@ -412,9 +417,6 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
     mesh = meshes.build(program, place.device)
     model = plan.module
     precision.apply(model, program)
-    may_draw = dropout.has_dropout(model)
-    if may_draw and layout.tp * layout.pp > 1:
-        raise LayoutError("tp and pp with dropout are not built yet: dropout 0 in the model's configuration works")
     if layout.pp > 1:
         pipeline.check(model, program)
     tensor.apply(model, program, mesh)
@@ -441,7 +443,8 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
         master=precision.DTYPES[program.step.master_dtype],
         modes={module: module.training for module in model.modules()},
         running=[buffer for path in spec.coupled_modules for buffer in model.get_submodule(path).buffers()],
-        draws=True if may_draw else None,
+        draws=True if spec.masks or dropout.has_dropout(model) else None,
+        mask_part=Part(spec, mesh.tp, mesh.tp_index) if mesh.tp > 1 else None,
     )
 
 
@@ -471,9 +474,12 @@ def prepare(source: Source, job: Job, example: Any) -> tuple[Blueprint, ModelSpe
     dtype = next((param.dtype for param in plan.module.parameters() if param.is_floating_point()), torch.float32)
     one = precision.cast_floating(tree_map_only(Tensor, lambda tensor: tensor[:1], example), dtype)
     cuts = tensor.cuts_of(plan.module)
-    with tensor.watching(plan.module, cuts) as seen:
-        spec = trace(plan.module, one, source.name, functools.partial(plan.materialize, device=torch.device("cpu")))
-    return plan, tensor.with_cuts(spec, plan.module, cuts, seen)
+    noting = dropout.noting(plan.module, samples_traced(plan.module))
+    with tensor.watching(plan.module, cuts) as seen, noting as masks:
+        spec = trace(
+            plan.module, one, source.name, functools.partial(plan.materialize, device=torch.device("cpu")), seen.keep
+        )
+    return plan, replace(tensor.with_cuts(spec, plan.module, cuts, seen), masks=tuple(masks))
 
 
 def parallelize(

@@ -41,7 +41,7 @@ from torch.utils.flop_counter import flop_registry
 
 from samestep.errors import ModelError, SamestepError
 from samestep.job import Job
-from samestep.model import LayerSpec, ModelSpec, ParamSpec
+from samestep.model import LayerSpec, ModelSpec, ParamSpec, is_below
 from samestep.runtime.build import call_model, model_source
 from samestep.runtime.init import blueprint
 
@@ -67,25 +67,31 @@ def model_spec(job: Job, sample: Any) -> ModelSpec:
     return trace(plan.module, sample, name, functools.partial(plan.materialize, device=_CPU))
 
 
-def trace(module: nn.Module, sample: Any, name: str, value_of: ValueOf | None = None) -> ModelSpec:
+def trace(
+    module: nn.Module,
+    sample: Any,
+    name: str,
+    value_of: ValueOf | None = None,
+    on_keep: Callable[[str], None] = lambda block: None,
+) -> ModelSpec:
     """Trace one forward of a module on the meta device; `sample` is a batch of one real sample.
 
     `value_of` serves code that looks at the values of buffers and weights; without it such code is refused.
+    `on_keep` is told of each tensor that autograd keeps: the top-most module with weights that was entered last.
 
     Raises:
         ModelError: the forward fails, or needs values that are not there.
     """
-    coupled = tuple(path for path, part in module.named_modules() if _couples_samples(part))
-    num_samples = 2 if coupled else 1  # batch norm refuses a batch of one
+    num_samples = samples_traced(module)
     containers = _containers(module)
-    watch = _Watch(module)
+    watch = _Watch(module, on_keep)
     try:
         _forward(module, sample, num_samples, name, containers, watch, value_of)
     except _NeedsValuesError:
         if value_of is None or _num_elements(module) > KNOWN_WEIGHTS:
             raise ModelError(_unseen(name, watch, module)) from None
         looked = watch.innermost or name
-        watch = _Watch(module, of_everything=True)
+        watch = _Watch(module, on_keep, of_everything=True)
         watch.varies = looked
         try:
             _forward(module, sample, num_samples, name, containers, watch, value_of)
@@ -97,9 +103,18 @@ def trace(module: nn.Module, sample: Any, name: str, value_of: ValueOf | None = 
         layers=_layer_specs(module, layers, watch, num_samples),
         params=_param_specs(module, layers, containers, watch),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
-        coupled_modules=coupled,
+        coupled_modules=_coupled(module),
         varies_at=watch.varies,
     )
+
+
+def samples_traced(module: nn.Module) -> int:
+    """Return how many copies of a sample are traced: batch norm refuses a batch of one."""
+    return 2 if _coupled(module) else 1
+
+
+def _coupled(module: nn.Module) -> tuple[str, ...]:
+    return tuple(path for path, part in module.named_modules() if _couples_samples(part))
 
 
 def _couples_samples(module: nn.Module) -> bool:
@@ -162,14 +177,10 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _is_below(path: str, root: str) -> bool:
-    return not root or path == root or path.startswith(f"{root}.")
-
-
 def _block_of(path: str, containers: Iterable[str]) -> str | None:
     """Path of the container's child that `path` is, or is part of."""
     for container in containers:
-        if path != container and _is_below(path, container):
+        if path != container and is_below(path, container):
             below = path[len(container) + 1 :] if container else path
             return _join(container, below.partition(".")[0])
     return None
@@ -257,8 +268,9 @@ class _Region:
 class _Watch(TorchDispatchMode):
     """Notes what every operation reads, writes and costs, by regions. A storage is known by its address."""
 
-    def __init__(self, module: nn.Module, of_everything: bool = False) -> None:
+    def __init__(self, module: nn.Module, on_keep: Callable[[str], None], of_everything: bool = False) -> None:
         super().__init__()
+        self._on_keep = on_keep
         self.regions: dict[str, _Region] = {"": _Region()}
         self.region = ""
         """Path of the top-most module with weights that was entered last; nothing before the first."""
@@ -335,6 +347,7 @@ class _Watch(TorchDispatchMode):
 
     def save(self, tensor: Tensor) -> Tensor:
         """Book what autograd keeps, unless it is there anyway."""
+        self._on_keep(self.region)
         key = self.key(tensor)
         if tensor.is_meta and key not in self._weights:
             self.savers.setdefault(key, self.region)
@@ -454,7 +467,7 @@ def _hooks(module: nn.Module, containers: tuple[str, ...], watch: _Watch) -> Ite
 
 def _is_outside(path: str, containers: tuple[str, ...]) -> bool:
     """Whether it is the model itself, a container, or has one within."""
-    return not path or any(_is_below(container, path) for container in containers)
+    return not path or any(is_below(container, path) for container in containers)
 
 
 class _Attention(torch.autograd.Function):
@@ -698,7 +711,7 @@ def _layer_of(path: str, layer_of: Mapping[str, int], containers: tuple[str, ...
         return layer_of[above]
     while path:
         path = path.rpartition(".")[0]
-        near = [index for listed, index in layer_of.items() if _is_below(listed, path)]
+        near = [index for listed, index in layer_of.items() if is_below(listed, path)]
         if near:
             return min(near)
     return 0
