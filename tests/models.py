@@ -123,23 +123,27 @@ class Attentive(nn.Module):
         "head": "vocab",
     }
 
-    def __init__(self, width: int = 16, heads: int = 4, blocks: int = 2, vocabulary: int = 64) -> None:
+    def __init__(
+        self, width: int = 16, heads: int = 4, blocks: int = 2, vocabulary: int = 64, dropout: float = 0.0
+    ) -> None:
         super().__init__()
+        self.rate = dropout
         self.embed = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(AttentiveBlock(width, heads) for _ in range(blocks))
+        self.blocks = nn.ModuleList(AttentiveBlock(width, heads, dropout) for _ in range(blocks))
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
+        x = torch.nn.functional.dropout(self.embed(input_ids), self.rate, self.training)
         for block in self.blocks:
             x = block(x)
         return self.head(x)
 
 
 class AttentiveBlock(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.num_heads = heads
+        self.rate, self.inner, self.outer = dropout, nn.Dropout(dropout), nn.Dropout(dropout)
         self.norm = nn.LayerNorm(width)
         self.q, self.k, self.v = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)
         self.head_norm = nn.LayerNorm(width // heads)
@@ -152,9 +156,10 @@ class AttentiveBlock(nn.Module):
             part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for part in (self.q(normed), self.k(normed), self.v(normed))
         )
-        mixed = torch.nn.functional.scaled_dot_product_attention(self.head_norm(q), k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+        rate = self.rate if self.training else 0.0
+        mixed = torch.nn.functional.scaled_dot_product_attention(self.head_norm(q), k, v, None, rate, is_causal=True)
+        x = x + self.outer(self.out(mixed.transpose(1, 2).flatten(2)))
+        return x + self.outer(self.down(self.inner(torch.nn.functional.gelu(self.up(x)))))
 
 
 EVEN = {"vocab_size": 64, "max_position_embeddings": 32}
@@ -195,4 +200,13 @@ MODELS |= {
     ),
     "deep_attentive": functools.partial(Attentive, blocks=4),
     "deep_plain": functools.partial(Plain, blocks=4),
+    "dropping_attentive": functools.partial(Attentive, blocks=4, dropout=0.3),
+    "dropping_llama": functools.partial(hf, "llama", num_key_value_heads=2, attention_dropout=0.2, **DEEP),
+    "dropping_gpt2": functools.partial(
+        hf, "gpt2", vocab_size=64, n_embd=16, n_layer=4, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0,
+    ),
+    "dropping_gpt2_eager": functools.partial(
+        hf, "gpt2", vocab_size=64, n_embd=16, n_layer=4, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0,
+        attn_implementation="eager",
+    ),
 }  # fmt: skip

@@ -342,7 +342,7 @@ def _layouts(words: argparse.Namespace) -> int:
     rows = [legality.row_of(model, job, layout) for layout in legality.layouts_of(words.devices)]
     print(legality.as_markdown(rows) if words.markdown else legality.as_text(rows))
     if words.json:
-        words.json.write_text(json.dumps([legality.as_record(row) for row in rows], indent=1) + "\n")
+        _write(words.json, json.dumps([legality.as_record(row) for row in rows], indent=1) + "\n")
     return 0
 
 

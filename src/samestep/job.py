@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -156,11 +156,12 @@ class Job(_Table):
     checkpoint: CheckpointTable = CheckpointTable()
     run: RunTable = RunTable()
 
-    def __init__(self, **tables: Any) -> None:
+    def __init__(self, source: str = "job", /, **tables: Any) -> None:
+        """Check the tables; what is said of a mistake in them begins with `source`, as the file they come from."""
         try:
             super().__init__(**tables)
         except ValidationError as error:
-            raise JobError(_say(error, "job", tables)) from None
+            raise JobError(_say(error, source)) from None
 
     @field_validator("layout")
     @classmethod
@@ -204,10 +205,7 @@ def load(path: str | Path, settings: Sequence[str] = ()) -> Job:
         raise JobError(f"{path} is not TOML: {error}") from None
     for setting in settings:
         _set(tables, setting)
-    try:
-        return Job.model_validate(tables)
-    except ValidationError as error:
-        raise JobError(_say(error, str(path), tables)) from None
+    return Job(str(path), **tables)  # not model_validate: it would wrap what __init__ says in an error of its own
 
 
 def _set(tables: dict[str, Any], setting: str) -> None:
@@ -228,7 +226,7 @@ def _set(tables: dict[str, Any], setting: str) -> None:
     table[parts[-1]] = value
 
 
-def _say(error: ValidationError, where: str, tables: Mapping[str, Any]) -> str:
+def _say(error: ValidationError, where: str) -> str:
     """Say every mistake, one a line: the file, the key, what was given and what would be right."""
     lines = []
     for mistake in error.errors(include_url=False):

@@ -15,6 +15,11 @@ from typing import Any, Literal
 FORMAT_VERSION = 2
 
 
+def is_below(path: str, root: str) -> bool:
+    """Whether a module's path is `root` or within it; all are within the model itself, the path of nothing."""
+    return not root or path == root or path.startswith(f"{root}.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """How tensor parallelism may cut a weight: along `dim`, between its `groups` (heads, columns, tokens)."""
@@ -35,6 +40,17 @@ class PartialSum:
     elements: int
     weight: bool = False
     """The gradient of a weight that every rank holds, used on what is cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskSpec:
+    """A dropout mask that a forward draws: of which module, in which of its entries, and the how manieth there."""
+
+    owner: str
+    entry: int
+    draw: int
+    shape: tuple[int, ...]
+    """Of one sample, before any cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +98,8 @@ class LayerSpec:
     """False where no gradient flows through the weights to an input, as in a layer of embeddings."""
     forward_sums: tuple[PartialSum, ...] = ()
     """Under a tensor cut: outputs of row-cut modules and cut embeddings, in order of the forward."""
+    repeats_last_sum: bool = False
+    """Something is kept after the last of them, so a repeated forward runs on to it."""
     backward_sums: tuple[PartialSum, ...] = ()
     """Under a tensor cut: gradients of the inputs of column-cut modules, in order of the backward."""
 
@@ -96,10 +114,14 @@ class ModelSpec:
     buffer_bytes: int = 0
     coupled_modules: tuple[str, ...] = ()
     """Modules through which samples influence each other, as batch norm."""
+    varies_at: str = ""
+    """Path of a module whose code looks at values, so that shapes or branches may be others for the next sample."""
     cut_refusal: str = "no plan says where its weights may be cut"
     """Why tensor parallelism cannot cut the model; empty where it can."""
     logit_rows: int = 0
     """Rows of logits of one sample, where the head is cut by vocabulary."""
+    masks: tuple[MaskSpec, ...] = ()
+    """Dropout masks of one forward, in its order."""
 
     @property
     def num_params(self) -> int:
@@ -133,7 +155,8 @@ class ModelSpec:
         layers = tuple(_layer_from(layer) for layer in fields.pop("layers"))
         params = tuple(_param_from(param) for param in fields.pop("params"))
         coupled = tuple(fields.pop("coupled_modules"))
-        return cls(layers=layers, params=params, coupled_modules=coupled, **fields)
+        masks = tuple(MaskSpec(**{**mask, "shape": tuple(mask["shape"])}) for mask in fields.pop("masks", ()))
+        return cls(layers=layers, params=params, coupled_modules=coupled, masks=masks, **fields)
 
 
 def _layer_from(fields: dict[str, Any]) -> LayerSpec:

@@ -46,7 +46,7 @@ from samestep.runtime import checkpoint, dropout, launch
 from samestep.runtime.build import loss_of, model_source, optimizer_of
 from samestep.runtime.launch import Place
 from samestep.runtime.precision import DTYPES
-from samestep.runtime.run import Loss, Run, Source, prepare
+from samestep.runtime.run import Loss, Run, Source, holder_of, prepare
 from samestep.runtime.update import Updater, optimizer_source
 from samestep.strategies import programs_of
 from samestep.verdict import Cause, Check, Verdict
@@ -282,6 +282,7 @@ def _in_precision(job: Job, precision: str) -> Job:
 
 def _launch(subject: Subject, ranks: int, work: Callable[..., Any], *args: Any) -> Any:
     run = subject.job.run
+    holder_of(subject.layout)
     return launch.run_workers(
         work,
         args,

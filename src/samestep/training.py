@@ -37,7 +37,7 @@ from samestep.report import Metrics, Screen, write_whole
 from samestep.runtime import checkpoint, launch
 from samestep.runtime.build import loss_of, model_source, optimizer_of
 from samestep.runtime.launch import Place
-from samestep.runtime.run import Run, Source, StepReport, prepare
+from samestep.runtime.run import Run, Source, StepReport, holder_of, prepare
 from samestep.runtime.update import check_optimizer
 from samestep.strategies import program_of
 
@@ -152,6 +152,7 @@ def train(
             return _work(place, checked)
         finally:
             launch.leave()
+    holder_of(checked.layout)
     return launch.run_workers(
         _work,
         (checked,),

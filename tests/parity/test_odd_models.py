@@ -380,6 +380,47 @@ class Buffered(nn.Module):
         return self.inner.head(x)
 
 
+class Picking(nn.Module):
+    """Boolean indexing: a layer that sees the tokens with a high score, another every other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score, self.high, self.even = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.score(x)
+        is_high = scores[..., 0] > 0
+        y = torch.zeros_like(x)
+        y[is_high] = self.high(x[is_high]) * scores[is_high].tanh()
+        is_even = torch.arange(x.shape[1], device=x.device) % 2 == 0
+        y[:, is_even] += self.even(x[:, is_even])
+        return x + y
+
+
+def picking() -> nn.Module:
+    model = Language(Picking(), Picking())
+    model.tensor_plan = {"parts.*.even": "gather"}
+    return model
+
+
+class WithInstanceNorm(nn.Module):
+    """Each sample is normed by itself, but the running statistics are of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x)).mean(1)
+
+
+def instance_norm_in_evaluation() -> nn.Module:
+    model = WithInstanceNorm()
+    model.norm.eval()
+    return model
+
+
 class WithBatchNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -446,10 +487,13 @@ ODD: dict[str, Odd] = {
     "encoder_decoder": Odd(EncoderDecoder),
     "buffered": Odd(Buffered),
     "frozen_batch_norm": Odd(frozen_batch_norm, Pairs, "mse"),
+    "instance_norm_in_evaluation": Odd(instance_norm_in_evaluation, lambda: Pairs((3, 12), 4), "mse"),
+    "picking": Odd(picking),
 }
 REFUSED: dict[str, Odd] = {
     "scaled": Odd(Scaled),
     "batch_norm": Odd(WithBatchNorm, Pairs, "mse"),
+    "instance_norm": Odd(WithInstanceNorm, lambda: Pairs((3, 12), 4), "mse"),
     "in_place": Odd(in_place),
     "skipping": Odd(Skipping, Halves),
 }
@@ -520,9 +564,9 @@ def test_a_parameter_without_dimensions_cannot_be_cut_in_rows() -> None:
 def prepare_alone(name: str, layout: str) -> None:
     """Come as far as a layout can be refused before there are other ranks."""
     place = Place(0, 0, Layout.parse(layout).world_size, 2, torch.device("cpu"))
-    job = job_for(name)
-    run = Run(Source(REFUSED[name].build, loss_of(job), optimizer_of(job)), Layout.parse(layout), job, place)
-    run.prepare(next(batches(REFUSED[name].dataset(), job)).samples([0]))
+    job, odd = job_for(name), (ODD | REFUSED)[name]
+    run = Run(Source(odd.build, loss_of(job), optimizer_of(job)), Layout.parse(layout), job, place)
+    run.prepare(next(batches(odd.dataset(), job)).samples([0]))
 
 
 def test_a_branch_around_a_whole_block_is_refused_where_blocks_are_gathered() -> None:
@@ -541,12 +585,17 @@ def test_a_block_that_writes_into_its_input_cannot_be_repeated() -> None:
             observe_odd(0, 1, "in_place", f"dp=1 recompute={recompute}", job_for("in_place"))
 
 
-def test_batch_norm_is_refused_where_the_batch_is_split() -> None:
+@pytest.mark.parametrize(("name", "path"), [("batch_norm", "blocks.0.1"), ("instance_norm", "norm")])
+def test_batch_statistics_are_refused_where_the_batch_is_split(name: str, path: str) -> None:
     for layout in ("dp=1 microbatch=4", *LAYOUTS):
-        with pytest.raises(
-            LayoutError, match=r"blocks.0.1 lets samples influence each other.*microbatch=8 computes it"
-        ):
-            prepare_alone("batch_norm", layout)
+        with pytest.raises(LayoutError, match=f"{path} lets samples influence each other.*microbatch=8 computes it"):
+            prepare_alone(name, layout)
+
+
+def test_shapes_that_depend_on_values_are_refused_where_they_must_be_known() -> None:
+    for layout in ("pp=2", "tp=2"):
+        with pytest.raises(LayoutError, match=r"at parts.0.score depend on values.*p=1 works"):
+            prepare_alone("picking", layout)
 
 
 def test_running_statistics_are_updated_once_a_step() -> None:

@@ -80,7 +80,6 @@ def test_the_ledger_holds_in_mixed_precision(layout: str, model: str) -> None:
         ("deep_llama", "pp=2 virtual_stages=2", "needs schedule=interleaved"),
         ("deep_llama", "dp=2 pp=2 zero=3", "zero=3 with pp=2 is not built yet"),
         ("deep_plain", "pp=2", "scale belongs to no layer"),
-        ("gpt2_with_dropout", "pp=2", "dropout"),
     ],
 )
 def test_what_cannot_be_is_refused(model: str, layout: str, text: str) -> None:

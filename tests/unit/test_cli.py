@@ -384,6 +384,17 @@ def test_mistakes_of_simulate(
     assert complaint.count("\n") == 1
 
 
+def test_layouts_writes_its_table_or_says_why_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(catalog, "model_spec", lambda job: training._traced(job))
+    words = ("layouts", *small.settings(), "--devices", "2", "--json")
+    assert small.main(*words, tmp_path / "table.json") == 0
+    assert {row["legal"] for row in json.loads((tmp_path / "table.json").read_text())} == {True}
+    assert small.main(*words, "/nope/table.json") == 2
+    assert "/nope/table.json cannot be written: No such file or directory" in capfd.readouterr().err
+
+
 def test_who_stops_reading_stops_the_writing() -> None:
     code = "import samestep.cli as cli; cli._env = lambda _: print('x' * 10**6); raise SystemExit(cli.main(['env']))"
     reader, writer = os.pipe()

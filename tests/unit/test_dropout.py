@@ -14,19 +14,18 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from samestep.errors import ModelError
+from samestep.errors import LayoutError, ModelError
+from samestep.model import Cut, MaskSpec, ModelSpec, ParamSpec
 from samestep.runtime.dropout import (
     _HANDLERS,
     Draw,
     DropoutMode,
-    _mix,
-    drop_mask,
     has_dropout,
     named_modules,
     recompute_contexts,
-    spread,
     track_modules,
 )
+from samestep.runtime.masks import Part, drop_mask, mix, places, spread
 
 
 def draw(samples: list[int], seed: int = 1, step: int = 3) -> Draw:
@@ -179,7 +178,7 @@ def test_every_part_of_the_place_changes_the_mask() -> None:
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_masks_look_random(p: float) -> None:
     samples, rows, columns = 8, 200, 300
-    keys = _mix(torch.arange(samples)) ^ 77
+    keys = mix(torch.arange(samples)) ^ 77
     z = (drop_mask(keys, *spread(torch.arange(rows), torch.arange(columns)), p).double() - p) / math.sqrt(p * (1 - p))
     assert z.mean().abs() * math.sqrt(z.numel()) < 5
     for dim in range(3):
@@ -200,7 +199,7 @@ def test_a_draw_outside_the_model_is_not_the_models_first() -> None:
 
 
 def test_a_cut_asks_for_its_rows_and_columns_only() -> None:
-    keys = _mix(torch.arange(3))
+    keys = mix(torch.arange(3))
     whole = drop_mask(keys, *spread(torch.arange(40), torch.arange(64)), 0.3)
     rows, columns = torch.arange(7, 31, 3), torch.arange(32, 64)
     assert torch.equal(drop_mask(keys, *spread(rows, columns), 0.3), whole[:, rows][:, :, columns])
@@ -208,7 +207,7 @@ def test_a_cut_asks_for_its_rows_and_columns_only() -> None:
 
 def test_the_hash_is_pinned() -> None:
     # A changed hash changes every run that goes on from a checkpoint.
-    mask = drop_mask(_mix(torch.arange(2)), *spread(torch.arange(2), torch.arange(16)), 0.5)
+    mask = drop_mask(mix(torch.arange(2)), *spread(torch.arange(2), torch.arange(16)), 0.5)
     assert ["".join(str(int(x)) for x in row) for row in mask.view(4, 16)] == PINNED
 
 
@@ -546,3 +545,55 @@ def test_the_mode_leaves_nothing_behind() -> None:
     state = torch.get_rng_state()
     run(model, ones(1, 8).float(), [0])
     assert torch.equal(state, torch.get_rng_state())
+
+
+# -- parts of masks ----------------------------------------------------------------------------------------------------
+
+
+def cut_model(shape: tuple[int, ...], *cuts: Cut) -> ModelSpec:
+    masks = (MaskSpec(owner="a.drop", entry=0, draw=0, shape=shape),)
+    params = [ParamSpec(name=f"a.w{i}", shape=(24, 8), layer=0, cut=cut) for i, cut in enumerate(cuts)]
+    return ModelSpec(name="cut", layers=(), params=tuple(params), masks=masks)
+
+
+COLUMNS = Cut(style="column", dim=0, groups=6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [((1, 6, 5, 5), 1), ((6, 5, 5), 0), ((1, 5, 24), 2), ((24,), 0), ((1, 5, 6, 4), 2), ((1, 5, 4), None)],
+)
+@pytest.mark.parametrize("degree", [2, 3])
+def test_a_part_of_a_mask_is_the_part_of_the_whole(shape: tuple[int, ...], dim: int | None, degree: int) -> None:
+    model, keys, device = cut_model(shape, COLUMNS), mix(torch.arange(3)) ^ 5, torch.device("cpu")
+    whole = drop_mask(keys, *spread(*places(shape, None, None, device)), 0.4).view(3, *shape)
+    for index in range(degree):
+        part = Part(model, degree, index)
+        mine = tuple(size // degree if at == dim else size for at, size in enumerate(shape))
+        assert part.cut_dim(("a.drop", 0, 0), mine) == dim
+        drawn = drop_mask(keys, *spread(*places(shape, dim, part, device)), 0.4).view(3, *mine)
+        expected = whole if dim is None else whole.chunk(degree, dim + 1)[index]
+        assert torch.equal(drawn, expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "mine", "says"),
+    [
+        ((1, 120), (1, 60), "cannot be told"),  # 5 tokens x 24 features in one dimension
+        ((1, 24, 6), (1, 12, 3), "cannot be told"),
+        ((1, 24), (1, 8), "cannot be told"),
+        ((1, 24), (24,), "cannot be told"),
+    ],
+)
+def test_a_part_that_shapes_do_not_tell_is_refused(shape: tuple[int, ...], mine: tuple[int, ...], says: str) -> None:
+    with pytest.raises(LayoutError, match=says):
+        Part(cut_model(shape, COLUMNS), 2, 0).cut_dim(("a.drop", 0, 0), mine)
+
+
+def test_what_is_fused_is_no_run_and_what_was_not_traced_has_no_part() -> None:
+    fused = Cut(style="column", dim=0, groups=4, parts=3)
+    with pytest.raises(LayoutError, match="cannot be told"):
+        Part(cut_model((1, 24), COLUMNS, fused), 2, 0).cut_dim(("a.drop", 0, 0), (1, 12))
+    assert Part(cut_model((1, 8), COLUMNS, fused), 2, 0).cut_dim(("a.drop", 0, 0), (1, 4)) == 1
+    with pytest.raises(LayoutError, match=r"a.drop draws a dropout mask that the traced forward did not"):
+        Part(cut_model((1, 24), COLUMNS), 2, 0).cut_dim(("a.drop", 0, 1), (1, 12))

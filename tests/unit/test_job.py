@@ -115,9 +115,6 @@ def test_a_setting_below_a_value_is_refused(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="job.load wraps its own text: 'job.toml: job: data...', the next lines 'job: ...'"
-)
 def test_every_mistake_is_said_at_once_with_file_and_key(tmp_path: Path) -> None:
     path = _file(
         tmp_path,

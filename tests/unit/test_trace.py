@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.model import LayerSpec, ModelSpec
+from samestep.runtime import trace as traces
 from samestep.runtime.build import call_model, model_source
 from samestep.runtime.init import blueprint
 from samestep.runtime.trace import model_spec, trace
@@ -357,10 +358,53 @@ def test_whole_numbers_keep_their_values() -> None:
         trace(blueprint(Looks, 0).module, sample, "no buffers")
 
 
-def test_other_values_are_refused_with_the_place() -> None:
+def test_code_that_looks_at_other_values_is_run_for_real() -> None:
     sample = {"x": torch.zeros(1, 4), "counts": torch.tensor([1, 0, 5])}
-    with pytest.raises(ModelError, match="the forward at linear looks at the values of a tensor"):
+    state = torch.get_rng_state()
+    spec = spec_of(lambda: Looks(at_floats=True), sample)
+    assert spec.forward_flops == (3 + 2 + 2 + 1) * 2 * 16
+    assert spec.varies_at == "linear"
+    assert torch.equal(torch.get_rng_state(), state)
+    assert spec_of(Looks, sample).varies_at == ""
+
+
+def test_a_model_too_large_to_run_is_refused_with_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = {"x": torch.zeros(1, 4), "counts": torch.tensor([1, 0, 5])}
+    monkeypatch.setattr(traces, "KNOWN_WEIGHTS", 19)
+    with pytest.raises(ModelError, match=r"at linear looks at the values.*the 20 weights.*up to 19 weights"):
         spec_of(lambda: Looks(at_floats=True), sample)
+
+
+class Picking(nn.Module):
+    """Works on a part of its tokens: chosen by tokens, or by scores."""
+
+    def __init__(self, by_scores: bool) -> None:
+        super().__init__()
+        self.by_scores = by_scores
+        self.embed = nn.Embedding(8, 4)
+        self.drop = nn.Dropout(0.5)
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.drop(self.embed(tokens))
+        x = x + F.scaled_dot_product_attention(x, x, x)
+        mask = x.sum(-1) > 0 if self.by_scores else tokens > 3
+        y = torch.zeros_like(x)
+        y[mask] = self.inner(x[mask])
+        return x + y + torch.masked_select(x, mask[..., None]).sum()
+
+
+def test_a_mask_picks_as_many_as_the_sample_has() -> None:
+    sample = torch.tensor([[0, 1, 2, 5, 7, 1]])
+    spec = spec_of(lambda: Picking(by_scores=False), sample)
+    attention = 2 * 6 * 6 * (4 + 4)
+    assert spec.forward_flops == attention + 2 * 2 * 16
+    assert spec.varies_at == "drop"  # the module entered last
+    spec = spec_of(lambda: Picking(by_scores=True), sample)
+    num_picked, rest = divmod(spec.forward_flops - attention, 2 * 16)
+    assert 0 <= num_picked <= 6
+    assert rest == 0
+    assert spec.varies_at == "drop"
 
 
 def test_a_failing_forward_is_named() -> None:

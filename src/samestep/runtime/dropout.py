@@ -1,18 +1,13 @@
 """Dropout masks that no layout can change: no random state, each mask is a function of what it is for.
 
-An element is dropped or kept by a hash of (seed, step, module, call, global sample, position in the sample):
+An element is dropped or kept by a hash of (seed, step, module, entry, draw, global sample, position in the sample), so
+it is the same on one device, in every cut of the batch or of the tensor, on every pipeline stage, in a recompute, and on
+a CPU and a GPU. `module` is the full name of the innermost module whose forward runs, `entry` how often it was entered
+before in this micro-batch's forward, `draw` counts the masks within that entry. Dimension 0 of a tensor is the batch.
+The hash of the first five, the mask's key, is made here, once a mask; the rest by `masks.py`.
 
-    key      = blake2b(seed, step, module, entry, call)              once a call, in Python
-    a, b     = two halves of mix64((mix64(sample) ^ key) + row * G)  once a row
-    h        = f(f(column' ^ a) + b),   f(x) = x (2x + 1) mod 2^32   once an element, in int32
-    dropped  = h < p * 2^32
-
-so it is the same on one device, in every cut of the batch, in a recompute, and on a CPU and a GPU. `module` is the
-full name of the innermost module whose forward runs, `entry` how often it was entered before in this micro-batch's
-forward, `call` counts the draws within that entry. Dimension 0 of a tensor is the batch; row and column are the
-position in the sample's own uncut tensor (all its dimensions but the last flattened, and the last), so that a tensor or
-sequence cut can ask for its rows and columns only. mix64 is the finalizer of splitmix64 (Steele, Lea, Flood 2014);
-f is the quadratic permutation of RC6 (Rivest et al. 1998), one `addcmul` in torch.
+A model cut over tp computes with its own code on fewer heads or neurons. Which ones a mask is for shows in its shape: the
+trace notes the shape of each mask on one device (`noting`), and the dimension that is smaller is the one that is cut.
 
 How to use it: enter a fresh `DropoutMode` around the forward of each micro-batch (on each stage, of each chunk).
 Recompute takes `functools.partial(recompute_contexts, model)` as the `context_fn` of
@@ -25,8 +20,8 @@ import dataclasses
 import hashlib
 import math
 import types
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -35,15 +30,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from samestep.errors import ModelError
+from samestep.model import MaskSpec
+from samestep.runtime.masks import Part, drop_mask, mix, places, spread
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 """Parts of a module's name that a wrapper added; the names of the job do not have them."""
 
-_GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, odd, as a signed number
-_MIX_1 = -0x40A7B892E31B1A47
-_MIX_2 = -0x6B2FB644ECCEEE15
 _SELU_ALPHA = 1.7580993408473766  # alpha * scale of SELU: what alpha_dropout puts in place of a dropped element
 
 
@@ -126,18 +121,19 @@ class DropoutMode(TorchFunctionMode):
             dimension 0.
     """
 
-    def __init__(self, model: nn.Module, draw: Draw) -> None:
+    def __init__(self, model: nn.Module, draw: Draw, part: Part | None = None) -> None:
         super().__init__()
         if model not in _TRACKERS:
             track_modules(model)
         self.num_draws = 0
         """Masks drawn so far, recomputed ones included; 0 after a forward: this model has no dropout."""
         self._draw = draw
+        self._part = part
         self._tracker = _TRACKERS[model]
         self._frames = [_Frame("", -1)]  # what draws outside every module, as a loss; the whole model is entry 0 of ""
         self._entries: dict[str, int] = {}
         self._sample_keys: dict[torch.device, Tensor] = {}
-        self._places: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._places: dict[tuple[tuple[int, ...], int | None, torch.device], tuple[Tensor, Tensor]] = {}
 
     def __enter__(self) -> DropoutMode:
         super().__enter__()
@@ -171,12 +167,16 @@ class DropoutMode(TorchFunctionMode):
     def _refuse(self, reason: str) -> ModelError:
         return ModelError(f"{self._frames[-1].name or 'the model itself'}: {reason}")
 
-    def _next_key(self) -> int:
-        """Count a draw of the innermost module and return its 64 bits."""
+    def _next_draw(self) -> tuple[str, int, int]:
+        """Count a draw of the innermost module; return its name, entry and draw."""
         frame = self._frames[-1]
-        place = f"{self._draw.seed}/{self._draw.step}/{frame.name}/{frame.entry}/{frame.num_draws}"
         frame.num_draws += 1
         self.num_draws += 1
+        return frame.name, frame.entry, frame.num_draws - 1
+
+    def _next_key(self) -> int:
+        """Count a draw and return its 64 bits."""
+        place = "/".join(map(str, (self._draw.seed, self._draw.step, *self._next_draw())))
         return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little", signed=True)
 
     def _drop(self, shape: torch.Size, p: float, device: torch.device, what: str) -> Tensor:
@@ -190,38 +190,50 @@ class DropoutMode(TorchFunctionMode):
         if not 0.0 <= p <= 1.0:
             raise self._refuse(f"{what} with probability {p}; it is between 0 and 1")
         if device not in self._sample_keys:
-            self._sample_keys[device] = _mix(self._draw.samples.to(device, torch.int64))
-        num_columns = shape[-1] if len(shape) > 1 else shape[0] // num_samples
-        num_rows = math.prod(shape) // max(1, num_samples * num_columns)
-        place = (num_rows, num_columns, device)
+            self._sample_keys[device] = mix(self._draw.samples.to(device, torch.int64))
+        frame = self._frames[-1]
+        whole = (shape[0] // num_samples, *shape[1:])
+        cut_dim = None
+        if self._part is not None:
+            cut_dim = self._part.cut_dim((frame.name, frame.entry, frame.num_draws), whole)
+            if cut_dim is not None:
+                whole = (*whole[:cut_dim], whole[cut_dim] * self._part.degree, *whole[cut_dim + 1 :])
+        place = (whole, cut_dim, device)
         if place not in self._places:
-            self._places[place] = spread(*(torch.arange(n, device=device) for n in place[:2]))
+            self._places[place] = spread(*places(whole, cut_dim, self._part, device))
         return drop_mask(self._sample_keys[device] ^ self._next_key(), *self._places[place], p).view(shape)
 
 
-def spread(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Prepare positions in the uncut tensor of a sample, int64 [R] and [C], for `drop_mask`: int64 [R], int32 [C]."""
-    return rows * _GOLDEN, _mix(columns).view(torch.int32).view(-1, 2)[:, 0].contiguous()
+class _Noting(DropoutMode):
+    """Notes the shape of each mask, and leaves the forward as it is."""
+
+    def __init__(self, model: nn.Module, num_samples: int) -> None:
+        super().__init__(model, Draw(0, 0, torch.zeros(num_samples, dtype=torch.int64)))
+        self.masks: list[MaskSpec] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            # What a step would refuse it refuses itself; nor may a trace see what is only tried out here.
+            with suppress(ModelError), _disable_current_modes(), torch.no_grad():
+                handler(self, func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _drop(self, shape: torch.Size, p: float, device: torch.device, what: str) -> Tensor:
+        owner, entry, draw = self._next_draw()
+        each = (shape[0] // self._draw.samples.numel(), *shape[1:]) if shape else ()
+        self.masks.append(MaskSpec(owner=owner, entry=entry, draw=draw, shape=each))
+        return torch.empty(shape, dtype=torch.bool, device=device)
 
 
-def drop_mask(keys: Tensor, rows: Tensor, columns: Tensor, p: float) -> Tensor:
-    """Return which elements are dropped, bool [B, R, C], of samples with these keys [B] at these places of `spread`."""
-    if p >= 1.0:
-        return torch.ones(keys.numel(), rows.numel(), columns.numel(), dtype=torch.bool, device=keys.device)
-    halves = _mix(keys[:, None] + rows).view(torch.int32).view(keys.numel(), rows.numel(), 2)
-    hashed = columns ^ halves[..., :1]
-    hashed.addcmul_(hashed, hashed, value=2)
-    hashed.add_(halves[..., 1:])
-    hashed.addcmul_(hashed, hashed, value=2)
-    return hashed < min(round(p * 2**32), 2**32 - 1) - 2**31
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Mix the bits of int64 numbers, one to one (splitmix64); torch's shift copies the sign, so it is masked off."""
-    x = x + _GOLDEN
-    x = (x ^ ((x >> 30) & (2**34 - 1))) * _MIX_1
-    x = (x ^ ((x >> 27) & (2**37 - 1))) * _MIX_2
-    return x ^ ((x >> 31) & (2**33 - 1))
+@contextmanager
+def noting(model: nn.Module, num_samples: int = 1) -> Iterator[list[MaskSpec]]:
+    """Note every mask that the forward of `num_samples` samples, which runs meanwhile, draws."""
+    mode = _Noting(model, num_samples)
+    with mode:
+        yield mode.masks
 
 
 class _Recompute:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.errors import LayoutError
+from samestep.model import ModelSpec, is_below
 from samestep.program import Program
 from samestep.runtime.mesh import Mesh
 from samestep.runtime.record import owned
@@ -199,6 +200,23 @@ def check(model: nn.Module, program: Program) -> None:
                 raise LayoutError(
                     f"{path} before the blocks is a {type(module).__name__}, not an Embedding: pp=1 works"
                 )
+    _check_masks(model, program.step.model)
+
+
+def _check_masks(model: nn.Module, spec: ModelSpec) -> None:
+    """Refuse a module with dropout that several layers call: a stage cannot know how often the others did."""
+    drawing = {mask.owner for mask in spec.masks}
+    layers_of: dict[nn.Module, set[int]] = {}
+    names: dict[nn.Module, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, path)
+        layers = {index for index, layer in enumerate(spec.layers) for root in layer.modules if is_below(path, root)}
+        layers_of.setdefault(module, set()).update(layers)
+    for module, layers in layers_of.items():
+        if len(layers) > 1 and names[module] in drawing:
+            raise LayoutError(
+                f"{names[module]} draws the dropout masks of several layers: pp=1 works, and so does a module for each"
+            )
 
 
 def _put(model: nn.Module, path: str, module: nn.Module) -> None:

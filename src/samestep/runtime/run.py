@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -41,9 +41,17 @@ from samestep.runtime.data import Replicated
 from samestep.runtime.diagnose import first_nonfinite
 from samestep.runtime.init import Blueprint, blueprint, fill_rest
 from samestep.runtime.launch import Place
+from samestep.runtime.masks import Part
 from samestep.runtime.record import owned
-from samestep.runtime.trace import trace
-from samestep.runtime.update import OptimizerSource, Updater, check_optimizer, clip_factor, optimizer_source
+from samestep.runtime.trace import samples_traced, trace
+from samestep.runtime.update import (
+    LARGEST_SUM,
+    OptimizerSource,
+    Updater,
+    check_optimizer,
+    clip_factor,
+    optimizer_source,
+)
 from samestep.runtime.watch import Watch
 from samestep.strategies import program_of
 
@@ -254,6 +262,7 @@ class Run:
             elif task.kind is TaskKind.BACKWARD:
                 self._backward(task, held.pop((task.microbatch, task.chunk)))
         made.holder.finish_gradients()
+        made.draws = bool(made.draws)
         if made.stage is not None:
             made.stage.finish()
         return totals / self.layout.tp  # ranks of a tensor cut count the same samples
@@ -296,7 +305,8 @@ class Run:
     def _agree(self, totals: Tensor) -> list[float]:
         """Sum the step's scalars over the world: loss, count, squared norm, stop flag."""
         stop = torch.tensor([float(launch.stop_requested())], dtype=torch.float64, device=self.place.device)
-        scalars = torch.cat([totals, self.made.holder.norm_squared().view(1), stop])
+        norm_squared = self.made.holder.norm_squared() + self.made.updater.overflow(self.place.device)
+        scalars = torch.cat([totals, norm_squared.view(1), stop])
         if self.layout.world_size > 1:
             with owned("scalars"):
                 dist.all_reduce(scalars, group=self.made.mesh.groups["world"])
@@ -324,7 +334,11 @@ class Run:
         _put_back(buffers)
         found = self._gathered(text)
         named = [f"{text} (rank {rank})" for rank, text in enumerate(found) if text]
-        return named[0] if named else "loss or gradient norm is not finite, though no module's output or gradient is"
+        if named:
+            return named[0]
+        if self.made.updater.loss_scale is not None:
+            return f"a gradient under the loss scale {self.made.updater.loss_scale.scale:g} is above {LARGEST_SUM:g}"
+        return "loss or gradient norm is not finite, though no module's output or gradient is"
 
     def _gathered(self, mine: Any) -> list[Any]:
         """Return what every rank says. Collective over the world."""
@@ -344,10 +358,11 @@ class Run:
             if made.draws is not False:
                 drawn = indices if len(indices) else batch.shares(0, 1, 1)[0][:1]
                 samples = torch.as_tensor(np.asarray(drawn), device=self.place.device)
-                mode = dropout.DropoutMode(made.model, dropout.Draw(self.job.train.seed, batch.step, samples))
+                draw = dropout.Draw(self.job.train.seed, batch.step, samples)
+                mode = dropout.DropoutMode(made.model, draw, made.mask_part)
                 stack.enter_context(mode)
                 yield
-                made.draws = made.draws or mode.num_draws > 0
+                made.draws = made.draws or mode.num_draws > 0 or None
             else:
                 yield
 
@@ -387,7 +402,9 @@ class _Made:
     running: list[Tensor]
     """Running statistics, which a skipped step leaves as they were."""
     draws: bool | None
-    """Whether forwards draw dropout masks; None until the first one has shown it."""
+    """Whether forwards draw dropout masks; None until the first step has shown it."""
+    mask_part: Part | None
+    """Which part of each mask this rank of a tensor cut draws."""
 
 
 def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) -> _Made:
@@ -400,9 +417,6 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
     mesh = meshes.build(program, place.device)
     model = plan.module
     precision.apply(model, program)
-    may_draw = dropout.has_dropout(model)
-    if may_draw and layout.tp * layout.pp > 1:
-        raise LayoutError("tp and pp with dropout are not built yet: dropout 0 in the model's configuration works")
     if layout.pp > 1:
         pipeline.check(model, program)
     tensor.apply(model, program, mesh)
@@ -413,7 +427,7 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
         return tensor.local_part(plan.materialize(name, place.device, dtype), params[name], mesh)
 
     params = {param.name: param for param in program.step.model.params}
-    holder = _holder(program)(model, program, mesh, materialize)
+    holder = holder_of(layout)(model, program, mesh, materialize)
     fill_rest(plan, place.device, torch.float64 if job.numerics.precision == "float64" else None)
     return _Made(
         model=model,
@@ -429,13 +443,17 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
         master=precision.DTYPES[program.step.master_dtype],
         modes={module: module.training for module in model.modules()},
         running=[buffer for path in spec.coupled_modules for buffer in model.get_submodule(path).buffers()],
-        draws=True if may_draw else None,
+        draws=True if spec.masks or dropout.has_dropout(model) else None,
+        mask_part=Part(spec, mesh.tp, mesh.tp_index) if mesh.tp > 1 else None,
     )
 
 
-def _holder(program: Program) -> type[Replicated] | type[Sharded]:
-    """Return what holds the weights. FSDP2 and DTensor take a second to import, which replicated runs need not pay."""
-    if program.step.zero < 2:
+def holder_of(layout: Layout) -> type[Replicated] | type[Sharded]:
+    """Return what holds the weights. FSDP2 and DTensor take a second to import, which replicated runs need not pay.
+
+    A process that forks workers calls it first, so that they need not pay either.
+    """
+    if layout.zero < 2 or layout.dp_shard == 1:
         return Replicated
     from samestep.runtime.shard import Sharded  # noqa: PLC0415
 
@@ -456,9 +474,12 @@ def prepare(source: Source, job: Job, example: Any) -> tuple[Blueprint, ModelSpe
     dtype = next((param.dtype for param in plan.module.parameters() if param.is_floating_point()), torch.float32)
     one = precision.cast_floating(tree_map_only(Tensor, lambda tensor: tensor[:1], example), dtype)
     cuts = tensor.cuts_of(plan.module)
-    with tensor.watching(plan.module, cuts) as seen:
-        spec = trace(plan.module, one, source.name)
-    return plan, tensor.with_cuts(spec, plan.module, cuts, seen)
+    noting = dropout.noting(plan.module, samples_traced(plan.module))
+    with tensor.watching(plan.module, cuts) as seen, noting as masks:
+        spec = trace(
+            plan.module, one, source.name, functools.partial(plan.materialize, device=torch.device("cpu")), seen.keep
+        )
+    return plan, replace(tensor.with_cuts(spec, plan.module, cuts, seen), masks=tuple(masks))
 
 
 def parallelize(

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.errors import ModelError
-from samestep.model import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSum
+from samestep.model import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSum, is_below
 from samestep.program import Program
 from samestep.runtime.build import IGNORED_LABEL, at_least_float32, target_of
 from samestep.runtime.mesh import Mesh
@@ -124,7 +124,14 @@ class Seen:
 
     forward: list[PartialSum] = field(default_factory=list)
     copies: list[PartialSum] = field(default_factory=list)
+    kept_after: set[str] = field(default_factory=set)
+    """Of forward sums: owners after which the same block keeps something for its backward, as a mask."""
     logit_rows: int = 0
+
+    def keep(self, block: str) -> None:
+        """Note that autograd keeps something in a block."""
+        if self.forward and is_below(self.forward[-1].owner, block):
+            self.kept_after.add(self.forward[-1].owner)
 
 
 @contextmanager
@@ -160,17 +167,23 @@ def watching(model: nn.Module, cuts: Cuts) -> Iterator[Seen]:
 
 def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: Seen) -> ModelSpec:
     """Write into a spec how its weights may be cut and what that costs."""
-    if cuts.refusal:
-        return replace(spec, cut_refusal=cuts.refusal)
+    if cuts.refusal or spec.varies_at:
+        varies = f"the shapes at {spec.varies_at} depend on values"
+        return replace(spec, cut_refusal=cuts.refusal or varies)
     params = tuple(replace(param, cut=_cut_of(model, cuts, param)) for param in spec.params)
     layers = tuple(_layer_with(layer, seen) for layer in spec.layers)
     return replace(spec, params=params, layers=layers, cut_refusal="", logit_rows=seen.logit_rows)
 
 
 def _layer_with(layer: LayerSpec, seen: Seen) -> LayerSpec:
-    forward = tuple(part for part in seen.forward if _is_below(part.owner, layer.modules))
-    backward = tuple(part for part in reversed(seen.copies) if _is_below(part.owner, layer.modules))
-    return replace(layer, forward_sums=forward, backward_sums=backward)
+    forward = tuple(part for part in seen.forward if _is_within(part.owner, layer))
+    backward = tuple(part for part in reversed(seen.copies) if _is_within(part.owner, layer))
+    repeats = bool(forward) and forward[-1].owner in seen.kept_after
+    return replace(layer, forward_sums=forward, backward_sums=backward, repeats_last_sum=repeats)
+
+
+def _is_within(path: str, layer: LayerSpec) -> bool:
+    return any(is_below(path, root) for root in layer.modules)
 
 
 def _cut_of(model: nn.Module, cuts: Cuts, param: ParamSpec) -> Cut | None:
@@ -207,10 +220,6 @@ def _is_transposed(module: nn.Module) -> bool:
 
 def _is_head(module: nn.Module, style: str) -> bool:
     return style == "vocab" and isinstance(module, nn.Linear)
-
-
-def _is_below(path: str, roots: tuple[str, ...]) -> bool:
-    return any(not root or path == root or path.startswith(f"{root}.") for root in roots)
 
 
 # -- carrying it out -------------------------------------------------------------------------------

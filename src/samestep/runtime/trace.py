@@ -16,8 +16,9 @@ autograd keeps of it is saved once, by the layer that keeps it first. FLOPs are 
 
 Attention is taken as the fused kernels do it: they keep queries, keys, values, output, one log-sum-exp a row and the
 mask they are given, but no matrix of scores. Whole numbers keep their values, so that code which looks at the positions
-of tokens takes the branch it would really take; code that looks at other values (the `nonzero` of an expert's tokens)
-is refused.
+of tokens takes the branch it would really take. Code that looks at other values (`x[x > 0]`, the tokens of an expert) is
+followed with all values of the sample and the weights, where these are few enough to run on the CPU once; it may do
+another thing for the next sample, so the spec says where it looks.
 """
 
 from __future__ import annotations
@@ -26,20 +27,21 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from samestep.errors import ModelError, SamestepError
 from samestep.job import Job
-from samestep.model import LayerSpec, ModelSpec, ParamSpec
+from samestep.model import LayerSpec, ModelSpec, ParamSpec, is_below
 from samestep.runtime.build import call_model, model_source
 from samestep.runtime.init import blueprint
 
@@ -48,6 +50,8 @@ ValueOf = Callable[[str], Tensor]
 
 KNOWN_ELEMENTS = 2**20
 """Whole numbers are followed in tensors of at most so many elements: tokens and positions, not masks of pairs."""
+KNOWN_WEIGHTS = 2**26
+"""Code that looks at other values than whole numbers is run for real in models of at most so many weights."""
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
@@ -63,32 +67,60 @@ def model_spec(job: Job, sample: Any) -> ModelSpec:
     return trace(plan.module, sample, name, functools.partial(plan.materialize, device=_CPU))
 
 
-def trace(module: nn.Module, sample: Any, name: str, value_of: ValueOf | None = None) -> ModelSpec:
+def trace(
+    module: nn.Module,
+    sample: Any,
+    name: str,
+    value_of: ValueOf | None = None,
+    on_keep: Callable[[str], None] = lambda block: None,
+) -> ModelSpec:
     """Trace one forward of a module on the meta device; `sample` is a batch of one real sample.
 
-    `value_of` serves code that looks at a buffer of whole numbers; without it such code is refused.
+    `value_of` serves code that looks at the values of buffers and weights; without it such code is refused.
+    `on_keep` is told of each tensor that autograd keeps: the top-most module with weights that was entered last.
 
     Raises:
         ModelError: the forward fails, or needs values that are not there.
     """
-    coupled = tuple(path for path, part in module.named_modules() if _couples_samples(part))
-    num_samples = 2 if coupled else 1  # batch norm refuses a batch of one
+    num_samples = samples_traced(module)
     containers = _containers(module)
-    watch = _Watch(module)
-    with watch.knowing(module, value_of):
-        _forward(module, sample, num_samples, name, containers, watch)
+    watch = _Watch(module, on_keep)
+    try:
+        _forward(module, sample, num_samples, name, containers, watch, value_of)
+    except _NeedsValuesError:
+        if value_of is None or _num_elements(module) > KNOWN_WEIGHTS:
+            raise ModelError(_unseen(name, watch, module)) from None
+        looked = watch.innermost or name
+        watch = _Watch(module, on_keep, of_everything=True)
+        watch.varies = looked
+        try:
+            _forward(module, sample, num_samples, name, containers, watch, value_of)
+        except _NeedsValuesError:
+            raise ModelError(_unseen(name, watch, module)) from None
     layers = _arrange(module, name, containers, watch)
     return ModelSpec(
         name=name,
         layers=_layer_specs(module, layers, watch, num_samples),
         params=_param_specs(module, layers, containers, watch),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
-        coupled_modules=coupled,
+        coupled_modules=_coupled(module),
+        varies_at=watch.varies,
     )
 
 
+def samples_traced(module: nn.Module) -> int:
+    """Return how many copies of a sample are traced: batch norm refuses a batch of one."""
+    return 2 if _coupled(module) else 1
+
+
+def _coupled(module: nn.Module) -> tuple[str, ...]:
+    return tuple(path for path, part in module.named_modules() if _couples_samples(part))
+
+
 def _couples_samples(module: nn.Module) -> bool:
-    """Whether samples of a batch influence each other through this module."""
+    """Whether samples of a batch influence each other through this module, or statistics that it keeps of them."""
+    if isinstance(module, _InstanceNorm):
+        return module.training and module.running_mean is not None
     return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
 
 
@@ -145,14 +177,10 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _is_below(path: str, root: str) -> bool:
-    return not root or path == root or path.startswith(f"{root}.")
-
-
 def _block_of(path: str, containers: Iterable[str]) -> str | None:
     """Path of the container's child that `path` is, or is part of."""
     for container in containers:
-        if path != container and _is_below(path, container):
+        if path != container and is_below(path, container):
             below = path[len(container) + 1 :] if container else path
             return _join(container, below.partition(".")[0])
     return None
@@ -168,13 +196,19 @@ class _NeedsValuesError(Exception):
 class _Values:
     """Values of whole numbers on the meta device. A storage has a flat twin on the CPU; views are views of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_everything: bool) -> None:
+        self.of_everything = of_everything
+        """Values of all numbers."""
         self._twins: dict[int, Tensor] = {}
+
+    def follows(self, tensor: Tensor) -> bool:
+        """Whether values of this kind are kept."""
+        return tensor.is_meta and (self.of_everything or _is_whole(tensor))
 
     def learn(self, tensor: Tensor, value: Tensor) -> None:
         """Remember the value of a tensor that has a storage of its own."""
         size = _storage_elements(tensor)
-        if tensor.is_meta and not tensor.dtype.is_floating_point and size <= KNOWN_ELEMENTS:
+        if self.follows(tensor) and (self.of_everything or size <= KNOWN_ELEMENTS):
             twin = torch.zeros(size, dtype=tensor.dtype)
             twin.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(value)
             self._twins[_address(tensor)] = twin
@@ -204,15 +238,17 @@ class _Values:
     def follow(
         self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any
     ) -> None:
-        """Repeat on the values what an operation has done to whole numbers on the meta device."""
-        whole = [tensor for tensor in _operands(outcome) if _is_whole(tensor)]
-        if not whole or torch.Tag.nondeterministic_seeded in func.tags:
+        """Repeat on the values what an operation has done on the meta device."""
+        kept = [tensor for tensor in _operands(outcome) if self.follows(tensor)]
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if not kept or (is_random and not self.of_everything):
             return
         if not all(map(self.knows, given)):
-            for tensor in whole if func._schema.is_mutable else ():
+            for tensor in kept if func._schema.is_mutable else ():
                 self.forget(tensor)
             return
-        value = self.run(func, args, kwargs)
+        with torch.random.fork_rng(devices=[]) if is_random else nullcontext():
+            value = self.run(func, args, kwargs)
         if not func._schema.is_mutable:
             for tensor, real in zip(_operands(outcome), _operands(value), strict=True):
                 if _address(tensor) not in self._twins:
@@ -232,8 +268,9 @@ class _Region:
 class _Watch(TorchDispatchMode):
     """Notes what every operation reads, writes and costs, by regions. A storage is known by its address."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, on_keep: Callable[[str], None], of_everything: bool = False) -> None:
         super().__init__()
+        self._on_keep = on_keep
         self.regions: dict[str, _Region] = {"": _Region()}
         self.region = ""
         """Path of the top-most module with weights that was entered last; nothing before the first."""
@@ -248,7 +285,9 @@ class _Watch(TorchDispatchMode):
         self.returned: set[int] = set()
         self.sizes: dict[int, int] = {}
         """Elements of each storage."""
-        self.values = _Values()
+        self.values = _Values(of_everything)
+        self.varies = ""
+        """Path of a module whose code may do another thing, or make another shape, for other values."""
         self._depth = 0
         self._alive: dict[int, torch.UntypedStorage] = {}
         self._weights = {self.key(tensor) for tensor in (*module.parameters(), *module.buffers())}
@@ -274,11 +313,23 @@ class _Watch(TorchDispatchMode):
             if all(map(self.values.knows, given)):
                 outcome = self.values.run(func, args, kwargs)
                 return outcome if looks else tree_map_only(Tensor, self.place, outcome)
-            if looks or func.overloadpacket is not torch.ops.aten.index:  # most often by whole numbers
+            if looks or func.overloadpacket not in _PICKING:
                 raise _NeedsValuesError
+            picks = _operands(args[1])
+            if any(pick.dtype in (torch.bool, torch.uint8) for pick in picks):
+                return self._pick(func, args[0], picks, args[1:])
         outcome = _grouped_product(*args[:2]) if func in _GROUPED_PRODUCTS else func(*args, **kwargs)
         self.values.follow(func, given, args, kwargs, outcome)
         return outcome
+
+    def _pick(self, func: Any, tensor: Tensor, picks: list[Tensor], args: tuple[Any, ...]) -> Tensor:
+        """Make the result of `tensor[mask]`, whose shape only the values of the mask tell."""
+        if not all(map(self.values.knows, picks)):
+            raise _NeedsValuesError
+        self.varies = self.varies or self.innermost
+        zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        real = func(zeros, *tree_map_only(Tensor, self.values.of, args))
+        return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_META)
 
     def note(self, given: list[Tensor], written: list[Tensor], flops: int | None) -> None:
         """Book an operation to the region; one whose FLOPs are counted has results worth keeping."""
@@ -296,6 +347,7 @@ class _Watch(TorchDispatchMode):
 
     def save(self, tensor: Tensor) -> Tensor:
         """Book what autograd keeps, unless it is there anyway."""
+        self._on_keep(self.region)
         key = self.key(tensor)
         if tensor.is_meta and key not in self._weights:
             self.savers.setdefault(key, self.region)
@@ -338,36 +390,45 @@ class _Watch(TorchDispatchMode):
 
     @contextmanager
     def knowing(self, module: nn.Module, value_of: ValueOf | None) -> Iterator[None]:
-        """Know the buffers of whole numbers, for the length of a forward."""
-        for path, buffer in module.named_buffers():
-            if value_of is not None and _is_whole(buffer) and buffer.numel() <= KNOWN_ELEMENTS:
+        """Know buffers of whole numbers, or all weights and buffers, for the length of a forward."""
+        known = (*module.named_parameters(), *module.named_buffers())
+        for path, tensor in known:
+            is_wanted = self.values.of_everything or (_is_whole(tensor) and tensor.numel() <= KNOWN_ELEMENTS)
+            if value_of is not None and is_wanted:
                 with suppress(ModelError):
-                    self.values.learn(buffer, value_of(path))
+                    self.values.learn(tensor, value_of(path))
         yield
-        self.values = _Values()
+        self.values = _Values(of_everything=False)
 
 
 def _forward(
-    module: nn.Module, sample: Any, num_samples: int, name: str, containers: tuple[str, ...], watch: _Watch
+    module: nn.Module,
+    sample: Any,
+    num_samples: int,
+    name: str,
+    containers: tuple[str, ...],
+    watch: _Watch,
+    value_of: ValueOf | None,
 ) -> None:
-    """Run the forward under `watch`, on `num_samples` copies of the sample."""
+    """Run the forward under `watch`, on `num_samples` copies of the sample.
+
+    Raises:
+        ModelError: it fails.
+        _NeedsValuesError: it looks at values that `watch` does not know.
+    """
     copies = tree_map_only(Tensor, lambda t: torch.cat([t] * num_samples) if t.dim() else t, sample)
     batch = tree_map_only(Tensor, watch.place, copies)
     try:
         with ExitStack() as stack:
+            stack.enter_context(watch.knowing(module, value_of))
             stack.enter_context(_hooks(module, containers, watch))
             stack.enter_context(_fused_attention(watch))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, lambda tensor: tensor))
             stack.enter_context(watch)
             outputs = call_model(module, batch)
-    except SamestepError:
+    except (SamestepError, _NeedsValuesError):
         raise
-    except _NeedsValuesError:
-        raise ModelError(
-            f"{name} cannot be traced: {_at(watch)} looks at the values of a tensor (as .item(), `if`, nonzero or a "
-            "loop over experts do), and a model without values has none; a form that does not look works"
-        ) from None
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(f"{name} cannot be traced: {_at(watch)} fails: {type(error).__name__}: {reason}") from error
@@ -376,6 +437,15 @@ def _forward(
 
 def _at(watch: _Watch) -> str:
     return f"the forward at {watch.innermost}" if watch.innermost else "the forward"
+
+
+def _unseen(name: str, watch: _Watch, module: nn.Module) -> str:
+    """Say that code looks at values that a trace does not have."""
+    return (
+        f"{name} cannot be traced: {_at(watch)} looks at the values of a tensor (as .item(), `if`, x[mask] or a loop over "
+        f"experts do), and the {_num_elements(module):,} weights of a model on the meta device have none; models of up "
+        f"to {KNOWN_WEIGHTS:,} weights are run once to see, and a form that does not look, as torch.where, always works"
+    )
 
 
 @contextmanager
@@ -397,7 +467,7 @@ def _hooks(module: nn.Module, containers: tuple[str, ...], watch: _Watch) -> Ite
 
 def _is_outside(path: str, containers: tuple[str, ...]) -> bool:
     """Whether it is the model itself, a container, or has one within."""
-    return not path or any(_is_below(container, path) for container in containers)
+    return not path or any(is_below(container, path) for container in containers)
 
 
 class _Attention(torch.autograd.Function):
@@ -430,12 +500,21 @@ def _fused_attention(watch: _Watch) -> Iterator[None]:
     def attention(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *options: Any, **named: Any
     ) -> Any:
-        return _Attention.apply(watch, query, key, value, attn_mask)
+        output = _Attention.apply(watch, query, key, value, attn_mask)
+        given = (query, key, value, attn_mask)
+        if watch.values.of_everything and all(tensor is None or watch.values.knows(tensor) for tensor in given):
+            with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+                real: list[Any] = [tensor if tensor is None else watch.values.of(tensor) for tensor in given]
+                watch.values.learn(output, nn.functional.scaled_dot_product_attention(*real, *options, **named))
+        return output
 
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("scaled_dot_product_attention", attention, "AutogradMeta")
         yield
 
+
+_PICKING = (torch.ops.aten.index, torch.ops.aten.masked_select)
+"""`tensor[picks]`: of whole numbers the result has a shape that is known without them, of a mask it has not."""
 
 _GROUPED_PRODUCTS = (torch.ops.aten._grouped_mm.default,)
 """Products of rows with the matrix of their group (expert): torch does not count them, and on meta takes only bf16."""
@@ -632,7 +711,7 @@ def _layer_of(path: str, layer_of: Mapping[str, int], containers: tuple[str, ...
         return layer_of[above]
     while path:
         path = path.rpartition(".")[0]
-        near = [index for listed, index in layer_of.items() if _is_below(listed, path)]
+        near = [index for listed, index in layer_of.items() if is_below(listed, path)]
         if near:
             return min(near)
     return 0

@@ -24,6 +24,8 @@ from samestep.layout import Layout
 from samestep.model import ModelSpec, ParamSpec
 
 _ROW = 4096
+LARGEST_SUM = torch.finfo(torch.float16).max / 2
+"""Under a loss scale no sum of gradients may be larger: parts of it, of which some cancel, then fit float16 as well."""
 
 OptimizerSource = Callable[[list[tuple[str, Tensor]]], Optimizer]
 """Builds an optimizer over named tensors: the weights on one device, pieces of them in a layout."""
@@ -306,6 +308,19 @@ class Updater:
         for piece in self.pieces:
             if piece.target is not None:
                 piece.value.grad = None
+
+    @torch.no_grad()
+    def overflow(self, device: torch.device) -> Tensor:
+        """Return infinity if a summed gradient of this rank, under the loss scale, is too large for float16; else 0.
+
+        Whether float16 overflows on the way depends on how many samples a micro-batch adds up; their sum over the
+        whole step does not. So a step is skipped for the sum, and layouts decide alike.
+        """
+        gradients = [gradient for piece in self.pieces if (gradient := piece.gradient()).numel()]
+        if self.loss_scale is None or self.loss_scale.scale <= 1.0 or not gradients:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        largest = torch.stack(torch._foreach_norm(gradients, math.inf)).max()
+        return torch.where(largest > LARGEST_SUM, math.inf, 0.0).double()
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -52,8 +52,8 @@ def refusal(step: Step) -> str | None:
         )
     if step.model.coupled_modules and step.global_batch > step.microbatch_samples:
         return (
-            f"{step.model.coupled_modules[0]} lets samples influence each other (batch norm), so the result would "
-            f"change with the layout: only one rank with microbatch={step.global_batch} computes it"
+            f"{step.model.coupled_modules[0]} lets samples influence each other (batch norm) or keeps statistics of them, "
+            f"so the result would change with the layout: only one rank with microbatch={step.global_batch} computes it"
         )
     return None
 

@@ -36,6 +36,9 @@ def refusal(step: Step) -> str | None:
         return "virtual_stages needs pp > 1" if layout.virtual_stages > 1 else None
     if layout.virtual_stages > 1 and layout.schedule != "interleaved":
         return f"virtual_stages={layout.virtual_stages} needs schedule=interleaved, not {layout.schedule}"
+    if step.model.varies_at:
+        varies = f"what stages send has one shape, and those at {step.model.varies_at} depend on values"
+        return f"pp={layout.pp}: {varies}: pp=1 works"
     blocks = sum(layer.is_block for layer in step.model.layers)
     runs = layout.pp * layout.virtual_stages
     if runs > blocks:

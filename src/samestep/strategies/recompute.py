@@ -38,9 +38,11 @@ def apply(program: Program) -> Program:
             if op.kind is Kind.BACKWARD and op.layer is not None and layers[op.layer].is_block:
                 again = replace(op, kind=Kind.RECOMPUTE, flops=op.flops // 2 if recompute == "full" else 0)
                 yield again
-                # The repetition ends once backward has what it needs: the block's last sum is not among it.
+                # The repetition ends once backward has what it needs: most often without the block's last sum.
                 forward = program.bodies[key.replace(TaskKind.BACKWARD, TaskKind.FORWARD)]
-                yield from (replace(part, after=(again.name,)) for part in _sums_of(forward, op.layer)[:-1])
+                sums = _sums_of(forward, op.layer)
+                needed = sums if layers[op.layer].repeats_last_sum else sums[:-1]
+                yield from (replace(part, after=(again.name,)) for part in needed)
             yield op
 
     return program.with_bodies(rewrite)

@@ -1,0 +1,159 @@
+"""Dropout under tensor cuts and pipelines: the masks of one device, cut as the tensors are, and counted as one counts.
+
+float64, 1e-9. Dropout in attention (written out, and the argument of the fused kernel), in what lies between two cut
+layers, in what every rank holds, and before the first block.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from samestep.errors import LayoutError
+from samestep.layout import Layout
+from samestep.runtime import dropout
+from samestep.runtime.masks import Part
+from tests.laboratory import Observed, assert_same, job_of, observe
+from tests.models import MODELS, Attentive
+from tests.parity.test_data_axis import TOLERANCE, combinations
+from tests.pool import pool
+
+DROPPING = ["dropping_gpt2", "dropping_gpt2_eager", "dropping_llama", "dropping_attentive"]
+LAYOUTS = [
+    "tp=2",
+    "pp=2 microbatch=2",
+    "tp=2 recompute=full microbatch=4",
+    "pp=2 schedule=interleaved virtual_stages=2 microbatch=2 recompute=full",
+    "tp=2 recompute=selective",
+    "dp=2 tp=2 zero=3 microbatch=2",
+    "tp=2 pp=2 microbatch=2 recompute=selective",
+    "dp=2 pp=2 zero=1 microbatch=1",
+    "dp=2 tp=2 zero=1 recompute=full",
+]
+ALL_THREE = ["dp=2 tp=2 pp=2 microbatch=2"]
+
+
+def _job() -> Any:
+    return job_of("float64", 3, train={"global_batch": 8}, optimizer={"clip_norm": 0.5})
+
+
+@functools.cache
+def reference(model: str) -> Observed:
+    return observe(0, 1, model, "dp=1", _job())
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"), combinations(LAYOUTS, DROPPING, always=()) + combinations(ALL_THREE, DROPPING[::3], always=())
+)
+def test_masks_are_those_of_one_device(layout: str, model: str) -> None:
+    ranks = pool(Layout.parse(layout).world_size).run(observe, model, layout, _job(), True)
+    assert_same(ranks, reference(model), TOLERANCE)
+    assert all(seen.ledger == seen.predicted for seen in ranks)
+
+
+class ByRank(dropout.DropoutMode):
+    """Draws what a rank without coordination would draw."""
+
+    def __init__(self, fault: str, rank: int, model: nn.Module, draw: Any, part: Part | None = None) -> None:
+        if fault == "samples of every rank count from 0":
+            draw = dropout.Draw(draw.seed, draw.step, torch.arange(len(draw.samples)))
+        if fault == "every rank of a cut has the first part":
+            part = part and Part(part.model, part.degree, 0)
+        if fault == "ranks of a cut differ in what they hold alike":
+            draw = dropout.Draw(draw.seed + (part.index if part else 0), draw.step, draw.samples)
+        super().__init__(model, draw, part)
+
+
+def observe_faulty(rank: int, world: int, fault: str, model: str, layout: str) -> Observed:
+    with mock.patch.object(dropout, "DropoutMode", functools.partial(ByRank, fault, rank)):
+        return observe(rank, world, model, layout, _job())
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout"),
+    [
+        ("samples of every rank count from 0", "dp=2"),
+        ("every rank of a cut has the first part", "tp=2"),
+        ("ranks of a cut differ in what they hold alike", "tp=2"),
+    ],
+)
+def test_masks_of_another_rank_are_found_out(fault: str, layout: str) -> None:
+    assert_same(pool(2).run(observe_faulty, "none", "dropping_gpt2", layout), reference("dropping_gpt2"), TOLERANCE)
+    with pytest.raises(AssertionError):
+        assert_same(pool(2).run(observe_faulty, fault, "dropping_gpt2", layout), reference("dropping_gpt2"), TOLERANCE)
+
+
+# -- what cannot be cut or counted -------------------------------------------------------------------------------------
+
+
+def shared_dropout() -> nn.Module:
+    """One nn.Dropout for all blocks: which of its entries is whose, a stage alone cannot know."""
+    model = Attentive(blocks=4, dropout=0.3)
+    for block in model.blocks:
+        block.outer = model.blocks[0].outer
+    return model
+
+
+class Folded(Attentive):
+    """Neurons cut over tp, folded with tokens into one dimension: no run of it is a rank's."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = block.up(x).flatten(1)
+            x = x + block.down(block.inner(hidden).unflatten(1, (x.shape[1], -1)))
+        return self.head(x)
+
+
+class Fused(nn.Module):
+    """Drops q, k and v before they are split."""
+
+    tensor_plan = {"blocks.*.qkv": "qkv", "blocks.*.out": "row"}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.blocks = nn.ModuleList(FusedBlock() for _ in range(2))
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class FusedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.qkv, self.out, self.drop = nn.Linear(16, 48), nn.Linear(16, 16), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).mT for part in self.drop(self.qkv(x)).chunk(3, dim=-1))
+        return x + self.out((q * k * v).mT.flatten(2))
+
+
+MODELS |= {"shared_dropout": shared_dropout, "folded": functools.partial(Folded, dropout=0.2), "fused": Fused}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "text"),
+    [
+        ("shared_dropout", "pp=2", "blocks.0.outer draws the dropout masks of several layers: pp=1 works"),
+        ("fused", "tp=2", r"blocks.0.drop draws a dropout mask of shape .1, 12, 24. .* cannot be told"),
+        ("folded", "tp=2", r"blocks.0.inner draws a dropout mask of shape .1, 288. .* and so does tp=1"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_by_name(model: str, layout: str, text: str) -> None:
+    with pytest.raises(LayoutError, match=text):
+        pool(2).run(observe, model, layout, _job())
+
+
+def test_a_module_shared_by_layers_works_where_one_rank_runs_them_all() -> None:
+    assert_same(pool(2).run(observe, "shared_dropout", "tp=2", _job()), reference("shared_dropout"), TOLERANCE)
