@@ -5,6 +5,7 @@ Strategies do not know each other. Each has two functions, `refusal(step)` and `
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 
 from samestep.errors import LayoutError
@@ -44,6 +45,31 @@ def program_of(
     return program
 
 
+def programs_of(
+    model: ModelSpec, job: Job, layout: Layout, ranks_per_node: int | None = None, cuts_loss: bool | None = None
+) -> tuple[Program, ...]:
+    """Return the step on every pipeline stage: `program_of` of each, with what they share made once.
+
+    Raises:
+        LayoutError: a strategy refuses the layout; the text says why and what would work.
+    """
+    step = Step.of(model, job, layout, ranks_per_node, cuts_loss)
+    for strategy in STACK:
+        if reason := strategy.refusal(step):
+            raise LayoutError(reason)
+    whole = _on_one_rank(step)
+    before = STACK.index(pipeline)
+    for strategy in STACK[:before]:
+        whole = strategy.apply(whole)
+    programs = []
+    for stage in range(layout.pp):
+        program = replace(whole, step=replace(whole.step, stage=stage))
+        for strategy in STACK[before:]:
+            program = strategy.apply(program)
+        programs.append(program)
+    return tuple(programs)
+
+
 def _on_one_rank(step: Step) -> Program:
     """The base program: forward and backward of each micro-batch, then one update."""
     count = step.num_microbatches
@@ -62,14 +88,14 @@ def _on_one_rank(step: Step) -> Program:
 
 
 def _layer_ops(step: Step, kind: TaskKind) -> Ops:
-    """Compute of every layer once: backward goes the other way and costs twice the forward (by input, by weight)."""
+    """Compute of every layer once: backward goes the other way, by input and by weight."""
     forward = kind is TaskKind.FORWARD
     ops = tuple(
         Op(
             kind=Kind.FORWARD if forward else Kind.BACKWARD,
             owner=layer.name,
             layer=index,
-            flops=layer.forward_flops * step.microbatch_samples * (1 if forward else 2),
+            flops=(layer.forward_flops if forward else layer.backward_flops) * step.microbatch_samples,
         )
         for index, layer in enumerate(step.model.layers)
     )

@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 from samestep import schedules
 from samestep.model import ModelSpec, ParamSpec
@@ -102,26 +103,34 @@ def runs_of(model: ModelSpec, count: int) -> tuple[range, ...]:
     without FLOPs spread too.
     """
     layers = model.layers
-    first = next(index for index, layer in enumerate(layers) if layer.is_block)
-    last = max(index for index, layer in enumerate(layers) if layer.is_block)
-    costs = [layer.forward_flops + 1 for layer in layers]
-    ends = [index for index in range(first + 1, last + 1) if layers[index].is_block]
+    blocks = tuple(layer.is_block for layer in layers)
+    return _runs(tuple(layer.forward_flops + 1 for layer in layers), blocks, count)
+
+
+@lru_cache(maxsize=1024)
+def _runs(costs: tuple[int, ...], blocks: tuple[bool, ...], count: int) -> tuple[range, ...]:
+    first = blocks.index(True)
+    ends = [index for index in range(first + 1, len(blocks)) if blocks[index]]
+    before = tuple(itertools.accumulate(costs, initial=0))
     best: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
 
     def cut(start: int, left: int) -> tuple[int, tuple[int, ...]]:
         if left == 1:
-            return sum(costs[start:]), ()
+            return before[-1] - before[start], ()
         if (start, left) not in best:
             options = []
-            for end in ends:
-                after = sum(1 for other in ends if other >= end)
+            for place, end in enumerate(ends):
+                after = len(ends) - place
                 if end > max(start, first) and after >= left - 1:
+                    own = before[end] - before[start]
+                    if options and own > min(options)[0]:
+                        break  # a longer first run costs more than all that was found
                     rest, chosen = cut(end, left - 1)
-                    options.append((max(sum(costs[start:end]), rest), (end, *chosen)))
+                    options.append((max(own, rest), (end, *chosen)))
             best[start, left] = min(options)
         return best[start, left]
 
-    borders = (0, *cut(0, count)[1], len(layers))
+    borders = (0, *cut(0, count)[1], len(costs))
     return tuple(range(a, b) for a, b in itertools.pairwise(borders))
 
 

@@ -1,0 +1,409 @@
+"""One row of published results becomes a job, a layout and a machine: everything that predicting it needs.
+
+A row says what was run, and seldom all of it. What it leaves out is filled by the rules below, the same for every row,
+whatever its source; nothing here looks at what was measured, save to turn it into seconds a step.
+
+| the row does not say        | taken                                                                                   |
+|-----------------------------|-----------------------------------------------------------------------------------------|
+| sizes of the model          | those of the preset its name is close to; else a GPT of its number of weights            |
+| the device                  | V100 where it says FP16 (no bfloat16 yet), else A100                                      |
+| number of devices           | one node, or as many as the layout needs                                                |
+| data-parallel degree        | devices / (tp pp cp), whatever is printed, if that is a whole number                     |
+| micro-batch                 | the largest power of two, up to 8, of which 2^15 tokens at most make a micro-batch       |
+| global batch                | one micro-batch a rank; four for each stage of a pipeline                                |
+| recompute                   | the least with which it fits: none, selective, full                                     |
+| precision                   | bf16; FP8 products in entries to MLPerf on devices that have them                        |
+| kind of attention           | plain before FlashAttention: V100, or FP16, or full recompute under tp or pp before H100 |
+| network of a node           | the profile's, unless the row prints ports and speed                                    |
+
+Mapped to the nearest thing: expert parallelism (each rank holds its experts, their exchange is not priced), context
+parallelism (a sample is a part of a sequence), zero=2 and 3 inside a pipeline (zero=1).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from samestep import hardware as machines
+from samestep.hardware import Hardware
+from samestep.presets import DECODERS, Decoder, resnet, sized, spec
+from samestep.model import ModelSpec
+
+Row = Mapping[str, str]
+
+TARGETS = ("metric_step_time_s", "metric_tokens_per_s_per_gpu", "metric_tflops_per_gpu", "metric_mfu")
+COLUMNS = ("model", "gpu", "metric_memory_gib", *TARGETS)
+"""What a file must have one of to hold rows of this kind."""
+
+
+class SkippedError(Exception):
+    """This row cannot be predicted; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What a row says was run, and what came out."""
+
+    id: str
+    source: str
+    group: tuple[str, ...]
+    """Rows of one group differ in their layout alone."""
+    model: ModelSpec
+    machine: Hardware
+    words: dict[str, int | str]
+    """Layout words, but for recompute."""
+    recompute: str
+    """Empty where the row does not say."""
+    precision: str
+    products: str
+    """Dtype of matrix products, where it is not that of all else."""
+    global_batch: int
+    step_s: float | None
+    memory_bytes: float | None
+    out_of_memory: bool
+    states_per_param: int = 2
+
+
+# -- cells -------------------------------------------------------------------------------------------------------------
+
+
+def number(row: Row, column: str) -> float | None:
+    """Read a cell: 1840000000.0, ~250k, 1.5e9; None where it is empty or holds no number."""
+    text = (row.get(column) or "").strip().lstrip("~").replace(",", "")
+    found = re.match(r"([0-9]*\.?[0-9]+(?:e[+-]?\d+)?)\s*([kmbt]?)", text, re.IGNORECASE)
+    if not found:
+        return None
+    return float(found[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[found[2].lower()]
+
+
+def whole(row: Row, column: str, default: int = 0) -> int:
+    """Read a cell that counts something."""
+    value = number(row, column)
+    return default if value is None or value < 1 else round(value)
+
+
+def _text(row: Row, *columns: str) -> str:
+    return " ".join((row.get(column) or "") for column in columns)
+
+
+# -- the machine -------------------------------------------------------------------------------------------------------
+
+_MACHINES = (
+    (r"GB300", "gb300-nvl72"),
+    (r"GB200", "gb200-nvl72"),
+    (r"B300", "b300x8"),
+    (r"B200|SM100", "b200x8"),
+    (r"GH200|H200", "h200x8"),
+    (r"H100.*500\s?W", "h100-500wx8"),
+    (r"H100|H800", "h100x8"),
+    (r"A100.*40|A800.*40", "a100-40x8"),
+    (r"A100|A800", "a100-80x8"),
+    (r"V100", "v100x8"),
+    (r"MI300", "mi300x8"),
+    (r"MI325", "mi325x8"),
+    (r"MI35[05]", "mi355x8"),
+    (r"L40S", "l40sx8"),
+    (r"L40", "l40x8"),
+    (r"\bL4\b", "l4x8"),
+    (r"\bA30\b", "a30x8"),
+    (r"4090", "rtx4090x8"),
+    (r"5060", "rtx5060tix8"),
+    (r"v6e|trillium", "tpu-v6e"),
+    (r"v5p", "tpu-v5p"),
+    (r"v5e", "tpu-v5e"),
+    (r"TPU.*v4", "tpu-v4"),
+)
+_FOLDER = Path(__file__).parent / "machines"
+_LOADED: dict[str, Hardware] = {}
+
+
+def machine_of(row: Row) -> Hardware:
+    """Return the profile of the row's device, with the row's own nodes and network."""
+    device = (row.get("gpu") or "").strip()
+    if not device:
+        device = "V100" if "16" in (row.get("precision") or "") and "BF" not in row["precision"].upper() else "A100"
+    name = next((name for pattern, name in _MACHINES if re.search(pattern, device, re.IGNORECASE)), None)
+    if name is None:
+        raise SkippedError(f"no profile of {device}")
+    if name not in _LOADED:
+        file = _FOLDER / f"{name}.toml"
+        _LOADED[name] = machines.load(file if file.exists() else name)
+    machine = _LOADED[name]
+    per_node = whole(row, "gpus_per_node")
+    if per_node and per_node > 1 and machine.devices_per_node <= 16:
+        machine = replace(machine, devices_per_node=per_node)
+    port = _port_bytes_per_s(row.get("interconnect") or "", machine.devices_per_node)
+    if port:
+        machine = replace(machine, inter=replace(machine.inter, bytes_per_s=port))
+    return machine
+
+
+def _port_bytes_per_s(text: str, per_node: int) -> float | None:
+    """Bytes a second of one device to the network: `4x Omni-Path 100Gb/s per node` is 50 GB/s for all of the node."""
+    parts = [part for part in re.split(r"[|;,+]", text) if not re.search(r"storage|management|NVLink|NVSwitch", part, re.I)]
+    for part in parts:
+        found = re.search(r"(?:(\d+)\s*x\s*)?[^\d]*?(?:CX7 |BlueField-\d |BF\d |ConnectX-\d )?[^\d]*(\d+)\s*Gb(?:/s|/Sec|ps|it)", part)
+        if found:
+            ports, speed = int(found[1] or 0), int(found[2]) * 1e9 / 8
+            if re.search(r"per GPU", part):
+                return 0.95 * speed
+            return 0.95 * speed * (ports or 1) / per_node
+    return None
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+_NAMES = (
+    (r"llama.?3(\.\d)?.?405b", "llama3-405b"),
+    (r"llama.?3(\.\d)?.?70b", "llama3-70b"),
+    (r"llama.?3(\.\d)?.?8b", "llama3-8b"),
+    (r"llama.?2.?70b|llama.like.70b", "llama2-70b"),
+    (r"llama.?2.?13b", "llama2-13b"),
+    (r"llama.?2.?7b|llama.like.7b", "llama2-7b"),
+    (r"llama.?4.?scout", "llama4-scout"),
+    (r"llama.?65b", "llama-65b"),
+    (r"llama.?7b", "llama-7b"),
+    (r"mixtral.?8x22b", "mixtral-8x22b"),
+    (r"mixtral", "mixtral-8x7b"),
+    (r"qwen.?3.*235b", "qwen3-235b-a22b"),
+    (r"qwen.?3.*30b", "qwen3-30b-a3b"),
+    (r"qwen.?2\.5.?32b", "qwen2.5-32b"),
+    (r"qwen.?2\.5.?7b", "qwen2.5-7b"),
+    (r"qwen.?2\.5.?3b", "qwen2.5-3b"),
+    (r"qwen.?2\.5.?1\.5b", "qwen2.5-1.5b"),
+    (r"qwen.?2\.5.?0\.5b", "qwen2.5-0.5b"),
+    (r"gpt.?oss.?120b", "gpt-oss-120b"),
+    (r"gpt.?oss.?20b", "gpt-oss-20b"),
+    (r"deepseek.?v?3(?!\d)", "deepseek-v3"),
+    (r"nemotron.?4.?340b", "nemotron4-340b"),
+    (r"nemotron.?4.?15b", "nemotron4-15b"),
+    (r"grok.?1", "grok1-314b"),
+    (r"bloom", "bloom-176b"),
+    (r"mt.nlg", "mt-nlg-530b"),
+    (r"gpt.?3.*175b", "gpt3-175b"),
+    (r"bert.large", "bert-large"),
+)
+_NO_DECODER = r"stable diffusion|retinanet|mask r-cnn|grouped gemm|hybrid|nemotron.?[3h]|multimodal|mimo|single moe|ultra.proxy|dlrm|unet|flux|maverick"
+
+
+def decoder_of(row: Row, machine: Hardware) -> tuple[Decoder, str]:
+    """Return the row's model and its name."""
+    name = row.get("model") or ""
+    if re.search(_NO_DECODER, name, re.IGNORECASE):
+        raise SkippedError("the model is no transformer of one kind of block, or part of one")
+    known = next((preset for pattern, preset in _NAMES if re.search(pattern, name, re.IGNORECASE)), None)
+    layers, hidden = whole(row, "n_layers"), whole(row, "hidden")
+    sequence = whole(row, "seq_len")
+    weights = number(row, "n_params") or _weights_in(name)
+    if known:
+        base = DECODERS[known]
+    elif layers and hidden:
+        base = replace(DECODERS["gpt3-175b"], layers=layers, hidden=hidden, heads=max(1, hidden // 128))
+    elif weights:
+        base = sized(weights, sequence or 2048)
+        layers, hidden = 0, 0
+    else:
+        raise SkippedError("no sizes of the model, and its name is no preset's")
+    given: dict[str, object] = {"sequence": sequence or base.sequence}
+    if layers and hidden:
+        given |= {"layers": layers, "hidden": hidden}
+        heads = whole(row, "heads")
+        if heads:
+            given |= {"heads": heads, "kv_heads": whole(row, "kv_heads") or (base.kv_heads if known else 0)}
+            if not known:
+                given["head_dim"] = 0
+        if whole(row, "ffn"):
+            given["intermediate"] = whole(row, "ffn")
+        if whole(row, "moe_experts") and not known:
+            given |= {"experts": whole(row, "moe_experts"), "top_k": whole(row, "moe_topk", 1)}
+    if whole(row, "vocab"):
+        given["vocab"] = whole(row, "vocab")
+    decoder = replace(base, **given)  # type: ignore[arg-type]
+    if re.search(r"\bt5", name, re.IGNORECASE):  # an encoder, and a decoder that attends to it
+        decoder = replace(decoder, layers=2 * decoder.layers, sequence=sequence or 512, vocab=30592)
+    if re.search("bert", name, re.IGNORECASE):
+        decoder = replace(decoder, attention="attention", dropout=True, vocab=whole(row, "vocab", 30592))
+    if decoder.positions:
+        decoder = replace(decoder, positions=decoder.sequence)
+    if _is_plain(row, machine):
+        decoder = replace(decoder, attention="plain", dropout=not decoder.gated)
+    return decoder, known or name
+
+
+def _weights_in(name: str) -> float | None:
+    found = re.search(r"(\d+(?:\.\d+)?)\s*([MBT])\b", name)
+    return float(found[1]) * {"M": 1e6, "B": 1e9, "T": 1e12}[found[2]] if found else None
+
+
+def _is_plain(row: Row, machine: Hardware) -> bool:
+    """Whether attention keeps its scores: FlashAttention is of 2022 and for Ampere and later."""
+    if "unfused" in _text(row, "notes").lower() or machine.name.startswith("v100"):
+        return True
+    if not machine.name.startswith("a100") or "flash" in _text(row, "notes", "model", "source").lower():
+        return False
+    cut = whole(row, "tp", 1) > 1 or whole(row, "pp", 1) > 1
+    old = re.fullmatch(r"(?i)\s*fp16.*", row.get("precision") or "") is not None
+    return old or (cut and "full" in (row.get("recompute") or ""))
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------------
+
+
+def case_of(row: Row) -> Case:
+    """Read a row.
+
+    Raises:
+        SkippedError: it cannot be predicted.
+    """
+    if not any(number(row, column) for column in (*TARGETS, "metric_memory_gib")) and not _failed(row):
+        raise SkippedError("nothing was measured")
+    machine = machine_of(row)
+    if re.search(r"resnet.?50", row.get("model") or "", re.IGNORECASE) and "cnn" not in row["model"].lower() and "retina" not in row["model"].lower():
+        model, decoder, name = resnet(), None, "resnet50"
+    else:
+        decoder, name = decoder_of(row, machine)
+        model = None
+    tp, pp, cp = (whole(row, column, 1) for column in ("tp", "pp", "cp"))
+    devices = whole(row, "n_gpus") or _devices(row, machine, tp * pp * cp)
+    if devices % (tp * pp * cp):
+        printed = max(whole(row, "dp_replicate", 1) * whole(row, "dp_shard", 1), 1)
+        devices = tp * pp * cp * printed
+    dp = devices // (tp * pp * cp)
+    tokens = decoder.sequence if decoder else 196
+    per_rank = whole(row, "micro_batch") or _microbatch(row, tokens // cp, dp)
+    global_batch = whole(row, "global_batch") or per_rank * dp * (4 * pp if pp > 1 else 1)
+    if global_batch < dp:
+        raise SkippedError(f"{global_batch} samples for {dp} data ranks")
+    if decoder:
+        decoder = _on_a_rank(row, decoder, cp, min(max(whole(row, "ep", 1), 1), devices))
+        model = spec(decoder, name)
+    assert model is not None
+    precision, products = _precision(row, machine)
+    words = _words(row, tp, pp, cp * dp, per_rank, model)
+    tokens_of_step = global_batch * tokens
+    return Case(
+        id=row.get("id") or "",
+        source=row.get("source") or row.get("file") or "",
+        group=_group(row, machine, name, devices, global_batch, tokens),
+        model=model,
+        machine=machine,
+        words=words,
+        recompute=_recompute(row),
+        precision=precision,
+        products=products,
+        global_batch=global_batch * cp,
+        step_s=_step_s(row, machine, model, decoder, tokens_of_step, devices, global_batch * cp, precision),
+        memory_bytes=_memory_bytes(row),
+        out_of_memory=_failed(row),
+        states_per_param=1 if name == "resnet50" else 2,
+    )
+
+
+def _failed(row: Row) -> bool:
+    return bool(re.search(r"\bOOM\b|OUT OF MEMORY", _text(row, "notes")))
+
+
+def _memory_bytes(row: Row) -> float | None:
+    size = number(row, "metric_memory_gib")
+    if not size:
+        return None
+    return size * (1e9 if re.search(r"in GB|\d\s?GB\b|\(GB\)", _text(row, "notes")) else 2**30)
+
+
+def _devices(row: Row, machine: Hardware, needed: int) -> int:
+    printed = whole(row, "dp_replicate") or whole(row, "dp_shard")
+    return needed * printed if printed else max(min(machine.devices_per_node, 8) // needed, 1) * needed
+
+
+def _microbatch(row: Row, tokens: int, dp: int) -> int:
+    total = whole(row, "global_batch")
+    size = 8
+    while size > 1 and (size * tokens > 2**15 or (total and total // dp < size)):
+        size //= 2
+    return size
+
+
+def _on_a_rank(row: Row, decoder: Decoder, cp: int, ep: int) -> Decoder:
+    """Cut what no layout word says yet: the sequence, and the experts."""
+    if cp > 1:
+        decoder = replace(decoder, sequence=max(decoder.sequence // cp, 1), keys=decoder.sequence)
+    if decoder.experts and ep > 1:
+        decoder = replace(decoder, experts=max(decoder.experts // ep, 1))
+    if re.search(r"\blora\b", row.get("model") or "", re.IGNORECASE):
+        decoder = replace(decoder, adapter_rank=16)
+    return decoder
+
+
+def _precision(row: Row, machine: Hardware) -> tuple[str, str]:
+    text = (row.get("precision") or "").upper()
+    products = ""
+    if re.search(r"FP4", text) and "float4" in machine.flops_per_s:
+        products = "float4"
+    elif re.search(r"FP8|FLOAT8", text) or (not text and "mlperf" in _text(row, "source").lower()):
+        products = "float8" if "float8" in machine.flops_per_s else ""
+    if re.match(r"FP16(?!/BF)", text) or "bfloat16" not in machine.flops_per_s:
+        return "fp16", products
+    return ("float32" if re.match(r"FP32|FLOAT32", text) else "bf16"), products
+
+
+def _words(row: Row, tp: int, pp: int, dp: int, microbatch: int, model: ModelSpec) -> dict[str, int | str]:
+    words: dict[str, int | str] = {"tp": tp, "pp": pp, "microbatch": microbatch}
+    stage = whole(row, "zero_stage")
+    shard = whole(row, "dp_shard")
+    zero = stage or (3 if shard > 1 else 0)
+    zero = min(zero, 1) if pp > 1 else zero
+    if zero and dp > 1:
+        words |= {"dp_shard": dp, "zero": min(zero, 3)}
+    else:
+        words["dp_replicate"] = dp
+    virtual = whole(row, "vp", 1)
+    blocks = sum(layer.is_block for layer in model.layers)
+    if pp > 1 and (virtual > 1 or "interleaved" in (row.get("schedule") or "").lower()):
+        virtual = max(min(virtual if virtual > 1 else 2, blocks // pp), 1)
+        if virtual > 1:
+            words |= {"schedule": "interleaved", "virtual_stages": virtual}
+    return words
+
+
+def _recompute(row: Row) -> str:
+    text = (row.get("recompute") or "").lower()
+    if "full" in text:
+        return "full"
+    if "selective" in text and "[" not in text and ":" not in text:
+        return "selective"
+    return "none" if text.strip() else ""
+
+
+def _group(row: Row, machine: Hardware, name: str, devices: int, batch: int, tokens: int) -> tuple[str, ...]:
+    said = (str(whole(row, "n_layers")), str(whole(row, "hidden")), str(number(row, "n_params") or ""))
+    precision = (row.get("precision") or "").upper()
+    return (row.get("source") or "", name, *said, machine.name, str(devices), str(batch), str(tokens), precision)
+
+
+def _step_s(
+    row: Row, machine: Hardware, model: ModelSpec, decoder: Decoder | None, tokens: int, devices: int, samples: int,
+    precision: str,
+) -> float | None:  # fmt: skip
+    """Turn what was measured into seconds a step; FLOPs a second by the definition the row names (see below).
+
+    Most count three forwards with attention unmasked; `recompute` in the notes beside `include`, `count` or a factor of
+    8 makes it four.
+    """
+    if number(row, "metric_step_time_s"):
+        return number(row, "metric_step_time_s")
+    rate = number(row, "metric_tokens_per_s_per_gpu")
+    if rate:
+        return tokens / (rate * devices)
+    flops_per_s = (number(row, "metric_tflops_per_gpu") or 0) * 1e12
+    if not flops_per_s:
+        share = number(row, "metric_mfu")
+        peak = machine.flops_per_s.get("bfloat16") or machine.flops_per_s["float16"]
+        flops_per_s = peak * (share / 100 if share and share > 1 else share or 0)
+    if not flops_per_s:
+        return None
+    notes = _text(row, "notes").lower()
+    again = "full" in (row.get("recompute") or "") and re.search(r"counts? the recompute|incl\. recomput|counts recompute|recompute\)|8n|96", notes)
+    return model.forward_flops * samples * (4 if again else 3) / (flops_per_s * devices)
