@@ -9,8 +9,9 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | the device                  | V100 where it says FP16 (no bfloat16 yet), else A100                                      |
 | number of devices           | one node, or as many as the layout needs                                                |
 | data-parallel degree        | devices / (tp pp cp), whatever is printed, if that is a whole number                     |
-| micro-batch                 | the largest power of two, up to 8, of which 2^15 tokens at most make a micro-batch       |
+| micro-batch                 | 1 in a pipeline, else the largest power of two that makes at most 2^14 tokens           |
 | global batch                | one micro-batch a rank; four for each stage of a pipeline                                |
+| ZeRO stage                  | 1 from six billion weights on, else 0                                                   |
 | recompute                   | the least with which it fits: none, selective, full                                     |
 | precision                   | bf16; FP8 products in entries to MLPerf on devices that have them                        |
 | kind of attention           | plain before FlashAttention: V100, or FP16, or full recompute under tp or pp before H100 |
@@ -39,6 +40,17 @@ COLUMNS = ("model", "gpu", "metric_memory_gib", *TARGETS)
 """What a file must have one of to hold rows of this kind."""
 
 
+CHUNKS = 4
+"""Into so many parts Transformer Engine and asynchronous tensor parallelism cut a sum; all but one hide."""
+GRAPH_LAUNCH_S = 2e-6
+"""Host time of an operation that is part of a CUDA graph."""
+_GRAPH = r"cuda.graph(?:.impl)?=(?:1|true|full_iteration|transformer_engine|local)"
+CHECKED = 2.0
+"""Host time of a run that its notes call a correctness test with deterministic kernels, over that of a plain one."""
+LARGE = 6e9
+"""Weights from which on nobody replicates Adam's states."""
+
+
 class SkippedError(Exception):
     """This row cannot be predicted; the text says why."""
 
@@ -57,6 +69,8 @@ class Case:
     """Layout words, but for recompute."""
     recompute: str
     """Empty where the row does not say."""
+    chunks: int
+    """Parts into which sums over tp are cut to hide behind products; 1: not at all."""
     precision: str
     products: str
     """Dtype of matrix products, where it is not that of all else."""
@@ -117,7 +131,8 @@ _MACHINES = (
     (r"TPU.*v4", "tpu-v4"),
 )
 _FOLDER = Path(__file__).parent / "machines"
-_LOADED: dict[str, Hardware] = {}
+SHIPPED: dict[str, Hardware] = {}
+"""Profiles as they are, by name: those of samestep, and those of devices it does not run on."""
 
 
 def machine_of(row: Row) -> Hardware:
@@ -128,30 +143,34 @@ def machine_of(row: Row) -> Hardware:
     name = next((name for pattern, name in _MACHINES if re.search(pattern, device, re.IGNORECASE)), None)
     if name is None:
         raise SkippedError(f"no profile of {device}")
-    if name not in _LOADED:
+    if name not in SHIPPED:
         file = _FOLDER / f"{name}.toml"
-        _LOADED[name] = machines.load(file if file.exists() else name)
-    machine = _LOADED[name]
+        SHIPPED[name] = machines.load(file if file.exists() else name)
+    machine = SHIPPED[name]
     per_node = whole(row, "gpus_per_node")
     if per_node and per_node > 1 and machine.devices_per_node <= 16:
         machine = replace(machine, devices_per_node=per_node)
     port = _port_bytes_per_s(row.get("interconnect") or "", machine.devices_per_node)
     if port:
         machine = replace(machine, inter=replace(machine.inter, bytes_per_s=port))
+    if "deterministic kernels" in _text(row, "notes"):
+        machine = replace(machine, launch_s=CHECKED * machine.launch_s, step_s=CHECKED * machine.step_s)
+    if re.search(_GRAPH, _text(row, "notes"), re.IGNORECASE):
+        machine = replace(machine, launch_s=GRAPH_LAUNCH_S)
     return machine
 
 
 def _port_bytes_per_s(text: str, per_node: int) -> float | None:
     """Bytes a second of one device to the network: `4x Omni-Path 100Gb/s per node` is 50 GB/s for all of the node."""
     parts = [part for part in re.split(r"[|;,+]", text) if not re.search(r"storage|management|NVLink|NVSwitch", part, re.I)]
+    speeds = []
     for part in parts:
-        found = re.search(r"(?:(\d+)\s*x\s*)?[^\d]*?(?:CX7 |BlueField-\d |BF\d |ConnectX-\d )?[^\d]*(\d+)\s*Gb(?:/s|/Sec|ps|it)", part)
-        if found:
-            ports, speed = int(found[1] or 0), int(found[2]) * 1e9 / 8
-            if re.search(r"per GPU", part):
-                return 0.95 * speed
-            return 0.95 * speed * (ports or 1) / per_node
-    return None
+        found = re.search(r"(\d+)\s*(?:Gb(?:/s|/Sec|ps|it))", part, re.IGNORECASE)
+        if found and "GB/s" not in part:
+            ports = re.search(r"(\d+)\s*x\s*\S", part)
+            speed = 0.95 * int(found[1]) * 1e9 / 8
+            speeds.append(speed if "per GPU" in part else speed * int(ports[1] if ports else 1) / per_node)
+    return max(speeds, default=None)
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -186,7 +205,7 @@ _NAMES = (
     (r"gpt.?3.*175b", "gpt3-175b"),
     (r"bert.large", "bert-large"),
 )
-_NO_DECODER = r"stable diffusion|retinanet|mask r-cnn|grouped gemm|hybrid|nemotron.?[3h]|multimodal|mimo|single moe|ultra.proxy|dlrm|unet|flux|maverick"
+_NO_DECODER = r"stable diffusion|retinanet|mask r-cnn|grouped gemm|hybrid|nemotron.?v?[3h]|multimodal|mimo|single moe|ultra.proxy|dlrm|unet|flux|maverick"
 
 
 def decoder_of(row: Row, machine: Hardware) -> tuple[Decoder, str]:
@@ -198,6 +217,8 @@ def decoder_of(row: Row, machine: Hardware) -> tuple[Decoder, str]:
     layers, hidden = whole(row, "n_layers"), whole(row, "hidden")
     sequence = whole(row, "seq_len")
     weights = number(row, "n_params") or _weights_in(name)
+    if hidden and not layers and weights:
+        layers = max(1, round(weights / (12 * hidden**2)))
     if known:
         base = DECODERS[known]
     elif layers and hidden:
@@ -226,8 +247,12 @@ def decoder_of(row: Row, machine: Hardware) -> tuple[Decoder, str]:
         decoder = replace(decoder, layers=2 * decoder.layers, sequence=sequence or 512, vocab=30592)
     if re.search("bert", name, re.IGNORECASE):
         decoder = replace(decoder, attention="attention", dropout=True, vocab=whole(row, "vocab", 30592))
+    if "unpadded" in name:  # half of MLPerf's 512 tokens are padding, and are left out
+        decoder = replace(decoder, sequence=decoder.sequence // 2)
     if decoder.positions:
         decoder = replace(decoder, positions=decoder.sequence)
+    if "FSDP2" in (row.get("schedule") or "") and (row.get("compile") or "").lower() != "true":
+        decoder = replace(decoder, fused=False)
     if _is_plain(row, machine):
         decoder = replace(decoder, attention="plain", dropout=not decoder.gated)
     return decoder, known or name
@@ -281,7 +306,10 @@ def case_of(row: Row) -> Case:
         decoder = _on_a_rank(row, decoder, cp, min(max(whole(row, "ep", 1), 1), devices))
         model = spec(decoder, name)
     assert model is not None
+    if pp > 1:  # other libraries deal out the blocks evenly, whatever the head costs
+        model = replace(model, layers=tuple(la if la.is_block else replace(la, forward_flops=1) for la in model.layers))
     precision, products = _precision(row, machine)
+    products = products if decoder else ""
     words = _words(row, tp, pp, cp * dp, per_rank, model)
     tokens_of_step = global_batch * tokens
     return Case(
@@ -292,6 +320,7 @@ def case_of(row: Row) -> Case:
         machine=machine,
         words=words,
         recompute=_recompute(row),
+        chunks=CHUNKS if re.search(r"tp.comm.overlap(?!=False)|async TP=True", _text(row, "notes"), re.IGNORECASE) else 1,
         precision=precision,
         products=products,
         global_batch=global_batch * cp,
@@ -320,8 +349,10 @@ def _devices(row: Row, machine: Hardware, needed: int) -> int:
 
 def _microbatch(row: Row, tokens: int, dp: int) -> int:
     total = whole(row, "global_batch")
-    size = 8
-    while size > 1 and (size * tokens > 2**15 or (total and total // dp < size)):
+    if whole(row, "pp", 1) > 1:
+        return 1
+    size = 256
+    while size > 1 and (size * tokens > 2**14 or (total and total // dp < size)):
         size //= 2
     return size
 
@@ -332,7 +363,7 @@ def _on_a_rank(row: Row, decoder: Decoder, cp: int, ep: int) -> Decoder:
         decoder = replace(decoder, sequence=max(decoder.sequence // cp, 1), keys=decoder.sequence)
     if decoder.experts and ep > 1:
         decoder = replace(decoder, experts=max(decoder.experts // ep, 1))
-    if re.search(r"\blora\b", row.get("model") or "", re.IGNORECASE):
+    if re.search(r"\bq?lora\b|task=lora", _text(row, "model", "notes"), re.IGNORECASE):
         decoder = replace(decoder, adapter_rank=16)
     return decoder
 
@@ -353,7 +384,7 @@ def _words(row: Row, tp: int, pp: int, dp: int, microbatch: int, model: ModelSpe
     words: dict[str, int | str] = {"tp": tp, "pp": pp, "microbatch": microbatch}
     stage = whole(row, "zero_stage")
     shard = whole(row, "dp_shard")
-    zero = stage or (3 if shard > 1 else 0)
+    zero = stage or (3 if shard > 1 else int(model.num_params >= LARGE))
     zero = min(zero, 1) if pp > 1 else zero
     if zero and dp > 1:
         words |= {"dp_shard": dp, "zero": min(zero, 3)}
@@ -395,6 +426,8 @@ def _step_s(
     if number(row, "metric_step_time_s"):
         return number(row, "metric_step_time_s")
     rate = number(row, "metric_tokens_per_s_per_gpu")
+    if rate and rate * 2 * sum(layer.forward_flops for layer in model.layers) / (decoder.sequence if decoder else 1) > max(machine.flops_per_s.values()):
+        rate /= devices  # more than the device can: the rate of all of them
     if rate:
         return tokens / (rate * devices)
     flops_per_s = (number(row, "metric_tflops_per_gpu") or 0) * 1e12
@@ -406,4 +439,5 @@ def _step_s(
         return None
     notes = _text(row, "notes").lower()
     again = "full" in (row.get("recompute") or "") and re.search(r"counts? the recompute|incl\. recomput|counts recompute|recompute\)|8n|96", notes)
-    return model.forward_flops * samples * (4 if again else 3) / (flops_per_s * devices)
+    flops = sum(product.flops for layer in model.layers for product in layer.products)
+    return flops * samples * (4 if again else 3) / (flops_per_s * devices)

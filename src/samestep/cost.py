@@ -11,7 +11,7 @@ A product [m, k] x [k, n] is cut into tiles, one for a multiprocessor at a time,
 `num_units` tiles; a tile pays for filling its pipeline too: (k + FILL) instead of k (Williams et al. 2009,
 doi:10.1145/1498765.1498785, for the roofline; NVIDIA, Matrix Multiplication Background, for tiles and waves). The
 backward of a product is two products, by the input and by the weight, of the same three numbers in other places; the
-weight's gradient is added to what earlier micro-batches left. Products in a dtype of one byte first cast both factors.
+weight's gradient is added to what earlier micro-batches left. Before products in a dtype of one byte there is a cast.
 
 With n ranks, S bytes of whole buffer, a link of latency a and bandwidth B (Thakur, Rabenseifner, Gropp 2005,
 doi:10.1177/1094342005051521, rings):
@@ -52,9 +52,13 @@ from samestep.program import BYTES_OF, Kind, Op, Program, Step
 UPDATE_PASSES = 7
 """Times an update goes over memory for one weight: weight, two states read and written, gradient read."""
 
+REACHED = 0.85
+"""What products of a training step reach of the best shape's rate. Fitted once, on the published record."""
+ATTENTION_REACHED = 0.65
+"""The same of a fused attention, forward and backward together. Fitted once, on the published record."""
 TILES = ((256, 128, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 64, 0.55))
 """Rows, columns, and what a multiprocessor reaches of its best in them."""
-FILL = 96
+FILL = 80
 """Steps along `inner` that a tile spends on filling its pipeline and writing its result."""
 SHARPNESS = 4
 """Of the maximum of device and host: both are uneven, so neither hides the other wholly."""
@@ -62,7 +66,7 @@ ATTENTION_BACKWARD = 2.5
 """FLOPs of a fused attention's backward over its forward: it makes the scores once more (arXiv:2307.08691)."""
 BACKWARD_MOVES = 2.0
 """Bytes that the backward of all else moves over those of its forward."""
-BACKWARD_KERNELS = 2.0
+BACKWARD_KERNELS = 2.2
 """Operations of a backward over those of its forward."""
 
 
@@ -142,10 +146,10 @@ def _product_s(
     m, count = -(-m // groups), count * groups
     dtype = dtypes.values if product.factors == "pair" else dtypes.products
     if not backward:
-        return _matrix_s(m, k, n, count, dtype, dtypes, hardware)
+        return _matrix_s(m, k, n, count, dtype, dtypes, hardware, product.taps)
     total = _matrix_s(m, n, k, count, dtype, dtypes, hardware) if work.has_input_gradient else 0.0
     if product.factors != "frozen":
-        total += _matrix_s(k, m, n, count, dtype, dtypes, hardware)
+        total += _matrix_s(k, m, n, count, dtype, dtypes, hardware, product.taps)
     if product.factors == "weight":
         total += 2 * k * n * count * BYTES_OF[dtypes.sums] / _bandwidth(hardware)
     return total
@@ -153,7 +157,8 @@ def _product_s(
 
 def _attention_s(product: Product, samples: int, backward: bool, dtypes: _Dtypes, hardware: Hardware) -> float:
     flops = product.flops * samples * (0.5 if product.factors == "causal" else 1.0)
-    peak = _peak(hardware, dtypes.values) * hardware.efficiency.get("attention", 1.0)
+    reached = hardware.efficiency.get("attention")
+    peak = _peak(hardware, dtypes.values) * (ATTENTION_REACHED * reached if reached else 1.0)
     # queries, keys, values and the result, once
     elements = product.count * (product.rows + product.columns) * product.inner * samples
     forward_s = max(flops / peak, elements * BYTES_OF[dtypes.values] / _bandwidth(hardware))
@@ -161,11 +166,13 @@ def _attention_s(product: Product, samples: int, backward: bool, dtypes: _Dtypes
 
 
 @lru_cache(maxsize=2**16)
-def _matrix_s(m: int, k: int, n: int, count: int, dtype: str, dtypes: _Dtypes, hardware: Hardware) -> float:
-    """Time of `count` equal products [m, k] x [k, n]."""
+def _matrix_s(
+    m: int, k: int, n: int, count: int, dtype: str, dtypes: _Dtypes, hardware: Hardware, taps: int = 1
+) -> float:
+    """Time of `count` equal products [m, k] x [k, n]; `taps` elements of the first factor are the same one."""
     size = DTYPE_BYTES.get(dtype, 0) or BYTES_OF[dtype]
     kept = BYTES_OF[dtypes.values]
-    rate = _peak(hardware, dtype) * hardware.efficiency.get(dtype, 1.0)
+    rate = _peak(hardware, dtype) * (REACHED * hardware.efficiency[dtype] if dtype in hardware.efficiency else 1.0)
     flops = 2.0 * m * k * n * count
     compute_s = flops / rate
     if hardware.num_units:
@@ -173,8 +180,9 @@ def _matrix_s(m: int, k: int, n: int, count: int, dtype: str, dtypes: _Dtypes, h
             _waves(m, n, count, rows, columns, hardware.num_units) * 2.0 * rows * columns * (k + FILL) / reached
             for rows, columns, reached in ((r, c, part * rate / hardware.num_units) for r, c, part in TILES)
         )
-    moved = count * (size * (m * k + k * n) + kept * m * n)
-    cast_s = count * (m * k + k * n) * (kept + size) / _bandwidth(hardware) if size < kept else 0.0
+    moved = count * (size * (m * k / taps + k * n) + kept * m * n)
+    # The kernel before it writes what it gives once more in the smaller dtype, as it is and transposed.
+    cast_s = count * m * k * 2 * size / _bandwidth(hardware) if size < kept else 0.0
     return max(compute_s, moved / _bandwidth(hardware)) + cast_s + hardware.kernel_s
 
 

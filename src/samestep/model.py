@@ -32,6 +32,8 @@ class Product:
     one kernel, `inner` the size of both heads together; causal: the same, of which the kernel leaves out half."""
     groups: int = 1
     """Weights that the rows are dealt to: experts."""
+    taps: int = 1
+    """Rows that share an element of the first factor: of a convolution, the size of its kernel."""
     cut: Cutting = ""
     """What a tensor cut divides."""
     owner: str = ""
@@ -137,13 +139,14 @@ class LayerSpec:
     def cut_by(self, degree: int) -> LayerSpec:
         """Return one rank's part of a layer that is cut: its work and what it keeps, not its sums."""
         products = tuple(product.cut_by(degree) for product in self.products)
+        whole, mine = (sum(product.flops for product in parts) for parts in (self.products, products))
 
         def rest(part: int) -> int:
             return part - part // degree
 
         return replace(
             self,
-            forward_flops=sum(p.flops for p in products) if products else self.forward_flops // degree,
+            forward_flops=self.forward_flops * mine // whole if whole else self.forward_flops // degree,
             products=products,
             saved_elements=self.saved_elements - rest(self.saved_cut_elements),
             saved_selective_elements=self.saved_selective_elements - rest(self.saved_selective_cut_elements),

@@ -51,6 +51,8 @@ class Decoder:
     dropout: bool = False
     attention: Literal["causal", "attention", "plain"] = "causal"
     """A fused kernel, causal or not; or plain products with scores in memory."""
+    fused: bool = True
+    """Norms, rotations and activations are one kernel each; written with PyTorch's own operations they are several."""
     experts: int = 0
     top_k: int = 0
     expert_intermediate: int = 0
@@ -197,7 +199,10 @@ def sized(num_params: float, sequence: int, vocab: int = 50257) -> Decoder:
     known = sorted((12 * d.layers * d.hidden**2, d) for n, d in DECODERS.items() if n.startswith("gpt3-"))
     _, near = min(known, key=lambda pair: abs(pair[0] - num_params))
     layers = max(1, round(near.layers * (num_params / (12 * near.layers * near.hidden**2)) ** (1 / 3)))
-    hidden = max(128, round((num_params / (12 * layers)) ** 0.5 / 128) * 128)
+    width = (num_params / (12 * layers)) ** 0.5
+    unit = 1024 if width > 4096 else 128  # heads of 128, a number of them that nodes of eight divide
+    hidden = max(unit, round(width / unit) * unit)
+    layers = max(1, round(num_params / (12 * hidden**2)))
     return replace(near, layers=layers, hidden=hidden, heads=hidden // 128, vocab=vocab, sequence=sequence)
 
 
@@ -343,8 +348,9 @@ def _norm(decoder: Decoder, made: _Block, name: str) -> None:
     if decoder.layer_norm:
         made.weight(f"{name}.bias", (decoder.hidden,))
     elements = decoder.sequence * decoder.hidden
-    made.move(2 * elements, 0, 1)
-    made.save(2 * elements, 0)  # what it is given, and what it gives to the products
+    # a cast, a square, a mean, a scaling, a cast back and the weight, where they are not one kernel
+    made.move((2 if decoder.fused else 12) * elements, 0, 1 if decoder.fused else 6)
+    made.save((2 if decoder.fused else 4) * elements, 0)  # what it is given, and what it gives to the products
 
 
 def _linear(
@@ -384,7 +390,8 @@ def _attention(decoder: Decoder, made: _Block) -> None:
     else:
         for name, heads in (("q_proj", a), ("k_proj", k), ("v_proj", k)):
             _linear(decoder, made, f"self_attn.{name}", s, h, heads * d, "columns", heads)
-    made.move(0, 0 if decoder.positions else 2 * (a + k) * d * s, 0 if decoder.positions else 2)
+    if not decoder.positions:
+        made.move(0, (2 if decoder.fused else 8) * (a + k) * d * s, 2 if decoder.fused else 10)
     _adapters(decoder, made, (a + 2 * k) * d)
     _scores(decoder, made, d, d)
     made.save(0, (a + 2 * k) * d * s)
@@ -442,8 +449,9 @@ def _feed_forward(decoder: Decoder, made: _Block, name: str = "mlp", width: int 
     s, h, f = decoder.sequence, decoder.hidden, width or decoder.ffn
     for part in ("gate_proj", "up_proj") if decoder.gated else ("up_proj",):
         _linear(decoder, made, f"{name}.{part}", s, h, f, "columns")
-    made.move(0, (3 if decoder.gated else 2) * s * f, 1)
-    made.save(0, (3 if decoder.gated else 2) * s * f)
+    separate = decoder.gated and not decoder.fused
+    made.move(0, (5 if separate else 3 if decoder.gated else 2) * s * f, 1 + separate)
+    made.save(0, (4 if separate else 3 if decoder.gated else 2) * s * f)
     _linear(decoder, made, f"{name}.down_proj", s, f, h, "inner")
 
 
@@ -460,7 +468,8 @@ def _experts(decoder: Decoder, made: _Block) -> None:
     if decoder.bias:
         made.weight("mlp.experts.gate_up_proj_bias", (e, (1 + decoder.gated) * f))
         made.weight("mlp.experts.down_proj_bias", (e, h))
-    made.move(2 * 3 * rows * h + 4 * s * e, (3 if decoder.gated else 2) * rows * f, 20)
+    # rows are copied out and back, weighted and added up; the router's scores are sorted
+    made.move(8 * rows * h + 8 * s * e, (3 if decoder.gated else 2) * rows * f, 20)
     made.save(2 * rows * h, (3 if decoder.gated else 2) * rows * f)
     if decoder.shared_experts:
         _feed_forward(plain, made, "mlp.shared_experts", f * decoder.shared_experts)
@@ -498,7 +507,7 @@ def resnet(name: str = "resnet50", size: int = 224, classes: int = 1000) -> Mode
         """Convolutions (name, kernel, channels in, out, side of the result), each with a norm."""
         products, kept, moved = [], 0, 0
         for part, kernel, given, made, side in parts:
-            products.append(Product(rows=side * side, inner=given * kernel**2, columns=made, owner=f"{layer}.{part}"))
+            products.append(Product(rows=side * side, inner=given * kernel**2, columns=made, taps=kernel**2, owner=f"{layer}.{part}"))
             index = len(layers)
             params.append(ParamSpec(name=f"{layer}.{part}.weight", shape=(made, given, kernel, kernel), layer=index))
             params.append(ParamSpec(name=f"{layer}.{part}_norm.weight", shape=(made,), layer=index))

@@ -449,7 +449,7 @@ def prepare(source: Source, job: Job, example: Any) -> tuple[Blueprint, ModelSpe
     one = precision.cast_floating(tree_map_only(Tensor, lambda tensor: tensor[:1], example), dtype)
     cuts = tensor.cuts_of(plan.module)
     with tensor.watching(plan.module, cuts) as seen:
-        spec = trace(plan.module, one, source.name)
+        spec = trace(plan.module, one, source.name, styles=cuts.styles)
     return plan, tensor.with_cuts(spec, plan.module, cuts, seen)
 
 
