@@ -91,13 +91,18 @@ def _in_its_numerics(op: Op, case: Case) -> Op:
 
 
 def chosen_programs(case: Case) -> tuple[Program, ...]:
-    """Write the step with the row's recompute; where it names none, with the least that fits."""
-    choices = [case.recompute] if case.recompute else ["none", "selective", "full"]
-    for recompute in choices:
-        programs = programs_for(case, recompute)
-        if recompute == choices[-1] or _fits(case, _peak(case, programs)):
-            break
-    return programs
+    """Write the step with the row's recompute and micro-batch; what it does not name, as is least work and fits."""
+    recomputes = [case.recompute] if case.recompute else ["none", "selective", "full"]
+    choices = [(recomputes[0], size) for size in case.microbatches or (0,)]
+    choices += [(recompute, choices[-1][1]) for recompute in recomputes[1:]]
+    first: tuple[Program, ...] = ()
+    for recompute, size in choices:
+        tried = replace(case, words={**case.words, "microbatch": size}) if size else case
+        programs = programs_for(tried, recompute)
+        if len(choices) == 1 or _fits(case, _peak(case, programs)):
+            return programs
+        first = programs if size == choices[-1][1] and not first else first
+    return first  # some other way was found; the least work is the best guess
 
 
 def _peak(case: Case, programs: Sequence[Program]) -> int:

@@ -9,10 +9,10 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | the device                  | V100 where it says FP16 (no bfloat16 yet), else A100                                      |
 | number of devices           | one node, or as many as the layout needs                                                |
 | data-parallel degree        | devices / (tp pp cp), whatever is printed, if that is a whole number                     |
-| micro-batch                 | 1 in a pipeline, else the largest power of two that makes at most 2^14 tokens           |
+| micro-batch                 | 1 in a pipeline, else the largest power of two that makes at most 2^14 tokens and fits  |
 | global batch                | one micro-batch a rank; four for each stage of a pipeline                                |
 | ZeRO stage                  | 1 from six billion weights on, else 0                                                   |
-| recompute                   | the least with which it fits: none, selective, full                                     |
+| recompute                   | none, selective or full: the least with which it fits; none where nothing does          |
 | precision                   | bf16; FP8 products in entries to MLPerf on devices that have them                        |
 | kind of attention           | plain before FlashAttention: V100, or FP16, or full recompute under tp or pp before H100 |
 | network of a node           | the profile's, unless the row prints ports and speed                                    |
@@ -31,7 +31,7 @@ from pathlib import Path
 from samestep import hardware as machines
 from samestep.hardware import Hardware
 from samestep.presets import DECODERS, Decoder, resnet, sized, spec
-from samestep.model import ModelSpec
+from samestep.model import LayerSpec, ModelSpec
 
 Row = Mapping[str, str]
 
@@ -69,6 +69,8 @@ class Case:
     """Layout words, but for recompute."""
     recompute: str
     """Empty where the row does not say."""
+    microbatches: tuple[int, ...]
+    """Sizes to try, where the row does not say; the last one is taken if none fits."""
     chunks: int
     """Parts into which sums over tp are cut to hide behind products; 1: not at all."""
     precision: str
@@ -303,9 +305,13 @@ def case_of(row: Row) -> Case:
     if global_batch < dp:
         raise SkippedError(f"{global_batch} samples for {dp} data ranks")
     if decoder:
+        unit = 128 * tp  # vocabularies are padded, so that they can be cut
+        decoder = replace(decoder, vocab=-(-decoder.vocab // unit) * unit if tp > 1 else decoder.vocab)
         decoder = _on_a_rank(row, decoder, cp, min(max(whole(row, "ep", 1), 1), devices))
         model = spec(decoder, name)
     assert model is not None
+    if tp > 1 and (row.get("sequence_parallel") or "").strip().lower() == "true":
+        model = replace(model, layers=tuple(_split_between(layer, tp) for layer in model.layers))
     if pp > 1:  # other libraries deal out the blocks evenly, whatever the head costs
         model = replace(model, layers=tuple(la if la.is_block else replace(la, forward_flops=1) for la in model.layers))
     precision, products = _precision(row, machine)
@@ -320,6 +326,7 @@ def case_of(row: Row) -> Case:
         machine=machine,
         words=words,
         recompute=_recompute(row),
+        microbatches=() if whole(row, "micro_batch") or per_rank == 1 else _halves(per_rank),
         chunks=CHUNKS if re.search(r"tp.comm.overlap(?!=False)|async TP=True", _text(row, "notes"), re.IGNORECASE) else 1,
         precision=precision,
         products=products,
@@ -357,6 +364,10 @@ def _microbatch(row: Row, tokens: int, dp: int) -> int:
     return size
 
 
+def _halves(size: int) -> tuple[int, ...]:
+    return (size, *_halves(size // 2)) if size > 1 else (1,)
+
+
 def _on_a_rank(row: Row, decoder: Decoder, cp: int, ep: int) -> Decoder:
     """Cut what no layout word says yet: the sequence, and the experts."""
     if cp > 1:
@@ -366,6 +377,17 @@ def _on_a_rank(row: Row, decoder: Decoder, cp: int, ep: int) -> Decoder:
     if re.search(r"\bq?lora\b|task=lora", _text(row, "model", "notes"), re.IGNORECASE):
         decoder = replace(decoder, adapter_rank=16)
     return decoder
+
+
+def _split_between(layer: LayerSpec, tp: int) -> LayerSpec:
+    """Split what lies between the cut products over tp as well: norms, residuals, and what is kept of them."""
+    return replace(
+        layer,
+        moved_cut_elements=layer.moved_elements,
+        saved_cut_elements=layer.saved_elements,
+        saved_selective_cut_elements=layer.saved_selective_elements,
+        input_elements=layer.input_elements // tp,
+    )
 
 
 def _precision(row: Row, machine: Hardware) -> tuple[str, str]:
