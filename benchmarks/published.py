@@ -12,7 +12,7 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | micro-batch                 | 1 in a pipeline, else the largest power of two that makes at most 2^14 tokens and fits  |
 | global batch                | one micro-batch a rank; four for each stage of a pipeline                                |
 | ZeRO stage                  | 1 from six billion weights on, else 0                                                   |
-| recompute                   | none, selective or full: the least with which it fits; none where nothing does          |
+| recompute                   | none, selective or full: the least with which it fits; none where nothing does, and under LoRA |
 | precision                   | bf16; FP8 products in entries to MLPerf on devices that have them                        |
 | kind of attention           | plain before FlashAttention: V100, or FP16, or full recompute under tp or pp before H100 |
 | network of a node           | the profile's, unless the row prints ports and speed                                    |
@@ -42,6 +42,7 @@ COLUMNS = ("model", "gpu", "metric_memory_gib", *TARGETS)
 
 CHUNKS = 4
 """Into so many parts Transformer Engine and asynchronous tensor parallelism cut a sum; all but one hide."""
+_ADAPTERS = r"\bq?lora\b|task=lora"
 GRAPH_LAUNCH_S = 2e-6
 """Host time of an operation that is part of a CUDA graph."""
 _GRAPH = r"cuda.graph(?:.impl)?=(?:1|true|full_iteration|transformer_engine|local)"
@@ -152,8 +153,8 @@ def machine_of(row: Row) -> Hardware:
     per_node = whole(row, "gpus_per_node")
     if per_node and per_node > 1 and machine.devices_per_node <= 16:
         machine = replace(machine, devices_per_node=per_node)
-    port = _port_bytes_per_s(row.get("interconnect") or "", machine.devices_per_node)
-    if port:
+    port = _port_bytes_per_s(row.get("interconnect") or "", whole(row, "gpus_per_node", machine.devices_per_node))
+    if port and port > machine.inter.bytes_per_s / 5:  # slower ones are for storage and management
         machine = replace(machine, inter=replace(machine.inter, bytes_per_s=port))
     if "deterministic kernels" in _text(row, "notes"):
         machine = replace(machine, launch_s=CHECKED * machine.launch_s, step_s=CHECKED * machine.step_s)
@@ -374,7 +375,7 @@ def _on_a_rank(row: Row, decoder: Decoder, cp: int, ep: int) -> Decoder:
         decoder = replace(decoder, sequence=max(decoder.sequence // cp, 1), keys=decoder.sequence)
     if decoder.experts and ep > 1:
         decoder = replace(decoder, experts=max(decoder.experts // ep, 1))
-    if re.search(r"\bq?lora\b|task=lora", _text(row, "model", "notes"), re.IGNORECASE):
+    if re.search(_ADAPTERS, _text(row, "model", "notes"), re.IGNORECASE):
         decoder = replace(decoder, adapter_rank=16)
     return decoder
 
@@ -423,6 +424,8 @@ def _words(row: Row, tp: int, pp: int, dp: int, microbatch: int, model: ModelSpe
 
 def _recompute(row: Row) -> str:
     text = (row.get("recompute") or "").lower()
+    if not text and re.search(_ADAPTERS, _text(row, "model", "notes"), re.IGNORECASE):
+        return "none"
     if "full" in text:
         return "full"
     if "selective" in text and "[" not in text and ":" not in text:

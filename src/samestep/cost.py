@@ -31,7 +31,7 @@ node by node:
 
 A group on several nodes is hierarchical: its g members on one node leave it through g network ports at once, so
 B = min(intra, g x inter), hops inside cost the inner latency and hops between nodes the outer, and where a ring has
-more hops than a double binary tree (NCCL, src/graph/tuning.cc) an all_reduce takes the tree's.
+more hops than a tree (NCCL's double binary trees and PAT, src/graph/tuning.cc), the tree's count.
 
 An update reads and writes the master weights and Adam's two states, reads the gradient, and writes the weight's copy
 in the compute dtype where there is one.
@@ -58,6 +58,8 @@ ATTENTION_REACHED = 0.65
 """The same of a fused attention, forward and backward together. Fitted once, on the published record."""
 TILES = ((256, 128, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 64, 0.55))
 """Rows, columns, and what a multiprocessor reaches of its best in them."""
+ALIGNED, UNALIGNED = 8, 0.5
+"""Rows that do not start at 16 bytes reach about half (NVIDIA, Matrix Multiplication Background, tensor core shapes)."""
 FILL = 80
 """Steps along `inner` that a tile spends on filling its pipeline and writing its result."""
 SHARPNESS = 4
@@ -173,8 +175,9 @@ def _matrix_s(
     size = DTYPE_BYTES.get(dtype, 0) or BYTES_OF[dtype]
     kept = BYTES_OF[dtypes.values]
     rate = _peak(hardware, dtype) * (REACHED * hardware.efficiency[dtype] if dtype in hardware.efficiency else 1.0)
-    flops = 2.0 * m * k * n * count
-    compute_s = flops / rate
+    if k % ALIGNED or n % ALIGNED:
+        rate *= UNALIGNED
+    compute_s = 2.0 * m * k * n * count / rate
     if hardware.num_units:
         compute_s = min(
             _waves(m, n, count, rows, columns, hardware.num_units) * 2.0 * rows * columns * (k + FILL) / reached
@@ -209,6 +212,9 @@ def _peak(hardware: Hardware, dtype: str) -> float:
 
 IN_SWITCH = 4
 """More ranks than so many let the switch add up (measured: H200 and B200, ml-engineering network/README.md)."""
+
+RINGS = 8
+"""Ranks up to which a ring is taken; NCCL has trees, and PAT for all_gather and reduce_scatter, above."""
 
 # -- communication -----------------------------------------------------------------------------------------------------
 
@@ -245,8 +251,8 @@ def collective_s(kind: Kind, size_bytes: int, group: Group, hardware: Hardware) 
     # Of a ring through N nodes N hops leave a node; with one rank on each node all but none stay inside.
     between = group.nodes - 1
     ring_s = between * hardware.inter.latency_s + (hops - between) * hardware.intra.latency_s
-    tree_s = math.log2(group.nodes) * hardware.inter.latency_s + (group.inside - 1) * hardware.intra.latency_s
-    waiting_s = min(ring_s, tree_s) if kind is Kind.ALL_REDUCE and group.nodes > 2 else ring_s
+    tree_s = math.log2(group.nodes) * hardware.inter.latency_s + math.log2(group.inside) * hardware.intra.latency_s
+    waiting_s = min(ring_s, tree_s) if group.num_ranks > RINGS else ring_s
     return link.collective_s + ways * (waiting_s + hops / group.num_ranks * size_bytes / link.bytes_per_s)
 
 

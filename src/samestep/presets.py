@@ -513,7 +513,7 @@ def resnet(name: str = "resnet50", size: int = 224, classes: int = 1000) -> Mode
             params.append(ParamSpec(name=f"{layer}.{part}_norm.weight", shape=(made,), layer=index))
             params.append(ParamSpec(name=f"{layer}.{part}_norm.bias", shape=(made,), layer=index))
             kept += 3 * side * side * made
-            moved += 5 * side * side * made  # the norm reads twice and writes, the activation reads and writes
+            moved += 3 * side * side * made  # the norm reads twice, and writes what the activation gives
         out = parts[-1] if not is_block else parts[2]
         elements = out[4] ** 2 * out[3]
         layers.append(
@@ -527,7 +527,7 @@ def resnet(name: str = "resnet50", size: int = 224, classes: int = 1000) -> Mode
                 saved_selective_elements=sum(p.rows * p.columns for p in products),
                 input_elements=size * size * 3 if not layers else layers[-1].output_elements,
                 products=tuple(products),
-                moved_elements=moved + 3 * elements,
+                moved_elements=moved + elements,
                 kernels=3 * len(products) + 1,
             )
         )
