@@ -12,7 +12,8 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | micro-batch                 | 1 in a pipeline, else the largest power of two that makes at most 2^14 tokens and fits  |
 | global batch                | one micro-batch a rank; four for each stage of a pipeline                                |
 | ZeRO stage                  | 1 from six billion weights on, else 0                                                   |
-| recompute                   | none, selective or full: the least with which it fits; none where nothing does, and under LoRA |
+| recompute                   | none from H100 on; before, the least with which it fits, or none where nothing does      |
+| sequence parallel           | with tp > 1 from H100 on                                                                |
 | precision                   | bf16; FP8 products in entries to MLPerf on devices that have them                        |
 | kind of attention           | plain before FlashAttention: V100, or FP16, or full recompute under tp or pp before H100 |
 | network of a node           | the profile's, unless the row prints ports and speed                                    |
@@ -157,7 +158,9 @@ def machine_of(row: Row) -> Hardware:
     if port and port > machine.inter.bytes_per_s / 5:  # slower ones are for storage and management
         machine = replace(machine, inter=replace(machine.inter, bytes_per_s=port))
     if "deterministic kernels" in _text(row, "notes"):
-        machine = replace(machine, launch_s=CHECKED * machine.launch_s, step_s=CHECKED * machine.step_s)
+        near, far = (replace(link, collective_s=CHECKED * link.collective_s) for link in (machine.intra, machine.inter))
+        host = {"launch_s": CHECKED * machine.launch_s, "step_s": CHECKED * machine.step_s}
+        machine = replace(machine, **host, intra=near, inter=far)
     if re.search(_GRAPH, _text(row, "notes"), re.IGNORECASE):
         machine = replace(machine, launch_s=GRAPH_LAUNCH_S)
     return machine
@@ -246,8 +249,8 @@ def decoder_of(row: Row, machine: Hardware) -> tuple[Decoder, str]:
     if whole(row, "vocab"):
         given["vocab"] = whole(row, "vocab")
     decoder = replace(base, **given)  # type: ignore[arg-type]
-    if re.search(r"\bt5", name, re.IGNORECASE):  # an encoder, and a decoder that attends to it
-        decoder = replace(decoder, layers=2 * decoder.layers, sequence=sequence or 512, vocab=30592)
+    if re.search(r"\bt5", name, re.IGNORECASE):  # an encoder, and a decoder that attends to it as well as to itself
+        decoder = replace(decoder, layers=5 * decoder.layers // 2, sequence=sequence or 512, vocab=30592)
     if re.search("bert", name, re.IGNORECASE):
         decoder = replace(decoder, attention="attention", dropout=True, vocab=whole(row, "vocab", 30592))
     if "unpadded" in name:  # half of MLPerf's 512 tokens are padding, and are left out
@@ -311,7 +314,8 @@ def case_of(row: Row) -> Case:
         decoder = _on_a_rank(row, decoder, cp, min(max(whole(row, "ep", 1), 1), devices))
         model = spec(decoder, name)
     assert model is not None
-    if tp > 1 and (row.get("sequence_parallel") or "").strip().lower() == "true":
+    said = (row.get("sequence_parallel") or "").strip().lower()
+    if tp > 1 and (said == "true" or (not said and _is_late(machine))):
         model = replace(model, layers=tuple(_split_between(layer, tp) for layer in model.layers))
     if pp > 1:  # other libraries deal out the blocks evenly, whatever the head costs
         model = replace(model, layers=tuple(la if la.is_block else replace(la, forward_flops=1) for la in model.layers))
@@ -326,7 +330,7 @@ def case_of(row: Row) -> Case:
         model=model,
         machine=machine,
         words=words,
-        recompute=_recompute(row),
+        recompute=_recompute(row, machine),
         microbatches=() if whole(row, "micro_batch") or per_rank == 1 else _halves(per_rank),
         chunks=CHUNKS if re.search(r"tp.comm.overlap(?!=False)|async TP=True", _text(row, "notes"), re.IGNORECASE) else 1,
         precision=precision,
@@ -422,9 +426,14 @@ def _words(row: Row, tp: int, pp: int, dp: int, microbatch: int, model: ModelSpe
     return words
 
 
-def _recompute(row: Row) -> str:
+def _is_late(machine: Hardware) -> bool:
+    """Whether the device is of a time when libraries split all of a layer and fused what they could: from 2022 on."""
+    return not machine.name.startswith(("v100", "a100", "a30"))
+
+
+def _recompute(row: Row, machine: Hardware) -> str:
     text = (row.get("recompute") or "").lower()
-    if not text and re.search(_ADAPTERS, _text(row, "model", "notes"), re.IGNORECASE):
+    if not text and _is_late(machine):
         return "none"
     if "full" in text:
         return "full"

@@ -258,7 +258,7 @@ def collective_s(kind: Kind, size_bytes: int, group: Group, hardware: Hardware) 
 
 def _link(group: Group, kind: Kind, hardware: Hardware) -> Link:
     """What a ring of the group runs over: every rank on a node brings its own port to the network."""
-    near = hardware.intra
+    near = hardware.intra.among(group.inside)
     if kind is Kind.ALL_REDUCE and near.all_reduce_bytes_per_s and group.inside > IN_SWITCH:
         near = replace(near, bytes_per_s=near.all_reduce_bytes_per_s)
     if group.nodes == 1:

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -64,6 +64,17 @@ class Link:
     """What every collective takes, beside its hops and bytes."""
     all_reduce_bytes_per_s: Positive | None = None
     """Where a switch adds up on the way, of an all_reduce over most of a node; without it as any ring."""
+    by_ranks: Mapping[Annotated[int, Field(ge=2)], Positive] = field(default_factory=dict)
+    """Where no switch joins the devices: bytes_per_s of groups of so many ranks, up to the next number."""
+
+    def among(self, num_ranks: int) -> Link:
+        """Return what a group of so many ranks within the link's reach runs at."""
+        known = [count for count in self.by_ranks if count <= num_ranks]
+        return replace(self, bytes_per_s=self.by_ranks[max(known)]) if known else self
+
+    def __hash__(self) -> int:
+        """Hash what tells links apart."""
+        return hash((self.latency_s, self.bytes_per_s, self.collective_s))
 
     def slower(self, other: Link) -> Link:
         """Return what a ring runs at that goes over both links."""

@@ -16,9 +16,9 @@ Latent attention (DeepSeek-V2, arXiv:2405.04434) has low-rank queries, keys and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 from samestep.errors import ModelError, did_you_mean
 from samestep.model import Cut, Cutting, LayerSpec, ModelSpec, ParamSpec, PartialSum, Product
@@ -180,18 +180,25 @@ DECODERS: dict[str, Decoder] = {
 PRESETS = (*DECODERS, "resnet50")
 
 
-def preset(name: str, sequence: int | None = None) -> ModelSpec:
-    """Return the spec of a preset, at another sequence length if one is given.
+def preset(name: str, sequence: int | None = None, changes: Mapping[str, Any] | None = None) -> ModelSpec:
+    """Return the spec of a preset, at another sequence length or with other fields if they are given.
 
     Raises:
-        ModelError: there is no such preset.
+        ModelError: there is no such preset, or no such field.
     """
     if name == "resnet50":
         return resnet(name)
     if name not in DECODERS:
         raise ModelError(f"no preset {name!r}{did_you_mean(name, PRESETS)}; there are {', '.join(PRESETS)}")
-    decoder = DECODERS[name]
-    return spec(replace(decoder, sequence=sequence or decoder.sequence), name)
+    known = {field.name for field in fields(Decoder)}
+    for field in changes or {}:
+        if field not in known:
+            hint = did_you_mean(field, known)
+            raise ModelError(f"preset {name} has no {field!r}{hint}; its fields are {', '.join(sorted(known))}")
+    decoder = replace(DECODERS[name], **({"sequence": sequence} if sequence else {}), **(changes or {}))
+    if decoder.hidden % decoder.heads and not decoder.head_dim:
+        raise ModelError(f"preset {name}: {decoder.heads} heads do not divide hidden={decoder.hidden}")
+    return spec(decoder, name)
 
 
 def sized(num_params: float, sequence: int, vocab: int = 50257) -> Decoder:
@@ -488,7 +495,7 @@ def _head(decoder: Decoder) -> _Block:
         made.weight("lm_head.weight", (v, h), Cut(style="vocab", dim=0, groups=v))
     # logits become float32: written in twice the bytes, then read for the largest, the sum and the gradient
     made.move(0, (1 + 2 + 2 + 2 + 2) * s * v, 8)
-    made.save(0, (1 + 2 + 2) * s * v)
+    made.save(0, (1 + 2 if decoder.fused else 1 + 2 + 2) * s * v)
     made.result(0, s * v)
     return made
 
