@@ -162,7 +162,9 @@ def read_rows(folder: Path) -> tuple[list[Row], list[str]]:
             if "gpu" not in names or not names & {*TARGETS, "metric_memory_gib"} or "model" not in names:
                 others.append(path.name)
                 continue
-            rows += [{**{k: v or "" for k, v in row.items() if isinstance(k, str)}, "file": path.stem} for row in reader]
+            rows += [
+                {**{k: v or "" for k, v in row.items() if isinstance(k, str)}, "file": path.stem} for row in reader
+            ]
     return rows, others
 
 
@@ -212,9 +214,7 @@ def _ranked(used: Iterable[Outcome]) -> Iterator[tuple[float, float, bool]]:
 
 def kendall(pairs: Sequence[tuple[float, float]]) -> float:
     """Return Kendall's tau: pairs in the right order less those in the wrong one, over all that differ."""
-    signs = [
-        (a[0] - b[0]) * (a[1] - b[1]) for index, a in enumerate(pairs) for b in pairs[index + 1 :] if a[1] != b[1]
-    ]
+    signs = [(a[0] - b[0]) * (a[1] - b[1]) for index, a in enumerate(pairs) for b in pairs[index + 1 :] if a[1] != b[1]]
     return sum((sign > 0) - (sign < 0) for sign in signs) / len(signs) if signs else 1.0
 
 
@@ -228,7 +228,9 @@ def memory_figures(outcomes: Sequence[Outcome]) -> dict[str, float | int | None]
         "rows": len(used),
         "mape": _rounded(statistics.fmean(errors)) if errors else None,
         "median_ape": _rounded(statistics.median(errors)) if errors else None,
-        "bias": _rounded(statistics.fmean(100 * (o.predicted_bytes / o.measured_bytes - 1) for o in used)) if used else None,
+        "bias": _rounded(statistics.fmean(100 * (o.predicted_bytes / o.measured_bytes - 1) for o in used))
+        if used
+        else None,
         "fitting_said_fitting": confusion[True, True],
         "fitting_said_not": confusion[False, True],
         "not_fitting_said_not": confusion[False, False],

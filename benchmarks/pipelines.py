@@ -40,7 +40,7 @@ def step_s(programs: Sequence[Program], machine: Hardware) -> float:
             while position[stage] < len(tasks):
                 task = tasks[position[stage]]
                 action = _action(task)
-                needs = [need for need in schedules.needs(action, stage, len(programs), virtual)]
+                needs = list(schedules.needs(action, stage, len(programs), virtual))
                 if any(need not in done for need in needs):
                     break
                 arrived = [done[need][need[0] != stage] for need in needs]

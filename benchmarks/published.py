@@ -28,11 +28,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from samestep import hardware as machines
+from samestep.decoder import Decoder, spec
 from samestep.hardware import Hardware
-from samestep.presets import DECODERS, Decoder, resnet, sized, spec
 from samestep.model import LayerSpec, ModelSpec
+from samestep.presets import DECODERS, resnet, sized
 
 Row = Mapping[str, str]
 
@@ -168,7 +170,9 @@ def machine_of(row: Row) -> Hardware:
 
 def _port_bytes_per_s(text: str, per_node: int) -> float | None:
     """Bytes a second of one device to the network: `4x Omni-Path 100Gb/s per node` is 50 GB/s for all of the node."""
-    parts = [part for part in re.split(r"[|;,+]", text) if not re.search(r"storage|management|NVLink|NVSwitch", part, re.I)]
+    parts = [
+        part for part in re.split(r"[|;,+]", text) if not re.search(r"storage|management|NVLink|NVSwitch", part, re.I)
+    ]
     speeds = []
     for part in parts:
         found = re.search(r"(\d+)\s*(?:Gb(?:/s|/Sec|ps|it))", part, re.IGNORECASE)
@@ -220,37 +224,53 @@ def decoder_of(row: Row, machine: Hardware) -> tuple[Decoder, str]:
     if re.search(_NO_DECODER, name, re.IGNORECASE):
         raise SkippedError("the model is no transformer of one kind of block, or part of one")
     known = next((preset for pattern, preset in _NAMES if re.search(pattern, name, re.IGNORECASE)), None)
-    layers, hidden = whole(row, "n_layers"), whole(row, "hidden")
-    sequence = whole(row, "seq_len")
-    weights = number(row, "n_params") or _weights_in(name)
-    if hidden and not layers and weights:
-        layers = max(1, round(weights / (12 * hidden**2)))
+    decoder = _of_its_kind(replace(_base(row, known), **_sizes(row, known)), row, machine)
+    return decoder, known or name
+
+
+def _base(row: Row, known: str | None) -> Decoder:
+    """Return the preset of a row; else a GPT with its layers, or of its number of weights."""
+    layers, hidden = _depth(row), whole(row, "hidden")
+    weights = number(row, "n_params") or _weights_in(row.get("model") or "")
     if known:
-        base = DECODERS[known]
-    elif layers and hidden:
-        base = replace(DECODERS["gpt3-175b"], layers=layers, hidden=hidden, heads=max(1, hidden // 128))
-    elif weights:
-        base = sized(weights, sequence or 2048)
-        layers, hidden = 0, 0
-    else:
-        raise SkippedError("no sizes of the model, and its name is no preset's")
-    given: dict[str, object] = {"sequence": sequence or base.sequence}
+        return DECODERS[known]
     if layers and hidden:
-        given |= {"layers": layers, "hidden": hidden}
-        heads = whole(row, "heads")
-        if heads:
-            given |= {"heads": heads, "kv_heads": whole(row, "kv_heads") or (base.kv_heads if known else 0)}
-            if not known:
-                given["head_dim"] = 0
-        if whole(row, "ffn"):
-            given["intermediate"] = whole(row, "ffn")
-        if whole(row, "moe_experts") and not known:
-            given |= {"experts": whole(row, "moe_experts"), "top_k": whole(row, "moe_topk", 1)}
-    if whole(row, "vocab"):
-        given["vocab"] = whole(row, "vocab")
-    decoder = replace(base, **given)  # type: ignore[arg-type]
+        return replace(DECODERS["gpt3-175b"], layers=layers, hidden=hidden, heads=max(1, hidden // 128))
+    if weights:
+        return sized(weights, whole(row, "seq_len", 2048))
+    raise SkippedError("no sizes of the model, and its name is no preset's")
+
+
+def _depth(row: Row) -> int:
+    hidden = whole(row, "hidden")
+    weights = number(row, "n_params") or _weights_in(row.get("model") or "")
+    layers = whole(row, "n_layers")
+    return layers or (max(1, round(weights / (12 * hidden**2))) if hidden and weights else 0)
+
+
+def _sizes(row: Row, known: str | None) -> dict[str, Any]:
+    """Return the sizes that a row prints, over those of its preset."""
+    columns = {"vocab": "vocab", "sequence": "seq_len"}
+    given: dict[str, Any] = {field: whole(row, column) for field, column in columns.items() if whole(row, column)}
+    if not (_depth(row) and whole(row, "hidden")):
+        return given
+    given |= {"layers": _depth(row), "hidden": whole(row, "hidden")}
+    if whole(row, "heads"):
+        given |= {"heads": whole(row, "heads")}
+        given |= {"kv_heads": whole(row, "kv_heads")} if whole(row, "kv_heads") or not known else {}
+    if whole(row, "ffn"):
+        given["intermediate"] = whole(row, "ffn")
+    if whole(row, "moe_experts") and not known:
+        given |= {"experts": whole(row, "moe_experts"), "top_k": whole(row, "moe_topk", 1)}
+    return given
+
+
+def _of_its_kind(decoder: Decoder, row: Row, machine: Hardware) -> Decoder:
+    """Add what kind of model and of code it is."""
+    name = row.get("model") or ""
     if re.search(r"\bt5", name, re.IGNORECASE):  # an encoder, and a decoder that attends to it as well as to itself
-        decoder = replace(decoder, layers=5 * decoder.layers // 2, sequence=sequence or 512, vocab=30592)
+        sequence = whole(row, "seq_len", 512)
+        decoder = replace(decoder, layers=5 * decoder.layers // 2, sequence=sequence, vocab=30592)
     if re.search("bert", name, re.IGNORECASE):
         decoder = replace(decoder, attention="attention", dropout=True, vocab=whole(row, "vocab", 30592))
     if "unpadded" in name:  # half of MLPerf's 512 tokens are padding, and are left out
@@ -261,7 +281,7 @@ def decoder_of(row: Row, machine: Hardware) -> tuple[Decoder, str]:
         decoder = replace(decoder, fused=False)
     if _is_plain(row, machine):
         decoder = replace(decoder, attention="plain", dropout=not decoder.gated)
-    return decoder, known or name
+    return decoder
 
 
 def _weights_in(name: str) -> float | None:
@@ -292,7 +312,11 @@ def case_of(row: Row) -> Case:
     if not any(number(row, column) for column in (*TARGETS, "metric_memory_gib")) and not _failed(row):
         raise SkippedError("nothing was measured")
     machine = machine_of(row)
-    if re.search(r"resnet.?50", row.get("model") or "", re.IGNORECASE) and "cnn" not in row["model"].lower() and "retina" not in row["model"].lower():
+    if (
+        re.search(r"resnet.?50", row.get("model") or "", re.IGNORECASE)
+        and "cnn" not in row["model"].lower()
+        and "retina" not in row["model"].lower()
+    ):
         model, decoder, name = resnet(), None, "resnet50"
     else:
         decoder, name = decoder_of(row, machine)
@@ -309,8 +333,8 @@ def case_of(row: Row) -> Case:
     if global_batch < dp:
         raise SkippedError(f"{global_batch} samples for {dp} data ranks")
     if decoder:
-        unit = 128 * tp  # vocabularies are padded, so that they can be cut
-        decoder = replace(decoder, vocab=-(-decoder.vocab // unit) * unit if tp > 1 else decoder.vocab)
+        unit = 128 * tp  # vocabularies are padded, so that they can be cut and rows are aligned
+        decoder = replace(decoder, vocab=-(-decoder.vocab // unit) * unit)
         decoder = _on_a_rank(row, decoder, cp, min(max(whole(row, "ep", 1), 1), devices))
         model = spec(decoder, name)
     assert model is not None
@@ -332,7 +356,9 @@ def case_of(row: Row) -> Case:
         words=words,
         recompute=_recompute(row, machine),
         microbatches=() if whole(row, "micro_batch") or per_rank == 1 else _halves(per_rank),
-        chunks=CHUNKS if re.search(r"tp.comm.overlap(?!=False)|async TP=True", _text(row, "notes"), re.IGNORECASE) else 1,
+        chunks=CHUNKS
+        if re.search(r"tp.comm.overlap(?!=False)|async TP=True", _text(row, "notes"), re.IGNORECASE)
+        else 1,
         precision=precision,
         products=products,
         global_batch=global_batch * cp,
@@ -460,7 +486,9 @@ def _step_s(
     if number(row, "metric_step_time_s"):
         return number(row, "metric_step_time_s")
     rate = number(row, "metric_tokens_per_s_per_gpu")
-    if rate and rate * 2 * sum(layer.forward_flops for layer in model.layers) / (decoder.sequence if decoder else 1) > max(machine.flops_per_s.values()):
+    if rate and rate * 2 * sum(layer.forward_flops for layer in model.layers) / (
+        decoder.sequence if decoder else 1
+    ) > max(machine.flops_per_s.values()):
         rate /= devices  # more than the device can: the rate of all of them
     if rate:
         return tokens / (rate * devices)
@@ -472,6 +500,8 @@ def _step_s(
     if not flops_per_s:
         return None
     notes = _text(row, "notes").lower()
-    again = "full" in (row.get("recompute") or "") and re.search(r"counts? the recompute|incl\. recomput|counts recompute|recompute\)|8n|96", notes)
+    again = "full" in (row.get("recompute") or "") and re.search(
+        r"counts? the recompute|incl\. recomput|counts recompute|recompute\)|8n|96", notes
+    )
     flops = sum(product.flops for layer in model.layers for product in layer.products)
     return flops * samples * (4 if again else 3) / (flops_per_s * devices)

@@ -46,7 +46,7 @@ from typing import NamedTuple
 
 from samestep.errors import SamestepError
 from samestep.hardware import Hardware, Link
-from samestep.model import LayerSpec, Product
+from samestep.model import Product
 from samestep.program import BYTES_OF, Kind, Op, Program, Step
 
 UPDATE_PASSES = 7
@@ -58,15 +58,18 @@ ATTENTION_REACHED = 0.65
 """The same of a fused attention, forward and backward together. Fitted once, on the published record."""
 TILES = ((256, 128, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 64, 0.55))
 """Rows, columns, and what a multiprocessor reaches of its best in them."""
-ALIGNED, UNALIGNED = 8, 0.5
-"""Rows that do not start at 16 bytes reach about half (NVIDIA, Matrix Multiplication Background, tensor core shapes)."""
-FILL = 80
+ALIGNED = ((64, 1.0), (8, 0.8), (1, 0.5))
+"""What products reach whose rows start at 128 bytes, at 16 bytes, or anywhere (NVIDIA, Matrix Multiplication
+Background, tensor core requirements; the parts are assumed)."""
+NETWORK_REACHED = 0.75
+"""What messages of a training step reach of a port's rate for very large ones. Fitted once, on the published record."""
+FILL = 64
 """Steps along `inner` that a tile spends on filling its pipeline and writing its result."""
 SHARPNESS = 4
 """Of the maximum of device and host: both are uneven, so neither hides the other wholly."""
 ATTENTION_BACKWARD = 2.5
 """FLOPs of a fused attention's backward over its forward: it makes the scores once more (arXiv:2307.08691)."""
-BACKWARD_MOVES = 2.0
+BACKWARD_MOVES = 1.75
 """Bytes that the backward of all else moves over those of its forward."""
 BACKWARD_KERNELS = 2.2
 """Operations of a backward over those of its forward."""
@@ -174,9 +177,10 @@ def _matrix_s(
     """Time of `count` equal products [m, k] x [k, n]; `taps` elements of the first factor are the same one."""
     size = DTYPE_BYTES.get(dtype, 0) or BYTES_OF[dtype]
     kept = BYTES_OF[dtypes.values]
-    rate = _peak(hardware, dtype) * (REACHED * hardware.efficiency[dtype] if dtype in hardware.efficiency else 1.0)
-    if k % ALIGNED or n % ALIGNED:
-        rate *= UNALIGNED
+    rate = _peak(hardware, dtype)
+    if dtype in hardware.efficiency:
+        aligned = next(part for multiple, part in ALIGNED if k % multiple == 0 and n % multiple == 0)
+        rate *= REACHED * hardware.efficiency[dtype] * aligned
     compute_s = 2.0 * m * k * n * count / rate
     if hardware.num_units:
         compute_s = min(
@@ -265,9 +269,13 @@ def _link(group: Group, kind: Kind, hardware: Hardware) -> Link:
         return near
     return Link(
         latency_s=hardware.inter.latency_s,
-        bytes_per_s=min(near.bytes_per_s, hardware.inter.bytes_per_s * group.inside),
+        bytes_per_s=min(near.bytes_per_s, hardware.inter.bytes_per_s * group.inside * _reached(hardware)),
         collective_s=hardware.inter.collective_s,
     )
+
+
+def _reached(hardware: Hardware) -> float:
+    return NETWORK_REACHED if hardware.efficiency else 1.0  # a profile without efficiencies has achieved rates
 
 
 def group_of(axis: str, program: Program, hardware: Hardware) -> Group:

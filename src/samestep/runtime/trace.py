@@ -295,7 +295,7 @@ class _Watch(TorchDispatchMode):
         if packet in _PLAIN:
             rows, inner, columns = left.shape[0], left.shape[1], right.shape[1]
         elif packet in _BATCHED:
-            count, rows, inner, columns = *left.shape, right.shape[2]
+            (count, rows, inner), columns = left.shape, right.shape[2]
             if known:  # a weight for each of the rows' groups
                 count, rows, groups = 1, count * rows, count
         elif packet is torch.ops.aten.convolution:

@@ -120,7 +120,7 @@ def _runs(costs: tuple[int, ...], blocks: tuple[bool, ...], count: int) -> tuple
         if left == 1:
             return before[-1] - before[start], ()
         if (start, left) not in best:
-            options = []
+            options: list[tuple[int, tuple[int, ...]]] = []
             for place, end in enumerate(ends):
                 after = len(ends) - place
                 if end > max(start, first) and after >= left - 1:
