@@ -250,7 +250,9 @@ CONSTANTS: dict[str, tuple[float, ...]] = {
 """Name and levels; the first level of each is the value from before any fit: what the literature says, or no loss."""
 Setting = tuple[float, ...]
 FIRST: Setting = tuple(levels[0] for levels in CONSTANTS.values())
-PER_SOURCE = 24
+SWEEPS = 1
+"""Times that every constant is tried."""
+PER_SOURCE = 10
 """Rows of a source that take part, evenly spaced: a fit of five constants needs no more."""
 
 
@@ -326,7 +328,7 @@ class Fits:
             return sum(w * e for w, e in zip(weights, self.errors(setting), strict=True))
 
         setting = FIRST
-        for _ in range(2):
+        for _ in range(SWEEPS):
             for place, levels in enumerate(CONSTANTS.values()):
                 options = [(*setting[:place], level, *setting[place + 1 :]) for level in levels]
                 setting = min(options, key=score)
