@@ -8,6 +8,7 @@ Each table is what the command named in its marker's function prints; nothing is
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -84,7 +85,23 @@ def held() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"layouts": layouts, "degrees": degrees, "job_keys": job_keys, "memory": memory, "held": held}
+def faults() -> str:
+    """The deliberate faults of tests/proof, with the name that `verify` must give each: the suite proves every row."""
+    sys.path.insert(0, str(ROOT))
+    faults = importlib.import_module("tests.proof.faults").FAULTS
+    lines = ["| fault | layout | called |", "| --- | --- | --- |"]
+    lines += [f"| {name.replace('_', ' ')} | `{one.layout}` | {one.cause} |" for name, one in faults.items()]
+    return "\n".join(lines)
+
+
+TABLES = {
+    "layouts": layouts,
+    "degrees": degrees,
+    "job_keys": job_keys,
+    "memory": memory,
+    "held": held,
+    "faults": faults,
+}
 
 
 def main() -> int:

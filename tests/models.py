@@ -31,6 +31,14 @@ class Plain(nn.Module):
         return self.head(self.norm(x))
 
 
+class WithStatistics(Plain):
+    """A buffer that the forward does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+
+
 class Block(nn.Module):
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -78,6 +86,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": GPT2,
     "plain": plain,
     "plain_with_dropout": plain_with_dropout,
+    "plain_with_statistics": WithStatistics,
     "gpt2_with_dropout": GPT2_WITH_DROPOUT,
 }
 

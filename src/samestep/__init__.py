@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from samestep.errors import (
     CheckpointError,
     DataError,
+    DriftError,
     JobError,
     LayoutError,
     ModelError,
@@ -30,6 +31,7 @@ from samestep.layout import Layout
 
 if TYPE_CHECKING:
     from samestep.datasets import batches
+    from samestep.proof import verify
     from samestep.runtime.launch import launch
     from samestep.runtime.run import parallelize
     from samestep.training import train
@@ -39,11 +41,13 @@ _LAZY = {
     "launch": ("samestep.runtime.launch", "launch"),
     "parallelize": ("samestep.runtime.run", "parallelize"),
     "train": ("samestep.training", "train"),
+    "verify": ("samestep.proof", "verify"),
 }
 
 __all__ = [
     "CheckpointError",
     "DataError",
+    "DriftError",
     "Job",
     "JobError",
     "Layout",
@@ -57,6 +61,7 @@ __all__ = [
     "load",
     "parallelize",
     "train",
+    "verify",
 ]
 
 

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from samestep import job as jobs
 from samestep.errors import (
     CheckpointError,
+    DriftError,
     LayoutError,
     NonFiniteError,
     SamestepError,
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = _parser().parse_args(arguments)
     try:
         return int(words.verb(words) or 0)
-    except (NonFiniteError, WorkerError) as error:
+    except (DriftError, NonFiniteError, WorkerError) as error:
         return _fail(error, 1)
     except SamestepError as error:
         return _fail(error, 2)
@@ -71,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"samestep {metadata.version('samestep')}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
     _add_train(verbs)
+    _add_verify(verbs)
     _add_simulate(verbs)
     _add_layouts(verbs)
     env = verbs.add_parser("env", help="versions and devices, for a bug report", allow_abbrev=False)
@@ -97,6 +99,23 @@ def _add_train(verbs: Any) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and start nothing")
     parser.set_defaults(verb=_train)
+
+
+def _add_verify(verbs: Any) -> None:
+    parser = verbs.add_parser(
+        "verify",
+        help="prove that a layout computes what one device computes: exit 0 proven, 1 differs, 2 could not be tried",
+        allow_abbrev=False,
+    )
+    _add_job(parser)
+    parser.add_argument("--steps", type=_positive, default=3, metavar="N", help="steps to compare; default: 3")
+    parser.add_argument(
+        "--precision", choices=("job", "float64"), default="job", help="float64: leave out the job's own precision"
+    )
+    parser.add_argument("--all", action="store_true", help="try every legal layout of --devices")
+    parser.add_argument("--devices", type=_positive, metavar="N", help="with --all: how many")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict")
+    parser.set_defaults(verb=_verify)
 
 
 def _add_simulate(verbs: Any) -> None:
@@ -190,6 +209,36 @@ def _dry_run(job: jobs.Job, given: dict[str, Any]) -> int:
             f"samples of step 1: {' '.join(map(str, samples)) or 'none'}"
         )
     return 0
+
+
+def _verify(words: argparse.Namespace) -> int:
+    job = _job(words)
+    os.environ.setdefault("OMP_NUM_THREADS", str(job.run.threads))
+    from samestep import proof
+
+    if words.all == (words.layout is not None) or words.all != (words.devices is not None):
+        raise LayoutError('verify tries one layout, --layout "dp=2 tp=2", or all of a number: --all --devices 4')
+    layouts = _legal_layouts(job, words.devices) if words.all else [Layout.parse(words.layout)]
+    verdicts = []
+    for layout in layouts:
+        try:
+            verdict = proof.verify(job, layout=layout, steps=words.steps, precision=words.precision)
+        except WorkerError as error:
+            return _fail(f"layout {str(layout)!r} could not be tried: {error}", 2)
+        print(verdict.to_line() if words.all else verdict.to_text(), flush=True)
+        verdicts.append(verdict)
+    if words.json:
+        records = [verdict.to_record() for verdict in verdicts]
+        _write(words.json, json.dumps(records if words.all else records[0], indent=1) + "\n")
+    return 0 if all(verdict.proven for verdict in verdicts) else 1
+
+
+def _legal_layouts(job: jobs.Job, devices: int) -> list[Layout]:
+    from samestep import catalog, legality
+
+    model = catalog.model_spec(job)
+    rows = [legality.row_of(model, job, layout) for layout in legality.layouts_of(devices)]
+    return [row.layout for row in rows if not row.reason]
 
 
 def _simulate(words: argparse.Namespace) -> int:

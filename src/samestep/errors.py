@@ -7,7 +7,8 @@ SamestepError (ValueError)      one clear line on the command line, exit 2
 ├── ModelError                  the model: cannot be built, traced, initialised or cut
 ├── DataError                   the data: missing, too short, badly formed
 ├── CheckpointError             the checkpoint: missing, of another job, damaged
-└── NonFiniteError              the loss or a gradient is not finite and the job says stop; exit 1
+├── NonFiniteError              the loss or a gradient is not finite and the job says stop; exit 1
+└── DriftError                  ranks that must agree do not; exit 1
 WorkerError (RuntimeError)      a worker process died: which rank, and its last words; exit 1
 ```
 A broken invariant of our own is an `assert`, never one of these.
@@ -45,6 +46,10 @@ class CheckpointError(SamestepError):
 
 class NonFiniteError(SamestepError):
     """The loss or a gradient is not finite; the text names the first module at fault."""
+
+
+class DriftError(SamestepError):
+    """Ranks that must hold the same do not; the text names the tensor and the rank."""
 
 
 class WorkerError(RuntimeError):

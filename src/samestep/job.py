@@ -72,6 +72,8 @@ class TrainTable(_Table):
     """Tokens of the text sample before and after training; 0 leaves it out."""
     sample_temperature: Annotated[float, Field(ge=0.0)] = 0.8
     """0 takes the likeliest token."""
+    watch_every: Annotated[int, Field(ge=0)] = 100
+    """Steps between checks that ranks agree on weights, samples and gradient norm; 0 leaves them out."""
 
 
 class OptimizerTable(_Table):

@@ -33,6 +33,7 @@ def test_the_public_names_are_these() -> None:
     assert sorted(samestep.__all__) == [
         "CheckpointError",
         "DataError",
+        "DriftError",
         "Job",
         "JobError",
         "Layout",
@@ -46,6 +47,7 @@ def test_the_public_names_are_these() -> None:
         "load",
         "parallelize",
         "train",
+        "verify",
     ]
     assert all(getattr(samestep, name).__doc__ for name in samestep.__all__)
 
@@ -54,7 +56,7 @@ def test_the_lazy_names_are_functions_and_no_submodule_shadows_them() -> None:
     import samestep.runtime.launch
     import samestep.training
 
-    for name in ("batches", "launch", "parallelize", "train"):
+    for name in ("batches", "launch", "parallelize", "train", "verify"):
         assert callable(getattr(samestep, name)), name
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         samestep.trian  # noqa: B018

@@ -6,9 +6,11 @@ checkpoints/step-000500/
     rank-0000.safetensors     runs of elements: value/NAME/START, state/NAME/START/KEY; buffers
 ```
 A rank writes the pieces it updates (the first replica's alone), and reads whatever runs overlap the pieces it has in
-its own layout. A weight that is cut over tp is written in its parts, NAME@0of2, and read with the same tp alone so far. The folder is written under another name and renamed when every file is on disk, so a run that dies
-while saving leaves the checkpoint before it untouched, and a folder of this name that is not whole has been damaged:
-it is refused, never passed over. Values are in master precision, so resuming is exact.
+its own layout. Of a weight that is cut over tp a file holds runs of a part, NAME@0of2; the manifest says which intervals
+of the whole weight each part is, so that any other cut can be read from it. The folder is written under another name and
+renamed when every file is on disk, so a run that dies while saving leaves the checkpoint before it untouched, and a
+folder of this name that is not whole has been damaged: it is refused, never passed over. Values are in master precision,
+so resuming is exact.
 """
 
 from __future__ import annotations
@@ -32,12 +34,13 @@ from torch import Tensor
 
 from samestep.errors import CheckpointError
 from samestep.job import Job
-from samestep.layout import Layout
+from samestep.model import ParamSpec
 from samestep.program import is_replicated
+from samestep.runtime.placement import Part, Runs, copy_shared, part_of, whole
 from samestep.runtime.run import Run
 from samestep.runtime.update import Piece
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _RESULT_KEYS = ("model", "data", "optimizer", "schedule", "numerics")
 _MAY_CHANGE = ("numerics.on_nonfinite",)
 """What a run that has stopped is told to change."""
@@ -63,7 +66,8 @@ def save(run: Run, folder: Path, keep: int) -> Path:
         save_file(tensors, draft / file)
         _sync(draft / file)
     digest = _digest(draft / file) if tensors else ""
-    parts = _gathered(run, {"file": file, "tensors": sorted(tensors), "plain": plain, "digest": digest})
+    part = {"file": file, "tensors": sorted(tensors), "plain": plain, "cuts": _parts(run), "digest": digest}
+    parts = _gathered(run, part)
     if rank == 0:
         _write_manifest(run, draft / "manifest.json", [part for part in parts if part["tensors"]])
         _remove(final)
@@ -88,10 +92,10 @@ def load(run: Run, folder: Path) -> None:
     with ExitStack() as stack:
         stored = _Stored.open(folder, manifest, stack)
         for piece in run.updater.pieces:
+            mine = _part(run, piece.name).runs(piece.start, piece.stop)
             with torch.no_grad():
-                name = _stored_name(run, piece.name)
-                piece.value.copy_(stored.read("value", name, piece).view_as(piece.value))
-            _load_state(run, stored, name, piece)
+                piece.value.copy_(stored.read("value", piece, mine).view_as(piece.value))
+            _load_state(run, stored, piece, mine)
         buffers = dict(run.model.named_buffers())
         for name, file in stored.buffers.items():
             buffers[name].copy_(file.get_tensor(f"buffer/{name}"))
@@ -163,11 +167,25 @@ def _writes(run: Run) -> bool:
 def _stored_name(run: Run, name: str) -> str:
     """Name a weight in the files; this rank's part of one that is cut over tp has a name of its own."""
     tp = run.layout.tp
-    return f"{name}@{run.made.mesh.tp_index}of{tp}" if tp > 1 and name in _cut_names(run) else name
+    return f"{name}@{run.made.mesh.tp_index}of{tp}" if tp > 1 and _spec(run, name).cut is not None else name
 
 
-def _cut_names(run: Run) -> set[str]:
-    return {param.name for param in run.program.step.model.params if param.cut is not None}
+def _spec(run: Run, name: str) -> ParamSpec:
+    """Find a weight as the program cuts it."""
+    return next(param for param in run.program.step.model.params if param.name == name)
+
+
+def _part(run: Run, name: str) -> Part:
+    """Say which part of a whole weight this rank has."""
+    uncut = next(param for param in run.made.spec.params if param.name == name)
+    return part_of(uncut, _spec(run, name), run.made.mesh)
+
+
+def _parts(run: Run) -> dict[str, list[Any]]:
+    """Say where the parts stand that this rank writes of cut weights: dimension and intervals."""
+    names = {piece.name for piece in run.updater.pieces if _stored_name(run, piece.name) != piece.name}
+    parts = {_stored_name(run, name): _part(run, name) for name in sorted(names)}
+    return {name: [part.dim, [list(ends) for ends in part.intervals]] for name, part in parts.items()}
 
 
 def _held_elsewhere(run: Run) -> set[str]:
@@ -243,29 +261,46 @@ def _remove(checkpoint: Path) -> None:
 # -- reading ---------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run of elements of a part of a weight, in a file; or a plain value."""
+
+    part: str
+    """Its name in the files: the weight's own, or that of a part of it."""
+    start: int
+    name: str
+    file: Any
+
+
 @dataclass(slots=True)
 class _Stored:
     """The open files of a checkpoint, by what they hold."""
 
     folder: Path
-    values: dict[str, list[tuple[int, str, Any]]] = field(default_factory=dict)
-    """Of each parameter, in order: where runs start, under which name, in which file."""
-    states: dict[str, dict[str, list[tuple[int, str, Any]]]] = field(default_factory=dict)
-    """The same of each parameter and key; a plain value instead of a file."""
+    shapes: Mapping[str, list[int]]
+    cuts: dict[str, Part] = field(default_factory=dict)
+    """Which part of its weight each name with an @ is."""
+    values: dict[str, list[_Run]] = field(default_factory=dict)
+    """Of each parameter: its runs, in order."""
+    states: dict[str, dict[str, list[_Run]]] = field(default_factory=dict)
+    """The same of each parameter and key."""
     buffers: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: Path, manifest: Mapping[str, Any], stack: ExitStack) -> _Stored:
         """Open every file of the checkpoint once."""
-        stored = cls(folder)
+        stored = cls(folder, manifest["shapes"])
         for part in manifest["parts"]:
             file = stack.enter_context(safe_open(folder / part["file"], "pt"))
             for name in part["tensors"]:
                 stored._add(name, file)
             for name, value in part["plain"].items():
                 stored._add(name, _Plain(value))
+            for name, (dim, intervals) in part["cuts"].items():
+                shape = tuple(stored.shapes[name.rpartition("@")[0]])
+                stored.cuts[name] = Part(shape, dim, tuple((start, stop) for start, stop in intervals))
         for runs in (*stored.values.values(), *(runs for keys in stored.states.values() for runs in keys.values())):
-            runs.sort(key=lambda run: run[0])
+            runs.sort(key=lambda run: (run.part, run.start))
         return stored
 
     def _add(self, name: str, file: Any) -> None:
@@ -273,26 +308,40 @@ class _Stored:
         if kind == "buffer":
             self.buffers[rest] = file
         elif kind == "value":
-            param, start = rest.rsplit("/", 1)
-            self.values.setdefault(param, []).append((int(start), name, file))
+            part, start = rest.rsplit("/", 1)
+            self.values.setdefault(_weight_of(part), []).append(_Run(part, int(start), name, file))
         else:
-            param, start, key = rest.rsplit("/", 2)
-            self.states.setdefault(param, {}).setdefault(key, []).append((int(start), name, file))
+            part, start, key = rest.rsplit("/", 2)
+            runs = self.states.setdefault(_weight_of(part), {}).setdefault(key, [])
+            runs.append(_Run(part, int(start), name, file))
 
-    def read(self, what: str, weight: str, piece: Piece) -> Tensor:
-        """Put the elements [start, stop) of a piece's `value` or state together from the runs that overlap it."""
-        runs = self.values.get(weight, []) if what == "value" else self.states[weight][what]
-        found = []
-        at = piece.start
-        for start, name, file in runs:
-            window = file.get_slice(name)
-            stop = min(start + window.get_shape()[0], piece.stop)
-            if start <= at < stop:
-                found.append(window[at - start : stop - start])
-                at = stop
-        if at < piece.stop:
-            raise CheckpointError(f"{self.folder} lacks elements {at} to {piece.stop} of {piece.name} ({what})")
-        return torch.cat(found)
+    def read(self, what: str, piece: Piece, mine: Runs) -> Tensor:
+        """Put the elements of a piece's `value` or state together from the stored runs that overlap it."""
+        stored = self.values.get(piece.name, []) if what == "value" else self.states[piece.name][what]
+        numel = int(mine.lengths.sum())
+        found: Tensor | None = None
+        covered = 0
+        for run in stored:
+            window = run.file.get_slice(run.name)
+            part = self.cuts.get(run.part) or whole(self.shapes[piece.name])
+            theirs = part.runs(run.start, run.start + window.get_shape()[0])
+            _, there = mine.shared(theirs)
+            if not len(there.starts):
+                continue
+            first, last = int(there.starts[0]), int(there.starts[-1] + there.lengths[-1])
+            values = window[first:last]
+            if found is None:
+                found = torch.empty(numel, dtype=values.dtype)
+            covered += copy_shared(found, mine, values, theirs.part(first, last))
+        if covered < numel or found is None:
+            raise CheckpointError(f"{self.folder} lacks {numel - covered} of {numel} elements of {piece.name} ({what})")
+        return found
+
+
+def _weight_of(part: str) -> str:
+    """Return the weight that a name in the files is, or is a part of."""
+    match = re.fullmatch(r"(.*)@\d+of\d+", part)
+    return match[1] if match else part
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,17 +349,17 @@ class _Plain:
     value: Any
 
 
-def _load_state(run: Run, stored: _Stored, weight: str, piece: Piece) -> None:
+def _load_state(run: Run, stored: _Stored, piece: Piece, mine: Runs) -> None:
     """Give the optimizer its state of one piece: runs of elements, and what is kept whole (counts)."""
     optimizer = run.updater.optimizer
     assert optimizer is not None
     state: dict[str, Any] = {}
-    for key, runs in stored.states.get(weight, {}).items():
-        _, name, file = runs[0]
+    for key, runs in stored.states.get(piece.name, {}).items():
+        name, file = runs[0].name, runs[0].file
         if isinstance(file, _Plain):
             state[key] = file.value
         elif len(file.get_slice(name).get_shape()) == 1:
-            state[key] = stored.read(key, weight, piece).view_as(piece.value).to(piece.value.device, copy=True)
+            state[key] = stored.read(key, piece, mine).view_as(piece.value).to(piece.value.device, copy=True)
         else:
             # torch's own rule: a fused or capturable update wants its count beside the weights, others on the host.
             group = next(g for g in optimizer.param_groups if any(p is piece.value for p in g["params"]))
@@ -321,12 +370,7 @@ def _load_state(run: Run, stored: _Stored, weight: str, piece: Piece) -> None:
 
 
 def _check_model(manifest: Mapping[str, Any], run: Run, folder: Path) -> None:
-    """Refuse the weights of another model, as the user's own code may have changed, and of another tensor cut."""
-    tp = Layout.parse(manifest["layout"]).tp
-    if tp != run.layout.tp:
-        raise CheckpointError(
-            f"{folder} was written with tp={tp} and can be read with that alone yet, not with tp={run.layout.tp}"
-        )
+    """Refuse the weights of another model, as the user's own code may have changed."""
     saved, now = manifest["shapes"], _shapes(run)
     differs = [
         f"{name} {saved.get(name, 'missing')}, here {now.get(name, 'missing')}"

@@ -44,6 +44,7 @@ from samestep.runtime.launch import Place
 from samestep.runtime.record import owned
 from samestep.runtime.trace import trace
 from samestep.runtime.update import OptimizerSource, Updater, check_optimizer, clip_factor, optimizer_source
+from samestep.runtime.watch import Watch
 from samestep.strategies import program_of
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class Run:
         self.steps_taken = 0
         self._source = source
         self._made: _Made | None = None
+        self._watch: Watch | None = None
 
     @property
     def program(self) -> Program:
@@ -144,6 +146,7 @@ class Run:
 
         Raises:
             NonFiniteError: loss or gradients are not finite, and the job says stop.
+            DriftError: ranks that must agree do not, as every `train.watch_every` steps are looked at.
         """
         began = time.perf_counter()
         self._prepare_from(batch)
@@ -170,7 +173,7 @@ class Run:
             made.updater.loss_scale.after(overflowed=not finite)
         self.steps_taken = batch.step + 1
         step_s = time.perf_counter() - began
-        return StepReport(
+        report = StepReport(
             step=self.steps_taken,
             loss=loss,
             grad_norm=norm,
@@ -183,6 +186,11 @@ class Run:
             stop=stop > 0,
             note=note,
         )
+        every = self.job.train.watch_every
+        if every and self.steps_taken % every == 0 and self.layout.world_size > 1:
+            self._watch = self._watch or Watch(self)
+            self._watch.check(report, batch.shares(0, 1, 1)[0])
+        return report
 
     def evaluate(self, batch: StepBatch) -> tuple[float, float]:
         """Return the sum of the loss over a batch and its count, without gradients. Collective over the world."""

@@ -1,0 +1,318 @@
+"""What a proof looks at: a run takes its steps, and everything that one device could be held against is written down.
+
+Every rank notes what it holds; nothing is gathered. A tensor that is cut is noted with the place of each of its elements
+in the whole one, so that a comparison needs to know no cut.
+
+Outputs of modules are noted per sample by two numbers, a projection on fixed signs and a norm,
+
+    p(x) = sum_j s_j x_j,  s_j = +1 or -1        |p(x) - p(y)| ~ |x - y|
+
+which are equal in every layout that gives a sample the same output, and cost no memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from samestep.datasets import Batch, Dataset, batches
+from samestep.datasets.batch import read_samples
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.program import Task
+from samestep.runtime.launch import Place
+from samestep.runtime.placement import part_of
+from samestep.runtime.run import Run, Source
+from samestep.runtime.update import Piece
+
+Share = tuple[int, int, tuple[int, ...]]
+"""Micro-batch, virtual stage, and the samples that a rank read for it."""
+
+
+ALL_SAMPLES = -1
+"""Stands for the sample of what a module gives once for all of them, as rotary angles."""
+
+
+@dataclass(slots=True)
+class Held:
+    """What a rank holds of one tensor: elements, and their places in the flattened whole."""
+
+    name: str
+    values: Tensor
+    places: Tensor | range
+    """Of each element; -1 where it is padding."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for ranks that hold the same elements."""
+        if isinstance(self.places, range):
+            return (self.name, self.places.start, self.places.stop)
+        return (self.name, xxhash.xxh3_64_intdigest(self.places.numpy().tobytes()))
+
+
+@dataclass(slots=True)
+class Output:
+    """What a module gave for one sample of one step, in two numbers."""
+
+    projection: float
+    norm: float
+    numel: int
+
+
+@dataclass(slots=True)
+class SeenStep:
+    """One step of one rank."""
+
+    loss: float
+    norm: float
+    factor: float
+    """What the job's clipping multiplied the gradients by, as this rank's norm says."""
+    skipped: bool
+    note: str
+    shares: list[Share]
+    digests: dict[int, int]
+    """Of each sample that was read: its content."""
+    outputs: dict[tuple[str, int, int], Output]
+    """By (module, number of its call in the forward, sample), in order of execution."""
+    gradients: list[Held]
+    weights: list[Held]
+
+
+@dataclass(slots=True)
+class Observation:
+    """All that a rank has noted."""
+
+    rank: int
+    axes: dict[str, tuple[int, ...]]
+    """Ranks of its group of each axis of the program."""
+    indices: dict[str, int]
+    """Its positions: dp, tp, stage."""
+    start: list[Held] = field(default_factory=list)
+    steps: list[SeenStep] = field(default_factory=list)
+    buffers: list[Held] = field(default_factory=list)
+    held_out: float = 0.0
+    """Loss of one more batch, without gradients."""
+    updated: list[list[Held]] = field(default_factory=list)
+    """Weights after each step of the job's own optimizer, fed with equal gradients."""
+    state: list[Held] = field(default_factory=list)
+    """What that optimizer keeps; NAME/KEY."""
+    learning_rate: float = 0.0
+    """Of the SGD that the steps were taken with."""
+
+
+class _Watched:
+    """A dataset that notes the content of what is read."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+        self.digests: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def read(self, indices: Any) -> Any:
+        """Read samples as a batch does."""
+        samples = read_samples(self.dataset, indices)
+        for row, index in enumerate(np.asarray(indices).tolist()):
+            digest = xxhash.xxh3_64()
+            for leaf in tree_leaves(samples):
+                digest.update(np.ascontiguousarray(leaf[row].numpy()).tobytes())
+            self.digests[index] = digest.intdigest()
+        return samples
+
+
+class _Watching(Run):
+    """A run that notes which samples it reads, and what every module gives for them."""
+
+    def __init__(self, source: Source, layout: Layout, job: Job, place: Place) -> None:
+        super().__init__(source, layout, job, place)
+        self.shares: list[Share] = []
+        self.noted: dict[tuple[str, int, int], Output] = {}
+        self._samples: list[int] | None = None
+        self._calls: dict[str, int] = {}
+
+    def watch(self) -> None:
+        """Put hooks behind every module that this rank computes; of a pipeline, behind those of its own layers."""
+        program = self.program
+        mine = [path for chunk in program.chunks for i in chunk for path in program.step.model.layers[i].modules]
+        for path, module in self.model.named_modules():
+            if path and (not program.chunks or any(f"{path}.".startswith(f"{root}.") for root in mine)):
+                module.register_forward_hook(functools.partial(self._note, path))
+
+    def begin(self) -> None:
+        """Forget the step before."""
+        self.shares, self.noted = [], {}
+
+    def _forward(self, batch: Any, task: Task, indices: Any, totals: Tensor) -> Tensor | None:
+        self._samples, self._calls = indices.tolist(), {}
+        self.shares.append((task.microbatch, task.chunk, tuple(self._samples)))
+        try:
+            return super()._forward(batch, task, indices, totals)
+        finally:
+            self._samples = None  # what runs in backward is a repetition
+
+    @torch.no_grad()
+    def _note(self, path: str, _: nn.Module, args: Any, output: Any) -> None:
+        if not self._samples:
+            return
+        call = self._calls[path] = self._calls.get(path, -1) + 1
+        found = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
+        if found is None or not found.is_floating_point() or found.dim() < 2:
+            return
+        samples = self._samples if len(found) == len(self._samples) else [ALL_SAMPLES]
+        if len(found) != len(samples):
+            return
+        rows = found.detach().reshape(len(found), -1).double()
+        projections = (rows * _signs(rows.shape[1], rows.device)).sum(1).tolist()
+        for sample, projection, norm in zip(samples, projections, rows.norm(dim=1).tolist(), strict=True):
+            self.noted[path, call, sample] = Output(projection, norm, rows.shape[1])
+
+
+@functools.lru_cache(maxsize=64)
+def _signs(numel: int, device: torch.device) -> Tensor:
+    # numpy's numbers: torch's own are watched inside a forward, where they would be the model's
+    drawn = np.random.default_rng(numel).integers(0, 2, numel) * 2.0 - 1.0
+    return torch.from_numpy(drawn).to(device)
+
+
+def open_run(source: Source, layout: Layout, job: Job, place: Place, example: Any) -> _Watching:
+    """Prepare a run that notes what it does. Collective over the world."""
+    run = _Watching(source, layout, job, place)
+    run.prepare(example)
+    run.watch()
+    return run
+
+
+def observe(run: _Watching, dataset: Dataset) -> Observation:
+    """Take the steps of the run's job, and note everything. Collective over the world."""
+    mesh = run.made.mesh
+    seen = Observation(
+        rank=mesh.rank,
+        axes=dict(mesh.ranks),
+        indices={"dp": mesh.dp_index, "tp": mesh.tp_index, "stage": run.program.step.stage},
+        start=held_weights(run),
+    )
+    watched = _Watched(dataset)
+    for batch in batches(watched, run.job):
+        run.begin()
+        watched.digests = {}
+        seen.steps.append(_one_step(run, batch, watched))
+    seen.buffers = _held_buffers(run)
+    last = Batch(run.steps_taken, batch.indices, dataset)
+    total, count = run.evaluate(last)
+    seen.held_out = total / max(count, 1.0)
+    return seen
+
+
+def _one_step(run: _Watching, batch: Batch, watched: _Watched) -> SeenStep:
+    report = run.step(batch)
+    limit = run.job.optimizer.clip_norm
+    factor = 1.0 if limit is None else min(1.0, limit / (report.grad_norm + 1e-6))
+    return SeenStep(
+        loss=report.loss,
+        norm=report.grad_norm,
+        factor=factor,
+        skipped=report.skipped,
+        note=report.note,
+        shares=run.shares,
+        digests=watched.digests,
+        outputs=run.noted,
+        gradients=[Held(p.name, _kept(p.gradient()), _places(run, p)) for p in run.updater.pieces],
+        weights=held_weights(run),
+    )
+
+
+def held_weights(run: Run) -> list[Held]:
+    """Note the weights that the forward uses, as far as this rank updates them."""
+    return [Held(piece.name, _kept(piece.value), _places(run, piece)) for piece in run.updater.pieces]
+
+
+def held_state(run: Run) -> list[Held]:
+    """Note what the optimizer keeps: tensors shaped like their weights, and single numbers."""
+    optimizer = run.updater.optimizer
+    held: list[Held] = []
+    if optimizer is None:
+        return held
+    for piece in run.updater.pieces:
+        for key, value in optimizer.state.get(piece.value, {}).items():
+            name = f"{piece.name}/{key}"
+            if isinstance(value, Tensor) and value.shape == piece.value.shape:
+                held.append(Held(name, _kept(value), _places(run, piece)))
+            elif isinstance(value, Tensor | int | float):
+                held.append(Held(name, _kept(torch.as_tensor(value)), range(1)))
+    return held
+
+
+def _held_buffers(run: Run) -> list[Held]:
+    """Note the buffers of the layers that this rank runs."""
+    program = run.program
+    mine = {index for chunk in program.chunks for index in chunk} or set(range(len(program.step.model.layers)))
+    elsewhere = tuple(
+        path for index, layer in enumerate(program.step.model.layers) if index not in mine for path in layer.modules
+    )
+    return [
+        Held(name, _kept(buffer), range(buffer.numel()))
+        for name, buffer in run.model.named_buffers()
+        if not any(name == path or name.startswith(f"{path}.") for path in elsewhere)
+    ]
+
+
+def _kept(value: Tensor) -> Tensor:
+    return value.detach().flatten().to("cpu", copy=True)
+
+
+def _places(run: Run, piece: Piece) -> Tensor | range:
+    """Find where a piece's elements stand in the flattened whole weight."""
+    spec = next(param for param in run.made.spec.params if param.name == piece.name)
+    cut = next(param for param in run.program.step.model.params if param.name == piece.name)
+    if cut.cut is None or run.layout.tp == 1:
+        return range(piece.start, piece.stop)
+    return part_of(spec, cut, run.made.mesh).runs(piece.start, piece.stop).places()
+
+
+@torch.no_grad()
+def feed(run: Run, gradients: Sequence[dict[str, Tensor]]) -> Iterator[list[Held]]:
+    """Give the optimizer the same whole gradients in every layout; yield the weights after each step.
+
+    Collective over the world.
+    """
+    for step, whole in enumerate(gradients):
+        for piece in run.updater.pieces:
+            places = _places(run, piece)
+            index = slice(places.start, places.stop) if isinstance(places, range) else places
+            given = piece.gradient()
+            values = whole[piece.name].flatten()[index].to(given)
+            if isinstance(places, Tensor):
+                values = values * (places >= 0).to(values)
+            given.copy_(values.view_as(given))
+        run.updater.set_lr(run.made.lr_factor(step))
+        run.updater.step(1.0)
+        run.updater.publish()
+        run.made.holder.publish()
+        run.steps_taken = step + 1
+        yield held_weights(run)
+
+
+@torch.no_grad()
+def restart(run: Run, start: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+    """Put a run back before its first step, with other weights: one tensor for each piece."""
+    for piece, value in zip(run.updater.pieces, start, strict=True):
+        piece.value.copy_(value.view_as(piece.value))
+    for buffer, value in zip(run.model.buffers(), buffers, strict=True):
+        buffer.copy_(value)
+    if run.updater.optimizer is not None:
+        run.updater.optimizer.state.clear()
+    run.updater.publish()
+    run.made.holder.publish()
+    run.steps_taken = 0

@@ -1,0 +1,132 @@
+"""Where a rank's part of a cut weight stands in the whole one.
+
+A cut goes along one dimension, and leaves a rank some intervals of it: one, or one of each of the weights that lie side
+by side in a fused one. In the flattened whole weight that makes runs of elements:
+
+    [4, 6] cut along dim 1 into (0:2, 3:5)        runs 0:2 3:5 | 6:8 9:11 | 12:14 15:17 | 18:20 21:23
+
+Checkpoints store which intervals a file holds, so that a rank of any other cut finds what it needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from samestep.model import ParamSpec
+from samestep.runtime import tensor
+from samestep.runtime.mesh import Mesh
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The intervals of a whole weight along `dim` that a rank holds, in its order."""
+
+    shape: tuple[int, ...]
+    """Of the whole weight."""
+    dim: int
+    intervals: tuple[tuple[int, int], ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the part."""
+        held = sum(stop - start for start, stop in self.intervals)
+        return held * math.prod(self.shape) // self.shape[self.dim] if self.shape and self.shape[self.dim] else 0
+
+    def runs(self, start: int, stop: int) -> Runs:
+        """Return the runs of the whole that make up elements [start, stop) of the flattened part."""
+        if not self.shape:
+            return Runs(np.array([start]), np.array([stop - start]))
+        inner = math.prod(self.shape[self.dim + 1 :])
+        outer = math.prod(self.shape[: self.dim])
+        ends = np.array(self.intervals, dtype=np.int64).reshape(-1, 2)
+        width = self.shape[self.dim] * inner
+        starts = (np.arange(outer, dtype=np.int64)[:, None] * width + ends[:, 0] * inner).ravel()
+        lengths = np.tile((ends[:, 1] - ends[:, 0]) * inner, outer)
+        return Runs(starts, lengths).part(start, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs of elements of a flattened whole, in rising order; side by side they make up a flat tensor."""
+
+    starts: Integers
+    lengths: Integers
+
+    @property
+    def offsets(self) -> Integers:
+        """Where each run begins in the flat tensor."""
+        return np.cumsum(self.lengths) - self.lengths
+
+    def part(self, start: int, stop: int) -> Runs:
+        """Return the runs of elements [start, stop) of the flat tensor."""
+        offsets = self.offsets
+        before = np.clip(start - offsets, 0, self.lengths)
+        after = np.clip(offsets + self.lengths - stop, 0, self.lengths)
+        lengths = self.lengths - before - after
+        kept = lengths > 0
+        return Runs((self.starts + before)[kept], lengths[kept])
+
+    def places(self) -> Tensor:
+        """Return the place in the whole of each element, [numel] int64."""
+        return torch.from_numpy(np.repeat(self.starts - self.offsets, self.lengths) + np.arange(self.lengths.sum()))
+
+    def shared(self, other: Runs) -> tuple[Runs, Runs]:
+        """Return where the elements that both have lie in the flat tensor of each."""
+        edges = np.unique(
+            np.concatenate([r.starts for r in (self, other)] + [r.starts + r.lengths for r in (self, other)])
+        )
+        starts, lengths = edges[:-1], np.diff(edges)
+        mine, in_mine = self._find(starts)
+        theirs, in_theirs = other._find(starts)
+        both = in_mine & in_theirs
+        return Runs(mine[both], lengths[both]), Runs(theirs[both], lengths[both])
+
+    def _find(self, places: Integers) -> tuple[Integers, npt.NDArray[np.bool_]]:
+        """Return where places of the whole lie in the flat tensor, and whether they do at all."""
+        if not len(self.starts):
+            return np.zeros_like(places), np.zeros(len(places), dtype=bool)
+        run = np.clip(np.searchsorted(self.starts, places, side="right") - 1, 0, None)
+        into = places - self.starts[run]
+        return self.offsets[run] + into, (into >= 0) & (into < self.lengths[run])
+
+
+def whole(shape: Sequence[int]) -> Part:
+    """Return the part that is everything."""
+    return Part(tuple(shape), 0, ((0, shape[0]),) if shape else ())
+
+
+def part_of(spec: ParamSpec, cut: ParamSpec, mesh: Mesh) -> Part:
+    """Return what this rank has of `spec`, which the program cuts as `cut` says: numbers are cut as the weight is."""
+    if cut.cut is None or not spec.shape:
+        return whole(spec.shape)
+    dim = cut.cut.dim
+    along = [1] * len(spec.shape)
+    along[dim] = spec.shape[dim]
+    held = tensor.local_part(torch.arange(spec.shape[dim]).view(along), cut, mesh).flatten().numpy()
+    if not len(held):
+        return Part(tuple(spec.shape), dim, ())
+    breaks = np.flatnonzero(np.diff(held) != 1)
+    first, last = np.concatenate([[0], breaks + 1]), np.concatenate([breaks, [len(held) - 1]])
+    return Part(
+        tuple(spec.shape), dim, tuple((int(held[a]), int(held[b]) + 1) for a, b in zip(first, last, strict=True))
+    )
+
+
+def copy_shared(into: Tensor, mine: Runs, source: Tensor, theirs: Runs) -> int:
+    """Copy what both have from a flat `source` into a flat tensor; return how many elements that are."""
+    here, there = mine.shared(theirs)
+    if len(here.starts) < 64:
+        for to, at, length in zip(here.starts.tolist(), there.starts.tolist(), here.lengths.tolist(), strict=True):
+            into[to : to + length] = source[at : at + length].to(into.device)
+    else:
+        into[here.places().to(into.device)] = source[there.places()].to(into.device)
+    return int(here.lengths.sum())

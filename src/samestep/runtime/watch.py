@@ -1,0 +1,156 @@
+"""Invariants that are watched while a run trains: what must be equal on several ranks is equal.
+
+    by its bits     the weights of ranks that hold the same pieces: replicas see the same reduced gradients
+                    step, samples, loss and gradient norm: all ranks
+    by tolerance    weights that a tensor cut leaves whole: its ranks compute them redundantly
+
+Bits are compared by fingerprints made where the weights lie: sums of the words of each column of a table, in whole
+numbers, weighted by fixed odd ones. max(x) = min(x) over a group is one all_reduce of (x, -x), so that a check sends a
+few hundred bytes a tensor, in groups of its own. Only a difference makes ranks say more, to name the odd one out.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from samestep.errors import DriftError
+from samestep.program import is_replicated
+
+if TYPE_CHECKING:
+    from samestep.runtime.run import Run, StepReport
+
+TOLERANCE = 1e-3
+"""Of weights that ranks compute redundantly, against their norm: a missing reduction parts them further in few steps."""
+_COLUMNS = 4096
+
+
+class Watch:
+    """Checks the invariants of one run. Every rank makes one and calls it alike."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        pieces = run.updater.pieces
+        step = run.program.step
+        whole = {param.name for param in step.model.params if is_replicated(step, param)}
+        self._redundant = [piece for piece in pieces if piece.name in whole]
+        tp_index = 0 if all(piece.name in whole for piece in pieces) else run.made.mesh.tp_index
+        held = repr([(piece.name, piece.start, piece.stop) for piece in pieces] + [tp_index]).encode()
+        self._replicas = _group_of_equals(run, xxhash.xxh3_64_hexdigest(held))
+        cut = run.layout.tp > 1
+        self._cut_ranks = _group_of_equals(run, str(run.made.mesh.ranks["tp"])) if cut else None
+
+    def check(self, report: StepReport, indices: np.ndarray[Any, Any]) -> None:
+        """Compare after a step. Collective over the world.
+
+        Raises:
+            DriftError: names the tensor and the rank that differs from most.
+        """
+        pieces = self._run.updater.pieces
+        prints = torch.stack([_fingerprint(piece.value) for piece in pieces]) if pieces else torch.zeros(0)
+        odd = _differing(prints, self._replicas)
+        names = [pieces[index].name for index in odd]
+        values = prints[odd].tolist() if odd else []
+        if self._cut_ranks is not None and not names and self._redundant:
+            sizes = torch.stack([_projected(piece.value) for piece in self._redundant])
+            apart = _apart(sizes, self._cut_ranks)
+            names = [self._redundant[index].name for index in apart]
+            values = sizes[apart].tolist() if apart else []
+        facts = {
+            "the step": report.step,
+            "the samples": xxhash.xxh3_64_intdigest(indices.tobytes()) >> 1,
+            "the loss": _bits(report.loss),
+            "the gradient norm": _bits(report.grad_norm),
+        }
+        device = self._run.place.device
+        numbers = torch.tensor([*facts.values(), len(names)], dtype=torch.int64, device=device)
+        both = torch.cat([numbers, -numbers])
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        most, least = both.chunk(2)
+        unequal = [name for name, high, low in zip(facts, most[:-1], -least[:-1], strict=True) if high != low]
+        if unequal or int(most[-1]):
+            said = {name: (value,) for name, value in facts.items() if name in unequal}
+            self._stop(report.step, said | dict(zip(names, map(tuple, values), strict=True)))
+
+    def _stop(self, step: int, mine: dict[str, tuple[Any, ...]]) -> None:
+        """Say which rank differs from most of those that hold the same."""
+        said: list[Any] = [None] * self._run.layout.world_size
+        dist.all_gather_object(said, mine)
+        name = next(name for one in said for name in one)
+        holders = {rank: one[name] for rank, one in enumerate(said) if name in one}
+        most, count = Counter(holders.values()).most_common(1)[0]
+        odd = [rank for rank, value in holders.items() if value != most]
+        if 2 * count > len(holders):
+            who = f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} from the other{'s' * (count > 1)}"
+        else:
+            who = f"ranks {', '.join(map(str, holders))} from each other"
+        raise DriftError(f"after step {step} {name} differs on {who}; samestep verify finds the cause")
+
+
+def _group_of_equals(run: Run, key: str) -> dist.ProcessGroup | None:
+    """Make the group of the ranks with the same key; None for a rank by itself. Collective over the world."""
+    keys: list[Any] = [None] * run.layout.world_size
+    dist.all_gather_object(keys, key)
+    mine = None
+    for one in dict.fromkeys(keys):
+        ranks = [rank for rank, other in enumerate(keys) if other == one]
+        if len(ranks) > 1:
+            group = dist.new_group(ranks)
+            mine = group if one == key else mine
+    return mine
+
+
+def _differing(prints: Tensor, group: dist.ProcessGroup | None) -> list[int]:
+    """Return the rows that are not the same on all ranks of the group."""
+    if group is None or not len(prints):
+        return []
+    both = torch.stack([prints, -prints])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return (both[0] != -both[1]).any(dim=1).nonzero().flatten().tolist()
+
+
+def _apart(sizes: Tensor, group: dist.ProcessGroup) -> list[int]:
+    """Return the rows whose projections differ between the ranks by more than the tolerance of their norm."""
+    both = torch.stack([sizes, -sizes])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    spread = (both[0] + both[1])[:, 0]
+    return (spread > TOLERANCE * both[0, :, 1].clamp_min(1e-30)).nonzero().flatten().tolist()
+
+
+@torch.no_grad()
+def _fingerprint(value: Tensor) -> Tensor:
+    """Reduce a tensor's bits to two whole numbers, [2] int64."""
+    flat = value.detach().contiguous().view(-1)
+    words = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    whole = len(words) - len(words) % _COLUMNS
+    sums = torch.zeros(_COLUMNS, dtype=torch.int64, device=value.device)
+    if whole:
+        sums += words[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
+    sums[: len(words) - whole] += words[whole:]
+    # Whole numbers wrap around, alike everywhere; halved, so that their negatives can be compared too.
+    return torch.stack([sums.sum(), (sums * _odd(value.device)).sum()]) >> 1
+
+
+@torch.no_grad()
+def _projected(value: Tensor) -> Tensor:
+    """Return a projection of a tensor and its norm, [2] float64."""
+    flat = value.detach().flatten().double()
+    index = torch.arange(len(flat), device=flat.device)
+    signs = 1.0 - 2.0 * ((index * 2654435761 >> 16) & 1)
+    return torch.stack([(flat * signs).sum(), flat.norm()])
+
+
+def _odd(device: torch.device) -> Tensor:
+    return torch.arange(1, 2 * _COLUMNS, 2, dtype=torch.int64, device=device) * 0x9E3779B97F4A7C1
+
+
+def _bits(number: float) -> int:
+    """Return the bits of a number as a whole one whose negative is one too."""
+    return int(struct.unpack("<q", struct.pack("<d", number))[0]) >> 1

@@ -1,0 +1,85 @@
+"""Ranks that part while a run trains are stopped, with the odd one's number and the tensor's name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from samestep.datasets import batches
+from samestep.errors import DriftError
+from samestep.layout import Layout
+from tests.laboratory import job_of, make_run
+from tests.models import Tokens
+from tests.pool import pool
+
+JOB = job_of("float32", 3, train={"watch_every": 2})
+
+
+def told(rank: int, world: int, model: str, layout: str, odd: int | None, name: str = "") -> tuple[int, str]:
+    """Take steps, on one rank with a weight that goes astray; return how many there were, and what was said."""
+    run = make_run(rank, world, model, layout, JOB)
+    try:
+        for batch in batches(Tokens(), JOB):
+            report = run.step(batch)
+            if rank == odd:
+                for piece in run.updater.pieces:
+                    if piece.name == name:
+                        piece.value.detach().view(-1)[0] += 0.25
+            assert report.step == run.steps_taken
+    except DriftError as error:
+        return run.steps_taken, str(error)
+    return run.steps_taken, ""
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        ("dp=2", "plain"),
+        ("dp=2 zero=1", "plain"),
+        ("dp_replicate=2 dp_shard=2 zero=3", "plain"),
+        ("dp=1 tp=2", "attentive"),
+        ("dp=2 tp=2", "qwen3"),
+        ("dp=2 pp=2 microbatch=2", "deep_tied"),
+    ],
+)
+def test_nothing_is_said_of_a_clean_run(layout, model):
+    ranks = Layout.parse(layout).world_size
+    assert pool(ranks).run(told, model, layout, None) == [(3, "")] * ranks
+
+
+def test_a_replica_that_drifts_is_named():
+    said = pool(4).run(told, "plain", "dp=4", 2, "blocks.1.mix.weight")
+    assert {steps for steps, _ in said} == {2}
+    assert len({text for _, text in said}) == 1
+    assert "after step 2 blocks.1.mix.weight differs on rank 2 from the others" in said[0][1]
+
+
+def test_a_whole_weight_that_drifts_between_tp_ranks_is_named():
+    said = pool(2).run(told, "attentive", "dp=1 tp=2", 1, "blocks.0.norm.weight")
+    assert said[0] == said[1]
+    assert "blocks.0.norm.weight" in said[0][1]
+
+
+def other_samples(rank: int, world: int) -> str:
+    run = make_run(rank, world, "plain", "dp=2", JOB)
+    try:
+        for batch in batches(Tokens(40 if rank else 20), JOB):
+            run.step(batch)
+    except DriftError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_samples_are_told():
+    assert all("the samples differs" in text for text in pool(2).run(other_samples))
+
+
+def test_a_fingerprint_sees_every_bit():
+    from samestep.runtime.watch import _fingerprint
+
+    value = torch.randn(5000)
+    for index in (0, 4095, 4096, 4999):
+        other = value.clone()
+        other.view(torch.int32)[index] ^= 2
+        assert not torch.equal(_fingerprint(value), _fingerprint(other)), index
+    assert not torch.equal(_fingerprint(value), _fingerprint(value.flip(0)))

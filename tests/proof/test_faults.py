@@ -1,0 +1,16 @@
+"""Every deliberate fault is caught and called by its name; no clean layout raises an alarm."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.proof.faults import FAULTS, prove
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_caught_and_called_by_its_name(name):
+    fault = FAULTS[name]
+    verdict = prove(fault.model, fault.layout, name, fault.own_precision, **fault.job)
+    assert not verdict.proven, verdict.to_text()
+    assert verdict.cause is fault.cause, verdict.to_text()
+    assert verdict.explanation

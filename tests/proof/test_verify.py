@@ -1,0 +1,113 @@
+"""The verb `verify`: proven layouts, refused ones, what it writes; a model too large; a user's own module."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from types import SimpleNamespace
+
+import pytest
+
+import samestep
+from samestep import proof
+from samestep.job import Job
+from tests.laboratory import job_of
+from tests.models import MODELS, Tokens
+from tests.proof.faults import FAULTS, prove
+from tests.small import main, settings
+
+LAYOUTS = [
+    ("plain", "dp=2 microbatch=2"),
+    ("plain_with_dropout", "dp=2 zero=2 microbatch=1"),
+    ("gpt2", "dp=2 zero=3 recompute=full"),
+    ("qwen3", "dp=2 tp=2"),
+    ("deep_tied", "dp=1 pp=2 microbatch=2"),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), LAYOUTS)
+@pytest.mark.parametrize("own_precision", [False, True])
+def test_a_clean_layout_raises_no_alarm(model, layout, own_precision):
+    verdict = prove(model, layout, own_precision=own_precision)
+    assert verdict.proven, verdict.to_text()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(100))
+def test_no_seed_raises_an_alarm(seed):
+    model, layout = LAYOUTS[seed % len(LAYOUTS)]
+    for own_precision in (False, True):
+        verdict = prove(model, layout, own_precision=own_precision, train={"seed": seed})
+        assert verdict.proven, verdict.to_text()
+
+
+def test_there_are_thirty_faults_and_more():
+    assert len(FAULTS) >= 30
+    assert len({fault.cause for fault in FAULTS.values()}) >= 15
+
+
+def test_the_command_proves_a_layout_and_writes_the_verdict(tmp_path, capsys):
+    file = tmp_path / "verdict.json"
+    assert main("verify", *settings(), "--layout", "dp=2", "--json", file) == 0
+    said = capsys.readouterr().out
+    assert "proven: the same result" in said
+    assert "gradients in float32" in said
+    verdict = json.loads(file.read_text())
+    assert verdict["proven"] is True
+    assert verdict["cause"] is None
+    assert {check["what"] for check in verdict["checks"]} >= {"start", "data", "forward", "gradients", "checkpoint"}
+    assert all(check["compared"] > 0 for check in verdict["checks"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--layout", "dp=2 tq=2"], "unknown layout word 'tq'"),
+        (["--layout", "tp=3"], "tp=3"),
+        (["--layout", "dp=2", "--steps", "1"], "steps=2 is the least"),
+        ([], "--all --devices 4"),
+        (["--all"], "--all --devices 4"),
+        (["--layout", "dp=2", "--json", "/nowhere/verdict.json"], "cannot be written"),
+    ],
+)
+def test_what_cannot_be_tried_exits_with_2(words, said, capsys):
+    assert main("verify", *settings(), *words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_planted_bug_is_found_and_its_mending_proven(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["planted_bug.py"])
+    example = SimpleNamespace(**runpy.run_path("examples/planted_bug.py"))
+    assert example.main() == 1
+    said = capsys.readouterr().out
+    assert "a missing reduction" in said
+    assert "blocks.1.head_norm.weight" in said
+    assert 'needs "sum" in the tensor_plan' in said
+    monkeypatch.setattr("sys.argv", ["planted_bug.py", "--mended"])
+    assert example.main() == 0
+
+
+def test_an_instance_and_its_optimizer_are_proven():
+    import torch
+
+    model = MODELS["plain"]()
+    verdict = samestep.verify(
+        job_of("float64"),
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        dataset=Tokens(),
+        layout="dp=2 zero=1",
+    )
+    assert verdict.proven, verdict.to_text()
+    assert verdict.job == "Plain"
+
+
+def test_a_model_too_large_is_proven_with_fewer_layers(monkeypatch):
+    config = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 6}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}
+    job = job_of("float64", model={"source": "hf:llama", "config": config})
+    monkeypatch.setattr(proof, "_free_bytes", lambda device: 2_000_000)
+    job = job.model_copy(update={"data": Job(data={"sequence_length": 16}).data})
+    verdict = samestep.verify(job, layout="pp=2 microbatch=4", dataset=None)
+    assert verdict.proven, verdict.to_text()
+    assert any("of 6 layers, at full width" in note for note in verdict.notes), verdict.notes
