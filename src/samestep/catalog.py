@@ -15,10 +15,12 @@ from pathlib import Path
 
 import xxhash
 
+from samestep import presets
 from samestep.errors import ModelError, SamestepError
 from samestep.job import Job
 from samestep.model import FORMAT_VERSION, ModelSpec
 
+PRESET = "preset:"
 _STATES = {"adadelta": 2, "adafactor": 0, "adagrad": 1, "asgd": 1, "muon": 1, "rmsprop": 1, "rprop": 2, "sgd": 0}
 _MORE_STATES = {"adam": ("amsgrad",), "adamw": ("amsgrad",), "rmsprop": ("momentum", "centered"), "sgd": ("momentum",)}
 """Options that add one each."""
@@ -35,9 +37,15 @@ def states_per_param(job: Job) -> int:
 def model_spec(job: Job) -> ModelSpec:
     """Return the shape of a job's model; torch is imported in a subprocess, and only where no cache has it.
 
+    `preset:NAME` needs neither: `model.config` overrides fields of the preset's decoder, and a sample is as long as the
+    job says, or as the preset where the job does not say.
+
     Raises:
         SamestepError: the model cannot be built or traced; the text is the one `train` would give.
     """
+    if job.model.source.startswith(PRESET):
+        length = job.data.sequence_length if "sequence_length" in job.data.model_fields_set else None
+        return presets.preset(job.model.source.removeprefix(PRESET), length, job.model.config)
     path = _cache_path(job)
     if path is not None:
         # Missing, damaged, or written by another version under the same digest: it is traced again.

@@ -1,18 +1,37 @@
-"""Seconds of one op, alone on its stream: FLOPs over speed, bytes over bandwidth, alpha-beta for a collective.
+"""Seconds of one op, alone on its stream: products by a roofline, other work by bytes, alpha-beta for a collective.
+
+A layer's forward takes what its parts take one after the other, but never less than the host needs to start them:
+
+    product      the longer of  waves x time of a tile   and   bytes / bandwidth        plus the shortest kernel
+    attention    FLOPs / (peak x what a fused kernel reaches); a causal one does half of them
+    other work   elements read and written / bandwidth
+    the layer    (device^n + host^n)^(1/n), host = operations x launch_s                 a soft maximum, n = 4
+
+A product [m, k] x [k, n] is cut into tiles, one for a multiprocessor at a time, so that its time grows in steps of
+`num_units` tiles; a tile pays for filling its pipeline too: (k + FILL) instead of k (Williams et al. 2009,
+doi:10.1145/1498765.1498785, for the roofline; NVIDIA, Matrix Multiplication Background, for tiles and waves). The
+backward of a product is two products, by the input and by the weight, of the same three numbers in other places; the
+weight's gradient is added to what earlier micro-batches left. Before products in a dtype of one byte there is a cast.
 
 With n ranks, S bytes of whole buffer, a link of latency a and bandwidth B (Thakur, Rabenseifner, Gropp 2005,
 doi:10.1177/1094342005051521, rings):
 
     all_gather, reduce_scatter   (n-1) (a + S/(nB))      n-1 hops of one n-th of the buffer
     all_reduce                  2(n-1) (a + S/(nB))      one after the other; towards 2 S/B for many ranks
+    all_to_all                   (n-1) (a + S/(nB))      every rank sends to every other
+    send                               a + S/B           a recv waits for it, and takes no time of its own
     reduce, broadcast            (n-1) (a + S/B)         naive: the root takes, or sends, whole buffers one by one
 
-so reduce=root costs n times the bandwidth of a ring. A group whose ranks lie on several nodes runs at the slower link.
-Ranks count with dp_shard inside, dp_replicate around it, node by node:
+so reduce=root costs n times the bandwidth of a ring. Ranks count with tp inside, dp_shard and dp_replicate around it,
+node by node:
 
     4 ranks a node, dp_replicate=2 dp_shard=4      node 0: 0 1 2 3   node 1: 4 5 6 7
     dp_shard      0 1 2 3 | 4 5 6 7                stride 1, in one node
     dp_replicate  0 4 | 1 5 | 2 6 | 3 7            stride dp_shard, across
+
+A group on several nodes is hierarchical: its g members on one node leave it through g network ports at once, so
+B = min(intra, g x inter), hops inside cost the inner latency and hops between nodes the outer, and where a ring has
+more hops than a tree (NCCL's double binary trees and PAT, src/graph/tuning.cc), the tree's count.
 
 An update reads and writes the master weights and Adam's two states, reads the gradient, and writes the weight's copy
 in the compute dtype where there is one.
@@ -20,12 +39,40 @@ in the compute dtype where there is one.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
 from samestep.errors import SamestepError
 from samestep.hardware import Hardware, Link
+from samestep.model import Product
 from samestep.program import BYTES_OF, Kind, Op, Program, Step
 
 UPDATE_PASSES = 7
 """Times an update goes over memory for one weight: weight, two states read and written, gradient read."""
+
+REACHED = 0.85
+"""What products of a training step reach of the best shape's rate. Fitted once, on the published record."""
+ATTENTION_REACHED = 0.65
+"""The same of a fused attention, forward and backward together. Fitted once, on the published record."""
+TILES = ((256, 128, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 64, 0.55))
+"""Rows, columns, and what a multiprocessor reaches of its best in them."""
+ALIGNED = ((64, 1.0), (8, 0.8), (1, 0.5))
+"""What products reach whose rows start at 128 bytes, at 16 bytes, or anywhere (NVIDIA, Matrix Multiplication
+Background, tensor core requirements; the parts are assumed)."""
+NETWORK_REACHED = 0.75
+"""What messages of a training step reach of a port's rate for very large ones. Fitted once, on the published record."""
+FILL = 64
+"""Steps along `inner` that a tile spends on filling its pipeline and writing its result."""
+SHARPNESS = 4
+"""Of the maximum of device and host: both are uneven, so neither hides the other wholly."""
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of a fused attention's backward over its forward: it makes the scores once more (arXiv:2307.08691)."""
+BACKWARD_MOVES = 1.75
+"""Bytes that the backward of all else moves over those of its forward."""
+BACKWARD_KERNELS = 2.2
+"""Operations of a backward over those of its forward."""
 
 
 def seconds(op: Op, program: Program, hardware: Hardware) -> float:
@@ -35,28 +82,219 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
         SamestepError: the hardware has no speed for the op's dtype.
     """
     if op.axis is not None:
-        return _collective_s(op, program.axes[op.axis], _link(op.axis, program, hardware))
+        return _collective_s(op, program, hardware)
     if op.kind is Kind.UPDATE:
-        return _update_bytes(program.step) / hardware.memory_bytes_per_s
-    if not op.flops:
-        return 0.0
-    if op.dtype not in hardware.flops_per_s:
-        known = ", ".join(hardware.flops_per_s)
-        raise SamestepError(f"hardware {hardware.name} has no flops_per_s for {op.dtype}; it has {known}")
-    return op.flops / hardware.flops_per_s[op.dtype]
-
-
-def _collective_s(op: Op, num_ranks: int, link: Link) -> float:
-    hops = num_ranks - 1
-    if op.kind in (Kind.REDUCE, Kind.BROADCAST):
-        return hops * (link.latency_s + op.size_bytes / link.bytes_per_s)
-    one_way_s = hops * (link.latency_s + op.size_bytes / num_ranks / link.bytes_per_s)
-    return 2 * one_way_s if op.kind is Kind.ALL_REDUCE else one_way_s
-
-
-def _link(axis: str, program: Program, hardware: Hardware) -> Link:
-    """What the slowest group of an axis runs over."""
+        moved = _update_bytes(program.step) / hardware.memory_bytes_per_s / hardware.memory_efficiency
+        return moved + hardware.step_s
+    if op.flops:
+        _peak(hardware, op.dtype)
+    if op.layer is None:
+        return op.flops / _peak(hardware, op.dtype) if op.flops else 0.0
     step = program.step
+    layer = step.model.layers[op.layer]
+    if not layer.products and not layer.moved_elements:
+        return op.flops / _peak(hardware, op.dtype) if op.flops else 0.0
+    work = _Work(layer.products, layer.moved_elements, layer.kernels, layer.backward_reads_weights)
+    dtypes = _Dtypes(op.dtype if op.flops else step.compute_dtype, step.compute_dtype, step.master_dtype)
+    is_whole = op.kind is not Kind.RECOMPUTE or step.layout.recompute == "full"
+    return _layer_s(work, op.kind, is_whole, step.microbatch_samples, dtypes, hardware)
+
+
+# -- compute -----------------------------------------------------------------------------------------------------------
+
+
+class _Work(NamedTuple):
+    """What a layer does, and no more, so that equal layers are priced once."""
+
+    products: tuple[Product, ...]
+    moved_elements: int
+    kernels: int
+    has_input_gradient: bool
+
+
+class _Dtypes(NamedTuple):
+    """Of matrix products, of everything between them, of sums of gradients."""
+
+    products: str
+    values: str
+    sums: str
+
+
+@lru_cache(maxsize=2**16)
+def _layer_s(work: _Work, kind: Kind, is_whole: bool, samples: int, dtypes: _Dtypes, hardware: Hardware) -> float:
+    backward = kind is Kind.BACKWARD
+    products = work.products if is_whole else ()
+    times = [_product_s(product, samples, backward, work, dtypes, hardware) for product in products]
+    moved = work.moved_elements * samples * BYTES_OF[dtypes.values] * (BACKWARD_MOVES if backward else 1.0)
+    kernels = max(work.kernels - (0 if is_whole else len(work.products)), 0) * (BACKWARD_KERNELS if backward else 1.0)
+    others = max(kernels - len(times), 0)
+    device_s = sum(times) + moved / _bandwidth(hardware) + others * hardware.kernel_s
+    return _soft_maximum(device_s, kernels * hardware.launch_s)
+
+
+def _soft_maximum(first: float, second: float) -> float:
+    larger, smaller = max(first, second), min(first, second)
+    return larger * (1 + (smaller / larger) ** SHARPNESS) ** (1 / SHARPNESS) if larger else 0.0
+
+
+def _product_s(
+    product: Product, samples: int, backward: bool, work: _Work, dtypes: _Dtypes, hardware: Hardware
+) -> float:
+    """Time of a product's forward, or of the products of its backward."""
+    if product.factors in ("attention", "causal"):
+        return _attention_s(product, samples, backward, dtypes, hardware)
+    if product.factors == "pair":
+        m, k, n, count, groups = product.rows, product.inner, product.columns, product.count * samples, 1
+    else:
+        m, k, n, count, groups = product.rows * samples, product.inner, product.columns, product.count, product.groups
+    # Rows dealt to experts make as many products, each with its own weight.
+    m, count = -(-m // groups), count * groups
+    dtype = dtypes.values if product.factors == "pair" else dtypes.products
+    if not backward:
+        return _matrix_s(m, k, n, count, dtype, dtypes, hardware, product.taps)
+    total = _matrix_s(m, n, k, count, dtype, dtypes, hardware) if work.has_input_gradient else 0.0
+    if product.factors != "frozen":
+        total += _matrix_s(k, m, n, count, dtype, dtypes, hardware, product.taps)
+    if product.factors == "weight":
+        total += 2 * k * n * count * BYTES_OF[dtypes.sums] / _bandwidth(hardware)
+    return total
+
+
+def _attention_s(product: Product, samples: int, backward: bool, dtypes: _Dtypes, hardware: Hardware) -> float:
+    flops = product.flops * samples * (0.5 if product.factors == "causal" else 1.0)
+    reached = hardware.efficiency.get("attention")
+    peak = _peak(hardware, dtypes.values) * (ATTENTION_REACHED * reached if reached else 1.0)
+    # queries, keys, values and the result, once
+    elements = product.count * (product.rows + product.columns) * product.inner * samples
+    forward_s = max(flops / peak, elements * BYTES_OF[dtypes.values] / _bandwidth(hardware))
+    return hardware.kernel_s + forward_s * (ATTENTION_BACKWARD if backward else 1.0)
+
+
+@lru_cache(maxsize=2**16)
+def _matrix_s(
+    m: int, k: int, n: int, count: int, dtype: str, dtypes: _Dtypes, hardware: Hardware, taps: int = 1
+) -> float:
+    """Time of `count` equal products [m, k] x [k, n]; `taps` elements of the first factor are the same one."""
+    size = DTYPE_BYTES.get(dtype, 0) or BYTES_OF[dtype]
+    kept = BYTES_OF[dtypes.values]
+    rate = _peak(hardware, dtype)
+    if dtype in hardware.efficiency:
+        aligned = next(part for multiple, part in ALIGNED if k % multiple == 0 and n % multiple == 0)
+        rate *= REACHED * hardware.efficiency[dtype] * aligned
+    compute_s = 2.0 * m * k * n * count / rate
+    if hardware.num_units:
+        compute_s = min(
+            _waves(m, n, count, rows, columns, hardware.num_units) * 2.0 * rows * columns * (k + FILL) / reached
+            for rows, columns, reached in ((r, c, part * rate / hardware.num_units) for r, c, part in TILES)
+        )
+    moved = count * (size * (m * k / taps + k * n) + kept * m * n)
+    # The kernel before it writes what it gives once more in the smaller dtype, as it is and transposed.
+    cast_s = count * m * k * 2 * size / _bandwidth(hardware) if size < kept else 0.0
+    return max(compute_s, moved / _bandwidth(hardware)) + cast_s + hardware.kernel_s
+
+
+def _waves(m: int, n: int, count: int, rows: int, columns: int, num_units: int) -> float:
+    """Rounds in which all multiprocessors work on a tile; past a few, tiles of equal length drift apart."""
+    tiles = count * math.ceil(m / rows) * math.ceil(n / columns)
+    return max(math.ceil(tiles / num_units), 1)
+
+
+DTYPE_BYTES = {"float8": 1, "float4": 1}
+"""Of dtypes that only products run in."""
+
+
+def _bandwidth(hardware: Hardware) -> float:
+    return hardware.memory_bytes_per_s * hardware.memory_efficiency
+
+
+def _peak(hardware: Hardware, dtype: str) -> float:
+    if dtype not in hardware.flops_per_s:
+        known = ", ".join(hardware.flops_per_s)
+        raise SamestepError(f"hardware {hardware.name} has no flops_per_s for {dtype}; it has {known}")
+    return hardware.flops_per_s[dtype]
+
+
+IN_SWITCH = 4
+"""More ranks than so many let the switch add up (measured: H200 and B200, ml-engineering network/README.md)."""
+
+RINGS = 8
+"""Ranks up to which a ring is taken; NCCL has trees, and PAT for all_gather and reduce_scatter, above."""
+
+# -- communication -----------------------------------------------------------------------------------------------------
+
+
+class Group(NamedTuple):
+    """Where the ranks of a group lie: on `nodes` nodes, at least `inside` of them on each."""
+
+    num_ranks: int
+    nodes: int = 1
+    inside: int = 1
+
+
+def _collective_s(op: Op, program: Program, hardware: Hardware) -> float:
+    if op.kind is Kind.RECV:
+        return 0.0
+    group = group_of(op.axis or "", program, hardware)
+    return collective_s(op.kind, op.size_bytes, group, hardware)
+
+
+@lru_cache(maxsize=2**16)
+def collective_s(kind: Kind, size_bytes: int, group: Group, hardware: Hardware) -> float:
+    """Time of one collective over a group."""
+    link = _link(group, kind, hardware)
+    if kind is Kind.SEND:
+        link = hardware.intra if group.nodes == 1 else hardware.inter
+        return link.collective_s + link.latency_s + size_bytes / link.bytes_per_s
+    if group.num_ranks == 1:
+        return 0.0
+    hops = group.num_ranks - 1
+    if kind in (Kind.REDUCE, Kind.BROADCAST):
+        far = hardware.intra if group.nodes == 1 else hardware.intra.slower(hardware.inter)
+        return far.collective_s + hops * (far.latency_s + size_bytes / far.bytes_per_s)
+    ways = 2 if kind is Kind.ALL_REDUCE else 1
+    # Of a ring through N nodes N hops leave a node; with one rank on each node all but none stay inside.
+    between = group.nodes - 1
+    ring_s = between * hardware.inter.latency_s + (hops - between) * hardware.intra.latency_s
+    tree_s = math.log2(group.nodes) * hardware.inter.latency_s + math.log2(group.inside) * hardware.intra.latency_s
+    waiting_s = min(ring_s, tree_s) if group.num_ranks > RINGS else ring_s
+    return link.collective_s + ways * (waiting_s + hops / group.num_ranks * size_bytes / link.bytes_per_s)
+
+
+def _link(group: Group, kind: Kind, hardware: Hardware) -> Link:
+    """What a ring of the group runs over: every rank on a node brings its own port to the network."""
+    near = hardware.intra.among(group.inside)
+    if kind is Kind.ALL_REDUCE and near.all_reduce_bytes_per_s and group.inside > IN_SWITCH:
+        near = replace(near, bytes_per_s=near.all_reduce_bytes_per_s)
+    if group.nodes == 1:
+        return near
+    return Link(
+        latency_s=hardware.inter.latency_s,
+        bytes_per_s=min(near.bytes_per_s, hardware.inter.bytes_per_s * group.inside * _reached(hardware)),
+        collective_s=hardware.inter.collective_s,
+    )
+
+
+def _reached(hardware: Hardware) -> float:
+    return NETWORK_REACHED if hardware.efficiency else 1.0  # a profile without efficiencies has achieved rates
+
+
+def group_of(axis: str, program: Program, hardware: Hardware) -> Group:
+    """Return how the ranks of one group of an axis lie on the nodes."""
+    step, per_node = program.step, hardware.devices_per_node
+    size, stride = program.axes[axis], stride_of(axis, step)
+    if axis == "pp":
+        # A stage passes on to the next one, which is most often on the same node where several stages share it.
+        crosses = step.layout.world_size > per_node and (step.stage + 1) * stride % per_node == 0
+        return Group(2, 2 if crosses or stride >= per_node else 1)
+    if step.layout.world_size <= per_node or per_node % (stride * size) == 0:
+        return Group(size, 1, size)
+    inside = max(1, per_node // stride)
+    nodes = max(2, -(-size // inside))
+    return Group(size, nodes, max(1, size // nodes))
+
+
+def stride_of(axis: str, step: Step) -> int:
+    """Distance between two neighbours on an axis, in ranks."""
     tp, stage_ranks = step.layout.tp, step.layout.dp * step.layout.tp
     strides = {
         "dp_shard": tp,
@@ -66,10 +304,10 @@ def _link(axis: str, program: Program, hardware: Hardware) -> Link:
         "pp": stage_ranks,
         "tie": stage_ranks * (step.layout.pp - 1),
     }
-    stride = strides.get(axis, 1)
-    block = stride * program.axes[axis]  # ranks from one set of interleaved groups to the next
-    in_node = step.layout.world_size <= hardware.devices_per_node or hardware.devices_per_node % block == 0
-    return hardware.intra if in_node else hardware.intra.slower(hardware.inter)
+    return strides.get(axis, 1)
+
+
+# -- update ------------------------------------------------------------------------------------------------------------
 
 
 def _update_bytes(step: Step) -> int:

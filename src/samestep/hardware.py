@@ -8,7 +8,7 @@ memory_bytes = 80_000_000_000
 memory_bytes_per_s = 3.35e12
 devices_per_node = 8
 overlap = true                    # communication runs beside compute
-[flops_per_s]                     # by dtype
+[flops_per_s]                     # by dtype, as the data sheet says
 bfloat16 = 989e12
 [intra]                           # one direction of one device's link, inside a node
 latency_s = 3.4e-6
@@ -17,13 +17,27 @@ bytes_per_s = 450e9
 latency_s = 14e-6
 bytes_per_s = 50e9
 ```
+What follows may be left out; then nothing reaches less than its peak, and launching is free.
+```toml
+num_units = 132                   # multiprocessors: a product is cut into tiles, and the last wave is seldom full
+kernel_s = 3e-6                   # what the shortest kernel takes on the device
+launch_s = 10e-6                  # what the host needs to start one operation
+step_s = 5e-3                     # what the host does once a step: data, norm, log
+memory_efficiency = 0.85          # part of memory_bytes_per_s that an elementwise kernel reaches
+contention = 1.1                  # compute beside communication takes so much longer
+reserved_bytes = 2_000_000_000    # context, communicators, libraries
+[efficiency]                      # part of a peak that the best large product reaches; `attention` of bfloat16's
+bfloat16 = 0.80
+attention = 0.6
+```
+and `collective_s` in a link: what every collective over it takes, however small.
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -34,6 +48,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from samestep.errors import SamestepError, did_you_mean
 
 Positive = Annotated[float, Field(gt=0.0)]
+Seconds = Annotated[float, Field(ge=0.0)]
+Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +60,28 @@ class Link:
 
     latency_s: Annotated[float, Field(ge=0.0)]
     bytes_per_s: Positive
+    collective_s: Annotated[float, Field(ge=0.0)] = 0.0
+    """What every collective takes, beside its hops and bytes."""
+    all_reduce_bytes_per_s: Positive | None = None
+    """Where a switch adds up on the way, of an all_reduce over most of a node; without it as any ring."""
+    by_ranks: Mapping[Annotated[int, Field(ge=2)], Positive] = field(default_factory=dict)
+    """Where no switch joins the devices: bytes_per_s of groups of so many ranks, up to the next number."""
+
+    def among(self, num_ranks: int) -> Link:
+        """Return what a group of so many ranks within the link's reach runs at."""
+        known = [count for count in self.by_ranks if count <= num_ranks]
+        return replace(self, bytes_per_s=self.by_ranks[max(known)]) if known else self
+
+    def __hash__(self) -> int:
+        """Hash what tells links apart."""
+        return hash((self.latency_s, self.bytes_per_s, self.collective_s))
 
     def slower(self, other: Link) -> Link:
         """Return what a ring runs at that goes over both links."""
         return Link(
-            latency_s=max(self.latency_s, other.latency_s), bytes_per_s=min(self.bytes_per_s, other.bytes_per_s)
+            latency_s=max(self.latency_s, other.latency_s),
+            bytes_per_s=min(self.bytes_per_s, other.bytes_per_s),
+            collective_s=max(self.collective_s, other.collective_s),
         )
 
 
@@ -69,8 +102,27 @@ class Hardware:
     inter: Link
     overlap: bool
     """Communication runs beside compute."""
+    num_units: Annotated[int, Field(ge=0)] = 0
+    """Multiprocessors; 0 knows nothing of tiles and waves."""
+    efficiency: Mapping[str, Fraction] = field(default_factory=dict)
+    """Part of a dtype's peak that the best large product reaches; `attention`: that a fused attention does."""
+    memory_efficiency: Fraction = 1.0
+    kernel_s: Seconds = 0.0
+    """What the shortest kernel takes."""
+    launch_s: Seconds = 0.0
+    """What the host needs to start one operation."""
+    step_s: Seconds = 0.0
+    """What the host does once a step."""
+    contention: Annotated[float, Field(ge=1.0)] = 1.0
+    """How much longer compute takes beside communication."""
+    reserved_bytes: Annotated[int, Field(ge=0)] = 0
+    """Memory that no tensor can have: context, communicators, libraries."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where each number comes from, by its key."""
+
+    def __hash__(self) -> int:
+        """Hash what tells machines apart, so that prices can be remembered by machine."""
+        return hash((self.name, self.memory_bytes_per_s, self.launch_s, self.kernel_s, self.num_units))
 
 
 def load(name_or_path: str | Path) -> Hardware:

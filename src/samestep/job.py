@@ -27,12 +27,13 @@ class _Table(BaseModel):
 
 
 class ModelTable(_Table):
-    """The model: `hf:FAMILY` (a transformers configuration), or `module:function` that returns an nn.Module."""
+    """The model: `hf:FAMILY` (a transformers configuration), `module:function` that returns an nn.Module, or, to plan
+    and simulate only, `preset:NAME`."""
 
     source: str = "hf:llama"
-    """`hf:FAMILY`, or `module:function`."""
+    """`hf:FAMILY`, `module:function`, or `preset:NAME`."""
     config: dict[str, Any] = {}
-    """Fields of the family's configuration to override, or keyword arguments of the function."""
+    """Fields of the family's configuration or of the preset to override, or keyword arguments of the function."""
 
 
 class DataTable(_Table):

@@ -9,10 +9,44 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+
+Cutting = Literal["", "columns", "inner", "count"]
+Factors = Literal["weight", "frozen", "pair", "attention", "causal"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """Equal matrix products in the forward of one sample: `count` times [rows, inner] x [inner, columns]."""
+
+    rows: int
+    inner: int
+    columns: int
+    count: int = 1
+    factors: Factors = "weight"
+    """weight: by a trained weight, so more samples are more rows; frozen: by a weight that is not trained.
+    pair: both from the sample, so more samples are more products. attention: queries x keys and the result x values in
+    one kernel, `inner` the size of both heads together; causal: the same, of which the kernel leaves out half."""
+    groups: int = 1
+    """Weights that the rows are dealt to: experts."""
+    taps: int = 1
+    """Rows that share an element of the first factor: of a convolution, the size of its kernel."""
+    cut: Cutting = ""
+    """What a tensor cut divides."""
+    owner: str = ""
+    """Path of the module that runs it."""
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one sample, as if nothing were masked."""
+        return 2 * self.rows * self.inner * self.columns * self.count
+
+    def cut_by(self, degree: int) -> Product:
+        """Return one rank's part of it."""
+        return replace(self, **{self.cut: -(-getattr(self, self.cut) // degree)}) if self.cut else self
 
 
 def is_below(path: str, root: str) -> bool:
@@ -94,6 +128,18 @@ class LayerSpec:
     """The same under recompute=selective: its input and the results of its matrix products."""
     input_elements: int = 0
     """Elements it is given: what recompute=full keeps."""
+    saved_cut_elements: int = 0
+    """The part of `saved_elements` that a tensor cut divides."""
+    saved_selective_cut_elements: int = 0
+    """The part of `saved_selective_elements` that a tensor cut divides."""
+    products: tuple[Product, ...] = ()
+    """Its matrix products; empty where only their FLOPs are known."""
+    moved_elements: int = 0
+    """Elements that all other operations of its forward read and write."""
+    moved_cut_elements: int = 0
+    """The part of `moved_elements` that a tensor cut divides."""
+    kernels: int = 0
+    """Operations of its forward that the host launches."""
     backward_reads_weights: bool = True
     """False where no gradient flows through the weights to an input, as in a layer of embeddings."""
     forward_sums: tuple[PartialSum, ...] = ()
@@ -102,6 +148,31 @@ class LayerSpec:
     """Something is kept after the last of them, so a repeated forward runs on to it."""
     backward_sums: tuple[PartialSum, ...] = ()
     """Under a tensor cut: gradients of the inputs of column-cut modules, in order of the backward."""
+
+    @property
+    def backward_flops(self) -> int:
+        """FLOPs of one sample's backward: gradients of inputs and of weights; a frozen weight has none."""
+        return 2 * self.forward_flops - sum(product.flops for product in self.products if product.factors == "frozen")
+
+    def cut_by(self, degree: int) -> LayerSpec:
+        """Return one rank's part of a layer that is cut: its work and what it keeps, not its sums."""
+        products = tuple(product.cut_by(degree) for product in self.products)
+        whole, mine = (sum(product.flops for product in parts) for parts in (self.products, products))
+
+        def rest(part: int) -> int:
+            return part - part // degree
+
+        return replace(
+            self,
+            forward_flops=self.forward_flops * mine // whole if whole else self.forward_flops // degree,
+            products=products,
+            saved_elements=self.saved_elements - rest(self.saved_cut_elements),
+            saved_selective_elements=self.saved_selective_elements - rest(self.saved_selective_cut_elements),
+            saved_cut_elements=self.saved_cut_elements // degree,
+            saved_selective_cut_elements=self.saved_selective_cut_elements // degree,
+            moved_elements=self.moved_elements - rest(self.moved_cut_elements),
+            moved_cut_elements=self.moved_cut_elements // degree,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +232,8 @@ class ModelSpec:
 
 def _layer_from(fields: dict[str, Any]) -> LayerSpec:
     sums = {name: tuple(PartialSum(**part) for part in fields[name]) for name in ("forward_sums", "backward_sums")}
-    return LayerSpec(**{**fields, "modules": tuple(fields["modules"]), **sums})
+    products = tuple(Product(**product) for product in fields["products"])
+    return LayerSpec(**{**fields, "modules": tuple(fields["modules"]), "products": products, **sums})
 
 
 def _param_from(fields: dict[str, Any]) -> ParamSpec:

@@ -5,7 +5,8 @@ Three tiers, so that thousands of layouts take a second:
     rules       the strategies' own refusals, once for each combination of degrees
     bounds      memory that no layout of these words can do without, and a step time that none can beat,
                     T >= F / (devices x peak FLOP/s) x (1 + recomputed share) x (1 + bubble of the schedule)
-    the clock   the whole program, played, in the order of the bounds, until no bound is left that could still win
+    the clock   whole bodies in the order of the bounds, until no bound is left that could still win; then the best of
+                them op by op
 
 What is thrown out keeps its reason: `needs 93 GiB of 80`, `tp=16 leaves the node`. Search by such bounds is branch and
 bound (Land and Doig 1960); the bound is the roof of the roofline (Williams et al. 2009, doi:10.1145/1498765.1498785).
@@ -18,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from samestep import memory
+from samestep import clock, memory
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.job import Job
@@ -188,26 +189,18 @@ def _played(
 
 
 def _quickly(model: ModelSpec, job: Job, layout: Layout, hardware: Hardware, states_per_param: int) -> float | str:
-    """Return the step time from two short plays, or why the layout does not fit.
+    """Return about how long a step takes, from whole bodies on the clock, or why the layout does not fit.
 
-    A pipeline that is full repeats itself with every micro-batch: T(m) = T(a) + (m - a) (T(b) - T(a)) / (b - a).
+    Memory is that of the first stage, which has most in flight, with few micro-batches: a full pipeline holds no more.
     """
     share = -(-job.train.global_batch // layout.dp)
     size = min(layout.microbatch or share, share)
-    count = -(-share // size)
-    few = 2 * layout.pp * layout.virtual_stages + 1
-    if count <= 2 * few:
-        found = predict(model, job, layout, hardware, states_per_param)
-        return found.step_s if found.fits else memory_reason(found)
-    short, longer = (_with_batch(job, number * size * layout.dp) for number in (few, few + layout.pp))
-    first = programs_of(model, short, layout, hardware.devices_per_node)
-    use = memory.during_step(first[0], states_per_param)  # the first stage has most in flight
+    few = min(-(-share // size), 2 * layout.pp * layout.virtual_stages + 1)
+    start = programs_of(model, _with_batch(job, few * size * layout.dp), layout, hardware.devices_per_node)[0]
+    use = memory.during_step(start, states_per_param)
     if use.total > hardware.memory_bytes:
         return _needs(use, hardware)
-    one, two = (predict(model, batch, layout, hardware, states_per_param) for batch in (short, longer))
-    if not one.fits:
-        return memory_reason(one)
-    return one.step_s + (count - few) * (two.step_s - one.step_s) / layout.pp
+    return clock.step_s(programs_of(model, job, layout, hardware.devices_per_node), hardware)
 
 
 def _with_batch(job: Job, global_batch: int) -> Job:

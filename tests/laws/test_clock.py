@@ -39,10 +39,10 @@ SIZE_BYTES = 512 * 512 * 4
 # -- prices ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [2, 4, 8, 64])
+@pytest.mark.parametrize("n", [2, 4, 8])
 def test_rings_and_the_naive_way(n: int) -> None:
     a, b = 1e-5, 1e9
-    hardware = machine(bytes_per_s=b, latency_s=a)
+    hardware = machine(bytes_per_s=b, latency_s=a, devices_per_node=64)
     ring = (n - 1) * (a + SIZE_BYTES / (n * b))
     naive = (n - 1) * (a + SIZE_BYTES / b)
     assert price(Kind.ALL_REDUCE, f"dp={n}", hardware) == pytest.approx(2 * ring)
@@ -61,7 +61,7 @@ def test_many_ranks_reduce_in_two_sizes_over_bandwidth() -> None:
 @LAW
 @given(st.integers(3, 64), st.floats(0, 1e-3), st.floats(1e6, 1e12))
 def test_the_root_is_slower_than_the_ring(n: int, latency_s: float, bytes_per_s: float) -> None:
-    hardware = machine(bytes_per_s=bytes_per_s, latency_s=latency_s)
+    hardware = machine(bytes_per_s=bytes_per_s, latency_s=latency_s, devices_per_node=64)
     whole = price(Kind.REDUCE, f"dp={n} reduce=root", hardware) + price(Kind.BROADCAST, f"dp={n} reduce=root", hardware)
     ring = price(Kind.ALL_REDUCE, f"dp={n}", hardware)
     assert ring < whole <= n * ring * (1 + 1e-9)
@@ -282,5 +282,5 @@ def test_mistakes_in_a_profile_are_named(tmp_path: Path, change: tuple[str, str]
 
 
 def test_unknown_hardware_names_the_known() -> None:
-    with pytest.raises(SamestepError, match=r"did you mean 'h100x8'\?.*cpu-laptop, h100x8"):
+    with pytest.raises(SamestepError, match=r"did you mean 'h100x8'\?.*cpu-laptop, .*h100x8"):
         load("h100x9")

@@ -54,6 +54,8 @@ def model_source(job: Job) -> Callable[[], nn.Module]:
         family = source.removeprefix("hf:")
         _check_family(family)
         return functools.partial(_build_family, _family_config(family, config))
+    if source.startswith("preset:"):
+        raise ModelError(f"{source} is a model's shape, to plan and simulate; train hf:FAMILY or module:function")
     function = imported(source, "model.source", ModelError)
     try:
         inspect.signature(function).bind(**config)

@@ -475,10 +475,9 @@ def prepare(source: Source, job: Job, example: Any) -> tuple[Blueprint, ModelSpe
     one = precision.cast_floating(tree_map_only(Tensor, lambda tensor: tensor[:1], example), dtype)
     cuts = tensor.cuts_of(plan.module)
     noting = dropout.noting(plan.module, samples_traced(plan.module))
+    value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
     with tensor.watching(plan.module, cuts) as seen, noting as masks:
-        spec = trace(
-            plan.module, one, source.name, functools.partial(plan.materialize, device=torch.device("cpu")), seen.keep
-        )
+        spec = trace(plan.module, one, source.name, value_of, seen.keep, cuts.styles)
     return plan, replace(tensor.with_cuts(spec, plan.module, cuts, seen), masks=tuple(masks))
 
 

@@ -41,7 +41,7 @@ from torch.utils.flop_counter import flop_registry
 
 from samestep.errors import ModelError, SamestepError
 from samestep.job import Job
-from samestep.model import LayerSpec, ModelSpec, ParamSpec, is_below
+from samestep.model import Cutting, Factors, LayerSpec, ModelSpec, ParamSpec, Product, is_below
 from samestep.runtime.build import call_model, model_source
 from samestep.runtime.init import blueprint
 
@@ -73,25 +73,28 @@ def trace(
     name: str,
     value_of: ValueOf | None = None,
     on_keep: Callable[[str], None] = lambda block: None,
+    styles: Mapping[str, str] | None = None,
 ) -> ModelSpec:
     """Trace one forward of a module on the meta device; `sample` is a batch of one real sample.
 
     `value_of` serves code that looks at the values of buffers and weights; without it such code is refused.
     `on_keep` is told of each tensor that autograd keeps: the top-most module with weights that was entered last.
+    `styles` says how modules may be cut, by their paths: what lies behind a column-cut one and before a row-cut one is
+    cut too.
 
     Raises:
         ModelError: the forward fails, or needs values that are not there.
     """
     num_samples = samples_traced(module)
     containers = _containers(module)
-    watch = _Watch(module, on_keep)
+    watch = _Watch(module, on_keep, styles or {})
     try:
         _forward(module, sample, num_samples, name, containers, watch, value_of)
     except _NeedsValuesError:
         if value_of is None or _num_elements(module) > KNOWN_WEIGHTS:
             raise ModelError(_unseen(name, watch, module)) from None
         looked = watch.innermost or name
-        watch = _Watch(module, on_keep, of_everything=True)
+        watch = _Watch(module, on_keep, styles or {}, of_everything=True)
         watch.varies = looked
         try:
             _forward(module, sample, num_samples, name, containers, watch, value_of)
@@ -260,6 +263,11 @@ class _Region:
     """What happened between the entry of a top-most module with weights and the next such entry."""
 
     flops: int = 0
+    products: list[Product] = field(default_factory=list)
+    moved: int = 0
+    """Elements that other operations than products read and write."""
+    moved_cut: int = 0
+    kernels: int = 0
     read: set[int] = field(default_factory=set)
     results: set[int] = field(default_factory=set)
     """Storages written by matrix products, convolutions and attention."""
@@ -268,9 +276,18 @@ class _Region:
 class _Watch(TorchDispatchMode):
     """Notes what every operation reads, writes and costs, by regions. A storage is known by its address."""
 
-    def __init__(self, module: nn.Module, on_keep: Callable[[str], None], of_everything: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        on_keep: Callable[[str], None],
+        styles: Mapping[str, str],
+        of_everything: bool = False,
+    ) -> None:
         super().__init__()
         self._on_keep = on_keep
+        self.styles = styles
+        self.cut: set[int] = set()
+        """Storages of which a tensor cut leaves a rank its part."""
         self.regions: dict[str, _Region] = {"": _Region()}
         self.region = ""
         """Path of the top-most module with weights that was entered last; nothing before the first."""
@@ -291,6 +308,7 @@ class _Watch(TorchDispatchMode):
         self._depth = 0
         self._alive: dict[int, torch.UntypedStorage] = {}
         self._weights = {self.key(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        self._frozen = {self.key(param) for param in module.parameters() if not param.requires_grad}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -303,8 +321,40 @@ class _Watch(TorchDispatchMode):
             given = _operands(*args, *kwargs.values())
         outcome = self._run(func, given, args, kwargs)
         written = [tensor for tensor in _operands(outcome) if tensor.is_meta]
-        self.note([tensor for tensor in given if tensor.is_meta], written, _flops_of(func, args, kwargs, outcome))
+        flops = _flops_of(func, args, kwargs, outcome)
+        given = [tensor for tensor in given if tensor.is_meta]
+        self.note(given, written, flops, None if flops is None else self._product(func, args, outcome, flops))
         return outcome
+
+    def _product(self, func: Any, args: tuple[Any, ...], outcome: Tensor, flops: int) -> Product:
+        """Describe a matrix product or convolution by its three numbers; one of another kind by its FLOPs alone."""
+        packet, count, groups, taps = func.overloadpacket, 1, 1, 1
+        left, right = args[1:3] if packet in _ADDING else args[:2]
+        key = self.key(right)
+        known = key in self._weights
+        factors: Factors = ("frozen" if key in self._frozen else "weight") if known else "pair"
+        if packet in _PLAIN:
+            rows, inner, columns = left.shape[0], left.shape[1], right.shape[1]
+        elif packet in _BATCHED:
+            (count, rows, inner), columns = left.shape, right.shape[2]
+            if known:  # a weight for each of the rows' groups
+                count, rows, groups = 1, count * rows, count
+        elif packet is torch.ops.aten.convolution:
+            count = args[8]
+            columns, inner, taps = right.shape[0] // count, right.shape[1:].numel(), right.shape[2:].numel()
+            rows = outcome.numel() // right.shape[0]
+        elif func in _GROUPED_PRODUCTS or func._schema.name == _GROUPED_FALLBACK:
+            rows, inner, columns, groups = left.shape[0], left.shape[1], right.shape[2], right.shape[0]
+        else:
+            rows, inner, columns = max(flops // 2, 1), 1, 1
+        style = self.styles.get(self.innermost, "")
+        cut: Cutting = "inner" if style == "row" else "columns" if style in _BY_COLUMNS else ""
+        if not known and any(self.key(tensor) in self.cut for tensor in (left, right)):
+            cut = "count"
+        return Product(
+            rows=rows, inner=inner, columns=columns, count=count, factors=factors, groups=groups, taps=taps,
+            cut=cut, owner=self.innermost,
+        )  # fmt: skip
 
     def _run(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation on the meta device, and on the values where they are known."""
@@ -331,7 +381,9 @@ class _Watch(TorchDispatchMode):
         real = func(zeros, *tree_map_only(Tensor, self.values.of, args))
         return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_META)
 
-    def note(self, given: list[Tensor], written: list[Tensor], flops: int | None) -> None:
+    def note(
+        self, given: list[Tensor], written: list[Tensor], flops: int | None, product: Product | None = None
+    ) -> None:
         """Book an operation to the region; one whose FLOPs are counted has results worth keeping."""
         region = self.regions[self.region]
         read = {self.key(tensor) for tensor in given}
@@ -341,9 +393,20 @@ class _Watch(TorchDispatchMode):
         keys = {self.key(tensor) for tensor in written}
         for key in keys - read:  # a view, or what is written in place, was made before
             self.makers.setdefault(key, self.region)
+        is_cut = product.cut in ("columns", "count") if product else bool(read & self.cut)
+        if is_cut:
+            self.cut |= keys - read
         if flops is not None:
             region.flops += flops
             region.results.update(keys)
+        if product is not None:
+            region.products.append(product)
+            region.kernels += 1
+        elif keys - read or any(tensor._version for tensor in written):  # no view
+            elements = sum(tensor.numel() for tensor in (*given, *written))
+            region.moved += elements
+            region.moved_cut += elements if is_cut else 0
+            region.kernels += 1
 
     def save(self, tensor: Tensor) -> Tensor:
         """Book what autograd keeps, unless it is there anyway."""
@@ -474,7 +537,9 @@ class _Attention(torch.autograd.Function):
     """What the fused kernels of attention make and keep."""
 
     @staticmethod
-    def forward(ctx: Any, watch: _Watch, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, watch: _Watch, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+    ) -> Tensor:
         # Queries come as [..., head, token, features]; the kernels write the heads of a token side by side.
         *batch, num_heads, length = query.shape[:-1] if query.dim() > 3 else (*query.shape[:-2], 1, query.shape[-2])
         output = query.new_empty((*batch, length, num_heads, value.shape[-1])).transpose(-3, -2)
@@ -485,7 +550,13 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, output, log_sum_exp, *masks)
         products = query.shape[:-1].numel() * key.shape[-2]
         flops = 2 * products * (query.shape[-1] + value.shape[-1])
-        watch.note([query, key, value, *([] if mask is None else [mask])], [output, log_sum_exp], flops)
+        product = Product(
+            rows=query.shape[-2], inner=query.shape[-1] + value.shape[-1], columns=key.shape[-2],
+            count=query.shape[:-2].numel(), factors="causal" if causal else "attention", owner=watch.innermost,
+            cut="count" if watch.key(query) in watch.cut else "",
+        )  # fmt: skip
+        given = [query, key, value, *([] if mask is None else [mask])]
+        watch.note(given, [output, log_sum_exp], flops, product)
         return output
 
     @staticmethod
@@ -498,14 +569,23 @@ def _fused_attention(watch: _Watch) -> Iterator[None]:
     """Let scaled_dot_product_attention on the meta device be a fused kernel; its own choice there is plain products."""
 
     def attention(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *options: Any, **named: Any
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **named: Any,
     ) -> Any:
-        output = _Attention.apply(watch, query, key, value, attn_mask)
+        output = _Attention.apply(watch, query, key, value, attn_mask, is_causal)
         given = (query, key, value, attn_mask)
         if watch.values.of_everything and all(tensor is None or watch.values.knows(tensor) for tensor in given):
             with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
                 real: list[Any] = [tensor if tensor is None else watch.values.of(tensor) for tensor in given]
-                watch.values.learn(output, nn.functional.scaled_dot_product_attention(*real, *options, **named))
+                found = nn.functional.scaled_dot_product_attention(
+                    *real, dropout_p=dropout_p, is_causal=is_causal, **named
+                )
+                watch.values.learn(output, found)
         return output
 
     with torch.library._scoped_library("aten", "IMPL") as library:
@@ -520,6 +600,14 @@ _GROUPED_PRODUCTS = (torch.ops.aten._grouped_mm.default,)
 """Products of rows with the matrix of their group (expert): torch does not count them, and on meta takes only bf16."""
 
 
+_GROUPED_FALLBACK = "transformers::grouped_mm_fallback"
+_PLAIN = (torch.ops.aten.mm, torch.ops.aten.addmm)
+_BATCHED = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+_ADDING = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
+"""Products whose first operand is what they are added to."""
+_BY_COLUMNS = ("column", "qkv", "gather", "vocab")
+
+
 def _grouped_product(rows: Tensor, matrices: Tensor) -> Tensor:
     """Make the result of rows [N, K], sorted by group, with a matrix [K, M] for each group."""
     if rows.dim() != 2 or matrices.dim() != 3:
@@ -529,7 +617,7 @@ def _grouped_product(rows: Tensor, matrices: Tensor) -> Tensor:
 
 def _flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> int | None:
     """Count the FLOPs of a matrix product or convolution; None for all else."""
-    if func in _GROUPED_PRODUCTS or func._schema.name == "transformers::grouped_mm_fallback":
+    if func in _GROUPED_PRODUCTS or func._schema.name == _GROUPED_FALLBACK:
         return int(2 * outcome.numel() * args[0].shape[-1])
     formula = flop_registry.get(func.overloadpacket)
     return None if formula is None else int(formula(*args, **kwargs, out_val=outcome))
@@ -645,6 +733,7 @@ def _layer_specs(module: nn.Module, layers: list[_Layer], watch: _Watch, num_sam
     for index, layer in enumerate(layers):
         regions = [watch.regions[path] for path in layer.regions]
         results = set[int]().union(*(region.results for region in regions))
+        kept = inputs[index] | results
         spec = LayerSpec(
             name=layer.name,
             modules=tuple(layer.modules),
@@ -653,11 +742,24 @@ def _layer_specs(module: nn.Module, layers: list[_Layer], watch: _Watch, num_sam
             input_elements=elements(inputs[index]),
             output_elements=elements(outputs[index]),
             saved_elements=elements(saved[index]),
-            saved_selective_elements=elements(inputs[index] | results),
+            saved_selective_elements=elements(kept),
+            saved_cut_elements=elements(saved[index] & watch.cut),
+            saved_selective_cut_elements=elements(kept & watch.cut),
+            products=tuple(_of_one(part, num_samples) for region in regions for part in region.products),
+            moved_elements=sum(region.moved for region in regions) // num_samples,
+            moved_cut_elements=sum(region.moved_cut for region in regions) // num_samples,
+            kernels=sum(region.kernels for region in regions),
             backward_reads_weights=_backward_reads_weights(module, layer),
         )
         specs.append(spec)
     return tuple(specs)
+
+
+def _of_one(product: Product, num_samples: int) -> Product:
+    """Return the part of one sample."""
+    if product.factors in ("weight", "frozen"):
+        return dataclasses.replace(product, rows=product.rows // num_samples)
+    return dataclasses.replace(product, count=product.count // num_samples)
 
 
 def _backward_reads_weights(module: nn.Module, layer: _Layer) -> bool:

@@ -102,14 +102,14 @@ def _on_one_rank(step: Step) -> Program:
 
 
 def _layer_ops(step: Step, kind: TaskKind) -> Ops:
-    """Compute of every layer once: backward goes the other way and costs twice the forward (by input, by weight)."""
+    """Compute of every layer once: backward goes the other way, by input and by weight."""
     forward = kind is TaskKind.FORWARD
     ops = tuple(
         Op(
             kind=Kind.FORWARD if forward else Kind.BACKWARD,
             owner=layer.name,
             layer=index,
-            flops=layer.forward_flops * step.microbatch_samples * (1 if forward else 2),
+            flops=(layer.forward_flops if forward else layer.backward_flops) * step.microbatch_samples,
         )
         for index, layer in enumerate(step.model.layers)
     )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from samestep import schedules
@@ -45,12 +45,13 @@ def refusal(step: Step) -> str | None:
         works = f"pp={blocks} works" if blocks > 1 else "pp=1 works"
         return f"pp={layout.pp} makes {runs} runs of layers of the {blocks} blocks of {step.model.name}: {works}"
     cuts = runs_of(step.model, runs)
+    roots = _roots(step.model)
     for param in step.model.params:
-        if _layer_of(step.model, param.name) is None:
+        if _layer_at(roots, param.name) is None:
             return f"{param.name} belongs to no layer, so no stage is known to use it: pp=1 works"
     ends = {0, runs - 1}
     for param in step.model.params:
-        owners = {_run_of(step.model, cuts, name) for name in (param.name, *param.aliases)}
+        owners = {_run_of(roots, cuts, name) for name in (param.name, *param.aliases)} if param.aliases else set()
         if len(owners) > 1 and owners != ends:
             return f"{param.name} is shared by layers of several pipeline stages, not by first and last: pp=1 works"
     return None
@@ -84,17 +85,19 @@ def apply(program: Program) -> Program:
 
 def _ties(model: ModelSpec, cuts: tuple[range, ...]) -> set[str]:
     """Names of the weights that the first and the last run share."""
-    runs = {p.name: {_run_of(model, cuts, name) for name in (p.name, *p.aliases)} for p in model.params if p.aliases}
+    shared = [param for param in model.params if param.aliases]
+    roots = _roots(model) if shared else {}
+    runs = {p.name: {_run_of(roots, cuts, name) for name in (p.name, *p.aliases)} for p in shared}
     return {name for name, owners in runs.items() if len(owners) > 1}
 
 
 def _params_of(model: ModelSpec, cuts: tuple[range, ...], stage: int, num_stages: int) -> Iterator[ParamSpec]:
     """The weights of one stage; a tied one stands on the first stage and, in the last layer, on the last."""
     tied = _ties(model, cuts)
+    run_of = [index for index, layers in enumerate(cuts) for _ in layers]
     for param in model.params:
-        run = next(index for index, layers in enumerate(cuts) if param.layer in layers)
-        if run % num_stages == stage:
-            yield replace(param, tied_stages=param.name in tied)
+        if run_of[param.layer] % num_stages == stage:
+            yield replace(param, tied_stages=True) if param.name in tied else param
         elif param.name in tied and stage == num_stages - 1:
             yield replace(param, tied_stages=True, layer=len(model.layers) - 1)
 
@@ -136,27 +139,23 @@ def _balanced(costs: tuple[int, ...], is_block: tuple[bool, ...], count: int) ->
     return tuple(range(a, b) for a, b in itertools.pairwise(best))
 
 
-def _run_of(model: ModelSpec, cuts: tuple[range, ...], name: str) -> int:
-    """Index of the run that has the module of a weight's name."""
-    layer = _layer_of(model, name) or 0
-    return next(run for run, layers in enumerate(cuts) if layer in layers)
+def _roots(model: ModelSpec) -> dict[str, int]:
+    """Layer of each module that a layer consists of."""
+    return {root: index for index, layer in enumerate(model.layers) for root in layer.modules if root}
 
 
-def _layer_of(model: ModelSpec, name: str) -> int | None:
-    """Index of the layer that has the module of a weight's name, or a module above it."""
-    owners = _owners(tuple(layer.modules for layer in model.layers))
+def _layer_at(roots: Mapping[str, int], name: str) -> int | None:
+    """Layer that has the module of a weight's name."""
     path = name.rpartition(".")[0]
-    while path:
-        if path in owners:
-            return owners[path]
+    while path and path not in roots:
         path = path.rpartition(".")[0]
-    return None
+    return roots.get(path)
 
 
-@functools.lru_cache(maxsize=64)
-def _owners(modules: tuple[tuple[str, ...], ...]) -> dict[str, int]:
-    """Index of the layer of each module."""
-    return {path: index for index, paths in enumerate(modules) for path in paths}
+def _run_of(roots: Mapping[str, int], cuts: tuple[range, ...], name: str) -> int:
+    """Index of the run that has the module of a weight's name."""
+    layer = _layer_at(roots, name)
+    return next((run for run, layers in enumerate(cuts) if layer in layers), 0)
 
 
 def _tasks(step: Step) -> Iterator[Task]:

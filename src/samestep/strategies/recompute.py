@@ -36,7 +36,8 @@ def apply(program: Program) -> Program:
     def _with_forwards(key: str, ops: Ops) -> Iterator[Op]:
         for op in ops:
             if op.kind is Kind.BACKWARD and op.layer is not None and layers[op.layer].is_block:
-                again = replace(op, kind=Kind.RECOMPUTE, flops=op.flops // 2 if recompute == "full" else 0)
+                flops = layers[op.layer].forward_flops * program.step.microbatch_samples
+                again = replace(op, kind=Kind.RECOMPUTE, flops=flops if recompute == "full" else 0)
                 yield again
                 # The repetition ends once backward has what it needs: most often without the block's last sum.
                 forward = program.bodies[key.replace(TaskKind.BACKWARD, TaskKind.FORWARD)]

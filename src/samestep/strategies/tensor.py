@@ -79,13 +79,8 @@ def _cut_param(param: ParamSpec, degree: int) -> ParamSpec:
 def _cut_layer(layer: LayerSpec, degree: int, whole: set[str]) -> LayerSpec:
     forward = tuple(part for part in layer.forward_sums if part.owner not in whole)
     backward = tuple(part for part in layer.backward_sums if part.owner not in whole)
-    is_cut = bool(forward or backward)
-    return replace(
-        layer,
-        forward_flops=layer.forward_flops // degree if is_cut else layer.forward_flops,
-        forward_sums=forward,
-        backward_sums=backward,
-    )
+    mine = layer.cut_by(degree) if forward or backward else layer
+    return replace(mine, forward_sums=forward, backward_sums=backward)
 
 
 def _cut(ops: Ops, step: Step) -> Iterator[Op]:
@@ -98,7 +93,8 @@ def _cut(ops: Ops, step: Step) -> Iterator[Op]:
         forward = op.kind is Kind.FORWARD
         layer = layers[op.layer]
         last = op.layer == len(layers) - 1
-        yield replace(op, flops=layer.forward_flops * step.microbatch_samples * (1 if forward else 2))
+        flops = layer.forward_flops if forward else layer.backward_flops
+        yield replace(op, flops=flops * step.microbatch_samples)
         if forward:
             yield from _sums(layer.forward_sums, step, op)
             yield from _loss(step, op) if last else ()

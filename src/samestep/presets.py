@@ -1,0 +1,234 @@
+"""Models by name, from their published hyperparameters: to plan and simulate what is not at hand as a module.
+
+`preset:NAME` as a job's model source needs no torch. Transformers are counted by `decoder.spec`, images by `resnet`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from samestep.decoder import Decoder, spec
+from samestep.errors import ModelError, did_you_mean
+from samestep.model import LayerSpec, ModelSpec, ParamSpec, Product
+
+_GPT: Mapping[str, Any] = {
+    "bias": True,
+    "layer_norm": True,
+    "vocab": 50257,
+    "sequence": 2048,
+    "positions": 2048,
+    "tied": True,
+}
+_LLAMA2: Mapping[str, Any] = {"vocab": 32000, "sequence": 4096, "gated": True}
+_LLAMA3: Mapping[str, Any] = {"vocab": 128256, "sequence": 8192, "gated": True, "kv_heads": 8}
+_QWEN3: Mapping[str, Any] = {
+    "vocab": 151936,
+    "sequence": 4096,
+    "gated": True,
+    "head_dim": 128,
+    "kv_heads": 4,
+    "experts": 128,
+    "top_k": 8,
+}
+
+
+def _gpt(layers: int, hidden: int, heads: int, **more: Any) -> Decoder:
+    return Decoder(**{**_GPT, "layers": layers, "hidden": hidden, "heads": heads, **more})
+
+
+def _llama(base: Mapping[str, Any], layers: int, hidden: int, heads: int, intermediate: int, **more: Any) -> Decoder:
+    given = {"layers": layers, "hidden": hidden, "heads": heads, "intermediate": intermediate}
+    return Decoder(**{**base, **given, **more})
+
+
+DECODERS: dict[str, Decoder] = {
+    # Brown et al. 2020, arXiv:2005.14165, table 2.1
+    "gpt3-125m": _gpt(12, 768, 12),
+    "gpt3-350m": _gpt(24, 1024, 16),
+    "gpt3-760m": _gpt(24, 1536, 16),
+    "gpt3-1.3b": _gpt(24, 2048, 16),
+    "gpt3-2.7b": _gpt(32, 2560, 32),
+    "gpt3-6.7b": _gpt(32, 4096, 32),
+    "gpt3-13b": _gpt(40, 5120, 40),
+    "gpt3-175b": _gpt(96, 12288, 96),
+    # Radford et al. 2019; transformers: GPT2Config of gpt2 to gpt2-xl
+    "gpt2": _gpt(12, 768, 12, sequence=1024, positions=1024),
+    "gpt2-xl": _gpt(48, 1600, 25, sequence=1024, positions=1024),
+    # Touvron et al. 2023, arXiv:2302.13971, table 2
+    "llama-7b": _llama(_LLAMA2, 32, 4096, 32, 11008, sequence=2048),
+    "llama-65b": _llama(_LLAMA2, 80, 8192, 64, 22016, sequence=2048),
+    # Touvron et al. 2023, arXiv:2307.09288; config.json of meta-llama/Llama-2-*
+    "llama2-7b": _llama(_LLAMA2, 32, 4096, 32, 11008),
+    "llama2-13b": _llama(_LLAMA2, 40, 5120, 40, 13824),
+    "llama2-70b": _llama(_LLAMA2, 80, 8192, 64, 28672, kv_heads=8),
+    # Grattafiori et al. 2024, arXiv:2407.21783, table 3
+    "llama3-8b": _llama(_LLAMA3, 32, 4096, 32, 14336),
+    "llama3-70b": _llama(_LLAMA3, 80, 8192, 64, 28672),
+    "llama3-405b": _llama(_LLAMA3, 126, 16384, 128, 53248),
+    # BigScience 2022, arXiv:2211.05100, table 3: ALiBi, a norm behind the embedding
+    "bloom-176b": _gpt(70, 14336, 112, vocab=250880, positions=0, attention="plain"),
+    "bloom-7b1": _gpt(30, 4096, 32, vocab=250880, positions=0, attention="plain"),
+    # Smith et al. 2022, arXiv:2201.11990, section 3
+    "mt-nlg-530b": _gpt(105, 20480, 128, vocab=51200, dropout=True, attention="plain"),
+    # Jiang et al. 2024, arXiv:2401.04088, table 1; Mixtral 8x22B: config.json of mistralai/Mixtral-8x22B-v0.1
+    "mixtral-8x7b": _llama(_LLAMA2, 32, 4096, 32, 14336, kv_heads=8, experts=8, top_k=2),
+    "mixtral-8x22b": _llama(_LLAMA2, 56, 6144, 48, 16384, vocab=32768, kv_heads=8, experts=8, top_k=2),
+    # Qwen 2024, arXiv:2412.15115; 2025, arXiv:2505.09388; config.json of Qwen/*
+    "qwen2.5-0.5b": _llama(_LLAMA3, 24, 896, 14, 4864, vocab=151936, kv_heads=2, sequence=4096, tied=True),
+    "qwen2.5-1.5b": _llama(_LLAMA3, 28, 1536, 12, 8960, vocab=151936, kv_heads=2, sequence=4096, tied=True),
+    "qwen2.5-3b": _llama(_LLAMA3, 36, 2048, 16, 11008, vocab=151936, kv_heads=2, sequence=4096, tied=True),
+    "qwen2.5-7b": _llama(_LLAMA3, 28, 3584, 28, 18944, vocab=152064, kv_heads=4, sequence=4096),
+    "qwen2.5-32b": _llama(_LLAMA3, 64, 5120, 40, 27648, vocab=152064, sequence=4096),
+    "qwen3-30b-a3b": _llama(_QWEN3, 48, 2048, 32, 6144, expert_intermediate=768),
+    "qwen3-235b-a22b": _llama(_QWEN3, 94, 4096, 64, 12288, expert_intermediate=1536),
+    # OpenAI 2025, arXiv:2508.10925
+    "gpt-oss-20b": _llama(
+        _LLAMA3, 24, 2880, 64, 2880, vocab=201088, head_dim=64, sequence=4096, experts=32, top_k=4, bias=True
+    ),
+    "gpt-oss-120b": _llama(
+        _LLAMA3, 36, 2880, 64, 2880, vocab=201088, head_dim=64, sequence=4096, experts=128, top_k=4, bias=True
+    ),
+    # DeepSeek-AI 2024, arXiv:2412.19437, section 4.2
+    "deepseek-v3": _llama(
+        _LLAMA3, 61, 7168, 128, 18432, vocab=129280, sequence=4096, kv_heads=0, head_dim=128, experts=256, top_k=8,
+        expert_intermediate=2048, shared_experts=1, dense_layers=3, query_rank=1536, latent_rank=512, rotary_dim=64,
+    ),
+    # Parmar et al. 2024, arXiv:2402.16819; NVIDIA 2024, arXiv:2406.11704: squared ReLU, no gate
+    "nemotron4-15b": _llama(_LLAMA3, 32, 6144, 48, 24576, vocab=256000, sequence=4096, gated=False),
+    "nemotron4-340b": _llama(_LLAMA3, 96, 18432, 96, 73728, vocab=256000, sequence=4096, gated=False),
+    # xAI 2024, github.com/xai-org/grok-1: run.py
+    "grok1-314b": _llama(_LLAMA3, 64, 6144, 48, 32768, vocab=131072, head_dim=128, experts=8, top_k=2),
+    # Meta 2025: config.json of meta-llama/Llama-4-*; every second block of Maverick has experts, and one of each is shared
+    "llama4-scout": _llama(
+        _LLAMA3, 48, 5120, 40, 16384, vocab=202048, head_dim=128, experts=16, top_k=1, expert_intermediate=8192,
+        shared_experts=1,
+    ),
+    # Devlin et al. 2019, arXiv:1810.04805
+    "bert-large": _gpt(
+        24, 1024, 16, vocab=30522, sequence=512, positions=512, attention="attention", dropout=True
+    ),
+}  # fmt: skip
+
+PRESETS = (*DECODERS, "resnet50")
+
+
+def preset(name: str, sequence: int | None = None, changes: Mapping[str, Any] | None = None) -> ModelSpec:
+    """Return the spec of a preset, at another sequence length or with other fields if they are given.
+
+    Raises:
+        ModelError: there is no such preset, or no such field.
+    """
+    if name == "resnet50":
+        return resnet(name)
+    if name not in DECODERS:
+        raise ModelError(f"no preset {name!r}{did_you_mean(name, PRESETS)}; there are {', '.join(PRESETS)}")
+    known = {field.name for field in fields(Decoder)}
+    for field in changes or {}:
+        if field not in known:
+            hint = did_you_mean(field, known)
+            raise ModelError(f"preset {name} has no {field!r}{hint}; its fields are {', '.join(sorted(known))}")
+    given: dict[str, Any] = {**({"sequence": sequence} if sequence else {}), **(changes or {})}
+    decoder = replace(DECODERS[name], **given)
+    if decoder.hidden % decoder.heads and not decoder.head_dim:
+        raise ModelError(f"preset {name}: {decoder.heads} heads do not divide hidden={decoder.hidden}")
+    return spec(decoder, name)
+
+
+def sized(num_params: float, sequence: int, vocab: int = 50257) -> Decoder:
+    """Return a GPT of about so many weights, as wide for its depth as those of Brown et al. 2020 (table 2.1) are."""
+    known = [decoder for name, decoder in DECODERS.items() if name.startswith("gpt3-")]
+    near = min(known, key=lambda d: abs(math.log((12 * d.layers * d.hidden + vocab) * d.hidden / num_params)))
+    in_blocks = max(num_params - vocab * near.hidden, num_params / 4)
+    layers = near.layers * (in_blocks / (12 * near.layers * near.hidden**2)) ** (1 / 3)
+    width = (in_blocks / (12 * layers)) ** 0.5
+    unit = 1024 if width > 4096 else 128  # heads of 128, a number of them that nodes of eight divide
+    hidden = max(unit, round(width / unit) * unit)
+    layers = max(1, round(in_blocks / (12 * hidden**2)))
+    return replace(near, layers=layers, hidden=hidden, heads=hidden // 128, vocab=vocab, sequence=sequence)
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+_STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
+
+
+def resnet(name: str = "resnet50", size: int = 224, classes: int = 1000) -> ModelSpec:
+    """ResNet-50 (He et al. 2016, arXiv:1512.03385, table 1), stride in the middle product as torchvision has it."""
+    layers: list[LayerSpec] = []
+    params: list[ParamSpec] = []
+
+    def add(layer: str, parts: list[tuple[str, int, int, int, int]], is_block: bool) -> None:
+        """Convolutions (name, kernel, channels in, out, side of the result), each with a norm."""
+        products, kept, moved = [], 0, 0
+        for part, kernel, given, made, side in parts:
+            products.append(
+                Product(
+                    rows=side * side, inner=given * kernel**2, columns=made, taps=kernel**2, owner=f"{layer}.{part}"
+                )
+            )
+            index = len(layers)
+            params.append(ParamSpec(name=f"{layer}.{part}.weight", shape=(made, given, kernel, kernel), layer=index))
+            params.append(ParamSpec(name=f"{layer}.{part}_norm.weight", shape=(made,), layer=index))
+            params.append(ParamSpec(name=f"{layer}.{part}_norm.bias", shape=(made,), layer=index))
+            kept += 3 * side * side * made
+            moved += 3 * side * side * made  # the norm reads twice, and writes what the activation gives
+        out = parts[-1] if not is_block else parts[2]
+        elements = out[4] ** 2 * out[3]
+        layers.append(
+            LayerSpec(
+                name=layer,
+                modules=(layer,),
+                is_block=is_block,
+                forward_flops=sum(product.flops for product in products),
+                output_elements=elements,
+                saved_elements=kept,
+                saved_selective_elements=sum(p.rows * p.columns for p in products),
+                input_elements=size * size * 3 if not layers else layers[-1].output_elements,
+                products=tuple(products),
+                moved_elements=moved + elements,
+                kernels=3 * len(products) + 1,
+            )
+        )
+
+    add("conv1", [("conv", 7, 3, 64, size // 2)], False)
+    channels, side = 64, size // 4
+    for stage, (width, count) in enumerate(_STAGES):
+        for block in range(count):
+            half = 2 if block == 0 and stage > 0 else 1
+            parts = [
+                ("conv1", 1, channels, width, side),
+                ("conv2", 3, width, width, side // half),
+                ("conv3", 1, width, 4 * width, side // half),
+            ]
+            if block == 0:
+                parts.append(("downsample", 1, channels, 4 * width, side // half))
+            add(f"layer{stage + 1}.{block}", parts, True)
+            channels, side = 4 * width, side // half
+    index = len(layers)
+    params += [
+        ParamSpec(name="fc.weight", shape=(classes, channels), layer=index),
+        ParamSpec(name="fc.bias", shape=(classes,), layer=index),
+    ]
+    product = Product(rows=1, inner=channels, columns=classes, owner="fc")
+    layers.append(
+        LayerSpec(
+            name="fc",
+            modules=("fc",),
+            forward_flops=product.flops,
+            output_elements=classes,
+            saved_elements=channels + 3 * classes,
+            input_elements=layers[-1].output_elements,
+            products=(product,),
+            moved_elements=side * side * channels + 6 * classes,
+            kernels=4,
+        )
+    )
+    return ModelSpec(
+        name=name,
+        layers=tuple(layers),
+        params=tuple(params),
+        cut_refusal="convolutions have no plan",
+    )

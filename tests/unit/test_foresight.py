@@ -1,0 +1,117 @@
+"""The record of predictions: it reads any folder of measured rows, and says why it leaves one out."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import foresight  # noqa: E402
+import published  # noqa: E402
+
+SAMPLE = BENCHMARKS / "rows"
+TITLES = {"rows", "skipped", "mape", "median_ape", "bias", "p90", "tau", "regret"}
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    file = tmp_path_factory.mktemp("record") / "record.json"
+    assert foresight.main(["--rows", str(SAMPLE), "--quick", "--jobs", "1", "--json", str(file)]) == 0
+    return json.loads(file.read_text())
+
+
+def test_the_sample_is_predicted(record: dict) -> None:
+    total = record["total"]
+    assert set(total) >= TITLES
+    assert set(record["sources"]["sample"]) >= TITLES
+    assert total["skipped"] == 0
+    assert total["rows"] >= 28
+    assert total["mape"] < 40
+    assert record["memory"]["rows"] >= 6
+
+
+def row(**cells: object) -> dict[str, str]:
+    plain = {
+        "model": "GPT", "n_layers": 4, "hidden": 256, "heads": 4, "seq_len": 128, "gpu": "A100", "n_gpus": 8,
+        "precision": "BF16", "tp": 1, "pp": 1, "micro_batch": 1, "global_batch": 8, "recompute": "none",
+        "metric_step_time_s": 0.1, "file": "own", "source": "own",
+    }  # fmt: skip
+    return {key: str(value) for key, value in {**plain, **cells}.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"gpu": "Abacus 9000"}, "no profile of Abacus 9000"),
+        ({"model": "Stable Diffusion v2"}, "no transformer"),
+        ({"n_layers": None, "hidden": None}, "no sizes of the model"),
+        ({"metric_step_time_s": ""}, "nothing was measured"),
+        ({"pp": 8}, "pp=8 makes 8 runs of layers of the 4 blocks"),
+        ({"global_batch": 4}, "4 samples for 8 data ranks"),
+    ],
+)
+def test_what_cannot_be_predicted_is_skipped_with_its_reason(cells: dict, reason: str) -> None:
+    assert reason in foresight.predict(row(**cells)).reason
+
+
+@pytest.mark.parametrize(
+    "column", ["heads", "tp", "pp", "micro_batch", "global_batch", "recompute", "seq_len", "n_gpus"]
+)
+def test_a_missing_cell_has_a_default(column: str) -> None:
+    outcome = foresight.predict(row(**{column: None}))
+    assert outcome.reason == ""
+    assert outcome.predicted_s > 0
+
+
+def test_a_name_stands_for_sizes_and_numbers_are_read_as_people_write_them() -> None:
+    case = published.case_of(row(model="LLAMA3_70B", n_layers=None, hidden=None, heads=None, gpu="H100"))
+    assert sum(layer.is_block for layer in case.model.layers) == 80
+    assert published.number({"x": "~250k"}, "x") == 250_000
+    assert published.number({"x": "1.5e9"}, "x") == 1.5e9
+    assert published.number({"x": "n/a"}, "x") is None
+
+
+def test_the_network_is_what_the_row_prints() -> None:
+    text = "NVLink4 (8 GPU/node) + 4x Omni-Path 100Gb/s per node"
+    machine = published.case_of(row(interconnect=text, gpus_per_node=8)).machine
+    assert machine.inter.bytes_per_s == pytest.approx(0.95 * 50e9 / 8)
+
+
+def test_a_folder_of_other_things_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(SystemExit) as stopped:
+        foresight.main(["--rows", str(tmp_path)])
+    assert stopped.value.code == 2
+    assert "has measured rows" in capsys.readouterr().err
+
+
+def test_columns_may_be_missing_and_others_may_be_there(tmp_path: Path) -> None:
+    path = tmp_path / "few.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["model", "gpu", "n_gpus", "metric_tokens_per_s_per_gpu", "weather"])
+        writer.writerow(["Llama 3 8B", "H100", "8", "9000", "fine"])
+    assert foresight.main(["--rows", str(tmp_path), "--quick", "--json", str(tmp_path / "f.json")]) == 0
+    assert json.loads((tmp_path / "f.json").read_text())["total"]["rows"] == 1
+
+
+def test_order_is_measured_by_pairs() -> None:
+    assert foresight.kendall([(1, 1), (2, 2), (3, 3)]) == 1
+    assert foresight.kendall([(1, 3), (2, 2), (3, 1)]) == -1
+    assert foresight.kendall([(1, 1), (3, 2), (2, 3)]) == pytest.approx(1 / 3)
+
+
+def test_constants_are_fitted_to_other_sources(tmp_path: Path) -> None:
+    rows, _ = foresight.read_rows(SAMPLE)
+    rows = [{**one, "file": one["source"]} for one in rows if "MPT" in one["model"] or "LLAMA3" in one["model"]]
+    found = foresight.cross_validate(rows)
+    assert len(found) >= 2
+    for figure in found.values():
+        assert figure["rows"] > 0
+        assert set(figure) >= set(foresight.CONSTANTS)
