@@ -99,6 +99,18 @@ class ParamSpec:
     """Other names of the same tensor: a tied weight has them."""
     shared: bool = False
     """Used more than once in a forward (tied, or its module is called again): gradients meet in it."""
+    calls: int = 1
+    """How often a forward calls the module that owns it, at most."""
+    called: tuple[int, int] = (0, 0)
+    """When the forward first enters the module it is gathered with, and last leaves it: a count of such events."""
+    last_layer: int | None = None
+    """Index of the layer within which it is used last; None where that is the one that owns it."""
+    read_outside: bool = False
+    """Read by code outside the layer that owns it, as the embedding's weight by a model that multiplies by it."""
+    takes_gradient: bool = True
+    """Whether a gradient flows back into what is given to the module it is gathered with: not into tokens."""
+    sparse_gradient: bool = False
+    """Its gradient comes as a sparse tensor, as an embedding's may."""
     trainable: bool = True
     cut: Cut | None = None
     """How tensor parallelism may cut it; None keeps it whole on every rank."""
@@ -238,4 +250,5 @@ def _layer_from(fields: dict[str, Any]) -> LayerSpec:
 
 def _param_from(fields: dict[str, Any]) -> ParamSpec:
     cut = Cut(**fields["cut"]) if fields["cut"] else None
-    return ParamSpec(**{**fields, "shape": tuple(fields["shape"]), "aliases": tuple(fields["aliases"]), "cut": cut})
+    tuples = {name: tuple(fields[name]) for name in ("shape", "aliases", "called")}
+    return ParamSpec(**{**fields, **tuples, "cut": cut})

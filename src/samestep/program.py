@@ -169,6 +169,16 @@ class Unit:
     """Not resharded between forward and backward."""
     gather_in_backward: bool
     """Gathered again before its backward."""
+    called: tuple[int, int] = (0, 0)
+    """When the forward first enters one of its modules, and last leaves one: a count of such events."""
+    spans_calls: bool = False
+    """Its modules are called several times in a forward: held from the first call to the end of the task, and reduced
+    once, after the last of their backwards."""
+    ends_early: bool = True
+    """A gradient flows back into what its first module is given, and shows that its backward is over; of other units it
+    is over at the end of the task."""
+    ahead: str | None = None
+    """Name of the unit that is gathered ahead of need when this one's backward starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -191,15 +191,15 @@ def _played(
 def _quickly(model: ModelSpec, job: Job, layout: Layout, hardware: Hardware, states_per_param: int) -> float | str:
     """Return about how long a step takes, from whole bodies on the clock, or why the layout does not fit.
 
-    Memory is that of the first stage, which has most in flight, with few micro-batches: a full pipeline holds no more.
+    Memory is that of few micro-batches: a pipeline that is full holds no more.
     """
     share = -(-job.train.global_batch // layout.dp)
     size = min(layout.microbatch or share, share)
     few = min(-(-share // size), 2 * layout.pp * layout.virtual_stages + 1)
-    start = programs_of(model, _with_batch(job, few * size * layout.dp), layout, hardware.devices_per_node)[0]
-    use = memory.during_step(start, states_per_param)
-    if use.total > hardware.memory_bytes:
-        return _needs(use, hardware)
+    for program in programs_of(model, _with_batch(job, few * size * layout.dp), layout, hardware.devices_per_node):
+        use = memory.during_step(program, states_per_param)
+        if use.total > hardware.memory_bytes:
+            return _needs(use, hardware)
     return clock.step_s(programs_of(model, job, layout, hardware.devices_per_node), hardware)
 
 

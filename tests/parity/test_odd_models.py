@@ -183,6 +183,49 @@ class Repeated(nn.Module):
         return self.head(self.blocks[0](x))
 
 
+class Echo(nn.Module):
+    """A block that calls one of its parts twice, and another once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mix, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(self.mix(torch.tanh(self.first(self.first(self.mix(x))))))
+
+
+def echoing() -> nn.Module:
+    return Language(Echo(), Block(), Echo())
+
+
+class ReadOutside(nn.Module):
+    """The embedding's weight is the head's too, without a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.embed.weight.T
+
+
+class Empty(nn.Module):
+    """Weights without an element: of the root, and in a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.randn(0, WIDTH))
+        self.inner = language()
+        self.inner.parts[1].nothing = nn.Parameter(torch.randn(3, 0))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.inner(input_ids) + self.nothing.sum() + self.inner.parts[1].nothing.sum()
+
+
 def twice_listed() -> nn.Module:
     """One block that stands at two places of the list."""
     block = Block()
@@ -475,6 +518,9 @@ ODD: dict[str, Odd] = {
     "unused": Odd(Unused),
     "repeated": Odd(Repeated),
     "twice_listed": Odd(twice_listed),
+    "echoing": Odd(echoing),
+    "read_outside": Odd(ReadOutside),
+    "empty": Odd(Empty),
     "tied": Odd(Tied),
     "owned_by_root": Odd(OwnedByRoot),
     "narrow": Odd(narrow),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -149,9 +150,11 @@ class Replicated:
             flat.work = flat.chunk = None
         self._next = 0
 
-    def begin_backward(self, task: Task, loss: Tensor | None) -> None:
-        """Know whether the backward of `loss`, which follows, is the step's last, behind which buckets are reduced."""
-        self._last = ends_step(task.body)
+    @contextmanager
+    def running(self, task: Task) -> Iterator[None]:
+        """Know, while a task runs inside, whether it is the step's last backward, behind which buckets are reduced."""
+        self._last = task.kind is TaskKind.BACKWARD and ends_step(task.body)
+        yield
 
     def _gradient_ready(self, flat: _Flat, member: Member, param: Tensor) -> None:
         """Add a finished gradient to its bucket; start the bucket's reduction when it was the last one."""

@@ -257,10 +257,13 @@ class Run:
         held: dict[tuple[int, int], Tensor | None] = {}
         made.holder.begin_step()
         for task in program.stages[0]:
-            if task.kind is TaskKind.FORWARD:
-                held[task.microbatch, task.chunk] = self._forward(batch, task, shares[task.microbatch], totals)
-            elif task.kind is TaskKind.BACKWARD:
-                self._backward(task, held.pop((task.microbatch, task.chunk)))
+            if task.kind is TaskKind.UPDATE:
+                continue
+            with made.holder.running(task):
+                if task.kind is TaskKind.FORWARD:
+                    held[task.microbatch, task.chunk] = self._forward(batch, task, shares[task.microbatch], totals)
+                else:
+                    self._backward(task, held.pop((task.microbatch, task.chunk)))
         made.holder.finish_gradients()
         made.draws = bool(made.draws)
         if made.stage is not None:
@@ -289,7 +292,6 @@ class Run:
 
     def _backward(self, task: Task, loss: Tensor | None) -> None:
         made = self.made
-        made.holder.begin_backward(task, loss)
         if made.stage is not None:
             made.stage.backward(task.microbatch, task.chunk, loss)
         elif loss is not None:

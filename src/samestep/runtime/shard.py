@@ -1,36 +1,51 @@
 """Sharded weights: ZeRO-2 and ZeRO-3 by FSDP2 (twin of `strategies/shard.py`; the only file that touches FSDP2).
 
-The program's units become FSDP2 groups; what is gathered, freed and reduced when is set from the program, and nothing is
-left to FSDP2's own defaults. Gradients are summed, never averaged. Each rank updates the rows of every weight that
-FSDP2 gave it, as plain tensors.
+The program's units become FSDP2 groups. FSDP2's hooks gather a unit before its forward and before its backward, and free
+it after its forward; which unit is gathered ahead of need, the program says. What ends a unit's backward is ours: once
+the gradients of all its inputs are known, or else at the end of the task, `_RunningUnit.complete` lets FSDP2 free the
+weights and, where the program has a reduce_scatter, reduce the gradients. So nothing depends on which forward a backward
+follows: in a pipeline those of other micro-batches and of other virtual stages stand between the two.
 
-Four traps, met here: FSDP2 keeps weights gathered over several backwards only by `set_reshard_after_backward(False)`,
-and would then use stale ones in the next step, so the step's last backward always reshards; and a forward without a
-backward (held-out loss) leaves the last unit gathered, so it is resharded by hand. An in-place op on a view that a unit
-returned would drop the hook that gathers its weights again, so such a unit returns a copy. A weight that this rank's
-samples did not use has no gradient, and FSDP2 reduces only those there are, which then lie elsewhere in the buffer than
-on another rank: each unit's gradients are completed with zeros first, and a unit that did not run at all is an error.
+```
+task      F of chunk 0           B of chunk 1                                    end of the step
+FSDP2     gather, run, free      gather, gather ahead, run
+ours                             complete each unit: free, reduce_scatter        sums over tied stages
+```
+Gradients are summed, never averaged. Each rank updates the rows of every weight that FSDP2 gave it, as plain tensors.
+
+Traps, met here: FSDP2 frees what zero=2 keeps over several micro-batches, or uses stale weights in the next step, unless
+each backward is told anew; and a forward without a backward (held-out loss) leaves the last unit gathered, so it is
+resharded by hand. An in-place op on a view that a unit returned would drop the hook that gathers its weights again, so
+such a unit returns a copy. A weight that this rank's samples did not use has no gradient, and FSDP2 reduces only those
+there are, which then lie elsewhere in the buffer than on another rank: each unit's gradients are completed with zeros
+first, and a unit that did not run at all is an error. A module that is called several times ends several backwards: FSDP2
+by itself would reduce a part of the gradient after each.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.errors import LayoutError
 from samestep.model import ParamSpec
-from samestep.program import Program, Task, Unit, ends_step, is_replicated
+from samestep.program import Kind, Op, Program, Task, TaskKind, Unit, ends_step, is_replicated
 from samestep.runtime.data import Materialize
 from samestep.runtime.mesh import Mesh
 from samestep.runtime.precision import DTYPES
+from samestep.runtime.record import owned
 from samestep.runtime.update import Piece, squared_norm
 
 
@@ -40,29 +55,41 @@ class Sharded:
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         self.program, self.mesh = program, mesh
         self.model = model
-        _reshape(model, program)
-        self._units = [_RunningUnit(model, unit, program) for unit in program.units]
-        self._modules = _wrap(model, program, mesh)
+        places = _reshape(model, program)
+        self._units = [_RunningUnit(model, unit, program, places) for unit in program.units]
+        _wrap(model, self._units, program, mesh)
         _keep_order(self._units)
         self.pieces: list[Piece] = []
-        self._fill(materialize)
+        self._params: dict[str, DTensor] = {}
+        self._fill(places, materialize)
+        # By hand: a stage's first forward has stand-ins in the places of its other virtual stages.
+        self._root._get_fsdp_state()._lazy_init()
+        self._root.set_is_last_backward(False)
+
+    @property
+    def _root(self) -> FSDPModule:
+        assert isinstance(self.model, FSDPModule)
+        return self.model
 
     @torch.no_grad()
-    def _fill(self, materialize: Materialize) -> None:
+    def _fill(self, places: dict[str, _Place], materialize: Materialize) -> None:
         """Allocate this rank's rows, and fill them from each whole parameter in turn, which is freed at once."""
         device = self.mesh.device
         self.model._apply(lambda t: torch.empty_like(t, device=device) if isinstance(t, DTensor) else t)
         step = self.program.step
-        params = dict(self.model.named_parameters())
         for spec in step.model.params:
-            param = params[spec.name]
+            value = materialize(spec.name, DTYPES[step.master_dtype])
+            if not spec.numel:
+                _put(places[spec.name], nn.Parameter(value, requires_grad=spec.trainable))
+                continue
+            param = _at(places[spec.name][0])
             assert isinstance(param, DTensor), f"{spec.name} is in no unit of the program"
+            self._params[spec.name] = param
             rows = _rows(spec, step.layout.dp_shard, self.mesh.shard_index)
             local = param._local_tensor
-            local.copy_(materialize(spec.name, DTYPES[step.master_dtype])[rows])
-            width = spec.numel // spec.shape[0] if spec.shape[0] else 0
+            local.copy_(value[rows])
             if spec.trainable and local.numel():
-                start = rows.start * width
+                start = rows.start * (spec.numel // spec.shape[0])
                 self.pieces.append(self._piece(spec.name, start, start + local.numel(), param))
 
     def _piece(self, name: str, start: int, stop: int, param: DTensor) -> Piece:
@@ -74,53 +101,77 @@ class Sharded:
             return Piece(name, start, stop, local, gradient)
         return Piece(name, start, stop, local.to("cpu", copy=True), gradient, target=local)
 
+    # -- a step ------------------------------------------------------------------------------------
+
     def begin_step(self) -> None:
         """Forget the gradients of the step before."""
-        for param in self.model.parameters():
+        for param in self._params.values():
             param.grad = None
         for unit in self._units:
             unit.reset()
 
-    def begin_backward(self, task: Task, loss: Tensor | None) -> None:
-        """Tell FSDP2 what the program says of the backward of `loss`, which follows.
+    @contextmanager
+    def running(self, task: Task) -> Iterator[None]:
+        """Gather, free and reduce, while a task runs inside, what the program says.
 
         Raises:
             LayoutError: a unit did not run in the forward, so this rank did not gather its weights with the others.
         """
-        for unit in self._units:
-            unit.end_forward()
-        # FSDP2 ends a backward by a callback too, queued later: of units whose inputs take no gradient.
-        assert loss is not None, "FSDP2 runs whole models"
-        loss.register_hook(lambda _: Variable._execution_engine.queue_callback(self._complete))
         step = self.program.step
+        units = [unit for unit in self._units if unit.chunk == task.chunk]
         last = ends_step(task.body)
-        if step.num_microbatches == 1 and last:
-            return  # as FSDP2 starts out
-        assert isinstance(self.model, FSDPModule)
-        self.model.set_requires_gradient_sync(last or step.layout.accumulate == "sharded")
-        self.model.set_requires_all_reduce(last)
-        self.model.set_reshard_after_backward(last or step.zero == 3)
-
-    def _complete(self) -> None:
-        for unit in self._units:
-            unit.complete()
+        for unit in units:
+            if task.kind is TaskKind.FORWARD:
+                unit.begin_forward(task.microbatch)
+            else:
+                unit.begin_backward(
+                    task.microbatch,
+                    reduces=last or step.layout.accumulate == "sharded",
+                    all_reduces=last,
+                    frees=last or step.zero == 3,
+                )
+        yield
+        for unit in units:
+            if task.kind is TaskKind.FORWARD:
+                unit.end_forward()
+            else:
+                unit.complete(task.microbatch)
 
     def finish_gradients(self) -> None:
-        """FSDP2 has waited for its own reductions at the end of backward.
+        """Wait for FSDP2's reductions, and sum the gradients of weights that two pipeline stages share.
 
         Raises:
             LayoutError: a unit took no part in a backward, so this rank did not reduce its gradients with the others.
         """
         for unit in self._units:
             unit.check_backward()
+        self._root.set_is_last_backward(True)
+        self._root._get_fsdp_state()._root_post_backward_final_callback()
+        self._root.set_is_last_backward(False)
+        for op in self.program.bodies[TaskKind.UPDATE]:
+            if op.owner in self._params and op.kind is Kind.ALL_REDUCE:
+                self._sum_tied(op, _gradient(self._params[op.owner]))
+
+    def _sum_tied(self, op: Op, gradient: Tensor) -> None:
+        """All_reduce a weight's gradient, padded as every rank pads it, over the stages that share the weight."""
+        assert op.axis is not None
+        whole = torch.zeros(op.size_bytes // gradient.element_size(), dtype=gradient.dtype, device=gradient.device)
+        mine = whole[: gradient.numel()].view_as(gradient)
+        mine.copy_(gradient)
+        with owned(op.owner):
+            dist.all_reduce(whole, group=self.mesh.groups[op.axis])
+        gradient.copy_(mine)
 
     def norm_squared(self) -> Tensor:
         """This rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""
         step = self.program.step
-        whole = {param.name for param in step.model.params if is_replicated(step, param)}
-        cut = [piece.gradient() for piece in self.pieces if piece.name not in whole]
-        held = [piece.gradient() for piece in self.pieces if piece.name in whole]
-        total = squared_norm(cut, self.mesh.device) + squared_norm(held, self.mesh.device) / self.mesh.tp
+        copies = {
+            p.name: (self.mesh.tp if is_replicated(step, p) else 1) * (1 + p.tied_stages) for p in step.model.params
+        }
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for number in sorted(set(copies.values())):
+            alike = [piece.gradient() for piece in self.pieces if copies[piece.name] == number]
+            total += squared_norm(alike, self.mesh.device) / number
         return total / self.mesh.dp_replicate
 
     def publish(self) -> None:
@@ -128,87 +179,124 @@ class Sharded:
 
     def end_forward_only(self) -> None:
         """Free what a forward without a backward left gathered."""
-        for module in self._modules:
-            module.reshard()
         for unit in self._units:
+            unit.fsdp.reshard()
             unit.reset()
 
 
-class _RunningUnit:
-    """One unit in the forward and backward of a micro-batch: what ran, and gradients of zeros for weights left out.
+_Place = list[tuple[nn.Module, str]]
+"""Modules of a unit that have a weight, and its name there."""
 
-    Where an input takes a gradient, FSDP2 reduces the unit right after that gradient is known, so a hook on the input
-    comes just before; else at the end of the backward. A unit that runs several times is complete after its first run.
+
+class _RunningUnit:
+    """One unit in the forwards and backwards of a step: what ran, and what ends its backward.
+
+    A run is a call of one of its modules. It is over in the backward once the gradients of its inputs are known, which a
+    hook on an input tells; where no input takes a gradient it stays open to the end of the task. Runs are counted by
+    micro-batch, since in a pipeline several are under way.
     """
 
-    def __init__(self, model: nn.Module, unit: Unit, program: Program) -> None:
+    def __init__(self, model: nn.Module, unit: Unit, program: Program, places: dict[str, _Place]) -> None:
         trainable = {param.name for param in program.step.model.params if param.trainable}
-        owned = [name.rpartition(".") for name in unit.params if name in trainable]
-        self._places = [(model.get_submodule(path), leaf) for path, _, leaf in owned]
+        self.unit = unit
+        self._places = [places[name][0] for name in unit.params if name in trainable]
+        self.params = {_at(places[name][0]) for name in unit.params}
+        """Still on meta, before FSDP2 cuts them."""
         self._path = unit.modules[0]
         self._zero = program.step.zero
-        self._is_root = "" in unit.modules
-        self._weights: list[Tensor] = []
-        self._runs_open = 0
-        self._is_complete = False
-        self._left_out = False
-        self._ran = False
-        self.first_layer = unit.first_layer
+        self.chunk = next((i for i, layers in enumerate(program.chunks) if unit.first_layer in layers), 0)
         self.is_layer = set(unit.modules) <= {path for layer in program.step.model.layers for path in layer.modules}
         """Its modules all ran when the model was traced; a name of a shared weight may be of one that never runs."""
-        self.modules = dict.fromkeys(model.get_submodule(path) for path in unit.modules)  # one may have two names
+        self.modules = dict.fromkeys(model.get_submodule(path) for path in unit.modules)
         for module in self.modules:
             # Before fully_shard, which puts its hook in front of this one: what is given here comes from FSDP2.
             module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+        self._weights: list[Tensor] = []
+        self.reset()
+
+    @property
+    def fsdp(self) -> FSDPModule:
+        """Its handle: modules of one unit share one FSDP2 state."""
+        module = next(iter(self.modules))
+        assert isinstance(module, FSDPModule)
+        return module
 
     def reset(self) -> None:
         """Forget what ran."""
-        self._runs_open, self._is_complete, self._left_out = 0, False, False
-        self._ran = False
+        self._open = Counter[int]()
+        self._microbatch = 0
+        self._in_backward = self._ran = self._left_out = False
+        self._reduces = self._all_reduces = self._frees = False
+
+    # -- forward -----------------------------------------------------------------------------------
+
+    def begin_forward(self, microbatch: int) -> None:
+        """Count the runs that follow to a micro-batch."""
+        self._microbatch, self._ran = microbatch, False
 
     def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note a forward, whose backward is over once the gradient of an input is known."""
+        """Note a run, whose backward is over once the gradient of an input is known."""
         if torch._C._current_graph_task_id() != -1:
             return  # repeated inside a backward
         self._ran = True
         if not torch.is_grad_enabled():
             return
-        self._is_complete = False
-        self._runs_open += 1  # stays open to the end of the backward where no input takes a gradient
-        self._weights = [getattr(owner, leaf) for owner, leaf in self._places]
+        self._open[self._microbatch] += 1
+        self._weights = [_at(place) for place in self._places]
         closed: list[bool] = []
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(functools.partial(self._close_run, closed))
+                leaf.register_hook(functools.partial(self._close_run, self._microbatch, closed))
 
-    def _close_run(self, closed: list[bool], _: Tensor) -> None:
+    def end_forward(self) -> None:
+        """Free what was held for several calls, and raise if the unit did not run."""
+        self.check_ran()
+        if self.unit.spans_calls and not self.unit.keep_after_forward:
+            self.fsdp.reshard()
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    def begin_backward(self, microbatch: int, *, reduces: bool, all_reduces: bool, frees: bool) -> None:
+        """Know what the program says of the backward that follows."""
+        self._microbatch, self._in_backward = microbatch, True
+        self._reduces, self._all_reduces, self._frees = reduces, all_reduces, frees
+
+    def _close_run(self, microbatch: int, closed: list[bool], _: Tensor) -> None:
         if not closed:
             closed.append(True)
-            self._runs_open -= 1
-            if self._runs_open == 0:
-                self.complete()
+            self._open[microbatch] -= 1
+            if self._open[microbatch] == 0:
+                self.complete(microbatch)
 
-    def complete(self) -> None:
-        """Give each trained weight without a gradient one of zeros, once in a backward."""
-        self._runs_open = 0
-        if self._is_complete:
+    def complete(self, microbatch: int) -> None:
+        """End the unit's backward, once: give trained weights that were not used a gradient of zeros, free, reduce."""
+        self._open.pop(microbatch, None)
+        if not self._in_backward:
             return
-        self._is_complete = True
+        self._in_backward = False
         missing = [weight for weight in self._weights if weight.grad is None]
-        self._left_out |= bool(missing) and len(missing) == len(self._weights) and not self._is_root
+        self._left_out |= bool(missing) and len(missing) == len(self._weights) and self._path != ""
         for weight in missing:
             weight.grad = torch.zeros_like(weight)
+        self._end_backward()
+
+    def _end_backward(self) -> None:
+        """Let FSDP2 free the weights and reduce the gradients, which it does at no other time."""
+        self.fsdp.set_requires_gradient_sync(self._reduces, recurse=False)
+        self.fsdp.set_requires_all_reduce(self._all_reduces, recurse=False)
+        self.fsdp.set_reshard_after_backward(self._frees, recurse=False)
+        group = self.fsdp._get_fsdp_state()._fsdp_param_group
+        assert group is not None
+        group.post_backward()
+        _keep_still(self.fsdp)
+
+    # -- what a rank must not leave out ------------------------------------------------------------
 
     def check_order(self, before: list[_RunningUnit], *_: Any) -> None:
         """Raise, before this unit is gathered, if one before it was passed by."""
         if torch._C._current_graph_task_id() == -1:
             for unit in before:
                 unit.check_ran()
-
-    def end_forward(self) -> None:
-        """Raise if the unit did not run in the forward that has ended."""
-        self.check_ran()
-        self._ran = False
 
     def check_ran(self) -> None:
         """Raise if the unit has not run in the forward."""
@@ -232,37 +320,52 @@ def _keep_order(units: list[_RunningUnit]) -> None:
     layers: dict[int, list[_RunningUnit]] = {}
     for unit in units:
         if unit.is_layer:
-            layers.setdefault(unit.first_layer, []).append(unit)
-    order = sorted(layers)
-    for layer, before in zip(order[1:], order, strict=False):
+            layers.setdefault(unit.unit.first_layer, []).append(unit)
+    for before, layer in itertools.pairwise(sorted(layers)):
+        passed = [unit for unit in layers[before] if unit.chunk == layers[layer][0].chunk]
         for unit in layers[layer]:
             for module in unit.modules:
-                module.register_forward_pre_hook(functools.partial(unit.check_order, layers[before]), prepend=True)
+                module.register_forward_pre_hook(functools.partial(unit.check_order, passed), prepend=True)
 
 
-def _reshape(model: nn.Module, program: Program) -> None:
-    """Give every parameter, still on meta, the shape that this rank's program has of it, in the master dtype."""
+def _reshape(model: nn.Module, program: Program) -> dict[str, _Place]:
+    """Give every parameter, still on meta, the shape and dtype that this rank's program has of it; return its places."""
     dtype = DTYPES[program.step.master_dtype]
+    mine = {name: {*unit.modules} for unit in program.units for name in unit.params}
+    places: dict[str, _Place] = {}
     for spec in program.step.model.params:
-        param = nn.Parameter(torch.empty(spec.shape, dtype=dtype, device="meta"), requires_grad=spec.trainable)
-        for name in (spec.name, *spec.aliases):
-            path, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(path), leaf, param)
+        names = [name.rpartition(".") for name in (spec.name, *spec.aliases)]
+        if spec.tied_stages:  # another stage has the weight's other name
+            names = [name for name in names if name[0] in mine[spec.name]]
+        places[spec.name] = [(model.get_submodule(path), leaf) for path, _, leaf in names]
+        empty = torch.empty(spec.shape, dtype=dtype, device="meta")
+        _put(places[spec.name], nn.Parameter(empty, requires_grad=spec.trainable))
+    return places
 
 
-def _wrap(model: nn.Module, program: Program, mesh: Mesh) -> list[FSDPModule]:
+def _at(place: tuple[nn.Module, str]) -> Tensor:
+    owner, leaf = place
+    value: Tensor = getattr(owner, leaf)
+    return value
+
+
+def _put(places: _Place, param: nn.Parameter) -> None:
+    for owner, leaf in places:
+        setattr(owner, leaf, param)
+
+
+def _wrap(model: nn.Module, units: list[_RunningUnit], program: Program, mesh: Mesh) -> None:
     """Make an FSDP2 group of each unit, inner modules first and the root last."""
     # Said of units that return a view; those whose weights are gathered again return a copy instead (_whole_outputs).
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     device_mesh = mesh.for_shards()
-    master = DTYPES[program.step.master_dtype]
-    wrapped: list[FSDPModule] = []
-    for unit in sorted(program.units, key=lambda unit: -max(path.count(".") + bool(path) for path in unit.modules)):
-        modules = list(dict.fromkeys(model.get_submodule(path) for path in unit.modules))
-        dtype = DTYPES[unit.dtype]
+    everything = set(model.parameters())
+    for running in sorted(units, key=lambda u: -max(path.count(".") + bool(path) for path in u.unit.modules)):
+        unit, modules = running.unit, list(running.modules)
         if not unit.keep_after_forward:
             for module in modules:
                 module.register_forward_hook(_whole_outputs)
+        master, dtype = DTYPES[program.step.master_dtype], DTYPES[unit.dtype]
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == master else dtype,
             reduce_dtype=None if dtype == master else master,
@@ -271,27 +374,30 @@ def _wrap(model: nn.Module, program: Program, mesh: Mesh) -> list[FSDPModule]:
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=device_mesh,
-            reshard_after_forward=not unit.keep_after_forward,
+            reshard_after_forward=not (unit.keep_after_forward or unit.spans_calls),
             mp_policy=policy,
+            ignored_params=everything - running.params,
         )
-        wrapped += [_configured(module, unit) for module in modules]
+        running.fsdp.set_gradient_divide_factor(1.0)
+        running.fsdp.set_force_sum_reduction_for_comms(True)
+        running.fsdp.set_unshard_in_backward(unit.gather_in_backward or unit.keep_after_forward)
+        _keep_still(running.fsdp)
     if not isinstance(model, FSDPModule):
-        fully_shard(model, mesh=device_mesh)  # holds no weight: FSDP2 wants a root to end a backward
-        wrapped.append(_configured(model, None))
-    return wrapped
+        fully_shard(model, mesh=device_mesh, ignored_params=everything)  # no weight: FSDP2 wants a root
+    named = {running.unit.name: running.fsdp for running in units}
+    for running in units:
+        # Itself, which is gathered already, where there is none: without any, FSDP2 would take the last one that ran.
+        running.fsdp.set_modules_to_backward_prefetch([named[running.unit.ahead or running.unit.name]])
+
+
+def _keep_still(module: FSDPModule) -> None:
+    """Let FSDP2 neither reduce nor free by itself what a backward leaves."""
+    module.set_requires_gradient_sync(False, recurse=False)
+    module.set_reshard_after_backward(False, recurse=False)
 
 
 def _whole_outputs(_: nn.Module, args: Any, outputs: Any) -> Any:
     return tree_map_only(Tensor, lambda t: t.clone() if t._is_view() and t.requires_grad else t, outputs)
-
-
-def _configured(module: nn.Module, unit: Unit | None) -> FSDPModule:
-    assert isinstance(module, FSDPModule)
-    if unit is not None:
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-        module.set_unshard_in_backward(unit.gather_in_backward or unit.keep_after_forward)
-    return module
 
 
 def _rows(spec: ParamSpec, num_shards: int, index: int) -> slice:

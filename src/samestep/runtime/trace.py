@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from samestep.errors import ModelError, SamestepError
@@ -294,6 +294,16 @@ class _Watch(TorchDispatchMode):
         self.order: list[str] = []
         """Top-most modules, with or without weights, as they were first entered."""
         self.entries: Counter[str] = Counter()
+        self.taking_gradient: set[str] = set()
+        """Modules that were given something that takes a gradient when they were first entered."""
+        self.newest: dict[str, str] = {}
+        """For each module: the region that was the newest one when the module was entered last."""
+        self.entered: dict[str, int] = {}
+        """When each module was first entered, as a count of entries and exits."""
+        self.left: dict[str, int] = {}
+        """When each module was last left."""
+        self.stacks: dict[int, set[frozenset[str]]] = {}
+        """For each weight: the modules that were running, each time that it was read."""
         self.innermost = ""
         """Path of the module that was entered last."""
         self.makers: dict[int, str] = {}
@@ -305,6 +315,8 @@ class _Watch(TorchDispatchMode):
         self.values = _Values(of_everything)
         self.varies = ""
         """Path of a module whose code may do another thing, or make another shape, for other values."""
+        self._running: list[str] = []
+        self._events = 0
         self._depth = 0
         self._alive: dict[int, torch.UntypedStorage] = {}
         self._weights = {self.key(tensor) for tensor in (*module.parameters(), *module.buffers())}
@@ -390,6 +402,8 @@ class _Watch(TorchDispatchMode):
         for key in read - self._weights - region.read:
             self.readers.setdefault(key, []).append(self.region)
         region.read |= read
+        for key in read & self._weights:
+            self.stacks.setdefault(key, set()).add(frozenset(self._running))
         keys = {self.key(tensor) for tensor in written}
         for key in keys - read:  # a view, or what is written in place, was made before
             self.makers.setdefault(key, self.region)
@@ -433,12 +447,20 @@ class _Watch(TorchDispatchMode):
             self.sizes[address] = _storage_elements(tensor)
         return address
 
-    def enter(self, path: str, part: nn.Module, is_outside: bool) -> None:
+    def enter(self, path: str, part: nn.Module, is_outside: bool, given: Any) -> None:
         """Note that a module's forward starts."""
         self.innermost = path
         self.entries[path] += 1
-        if is_outside:
-            return
+        self._running.append(path)
+        self._events += 1
+        self.entered.setdefault(path, self._events)
+        if self.entries[path] == 1 and any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(given)):
+            self.taking_gradient.add(path)
+        if not is_outside:
+            self._enter_inside(path, part)
+        self.newest[path] = next(reversed(self.regions))
+
+    def _enter_inside(self, path: str, part: nn.Module) -> None:
         if self._depth == 0:
             if self.entries[path] == 1:
                 self.order.append(path)
@@ -449,6 +471,8 @@ class _Watch(TorchDispatchMode):
 
     def leave(self, is_outside: bool) -> None:
         """Note that a module's forward ends."""
+        self._events += 1
+        self.left[self._running.pop()] = self._events
         self._depth -= not is_outside
 
     @contextmanager
@@ -517,9 +541,11 @@ def _hooks(module: nn.Module, containers: tuple[str, ...], watch: _Watch) -> Ite
     handles = []
     for path, part in module.named_modules():
         outside = _is_outside(path, containers)
-        enter = functools.partial(lambda path, outside, part, args: watch.enter(path, part, outside), path, outside)
+        enter = functools.partial(
+            lambda path, outside, part, *given: watch.enter(path, part, outside, given), path, outside
+        )
         leave = functools.partial(lambda outside, part, args, output: watch.leave(outside), outside)
-        handles.append(part.register_forward_pre_hook(enter))
+        handles.append(part.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(part.register_forward_hook(leave))
     try:
         yield
@@ -583,7 +609,7 @@ def _fused_attention(watch: _Watch) -> Iterator[None]:
             with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
                 real: list[Any] = [tensor if tensor is None else watch.values.of(tensor) for tensor in given]
                 found = nn.functional.scaled_dot_product_attention(
-                    *real, dropout_p=dropout_p, is_causal=is_causal, **named
+                    real[0], real[1], real[2], real[3], dropout_p, is_causal, **named
                 )
                 watch.values.learn(output, found)
         return output
@@ -773,29 +799,52 @@ def _param_specs(
     module: nn.Module, layers: list[_Layer], containers: tuple[str, ...], watch: _Watch
 ) -> tuple[ParamSpec, ...]:
     """Describe each parameter once, under its first name."""
-    names: dict[int, list[str]] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
+    names = _names_of(module)
     meeting = set()
     for alike in names.values():
         owners = {_owner(name) for name in alike}
         if len(alike) > 1 or any(watch.entries[owner] > 1 for owner in owners):
             meeting |= owners
     layer_of = {path: index for index, layer in enumerate(layers) for path in layer.modules}
+    region_layer = {path: index for index, layer in enumerate(layers) for path in layer.regions}
     specs = []
     for name, param in module.named_parameters():
         alike = names[id(param)]
+        owners = {_owner(alias) for alias in alike}
+        layer = _layer_of(_owner(name), layer_of, containers)
+        # A module's weights are gathered together, so one that is shared makes all of them so.
+        shared = bool(owners & meeting)
+        roots = owners if shared else {root for root in layers[layer].modules if _is_below(_owner(name), root)}
+        entered = [path for path in watch.entries if path in roots]
+        last = max([layer, *(region_layer[watch.newest[path]] for path in owners if path in watch.newest)])
         spec = ParamSpec(
             name=name,
             shape=tuple(param.shape),
-            layer=_layer_of(_owner(name), layer_of, containers),
+            layer=layer,
             aliases=tuple(alike[1:]),
-            # A module's weights are gathered together, so one that is shared makes all of them so.
-            shared=any(_owner(alias) in meeting for alias in alike),
+            shared=shared,
+            called=(
+                min((watch.entered[path] for path in entered), default=0),
+                max((watch.left[path] for path in entered), default=0),
+            ),
+            calls=max(1, *(watch.entries[path] for path in owners)),
+            last_layer=last if shared and last != layer else None,
+            read_outside=any(roots) and any(not roots & running for running in watch.stacks.get(watch.key(param), ())),
+            takes_gradient=bool(entered) and entered[0] in watch.taking_gradient,
             trainable=param.requires_grad,
+            sparse_gradient=any(getattr(module.get_submodule(path), "sparse", False) is True for path in owners),
         )
         specs.append(spec)
     return tuple(specs)
+
+
+def _names_of(module: nn.Module) -> dict[int, list[str]]:
+    """List the names of each parameter, by its id; a module that stands at two places of the tree counts once."""
+    names: dict[int, list[str]] = {}
+    for path, part in module.named_modules():
+        for leaf, param in part.named_parameters(recurse=False, remove_duplicate=False):
+            names.setdefault(id(param), []).append(_join(path, leaf))
+    return names
 
 
 def _owner(param_name: str) -> str:

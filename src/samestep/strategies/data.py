@@ -26,11 +26,13 @@ from samestep.program import (
     Program,
     Step,
     TaskKind,
+    Unit,
     ends_step,
     finish_reductions,
     is_backward,
     is_forward,
     make_buckets,
+    padded,
     start_reductions,
 )
 
@@ -69,6 +71,9 @@ def apply(program: Program) -> Program:
     if step.layout.dp_replicate > 1:
         axes |= _axes(step)
     program = program.with_bodies(lambda key, ops: _reduced(key, ops, step, buckets))
+    if program.units and tied:
+        ties = tuple(_tied_units(step, program.units))
+        program = program.with_bodies(lambda key, ops: (*ties, *ops) if key == TaskKind.UPDATE else ops)
     if step.layout.world_size > 1:
         axes["world"] = step.layout.world_size
         waits = tuple(_reductions_of(program))
@@ -148,6 +153,20 @@ def _reduce_units(ops: Ops, step: Step) -> Iterator[Op]:
         if op.kind is Kind.REDUCE_SCATTER:
             size = op.size_bytes // step.layout.dp_shard
             yield replace(op, kind=Kind.ALL_REDUCE, axis=AXIS, size_bytes=size, after=(op.name,))
+
+
+def _tied_units(step: Step, units: tuple[Unit, ...]) -> Iterator[Op]:
+    """Sum what a rank has of a weight's gradient with what its twin on the other stage has, once both are reduced."""
+    params = {param.name: param for param in step.model.params if param.tied_stages and param.trainable}
+    reduced = Kind.ALL_REDUCE if step.layout.dp_replicate > 1 else Kind.REDUCE_SCATTER
+    for unit in units:
+        for name in unit.params:
+            if name in params:
+                op = Op(kind=Kind.ALL_REDUCE, owner=name, axis=TIE, dtype=step.master_dtype)
+                rows = padded(params[name].shape[0], step.layout.dp_shard) // step.layout.dp_shard
+                yield replace(op, after=(f"{reduced}:{unit.name}",)).sized(
+                    rows * params[name].numel // params[name].shape[0]
+                )
 
 
 def _agreed(ops: Ops, waits: tuple[str, ...]) -> Ops:

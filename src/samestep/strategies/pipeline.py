@@ -49,12 +49,22 @@ def refusal(step: Step) -> str | None:
     for param in step.model.params:
         if _layer_at(roots, param.name) is None:
             return f"{param.name} belongs to no layer, so no stage is known to use it: pp=1 works"
-    ends = {0, runs - 1}
     for param in step.model.params:
-        owners = {_run_of(roots, cuts, name) for name in (param.name, *param.aliases)} if param.aliases else set()
-        if len(owners) > 1 and owners != ends:
+        if param.read_outside:
+            return f"{param.name} is also read outside the layer that owns it, perhaps on another stage: pp=1 works"
+        if not _stays_on_stages(roots, cuts, param):
             return f"{param.name} is shared by layers of several pipeline stages, not by first and last: pp=1 works"
     return None
+
+
+def _stays_on_stages(roots: Mapping[str, int], cuts: tuple[range, ...], param: ParamSpec) -> bool:
+    """Whether one run alone uses a weight, or the first and the last, by a module each."""
+    if not param.aliases and param.last_layer is None:
+        return True
+    owners = {_run_of(roots, cuts, name) for name in (param.name, *param.aliases)}
+    last = {run for run, layers in enumerate(cuts) if param.last_layer in layers}
+    used = owners | last
+    return len(used) == 1 or (used == owners == {0, len(cuts) - 1} and param.calls == 1)
 
 
 def apply(program: Program) -> Program:

@@ -20,6 +20,7 @@ zero=3   forward    AG 0 | F 0, AG 1 | F 1, AG 2 | F 2
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -49,12 +50,18 @@ def refusal(step: Step) -> str | None:
     layout = step.layout
     if layout.accumulate == "full" and step.zero < 2:
         return f"accumulate=full is about sharded gradients: use zero=2 or zero=3 with it, not zero={layout.zero}"
-    if step.zero >= 2 and layout.pp > 1:
-        return f"zero={layout.zero} with pp={layout.pp} is not built yet: zero=1 works"
-    scalars = [param.name for param in step.model.params if not param.shape]
-    if scalars and step.zero >= 2:
-        return f"{scalars[0]} has no dimension to cut: give it shape (1,), or use zero=1"
-    if step.zero >= 2 and (mixed := _mixed_owner(step)):
+    if step.zero < 2:
+        return None
+    for param in step.model.params:
+        if not param.shape:
+            return f"{param.name} has no dimension to cut: give it shape (1,), or use zero=1"
+        if param.sparse_gradient and param.trainable:
+            return (
+                f"{param.name} has sparse gradients, which cannot be cut: sparse=False gives the same step, or zero=0"
+            )
+        if param.read_outside and param.shared:
+            return f"{param.name} is shared by modules, and also read outside them: zero=1 works"
+    if mixed := _mixed_owner(step):
         return f"{mixed} shares a weight and holds modules with others, which cannot be gathered apart: zero=1 works"
     return None
 
@@ -68,7 +75,7 @@ def apply(program: Program) -> Program:
     if step.zero == 1:
         buckets = make_buckets(step, program.chunks)
         return program.with_bodies(lambda key, ops: _stage_1(key, ops, step, buckets), buckets=buckets, axes=axes)
-    units = _units(step)
+    units = _units(step, program.chunks)
     return program.with_bodies(lambda key, ops: _stage_2_or_3(key, ops, step, units), units=units, axes=axes)
 
 
@@ -101,7 +108,8 @@ def _gathered_forward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...]) -
     gathers = step.zero == 3 or starts_step(key)
     done: list[str] = []
     for op in ops:
-        waits = [_gather(unit) for unit in units if gathers and unit.first_layer == op.layer]
+        needed = [unit for unit in units if gathers and unit.first_layer == op.layer]
+        waits = [_gather(unit) for unit in sorted(needed, key=lambda unit: unit.called[0])]
         # FSDP2 runs one gather ahead: the next may not start before the forward before the current one has ended.
         yield from (replace(wait, after=tuple(done[-2:-1])) for wait in waits)
         yield replace(op, after=(*op.after, *(wait.name for wait in waits)))
@@ -109,35 +117,37 @@ def _gathered_forward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...]) -
 
 
 def _scattered_backward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...]) -> Iterator[Op]:
-    """Follow FSDP2: a unit's backward starts with the gather of the unit before it, and ends with its scatter.
+    """Start a unit's backward with the gather of the unit ahead, and end it with its scatter.
 
-    Units whose forward starts at the model's inputs, which need no gradient, are scattered at the very end.
+    Where the gradient of a unit's input does not show that its backward is over, it is scattered at the very end.
     """
+    reached = {op.layer for op in ops if op.layer is not None}  # of several virtual stages a body has one's layers
+    mine = [unit for unit in units if unit.first_layer in reached]
     reduces = step.layout.accumulate == "sharded" or ends_step(key)
-    scattered = [unit for unit in units if reduces and unit.padded_grad_numel]
+    scattered = [unit for unit in mine if reduces and unit.padded_grad_numel]
+    named = {unit.name: unit for unit in mine}
     issued: set[str] = set()
-    waits: dict[int | None, tuple[str, ...]] = {}
-    order = sorted(units, key=lambda unit: (unit.last_layer, unit.first_layer != unit.last_layer))
+    waits: dict[int | None, tuple[str, ...]] = {None: ()}
 
-    def gather(unit: Unit) -> Iterator[Op]:
-        if unit.gather_in_backward and not unit.keep_after_forward and unit.name not in issued:
+    def gather(unit: Unit | None) -> Iterator[Op]:
+        if unit and unit.gather_in_backward and not unit.keep_after_forward and unit.name not in issued:
             issued.add(unit.name)
             yield _gather(unit)
 
+    last = next(op for op in reversed(ops) if op.kind is Kind.BACKWARD)
     for op in ops:
         if op.layer not in waits:  # reached by its backward, or by the forward that is repeated for it
             waits[op.layer] = ()
-            for unit in reversed([unit for unit in order if unit.last_layer == op.layer]):
-                before = order.index(unit) - 1
+            for unit in reversed(sorted((unit for unit in mine if unit.last_layer == op.layer), key=_use)):
                 yield from gather(unit)
                 if unit.name in issued:
                     waits[op.layer] += (f"{Kind.ALL_GATHER}:{unit.name}",)
-                if before >= 0:
-                    yield from gather(order[before])
+                yield from gather(named.get(unit.ahead or "?"))
         yield replace(op, after=(*op.after, *waits[op.layer]))
         if op.kind is Kind.BACKWARD:
-            yield from (_scatter(u, step, op) for u in scattered if u.first_layer == op.layer and u.first_layer > 0)
-    yield from (_scatter(unit, step, ops[-1]) for unit in scattered if unit.first_layer == 0)
+            over = [unit for unit in scattered if unit.first_layer == op.layer and unit.ends_early]
+            yield from (_scatter(unit, step, op) for unit in sorted(over, key=lambda unit: -unit.called[0]))
+    yield from (_scatter(unit, step, last) for unit in scattered if not unit.ends_early)
 
 
 def _gather(unit: Unit) -> Op:
@@ -153,26 +163,28 @@ def _op(kind: Kind, owner: str, dtype: str, numel: int) -> Op:
     return Op(kind=kind, owner=owner, axis=AXIS, dtype=dtype).sized(numel)
 
 
-def _units(step: Step) -> tuple[Unit, ...]:
+def _units(step: Step, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
     """Group the weights into units: each layer's own, and each set of modules that share a weight.
 
-    In the order of the module tree, which is the order in which FSDP2 finishes what autograd left over.
+    In the order of the module tree, in which what is left over at the end of a backward is reduced. What no layer owns,
+    or code outside its layer reads, is gathered with the root; a weight without elements is in no unit.
     """
-    layers = step.model.layers
     groups: dict[tuple[str, ...], list[ParamSpec]] = {}
     members: dict[int, dict[str, None]] = {}
     own: dict[int, list[ParamSpec]] = {}
     order: dict[str, int] = {}
     for param in step.model.params:
-        owners = tuple(dict.fromkeys(name.rpartition(".")[0] for name in (param.name, *param.aliases)))
+        owners = _owners(step, param)
         for owner in owners:
             order.setdefault(owner, len(order))
-        roots = [module for module in layers[param.layer].modules if module and _is_below(owners[0], module)]
-        if param.shared:
+        roots = _roots(step, param)
+        if not param.numel:
+            continue
+        if param.shared and not _moves_with_layer(step, param.layer):
             met = [known for known in groups if known != ("",) and set(known) & set(owners)]
             together = [other for known in met for other in groups.pop(known)]
             groups[tuple(dict.fromkeys([*(m for known in met for m in known), *owners]))] = [*together, param]
-        elif not roots:
+        elif not roots or param.read_outside:
             groups.setdefault(("",), []).append(param)
         else:
             members.setdefault(param.layer, {})[roots[0]] = None
@@ -180,16 +192,61 @@ def _units(step: Step) -> tuple[Unit, ...]:
             order.setdefault(roots[0], order[owners[0]])
     for layer, params in own.items():
         groups[tuple(members[layer])] = params
-    units = [_unit(step, tuple(sorted(modules, key=lambda m: order.get(m, -1))), ps) for modules, ps in groups.items()]
-    return tuple(sorted(units, key=lambda unit: order.get(unit.modules[0], -1) if unit.modules != ("",) else -1))
+    units = [
+        _unit(step, tuple(sorted(modules, key=lambda m: order.get(m, -1))), ps, chunks)
+        for modules, ps in groups.items()
+    ]
+    units.sort(key=lambda unit: order.get(unit.modules[0], -1) if unit.modules != ("",) else -1)
+    return _with_ahead(units, chunks)
 
 
-def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec]) -> Unit:
+def _moves_with_layer(step: Step, layer: int) -> bool:
+    """Whether a layer is called again as a whole, so that its weights can stay together."""
+    return all(param.shared and not param.aliases for param in step.model.params_of(layer))
+
+
+def _owners(step: Step, param: ParamSpec) -> tuple[str, ...]:
+    """Modules that own a weight; of one tied across stages, the one on this stage."""
+    owners = tuple(dict.fromkeys(name.rpartition(".")[0] for name in (param.name, *param.aliases)))
+    if not param.tied_stages:
+        return owners
+    return tuple(o for o in owners if any(_is_below(o, root) for root in step.model.layers[param.layer].modules))
+
+
+def _roots(step: Step, param: ParamSpec) -> list[str]:
+    """The module of its layer that a weight is below."""
+    owner = _owners(step, param)[0]
+    return [module for module in step.model.layers[param.layer].modules if module and _is_below(owner, module)]
+
+
+def _with_ahead(units: list[Unit], chunks: tuple[range, ...]) -> tuple[Unit, ...]:
+    """Tell each unit which one is gathered ahead of need in its backward: the one used before it in the same run.
+
+    One that is called several times gathers nothing ahead: at its second backward that would have been used already.
+    """
+    by_use = sorted(units, key=_use)
+    ahead: dict[str, str] = {}
+    for before, unit in itertools.pairwise(by_use):
+        together = not chunks or any({before.first_layer, unit.first_layer} <= {*chunk} for chunk in chunks)
+        if together and not unit.spans_calls:
+            ahead[unit.name] = before.name
+    return tuple(replace(unit, ahead=ahead.get(unit.name)) for unit in units)
+
+
+def _use(unit: Unit) -> tuple[int, int, bool]:
+    """Sort by last use; within a layer, what was used before it too comes last."""
+    return unit.last_layer, unit.called[1], unit.first_layer != unit.last_layer
+
+
+def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec], chunks: tuple[range, ...]) -> Unit:
     layers = step.model.layers
     last = len(layers) - 1
-    first_layer, last_layer = (0, last) if modules == ("",) else _span(step, modules, params)
+    is_root = modules == ("",)
+    first_layer, last_layer = (0, last) if is_root else _span(step, modules, params)
+    receives = any(first_layer in chunk and chunk.start > 0 for chunk in chunks)  # what takes a gradient, in a pipeline
     # A frozen start of the model has no backward that would read its weights.
-    has_backward = any(param.trainable and param.layer <= last_layer for param in step.model.params)
+    has_backward = receives or any(param.trainable and param.layer <= last_layer for param in step.model.params)
+    entered = params if params[0].aliases else [p for p in params if _roots(step, p) == _first_root(step, params)]
     return Unit(
         name=", ".join(modules),  # FSDP2's own label of it; empty for what the root module owns itself
         modules=modules,
@@ -200,9 +257,19 @@ def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec]) -> Unit
         padded_numel=sum(_padded_rows(param, step.layout.dp_shard) for param in params),
         padded_grad_numel=sum(_padded_rows(param, step.layout.dp_shard) for param in params if param.trainable),
         # The last layer's backward follows at once, and a weight that first and last layer share is in use throughout.
-        keep_after_forward=step.zero == 2 or last_layer == last,
+        # A pipeline's other micro-batches may come between the two.
+        keep_after_forward=step.zero == 2 or (last_layer == last and step.layout.pp == 1),
         gather_in_backward=layers[last_layer].backward_reads_weights and has_backward,
+        called=(min(param.called[0] for param in params), max(param.called[1] for param in params)),
+        spans_calls=any(param.calls > 1 for param in params),
+        ends_early=receives or (not is_root and all(param.takes_gradient for param in entered)),
     )
+
+
+def _first_root(step: Step, params: list[ParamSpec]) -> list[str]:
+    """The module of a layer that is entered first, of those with these weights."""
+    modules = step.model.layers[params[0].layer].modules
+    return min((_roots(step, param) for param in params), key=lambda roots: modules.index(roots[0]) if roots else -1)
 
 
 def _span(step: Step, modules: tuple[str, ...], params: list[ParamSpec]) -> tuple[int, int]:
@@ -211,6 +278,7 @@ def _span(step: Step, modules: tuple[str, ...], params: list[ParamSpec]) -> tupl
         return params[0].layer, params[0].layer
     roots = [(root, index) for index, layer in enumerate(step.model.layers) for root in layer.modules]
     used = [index for root, index in roots for module in modules if not root or _is_below(module, root)]
+    used += [param.last_layer for param in params if param.last_layer is not None and not param.tied_stages]
     return min(used), max(used)
 
 

@@ -38,6 +38,8 @@ def refusal(step: Step) -> str | None:
     if model.cut_refusal:
         return f"tp={degree}: {model.name} cannot be cut, {model.cut_refusal}; tp=1 works"
     for param in model.params:
+        if param.cut is not None and param.read_outside:
+            return f"tp={degree}: {param.name} is also read outside the layer that owns it, where it would be cut: tp=1 works"
         if param.cut is not None and param.cut.style != "vocab" and param.cut.groups % degree:
             common = math.gcd(*(p.cut.groups for p in model.params if p.cut is not None and p.cut.style != "vocab"))
             works = [str(n) for n in range(2, common + 1) if common % n == 0]
