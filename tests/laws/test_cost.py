@@ -171,7 +171,7 @@ def test_in_the_switch_only_an_all_reduce_is_faster() -> None:
 def step_s(name: str, layout: str, batch: int, machine: Hardware, **changes: int) -> float:
     model = presets.preset(name, changes=changes)
     job = Job(train={"global_batch": batch}, numerics={"precision": "bf16"})
-    return clock.play(_program(model, job, layout, machine), machine).step_s
+    return clock.play([_program(model, job, layout, machine)], machine).step_s
 
 
 def _program(model: ModelSpec, job: Job, layout: str, machine: Hardware) -> Program:

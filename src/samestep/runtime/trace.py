@@ -814,7 +814,7 @@ def _param_specs(
         layer = _layer_of(_owner(name), layer_of, containers)
         # A module's weights are gathered together, so one that is shared makes all of them so.
         shared = bool(owners & meeting)
-        roots = owners if shared else {root for root in layers[layer].modules if _is_below(_owner(name), root)}
+        roots = owners if shared else {root for root in layers[layer].modules if is_below(_owner(name), root)}
         entered = [path for path in watch.entries if path in roots]
         last = max([layer, *(region_layer[watch.newest[path]] for path in owners if path in watch.newest)])
         spec = ParamSpec(

@@ -138,7 +138,7 @@ def _scattered_backward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...])
     for op in ops:
         if op.layer not in waits:  # reached by its backward, or by the forward that is repeated for it
             waits[op.layer] = ()
-            for unit in reversed(sorted((unit for unit in mine if unit.last_layer == op.layer), key=_use)):
+            for unit in sorted((u for u in mine if u.last_layer == op.layer), key=_use, reverse=True):
                 yield from gather(unit)
                 if unit.name in issued:
                     waits[op.layer] += (f"{Kind.ALL_GATHER}:{unit.name}",)
