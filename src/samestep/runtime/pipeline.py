@@ -25,6 +25,7 @@ from samestep.errors import LayoutError
 from samestep.model import ModelSpec, is_below
 from samestep.program import Program
 from samestep.runtime.mesh import Mesh
+from samestep.runtime.precision import DTYPES
 from samestep.runtime.record import owned
 
 _FIRST_TAG = 2**29
@@ -55,7 +56,9 @@ class Stage:
         handles = []
         if layers.start > 0:
             first = self._real[self._first_block(layers)]
-            handles.append(first.register_forward_pre_hook(self._receive(microbatch, chunk), with_kwargs=True))
+            # In front of all other hooks: what cuts, casts or gathers for the block sees what it is really given.
+            hook = self._receive(microbatch, chunk)
+            handles.append(first.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
         if not self.is_last(chunk):
             last = self._real[self._program.step.model.layers[layers.stop - 1].modules[-1]]
             handles.append(last.register_forward_hook(lambda _, args, output: taken.append(_hidden(output))))
@@ -114,7 +117,8 @@ class Stage:
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             place = args[0] if args else kwargs["hidden_states"]
-            received = torch.empty(place.shape, dtype=place.dtype, device=place.device)
+            dtype = DTYPES[self._program.step.compute_dtype]
+            received = torch.empty(place.shape, dtype=dtype, device=place.device)
             self._wait_for(received, border, -1, microbatch, backward=False)
             received.requires_grad_(torch.is_grad_enabled())
             if torch.is_grad_enabled():

@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -197,9 +198,7 @@ class _RunningUnit:
     """
 
     def __init__(self, model: nn.Module, unit: Unit, program: Program, places: dict[str, _Place]) -> None:
-        trainable = {param.name for param in program.step.model.params if param.trainable}
         self.unit = unit
-        self._places = [places[name][0] for name in unit.params if name in trainable]
         self.params = {_at(places[name][0]) for name in unit.params}
         """Still on meta, before FSDP2 cuts them."""
         self._path = unit.modules[0]
@@ -209,9 +208,8 @@ class _RunningUnit:
         """Its modules all ran when the model was traced; a name of a shared weight may be of one that never runs."""
         self.modules = dict.fromkeys(model.get_submodule(path) for path in unit.modules)
         for module in self.modules:
-            # Before fully_shard, which puts its hook in front of this one: what is given here comes from FSDP2.
+            # Before fully_shard, which puts its hook in front of this one.
             module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
-        self._weights: list[Tensor] = []
         self.reset()
 
     @property
@@ -220,6 +218,12 @@ class _RunningUnit:
         module = next(iter(self.modules))
         assert isinstance(module, FSDPModule)
         return module
+
+    @property
+    def _group(self) -> FSDPParamGroup:
+        group = self.fsdp._get_fsdp_state()._fsdp_param_group
+        assert group is not None
+        return group
 
     def reset(self) -> None:
         """Forget what ran."""
@@ -242,7 +246,6 @@ class _RunningUnit:
         if not torch.is_grad_enabled():
             return
         self._open[self._microbatch] += 1
-        self._weights = [_at(place) for place in self._places]
         closed: list[bool] = []
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -274,10 +277,12 @@ class _RunningUnit:
         if not self._in_backward:
             return
         self._in_backward = False
-        missing = [weight for weight in self._weights if weight.grad is None]
-        self._left_out |= bool(missing) and len(missing) == len(self._weights) and self._path != ""
+        weights = [weight for weight in self._group.fsdp_params if weight.sharded_param.requires_grad]
+        # FSDP2 has raised the gradient of a half-precision weight, where its own hook came first.
+        missing = [w for w in weights if w._unsharded_param.grad is None and w.unsharded_accumulated_grad is None]
+        self._left_out |= bool(missing) and len(missing) == len(weights) and self._path != ""
         for weight in missing:
-            weight.grad = torch.zeros_like(weight)
+            weight._unsharded_param.grad = torch.zeros_like(weight._unsharded_param)
         self._end_backward()
 
     def _end_backward(self) -> None:
@@ -285,9 +290,7 @@ class _RunningUnit:
         self.fsdp.set_requires_gradient_sync(self._reduces, recurse=False)
         self.fsdp.set_requires_all_reduce(self._all_reduces, recurse=False)
         self.fsdp.set_reshard_after_backward(self._frees, recurse=False)
-        group = self.fsdp._get_fsdp_state()._fsdp_param_group
-        assert group is not None
-        group.post_backward()
+        self._group.post_backward()
         _keep_still(self.fsdp)
 
     # -- what a rank must not leave out ------------------------------------------------------------

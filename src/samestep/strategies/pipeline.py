@@ -106,10 +106,15 @@ def _params_of(model: ModelSpec, cuts: tuple[range, ...], stage: int, num_stages
     tied = _ties(model, cuts)
     run_of = [index for index, layers in enumerate(cuts) for _ in layers]
     for param in model.params:
-        if run_of[param.layer] % num_stages == stage:
-            yield replace(param, tied_stages=True) if param.name in tied else param
+        here = run_of[param.layer] % num_stages == stage
+        first, last = param.called
+        if here and param.name not in tied:
+            yield param
+        elif here:
+            yield replace(param, tied_stages=True, last_layer=None, called=(first, first))
         elif param.name in tied and stage == num_stages - 1:
-            yield replace(param, tied_stages=True, layer=len(model.layers) - 1)
+            here_last = len(model.layers) - 1
+            yield replace(param, tied_stages=True, last_layer=None, layer=here_last, called=(last, last))
 
 
 def runs_of(model: ModelSpec, count: int) -> tuple[range, ...]:

@@ -278,7 +278,7 @@ def _span(step: Step, modules: tuple[str, ...], params: list[ParamSpec]) -> tupl
         return params[0].layer, params[0].layer
     roots = [(root, index) for index, layer in enumerate(step.model.layers) for root in layer.modules]
     used = [index for root, index in roots for module in modules if not root or _is_below(module, root)]
-    used += [param.last_layer for param in params if param.last_layer is not None and not param.tied_stages]
+    used += [param.last_layer for param in params if param.last_layer is not None]
     return min(used), max(used)
 
 
