@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -249,7 +249,10 @@ class _RunningUnit:
         closed: list[bool] = []
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(functools.partial(self._close_run, self._microbatch, closed))
+                handle = leaf.register_hook(functools.partial(self._close_run, self._microbatch, closed))
+                # In front of FSDP2's hook, which gathers for the module that gave the tensor.
+                hooks: OrderedDict[int, Any] = leaf._backward_hooks  # type: ignore[assignment]
+                hooks.move_to_end(handle.id, last=False)
 
     def end_forward(self) -> None:
         """Free what was held for several calls, and raise if the unit did not run."""

@@ -24,7 +24,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from samestep.model import ParamSpec
+from samestep.model import ParamSpec, is_below
 from samestep.program import (
     Bucket,
     Kind,
@@ -134,20 +134,35 @@ def _scattered_backward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...])
             issued.add(unit.name)
             yield _gather(unit)
 
+    def reach(unit: Unit) -> Iterator[Op]:
+        yield from gather(unit)
+        yield from gather(named.get(unit.ahead or "?"))
+
     last = next(op for op in reversed(ops) if op.kind is Kind.BACKWARD)
     for op in ops:
+        over = [unit for unit in scattered if unit.first_layer == op.layer and unit.ends_early]
+        over.sort(key=lambda unit: unit.called[0])
+        here = sorted((unit for unit in mine if unit.last_layer == op.layer), key=_use, reverse=True)
+        late = [unit for unit in here if any(_follows(other, unit) for other in over)]
         if op.layer not in waits:  # reached by its backward, or by the forward that is repeated for it
-            waits[op.layer] = ()
-            for unit in sorted((u for u in mine if u.last_layer == op.layer), key=_use, reverse=True):
-                yield from gather(unit)
-                if unit.name in issued:
-                    waits[op.layer] += (f"{Kind.ALL_GATHER}:{unit.name}",)
-                yield from gather(named.get(unit.ahead or "?"))
+            for unit in here:
+                if unit not in late:
+                    yield from reach(unit)
+            waits[op.layer] = tuple(f"{Kind.ALL_GATHER}:{unit.name}" for unit in here if unit.name in issued)
         yield replace(op, after=(*op.after, *waits[op.layer]))
         if op.kind is Kind.BACKWARD:
-            over = [unit for unit in scattered if unit.first_layer == op.layer and unit.ends_early]
-            yield from (_scatter(unit, step, op) for unit in sorted(over, key=lambda unit: -unit.called[0]))
+            for unit in late:
+                while over and _follows(over[-1], unit):
+                    yield _scatter(over.pop(), step, op)
+                yield from reach(unit)
+            yield from (_scatter(unit, step, op) for unit in reversed(over))
     yield from (_scatter(unit, step, last) for unit in scattered if not unit.ends_early)
+
+
+def _follows(later: Unit, unit: Unit) -> bool:
+    """Whether a unit's backward is over before another's is reached."""
+    inside = any(is_below(module, root) for module in later.modules for root in unit.modules)
+    return later.called[0] > unit.called[1] and not inside
 
 
 def _gather(unit: Unit) -> Op:
@@ -210,13 +225,13 @@ def _owners(step: Step, param: ParamSpec) -> tuple[str, ...]:
     owners = tuple(dict.fromkeys(name.rpartition(".")[0] for name in (param.name, *param.aliases)))
     if not param.tied_stages:
         return owners
-    return tuple(o for o in owners if any(_is_below(o, root) for root in step.model.layers[param.layer].modules))
+    return tuple(o for o in owners if any(is_below(o, root) for root in step.model.layers[param.layer].modules))
 
 
 def _roots(step: Step, param: ParamSpec) -> list[str]:
     """The module of its layer that a weight is below."""
     owner = _owners(step, param)[0]
-    return [module for module in step.model.layers[param.layer].modules if module and _is_below(owner, module)]
+    return [module for module in step.model.layers[param.layer].modules if module and is_below(owner, module)]
 
 
 def _with_ahead(units: list[Unit], chunks: tuple[range, ...]) -> tuple[Unit, ...]:
@@ -277,7 +292,7 @@ def _span(step: Step, modules: tuple[str, ...], params: list[ParamSpec]) -> tupl
     if not params[0].shared:
         return params[0].layer, params[0].layer
     roots = [(root, index) for index, layer in enumerate(step.model.layers) for root in layer.modules]
-    used = [index for root, index in roots for module in modules if not root or _is_below(module, root)]
+    used = [index for root, index in roots for module in modules if is_below(module, root)]
     used += [param.last_layer for param in params if param.last_layer is not None]
     return min(used), max(used)
 
@@ -286,11 +301,7 @@ def _mixed_owner(step: Step) -> str | None:
     """Name a module that owns a shared weight, and below it modules whose weights are not shared."""
     sharing = {name.rpartition(".")[0] for p in step.model.params if p.shared for name in (p.name, *p.aliases)}
     others = {param.name.rpartition(".")[0] for param in step.model.params if not param.shared}
-    return next((s for s in sorted(sharing) if any(_is_below(other, s) for other in others)), None)
-
-
-def _is_below(module: str, root: str) -> bool:
-    return module == root or module.startswith(f"{root}.")
+    return next((s for s in sorted(sharing) if any(o == s or (s and is_below(o, s)) for o in others)), None)
 
 
 def _padded_rows(param: ParamSpec, multiple: int) -> int:
