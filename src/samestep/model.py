@@ -76,6 +76,9 @@ class PartialSum:
     """The gradient of a weight that every rank holds, used on what is cut."""
 
 
+BorderKind = Literal["gather", "scatter"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Border:
     """Where a cut part of a block is given the whole sequence, or gives its sum back: of one sample, in elements."""
@@ -83,7 +86,7 @@ class Border:
     owner: str
     """Path of the module that is given it (gather) or gives it (scatter)."""
     elements: int
-    kind: Literal["gather", "scatter"]
+    kind: BorderKind
     has_gradient: bool = True
 
 

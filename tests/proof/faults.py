@@ -399,13 +399,13 @@ def updated_weights_are_not_gathered(patch: Patch) -> None:
 
 @fault(Cause.STALE_WEIGHT, "dp=2 zero=3")
 def gathered_weights_are_kept_after_the_step(patch: Patch) -> None:
-    from samestep.runtime.shard import Sharded
+    from samestep.runtime.shard import _RunningUnit
 
     around(
         patch,
-        Sharded,
-        "begin_step",
-        lambda begin, self: (begin(self), self.model.set_reshard_after_backward(False), None)[-1],
+        _RunningUnit,
+        "begin_backward",
+        lambda begin, self, microbatch, **said: begin(self, microbatch, **{**said, "frees": False}),
     )
 
 
