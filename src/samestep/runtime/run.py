@@ -38,6 +38,7 @@ from samestep.runtime import dropout, launch, pipeline, precision, recompute, se
 from samestep.runtime import mesh as meshes
 from samestep.runtime.build import call_model, cross_entropy, learning_rate_factor
 from samestep.runtime.data import Replicated
+from samestep.runtime.deferred import Deferred
 from samestep.runtime.diagnose import first_nonfinite
 from samestep.runtime.init import Blueprint, blueprint, fill_rest
 from samestep.runtime.launch import Place
@@ -260,7 +261,9 @@ class Run:
             if task.kind is TaskKind.UPDATE:
                 continue
             with made.holder.running(task):
-                if task.kind is TaskKind.FORWARD:
+                if task.kind is TaskKind.WEIGHT:
+                    made.deferred.add_up(task.microbatch)
+                elif task.kind is TaskKind.FORWARD:
                     held[task.microbatch, task.chunk] = self._forward(batch, task, shares[task.microbatch], totals)
                 else:
                     self._backward(task, held.pop((task.microbatch, task.chunk)))
@@ -292,6 +295,7 @@ class Run:
 
     def _backward(self, task: Task, loss: Tensor | None) -> None:
         made = self.made
+        made.deferred.microbatch = task.microbatch
         if made.stage is not None:
             made.stage.backward(task.microbatch, task.chunk, loss)
         elif loss is not None:
@@ -394,6 +398,8 @@ class _Made:
     updater: Updater
     stage: pipeline.Stage | None
     """What passes between pipeline stages; None where one rank runs all layers."""
+    deferred: Deferred
+    """Gradients of weights that backwards leave for later."""
     loss: Loss
     lr_factor: Callable[[int], float]
     nominal_count: float
@@ -423,6 +429,7 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
         pipeline.check(model, program)
     tensor.apply(model, program, mesh)
     dropout.track_modules(model)
+    deferred = Deferred(model, program)
     recompute.apply(model, program, functools.partial(_recompute_contexts, model, job))
 
     def materialize(name: str, dtype: torch.dtype) -> Tensor:
@@ -439,6 +446,7 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
         holder=holder,
         updater=Updater.over(holder.pieces, source.optimizer, job.numerics),
         stage=pipeline.Stage(model, program, mesh) if layout.pp > 1 else None,
+        deferred=deferred,
         loss=functools.partial(tensor.cut_loss, mesh) if tensor.cuts_logits(program) else source.loss,
         lr_factor=learning_rate_factor(job.schedule, job.train.steps),
         nominal_count=_nominal_count(example, job.train.global_batch),
