@@ -187,8 +187,10 @@ def _job(words: argparse.Namespace, run_folder: Path | None = None) -> jobs.Job:
         return jobs.load(words.job, words.set)
     if run_folder is not None and (run_folder / "job.toml").exists():
         return jobs.load(run_folder / "job.toml", words.set)
+    # Fields of the default model mean nothing to another one.
+    other = any(setting.partition("=")[0].strip() == "model.source" for setting in words.set)
     with resources.as_file(resources.files("samestep") / "default_job.toml") as default:
-        return jobs.load(default, words.set)
+        return jobs.load(default, ["model.config={}"] * other + words.set)
 
 
 def _newest_run() -> Path:
