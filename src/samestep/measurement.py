@@ -15,6 +15,7 @@ A figure is the best of several: what else a machine does only ever makes it slo
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -179,7 +180,7 @@ def _products(dtype: torch.dtype, edges: tuple[int, ...], place: Place) -> dict[
             break
         a, b = (torch.ones(edge, edge, dtype=dtype, device=place.device) for _ in range(2))
         result = torch.empty_like(a)
-        found[edge] = 2 * edge**3 / _best_s(lambda a=a, b=b, result=result: torch.mm(a, b, out=result), place)
+        found[edge] = 2 * edge**3 / _best_s(functools.partial(torch.mm, a, b, out=result), place)
     return found
 
 
@@ -192,8 +193,8 @@ def _copied_bytes_per_s(place: Place) -> float:
 def _kernel_s(tiny: Callable[[], None], device: torch.device) -> float:
     """Return what the shortest kernels take one after the other: the host is ahead, behind a long product."""
     a = torch.ones(_FULL_QUEUE_EDGE, _FULL_QUEUE_EDGE, device=device)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    found = []
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    found: list[float] = []
     for _ in range(5):
         torch.cuda.synchronize()
         torch.mm(a, a)
@@ -241,7 +242,7 @@ def _sent(send: Callable[[torch.Tensor], None], place: Place) -> dict[int, float
     for size in MESSAGES[place.device.type]:
         numel = size // 4 // place.world_size * place.world_size
         buffer = torch.zeros(max(numel, place.world_size), device=place.device)
-        found[buffer.nbytes] = _best_s(lambda buffer=buffer: send(buffer), place, collective=True)
+        found[buffer.nbytes] = _best_s(functools.partial(send, buffer), place, collective=True)
     return found
 
 

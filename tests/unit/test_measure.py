@@ -89,7 +89,7 @@ def test_the_link_is_fitted_to_what_a_ring_takes() -> None:
 
 def test_a_gpu_profile_loads_too(tmp_path: Path) -> None:
     figures = measurement._Figures(
-        products=dict.fromkeys(measurement.DTYPES, {4096: 5e14}), copied_bytes_per_s=2e12, launch_s=5e-6, kernel_s=2e-6,
+        products={dtype: {4096: 5e14} for dtype in measurement.DTYPES}, copied_bytes_per_s=2e12, launch_s=5e-6, kernel_s=2e-6,
         memory_bytes=80 * 10**9, num_units=132, device="GPU", attention_part=0.5,
     )  # fmt: skip
     (tmp_path / "gpu.toml").write_text(measurement._as_toml(figures, 1))
