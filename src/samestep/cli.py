@@ -147,6 +147,8 @@ def _add_simulate(verbs: Any) -> None:
     parser.add_argument("--hardware", metavar="NAME|FILE", help="default: what `measure` found here, or cpu-laptop")
     parser.add_argument("--devices", type=_positive, metavar="N", help="must equal the layout's ranks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="draw the step as a page that needs nothing else")
+    parser.add_argument("--case", metavar="NAME", help="a famous run or comparison instead of a job; list names them")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace (Perfetto opens it)")
     parser.set_defaults(verb=_simulate)
 
@@ -312,6 +314,8 @@ def _simulate(words: argparse.Namespace) -> int:
     from samestep import catalog, memory
     from samestep.prediction import predict
 
+    if words.case is not None:
+        return _case(words)
     job = _job(words)
     machine = _machine(words)
     layout = Layout.parse(words.layout) if words.layout is not None else Layout.of(job.layout)
@@ -323,18 +327,45 @@ def _simulate(words: argparse.Namespace) -> int:
             )
         layout = Layout(dp_replicate=words.devices)
     found = predict(catalog.model_spec(job), job, layout, machine, memory.states_per_param(job))
+    _print_prediction(found)
+    _write_prediction(found, words)
+    return 0
+
+
+def _case(words: argparse.Namespace) -> int:
+    from samestep import cases
+
+    given = [flag for flag in ("job", "layout", "set", "hardware", "devices") if getattr(words, flag)]
+    if given:
+        name = given[0] if given[0] == "job" else f"--{given[0]}"
+        raise SamestepError(f"--case {words.case} has a job and a layout of its own: leave {name} out")
+    wanted = [flag for flag in ("json", "trace", "html") if getattr(words, flag)]
+    if wanted and words.case not in cases.RUNS:
+        raise SamestepError(f"--{wanted[0]} is about one step: of the cases {', '.join(cases.RUNS)} have one")
+    print("\n".join(cases.lines_of(words.case)))
+    if wanted:
+        _write_prediction(cases.RUNS[words.case].predict(), words)
+    return 0
+
+
+def _print_prediction(found: Any) -> None:
     for stage, program in enumerate(found.programs):
-        if layout.pp > 1:
+        if len(found.programs) > 1:
             print(f"stage {stage}")
         _print_program(program)
     print(found.timeline.to_text(100))
-    numbers = found.to_record()
-    print(json.dumps(numbers, indent=1))
+    print(json.dumps(found.to_record(), indent=1))
+
+
+def _write_prediction(found: Any, words: argparse.Namespace) -> None:
+    from samestep.picture import to_html
+
     if words.json:
-        _write(words.json, json.dumps(numbers, indent=1) + "\n")
+        _write(words.json, json.dumps(found.to_record(), indent=1) + "\n")
     if words.trace:
         _write(words.trace, json.dumps(found.timeline.to_chrome_trace()))
-    return 0
+    if words.html:
+        _write(words.html, to_html(found))
 
 
 def _machine(words: argparse.Namespace) -> Any:
