@@ -7,7 +7,7 @@ was published stands beside it to be compared, and nothing is fitted to it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from samestep import cost, hardware, presets
 from samestep.errors import SamestepError, did_you_mean
@@ -45,14 +45,10 @@ class Run:
             numerics={"precision": "bf16"},
         )
 
-    def predict(self) -> Prediction:
-        """Play one step."""
-        return predict(
-            presets.preset(self.model, self.sequence),
-            self.job(),
-            Layout.parse(self.layout),
-            hardware.load(self.machine),
-        )
+    def predict(self, machine: Hardware | None = None) -> Prediction:
+        """Play one step, on its own machine or on another."""
+        model, where = presets.preset(self.model, self.sequence), machine or hardware.load(self.machine)
+        return predict(model, self.job(), Layout.parse(self.layout), where)
 
     def lines(self) -> list[str]:
         """Say what is played, what it takes, and what was published."""
@@ -185,22 +181,22 @@ def _two_sizes() -> list[str]:
 
 
 def _sharding_overtakes() -> list[str]:
-    """The micro-batch is the largest power of two that fits, for each: what sharding frees lets it be larger."""
-    machine = hardware.load(A100)
-    lines = [
-        f"GPT-3 2.7B on 8 of {A100}, sequences of 2,048; replicas (zero=0) against sharding (zero=3), each at its best"
-    ]
-    first = None
-    for batch in (8, 16, 32, 64, 128, 256):
-        times = {zero: _best_microbatch("gpt3-2.7b", batch, zero, machine) for zero in (0, 3)}
-        cells = []
-        for zero, best in times.items():
-            cells.append(f'zero={zero} {best.step_s:7.3f} s, "{best.layout}"' if best else f"zero={zero} does not fit")
-        replicas, shards = times[0], times[3]
-        if first is None and shards and (replicas is None or shards.step_s < replicas.step_s):
-            first = batch
-        lines.append(f"{batch:>4} sequences, {batch * 2048:>7,} tokens: " + "; ".join(cells))
-    return [*lines, f"sharding is faster from {first} sequences a step on" if first else "replicas stay faster"]
+    """Sharding frees memory for larger micro-batches and cuts the update; it pays with gathers in every micro-batch."""
+    node = hardware.load(A100)
+    ethernet = replace(node, devices_per_node=1, inter=replace(node.inter, bytes_per_s=1.25e9))
+    lines = ["GPT-3 1.3B on 8 A100, sequences of 2,048: replicas (zero=0) against sharding (zero=3), each at its best micro-batch"]
+    for where, machine in (("one node, NVLink", node), ("one device a node, 10 Gb/s", ethernet)):
+        faster = []
+        for batch in (8, 16, 32, 64, 128):
+            replicas, shards = (_best_microbatch("gpt3-1.3b", batch, zero, machine) for zero in (0, 3))
+            cells = [
+                f'{found.step_s:7.3f} s "{found.layout}"' if found else "does not fit" for found in (replicas, shards)
+            ]
+            lines.append(f"{where}, {batch:>3} sequences, {batch * 2048:>7,} tokens: {cells[0]}; {cells[1]}")
+            if shards and (replicas is None or shards.step_s < replicas.step_s):
+                faster.append(str(batch))
+        lines.append(f"{where}: sharding is faster at {', '.join(faster) or 'none'} of these batches")
+    return lines
 
 
 def _best_microbatch(model: str, batch: int, zero: int, machine: Hardware) -> Prediction | None:
@@ -210,7 +206,7 @@ def _best_microbatch(model: str, batch: int, zero: int, machine: Hardware) -> Pr
             break
         layout = f"dp=8 zero={zero} microbatch={size}"
         run = Run(title="", model=model, layout=layout, global_batch=batch, sequence=2048, tokens=1.0, published="")
-        found.append(run.predict())
+        found.append(run.predict(machine))
     return min((one for one in found if one.fits), key=lambda one: one.step_s, default=None)
 
 
@@ -219,7 +215,7 @@ COMPARISONS: dict[str, tuple[str, Callable[[], list[str]]]] = {
     "data-parallel": ("speed-up on 2, 4 and 8 devices, by ring and by root", _data_parallel),
     "naive-or-pipeline": ("layers spread over devices, naively and as a pipeline", _naive_pipeline),
     "two-sizes": ("an all_reduce takes 2 x size / bandwidth", _two_sizes),
-    "sharding-overtakes": ("from which batch on sharding beats replicas", _sharding_overtakes),
+    "sharding-overtakes": ("at which batches sharding beats replicas, on a fast and a slow network", _sharding_overtakes),
 }
 
 
