@@ -184,7 +184,9 @@ def _sharding_overtakes() -> list[str]:
     """Sharding frees memory for larger micro-batches and cuts the update; it pays with gathers in every micro-batch."""
     node = hardware.load(A100)
     ethernet = replace(node, devices_per_node=1, inter=replace(node.inter, bytes_per_s=1.25e9))
-    lines = ["GPT-3 1.3B on 8 A100, sequences of 2,048: replicas (zero=0) against sharding (zero=3), each at its best micro-batch"]
+    lines = [
+        "GPT-3 1.3B on 8 A100, sequences of 2,048: replicas (zero=0) against sharding (zero=3), each at its best micro-batch"
+    ]
     for where, machine in (("one node, NVLink", node), ("one device a node, 10 Gb/s", ethernet)):
         faster = []
         for batch in (8, 16, 32, 64, 128):
@@ -215,7 +217,10 @@ COMPARISONS: dict[str, tuple[str, Callable[[], list[str]]]] = {
     "data-parallel": ("speed-up on 2, 4 and 8 devices, by ring and by root", _data_parallel),
     "naive-or-pipeline": ("layers spread over devices, naively and as a pipeline", _naive_pipeline),
     "two-sizes": ("an all_reduce takes 2 x size / bandwidth", _two_sizes),
-    "sharding-overtakes": ("at which batches sharding beats replicas, on a fast and a slow network", _sharding_overtakes),
+    "sharding-overtakes": (
+        "at which batches sharding beats replicas, on a fast and a slow network",
+        _sharding_overtakes,
+    ),
 }
 
 

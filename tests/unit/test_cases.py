@@ -51,7 +51,9 @@ def test_zero_saves_what_the_paper_says(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_more_devices_are_faster_and_the_ring_beats_the_root(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", "--case", "data-parallel"]) == 0
-    speeds = [[float(x) for x in re.findall(r"([\d.]+) times", line)] for line in capsys.readouterr().out.splitlines()[1:]]
+    speeds = [
+        [float(x) for x in re.findall(r"([\d.]+) times", line)] for line in capsys.readouterr().out.splitlines()[1:]
+    ]
     rings = [ring for ring, _ in speeds]
     assert rings == sorted(rings)
     assert all(ring <= count + 0.005 for ring, count in zip(rings, (1, 2, 4, 8), strict=True))
