@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-import foresight_local  # noqa: E402
+import foresight_local
 
 
 def test_states_are_exact_and_activations_near(
