@@ -31,7 +31,7 @@ from samestep.cost import UPDATE_PASSES
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.job import Job
-from samestep.layout import Layout, Recompute
+from samestep.layout import Layout
 from samestep.memory import MemoryUse
 from samestep.model import ModelSpec
 from samestep.prediction import Prediction, predict
@@ -114,16 +114,20 @@ class _Task:
     def __init__(self, model: ModelSpec, job: Job, hardware: Hardware, states_per_param: int) -> None:
         self.model, self.job, self.hardware, self.states_per_param = model, job, hardware, states_per_param
         self.totals = _Totals.of(model)
-        self._compute_s: dict[tuple[int, int, str], float] = {}
+        self._compute_s: dict[Layout, float] = {}
 
-    def compute_s(self, tp: int, samples: int, recompute: Recompute) -> float:
+    def compute_s(self, layout: Layout, samples: int) -> float:
         """Time of a micro-batch of so many samples through all layers, forward and backward."""
-        key = (tp, samples, recompute)
-        if key not in self._compute_s:
-            layout = Layout(tp=tp, recompute=recompute)
-            program = program_of(self.model, _with_batch(self.job, samples), layout, self.hardware.devices_per_node)
-            self._compute_s[key] = clock.compute_s(program, self.hardware)
-        return self._compute_s[key]
+        alone = Layout(
+            tp=layout.tp,
+            sequence_parallel=layout.sequence_parallel,
+            recompute=layout.recompute,
+            microbatch=samples,
+        )
+        if alone not in self._compute_s:
+            program = program_of(self.model, _with_batch(self.job, samples), alone, self.hardware.devices_per_node)
+            self._compute_s[alone] = clock.compute_s(program, self.hardware)
+        return self._compute_s[alone]
 
 
 def plan(
@@ -373,7 +377,7 @@ def _bound(layout: Layout, task: _Task) -> _Bound:
     share = -(-job.train.global_batch // layout.dp)
     microbatches = -(-share // min(layout.microbatch or share, share))
     size = -(-share // microbatches)
-    once_s = task.compute_s(layout.tp, size, layout.recompute)
+    once_s = task.compute_s(layout, size)
     filling = layout.pp if layout.virtual_stages > 1 else microbatches * (1 - (1 - 1 / microbatches) ** layout.pp)
     numel = (totals.cut_numel / layout.tp + totals.whole_numel) / layout.pp
     updated = numel * UPDATE_PASSES * max(BYTES_OF[dtype], 4) / layout.dp_shard

@@ -48,9 +48,12 @@ def every(model: ModelSpec, given: Job, hardware: Hardware, devices: int) -> lis
     degrees = []
     for tp, pp, dp in splits:
         inside = max(1, hardware.devices_per_node // tp)
-        degrees.append(Layout(tp=tp, pp=pp, dp_replicate=dp))
+        base = Layout(
+            tp=tp, pp=pp, sequence_parallel=tp > 1 and not model.sequence_refusal and model.sequence % tp == 0
+        )
+        degrees.append(replace(base, dp_replicate=dp))
         for shard in {dp, inside if dp % inside == 0 else dp} - {1}:
-            sharded = Layout(tp=tp, pp=pp, dp_replicate=dp // shard, dp_shard=shard, zero=1)
+            sharded = replace(base, dp_replicate=dp // shard, dp_shard=shard, zero=1)
             degrees += [replace(sharded, zero=zero) for zero in (1, 2, 3)]
     for split in degrees:
         for layout in search._switched(split, given):
