@@ -30,6 +30,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from published import SHIPPED, TARGETS, Case, Row, SkippedError, case_of
 
@@ -380,6 +381,9 @@ _HEAD = ("source", "rows", "skipped", "mape", "median", "bias", "p90", "tau", "r
 _KEYS = ("rows", "skipped", "mape", "median_ape", "bias", "p90", "tau", "regret", "groups")
 
 
+Table = tuple[Sequence[str], Sequence[Sequence[object]]]
+
+
 def as_lines(head: Sequence[str], table: Sequence[Sequence[object]], markdown: bool = False) -> list[str]:
     """Write a table; numbers to the right."""
     cells = [[*map(_cell, line)] for line in table]
@@ -438,11 +442,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words.json:
         words.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if words.markdown:
-        text = "\n\n".join("\n".join(as_lines(head, table, markdown=True)) for head, table in tables)
-        words.markdown.write_text(text + "\n", encoding="utf-8")
+        words.markdown.write_text(as_document(record, tables), encoding="utf-8")
     if words.outcomes:
         _write_outcomes(words.outcomes, outcomes)
     return 0
+
+
+_DOCUMENT = """# The record of predictions
+
+Written by `python benchmarks/foresight.py --rows DIR --markdown docs/foresight.md` from {rows} published measurements; each is
+predicted from its configuration alone. Errors are of seconds a step, in per cent of what was measured; `bias` keeps the
+sign, `tau` and `regret` are over groups of rows that differ in their layout alone.
+{honest}
+Step time as shipped: **{mape} %** on average, {median_ape} % for the middle row; the order of layouts: tau {tau}, and what
+we would have chosen is {regret} % slower than the best. Peak memory, {memory_rows} rows: {memory_mape} % on average,
+{memory_median} % for the middle one.
+"""
+
+
+def as_document(record: dict[str, Any], tables: Sequence[Table]) -> str:
+    """Write the figures and the tables as a document, the honest one first: constants that have not seen the source."""
+    total, held = record["total"], record["memory"]
+    honest = ""
+    if fitted := record.get("cross_validated"):
+        count = sum(one["rows"] for one in fitted.values())
+        mape = sum(one["rows"] * one["mape"] for one in fitted.values()) / count
+        honest = (
+            f"\n**{mape:.1f} %** is the figure to expect of a new source: {count} rows, at most {PER_SOURCE} of each source, "
+            "predicted with five constants\nthat were fitted to the other sources.\n"
+        )
+    head = _DOCUMENT.format(
+        rows=total["rows"],
+        honest=honest,
+        **{key: _cell(total[key]) for key in ("mape", "median_ape", "tau", "regret")},
+        memory_rows=held["rows"],
+        memory_mape=_cell(held["mape"]),
+        memory_median=_cell(held["median_ape"]),
+    )
+    bodies = ["\n".join(as_lines(names, table, markdown=True)) for names, table in tables]
+    skipped = [[one["source"], one["rows"], one["reason"]] for one in record["skipped"]]
+    bodies.append(
+        "\n".join(["What was left out, and why:\n", *as_lines(("source", "rows", "reason"), skipped, markdown=True)])
+    )
+    return "\n\n".join([head.rstrip(), *bodies]) + "\n"
 
 
 def summary(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, object]:
@@ -459,9 +501,6 @@ def summary(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, objec
         "memory_sources": {name: memory_figures(found) for name, found in by_file.items()},
         "skipped": [{"source": name, "reason": why, "rows": count} for (name, why), count in reasons.most_common()],
     }
-
-
-Table = tuple[Sequence[str], Sequence[Sequence[object]]]
 
 
 def headline_table(record: dict[str, object]) -> Table:

@@ -31,6 +31,7 @@ from samestep.layout import Layout
 
 if TYPE_CHECKING:
     from samestep.datasets import batches
+    from samestep.measurement import measure
     from samestep.proof import verify
     from samestep.runtime.launch import launch
     from samestep.runtime.run import parallelize
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "batches": ("samestep.datasets", "batches"),
     "launch": ("samestep.runtime.launch", "launch"),
+    "measure": ("samestep.measurement", "measure"),
     "parallelize": ("samestep.runtime.run", "parallelize"),
     "train": ("samestep.training", "train"),
     "verify": ("samestep.proof", "verify"),
@@ -59,6 +61,7 @@ __all__ = [
     "batches",
     "launch",
     "load",
+    "measure",
     "parallelize",
     "train",
     "verify",

@@ -21,17 +21,7 @@ from samestep.job import Job
 from samestep.model import FORMAT_VERSION, ModelSpec
 
 PRESET = "preset:"
-_STATES = {"adadelta": 2, "adafactor": 0, "adagrad": 1, "asgd": 1, "muon": 1, "rmsprop": 1, "rprop": 2, "sgd": 0}
-_MORE_STATES = {"adam": ("amsgrad",), "adamw": ("amsgrad",), "rmsprop": ("momentum", "centered"), "sgd": ("momentum",)}
-"""Options that add one each."""
 _TRACERS = ("model.py", "runtime/build.py", "runtime/init.py", "runtime/trace.py")
-
-
-def states_per_param(job: Job) -> int:
-    """Return how many tensors of a matrix's own shape the optimizer keeps; 2, as Adam's, where nothing is known."""
-    name = job.optimizer.name.lower()
-    options = [option for option in _MORE_STATES.get(name, ()) if job.optimizer.options.get(option)]
-    return _STATES.get(name, 2) + len(options)
 
 
 def model_spec(job: Job) -> ModelSpec:

@@ -76,14 +76,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(verbs)
     _add_simulate(verbs)
     _add_layouts(verbs)
+    _add_measure(verbs)
     env = verbs.add_parser("env", help="versions and devices, for a bug report", allow_abbrev=False)
     env.set_defaults(verb=_env)
     return parser
 
 
-def _add_job(parser: argparse.ArgumentParser) -> None:
+def _add_job(parser: argparse.ArgumentParser, more: str = "") -> None:
     parser.add_argument("job", nargs="?", type=Path, metavar="JOB.toml", help="default: samestep's own default job")
-    parser.add_argument("--layout", metavar='"dp=2 zero=3"', help="where: layout words; default: the job's own")
+    parser.add_argument("--layout", metavar='"dp=2 zero=3"', help=f"where: layout words; default: the job's own{more}")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the job")
 
 
@@ -91,7 +92,7 @@ def _add_train(verbs: Any) -> None:
     parser = verbs.add_parser(
         "train", help="train a job on this machine, or as a rank of torchrun or srun", allow_abbrev=False
     )
-    _add_job(parser)
+    _add_job(parser, "; auto: the fastest that `plan` finds for --ranks")
     parser.add_argument("--ranks", type=_positive, metavar="N", help="worker processes; default: as the layout says")
     parser.add_argument("--steps", type=_positive, metavar="N", help="end after step N; the schedule stays as it is")
     parser.add_argument("--out", type=Path, metavar="DIR", help="run folder; default: a new one below runs/")
@@ -124,7 +125,7 @@ def _add_plan(verbs: Any) -> None:
         "plan", help="which layout fits and is fastest, and why not the others; needs no torch", allow_abbrev=False
     )
     parser.add_argument("job", nargs="?", type=Path, metavar="JOB.toml", help="default: samestep's own default job")
-    parser.add_argument("--hardware", default="cpu-laptop", metavar="NAME|FILE", help="default: cpu-laptop")
+    parser.add_argument("--hardware", metavar="NAME|FILE", help="default: what `measure` found here, or cpu-laptop")
     parser.add_argument("--devices", type=_positive, required=True, metavar="N", help="how many there are")
     parser.add_argument("--top", type=_positive, default=5, metavar="K", help="rows of the table; default: 5")
     parser.add_argument("--why", metavar='"dp=2 ..."', help="say why one layout is not the best")
@@ -143,11 +144,23 @@ def _add_simulate(verbs: Any) -> None:
         "simulate", help="print the step as a program and play it on a clock; needs no torch", allow_abbrev=False
     )
     _add_job(parser)
-    parser.add_argument("--hardware", default="cpu-laptop", metavar="NAME|FILE", help="default: cpu-laptop")
+    parser.add_argument("--hardware", metavar="NAME|FILE", help="default: what `measure` found here, or cpu-laptop")
     parser.add_argument("--devices", type=_positive, metavar="N", help="must equal the layout's ranks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="draw the step as a page that needs nothing else")
+    parser.add_argument("--case", metavar="NAME", help="a famous run or comparison instead of a job; list names them")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace (Perfetto opens it)")
     parser.set_defaults(verb=_simulate)
+
+
+def _add_measure(verbs: Any) -> None:
+    parser = verbs.add_parser(
+        "measure", help="write this machine's hardware profile, in about a minute", allow_abbrev=False
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: where plan and simulate look for it")
+    parser.add_argument("--ranks", type=_positive, metavar="N", help="devices at once; default: all GPUs, or the cores")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    parser.set_defaults(verb=_measure)
 
 
 def _add_layouts(verbs: Any) -> None:
@@ -189,8 +202,10 @@ def _job(words: argparse.Namespace, run_folder: Path | None = None) -> jobs.Job:
         return jobs.load(words.job, words.set)
     if run_folder is not None and (run_folder / "job.toml").exists():
         return jobs.load(run_folder / "job.toml", words.set)
+    # Fields of the default model mean nothing to another one.
+    other = any(setting.partition("=")[0].strip() == "model.source" for setting in words.set)
     with resources.as_file(resources.files("samestep") / "default_job.toml") as default:
-        return jobs.load(default, words.set)
+        return jobs.load(default, ["model.config={}"] * other + words.set)
 
 
 def _newest_run() -> Path:
@@ -216,13 +231,14 @@ def _train(words: argparse.Namespace) -> int:
 
 
 def _dry_run(job: jobs.Job, given: dict[str, Any]) -> int:
-    from samestep.catalog import states_per_param
-    from samestep.memory import at_rest
+    from samestep.memory import at_rest, states_per_param
     from samestep.strategies import program_of
     from samestep.training import check, step_samples
 
     checked = check(job, **given)
     layout = checked.layout
+    if checked.why:
+        print(checked.why)
     programs = [
         program_of(checked.workload.spec, job, layout, job.run.ranks_per_node, stage=stage)
         for stage in range(layout.pp)
@@ -276,11 +292,11 @@ def _legal_layouts(job: jobs.Job, devices: int) -> list[Layout]:
 
 
 def _plan(words: argparse.Namespace) -> int:
-    from samestep import catalog, hardware, search
+    from samestep import catalog, memory, search
 
     job = _job(words)
-    machine = hardware.load(words.hardware)
-    model, states = catalog.model_spec(job), catalog.states_per_param(job)
+    machine = _machine(words)
+    model, states = catalog.model_spec(job), memory.states_per_param(job)
     if words.fewest_devices:
         found = search.fewest(model, job, machine, words.devices, top=words.top, states_per_param=states)
     else:
@@ -297,11 +313,13 @@ def _plan(words: argparse.Namespace) -> int:
 
 
 def _simulate(words: argparse.Namespace) -> int:
-    from samestep import catalog, hardware
+    from samestep import catalog, memory
     from samestep.prediction import predict
 
+    if words.case is not None:
+        return _case(words)
     job = _job(words)
-    machine = hardware.load(words.hardware)
+    machine = _machine(words)
     layout = Layout.parse(words.layout) if words.layout is not None else Layout.of(job.layout)
     if words.devices not in (None, layout.world_size):
         if words.layout is not None or job.layout:
@@ -310,18 +328,73 @@ def _simulate(words: argparse.Namespace) -> int:
                 "leave --devices out, or let the degrees multiply to it"
             )
         layout = Layout(dp_replicate=words.devices)
-    found = predict(catalog.model_spec(job), job, layout, machine, catalog.states_per_param(job))
+    found = predict(catalog.model_spec(job), job, layout, machine, memory.states_per_param(job))
+    _print_prediction(found)
+    _write_prediction(found, words)
+    return 0
+
+
+def _case(words: argparse.Namespace) -> int:
+    from samestep import cases
+
+    given = [flag for flag in ("job", "layout", "set", "hardware", "devices") if getattr(words, flag)]
+    if given:
+        name = given[0] if given[0] == "job" else f"--{given[0]}"
+        raise SamestepError(f"--case {words.case} has a job and a layout of its own: leave {name} out")
+    wanted = [flag for flag in ("json", "trace", "html") if getattr(words, flag)]
+    if wanted and words.case not in cases.RUNS:
+        raise SamestepError(f"--{wanted[0]} is about one step: of the cases {', '.join(cases.RUNS)} have one")
+    print("\n".join(cases.lines_of(words.case)))
+    if wanted:
+        _write_prediction(cases.RUNS[words.case].predict(), words)
+    return 0
+
+
+def _print_prediction(found: Any) -> None:
     for stage, program in enumerate(found.programs):
-        if layout.pp > 1:
+        if len(found.programs) > 1:
             print(f"stage {stage}")
         _print_program(program)
     print(found.timeline.to_text(100))
-    numbers = found.to_record()
-    print(json.dumps(numbers, indent=1))
+    print(json.dumps(found.to_record(), indent=1))
+
+
+def _write_prediction(found: Any, words: argparse.Namespace) -> None:
+    from samestep.picture import to_html
+
     if words.json:
-        _write(words.json, json.dumps(numbers, indent=1) + "\n")
+        _write(words.json, json.dumps(found.to_record(), indent=1) + "\n")
     if words.trace:
         _write(words.trace, json.dumps(found.timeline.to_chrome_trace()))
+    if words.html:
+        _write(words.html, to_html(found))
+
+
+def _machine(words: argparse.Namespace) -> Any:
+    """Load the hardware that the words name; without them what was measured here, or say that nothing was."""
+    from samestep import hardware
+
+    if words.hardware is not None:
+        return hardware.load(words.hardware)
+    machine = hardware.own_or("cpu-laptop")
+    if machine.name != hardware.OWN:
+        print(f"hardware {machine.name}: nothing was measured here, samestep measure does")
+    return machine
+
+
+def _measure(words: argparse.Namespace) -> int:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from samestep import hardware
+    from samestep.measurement import measure
+
+    machine = measure(words.out, ranks=words.ranks, device=words.device)
+    path = words.out or hardware.own_path()
+    rates = ", ".join(f"{dtype} {rate / 1e9:.4g}" for dtype, rate in machine.flops_per_s.items())
+    print(f"{machine.devices_per_node} devices of {machine.memory_bytes / 2**30:.3g} GiB; GFLOP/s: {rates}")
+    print(f"memory {machine.memory_bytes_per_s / 1e9:.4g} GB/s, launch {machine.launch_s * 1e6:.3g} us, ", end="")
+    link = machine.intra
+    print(f"link {link.bytes_per_s / 1e9:.4g} GB/s and {link.latency_s * 1e6:.4g} us a hop")
+    print(f"written: {path}; every number has its source there")
     return 0
 
 

@@ -6,12 +6,15 @@ no more than one. Streams run their ops in the order of issue, beside each other
     start of an op = the later of   the end of the op before it on its stream
                                     the ends of the latest earlier ops of the names in `after`, of any task
 
-Compute waits for no collective it does not name. Where communication does not run beside compute
+Compute waits for no collective it does not name, but those of a tensor cut: the next product needs their sum. Where communication does not run beside compute
 (`hardware.overlap` is false) all ops of a stage are one queue. What stages do together:
 
     send, recv      a recv ends when the send of the same name and micro-batch on the neighbour does; each direction is a
                     stream of its own, as a link is
-    world, tie      ops of axes that run through stages start when the last stage has come to them
+    world, tie      ops of axes that run through stages start when the last stage has come to them; those of a tie have a
+                    stream of their own everywhere, since the first stage comes to them long after the last one
+
+Issuing is not waiting: a stage plays on behind an op whose end another stage decides, until an op needs that end.
 
 A name in `after` must have been issued: a strategy that leaves an op out leaves its name out too. A wait for what no
 earlier op is, or for what no other stage ever sends, would never end on a real machine, so here it is an error.
@@ -69,6 +72,15 @@ class _Meetings:
     """When each stage has come to the n-th op of an axis that they share."""
 
 
+class _Parked(NamedTuple):
+    """An op that was issued, and whose times another stage decides."""
+
+    times: Callable[[], tuple[float, float] | None]
+    queue: str
+    span: int
+    """Index of the span that waits for its times."""
+
+
 class _Stage:
     """One stage on its way through its program."""
 
@@ -80,20 +92,24 @@ class _Stage:
         self._ended: dict[str, float] = {}
         self._free: dict[str, float] = {}
         self._met: dict[str, int] = {}
+        self._parked: dict[str, _Parked] = {}
+        self._played = 0
         self._steps = self._play(_prices(program, hardware))
 
     def advance(self) -> bool:
         """Play until the program ends or another stage has to come first; return whether anything was played."""
-        before = len(self.spans)
+        before = self._played
         self.done = next(self._steps, True)
-        return self.done or len(self.spans) > before
+        return self.done or self._played > before
 
     def _play(self, prices: Prices) -> Iterator[bool]:
         """Play op by op; yield False while the next one has to wait for another stage."""
-        ended, free, spans, stage = self._ended, self._free, self.spans, self.index
+        ended, free, spans, stage, parked = self._ended, self._free, self.spans, self.index, self._parked
         for task in self._program.stages[0]:
             label = f"{task.kind}{task.microbatch}"
             for op, name, op_s, queue, shared in prices[task.body]:
+                if parked:
+                    yield from self._wait_for([n for n, one in parked.items() if n in op.after or one.queue == queue])
                 start_s = free.get(queue, 0.0)
                 for awaited in op.after:
                     if awaited not in ended:
@@ -102,14 +118,34 @@ class _Stage:
                         )
                     start_s = max(start_s, ended[awaited])
                 end_s = start_s + op_s
-                if shared and self._count > 1:
-                    times = self._times(op, task, start_s, op_s)
-                    while (found := times()) is None:
-                        self.at = f"{name} of task {label}"
-                        yield False
-                    start_s, end_s = found
-                ended[name] = free[queue] = end_s
                 spans.append(Span(stage, op.axis or COMPUTE, name, label, start_s, end_s))
+                self._played += 1
+                if shared and self._count > 1:
+                    parked[name] = _Parked(self._times(op, task, start_s, op_s), queue, len(spans) - 1)
+                    self._settle(name)
+                else:
+                    ended[name] = free[queue] = end_s
+        yield from self._wait_for(list(parked))
+
+    def _wait_for(self, names: Sequence[str]) -> Iterator[bool]:
+        """Yield False until the ends of these parked ops are known."""
+        for name in names:
+            while not self._settle(name):
+                waiting = self.spans[self._parked[name].span]
+                self.at = f"{waiting.name} of task {waiting.task}"
+                yield False
+
+    def _settle(self, name: str) -> bool:
+        """Write down when a parked op ran, if the other stages have come to it."""
+        times, queue, index = self._parked[name]
+        found = times()
+        if found is None:
+            return False
+        del self._parked[name]
+        self.spans[index] = self.spans[index]._replace(start_s=found[0], end_s=found[1])
+        self._ended[name] = self._free[queue] = found[1]
+        self._played += 1
+        return True
 
     def _times(self, op: Op, task: Task, start_s: float, op_s: float) -> Callable[[], tuple[float, float] | None]:
         """Return what tells start and end of an op as soon as they are known."""
@@ -142,35 +178,43 @@ class _Stage:
 def _prices(program: Program, hardware: Hardware) -> Prices:
     """Price each body once."""
 
-    def queue(op: Op) -> str:
-        if op.kind in (Kind.SEND, Kind.RECV):
-            return f"{op.axis} {op.kind}"
-        return op.stream if hardware.overlap else ""
-
     def is_shared(op: Op) -> bool:
         return op.kind in (Kind.SEND, Kind.RECV) or op.axis in _TOGETHER
 
     return {
-        body: tuple((op, op.name, seconds(op, program, hardware), queue(op), is_shared(op)) for op in ops)
+        body: tuple((op, op.name, seconds(op, program, hardware), _queue(op, hardware), is_shared(op)) for op in ops)
         for body, ops in program.bodies.items()
     }
+
+
+def _queue(op: Op, hardware: Hardware) -> str:
+    """Name the queue in which an op runs, one after the other."""
+    if op.kind in (Kind.SEND, Kind.RECV):
+        return f"{op.axis} {op.kind}"
+    if op.axis == "tie":
+        return op.axis
+    if not hardware.overlap:
+        return ""
+    return COMPUTE if op.axis == "tp" else op.stream
 
 
 # -- whole bodies ----------------------------------------------------------------------------------
 
 
 class _Block(NamedTuple):
-    """A body as one piece: until its compute ends, until all of it ends, and what sending its result takes."""
+    """A body as one piece: until its compute ends, until all of it ends, when its result is sent, and what that takes."""
 
     compute_s: float
     all_s: float
+    sent_at_s: float
     send_s: float
 
 
 def step_s(programs: Sequence[Program], machine: Hardware) -> float:
     """Return the seconds of one step, sooner than `play` does: a body is played once, and then stands as one piece.
 
-    Pieces follow the schedule's order on each stage and wait for those of other stages whose results are sent to them.
+    Pieces follow the schedule's order on each stage and wait for those of other stages whose results are sent to them,
+    one after the other.
     What a body leaves in flight on other streams (reductions behind the last backward) ends before the update starts.
     A single stage is played op by op.
     """
@@ -179,7 +223,8 @@ def step_s(programs: Sequence[Program], machine: Hardware) -> float:
     blocks = [{key: _block(program, ops, machine) for key, ops in program.bodies.items()} for program in programs]
     virtual = programs[0].step.layout.virtual_stages
     queues = [[task for task in program.stages[0] if task.kind is not TaskKind.UPDATE] for program in programs]
-    position, free, ends = [0] * len(programs), [0.0] * len(programs), [0.0] * len(programs)
+    position = [0] * len(programs)
+    free, ends, links = ([0.0] * len(programs) for _ in range(3))
     done: dict[tuple[int, schedules.Action], tuple[float, float]] = {}
     moved = True
     while moved:
@@ -196,11 +241,19 @@ def step_s(programs: Sequence[Program], machine: Hardware) -> float:
                 start_s = max(free[stage], *arrived) if arrived else free[stage]
                 free[stage] = start_s + block.compute_s
                 ends[stage] = max(ends[stage], start_s + block.all_s)
-                done[stage, action] = (free[stage], free[stage] + block.send_s)
+                if block.send_s:
+                    links[stage] = max(links[stage], start_s + block.sent_at_s) + block.send_s
+                done[stage, action] = (free[stage], links[stage] if block.send_s else free[stage])
                 position[stage] += 1
                 moved = True
     assert all(at == len(tasks) for at, tasks in zip(position, queues, strict=True)), "the schedule deadlocks"
     return max(max(free), max(ends)) + max(block[str(TaskKind.UPDATE)].all_s for block in blocks)
+
+
+def compute_s(program: Program, machine: Hardware) -> float:
+    """Return what the forward and the backward of one micro-batch take on a rank that runs all layers."""
+    bodies = dict.fromkeys(task.body for task in program.stages[0] if task.kind is not TaskKind.UPDATE)
+    return sum(_block(program, program.bodies[body], machine).compute_s for body in bodies)
 
 
 def _action(task: Task) -> schedules.Action:
@@ -210,13 +263,14 @@ def _action(task: Task) -> schedules.Action:
 def _block(program: Program, ops: Ops, machine: Hardware) -> _Block:
     ended: dict[str, float] = {}
     free: dict[str, float] = {}
-    send_s = 0.0
+    sent_at_s = send_s = 0.0
     for op in ops:
         took_s = seconds(op, program, machine)
         if op.kind is Kind.SEND:
-            send_s = took_s
+            sent_at_s, send_s = max((ended[name] for name in op.after if name in ended), default=0.0), took_s
             continue
-        start_s = max([free.get(op.stream, 0.0), *(ended[name] for name in op.after if name in ended)])
-        ended[op.name] = free[op.stream] = start_s + took_s
+        queue = _queue(op, machine)
+        start_s = max([free.get(queue, 0.0), *(ended[name] for name in op.after if name in ended)])
+        ended[op.name] = free[queue] = start_s + took_s
     all_s = max(free.values(), default=0.0)
-    return _Block(free.get("compute", all_s), all_s, send_s)
+    return _Block(free.get(COMPUTE if machine.overlap else "", all_s), all_s, sent_at_s, send_s)

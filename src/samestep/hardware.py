@@ -143,6 +143,27 @@ def load(name_or_path: str | Path) -> Hardware:
         raise SamestepError(f"{name_or_path}: {'; '.join(mistakes)}") from None
 
 
+OWN = "this-machine"
+"""The name of the profile that `measure` has written of the machine it ran on."""
+
+
+def own_path() -> Path:
+    """Return where `measure` writes, and where `load` finds what it wrote."""
+    return Path.home() / ".cache" / "samestep" / f"{OWN}.toml"
+
+
+def own_or(name: str) -> Hardware:
+    """Read what was measured of this machine, or the named profile where nothing was."""
+    return load(OWN if _is_measured() else name)
+
+
+def _is_measured() -> bool:
+    try:
+        return own_path().is_file()
+    except RuntimeError:  # there is no home
+        return False
+
+
 def profiles() -> tuple[str, ...]:
     """List the names of the profiles that come with samestep."""
     folder = files("samestep") / "profiles"
@@ -153,6 +174,10 @@ def _find(name_or_path: str | Path) -> Traversable:
     name = str(name_or_path)
     if name in profiles():
         return files("samestep") / "profiles" / f"{name}.toml"
+    if name == OWN:
+        if _is_measured():
+            return own_path()
+        raise SamestepError(f"nothing was measured of this machine: samestep measure writes {OWN}")
     path = Path(name_or_path)
     if path.is_file():
         return path

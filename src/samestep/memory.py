@@ -26,8 +26,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from samestep.job import Job
 from samestep.model import LayerSpec, ParamSpec
 from samestep.program import BYTES_OF, Kind, Program, Step, Unit
+
+_STATES = {"adadelta": 2, "adafactor": 0, "adagrad": 1, "asgd": 1, "muon": 1, "rmsprop": 1, "rprop": 2, "sgd": 0}
+_MORE_STATES = {"adam": ("amsgrad",), "adamw": ("amsgrad",), "rmsprop": ("momentum", "centered"), "sgd": ("momentum",)}
+"""Options that add one each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +77,13 @@ def classic_bytes_per_param(zero: int, num_shards: int) -> float:
 def held_bytes_per_param(zero: int, num_shards: int) -> float:
     """Return this runtime's bytes a parameter: mixed precision, Adam; for zero=2 with the weights gathered."""
     return (18, 6 + 12 / num_shards, 2 + 16 / num_shards, 16 / num_shards)[zero]
+
+
+def states_per_param(job: Job) -> int:
+    """Return how many tensors of a matrix's own shape the optimizer keeps; 2, as Adam's, where nothing is known."""
+    name = job.optimizer.name.lower()
+    options = [option for option in _MORE_STATES.get(name, ()) if job.optimizer.options.get(option)]
+    return _STATES.get(name, 2) + len(options)
 
 
 def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> MemoryUse:

@@ -3,13 +3,20 @@
 Three tiers, so that thousands of layouts take a second:
 
     rules       the strategies' own refusals, once for each combination of degrees
-    bounds      memory that no layout of these words can do without, and a step time that none can beat,
-                    T >= F / (devices x peak FLOP/s) x (1 + recomputed share) x (1 + bubble of the schedule)
-    the clock   whole bodies in the order of the bounds, until no bound is left that could still win; then the best of
-                them op by op
+    bounds      memory that no layout of these words can do without, and a step time that none can beat
+    the clock   whole bodies in the order of the bounds, until no bound is left that could still win, or the search has
+                played `MOST_OPS`; then the best of them op by op
 
-What is thrown out keeps its reason: `needs 93 GiB of 80`, `tp=16 leaves the node`. Search by such bounds is branch and
-bound (Land and Doig 1960); the bound is the roof of the roofline (Williams et al. 2009, doi:10.1145/1498765.1498785).
+Search by such bounds is branch and bound (Land and Doig 1960). With m micro-batches on p stages, and c the time that one
+of them takes through all layers (of this tp, size and recompute; tp's sums included), stage i works m c_i, and
+starts and ends the later the more is before it:
+
+    T >= m c_i + c_1 + ... + c_(i-1) for every i     so     T >= (c / m) m / (1 - (1 - 1/m)^p),  c = c_1 + ... + c_p
+
+which is m c for one stage and c for one micro-batch, however the layers are cut. Stages of several runs of layers start
+sooner: T >= m c / p. The update comes on top: 7 passes over the weights, at least p-fold cut.
+
+What is thrown out keeps its reason: `needs 93 GiB of 80`, `tp=16 leaves the node`.
 """
 
 from __future__ import annotations
@@ -20,18 +27,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from samestep import clock, memory
+from samestep.cost import UPDATE_PASSES
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.memory import MemoryUse
 from samestep.model import ModelSpec
-from samestep.prediction import PASSES, Prediction, predict
+from samestep.prediction import Prediction, predict
 from samestep.program import BYTES_OF, COMPUTE_DTYPE, Step
-from samestep.strategies import programs_of, refusal_of
+from samestep.strategies import program_of, programs_of, refusal_of
 
-MOST_PLAYED = 24
-"""Layouts that the clock plays at most: the bounds have ordered them."""
+MOST_OPS = 60_000
+"""Ops of bodies that the clock plays at most: every layout of a small search, some dozens of a large model's."""
+SURE = 1.03
+"""Whole bodies play pipelines to within this of ops one by one."""
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 """Samples of a micro-batch that are tried, beside a rank's whole share."""
 
@@ -42,7 +52,7 @@ class Rejection:
 
     layout: Layout
     rule: str
-    """refused, memory or slower."""
+    """refused, memory, slower, or unplayed: the search ended before it."""
     reason: str
 
 
@@ -70,12 +80,10 @@ class _Bound:
     memory_bytes: float
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Totals:
-    """Sums over a model that the bounds are made of."""
+    """Sums over a model that the bounds of memory are made of."""
 
-    flops: float
-    block_flops: float
     cut_numel: float
     whole_numel: float
     saved: float
@@ -90,8 +98,6 @@ class _Totals:
         trained = [param for param in model.params if param.trainable]
         blocks = [layer for layer in model.layers if layer.is_block]
         return cls(
-            flops=model.forward_flops,
-            block_flops=sum(layer.forward_flops for layer in blocks),
             cut_numel=sum(param.numel for param in trained if param.cut is not None),
             whole_numel=sum(param.numel for param in trained if param.cut is None),
             saved=sum(layer.saved_elements for layer in blocks),
@@ -100,6 +106,28 @@ class _Totals:
             blocks=len(blocks),
             sequence=0 if model.sequence_refusal else model.sequence,
         )
+
+
+class _Task:
+    """What is searched for, and what its bounds have in common."""
+
+    def __init__(self, model: ModelSpec, job: Job, hardware: Hardware, states_per_param: int) -> None:
+        self.model, self.job, self.hardware, self.states_per_param = model, job, hardware, states_per_param
+        self.totals = _Totals.of(model)
+        self._compute_s: dict[Layout, float] = {}
+
+    def compute_s(self, layout: Layout, samples: int) -> float:
+        """Time of a micro-batch of so many samples through all layers, forward and backward."""
+        alone = Layout(
+            tp=layout.tp,
+            sequence_parallel=layout.sequence_parallel,
+            recompute=layout.recompute,
+            microbatch=samples,
+        )
+        if alone not in self._compute_s:
+            program = program_of(self.model, _with_batch(self.job, samples), alone, self.hardware.devices_per_node)
+            self._compute_s[alone] = clock.compute_s(program, self.hardware)
+        return self._compute_s[alone]
 
 
 def plan(
@@ -116,24 +144,24 @@ def plan(
         states_per_param: the optimizer's tensors of a weight's own shape.
     """
     began = time.perf_counter()
-    totals = _Totals.of(model)
+    task = _Task(model, job, hardware, states_per_param)
     rejections: list[Rejection] = []
     bounds: list[_Bound] = []
     considered = 0
-    for degrees in _degrees(devices, totals, hardware, rejections):
+    for degrees in _degrees(devices, task.totals, hardware, rejections):
         if reason := _refusal(model, job, degrees, hardware):
             rejections.append(Rejection(degrees, "refused", reason))
             considered += 1
             continue
         for layout in _switched(degrees, job):
             considered += 1
-            bound = _bound(layout, totals, job, hardware, states_per_param)
+            bound = _bound(layout, task)
             if bound.memory_bytes > hardware.memory_bytes:
                 reason = f"needs at least {_gib(bound.memory_bytes)} GiB of {_gib(hardware.memory_bytes)}"
                 rejections.append(Rejection(layout, "memory", reason))
             else:
                 bounds.append(bound)
-    best = _played(bounds, model, job, hardware, states_per_param, top, rejections)
+    best = _played(bounds, task, top, rejections)
     nearest = "" if best else _nearest(rejections, hardware)
     return Plan(
         best=tuple(best),
@@ -158,52 +186,80 @@ def fewest(
     return found
 
 
-def _played(
-    bounds: Sequence[_Bound],
-    model: ModelSpec,
-    job: Job,
-    hardware: Hardware,
-    states_per_param: int,
-    top: int,
-    rejections: list[Rejection],
-) -> list[Prediction]:
+def _played(bounds: Sequence[_Bound], task: _Task, top: int, rejections: list[Rejection]) -> list[Prediction]:
     """Play layouts in the order of their bounds until none is left that could be among the fastest."""
-    best: list[tuple[float, Layout]] = []
-    played = 0
-    for index, bound in enumerate(sorted(bounds, key=lambda bound: bound.step_s)):
-        last_s = best[top - 1][0] if len(best) >= top else float("inf")
-        if bound.step_s >= last_s or played >= MOST_PLAYED:
-            left = sorted(bounds, key=lambda bound: bound.step_s)[index:]
-            rejections.extend(Rejection(b.layout, "slower", f"at least {b.step_s:.4g} s a step") for b in left)
+    found: list[tuple[float, Layout]] = []
+    ordered = sorted(bounds, key=lambda bound: bound.step_s)
+    ops = 0
+    for index, bound in enumerate(ordered):
+        last_s = found[top - 1][0] if len(found) >= top else float("inf")
+        if bound.step_s >= last_s * SURE or ops >= MOST_OPS:
+            for left in ordered[index:]:
+                rule = "slower" if left.step_s >= last_s else "unplayed"
+                rejections.append(Rejection(left.layout, rule, f"at least {left.step_s:.4g} s a step"))
             break
         try:
-            found = _quickly(model, job, bound.layout, hardware, states_per_param)
+            played = _quickly(bound.layout, task)
         except LayoutError as error:
             rejections.append(Rejection(bound.layout, "refused", str(error)))
             continue
-        if isinstance(found, str):
-            rejections.append(Rejection(bound.layout, "memory", found))
+        if isinstance(played, str):
+            rejections.append(Rejection(bound.layout, "memory", played))
             continue
-        played += 1
-        best = sorted([*best, (found, bound.layout)], key=lambda one: one[0])
-    rejections.extend(Rejection(layout, "slower", f"about {step_s:.4g} s a step") for step_s, layout in best[top:])
-    whole = [predict(model, job, layout, hardware, states_per_param) for _, layout in best[:top]]
-    return sorted((one for one in whole if one.fits), key=lambda one: one.step_s)
+        ops += played.ops
+        found = sorted([*found, (played.step_s, bound.layout)], key=lambda one: one[0])
+    return _ranked(found, task, top, rejections)
 
 
-def _quickly(model: ModelSpec, job: Job, layout: Layout, hardware: Hardware, states_per_param: int) -> float | str:
-    """Return about how long a step takes, from whole bodies on the clock, or why the layout does not fit.
+def _ranked(
+    found: Sequence[tuple[float, Layout]], task: _Task, top: int, rejections: list[Rejection]
+) -> list[Prediction]:
+    """Play the best op by op, and those that may be as fast; return them in order."""
+    last_s = found[:top][-1][0] * SURE if found else 0.0
+    kept = [
+        (index < top or (layout.pp > 1 and step_s <= last_s), layout) for index, (step_s, layout) in enumerate(found)
+    ]
+    whole = [
+        predict(task.model, task.job, layout, task.hardware, task.states_per_param)
+        for is_near, layout in kept
+        if is_near
+    ]
+    ranked = sorted((one for one in whole if one.fits), key=lambda one: one.step_s)
+    steps = {layout: step_s for step_s, layout in found} | {one.layout: one.step_s for one in ranked}
+    named = {one.layout for one in ranked[:top]}
+    rejections.extend(
+        Rejection(layout, "slower", f"about {steps[layout]:.4g} s a step") for _, layout in found if layout not in named
+    )
+    return ranked[:top]
+
+
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """About how long a step takes, and what playing it took."""
+
+    step_s: float
+    ops: int
+
+
+def _quickly(layout: Layout, task: _Task) -> _Played | str:
+    """Play whole bodies; return why the layout does not fit instead.
 
     Memory is that of few micro-batches: a pipeline that is full holds no more.
     """
+    model, job, hardware = task.model, task.job, task.hardware
     share = -(-job.train.global_batch // layout.dp)
     size = min(layout.microbatch or share, share)
-    few = min(-(-share // size), 2 * layout.pp * layout.virtual_stages + 1)
-    for program in programs_of(model, _with_batch(job, few * size * layout.dp), layout, hardware.devices_per_node):
-        use = memory.during_step(program, states_per_param)
+    most = 2 * layout.pp * layout.virtual_stages + 1
+    programs = programs_of(model, job, layout, hardware.devices_per_node)
+    few = programs
+    if -(-share // size) > most:
+        few = programs_of(model, _with_batch(job, most * size * layout.dp), layout, hardware.devices_per_node)
+    for program in few:
+        use = memory.during_step(program, task.states_per_param)
         if use.total > hardware.memory_bytes:
             return _needs(use, hardware)
-    return clock.step_s(programs_of(model, job, layout, hardware.devices_per_node), hardware)
+    ops = sum(sum(map(len, program.bodies.values())) + len(program.stages[0]) for program in programs)
+    return _Played(clock.step_s(programs, hardware), ops)
 
 
 def _with_batch(job: Job, global_batch: int) -> Job:
@@ -316,21 +372,22 @@ def _scheduled(layout: Layout) -> Iterator[Layout]:
 # -- bounds ----------------------------------------------------------------------------------------
 
 
-def _bound(layout: Layout, totals: _Totals, job: Job, hardware: Hardware, states_per_param: int) -> _Bound:
-    """Bound step time and memory from below: no communication, stages of equal size, nothing but what must be held."""
+def _bound(layout: Layout, task: _Task) -> _Bound:
+    """Bound step time and memory from below (see above): nothing is sent over the data axis, only what must be is held."""
+    job, hardware, totals = task.job, task.hardware, task.totals
     dtype = COMPUTE_DTYPE[job.numerics.precision]
     share = -(-job.train.global_batch // layout.dp)
-    size = min(layout.microbatch or share, share)
-    microbatches = -(-share // size)
-    again = totals.block_flops if layout.recompute == "full" else 0.0
-    flops = (PASSES * totals.flops + again) * share * layout.dp
-    bubble = (layout.pp - 1) / microbatches / layout.virtual_stages
-    step_s = flops / layout.world_size / hardware.flops_per_s[dtype] * (1 + bubble)
+    microbatches = -(-share // min(layout.microbatch or share, share))
+    size = -(-share // microbatches)
+    once_s = task.compute_s(layout, size)
+    filling = layout.pp if layout.virtual_stages > 1 else microbatches * (1 - (1 - 1 / microbatches) ** layout.pp)
     numel = (totals.cut_numel / layout.tp + totals.whole_numel) / layout.pp
+    updated = numel * UPDATE_PASSES * max(BYTES_OF[dtype], 4) / layout.dp_shard
+    update_s = updated / hardware.memory_bytes_per_s / hardware.memory_efficiency + hardware.step_s
     kept = {"none": totals.saved, "selective": totals.saved_selective, "full": totals.inputs}[layout.recompute]
-    in_flight = min(layout.pp, microbatches) / layout.pp
-    activations = kept * size * in_flight * BYTES_OF[dtype] / layout.tp
-    return _Bound(layout, step_s, numel * _bytes_per_param(layout, dtype, states_per_param) + activations)
+    activations = kept * size * min(layout.pp, microbatches) / layout.pp * BYTES_OF[dtype] / layout.tp
+    held = numel * _bytes_per_param(layout, dtype, task.states_per_param) + activations
+    return _Bound(layout, microbatches * once_s / filling + update_s, held)
 
 
 def _bytes_per_param(layout: Layout, dtype: str, states_per_param: int) -> float:

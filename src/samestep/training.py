@@ -18,16 +18,17 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from samestep import hardware, memory, search
 from samestep.datasets import Batch, Dataset, batches, open_dataset, open_tokenizer, sample_indices
 from samestep.errors import CheckpointError, JobError, LayoutError, ModelError, SamestepError
 from samestep.job import Job
@@ -41,6 +42,11 @@ from samestep.runtime.run import Run, Source, StepReport, holder_of, prepare
 from samestep.runtime.update import check_optimizer
 from samestep.strategies import program_of
 
+T = TypeVar("T")
+AUTO = "auto"
+"""The word for a layout that is searched for."""
+_TRIED_LAYOUTS = 40
+"""The fastest of a search: some may not suit the optimizer."""
 _TOKENS_LOOKED_AT = 2**24
 """Of a file of tokens, which may be far larger than memory."""
 
@@ -101,6 +107,8 @@ class Checked:
     """The last step."""
     resume_from: Path | None
     """The checkpoint to go on from."""
+    why: str = ""
+    """Of a layout that was searched for: what was chosen, and why."""
 
     @property
     def job(self) -> Job:
@@ -126,7 +134,7 @@ def train(
 
     Args:
         job: what to compute.
-        layout: where; without it the job's own, and without that replicas over all ranks.
+        layout: where; without it the job's own, and without that replicas over all ranks. `auto` searches for it.
         ranks: worker processes; without it as many as the layout has.
         steps: end after this step; the learning rate goes on as if the job's own number were meant.
         out: the run folder; without it a new one below `runs`.
@@ -145,6 +153,8 @@ def train(
         place = launch.join(run.device, timeout_s=run.timeout_s, ranks_per_node=run.ranks_per_node, threads=run.threads)
     checked = check(job, layout=layout, ranks=ranks, steps=steps, out=out, resume=resume, place=place)
     if place is None or place.rank == 0:
+        if checked.why:
+            print(checked.why, flush=True)
         _warn(checked, place)
         _make(checked.folder)
     if place is not None:
@@ -179,19 +189,43 @@ def check(
     Raises:
         SamestepError: the job, layout or data cannot run; the text says what would.
     """
-    where, _ = resolve_layout(job, layout, place.world_size if place else ranks)
+    ranks = place.world_size if place else ranks
+    where = None if layout == AUTO else resolve_layout(job, layout, ranks)[0]
     until = job.train.steps if steps is None else steps
     if until > job.train.steps:
         raise JobError(
             f"--steps {until} is beyond train.steps = {job.train.steps}, where the learning rate ends: "
             f"--set train.steps={until} works"
         )
-    folder = _agreed_folder(out, resume, place)
+    folder = _agreed(lambda: _run_folder(out, resume), place)
     resume_from = _resume_from(folder, job, until) if resume else None
     workload = Workload(job)
+    why = ""
+    if where is None:
+        where, why = _agreed(lambda: _searched(workload, ranks or job.run.ranks), place)
     program_of(workload.spec, job, where, place.ranks_per_node if place else job.run.ranks_per_node)
     check_optimizer(workload.source.optimizer, workload.spec, where)
-    return Checked(workload, where, folder, until, resume_from)
+    return Checked(workload, where, folder, until, resume_from, why)
+
+
+def _searched(workload: Workload, ranks: int | None) -> tuple[Layout, str]:
+    """Search the fastest layout of so many ranks on this machine that the optimizer can follow; say what it was."""
+    job, count = workload.job, ranks or launch.default_ranks(workload.job.run.device)
+    machine = hardware.own_or("cpu-laptop")
+    states = memory.states_per_param(job)
+    found = search.plan(workload.spec, job, machine, count, top=_TRIED_LAYOUTS, states_per_param=states)
+    reason = found.nearest
+    for best in found.best:
+        try:
+            check_optimizer(workload.source.optimizer, workload.spec, best.layout)
+        except LayoutError as error:
+            reason = str(error)
+            continue
+        return best.layout, (
+            f'layout "{best.layout}", the fastest of {found.considered} on {count} devices of {machine.name}: '
+            f"{best.step_s:.3g} s a step foreseen, bound by {search.binds(best)}"
+        )
+    raise LayoutError(f"--layout auto found none for {count} ranks: {reason}")
 
 
 def resolve_layout(job: Job, layout: Layout | str | None, ranks: int | None) -> tuple[Layout, int]:
@@ -356,20 +390,20 @@ def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any)
         )
 
 
-def _agreed_folder(out: str | Path | None, resume: bool, place: Place | None) -> Path:
-    """Return the run folder, as rank 0 sees it: clocks differ, and the others may look when it has begun to write."""
+def _agreed(decide: Callable[[], T], place: Place | None) -> T:
+    """Return what rank 0 decides: clocks and profiles differ, and the others may look when it has begun to write."""
     if place is None or place.world_size == 1:
-        return _run_folder(out, resume)
+        return decide()
     told: list[Any] = [None]
     if place.rank == 0:
         try:
-            told = [_run_folder(out, resume)]
+            told = [decide()]
         except SamestepError as error:
             told = [error]
     dist.broadcast_object_list(told, src=0, device=place.device)
     if isinstance(told[0], SamestepError):
         raise told[0]
-    return Path(told[0])
+    return cast(T, told[0])
 
 
 def _run_folder(out: str | Path | None, resume: bool) -> Path:

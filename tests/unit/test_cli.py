@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import samestep
-from samestep import catalog, cli, training
+from samestep import catalog, cli, memory, training
 from tests import small
 
 
@@ -274,7 +274,7 @@ def test_the_states_of_an_optimizer_are_those_that_torch_keeps(name: str, option
     param.grad = torch.ones(6, 4)
     optimizer.step()
     kept = [value for value in optimizer.state[param].values() if isinstance(value, torch.Tensor)]
-    assert catalog.states_per_param(job) == sum(value.shape == param.shape for value in kept)
+    assert memory.states_per_param(job) == sum(value.shape == param.shape for value in kept)
 
 
 # -- simulate and the catalog ----------------------------------------------------------------------

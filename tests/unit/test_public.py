@@ -45,6 +45,7 @@ def test_the_public_names_are_these() -> None:
         "batches",
         "launch",
         "load",
+        "measure",
         "parallelize",
         "train",
         "verify",

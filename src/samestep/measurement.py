@@ -1,0 +1,344 @@
+"""The verb `measure`: the hardware profile of the machine it runs on, in about a minute, every number with its source.
+
+All workers measure at the same time, one a device, since that is how they compute in a training step: on a CPU they
+share the memory, and what one core reaches alone is not what each of two reaches.
+
+    products     x^3 for growing x and each dtype; the best rate is the dtype's, all rates stand in its source
+    memory       a copy of a large buffer, bytes read and written
+    launch       an operation on one element: what the host needs to start it; on a GPU, behind a product that keeps the
+                 queue full, what the shortest kernel takes
+    link         all_reduce by size; T = 2 (n-1) (a + S/(nB)) gives a from the smallest message and B from the largest
+    overlap      products beside an all_reduce against both alone
+
+A figure is the best of several: what else a machine does only ever makes it slower.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import tomli_w
+import torch
+import torch.distributed as dist
+
+from samestep import hardware
+from samestep.errors import SamestepError
+from samestep.hardware import Hardware
+from samestep.report import write_whole
+from samestep.runtime import launch
+from samestep.runtime.launch import Place
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+EDGES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
+"""Of the cubes that are multiplied."""
+COPIED_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
+MESSAGES = {
+    "cpu": (2**10, 2**14, 2**18, 2**21, 2**24, 2**26),
+    "cuda": (2**10, 2**14, 2**18, 2**22, 2**25, 2**28),
+}
+"""Bytes of what is sent."""
+ENOUGH_S = 0.5
+"""A figure is repeated for about so long, and a larger product is left out that would take more."""
+_TINY = 200  # operations on one element, one after the other
+_MOST_RANKS = 8  # of a CPU: more would share what they measure
+_FULL_QUEUE_EDGE = 8192
+_OVERLAPS_BELOW = 0.9  # of both times one after the other
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """What one rank has measured; seconds, bytes and FLOPs a second."""
+
+    products: dict[str, dict[int, float]]
+    """FLOP/s by dtype and edge."""
+    copied_bytes_per_s: float
+    launch_s: float
+    kernel_s: float
+    memory_bytes: int
+    num_units: int
+    device: str
+    attention_part: float | None = None
+    """What a fused causal attention reaches of bfloat16's rate."""
+    sent: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Seconds by collective and bytes of the whole buffer."""
+    beside_s: tuple[float, float, float] | None = None
+    """Products alone, all_reduce alone, both beside each other."""
+
+
+def measure(out: str | Path | None = None, *, ranks: int | None = None, device: str = "auto") -> Hardware:
+    """Measure this machine and write its profile, by default where `plan` looks for it.
+
+    Args:
+        out: a TOML file; without it the user's own, `hardware.own_path()`.
+        ranks: devices that measure at once; without it all GPUs, or one a core and at least two.
+        device: cpu, cuda or auto.
+
+    Raises:
+        SamestepError: the file cannot be written; nothing has been measured.
+    """
+    path = Path(out) if out is not None else hardware.own_path()
+    _check_writable(path)
+    count = ranks or _default_ranks(device)
+    figures = launch.run_workers(_measured, ranks=count, device=device, quiet=True)
+    write_whole(path, _as_toml(figures, count))
+    return hardware.load(path)
+
+
+def _default_ranks(device: str) -> int:
+    if device != "cpu" and torch.cuda.device_count():
+        return torch.cuda.device_count()
+    return max(2, min(os.cpu_count() or 1, _MOST_RANKS))
+
+
+def _check_writable(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        existed = path.exists()
+        path.open("a").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise SamestepError(f"{path} cannot be written: {error.strerror}") from None
+
+
+# -- on every rank -----------------------------------------------------------------------------------------------------
+
+
+def _measured(place: Place) -> _Figures:
+    """Measure with all ranks at once; collective."""
+    device = place.device
+    kind = device.type
+    products = {name: _products(dtype, EDGES[kind], place) for name, dtype in DTYPES.items()}
+    one = torch.zeros(1, device=device)
+
+    def tiny() -> None:
+        for _ in range(_TINY):
+            one.add_(1.0)
+
+    launch_s = _best_s(tiny, place, waits=False) / _TINY
+    return _Figures(
+        products=products,
+        copied_bytes_per_s=_copied_bytes_per_s(place),
+        launch_s=launch_s,
+        kernel_s=_kernel_s(tiny, device) if kind == "cuda" else 0.0,
+        memory_bytes=_memory_bytes(place),
+        num_units=torch.cuda.get_device_properties(device).multi_processor_count if kind == "cuda" else 0,
+        device=torch.cuda.get_device_name(device) if kind == "cuda" else "a core",
+        attention_part=_attention_part(max(products["bfloat16"].values()), place) if kind == "cuda" else None,
+        sent={name: _sent(send, place) for name, send in _COLLECTIVES.items()} if place.world_size > 1 else {},
+        beside_s=_beside_s(place) if place.world_size > 1 else None,
+    )
+
+
+def _best_s(work: Callable[[], Any], place: Place, *, waits: bool = True, collective: bool = False) -> float:
+    """Time `work` several times on all ranks at once; return the best of this rank's.
+
+    Args:
+        work: what is timed.
+        place: where.
+        waits: until the device has done it, not only until it was started.
+        collective: every rank must do it equally often; rank 0 says how often.
+    """
+    on_gpu = place.device.type == "cuda"
+
+    def once() -> float:
+        if on_gpu:
+            torch.cuda.synchronize()
+        start_s = time.perf_counter()
+        work()
+        if on_gpu and waits:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start_s
+
+    once()  # what is made at the first use is not timed
+    first_s = once()
+    count = max(3, min(50, int(ENOUGH_S / max(first_s, 1e-6))))
+    if collective:
+        told = torch.tensor([count], device=place.device)
+        dist.broadcast(told, src=0)
+        count = int(told.item())
+    return min(first_s, *(once() for _ in range(count)))
+
+
+def _products(dtype: torch.dtype, edges: tuple[int, ...], place: Place) -> dict[int, float]:
+    """Return FLOP/s by edge; a larger product is left out where it would take too long."""
+    found: dict[int, float] = {}
+    for edge in edges:
+        if found and 2 * edge**3 / max(found.values()) > ENOUGH_S:
+            break
+        a, b = (torch.ones(edge, edge, dtype=dtype, device=place.device) for _ in range(2))
+        result = torch.empty_like(a)
+        found[edge] = 2 * edge**3 / _best_s(functools.partial(torch.mm, a, b, out=result), place)
+    return found
+
+
+def _copied_bytes_per_s(place: Place) -> float:
+    source = torch.ones(COPIED_BYTES[place.device.type], dtype=torch.uint8, device=place.device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _best_s(lambda: target.copy_(source), place)
+
+
+def _kernel_s(tiny: Callable[[], None], device: torch.device) -> float:
+    """Return what the shortest kernels take one after the other: the host is ahead, behind a long product."""
+    a = torch.ones(_FULL_QUEUE_EDGE, _FULL_QUEUE_EDGE, device=device)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    found: list[float] = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        torch.mm(a, a)
+        start.record()
+        tiny()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) / 1e3 / _TINY)
+    return min(found)
+
+
+def _attention_part(best_flops_per_s: float, place: Place) -> float:
+    """Return what a causal attention of 16 heads of 128 over 4,096 tokens reaches, its masked half left out."""
+    length, heads, width = 4096, 16, 128
+    q, k, v = (torch.ones(1, heads, length, width, dtype=torch.bfloat16, device=place.device) for _ in range(3))
+    taken_s = _best_s(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), place)
+    return min(1.0, 2 * length * length * width * heads / taken_s / best_flops_per_s)
+
+
+def _memory_bytes(place: Place) -> int:
+    """Return what one device has; the devices of a CPU share the machine's."""
+    if place.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(place.device)[1])
+    return int(psutil.virtual_memory().total) // place.world_size
+
+
+# torch 2.13 renamed it and deprecates the old name.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _all_reduce(buffer: torch.Tensor) -> None:
+    dist.all_reduce(buffer)
+
+
+def _all_gather(buffer: torch.Tensor) -> None:
+    part = buffer.chunk(dist.get_world_size())[dist.get_rank()]
+    _gather(buffer, part.clone())
+
+
+_COLLECTIVES = {"all_reduce": _all_reduce, "all_gather": _all_gather}
+
+
+def _sent(send: Callable[[torch.Tensor], None], place: Place) -> dict[int, float]:
+    found = {}
+    for size in MESSAGES[place.device.type]:
+        numel = size // 4 // place.world_size * place.world_size
+        buffer = torch.zeros(max(numel, place.world_size), device=place.device)
+        found[buffer.nbytes] = _best_s(functools.partial(send, buffer), place, collective=True)
+    return found
+
+
+def _beside_s(place: Place) -> tuple[float, float, float]:
+    """Time products, an all_reduce, and both beside each other, each about as long."""
+    kind = place.device.type
+    edge, size = EDGES[kind][-2], MESSAGES[kind][-2]
+    a, buffer = torch.ones(edge, edge, device=place.device), torch.zeros(size // 4, device=place.device)
+    result = torch.empty_like(a)
+    send_s = _best_s(lambda: dist.all_reduce(buffer), place, collective=True)
+    once_s = _best_s(lambda: torch.mm(a, a, out=result), place, collective=True)
+    told = torch.tensor([max(1, round(send_s / once_s))], device=place.device)
+    dist.broadcast(told, src=0)
+
+    def compute() -> None:
+        for _ in range(int(told)):
+            torch.mm(a, a, out=result)
+
+    def both() -> None:
+        work = dist.all_reduce(buffer, async_op=True)
+        compute()
+        work.wait()
+
+    return _best_s(compute, place, collective=True), send_s, _best_s(both, place, collective=True)
+
+
+# -- the profile -------------------------------------------------------------------------------------------------------
+
+
+def _as_toml(figures: _Figures, ranks: int) -> str:
+    """Write figures as a profile; every number has its source."""
+    best = {name: max(rates.values()) for name, rates in figures.products.items()}
+    on_gpu = figures.num_units > 0
+    table: dict[str, Any] = {
+        "memory_bytes": figures.memory_bytes,
+        "memory_bytes_per_s": _rounded(figures.copied_bytes_per_s),
+        "devices_per_node": ranks,
+        "launch_s": _rounded(figures.launch_s),
+    }
+    sources = {
+        "memory_bytes": f"measured: {figures.device}" if on_gpu else f"measured: the machine's by {ranks}",
+        "memory_bytes_per_s": "measured: copy of a large buffer, bytes read and written, all devices at once",
+        "devices_per_node": f"measured: {ranks} devices of this machine",
+        "launch_s": f"measured: {_TINY} operations on one element, one after the other",
+    }
+    if on_gpu:
+        table |= {"num_units": figures.num_units, "kernel_s": _rounded(figures.kernel_s)}
+        sources["num_units"] = f"measured: as the driver says of {figures.device}"
+        sources["kernel_s"] = "measured: kernels on one element behind a long product"
+    table["overlap"], sources["overlap"] = _overlap(figures)
+    table["flops_per_s"] = {name: _rounded(rate) for name, rate in best.items()}
+    for name, rates in figures.products.items():
+        curve = ", ".join(f"{edge}^3 {rate:.3g}" for edge, rate in rates.items())
+        sources[f"flops_per_s.{name}"] = f"measured: FLOP/s of products {curve}; the best"
+    if on_gpu:
+        table["efficiency"] = dict.fromkeys(best, 1.0) | {"attention": _rounded(figures.attention_part or 1.0)}
+        sources |= {
+            f"efficiency.{name}": "measured: the peak given here is what the best product reaches" for name in best
+        }
+        sources["efficiency.attention"] = "measured: causal, 16 heads of 128, 4,096 tokens, forward"
+    table["intra"], about = _intra(figures, ranks)
+    sources |= {f"intra.{key}": text for key, text in about.items()}
+    table["inter"] = {"latency_s": max(table["intra"]["latency_s"], 20e-6), "bytes_per_s": 0.125e9}
+    sources["inter.latency_s"] = "assumed: no less than inside the machine, and 20 us"
+    sources["inter.bytes_per_s"] = "assumed: gigabit Ethernet; write here what your network has"
+    return tomli_w.dumps({**table, "sources": sources})
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _overlap(figures: _Figures) -> tuple[bool, str]:
+    if figures.beside_s is None:
+        return True, "assumed: one device sends nothing"
+    compute_s, send_s, both_s = figures.beside_s
+    said = f"products {compute_s:.3g} s, all_reduce {send_s:.3g} s, both at once {both_s:.3g} s"
+    return both_s < _OVERLAPS_BELOW * (compute_s + send_s), f"measured: {said}"
+
+
+def _intra(figures: _Figures, ranks: int) -> tuple[dict[str, float], dict[str, str]]:
+    """Fit the ring's latency and bandwidth to the smallest and the largest all_reduce."""
+    if ranks == 1:
+        link = {"latency_s": 10e-6, "bytes_per_s": 25e9}
+        return link, dict.fromkeys(link, "assumed: one device sends nothing; PCI Express 4.0, 16 lanes")
+    times = figures.sent["all_reduce"]
+    small, large = min(times), max(times)
+    hops = 2 * (ranks - 1)
+    latency_s = times[small] / hops
+    moving_s = max(times[large] - times[small], 0.01 * times[large])
+    link = {"latency_s": _rounded(latency_s), "bytes_per_s": _rounded(hops / ranks * (large - small) / moving_s)}
+    said = {
+        name: ", ".join(f"{size:,} B {taken_s * 1e6:.4g} us" for size, taken_s in found.items())
+        for name, found in figures.sent.items()
+    }
+    return link, {
+        "latency_s": f"measured: all_reduce of {small:,} B on {ranks} ranks, {hops} hops",
+        "bytes_per_s": "measured: " + "; ".join(f"{name} on {ranks} ranks {text}" for name, text in said.items()),
+    }

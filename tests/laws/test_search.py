@@ -1,0 +1,178 @@
+"""Laws of `plan`: nothing legal is better than what it finds, and nothing is thrown out without a reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep import search
+from samestep.decoder import Decoder, spec
+from samestep.errors import LayoutError
+from samestep.hardware import Hardware, load
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.model import ModelSpec
+from samestep.prediction import Prediction, predict
+from samestep.search import Plan, plan
+from tests.laws.models import LAW, blocks, machine
+
+TINY = Decoder(layers=4, hidden=64, heads=4, vocab=512, sequence=64)
+ODD = Decoder(layers=3, hidden=60, heads=3, vocab=500, sequence=48)
+MODELS = {"tiny": spec(TINY, "tiny"), "odd": spec(ODD, "odd"), "tied": spec(replace(TINY, tied=True), "tied")}
+COSTLY = blocks(4, 256, 256, forward_flops=10**9, saved_elements=10**6, input_elements=10**4)
+MACHINES = {
+    "free": machine(),
+    "slow": machine(bytes_per_s=1e9, latency_s=1e-5, memory_bytes_per_s=1e11, devices_per_node=4),
+    "alone": machine(bytes_per_s=1e9, latency_s=1e-4, memory_bytes_per_s=1e11, overlap=False, devices_per_node=2),
+    "a100": load("a100-80x8"),
+}
+
+
+def job(global_batch: int = 16, precision: str = "bf16") -> Job:
+    return Job(train={"global_batch": global_batch}, numerics={"precision": precision}, data={"sequence_length": 64})
+
+
+def every(model: ModelSpec, given: Job, hardware: Hardware, devices: int) -> list[Prediction]:
+    """Every legal layout of the search's words that fits, each played in full: no bound has a say in it."""
+    found = []
+    splits = [
+        (tp, pp, devices // tp // pp)
+        for tp in range(1, min(devices, hardware.devices_per_node) + 1)
+        for pp in range(1, devices // tp + 1)
+        if devices % (tp * pp) == 0
+    ]
+    degrees = []
+    for tp, pp, dp in splits:
+        inside = max(1, hardware.devices_per_node // tp)
+        base = Layout(
+            tp=tp, pp=pp, sequence_parallel=tp > 1 and not model.sequence_refusal and model.sequence % tp == 0
+        )
+        degrees.append(replace(base, dp_replicate=dp))
+        for shard in {dp, inside if dp % inside == 0 else dp} - {1}:
+            sharded = replace(base, dp_replicate=dp // shard, dp_shard=shard, zero=1)
+            degrees += [replace(sharded, zero=zero) for zero in (1, 2, 3)]
+    for split in degrees:
+        for layout in search._switched(split, given):
+            try:
+                one = predict(model, given, layout, hardware)
+            except LayoutError:
+                continue
+            found += [one] if one.fits else []
+    return found
+
+
+@pytest.mark.parametrize(
+    ("what", "where"), [("tiny", "slow"), ("odd", "a100"), ("tied", "alone"), ("odd", "free"), ("tied", "slow")]
+)
+def test_the_best_of_a_small_search_is_the_best_of_all(what: str, where: str) -> None:
+    model, hardware = MODELS[what], MACHINES[where]
+    found = plan(model, job(6), hardware, 4, top=3)
+    all_of_them = sorted(one.step_s for one in every(model, job(6), hardware, 4))
+    assert [one.step_s for one in found.best] == pytest.approx(all_of_them[:3])
+
+
+@pytest.mark.parametrize("part", [0.2, 0.5, 0.8])
+def test_where_memory_is_short_the_best_is_the_best_of_what_fits(part: float) -> None:
+    roomy = plan(COSTLY, job(), MACHINES["slow"], 4, top=1)
+    hardware = replace(MACHINES["slow"], memory_bytes=int(part * roomy.best[0].peak.total))
+    found = plan(COSTLY, job(), hardware, 4)
+    fitting = every(COSTLY, job(), hardware, 4)
+    assert (found.best == ()) == (fitting == [])
+    if fitting:
+        assert found.best[0].step_s == pytest.approx(min(one.step_s for one in fitting))
+        assert all(one.fits for one in found.best)
+    else:
+        assert "comes nearest" in found.nearest
+
+
+@LAW
+@given(st.sampled_from(sorted(MODELS)), st.sampled_from(sorted(MACHINES)), st.sampled_from([1, 3, 6, 8]), st.data())
+def test_a_bound_is_never_above_what_it_bounds(what: str, where: str, devices: int, data: st.DataObject) -> None:
+    model, hardware, given_job = MODELS[what], MACHINES[where], job(data.draw(st.integers(1, 20)))
+    task = search._Task(model, given_job, hardware, 2)
+    splits = list(search._degrees(devices, task.totals, hardware, []))
+    layout = data.draw(st.sampled_from([one for split in splits for one in search._switched(split, given_job)]))
+    try:
+        played = predict(model, given_job, layout, hardware)
+    except LayoutError:
+        return
+    bound = search._bound(layout, task)
+    assert bound.step_s <= played.step_s * (1 + 1e-9)
+    assert bound.memory_bytes <= played.peak.total
+
+
+@pytest.mark.parametrize("devices", [1, 6, 8])
+def test_every_layout_is_accounted_for_with_a_reason(devices: int) -> None:
+    found = plan(MODELS["odd"], job(12), MACHINES["slow"], devices)
+    assert all(one.reason and one.rule in {"refused", "memory", "slower", "unplayed"} for one in found.rejections)
+    counts = Counter(one.layout for one in found.rejections)
+    counts.update(one.layout for one in found.best)
+    assert set(counts.values()) == {1}
+    beyond = sum("leaves the node" in one.reason for one in found.rejections)
+    assert len(counts) == found.considered + beyond
+    assert all(layout.world_size == devices for layout in counts)
+
+
+def test_no_layout_changes_the_batch() -> None:
+    for global_batch in (1, 7, 16):
+        found = plan(MODELS["tiny"], job(global_batch), MACHINES["a100"], 4)
+        for one in found.best:
+            steps = [program.step for program in one.programs]
+            assert {step.global_batch for step in steps} == {global_batch}
+            assert one.tokens == global_batch * 64
+            assert steps[0].num_microbatches * steps[0].microbatch_samples * one.layout.dp >= global_batch
+
+
+def test_a_search_that_ends_early_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = plan(MODELS["tiny"], job(), MACHINES["slow"], 4, top=2)
+    monkeypatch.setattr(search, "MOST_OPS", 1)
+    short = plan(MODELS["tiny"], job(), MACHINES["slow"], 4, top=2)
+    assert not any(one.rule == "unplayed" for one in whole.rejections)
+    assert any(one.rule == "unplayed" for one in short.rejections)
+    assert short.best[0].step_s >= whole.best[0].step_s
+
+
+def test_nothing_fits_names_what_comes_nearest() -> None:
+    found = plan(MODELS["tiny"], job(), replace(MACHINES["a100"], memory_bytes=1000), 2)
+    assert found.best == ()
+    assert found.nearest.startswith('nothing fits; "')
+    assert {one.rule for one in found.rejections} <= {"memory", "refused"}
+    assert search.as_text(found).startswith("nothing fits")
+
+
+def test_the_fewest_devices_are_the_first_that_fit() -> None:
+    one = plan(COSTLY, job(4), MACHINES["slow"], 1, top=1)
+    least = min(p.peak.total for p in every(COSTLY, job(4), MACHINES["slow"], 1))
+    assert one.best
+    found = search.fewest(COSTLY, job(4), replace(MACHINES["slow"], memory_bytes=least - 1), 8)
+    assert found.devices == 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        ("dp=4 zero=1 accumulate=full", "cannot be: accumulate=full is about sharded gradients"),
+        ("pp=8", 'cannot be: pp=8 makes 8 runs of layers of the 4 blocks of tiny: pp=4 works; "'),
+    ],
+)
+def test_why_names_the_rule_and_what_works(layout: str, says: str) -> None:
+    found = plan(MODELS["tiny"], job(), MACHINES["slow"], 4)
+    text = search.explain_layout(MODELS["tiny"], job(), MACHINES["slow"], Layout.parse(layout), found)
+    assert says in text
+    assert text.endswith(" works")
+
+
+def _why(found: Plan, layout: str) -> str:
+    return search.explain_layout(MODELS["tiny"], job(), found.hardware, Layout.parse(layout), found)
+
+
+def test_why_tells_the_fastest_the_slower_and_the_too_large() -> None:
+    found = plan(MODELS["tiny"], job(), MACHINES["slow"], 4)
+    assert "is the fastest" in _why(found, str(found.best[0].layout))
+    assert "times the step of" in _why(found, "dp=4 microbatch=1 recompute=full")
+    small = replace(found.hardware, memory_bytes=found.best[0].peak.total // 100)
+    assert "does not fit: needs" in _why(plan(MODELS["tiny"], job(), small, 4), "dp=4")

@@ -1,0 +1,156 @@
+"""Famous runs by name, and the page that draws a step."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from samestep import cases, cli, picture
+from samestep.hardware import load
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.prediction import Prediction, predict
+from samestep.presets import preset
+
+
+def gpt2(layout: str) -> Prediction:
+    job = Job(train={"global_batch": 16}, numerics={"precision": "bf16"})
+    return predict(preset("gpt2"), job, Layout.parse(layout), load("a100-80x8"))
+
+
+# -- cases -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", cases.RUNS)
+def test_a_famous_run_says_batch_tokens_days_and_what_was_published(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["simulate", "--case", name]) == 0
+    said = capsys.readouterr().out
+    run = cases.RUNS[name]
+    devices = int(re.search(r"([\d,]+) A100", run.title)[1].replace(",", ""))  # type: ignore[index]
+    assert Layout.parse(run.layout).world_size == devices
+    assert f"{run.global_batch} sequences of {run.sequence}, {run.global_batch * run.sequence:,} tokens" in said
+    assert f"{run.tokens:.3g} tokens in all" in said
+    assert ": fits\n" in said
+    days = float(re.search(r"tokens take ([\d.]+) days", said)[1])  # type: ignore[index]
+    found = run.predict()
+    assert days == pytest.approx(run.tokens / found.tokens * found.step_s / 86400, abs=0.06)
+    assert "\npublished: " in said
+
+
+def test_zero_saves_what_the_paper_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "--case", "zero-memory"]) == 0
+    paper = capsys.readouterr().out.splitlines()[1]
+    assert [float(size) for size in re.findall(r"zero=\d +([\d.]+)", paper)] == [120.0, 31.4, 16.6, 1.9]
+
+
+def test_more_devices_are_faster_and_the_ring_beats_the_root(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "--case", "data-parallel"]) == 0
+    speeds = [
+        [float(x) for x in re.findall(r"([\d.]+) times", line)] for line in capsys.readouterr().out.splitlines()[1:]
+    ]
+    rings = [ring for ring, _ in speeds]
+    assert rings == sorted(rings)
+    assert all(ring <= count + 0.005 for ring, count in zip(rings, (1, 2, 4, 8), strict=True))
+    assert all(ring > root for ring, root in speeds[1:])
+
+
+def test_pipelines_beat_the_naive_way_by_the_formula() -> None:
+    whole, piped = (cases._gpt2(f"pp=4 microbatch={size}", "gpt2-xl", 32) for size in (32, 4))
+    assert whole.bubble_fraction == pytest.approx(0.75, abs=0.03)
+    assert piped.bubble_fraction == pytest.approx(3 / 11, abs=0.08)
+    assert 1.5 < whole.step_s / piped.step_s < 32 / 11
+
+
+def test_the_list_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "--case", "list"]) == 0
+    named = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert named == [*cases.RUNS, *cases.COMPARISONS]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--case", "gpt3"], "no case 'gpt3' (did you mean 'gpt3-4096'?)"),
+        (["--case", "llama-65b", "--layout", "dp=2"], "has a job and a layout of its own: leave --layout out"),
+        (["--case", "zero-memory", "--html", "x.html"], "--html is about one step"),
+    ],
+)
+def test_mistakes(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", *words]) == 2
+    complaint = capsys.readouterr().err
+    assert says in complaint
+    assert complaint.count("\n") == 1
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+class _Page(HTMLParser):
+    """Counts boxes, keeps tooltips, and refuses what would be loaded from elsewhere or run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.boxes: list[dict[str, str | None]] = []
+        self.tips: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in {"script", "link", "img", "iframe", "object"}
+        assert not {name for name, _ in attrs} & {"src", "href"}
+        if tag != "meta":
+            self.open.append(tag)
+        if tag == "rect":
+            self.boxes.append(dict(attrs))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-2:] == ["rect", "title"]:
+            self.tips.append(data)
+
+
+def read(text: str) -> _Page:
+    page = _Page()
+    page.feed(text)
+    assert page.open == []
+    return page
+
+
+def test_every_op_is_a_box_with_its_times() -> None:
+    found = gpt2("pp=2 dp=2 microbatch=2")
+    text = picture.to_html(found)
+    page = read(text)
+    spans = [span for span in found.timeline.spans if span.end_s > span.start_s]
+    assert len(page.boxes) == len(page.tips) == len(spans)
+    assert page.tips[0].startswith(f"{spans[0].name} of {spans[0].task}: ")
+    assert "url(" not in text
+    assert "stage 1 compute" in text
+    for box in page.boxes:
+        assert float(box["x"] or -1) >= picture._MARGIN
+        assert float(box["x"] or 0) + float(box["width"] or 0) <= picture._MARGIN + picture._WIDTH + 0.02
+
+
+def test_a_crowded_step_is_drawn_by_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = gpt2("pp=2 dp=2 microbatch=2")
+    monkeypatch.setattr(picture, "MOST_BOXES", 10)
+    boxes = read(picture.to_html(found)).boxes
+    tasks = {(span.stage, span.stream, span.task) for span in found.timeline.spans}
+    assert len(boxes) <= len(tasks)
+    ends = max(float(box["x"] or 0) + float(box["width"] or 0) for box in boxes)
+    assert ends == pytest.approx(picture._MARGIN + picture._WIDTH, abs=0.02)
+
+
+def test_simulate_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "--case", "llama-65b", "--json", tmp_path / "n.json", "--html", tmp_path / "p.html"]
+    assert cli.main([str(word) for word in words]) == 0
+    assert read((tmp_path / "p.html").read_text()).boxes
+    assert json.loads((tmp_path / "n.json").read_text())["devices"] == 2048
+    assert cli.main(["simulate", "--case", "llama-65b", "--html", "/nope/p.html"]) == 2
+    assert "/nope/p.html cannot be written" in capsys.readouterr().err

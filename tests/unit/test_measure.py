@@ -1,0 +1,146 @@
+"""The verb `measure`: a profile that loads, whose every number has a source; and who reads it."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from samestep import cli, hardware, measurement, search
+from samestep.hardware import load
+from tests import small
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurement, "EDGES", {"cpu": (16, 32)})
+    monkeypatch.setattr(measurement, "COPIED_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr(measurement, "MESSAGES", {"cpu": (2**10, 2**14)})
+    monkeypatch.setattr(measurement, "ENOUGH_S", 0.01)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_measured_profile_is_used_from_then_on(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", "--set", "model.source=preset:gpt2", "--devices", "2", "--top", "1", "--json", "plan.json"]
+    assert cli.main(plan) == 0
+    assert "hardware cpu-laptop: nothing was measured here" in capfd.readouterr().out
+    assert json.loads(Path("plan.json").read_text())["hardware"] == "cpu-laptop"
+
+    assert cli.main(["measure", "--device", "cpu"]) == 0
+    said = capfd.readouterr().out
+    path = home / ".cache" / "samestep" / "this-machine.toml"
+    assert f"written: {path}" in said
+    machine = load("this-machine")
+    assert f"{machine.memory_bytes_per_s / 1e9:.4g} GB/s" in said
+
+    assert cli.main(plan) == 0
+    assert "nothing was measured" not in capfd.readouterr().out
+    assert json.loads(Path("plan.json").read_text())["hardware"] == "this-machine"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.usefixtures("quick")
+def test_every_number_is_measured_or_said_to_be_assumed(ranks: int, tmp_path: Path) -> None:
+    machine = measurement.measure(tmp_path / "mine.toml", ranks=ranks, device="cpu")
+    table = tomllib.loads((tmp_path / "mine.toml").read_text())
+    sources = table.pop("sources")
+    keys = {
+        f"{key}.{part}" if isinstance(value, dict) else key
+        for key, value in table.items()
+        for part in (value if isinstance(value, dict) else [""])
+    }
+    assert keys == set(sources)
+    assumed = {key for key, text in sources.items() if not text.startswith("measured: ")}
+    assert assumed == {"inter.latency_s", "inter.bytes_per_s"} | (
+        {"intra.latency_s", "intra.bytes_per_s", "overlap"} if ranks == 1 else set()
+    )
+    assert all(sources[key].startswith("assumed: ") for key in assumed)
+    assert machine.devices_per_node == ranks
+    assert set(machine.flops_per_s) == set(measurement.DTYPES)
+    for dtype in machine.flops_per_s:  # a curve by size, and its best
+        rates = [float(rate) for rate in re.findall(r"\^3 (\S+?)[,;]", sources[f"flops_per_s.{dtype}"])]
+        assert len(rates) == 2
+        assert machine.flops_per_s[dtype] == pytest.approx(max(rates), rel=0.01)
+
+
+def test_the_link_is_fitted_to_what_a_ring_takes() -> None:
+    """Figures made of a latency and a bandwidth give these back, by the formula that `cost` prices with."""
+    ranks, latency_s, bytes_per_s = 4, 2e-5, 3e9
+    times = {size: 2 * (ranks - 1) * (latency_s + size / (ranks * bytes_per_s)) for size in measurement.MESSAGES["cpu"]}
+    figures = measurement._Figures(
+        products={"float32": {64: 1e9}}, copied_bytes_per_s=1e9, launch_s=1e-6, kernel_s=0.0, memory_bytes=1,
+        num_units=0, device="a core", sent={"all_reduce": times, "all_gather": times}, beside_s=(1.0, 1.0, 1.9),
+    )  # fmt: skip
+    link, _ = measurement._intra(figures, ranks)
+    assert link["latency_s"] == pytest.approx(latency_s, rel=0.02)
+    assert link["bytes_per_s"] == pytest.approx(bytes_per_s, rel=0.02)
+    assert measurement._overlap(figures)[0] is False
+
+
+def test_a_gpu_profile_loads_too(tmp_path: Path) -> None:
+    figures = measurement._Figures(
+        products={dtype: {4096: 5e14} for dtype in measurement.DTYPES}, copied_bytes_per_s=2e12, launch_s=5e-6, kernel_s=2e-6,
+        memory_bytes=80 * 10**9, num_units=132, device="GPU", attention_part=0.5,
+    )  # fmt: skip
+    (tmp_path / "gpu.toml").write_text(measurement._as_toml(figures, 1))
+    machine = load(tmp_path / "gpu.toml")
+    assert machine.num_units == 132
+    assert machine.efficiency["bfloat16"] == 1.0
+    assert machine.efficiency["attention"] == 0.5
+
+
+def test_what_cannot_be_written_is_said_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measurement.launch, "run_workers", lambda *_, **__: pytest.fail("it was measured"))
+    assert cli.main(["measure", "--out", "/proc/mine.toml"]) == 2
+    assert capsys.readouterr().err.startswith("samestep: /proc/mine.toml cannot be written: ")
+
+
+def test_what_was_not_measured_cannot_be_named(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--set", "model.source=preset:gpt2", "--devices", "2", "--hardware", "this-machine"]
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err == (
+        "samestep: nothing was measured of this machine: samestep measure writes this-machine\n"
+    )
+
+
+# -- train --layout auto -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("home")
+def test_auto_trains_in_the_layout_that_plan_finds(capfd: pytest.CaptureFixture[str]) -> None:
+    assert small.train("--layout", "auto", "--ranks", "2", "--out", "run", train__steps=2) == 0
+    said = capfd.readouterr().out.splitlines()[0]
+    found = re.match(
+        r'layout "(.+)", the fastest of \d+ on 2 devices of cpu-laptop: \S+ s a step foreseen, bound by ', said
+    )
+    assert found
+    assert Path("run/layout.txt").read_text() == found[1] + "\n"
+    assert len(small.losses(Path("run"))) == 2
+
+
+@pytest.mark.usefixtures("home")
+def test_auto_passes_over_what_the_optimizer_cannot_follow(capfd: pytest.CaptureFixture[str]) -> None:
+    """Adafactor does not treat every element by itself, so no weight may be cut over the data axis."""
+    words = {"optimizer__name": "adafactor", "optimizer__options": {}}
+    assert small.train("--dry-run", "--layout", "auto", "--ranks", "2", **words) == 0
+    assert "zero=" not in capfd.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.usefixtures("home")
+def test_auto_says_when_nothing_fits(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    tiny = search.replace(load("cpu-laptop"), memory_bytes=1000)
+    monkeypatch.setattr(hardware, "own_or", lambda _: tiny)
+    assert small.train("--layout", "auto", "--ranks", "2") == 2
+    assert "--layout auto found none for 2 ranks: nothing fits" in capfd.readouterr().err

@@ -1,0 +1,93 @@
+"""The verb `plan` as somebody types it: its table, its JSON, its mistakes; and it needs no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from samestep import cli
+
+GPT2 = ("--set", "model.source=preset:gpt2", "--set", "train.global_batch=8")
+A100 = ("--hardware", "a100-80x8", "--set", "numerics.precision=bf16")
+
+
+def run(*words: str | Path) -> int:
+    try:
+        return cli.main([str(word) for word in words])
+    except SystemExit as end:  # argparse's way
+        return int(end.code or 0)
+
+
+def test_the_table_and_the_json_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    assert run("plan", *GPT2, *A100, "--devices", 2, "--top", 2, "--json", file, "--days-for-tokens", "1B") == 0
+    said = capsys.readouterr().out
+    record = json.loads(file.read_text())
+    assert record["devices"] == 2
+    assert record["hardware"] == "a100-80x8"
+    assert len(record["best"]) == 2
+    assert record["best"][0]["step_s"] <= record["best"][1]["step_s"]
+    first = record["best"][0]
+    assert said.splitlines()[1].startswith(first["layout"] + " ")
+    assert f"{first['step_s']:.4g}" in said.splitlines()[1]
+    assert record["considered"] == len(record["best"]) + len(record["rejections"])
+    assert all(one["layout"] and one["rule"] and one["reason"] for one in record["rejections"])
+    days = 1e9 / (first["tokens_per_s_per_device"] * 2) / 86400
+    assert f"1e+09 tokens take {days:,.2f} days on 2 devices" in said
+
+
+def test_what_fits_nowhere_fails_and_names_what_comes_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--set", "model.source=preset:gpt3-175b", "--set", "train.global_batch=4")
+    assert run("plan", *words, *A100, "--devices", 4) == 1
+    said = capsys.readouterr().out
+    assert said.startswith('nothing fits; "')
+    assert "needs" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "the following arguments are required: --devices"),
+        (["--devices", "0"], "argument --devices: 0 is not a whole number of at least 1"),
+        (["--devices", "2", "--hardware", "h100"], "no hardware 'h100' (did you mean 'h100x8'?)"),
+        (["--devices", "2", "--why", "dp=two"], "dp=two is not a whole number"),
+        (["--devices", "2", "--days-for-tokens", "many"], "many is no number of tokens; 2T, 300B or 1e12 are"),
+        (["--devices", "2", "--set", "model.source=preset:gpt5"], "no preset 'gpt5' (did you mean 'gpt2'?)"),
+        (["--devices", "2", "--set", "model.config.hiden=8"], "has no 'hiden' (did you mean 'hidden'?)"),
+        (["--devices", "2", "--json", "/nope/plan.json"], "/nope/plan.json cannot be written"),
+        (["--devices", "2", "--fastest", "--fewest-devices"], "not allowed with argument --fastest"),
+        (["nope.toml", "--devices", "2"], "no job file at nope.toml"),
+        (
+            ["--devices", "2", "--set", "numerics.precision=fp8"],
+            "input should be 'float64', 'float32', 'bf16' or 'fp16'",
+        ),
+    ],
+)
+def test_mistakes(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", *GPT2, *words) == 2
+    complaint = capsys.readouterr().err
+    assert says in complaint
+    assert complaint.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "--help"),
+        ("simulate", "--help"),
+        ("plan", *GPT2, *A100, "--devices", "2", "--top", "1"),
+        ("simulate", *GPT2, *A100, "--layout", "dp=2"),
+    ],
+)
+def test_planning_a_preset_never_imports_torch(words: tuple[str, ...]) -> None:
+    code = (
+        "import sys; from samestep.cli import main\n"
+        "try: main(sys.argv[1:])\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
