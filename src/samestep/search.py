@@ -380,7 +380,8 @@ def _bound(layout: Layout, task: _Task) -> _Bound:
     microbatches = -(-share // min(layout.microbatch or share, share))
     size = -(-share // microbatches)
     once_s = task.compute_s(layout, size)
-    filling = layout.pp if layout.virtual_stages > 1 else microbatches * (1 - (1 - 1 / microbatches) ** layout.pp)
+    is_full = layout.virtual_stages > 1 or layout.schedule == "zero-bubble"  # as if no stage ever waited
+    filling = layout.pp if is_full else microbatches * (1 - (1 - 1 / microbatches) ** layout.pp)
     numel = (totals.cut_numel / layout.tp + totals.whole_numel) / layout.pp
     updated = numel * UPDATE_PASSES * max(BYTES_OF[dtype], 4) / layout.dp_shard
     update_s = updated / hardware.memory_bytes_per_s / hardware.memory_efficiency + hardware.step_s
