@@ -95,7 +95,12 @@ def test_the_ledger_holds_in_mixed_precision(layout: str, model: str) -> None:
 @pytest.mark.parametrize(
     ("model", "layout", "text"),
     [
-        ("deep_llama", "pp=8", "makes 8 runs of layers of the 4 blocks"),
+        ("deep_llama", "pp=8", "makes 8 runs of layers of the 4 blocks of deep_llama: pp=4 works"),
+        (
+            "deep_llama",
+            "pp=4 schedule=interleaved virtual_stages=2",
+            "of the 4 blocks of deep_llama: schedule=1f1b works",
+        ),
         ("deep_llama", "pp=2 virtual_stages=2", "needs schedule=interleaved"),
         ("deep_llama", "dp=2 pp=2 zero=3 schedule=zero-bubble", "zero=1 works, and so does schedule=1f1b"),
         ("deep_llama", "pp=2 schedule=zero-bubble virtual_stages=2", "needs schedule=interleaved"),

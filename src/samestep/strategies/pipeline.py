@@ -43,7 +43,10 @@ def refusal(step: Step) -> str | None:
     blocks = sum(layer.is_block for layer in step.model.layers)
     runs = layout.pp * layout.virtual_stages
     if runs > blocks:
+        fewer = blocks // layout.pp
         works = f"pp={blocks} works" if blocks > 1 else "pp=1 works"
+        if layout.virtual_stages > 1 and fewer:
+            works = f"virtual_stages={fewer} works" if fewer > 1 else "schedule=1f1b works"
         return f"pp={layout.pp} makes {runs} runs of layers of the {blocks} blocks of {step.model.name}: {works}"
     cuts = runs_of(step.model, runs)
     roots = _roots(step.model)
