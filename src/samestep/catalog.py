@@ -24,7 +24,7 @@ PRESET = "preset:"
 _STATES = {"adadelta": 2, "adafactor": 0, "adagrad": 1, "asgd": 1, "muon": 1, "rmsprop": 1, "rprop": 2, "sgd": 0}
 _MORE_STATES = {"adam": ("amsgrad",), "adamw": ("amsgrad",), "rmsprop": ("momentum", "centered"), "sgd": ("momentum",)}
 """Options that add one each."""
-_TRACERS = ("model.py", "runtime/build.py", "runtime/init.py", "runtime/trace.py")
+_TRACERS = ("model.py", "runtime/build.py", "runtime/init.py", "runtime/locality.py", "runtime/trace.py")
 
 
 def states_per_param(job: Job) -> int:

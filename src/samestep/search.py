@@ -323,7 +323,7 @@ def _bound(layout: Layout, totals: _Totals, job: Job, hardware: Hardware, states
     numel = (totals.cut_numel / layout.tp + totals.whole_numel) / layout.pp
     kept = {"none": totals.saved, "selective": totals.saved_selective, "full": totals.inputs}[layout.recompute]
     in_flight = min(layout.pp, microbatches) / layout.pp
-    activations = kept * size * in_flight * BYTES_OF[dtype] / layout.tp
+    activations = kept * size * in_flight * BYTES_OF[dtype] / layout.tp / layout.cp
     return _Bound(layout, step_s, numel * _bytes_per_param(layout, dtype, states_per_param) + activations)
 
 
@@ -332,7 +332,7 @@ def _bytes_per_param(layout: Layout, dtype: str, states_per_param: int) -> float
     size = BYTES_OF[dtype]
     master = max(size, 4)
     kept = master * (states_per_param + (master > size))
-    shards = layout.dp_shard
+    shards = layout.num_shards
     if layout.zero < 2 or shards == 1:
         return size + master + (kept / shards if layout.zero == 1 else kept)
     return master * (2 + states_per_param) / shards

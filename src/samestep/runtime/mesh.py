@@ -1,12 +1,13 @@
 """Process groups of a layout: the only file that makes them.
 
-Ranks count through the axes like digits, the innermost axis fastest: `pp`, `dp_replicate`, `dp_shard`, `tp`.
+Ranks count through the axes like digits, the innermost axis fastest: `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`.
 
 ```
 dp_replicate=2 dp_shard=2      rank 0 (0,0)   1 (0,1)   2 (1,0)   3 (1,1)
     dp_shard groups            {0 1} {2 3}            dp_replicate groups   {0 2} {1 3}
 ```
-Axes that run over the same ranks share one group, so a communicator is never made twice.
+Ranks of `cp` hold equal weights, so gradients are summed over them too: the groups of `dp_shard` take them in, or where
+nothing is sharded those of `dp_replicate`. Axes that run over the same ranks share one group, so a communicator is never made twice.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Mesh:
     world_size: int
     device: torch.device
     dp_replicate: int
+    """Ranks in a group of that axis, as of the next."""
     dp_shard: int
+    cp: int
     tp: int
     pp: int
     groups: Mapping[str, dist.ProcessGroup]
@@ -39,13 +42,23 @@ class Mesh:
 
     @property
     def shard_index(self) -> int:
-        """Position on `dp_shard`."""
+        """Position in the group of `dp_shard`."""
         return self.rank // self.tp % self.dp_shard
 
     @property
     def dp_index(self) -> int:
         """Position among all ranks that read different samples."""
+        return self.summed_index // self.cp
+
+    @property
+    def summed_index(self) -> int:
+        """Position among all ranks whose gradients of one weight are summed."""
         return self.rank // self.tp % (self.dp_replicate * self.dp_shard)
+
+    @property
+    def cp_index(self) -> int:
+        """Position on `cp`."""
+        return self.summed_index % self.cp
 
     @property
     def tp_index(self) -> int:
@@ -98,8 +111,9 @@ def build(program: Program, device: torch.device) -> Mesh:
         rank=rank,
         world_size=world_size,
         device=device,
-        dp_replicate=layout.dp_replicate,
-        dp_shard=layout.dp_shard,
+        dp_replicate=layout.num_replicas,
+        dp_shard=layout.num_shards,
+        cp=layout.cp,
         tp=layout.tp,
         pp=layout.pp,
         groups=groups,
@@ -119,12 +133,19 @@ def _groups_of(axis: str, program: Program, world_size: int) -> Iterable[tuple[i
     if axis in ("dp_intra", "dp_inter"):
         digits = {
             "pp": layout.pp,
-            "dp_inter": layout.dp // step.dp_per_node,
+            "dp_inter": layout.num_summed // step.dp_per_node,
             "dp_intra": step.dp_per_node,
             "tp": layout.tp,
         }
+    elif axis == "cp":
+        digits = {"pp": layout.pp, "dp": layout.dp, "cp": layout.cp, "tp": layout.tp}
     else:
-        digits = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp}
+        digits = {
+            "pp": layout.pp,
+            "dp_replicate": layout.num_replicas,
+            "dp_shard": layout.num_shards,
+            "tp": layout.tp,
+        }
     ranks = torch.arange(world_size).view(*digits.values()).movedim(list(digits).index(axis), -1)
     return [tuple(group) for group in ranks.reshape(-1, digits[axis]).tolist()]
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from samestep.errors import LayoutError
 from samestep.model import ModelSpec, is_below
 from samestep.program import Program
+from samestep.runtime.context import Slicing
 from samestep.runtime.mesh import Mesh
 from samestep.runtime.precision import DTYPES
 from samestep.runtime.record import owned
@@ -34,8 +35,8 @@ _FIRST_TAG = 2**29
 class Stage:
     """The runs of layers of this rank, and what passes between them and other ranks."""
 
-    def __init__(self, model: nn.Module, program: Program, mesh: Mesh) -> None:
-        self._program, self._mesh = program, mesh
+    def __init__(self, model: nn.Module, program: Program, mesh: Mesh, slicing: Slicing | None = None) -> None:
+        self._program, self._mesh, self._slicing = program, mesh, slicing
         self._model = model
         layers = program.step.model.layers
         self._slots = [(index, path) for index, layer in enumerate(layers) for path in layer.modules if path]
@@ -118,7 +119,8 @@ class Stage:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             place = args[0] if args else kwargs["hidden_states"]
             dtype = DTYPES[self._program.step.compute_dtype]
-            received = torch.empty(place.shape, dtype=dtype, device=place.device)
+            shape = self._slicing.shape_of(place.shape) if self._slicing else place.shape
+            received = torch.empty(shape, dtype=dtype, device=place.device)
             self._wait_for(received, border, -1, microbatch, backward=False)
             received.requires_grad_(torch.is_grad_enabled())
             if torch.is_grad_enabled():

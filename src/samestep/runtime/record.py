@@ -22,6 +22,7 @@ from samestep.program import LedgerRow
 _KINDS = {
     "allreduce_": "all_reduce",
     "_allgather_base_": "all_gather",
+    "alltoall_base_": "all_to_all",
     "_reduce_scatter_base_": "reduce_scatter",
     "reduce_": "reduce",
     "broadcast_": "broadcast",
@@ -42,7 +43,7 @@ def owned(name: str) -> Iterator[None]:
 class Ledger(TorchDispatchMode):
     """Lists the collectives issued while it is active: `rows[group]` in order of issue.
 
-    `group_of` names a process group; ops other than the five kinds a program knows are listed by their torch name.
+    `group_of` names a process group; ops other than the kinds a program knows are listed by their torch name.
     """
 
     def __init__(self, group_of: Callable[[dist.ProcessGroup], str] | None = None) -> None:

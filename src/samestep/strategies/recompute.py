@@ -39,10 +39,12 @@ def apply(program: Program) -> Program:
                 flops = layers[op.layer].forward_flops * program.step.microbatch_samples
                 again = replace(op, kind=Kind.RECOMPUTE, flops=flops if recompute == "full" else 0)
                 yield again
-                # The repetition ends once backward has what it needs: most often without the block's last sum.
+                # The repetition ends once backward has what it needs: most often without the block's last sum, though
+                # with what attention exchanges before it.
                 forward = program.bodies[key.replace(TaskKind.BACKWARD, TaskKind.FORWARD)]
                 sums = _sums_of(forward, op.layer)
-                needed = sums if layers[op.layer].repeats_last_sum else sums[:-1]
+                last = next((part for part in reversed(sums) if part.kind is Kind.ALL_REDUCE), None)
+                needed = [part for part in sums if part is not last or layers[op.layer].repeats_last_sum]
                 yield from (replace(part, after=(again.name,)) for part in needed)
             yield op
 
