@@ -7,7 +7,8 @@ dp_replicate=2 dp_shard=2      rank 0 (0,0)   1 (0,1)   2 (1,0)   3 (1,1)
     dp_shard groups            {0 1} {2 3}            dp_replicate groups   {0 2} {1 3}
 ```
 Ranks of `cp` hold equal weights, so gradients are summed over them too: the groups of `dp_shard` take them in, or where
-nothing is sharded those of `dp_replicate`. Axes that run over the same ranks share one group, so a communicator is never made twice.
+nothing is sharded those of `dp_replicate`. Axes that run over the same ranks share one group, so a communicator is never made twice; but `cp`,
+whose exchanges compute waits for, has its own, and waits for no gradient or weight that is sent meanwhile.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from samestep.errors import LayoutError
 from samestep.program import Program
+from samestep.runtime.record import OWN_GROUPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,8 @@ class Mesh:
         return self.rank % self.tp
 
     def group_of(self, axis: str) -> str:
-        """Name the group that serves an axis by its ranks."""
-        return ",".join(map(str, self.ranks[axis]))
+        """Name the group that serves an axis by its ranks, and one that serves no other by the axis too."""
+        return ",".join(map(str, self.ranks[axis])) + (f" {axis}" if axis in OWN_GROUPS else "")
 
     def for_shards(self) -> DeviceMesh:
         """The mesh that FSDP2 shards over: one axis, or two where shards are replicated."""
@@ -98,15 +100,16 @@ def build(program: Program, device: torch.device) -> Mesh:
         )
     groups: dict[str, dist.ProcessGroup] = {}
     mine: dict[str, tuple[int, ...]] = {}
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
     if dist.group.WORLD is not None:
-        made[tuple(range(world_size))] = dist.group.WORLD
+        made["", tuple(range(world_size))] = dist.group.WORLD
     for axis in sorted(program.axes):
         for ranks in _groups_of(axis, program, world_size):
-            if ranks not in made:
-                made[ranks] = dist.new_group(list(ranks))  # every rank makes every group, in one order
+            key = (axis if axis in OWN_GROUPS else "", ranks)
+            if key not in made:
+                made[key] = dist.new_group(list(ranks), group_desc=key[0] or None)  # every rank makes all, in one order
             if rank in ranks:
-                groups[axis], mine[axis] = made[ranks], ranks
+                groups[axis], mine[axis] = made[key], ranks
     return Mesh(
         rank=rank,
         world_size=world_size,

@@ -29,6 +29,8 @@ _KINDS = {
     "send": "send",
     "recv_": "recv",
 }
+OWN_GROUPS = ("cp",)
+"""Axes with a group of their own, whose description is the axis: other axes over the same ranks share one."""
 _OWNED = "samestep::owner "
 _FSDP_LABEL = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((?P<owner>.*)\))?$")
 
@@ -49,7 +51,7 @@ class Ledger(TorchDispatchMode):
     def __init__(self, group_of: Callable[[dist.ProcessGroup], str] | None = None) -> None:
         super().__init__()
         self.rows: dict[str, list[LedgerRow]] = {}
-        self._group_of = group_of or (lambda group: ",".join(map(str, sorted(dist.get_process_group_ranks(group)))))
+        self._group_of = group_of or _name_of
         self._labels: list[tuple[str | None, object]] = []
 
     def __torch_dispatch__(
@@ -86,6 +88,12 @@ class Ledger(TorchDispatchMode):
             owner,
         )
         self.rows.setdefault(self._group_of(dist.ProcessGroup.unbox(group)), []).append(row)
+
+
+def _name_of(group: dist.ProcessGroup) -> str:
+    """Name a group as the mesh does."""
+    ranks = ",".join(map(str, sorted(dist.get_process_group_ranks(group))))
+    return f"{ranks} {group.group_desc}" if group.group_desc in OWN_GROUPS else ranks
 
 
 def _is_group(value: Any) -> bool:

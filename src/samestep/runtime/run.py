@@ -460,7 +460,7 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
         modes={module: module.training for module in model.modules()},
         running=[buffer for path in spec.coupled_modules for buffer in model.get_submodule(path).buffers()],
         draws=True if spec.masks or dropout.has_dropout(model) else None,
-        mask_part=Part(spec, mesh.tp, mesh.tp_index) if mesh.tp > 1 else None,
+        mask_part=Part(spec, mesh.tp, mesh.tp_index, mesh.cp, mesh.cp_index) if mesh.tp * mesh.cp > 1 else None,
     )
 
 
