@@ -355,6 +355,7 @@ def _read(path: Path) -> Any:
 
 def _observations(subject: Subject) -> tuple[Observation, list[Observation]]:
     ranks = [_read(subject.folder / f"rank-{rank}.pt") for rank in range(subject.layout.world_size)]
+    observation.join_slices(ranks)
     return _read(subject.folder / "one.pt"), ranks
 
 
