@@ -42,6 +42,8 @@ PARTS = 2
 WHOLE = -1
 """Stands for the dimension of tokens of an argument that has none."""
 
+_WORKS = "scaled_dot_product_attention (attn_implementation = 'sdpa') with a mask of the whole sequence, or none, works"
+
 _aten = torch.ops.aten
 
 
@@ -95,7 +97,8 @@ def _refusal_of(watch: _Dependence, module: nn.Module, sample: Any, value_of: Va
     except _NeedsValuesError:
         return f"{watch.where} looks at values of its slice"
     except SamestepError as error:
-        return watch.refusal or f"on a slice {str(error).removeprefix('the model cannot be traced: ')}"
+        reason = str(error).removeprefix("the model cannot be traced: ")
+        return watch.refusal or f"on a slice {reason}; {_WORKS}"
     finally:
         for handle in handles:
             handle.remove()
