@@ -98,7 +98,9 @@ def packed_reference(model: str) -> Observed:
 
 @pytest.mark.parametrize(
     ("layout", "model"),
-    combinations(["cp=2", "cp=4", "dp=2 cp=2 zero=3", "pp=2 cp=2 microbatch=4"], ["deep_llama", "deep_qwen3", "deep_gpt2"], ()),
+    combinations(
+        ["cp=2", "cp=4", "dp=2 cp=2 zero=3", "pp=2 cp=2 microbatch=4"], ["deep_llama", "deep_qwen3", "deep_gpt2"], ()
+    ),
 )
 def test_documents_packed_into_a_sample_stay_apart(layout: str, model: str) -> None:
     if model == "deep_gpt2" and layout == "cp=4":
@@ -160,7 +162,11 @@ def test_a_slice_keeps_its_part_of_the_activations() -> None:
 @pytest.mark.parametrize(
     ("model", "layout", "text"),
     [
-        ("plain", "cp=2", "cp=2 slices sequences: blocks.0 mixes tokens by cumsum, and only attention is exchanged; cp=1"),
+        (
+            "plain",
+            "cp=2",
+            "cp=2 slices sequences: blocks.0 mixes tokens by cumsum, and only attention is exchanged; cp=1",
+        ),
         ("gpt2", "cp=4", "cp=4 does not divide the 12 tokens and 2 heads into slices of 2 tokens or more; cp=2 does"),
         ("gpt2", "tp=2 cp=2", "does not divide the 12 tokens and 1 heads that tp=2 leaves a rank .*; only cp=1 does"),
         ("dropping_gpt2_eager", "cp=2", "cp=2 slices sequences: on a slice the forward at .* with a mask of the whole"),

@@ -106,7 +106,8 @@ class Slicing:
                 self.block, self.exchanged = layer.name, 0
             leaves, tree = tree_flatten_with_path((args, kwargs))
             return tree_unflatten(
-                [self._sliced(keystr(place), leaf) if isinstance(leaf, Tensor) else leaf for place, leaf in leaves], tree
+                [self._sliced(keystr(place), leaf) if isinstance(leaf, Tensor) else leaf for place, leaf in leaves],
+                tree,
             )
 
         return hook

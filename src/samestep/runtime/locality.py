@@ -19,7 +19,6 @@ What cannot be shown is refused, with the operation at which it failed.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -56,7 +55,9 @@ def prove(module: nn.Module, sample: Any, spec: ModelSpec, value_of: ValueOf | N
     lengths = [size for size in LENGTHS if size * PARTS <= length][:2]
     blocks = [path for layer in spec.layers if layer.is_block for path in layer.modules]
     if not length or len(lengths) < 2 or not blocks:
-        reason = "its samples are no sequences" if not length else "they are too short" if blocks else "it has no blocks"
+        reason = (
+            "its samples are no sequences" if not length else "they are too short" if blocks else "it has no blocks"
+        )
         return dataclasses.replace(spec, length=length, slice_refusal=reason)
     watches = [_Dependence(module, blocks, size) for size in lengths]
     for watch in watches:
@@ -153,7 +154,9 @@ class _Dependence(_Watch):
     def is_sliced(self, tensor: Tensor, dim: int) -> bool:
         """Whether each row along `dim` depends on its own token alone."""
         tokens = self.tokens_of(tensor)
-        return tokens is not None and tensor.shape[dim] == self.size and torch.equal(tokens, self.rows(tensor.shape, dim))
+        return (
+            tokens is not None and tensor.shape[dim] == self.size and torch.equal(tokens, self.rows(tensor.shape, dim))
+        )
 
     @property
     def started(self) -> bool:
@@ -253,11 +256,13 @@ class _Dependence(_Watch):
 
     def _say(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the numbers that code gave to an operation; the sizes of what it fills are not among them."""
-        given = (*args, *kwargs.values())
+        given = [*args, *kwargs.values()]
         if func.overloadpacket not in _FILLS:
-            given, _ = tree_flatten(given)
+            given = tree_flatten(given)[0]
         numbers = [repr(one) for one in given if isinstance(one, int | float | complex)]
-        numbers += [repr(one.item()) for one in given if isinstance(one, Tensor) and not one.is_meta and one.numel() == 1]
+        numbers += [
+            repr(one.item()) for one in given if isinstance(one, Tensor) and not one.is_meta and one.numel() == 1
+        ]
         self.said.append((self.where, str(func), *numbers))
 
     def meet(self, constant: Tensor, tokens: Tensor) -> None:
@@ -407,8 +412,14 @@ def _moved(watch: _Dependence, func: Any, args: Any, kwargs: Any, outcome: list[
     """Elements in other places: the same is done to what they depend on, token by token."""
     parts = args[0] if isinstance(args[0], list | tuple) else [args[0]]
     known = [watch.tokens_of(part) for part in parts]
-    planes = [torch.zeros(watch.size, *p.shape, dtype=torch.bool) if k is None else k for p, k in zip(parts, known, strict=True)]
-    moved = [func([plane[p] for plane in planes] if parts is args[0] else planes[0][p], *args[1:], **kwargs) for p in range(watch.size)]
+    planes = [
+        torch.zeros(watch.size, *p.shape, dtype=torch.bool) if k is None else k
+        for p, k in zip(parts, known, strict=True)
+    ]
+    moved = [
+        func([plane[p] for plane in planes] if parts is args[0] else planes[0][p], *args[1:], **kwargs)
+        for p in range(watch.size)
+    ]
     total = torch.stack(moved)
     for part, tokens in zip(parts, known, strict=True):
         if tokens is None and part.numel():
