@@ -15,11 +15,23 @@ Latent attention (DeepSeek-V2, arXiv:2405.04434) has low-rank queries, keys and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from samestep.model import Cut, Cutting, Exchange, LayerSpec, ModelSpec, ParamSpec, PartialSum, Product
+from samestep.model import (
+    Border,
+    BorderKind,
+    Cut,
+    Cutting,
+    Exchange,
+    LayerSpec,
+    ModelSpec,
+    ParamSpec,
+    PartialSum,
+    Product,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +171,8 @@ def spec(decoder: Decoder, name: str) -> ModelSpec:
         params=tuple(params),
         cut_refusal="",
         logit_rows=decoder.sequence,
+        sequence=decoder.sequence,
+        sequence_refusal="",
         length=decoder.sequence,
         slice_refusal="its attention is made of plain products" if decoder.attention == "plain" else "",
     )
@@ -180,6 +194,7 @@ def _named(layer: LayerSpec, path: str) -> LayerSpec:
         modules=(path,),
         forward_sums=placed(layer.forward_sums),
         backward_sums=placed(layer.backward_sums),
+        sequence_borders=tuple(replace(b, owner=f"{path}.{b.owner}") for b in layer.sequence_borders),
     )
 
 
@@ -195,6 +210,7 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
     is_embedding = name.startswith("embed")
     forward: tuple[PartialSum, ...] = ()
     backward: tuple[PartialSum, ...] = ()
+    borders: tuple[Border, ...] = ()
     if is_block:
         forward = (
             PartialSum(owner="self_attn.o_proj", elements=stream),
@@ -203,6 +219,13 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
         backward = (
             PartialSum(owner="mlp.up_proj", elements=stream),
             PartialSum(owner="self_attn.q_proj", elements=stream),
+        )
+        kinds: tuple[BorderKind, ...] = ("gather", "scatter")
+        owners = (("self_attn", "self_attn.o_proj"), ("mlp", "mlp.down_proj"))
+        borders = tuple(
+            Border(owner=owner, elements=stream, kind=kind)
+            for pair in owners
+            for owner, kind in zip(pair, kinds, strict=True)
         )
     elif is_embedding:
         forward = (PartialSum(owner="model.embed_tokens", elements=stream),)
@@ -223,6 +246,10 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
         backward_reads_weights=not is_embedding,
         forward_sums=forward,
         backward_sums=backward,
+        sequence_borders=borders,
+        sequence_weights=sum(
+            math.prod(shape) for _, shape, cut, trainable in made.params if is_block and trainable and cut is None
+        ),
         products=tuple(made.products),
         moved_elements=round(made.moved),
         moved_cut_elements=round(made.moved_cut),

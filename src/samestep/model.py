@@ -82,6 +82,20 @@ class PartialSum:
     """The gradient of a weight that every rank holds, used on what is cut."""
 
 
+BorderKind = Literal["gather", "scatter"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Border:
+    """Where a cut part of a block is given the whole sequence, or gives its sum back: of one sample, in elements."""
+
+    owner: str
+    """Path of the module that is given it (gather) or gives it (scatter)."""
+    elements: int
+    kind: BorderKind
+    has_gradient: bool = True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
     """Queries, keys, values or output of an attention, of one sample: all tokens, before any cut.
@@ -187,6 +201,10 @@ class LayerSpec:
     """Under a cut of the sequence: what its attentions read and make, in order of the forward."""
     saved_pair_elements: int = 0
     """The part of `saved_elements` that a cut of the sequence leaves whole: masks of pairs of tokens."""
+    sequence_borders: tuple[Border, ...] = ()
+    """Of a block whose sequence can be cut too: borders of its tensor-cut parts, in order of the forward."""
+    sequence_weights: int = 0
+    """Elements of the trained weights outside those parts, which work on a part of the sequence then."""
 
     @property
     def backward_flops(self) -> int:
@@ -255,6 +273,10 @@ class ModelSpec:
     """Why tensor parallelism cannot cut the model; empty where it can."""
     logit_rows: int = 0
     """Rows of logits of one sample, where the head is cut by vocabulary."""
+    sequence: int = 0
+    """Tokens of one sample between blocks, where they can be cut."""
+    sequence_refusal: str = "nothing says where its sequence may be cut"
+    """Why sequence parallelism cannot cut the model between its tensor-cut parts; empty where it can."""
     masks: tuple[MaskSpec, ...] = ()
     """Dropout masks of one forward, in its order."""
     length: int = 0
@@ -305,9 +327,9 @@ def _layer_from(fields: dict[str, Any]) -> LayerSpec:
     sums = {name: tuple(PartialSum(**part) for part in fields[name]) for name in ("forward_sums", "backward_sums")}
     products = tuple(Product(**product) for product in fields["products"])
     exchanges = tuple(Exchange(**exchange) for exchange in fields["exchanges"])
-    return LayerSpec(
-        **{**fields, "modules": tuple(fields["modules"]), "products": products, "exchanges": exchanges, **sums}
-    )
+    borders = tuple(Border(**border) for border in fields["sequence_borders"])
+    given = {"modules": tuple(fields["modules"]), "products": products, "sequence_borders": borders}
+    return LayerSpec(**{**fields, **given, "exchanges": exchanges, **sums})
 
 
 def _param_from(fields: dict[str, Any]) -> ParamSpec:

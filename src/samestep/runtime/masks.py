@@ -46,6 +46,8 @@ class Part:
     """The whole model."""
     degree: int
     index: int
+    cuts_sequence: bool = False
+    """Whether tensors between blocks hold a run of the tokens, by tp."""
     cp: int = 1
     cp_index: int = 0
     _found: dict[tuple[Any, ...], Cuts] = field(default_factory=dict)
@@ -75,6 +77,10 @@ class Part:
         found: list[Run] = []
         unused = {axis for axis, degree in (("tp", self.degree), ("cp", self.cp)) if degree > 1}
         differs = [dim for dim, (all_, mine) in enumerate(zip(whole, shape, strict=False)) if all_ != mine]
+        # [1, sequence, features] between blocks; within their cut parts heads or neurons are fewer.
+        is_sequence = self.cuts_sequence and differs == [1] and whole == (1, self.model.sequence, whole[-1])
+        if is_sequence and whole[1] == shape[1] * self.degree and len(whole) == len(shape):
+            return ((1, self.degree, self.index),)
         for dim in differs if len(whole) == len(shape) else []:
             run = self._run(mask[0], whole[dim], shape[dim], unused)
             found += [] if run is None else [(dim, *run)]

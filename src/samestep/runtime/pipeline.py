@@ -119,8 +119,7 @@ class Stage:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             place = args[0] if args else kwargs["hidden_states"]
             dtype = DTYPES[self._program.step.compute_dtype]
-            shape = self._slicing.shape_of(place.shape) if self._slicing else place.shape
-            received = torch.empty(shape, dtype=dtype, device=place.device)
+            received = torch.empty(self._passed_shape(place.shape), dtype=dtype, device=place.device)
             self._wait_for(received, border, -1, microbatch, backward=False)
             received.requires_grad_(torch.is_grad_enabled())
             if torch.is_grad_enabled():
@@ -128,6 +127,13 @@ class Stage:
             return ((received, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": received})
 
         return hook
+
+    def _passed_shape(self, whole: torch.Size) -> tuple[int, ...]:
+        """Shape of what blocks hand on, given that of one device."""
+        layout = self._program.step.layout
+        if self._slicing is not None:
+            return tuple(self._slicing.shape_of(whole))
+        return (whole[0], whole[1] // layout.tp, *whole[2:]) if layout.sequence_parallel else tuple(whole)
 
     def _peer(self, step: int) -> int:
         """Global rank of the next or previous rank on the axis, around its end."""

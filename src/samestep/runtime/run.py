@@ -34,7 +34,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.model import ModelSpec
 from samestep.program import Program, Task, TaskKind
-from samestep.runtime import context, dropout, launch, locality, pipeline, precision, recompute, tensor
+from samestep.runtime import context, dropout, launch, locality, pipeline, precision, recompute, sequence, tensor
 from samestep.runtime import mesh as meshes
 from samestep.runtime.build import call_model, cross_entropy, learning_rate_factor
 from samestep.runtime.data import Replicated
@@ -460,7 +460,9 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
         modes={module: module.training for module in model.modules()},
         running=[buffer for path in spec.coupled_modules for buffer in model.get_submodule(path).buffers()],
         draws=True if spec.masks or dropout.has_dropout(model) else None,
-        mask_part=Part(spec, mesh.tp, mesh.tp_index, mesh.cp, mesh.cp_index) if mesh.tp * mesh.cp > 1 else None,
+        mask_part=Part(spec, mesh.tp, mesh.tp_index, layout.sequence_parallel, mesh.cp, mesh.cp_index)
+        if mesh.tp * mesh.cp > 1
+        else None,
     )
 
 
@@ -493,9 +495,10 @@ def prepare(source: Source, job: Job, example: Any) -> tuple[Blueprint, ModelSpe
     cuts = tensor.cuts_of(plan.module)
     noting = dropout.noting(plan.module, samples_traced(plan.module))
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
-    with tensor.watching(plan.module, cuts) as seen, noting as masks:
+    with tensor.watching(plan.module, cuts) as seen, sequence.watching(plan.module) as calls, noting as masks:
         spec = trace(plan.module, one, source.name, value_of, seen.keep, cuts.styles)
-    return plan, replace(tensor.with_cuts(spec, plan.module, cuts, seen), masks=tuple(masks))
+    spec = tensor.with_cuts(spec, plan.module, cuts, seen)
+    return plan, replace(sequence.with_sequence(spec, plan.module, cuts.styles, calls), masks=tuple(masks))
 
 
 def with_slices(prepared: tuple[Blueprint, ModelSpec], layout: Layout, example: Any) -> tuple[Blueprint, ModelSpec]:

@@ -34,6 +34,8 @@ def refusal(step: Step) -> str | None:
     degree, model = step.layout.cp, step.model
     if degree == 1:
         return None
+    if step.layout.sequence_parallel:
+        return f"cp={degree} and sequence_parallel both cut the sequence: cp={degree} alone works, and so does cp=1"
     if model.varies_at:
         return f"cp={degree}: shapes or branches at {model.varies_at} depend on values: cp=1 works"
     if model.slice_refusal:
