@@ -42,7 +42,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from samestep.errors import SamestepError
 from samestep.hardware import Hardware, Link
@@ -97,7 +97,8 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
     work = _Work(layer.products, layer.moved_elements, layer.kernels, layer.backward_reads_weights)
     dtypes = _Dtypes(op.dtype if op.flops else step.compute_dtype, step.compute_dtype, step.master_dtype)
     is_whole = op.kind is not Kind.RECOMPUTE or step.layout.recompute == "full"
-    return _layer_s(work, op.kind, is_whole, step.microbatch_samples, dtypes, hardware)
+    part: Part = "all" if not step.splits_backward else "weights" if op.kind is Kind.WEIGHT else "inputs"
+    return _layer_s(work, op.kind, is_whole, part, step.microbatch_samples, dtypes, hardware)
 
 
 # -- compute -----------------------------------------------------------------------------------------------------------
@@ -112,6 +113,10 @@ class _Work(NamedTuple):
     has_input_gradient: bool
 
 
+Part = Literal["all", "inputs", "weights"]
+"""Of a backward: what it computes, where the schedule takes the gradients of weights out of it."""
+
+
 class _Dtypes(NamedTuple):
     """Of matrix products, of everything between them, of sums of gradients."""
 
@@ -121,10 +126,16 @@ class _Dtypes(NamedTuple):
 
 
 @lru_cache(maxsize=2**16)
-def _layer_s(work: _Work, kind: Kind, is_whole: bool, samples: int, dtypes: _Dtypes, hardware: Hardware) -> float:
-    backward = kind is Kind.BACKWARD
+def _layer_s(
+    work: _Work, kind: Kind, is_whole: bool, part: Part, samples: int, dtypes: _Dtypes, hardware: Hardware
+) -> float:
+    backward = kind in (Kind.BACKWARD, Kind.WEIGHT)
     products = work.products if is_whole else ()
-    times = [_product_s(product, samples, backward, work, dtypes, hardware) for product in products]
+    if kind is Kind.WEIGHT:
+        products = tuple(product for product in products if product.is_deferrable)
+        times = [_product_s(product, samples, True, part, work, dtypes, hardware) for product in products]
+        return _soft_maximum(sum(times), len(products) * hardware.launch_s)
+    times = [_product_s(product, samples, backward, part, work, dtypes, hardware) for product in products]
     moved = work.moved_elements * samples * BYTES_OF[dtypes.values] * (BACKWARD_MOVES if backward else 1.0)
     kernels = max(work.kernels - (0 if is_whole else len(work.products)), 0) * (BACKWARD_KERNELS if backward else 1.0)
     others = max(kernels - len(times), 0)
@@ -138,9 +149,9 @@ def _soft_maximum(first: float, second: float) -> float:
 
 
 def _product_s(
-    product: Product, samples: int, backward: bool, work: _Work, dtypes: _Dtypes, hardware: Hardware
+    product: Product, samples: int, backward: bool, part: Part, work: _Work, dtypes: _Dtypes, hardware: Hardware
 ) -> float:
-    """Time of a product's forward, or of the products of its backward."""
+    """Time of a product's forward, or of the products of its backward, or of a part of those."""
     if product.factors in ("attention", "causal"):
         return _attention_s(product, samples, backward, dtypes, hardware)
     if product.factors == "pair":
@@ -152,7 +163,10 @@ def _product_s(
     dtype = dtypes.values if product.factors == "pair" else dtypes.products
     if not backward:
         return _matrix_s(m, k, n, count, dtype, dtypes, hardware, product.taps)
-    total = _matrix_s(m, n, k, count, dtype, dtypes, hardware) if work.has_input_gradient else 0.0
+    has_inputs = work.has_input_gradient and part != "weights"
+    total = _matrix_s(m, n, k, count, dtype, dtypes, hardware) if has_inputs else 0.0
+    if part == "inputs" and product.is_deferrable:
+        return total
     if product.factors != "frozen":
         total += _matrix_s(k, m, n, count, dtype, dtypes, hardware, product.taps)
     if product.factors == "weight":

@@ -20,7 +20,7 @@ from samestep.errors import LayoutError, did_you_mean
 Recompute = Literal["none", "selective", "full"]
 Accumulate = Literal["sharded", "full"]
 Reduce = Literal["ring", "hierarchical", "root"]
-Schedule = Literal["gpipe", "1f1b", "interleaved"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,7 @@ def _switched(plain: Layout) -> Iterator[Layout]:
         yield replace(plain, sequence_parallel=True)
     if plain.pp > 1:
         yield replace(plain, microbatch=1, schedule="gpipe")
+        yield replace(plain, microbatch=1, schedule="zero-bubble")
         yield replace(plain, microbatch=1, schedule="interleaved", virtual_stages=2)
 
 
@@ -73,6 +74,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "sequence_parallel": {"tp": 2, "sequence_parallel": True},
     "pp": {"pp": 2},
     "gpipe": {"pp": 2, "schedule": "gpipe"},
+    "zero-bubble": {"pp": 2, "schedule": "zero-bubble"},
     "interleaved": {"pp": 2, "schedule": "interleaved", "virtual_stages": 2},
     "microbatch": {"microbatch": 1},
     "accumulate=full": {"accumulate": "full"},

@@ -180,6 +180,7 @@ def _walk(program: Program) -> Iterator[_Moment]:
     leaving: set[str] = set()  # freed once the gather issued ahead has come
     gradients: dict[str, int] = {}
     activations = 0
+    frees = Kind.WEIGHT if step.splits_backward else Kind.BACKWARD
     for _, op in program.ops():
         if op.axis is not None and op.owner not in names:
             continue  # holds nothing of its own
@@ -195,7 +196,7 @@ def _walk(program: Program) -> Iterator[_Moment]:
         yield _Moment(op.name, sum(gradients.values()), activations, sum(gathered.values()))
         if op.kind is Kind.FORWARD:
             leaving |= {unit.name for unit in ending.get(op.layer, ()) if not unit.keep_after_forward}
-        elif op.kind is Kind.BACKWARD:
+        elif op.kind is frees:
             activations -= whole
             if step.zero == 3:
                 _drop(gathered, {unit.name for unit in starting.get(op.layer, ())})

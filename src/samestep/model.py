@@ -40,6 +40,11 @@ class Product:
     """Path of the module that runs it."""
 
     @property
+    def is_deferrable(self) -> bool:
+        """Whether the gradient of its weight needs nothing but its input and the gradient of its output."""
+        return self.factors == "weight" and self.groups == 1 and self.taps == 1
+
+    @property
     def flops(self) -> int:
         """FLOPs of one sample, as if nothing were masked."""
         return 2 * self.rows * self.inner * self.columns * self.count
@@ -210,6 +215,11 @@ class LayerSpec:
     def backward_flops(self) -> int:
         """FLOPs of one sample's backward: gradients of inputs and of weights; a frozen weight has none."""
         return 2 * self.forward_flops - sum(product.flops for product in self.products if product.factors == "frozen")
+
+    @property
+    def deferred_flops(self) -> int:
+        """FLOPs of the gradients of weights that one sample's backward can leave for later: of linear layers."""
+        return sum(product.flops for product in self.products if product.is_deferrable)
 
     def cut_by(self, degree: int) -> LayerSpec:
         """Return one rank's part of a layer that is cut: its work and what it keeps, not its sums."""

@@ -47,6 +47,8 @@ class Kind(StrEnum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    WEIGHT = "weight"
+    """Gradients of weights, where the schedule takes them out of the backward."""
     RECOMPUTE = "recompute"
     UPDATE = "update"
     ALL_REDUCE = "all_reduce"
@@ -99,6 +101,7 @@ class TaskKind(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    WEIGHT = "W"
     UPDATE = "U"
 
 
@@ -253,6 +256,11 @@ class Step:
         """The ZeRO stage that has an effect: nothing is sharded over a single rank."""
         return self.layout.zero if self.layout.num_shards > 1 else 0
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights are tasks of their own."""
+        return self.layout.pp > 1 and self.layout.schedule == "zero-bubble"
+
     def working_dtype(self, param: ParamSpec) -> str:
         """Dtype in which `param` stands in the module: a shared weight stays in master precision and is cast at
         each use, so that its gradients meet in master precision."""
@@ -312,6 +320,12 @@ def starts_step(body: str) -> bool:
 def ends_step(body: str) -> bool:
     """Whether the body belongs to the last micro-batch of a step."""
     return body.endswith((".only", ".last"))
+
+
+def ends_gradients(body: str, step: Step) -> bool:
+    """Whether the body leaves the last gradients of a step."""
+    kind = TaskKind.WEIGHT if step.splits_backward else TaskKind.BACKWARD
+    return ends_step(body) and body.startswith(kind)
 
 
 def is_backward(body: str) -> bool:
@@ -395,12 +409,13 @@ Reduction = Callable[[Bucket], tuple[Op, ...]]
 def start_reductions(ops: Ops, step: Step, buckets: tuple[Bucket, ...], reduction: Reduction) -> Ops:
     """Put the first collective of each bucket behind the backward that finishes it, never before an earlier bucket's."""
     layer_of = {param.name: param.layer for param in step.model.params}
-    reached = {op.layer for op in ops if op.kind is Kind.BACKWARD}  # of several virtual stages a body has one's layers
+    kind = Kind.WEIGHT if step.splits_backward else Kind.BACKWARD
+    reached = {op.layer for op in ops if op.kind is kind}  # of several virtual stages a body has one's layers
     waiting = [bucket for bucket in buckets if layer_of[bucket.members[0].name] in reached]
     written: list[Op] = []
     for op in ops:
         written.append(op)
-        while op.kind is Kind.BACKWARD and waiting and _finished(waiting[0], layer_of, op):
+        while op.kind is kind and waiting and _finished(waiting[0], layer_of, op):
             first = reduction(waiting.pop(0))[:1]
             written.extend(replace(part, after=(*part.after, op.name)) for part in first)
     assert not waiting, f"no backward finishes {[bucket.name for bucket in waiting]}"

@@ -309,6 +309,8 @@ def _scheduled(layout: Layout) -> Iterator[Layout]:
     yield layout
     if layout.pp > 1:
         yield replace(layout, schedule="interleaved", virtual_stages=2)
+        if layout.zero < 2:
+            yield replace(layout, schedule="zero-bubble")
 
 
 # -- bounds ----------------------------------------------------------------------------------------

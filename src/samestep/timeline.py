@@ -23,6 +23,7 @@ COMPUTE = "compute"
 LETTERS = {
     Kind.FORWARD: "F",
     Kind.BACKWARD: "B",
+    Kind.WEIGHT: "W",
     Kind.RECOMPUTE: "R",
     Kind.UPDATE: "U",
     Kind.ALL_REDUCE: "a",

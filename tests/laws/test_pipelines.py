@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from samestep import clock, memory
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.model import ModelSpec
+from samestep.model import ModelSpec, Product
 from samestep.prediction import predict
 from samestep.program import Kind, Program, TaskKind, is_backward, is_forward
 from samestep.strategies import program_of
@@ -54,8 +54,21 @@ def test_interleaving_divides_the_bubble(p: int, v: int, rounds: int) -> None:
     assert bubble(blocks(p * v, **COSTLY), layout, m) == pytest.approx((p - 1) / (v * m))
 
 
+@LAW
+@given(st.integers(2, 5), st.integers(0, 8))
+def test_zero_bubble_idles_less_than_1f1b(p: int, more: int) -> None:
+    m = p + more
+    linear = Product(rows=1000, inner=1000, columns=500)  # all of a layer's work: its backward is twice its forward
+    model = blocks(p, **{**COSTLY, "products": (linear,), "forward_flops": linear.flops})
+    without, split = (bubble(model, f"pp={p} schedule={schedule}", m) for schedule in ("1f1b", "zero-bubble"))
+    assert 0 < split < without
+    # Of F = B = W the paper's third of it remains; the weight's gradient is also added up, which takes a little longer.
+    assert split == pytest.approx((p - 1) / (3 * m), rel=0.2)
+
+
 LAYOUTS = [
     "pp=2",
+    "pp=3 schedule=zero-bubble",
     "pp=3 schedule=gpipe",
     "pp=2 schedule=interleaved virtual_stages=2",
     "dp=2 pp=2",
@@ -71,7 +84,7 @@ def test_work_is_conserved_and_every_forward_stands_before_its_backward(layout: 
     found = programs(model, f"{layout} microbatch=1", microbatches * dp)
     forward = sum(op.flops for one in found for task, op in one.ops() if is_forward(task.body))
     assert forward == 6 * FLOPS * microbatches
-    backward = sum(op.flops for one in found for _, op in one.ops() if op.kind is Kind.BACKWARD)
+    backward = sum(op.flops for one in found for _, op in one.ops() if op.kind in (Kind.BACKWARD, Kind.WEIGHT))
     assert backward == 2 * forward
     timeline = clock.play(found, machine(bytes_per_s=1e9, latency_s=1e-6))
     ends: dict[tuple[str, str], float] = {}
@@ -102,7 +115,9 @@ def test_runs_of_layers_are_the_best_there_are(costs: list[int], count: int) -> 
     assert max(sum(costs[index] + 1 for index in run) for run in runs) == best
 
 
-@pytest.mark.parametrize(("schedule", "held"), [("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1])])
+@pytest.mark.parametrize(
+    ("schedule", "held"), [("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1]), ("zero-bubble", [4, 4, 4, 4])]
+)
 def test_activations_in_flight_are_those_of_the_papers(schedule: str, held: list[int]) -> None:
     found = programs(blocks(4, **COSTLY), f"pp=4 schedule={schedule} microbatch=1", 8)
     assert [memory.during_step(one).activations // 400 for one in found] == held

@@ -32,12 +32,16 @@ ALONE = [
     "pp=4 microbatch=1",
     "pp=4 microbatch=2 recompute=full",
     "pp=2 microbatch=3",
+    "pp=4 schedule=zero-bubble microbatch=1",
+    "pp=2 schedule=zero-bubble microbatch=2 recompute=full",
 ]
 WITH_DATA = [
     "dp=2 pp=2 microbatch=1",
     "dp=2 pp=2 microbatch=2 zero=1",
     "dp=2 pp=2 microbatch=1 schedule=interleaved virtual_stages=2 reduce=root",
     "dp=2 pp=2 microbatch=2 recompute=selective offload",
+    "dp=2 pp=2 schedule=zero-bubble microbatch=1",
+    "dp=2 pp=2 schedule=zero-bubble microbatch=2 zero=1 recompute=selective",
     "dp=2 pp=2 zero=2 microbatch=1",
     "dp=2 pp=2 zero=2 microbatch=1 accumulate=full schedule=interleaved virtual_stages=2",
     "dp=2 pp=2 zero=3 microbatch=1 schedule=gpipe recompute=full",
@@ -48,6 +52,7 @@ ALL_THREE = [
     "dp=2 tp=2 pp=2 microbatch=2",
     "dp=2 tp=2 pp=2 microbatch=1 zero=1 schedule=interleaved virtual_stages=2",
     "dp=2 tp=2 pp=2 microbatch=1 schedule=gpipe recompute=full reduce=root",
+    "dp=2 tp=2 pp=2 sequence_parallel microbatch=1 schedule=zero-bubble offload",
     "dp=2 tp=2 pp=2 microbatch=1 zero=3 schedule=interleaved virtual_stages=2",
 ]
 
@@ -73,7 +78,13 @@ def test_a_pipeline_computes_what_one_device_computes(layout: str, model: str) -
 
 @pytest.mark.parametrize(
     "layout",
-    ["pp=2 microbatch=2", "tp=2 pp=2 microbatch=2", "dp=2 pp=2 zero=1 microbatch=2", "dp=2 pp=2 zero=3 microbatch=2"],
+    [
+        "pp=2 microbatch=2",
+        "tp=2 pp=2 microbatch=2",
+        "dp=2 pp=2 zero=1 microbatch=2",
+        "dp=2 pp=2 zero=3 microbatch=2",
+        "dp=2 pp=2 schedule=zero-bubble microbatch=2",
+    ],
 )
 @pytest.mark.parametrize("model", ["deep_tied", "deep_gpt2"])
 def test_the_ledger_holds_in_mixed_precision(layout: str, model: str) -> None:
@@ -86,6 +97,8 @@ def test_the_ledger_holds_in_mixed_precision(layout: str, model: str) -> None:
     [
         ("deep_llama", "pp=8", "makes 8 runs of layers of the 4 blocks"),
         ("deep_llama", "pp=2 virtual_stages=2", "needs schedule=interleaved"),
+        ("deep_llama", "dp=2 pp=2 zero=3 schedule=zero-bubble", "zero=1 works, and so does schedule=1f1b"),
+        ("deep_llama", "pp=2 schedule=zero-bubble virtual_stages=2", "needs schedule=interleaved"),
         ("deep_plain", "pp=2", "scale belongs to no layer"),
     ],
 )

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.program import Bucket, Kind, Member, Op, Program, Task, TaskKind, ends_step, is_backward, is_replicated
+from samestep.program import Bucket, Kind, Member, Op, Program, Task, TaskKind, ends_gradients, ends_step, is_replicated
 from samestep.runtime.mesh import Mesh, all_gather, reduce_scatter
 from samestep.runtime.precision import DTYPES
 from samestep.runtime.record import owned
@@ -54,7 +54,7 @@ class Replicated:
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         self.program, self.mesh = program, mesh
         self.params: dict[str, nn.Parameter] = {}
-        self._last = False
+        self._last = self._starts = False
         self._next = 0
         self._flats = [self._flat(bucket) for bucket in program.buckets]
         self._separate = program.step.layout.offload
@@ -71,7 +71,7 @@ class Replicated:
         step = self.program.step
         device = self.mesh.device
         bodies = self.program.bodies
-        last = [op for key, ops in bodies.items() if is_backward(key) and ends_step(key) for op in ops]
+        last = [op for key, ops in bodies.items() if ends_gradients(key, step) for op in ops]
         mine = [op for op in (*last, *bodies[TaskKind.UPDATE]) if op.owner == bucket.name]
         weights = None
         if step.zero == 1:
@@ -148,8 +148,9 @@ class Replicated:
 
     @contextmanager
     def running(self, task: Task) -> Iterator[None]:
-        """Know, while a task runs inside, whether it is the step's last backward, behind which buckets are reduced."""
-        self._last = task.kind is TaskKind.BACKWARD and ends_step(task.body)
+        """Know, while a task runs inside, whether gradients are the step's last, behind which buckets are reduced."""
+        self._last = task.kind in (TaskKind.BACKWARD, TaskKind.WEIGHT) and ends_step(task.body)
+        self._starts = ends_gradients(task.body, self.program.step)
         yield
 
     def _gradient_ready(self, flat: _Flat, member: Member, param: Tensor) -> None:
@@ -166,6 +167,7 @@ class Replicated:
         flat.untouched.discard(member.name)
         if self._last:
             flat.missing.discard(member.name)
+        if self._starts:
             self._start_ready()
 
     def _start_ready(self) -> None:

@@ -13,6 +13,7 @@ stage 1 of 2     (shape)   (pass)    (pass)    recv ►    ► out     own
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ from samestep.runtime.context import Slicing
 from samestep.runtime.mesh import Mesh
 from samestep.runtime.precision import DTYPES
 from samestep.runtime.record import owned
+from samestep.runtime.sequence import with_first
 
 _FIRST_TAG = 2**29
 
@@ -62,7 +64,7 @@ class Stage:
             handles.append(first.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
         if not self.is_last(chunk):
             last = self._real[self._program.step.model.layers[layers.stop - 1].modules[-1]]
-            handles.append(last.register_forward_hook(lambda _, args, output: taken.append(_hidden(output))))
+            handles.append(last.register_forward_hook(functools.partial(self._take, taken)))
         try:
             with self._standing_in(layers):
                 outputs = call(self._model)
@@ -108,6 +110,14 @@ class Stage:
         ranks = self._mesh.ranks["pp"]
         dist.broadcast_object_list(held, src=ranks[-1], group=self._mesh.groups["pp"])
         return held[0]
+
+    def _take(self, taken: list[Tensor], _: nn.Module, args: Any, output: Any) -> Any:
+        """Note what a run gives; the model's code that follows computes nothing, but knows the whole sequence's shape."""
+        taken.append(_hidden(output))
+        layout = self._program.step.layout
+        if not layout.sequence_parallel:
+            return None
+        return with_first(output, lambda x: x.new_zeros(()).expand(x.shape[0], x.shape[1] * layout.tp, *x.shape[2:]))
 
     def _first_block(self, layers: range) -> str:
         return self._program.step.model.layers[layers.start].modules[0]

@@ -38,6 +38,7 @@ from samestep.runtime import context, dropout, launch, locality, pipeline, preci
 from samestep.runtime import mesh as meshes
 from samestep.runtime.build import call_model, cross_entropy, learning_rate_factor
 from samestep.runtime.data import Replicated
+from samestep.runtime.deferred import Deferred
 from samestep.runtime.diagnose import first_nonfinite
 from samestep.runtime.init import Blueprint, blueprint, fill_rest
 from samestep.runtime.launch import Place
@@ -261,7 +262,9 @@ class Run:
             if task.kind is TaskKind.UPDATE:
                 continue
             with made.holder.running(task):
-                if task.kind is TaskKind.FORWARD:
+                if task.kind is TaskKind.WEIGHT:
+                    made.deferred.add_up(task.microbatch)
+                elif task.kind is TaskKind.FORWARD:
                     held[task.microbatch, task.chunk] = self._forward(batch, task, shares[task.microbatch], totals)
                 else:
                     self._backward(task, held.pop((task.microbatch, task.chunk)))
@@ -302,6 +305,7 @@ class Run:
 
     def _backward(self, task: Task, loss: Tensor | None) -> None:
         made = self.made
+        made.deferred.microbatch = task.microbatch
         if made.stage is not None:
             made.stage.backward(task.microbatch, task.chunk, loss)
         elif loss is not None:
@@ -406,6 +410,8 @@ class _Made:
     """What passes between pipeline stages; None where one rank runs all layers."""
     slicing: context.Slicing | None
     """This rank's slice of sequences; None where it has them whole."""
+    deferred: Deferred
+    """Gradients of weights that backwards leave for later."""
     loss: Loss
     lr_factor: Callable[[int], float]
     nominal_count: float
@@ -436,6 +442,7 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
     tensor.apply(model, program, mesh)
     slicing = context.Slicing(model, program, mesh) if layout.cp > 1 else None
     dropout.track_modules(model)
+    deferred = Deferred(model, program)
     recompute.apply(model, program, functools.partial(_recompute_contexts, model, job, slicing))
 
     def materialize(name: str, dtype: torch.dtype) -> Tensor:
@@ -453,6 +460,7 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
         updater=Updater.over(holder.pieces, source.optimizer, job.numerics),
         stage=pipeline.Stage(model, program, mesh, slicing) if layout.pp > 1 else None,
         slicing=slicing,
+        deferred=deferred,
         loss=functools.partial(tensor.cut_loss, mesh) if tensor.cuts_logits(program) else source.loss,
         lr_factor=learning_rate_factor(job.schedule, job.train.steps),
         nominal_count=_nominal_count(example, job.train.global_batch),

@@ -107,7 +107,7 @@ def _matched(model: nn.Module, plan: Plan) -> Cuts:
         found = fnmatch.filter(paths, pattern)
         for path in found:
             module = model.get_submodule(path)
-            if style == "sum" or isinstance(module, nn.Linear | nn.Embedding) or _is_transposed(module):
+            if style == "sum" or isinstance(module, nn.Linear | nn.Embedding) or is_transposed(module):
                 cuts.styles[path] = style
             else:
                 cuts.refusal = f"{path} is a {type(module).__name__}, and only Linear and Embedding can be cut"
@@ -198,7 +198,7 @@ def _cut_of(model: nn.Module, cuts: Cuts, param: ParamSpec) -> Cut | None:
         return Cut(style="vocab", dim=0, groups=param.shape[0])
     if style == "row" and leaf == "bias":
         return None
-    across = 0 if _is_transposed(module) and leaf == "weight" else 1  # the dimension of the input
+    across = 0 if is_transposed(module) and leaf == "weight" else 1  # the dimension of the input
     dim = across if style == "row" else (1 - across) * (len(param.shape) > 1)
     parts = 3 if style == "qkv" else 1
     size = param.shape[dim] // parts
@@ -214,7 +214,7 @@ def _heads(attention: nn.Module, size: int) -> int:
     return count if isinstance(count, int) and count and size % count == 0 else size
 
 
-def _is_transposed(module: nn.Module) -> bool:
+def is_transposed(module: nn.Module) -> bool:
     """Whether a module is a linear layer that keeps its weight as [in, out], as GPT-2's do."""
     return type(module).__name__ == "Conv1D" and "weight" in module._parameters
 
@@ -291,7 +291,7 @@ def _around_column(module: nn.Module, path: str, mesh: Mesh, borders: _Borders) 
     module.register_forward_pre_hook(lambda _, args: (borders.enter(path, args[0]), *args[1:]))
     if isinstance(module, nn.Linear):
         module.out_features //= mesh.tp
-    elif _is_transposed(module):
+    elif is_transposed(module):
         module.nf //= mesh.tp  # type: ignore[operator, assignment]
 
 
@@ -309,7 +309,7 @@ def _around_row(module: nn.Module, path: str, mesh: Mesh, borders: _Borders) -> 
         bias = module._parameters.get("bias")
         held.append(bias)
         # GPT-2's linear layers cannot do without one.
-        none = bias.new_zeros(()) if _is_transposed(module) and bias is not None else None
+        none = bias.new_zeros(()) if is_transposed(module) and bias is not None else None
         module._parameters["bias"] = none  # type: ignore[assignment]
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:

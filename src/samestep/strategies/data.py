@@ -27,10 +27,8 @@ from samestep.program import (
     Step,
     TaskKind,
     Unit,
-    ends_step,
+    ends_gradients,
     finish_reductions,
-    is_backward,
-    is_forward,
     make_buckets,
     padded,
     start_reductions,
@@ -87,11 +85,11 @@ def _reduced(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops
     def reduction(bucket: Bucket) -> tuple[Op, ...]:
         return _reductions(step, bucket)
 
-    if is_backward(key) and ends_step(key):
+    if ends_gradients(key, step):
         if step.zero == 0:
             return start_reductions(ops, step, buckets, reduction)
         return tuple(_reduce_units(ops, step)) if step.zero >= 2 and step.layout.num_replicas > 1 else ops
-    if is_backward(key) or is_forward(key):
+    if key != TaskKind.UPDATE:
         return ops
     return (*finish_reductions(buckets, reduction), *ops)
 
@@ -99,8 +97,8 @@ def _reduced(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops
 def _reductions_of(program: Program) -> Iterator[str]:
     """Name what must have come about before the update: the last backward and every reduction."""
     for key, ops in program.bodies.items():
-        if is_backward(key) and ends_step(key):
-            yield next(op.name for op in reversed(ops) if op.kind is Kind.BACKWARD)
+        if ends_gradients(key, program.step):
+            yield next(op.name for op in reversed(ops) if op.kind in (Kind.BACKWARD, Kind.WEIGHT))
             yield from (op.name for op in ops if op.kind in _REDUCING and op.axis not in ("tp", "cp"))
     for op in program.bodies[TaskKind.UPDATE]:
         if op.kind is Kind.UPDATE:

@@ -8,6 +8,9 @@ With `virtual_stages=v` a rank has v runs of layers, p apart: layer l on rank l 
 pp=2, 4 layers           rank 0   layers 0 1  ──act──►  rank 1   layers 2 3
 pp=2 virtual_stages=2    rank 0   layers 0 . 2 .        rank 1   layers . 1 . 3
 ```
+With `schedule=zero-bubble` a backward computes the gradients of what layers were given, which the stage before waits for;
+those of the weights of linear layers are tasks of their own, and fill the time that stages would wait.
+
 Runs are cut so that the slowest one is as fast as can be, embedding and head included; each has a block, because only
 between blocks a single tensor passes.
 """
@@ -25,8 +28,6 @@ from samestep.model import ModelSpec, ParamSpec
 from samestep.program import Kind, Op, Ops, Program, Step, Task, TaskKind, is_backward, position
 
 AXIS = "pp"
-
-_TASKS = {schedules.ActionKind.FORWARD: TaskKind.FORWARD, schedules.ActionKind.BACKWARD: TaskKind.BACKWARD}
 
 
 def refusal(step: Step) -> str | None:
@@ -82,7 +83,11 @@ def apply(program: Program) -> Program:
         if key != TaskKind.UPDATE:
             for index, chunk in enumerate(chunks):
                 kind, where = key.split(".")
-                bodies[f"{kind}.{index}.{where}"] = tuple(_run(ops, local, cuts, chunk, is_backward(key)))
+                run = tuple(_run(ops, local, cuts, chunk, is_backward(key)))
+                if step.splits_backward and is_backward(key):
+                    bodies[f"{TaskKind.WEIGHT}.{index}.{where}"] = tuple(_weights(run, local))
+                    run = tuple(_without_weights(op, local) for op in run)
+                bodies[f"{kind}.{index}.{where}"] = run
     return replace(
         program,
         step=local,
@@ -176,9 +181,23 @@ def _run_of(roots: Mapping[str, int], cuts: tuple[range, ...], name: str) -> int
 def _tasks(step: Step) -> Iterator[Task]:
     layout, count = step.layout, step.num_microbatches
     for action in schedules.order(layout.schedule, step.stage, layout.pp, count, layout.virtual_stages):
-        kind = _TASKS[action.kind]
+        kind = TaskKind(str(action.kind))
         yield Task(kind, action.microbatch, f"{kind}.{action.chunk}.{position(action.microbatch, count)}", action.chunk)
     yield Task(TaskKind.UPDATE, count - 1, str(TaskKind.UPDATE))
+
+
+def _weights(ops: Ops, step: Step) -> Iterator[Op]:
+    """The gradients of weights that a backward leaves for later, in its order."""
+    for op in ops:
+        if op.kind is Kind.BACKWARD and op.layer is not None:
+            flops = step.model.layers[op.layer].deferred_flops * step.microbatch_samples
+            yield replace(op, kind=Kind.WEIGHT, flops=flops, after=(op.name,))
+
+
+def _without_weights(op: Op, step: Step) -> Op:
+    if op.kind is not Kind.BACKWARD or op.layer is None:
+        return op
+    return replace(op, flops=op.flops - step.model.layers[op.layer].deferred_flops * step.microbatch_samples)
 
 
 def _run(ops: Ops, step: Step, cuts: tuple[range, ...], chunk: range, backward: bool) -> Iterator[Op]:

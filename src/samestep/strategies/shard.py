@@ -32,7 +32,9 @@ from samestep.program import (
     Ops,
     Program,
     Step,
+    TaskKind,
     Unit,
+    ends_gradients,
     ends_step,
     is_backward,
     is_forward,
@@ -52,6 +54,11 @@ def refusal(step: Step) -> str | None:
         return f"accumulate=full is about sharded gradients: use zero=2 or zero=3 with it, not zero={layout.zero}"
     if step.zero < 2:
         return None
+    if step.splits_backward:
+        return (
+            f"zero={step.zero} reduces gradients behind each backward, and schedule=zero-bubble computes those of weights "
+            "later: zero=1 works, and so does schedule=1f1b"
+        )
     for param in step.model.params:
         if not param.shape:
             return f"{param.name} has no dimension to cut: give it shape (1,), or use zero=1"
@@ -80,9 +87,9 @@ def apply(program: Program) -> Program:
 
 
 def _stage_1(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops:
-    if is_backward(key) and ends_step(key):
+    if ends_gradients(key, step):
         return start_reductions(ops, step, buckets, lambda b: (_scattered(step, b),))
-    if is_backward(key) or is_forward(key):
+    if key != TaskKind.UPDATE:
         return ops
     gathers = tuple(
         replace(_op(Kind.ALL_GATHER, b.name, b.dtype, b.padded_numel), after=(f"{Kind.UPDATE}:optimizer",))
