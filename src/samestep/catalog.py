@@ -21,7 +21,10 @@ from samestep.job import Job
 from samestep.model import FORMAT_VERSION, ModelSpec
 
 PRESET = "preset:"
-_TRACERS = ("model.py", "runtime/build.py", "runtime/init.py", "runtime/trace.py")
+_TRACERS = (
+    "model.py",
+    *(f"runtime/{name}.py" for name in ("build", "init", "locality", "sequence", "tensor", "trace")),
+)
 
 
 def model_spec(job: Job) -> ModelSpec:

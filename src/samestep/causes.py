@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from samestep.comparison import Comparison, Misfit, copies_of, matched, unclipped, whole_of
-from samestep.observation import Held, Observation
+from samestep.observation import GIVEN, Held, Observation
 from samestep.verdict import Cause
 
 CLOSE = 1e-6
@@ -112,6 +112,8 @@ def _forward(case: Case, first: Comparison) -> Found:
     misfit = first.misfits[0]
     path, step = misfit.name, misfit.step or 1
     where = f"{path} in step {step} on rank {misfit.rank} (error {misfit.error:.1e}); all before it agrees"
+    if GIVEN in path:
+        return Cause.POSITIONS, f"what is given to {where}"
     if case.dropout(path):
         return Cause.DROPOUT, f"the masks of {where}"
     if step > 1 and case.weighted(path):

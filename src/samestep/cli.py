@@ -253,7 +253,7 @@ def _dry_run(job: jobs.Job, given: dict[str, Any]) -> int:
     samples_of = step_samples(job, layout, checked.workload.dataset)
     for rank in range(ranks):
         use = at_rest(programs[rank * layout.pp // ranks], states_per_param(job), rank)
-        samples = samples_of[rank // layout.tp % layout.dp]
+        samples = samples_of[rank // (layout.tp * layout.cp) % layout.dp]
         print(
             f"rank {rank}: weights {use.weights:,} B, gradients {use.gradients:,} B, optimizer {use.optimizer:,} B; "
             f"samples of step 1: {' '.join(map(str, samples)) or 'none'}"

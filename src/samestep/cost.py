@@ -309,11 +309,12 @@ def group_of(axis: str, program: Program, hardware: Hardware) -> Group:
 
 def stride_of(axis: str, step: Step) -> int:
     """Distance between two neighbours on an axis, in ranks."""
-    tp, stage_ranks = step.layout.tp, step.layout.dp * step.layout.tp
+    tp, stage_ranks = step.layout.tp, step.layout.num_summed * step.layout.tp
     strides = {
+        "cp": tp,
         "dp_shard": tp,
         "dp_intra": tp,
-        "dp_replicate": tp * step.layout.dp_shard,
+        "dp_replicate": tp * step.layout.num_shards,
         "dp_inter": step.ranks_per_node,
         "pp": stage_ranks,
         "tie": stage_ranks * (step.layout.pp - 1),
@@ -332,4 +333,4 @@ def _update_bytes(step: Step) -> int:
         if param.trainable:
             copied = step.zero < 2 and step.working_dtype(param) != step.master_dtype
             touched += param.numel * (UPDATE_PASSES * master + copied * BYTES_OF[step.compute_dtype])
-    return -(-touched // step.layout.dp_shard)  # dp_shard is 1 where nothing is sharded
+    return -(-touched // step.layout.num_shards)  # 1 where nothing is sharded

@@ -20,7 +20,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from samestep.model import Border, BorderKind, Cut, Cutting, LayerSpec, ModelSpec, ParamSpec, PartialSum, Product
+from samestep.model import (
+    Border,
+    BorderKind,
+    Cut,
+    Cutting,
+    Exchange,
+    LayerSpec,
+    ModelSpec,
+    ParamSpec,
+    PartialSum,
+    Product,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +173,8 @@ def spec(decoder: Decoder, name: str) -> ModelSpec:
         logit_rows=decoder.sequence,
         sequence=decoder.sequence,
         sequence_refusal="",
+        length=decoder.sequence,
+        slice_refusal="its attention is made of plain products" if decoder.attention == "plain" else "",
     )
 
 
@@ -241,7 +254,23 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
         moved_elements=round(made.moved),
         moved_cut_elements=round(made.moved_cut),
         kernels=made.kernels + len(made.products),
+        exchanges=tuple(_exchanges(decoder)) if is_block else (),
     )
+
+
+def _exchanges(decoder: Decoder) -> Iterator[Exchange]:
+    """What an attention reads and makes."""
+    keys = decoder.heads if decoder.latent_rank else decoder.kv
+    wide = decoder.dim + decoder.rotary_dim if decoder.latent_rank else decoder.dim
+    parts: tuple[tuple[Literal["query", "key", "value", "output"], int, int], ...] = (
+        ("query", decoder.heads, wide),
+        ("key", keys, wide),
+        ("value", keys, decoder.dim),
+        ("output", decoder.heads, decoder.dim),
+    )
+    for role, heads, size in parts:
+        elements = decoder.sequence * heads * size
+        yield Exchange(role=role, elements=elements, heads=heads, query_heads=decoder.heads, is_cut=True)
 
 
 def _embedding(decoder: Decoder) -> _Block:

@@ -34,6 +34,7 @@ class Layout:
     dp_shard: int = 1
     tp: int = 1
     sequence_parallel: bool = False
+    cp: int = 1
     pp: int = 1
     schedule: Schedule = "1f1b"
     virtual_stages: int = 1
@@ -45,7 +46,7 @@ class Layout:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("dp_replicate", "dp_shard", "tp", "pp", "virtual_stages"):
+        for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "virtual_stages"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"{name}={getattr(self, name)}: a degree is at least 1")
         if self.microbatch is not None and self.microbatch < 1:
@@ -64,9 +65,24 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def num_shards(self) -> int:
+        """Ranks of a `dp_shard` group: those of `cp` hold equal weights too, so what is sharded is cut over both."""
+        return self.dp_shard * self.cp if self.zero else 1
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks of a `dp_replicate` group: with those of `cp` where nothing is sharded."""
+        return self.dp_replicate if self.zero else self.dp_replicate * self.cp
+
+    @property
+    def num_summed(self) -> int:
+        """Ranks whose gradients of one weight are summed: each has seen other tokens."""
+        return self.dp * self.cp
+
+    @property
     def world_size(self) -> int:
         """Number of ranks in all."""
-        return self.dp * self.tp * self.pp
+        return self.dp * self.cp * self.tp * self.pp
 
     @classmethod
     def parse(cls, text: str) -> Layout:

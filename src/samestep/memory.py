@@ -92,19 +92,19 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
     `states_per_param` are the optimizer's tensors of a weight's own shape: 2 for Adam, 1 for momentum, 0 for SGD.
     """
     step = program.step
-    shard = rank // step.layout.tp % step.layout.dp_shard
+    shard = rank // step.layout.tp % step.layout.num_shards
     if step.zero == 0:
         weights, gradients = _whole(program)
         updated = [(param.numel, step.working_dtype(param)) for param in _trainable(step)]
     elif step.zero == 1:
         weights, gradients = _in_buckets(program)
         updated = [
-            (_chunk_numel(bucket.numel, bucket.padded_numel // step.layout.dp_shard, shard), bucket.dtype)
+            (_chunk_numel(bucket.numel, bucket.padded_numel // step.layout.num_shards, shard), bucket.dtype)
             for bucket in program.buckets
         ]
     else:
         weights, gradients = _in_units(program)
-        updated = [(_cut_numel(param, step.layout.dp_shard, shard), step.master_dtype) for param in _trainable(step)]
+        updated = [(_cut_numel(param, step.layout.num_shards, shard), step.master_dtype) for param in _trainable(step)]
     master = BYTES_OF[step.master_dtype]
     optimizer = sum(
         numel * master * (states_per_param + (working_dtype != step.master_dtype)) for numel, working_dtype in updated
@@ -157,7 +157,7 @@ def _in_units(program: Program) -> tuple[int, int]:
     weights = sum(unit.padded_numel for unit in program.units)
     gradients = sum(unit.padded_grad_numel for unit in program.units)
     part = BYTES_OF[step.master_dtype]
-    return weights // step.layout.dp_shard * part, gradients // step.layout.dp_shard * part
+    return weights // step.layout.num_shards * part, gradients // step.layout.num_shards * part
 
 
 def _chunk_numel(numel: int, chunk: int, shard: int) -> int:

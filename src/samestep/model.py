@@ -50,8 +50,14 @@ class Product:
         return 2 * self.rows * self.inner * self.columns * self.count
 
     def cut_by(self, degree: int) -> Product:
-        """Return one rank's part of it."""
+        """Return one rank's part of it under a tensor cut."""
         return replace(self, **{self.cut: -(-getattr(self, self.cut) // degree)}) if self.cut else self
+
+    def sliced_by(self, degree: int) -> Product:
+        """Return one rank's part of it under a cut of the sequence: rows, or of an attention heads."""
+        if self.factors in ("attention", "causal"):
+            return replace(self, count=-(-self.count // degree))
+        return replace(self, rows=-(-self.rows // degree))
 
 
 def is_below(path: str, root: str) -> bool:
@@ -93,6 +99,23 @@ class Border:
     elements: int
     kind: BorderKind
     has_gradient: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """Queries, keys, values or output of an attention, of one sample: all tokens, before any cut.
+
+    Context parallelism exchanges heads for tokens of it (`strategies/context.py`).
+    """
+
+    role: Literal["query", "key", "value", "output"]
+    elements: int
+    heads: int
+    query_heads: int
+    """Heads of the same attention's queries: keys and values may have fewer."""
+    is_cut: bool = False
+    """Whether a tensor cut leaves a rank a part of the heads."""
+    takes_gradient: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +202,10 @@ class LayerSpec:
     """Something is kept after the last of them, so a repeated forward runs on to it."""
     backward_sums: tuple[PartialSum, ...] = ()
     """Under a tensor cut: gradients of the inputs of column-cut modules, in order of the backward."""
+    exchanges: tuple[Exchange, ...] = ()
+    """Under a cut of the sequence: what its attentions read and make, in order of the forward."""
+    saved_pair_elements: int = 0
+    """The part of `saved_elements` that a cut of the sequence leaves whole: masks of pairs of tokens."""
     sequence_borders: tuple[Border, ...] = ()
     """Of a block whose sequence can be cut too: borders of its tensor-cut parts, in order of the forward."""
     sequence_weights: int = 0
@@ -214,6 +241,31 @@ class LayerSpec:
             moved_cut_elements=self.moved_cut_elements // degree,
         )
 
+    def sliced_by(self, degree: int) -> LayerSpec:
+        """Return one rank's part of a layer that works on slices of the sequence: its work, sums and what it keeps."""
+
+        def part(elements: int) -> int:
+            return -(-elements // degree)
+
+        def sums(parts: tuple[PartialSum, ...]) -> tuple[PartialSum, ...]:
+            return tuple(one if one.weight else replace(one, elements=part(one.elements)) for one in parts)
+
+        return replace(
+            self,
+            forward_flops=part(self.forward_flops),
+            products=tuple(product.sliced_by(degree) for product in self.products),
+            output_elements=part(self.output_elements),
+            input_elements=part(self.input_elements),
+            saved_elements=part(self.saved_elements - self.saved_pair_elements) + self.saved_pair_elements,
+            saved_selective_elements=part(self.saved_selective_elements),
+            saved_cut_elements=part(self.saved_cut_elements),
+            saved_selective_cut_elements=part(self.saved_selective_cut_elements),
+            moved_elements=part(self.moved_elements),
+            moved_cut_elements=part(self.moved_cut_elements),
+            forward_sums=sums(self.forward_sums),
+            backward_sums=sums(self.backward_sums),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
@@ -237,6 +289,12 @@ class ModelSpec:
     """Why sequence parallelism cannot cut the model between its tensor-cut parts; empty where it can."""
     masks: tuple[MaskSpec, ...] = ()
     """Dropout masks of one forward, in its order."""
+    length: int = 0
+    """Tokens of a sample; 0 where a sample is no sequence."""
+    slice_refusal: str = "nobody has shown that its blocks work on slices of a sequence"
+    """Why context parallelism cannot slice sequences; empty where it can."""
+    slices: tuple[tuple[str, int], ...] = ()
+    """Arguments of blocks that have a row for each token, by their place, and which dimension that is."""
 
     @property
     def num_params(self) -> int:
@@ -271,15 +329,17 @@ class ModelSpec:
         params = tuple(_param_from(param) for param in fields.pop("params"))
         coupled = tuple(fields.pop("coupled_modules"))
         masks = tuple(MaskSpec(**{**mask, "shape": tuple(mask["shape"])}) for mask in fields.pop("masks", ()))
-        return cls(layers=layers, params=params, coupled_modules=coupled, masks=masks, **fields)
+        slices = tuple((name, dim) for name, dim in fields.pop("slices"))
+        return cls(layers=layers, params=params, coupled_modules=coupled, masks=masks, slices=slices, **fields)
 
 
 def _layer_from(fields: dict[str, Any]) -> LayerSpec:
     sums = {name: tuple(PartialSum(**part) for part in fields[name]) for name in ("forward_sums", "backward_sums")}
     products = tuple(Product(**product) for product in fields["products"])
+    exchanges = tuple(Exchange(**exchange) for exchange in fields["exchanges"])
     borders = tuple(Border(**border) for border in fields["sequence_borders"])
     given = {"modules": tuple(fields["modules"]), "products": products, "sequence_borders": borders}
-    return LayerSpec(**{**fields, **given, **sums})
+    return LayerSpec(**{**fields, **given, "exchanges": exchanges, **sums})
 
 
 def _param_from(fields: dict[str, Any]) -> ParamSpec:

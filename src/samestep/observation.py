@@ -13,6 +13,7 @@ which are equal in every layout that gives a sample the same output, and cost no
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from samestep.datasets import Batch, Dataset, batches
 from samestep.datasets.batch import read_samples
@@ -37,6 +38,8 @@ Share = tuple[int, int, tuple[int, ...]]
 """Micro-batch, virtual stage, and the samples that a rank read for it."""
 
 
+GIVEN = ": "
+"""Between a block's path and the place of one of its arguments."""
 ALL_SAMPLES = -1
 """Stands for the sample of what a module gives once for all of them, as rotary angles."""
 
@@ -65,6 +68,8 @@ class Output:
     projection: float
     norm: float
     numel: int
+    is_part: bool = False
+    """Of a slice of the sequence: projections and squares of the norms of all ranks of `cp` add up."""
 
 
 @dataclass(slots=True)
@@ -149,6 +154,11 @@ class _Watching(Run):
         for path, module in self.model.named_modules():
             if path and (not program.chunks or any(f"{path}.".startswith(f"{root}.") for root in mine)):
                 module.register_forward_hook(functools.partial(self._note, path))
+        blocks = [path for layer in program.step.model.layers if layer.is_block for path in layer.modules]
+        for path in blocks:
+            if not program.chunks or path in mine:
+                hook = functools.partial(self._note_given, path)
+                self.model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
 
     def begin(self) -> None:
         """Forget the step before."""
@@ -168,15 +178,31 @@ class _Watching(Run):
             return
         call = self._calls[path] = self._calls.get(path, -1) + 1
         found = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
-        if found is None or not found.is_floating_point() or found.dim() < 2:
-            return
-        samples = self._samples if len(found) == len(self._samples) else [ALL_SAMPLES]
-        if len(found) != len(samples):
+        if found is not None and found.is_floating_point():
+            self._project(path, call, found)
+
+    @torch.no_grad()
+    def _note_given(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note what a block is given beside what the one before it gave: rotary angles, positions."""
+        for place, leaf in tree_flatten_with_path((args, kwargs))[0] if self._samples else ():
+            if isinstance(leaf, Tensor) and not leaf.requires_grad and leaf.dtype != torch.bool:
+                name = f"{path}{GIVEN}{keystr(place)}"
+                call = self._calls[name] = self._calls.get(name, -1) + 1
+                self._project(name, call, leaf)
+
+    def _project(self, path: str, call: int, found: Tensor) -> None:
+        """Note a tensor sample by sample."""
+        samples = self._samples if self._samples and len(found) == len(self._samples) else [ALL_SAMPLES]
+        if found.dim() < 2 or len(found) != len(samples):
             return
         rows = found.detach().reshape(len(found), -1).double()
-        projections = (rows * _signs(rows.shape[1], rows.device)).sum(1).tolist()
+        signs, slicing = None, self.made.slicing
+        is_part = bool(slicing and slicing.block and found.shape[1] * slicing.degree == slicing.length)
+        if is_part and slicing is not None:
+            signs = _signs(rows.shape[1] * slicing.degree, rows.device).chunk(slicing.degree)[slicing.index]
+        projections = (rows * (_signs(rows.shape[1], rows.device) if signs is None else signs)).sum(1).tolist()
         for sample, projection, norm in zip(samples, projections, rows.norm(dim=1).tolist(), strict=True):
-            self.noted[path, call, sample] = Output(projection, norm, rows.shape[1])
+            self.noted[path, call, sample] = Output(projection, norm, rows.shape[1], is_part)
 
 
 @functools.lru_cache(maxsize=64)
@@ -184,6 +210,20 @@ def _signs(numel: int, device: torch.device) -> Tensor:
     # numpy's numbers: torch's own are watched inside a forward, where they would be the model's
     drawn = np.random.default_rng(numel).integers(0, 2, numel) * 2.0 - 1.0
     return torch.from_numpy(drawn).to(device)
+
+
+def join_slices(ranks: Sequence[Observation]) -> None:
+    """Let every rank have the outputs of whole sequences, put together from the slices of its `cp` group."""
+    for group in {seen.axes["cp"] for seen in ranks if "cp" in seen.axes}:
+        members = [seen for seen in ranks if seen.rank in group]
+        for steps in zip(*(seen.steps for seen in members), strict=True):
+            for key, mine in list(steps[0].outputs.items()):
+                parts = [step.outputs[key] for step in steps if key in step.outputs]
+                if mine.is_part and len(parts) == len(members):
+                    norm = math.sqrt(sum(part.norm**2 for part in parts))
+                    whole = Output(sum(p.projection for p in parts), norm, sum(p.numel for p in parts))
+                    for step in steps:
+                        step.outputs[key] = whole
 
 
 def open_run(source: Source, layout: Layout, job: Job, place: Place, example: Any) -> _Watching:

@@ -53,6 +53,7 @@ class Kind(StrEnum):
     UPDATE = "update"
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
+    ALL_TO_ALL = "all_to_all"
     REDUCE_SCATTER = "reduce_scatter"
     REDUCE = "reduce"
     BROADCAST = "broadcast"
@@ -222,7 +223,7 @@ class Step:
 
     @property
     def dp_per_node(self) -> int:
-        """Ranks of one node that read different samples."""
+        """Ranks of one node whose gradients of one weight are summed."""
         return max(1, self.ranks_per_node // self.layout.tp)
 
     @property
@@ -253,7 +254,7 @@ class Step:
     @property
     def zero(self) -> int:
         """The ZeRO stage that has an effect: nothing is sharded over a single rank."""
-        return self.layout.zero if self.layout.dp_shard > 1 else 0
+        return self.layout.zero if self.layout.num_shards > 1 else 0
 
     @property
     def splits_backward(self) -> bool:
@@ -395,7 +396,7 @@ def _bucket(step: Step, index: int, params: list[ParamSpec]) -> Bucket:
         name=f"bucket.{index}",
         members=tuple(members),
         dtype=step.working_dtype(params[0]),
-        padded_numel=padded(offset, step.layout.dp),
+        padded_numel=padded(offset, step.layout.num_summed),
         replicas=(step.layout.tp if is_replicated(step, params[0]) else 1) * (2 if params[0].tied_stages else 1),
         is_tied=params[0].tied_stages,
     )

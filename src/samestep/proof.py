@@ -46,7 +46,7 @@ from samestep.runtime import checkpoint, dropout, launch
 from samestep.runtime.build import loss_of, model_source, optimizer_of
 from samestep.runtime.launch import Place
 from samestep.runtime.precision import DTYPES
-from samestep.runtime.run import Loss, Run, Source, holder_of, prepare
+from samestep.runtime.run import Loss, Run, Source, holder_of, prepare, with_slices
 from samestep.runtime.update import Updater, optimizer_source
 from samestep.strategies import programs_of
 from samestep.verdict import Cause, Check, Verdict
@@ -80,7 +80,8 @@ class Subject:
     @property
     def spec(self) -> ModelSpec:
         """The model's shape."""
-        return (self.source.prepared or prepare(self.source, self.job, self.example))[1]
+        prepared = self.source.prepared or prepare(self.source, self.job, self.example)
+        return with_slices(prepared, self.layout, self.example)[1]
 
     def programs(self) -> list[Program]:
         """The step of every pipeline stage."""
@@ -214,7 +215,7 @@ def shrunk(subject: Subject) -> tuple[Subject, str] | None:
 def _proof_bytes(subject: Subject, index: int) -> int:
     """Bytes that a layer takes in a proof: its weights in copies, what it saves of a whole batch, in float64."""
     weights = sum(param.numel for param in subject.spec.params_of(index))
-    ranks = subject.layout.dp if subject.layout.zero == 0 else subject.layout.dp_replicate
+    ranks = subject.layout.num_summed if subject.layout.zero == 0 else subject.layout.dp_replicate
     replicas = ranks if _on_cpu(subject.job.run.device) else 1  # ranks of a CPU share its memory
     saved = subject.spec.layers[index].saved_elements * subject.job.train.global_batch
     return 8 * (weights * _COPIES * replicas + saved)
@@ -354,6 +355,7 @@ def _read(path: Path) -> Any:
 
 def _observations(subject: Subject) -> tuple[Observation, list[Observation]]:
     ranks = [_read(subject.folder / f"rank-{rank}.pt") for rank in range(subject.layout.world_size)]
+    observation.join_slices(ranks)
     return _read(subject.folder / "one.pt"), ranks
 
 

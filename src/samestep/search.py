@@ -386,7 +386,7 @@ def _bound(layout: Layout, task: _Task) -> _Bound:
     updated = numel * UPDATE_PASSES * max(BYTES_OF[dtype], 4) / layout.dp_shard
     update_s = updated / hardware.memory_bytes_per_s / hardware.memory_efficiency + hardware.step_s
     kept = {"none": totals.saved, "selective": totals.saved_selective, "full": totals.inputs}[layout.recompute]
-    activations = kept * size * min(layout.pp, microbatches) / layout.pp * BYTES_OF[dtype] / layout.tp
+    activations = kept * size * min(layout.pp, microbatches) / layout.pp * BYTES_OF[dtype] / layout.tp / layout.cp
     held = numel * _bytes_per_param(layout, dtype, task.states_per_param) + activations
     return _Bound(layout, microbatches * once_s / filling + update_s, held)
 
@@ -396,7 +396,7 @@ def _bytes_per_param(layout: Layout, dtype: str, states_per_param: int) -> float
     size = BYTES_OF[dtype]
     master = max(size, 4)
     kept = master * (states_per_param + (master > size))
-    shards = layout.dp_shard
+    shards = layout.num_shards
     if layout.zero < 2 or shards == 1:
         return size + master + (kept / shards if layout.zero == 1 else kept)
     return master * (2 + states_per_param) / shards

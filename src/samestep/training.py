@@ -38,7 +38,7 @@ from samestep.report import Metrics, Screen, write_whole
 from samestep.runtime import checkpoint, launch
 from samestep.runtime.build import loss_of, model_source, optimizer_of
 from samestep.runtime.launch import Place
-from samestep.runtime.run import Run, Source, StepReport, holder_of, prepare
+from samestep.runtime.run import Run, Source, StepReport, holder_of, prepare, with_slices
 from samestep.runtime.update import check_optimizer
 from samestep.strategies import program_of
 
@@ -88,6 +88,11 @@ class Workload:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Workload, (self.job,)
+
+    def slice(self, layout: Layout) -> None:
+        """Find out how the model's sequences can be sliced, where the layout asks for it."""
+        assert self.source.prepared is not None
+        self.source = dataclasses.replace(self.source, prepared=with_slices(self.source.prepared, layout, self.example))
 
     @property
     def spec(self) -> ModelSpec:
@@ -203,6 +208,7 @@ def check(
     why = ""
     if where is None:
         where, why = _agreed(lambda: _searched(workload, ranks or job.run.ranks), place)
+    workload.slice(where)
     program_of(workload.spec, job, where, place.ranks_per_node if place else job.run.ranks_per_node)
     check_optimizer(workload.source.optimizer, workload.spec, where)
     return Checked(workload, where, folder, until, resume_from, why)
@@ -326,7 +332,7 @@ def _say_sample(run: Run, workload: Workload, screen: Screen | None, when: str) 
     train = run.job.train
     if not train.sample_tokens or not _is_text(run.job):
         return
-    if screen is None and run.layout.zero < 2 and run.layout.dp == run.layout.world_size:
+    if screen is None and run.layout.zero < 2 and run.layout.num_summed == run.layout.world_size:
         return  # rank 0 has the weights whole, and the cores to itself
     text = sample_text(run, train.prompt, train.sample_tokens, train.sample_temperature)
     if screen is not None and text is not None:
@@ -486,7 +492,8 @@ def _traced(job: Job) -> ModelSpec:
         return Workload(job).spec
     tokens = torch.zeros(1, job.data.sequence_length, dtype=torch.int64)
     source = Source(model_source(job), loss_of(job), optimizer_of(job), job.model.source)
-    return prepare(source, job, {"input_ids": tokens, "labels": tokens})[1]
+    example = {"input_ids": tokens, "labels": tokens}
+    return with_slices(prepare(source, job, example), Layout(cp=2), example)[1]
 
 
 def step_samples(job: Job, layout: Layout, dataset: Dataset) -> Sequence[np.ndarray[Any, Any]]:

@@ -23,7 +23,7 @@ from samestep import proof
 from samestep.datasets import Batch
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime import checkpoint, dropout, pipeline, run, sequence, tensor, update
+from samestep.runtime import checkpoint, context, dropout, pipeline, run, sequence, tensor, update
 from samestep.runtime.build import cross_entropy, loss_of, optimizer_of
 from samestep.runtime.data import Replicated
 from samestep.runtime.init import Blueprint
@@ -492,6 +492,33 @@ def a_row_cuts_bias_is_added_on_every_rank(patch: Patch) -> None:
 
 def _naive_row(module: Any, path: str, mesh: Any, borders: Any) -> None:
     module.register_forward_hook(lambda _, args, output: tensor.reduce(output, mesh.groups["tp"], path))
+
+
+# -- slices of sequences ---------------------------------------------------------------------------
+
+
+@fault(Cause.POSITIONS, "dp=1 cp=2", "llama")
+def every_slice_has_the_rotary_angles_of_the_first(patch: Patch) -> None:
+    def sliced(original: Any, self: Any, place: str, leaf: Tensor) -> Tensor:
+        if "position_embeddings" in place:
+            return leaf.narrow(1, 0, self.length // self.degree)
+        return original(self, place, leaf)
+
+    around(patch, context.Slicing, "_sliced", sliced)
+
+
+@fault(Cause.MISSING_REDUCTION, "dp=1 cp=2", "llama")
+def gradients_are_not_summed_over_slices(patch: Patch) -> None:
+    patch.setattr(Replicated, "_send", lambda *args: None)
+
+
+@fault(Cause.FORWARD, "dp=1 cp=2", "attentive")
+def attention_sees_the_slice_alone(patch: Patch) -> None:
+    def attend(original: Any, self: Any, func: Any, *args: Any, **named: Any) -> Tensor:
+        self.exchanged += 1
+        return func(*args, **named)
+
+    around(patch, context.Slicing, "attend", attend)
 
 
 # -- pipelines -------------------------------------------------------------------------------------

@@ -566,12 +566,13 @@ COLUMNS = Cut(style="column", dim=0, groups=6)
 @pytest.mark.parametrize("degree", [2, 3])
 def test_a_part_of_a_mask_is_the_part_of_the_whole(shape: tuple[int, ...], dim: int | None, degree: int) -> None:
     model, keys, device = cut_model(shape, COLUMNS), mix(torch.arange(3)) ^ 5, torch.device("cpu")
-    whole = drop_mask(keys, *spread(*places(shape, None, None, device)), 0.4).view(3, *shape)
+    whole = drop_mask(keys, *spread(*places(shape, (), device)), 0.4).view(3, *shape)
     for index in range(degree):
         part = Part(model, degree, index)
         mine = tuple(size // degree if at == dim else size for at, size in enumerate(shape))
-        assert part.cut_dim(("a.drop", 0, 0), mine) == dim
-        drawn = drop_mask(keys, *spread(*places(shape, dim, part, device)), 0.4).view(3, *mine)
+        cuts = () if dim is None else ((dim, degree, index),)
+        assert part.cuts(("a.drop", 0, 0), mine) == cuts
+        drawn = drop_mask(keys, *spread(*places(shape, cuts, device)), 0.4).view(3, *mine)
         expected = whole if dim is None else whole.chunk(degree, dim + 1)[index]
         assert torch.equal(drawn, expected)
 
@@ -587,13 +588,13 @@ def test_a_part_of_a_mask_is_the_part_of_the_whole(shape: tuple[int, ...], dim: 
 )
 def test_a_part_that_shapes_do_not_tell_is_refused(shape: tuple[int, ...], mine: tuple[int, ...], says: str) -> None:
     with pytest.raises(LayoutError, match=says):
-        Part(cut_model(shape, COLUMNS), 2, 0).cut_dim(("a.drop", 0, 0), mine)
+        Part(cut_model(shape, COLUMNS), 2, 0).cuts(("a.drop", 0, 0), mine)
 
 
 def test_what_is_fused_is_no_run_and_what_was_not_traced_has_no_part() -> None:
     fused = Cut(style="column", dim=0, groups=4, parts=3)
     with pytest.raises(LayoutError, match="cannot be told"):
-        Part(cut_model((1, 24), COLUMNS, fused), 2, 0).cut_dim(("a.drop", 0, 0), (1, 12))
-    assert Part(cut_model((1, 8), COLUMNS, fused), 2, 0).cut_dim(("a.drop", 0, 0), (1, 4)) == 1
+        Part(cut_model((1, 24), COLUMNS, fused), 2, 0).cuts(("a.drop", 0, 0), (1, 12))
+    assert Part(cut_model((1, 8), COLUMNS, fused), 2, 0).cuts(("a.drop", 0, 0), (1, 4)) == ((1, 2, 0),)
     with pytest.raises(LayoutError, match=r"a.drop draws a dropout mask that the traced forward did not"):
-        Part(cut_model((1, 24), COLUMNS), 2, 0).cut_dim(("a.drop", 0, 1), (1, 12))
+        Part(cut_model((1, 24), COLUMNS), 2, 0).cuts(("a.drop", 0, 1), (1, 12))

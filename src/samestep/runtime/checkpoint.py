@@ -161,7 +161,7 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> None:
 def _writes(run: Run) -> bool:
     """Whether this rank holds pieces that no rank before it holds: those of the first replica."""
     step = run.program.step
-    return run.made.mesh.dp_index < (1 if step.zero == 0 else step.layout.dp_shard)
+    return run.made.mesh.summed_index < (1 if step.zero == 0 else step.layout.num_shards)
 
 
 def _stored_name(run: Run, name: str) -> str:

@@ -222,7 +222,7 @@ class Replicated:
             held = [_gradient_or_zero(param) for name, param in self.params.items() if name in whole]
             return squared_norm(cut, self.mesh.device) + squared_norm(held, self.mesh.device) / self.mesh.tp
         step = self.program.step
-        parts, index, copies = step.layout.dp, self.mesh.dp_index, 1
+        parts, index, copies = step.layout.num_summed, self.mesh.summed_index, 1
         if step.zero == 1:
             parts, index, copies = self.mesh.dp_shard, self.mesh.shard_index, self.mesh.dp_replicate
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from samestep.errors import ModelError
 from samestep.model import MaskSpec
-from samestep.runtime.masks import Part, drop_mask, mix, places, spread
+from samestep.runtime.masks import Cuts, Part, drop_mask, mix, places, spread
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 """Parts of a module's name that a wrapper added; the names of the job do not have them."""
@@ -133,7 +133,7 @@ class DropoutMode(TorchFunctionMode):
         self._frames = [_Frame("", -1)]  # what draws outside every module, as a loss; the whole model is entry 0 of ""
         self._entries: dict[str, int] = {}
         self._sample_keys: dict[torch.device, Tensor] = {}
-        self._places: dict[tuple[tuple[int, ...], int | None, torch.device], tuple[Tensor, Tensor]] = {}
+        self._places: dict[tuple[tuple[int, ...], Cuts, torch.device], tuple[Tensor, Tensor]] = {}
 
     def __enter__(self) -> DropoutMode:
         super().__enter__()
@@ -193,14 +193,14 @@ class DropoutMode(TorchFunctionMode):
             self._sample_keys[device] = mix(self._draw.samples.to(device, torch.int64))
         frame = self._frames[-1]
         whole = (shape[0] // num_samples, *shape[1:])
-        cut_dim = None
+        cuts: Cuts = ()
         if self._part is not None:
-            cut_dim = self._part.cut_dim((frame.name, frame.entry, frame.num_draws), whole)
-            if cut_dim is not None:
-                whole = (*whole[:cut_dim], whole[cut_dim] * self._part.degree, *whole[cut_dim + 1 :])
-        place = (whole, cut_dim, device)
+            cuts = self._part.cuts((frame.name, frame.entry, frame.num_draws), whole)
+            for dim, degree, _ in cuts:
+                whole = (*whole[:dim], whole[dim] * degree, *whole[dim + 1 :])
+        place = (whole, cuts, device)
         if place not in self._places:
-            self._places[place] = spread(*places(whole, cut_dim, self._part, device))
+            self._places[place] = spread(*places(whole, cuts, device))
         return drop_mask(self._sample_keys[device] ^ self._next_key(), *self._places[place], p).view(shape)
 
 

@@ -8,6 +8,7 @@ Row and column are places in the sample's own tensor, all of its dimensions but 
 that holds a part of the tensor asks for the rows and columns of its part, and gets that part of the mask:
 
     whole mask [heads 0 1 2 3, queries, keys]     rank 1 of tp=2: heads 2 3, so rows 2L to 4L - 1, all columns
+    whole mask [tokens 0 1 2 3, features]         rank 1 of cp=2: tokens 2 3
 
 mix64 is the finalizer of splitmix64 (Steele, Lea, Flood 2014); f is the quadratic permutation of RC6 (Rivest et al.
 1998), one `addcmul` in torch.
@@ -29,20 +30,30 @@ _MIX_1 = -0x40A7B892E31B1A47
 _MIX_2 = -0x6B2FB644ECCEEE15
 
 
+Run = tuple[int, int, int]
+"""A dimension, in how many equal runs it is cut, and which of them is meant."""
+Cuts = tuple[Run, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which part of each mask a rank draws: with tp, one of `degree` equal runs of the dimension that is cut there."""
+    """Which part of each mask a rank draws: with tp, one of `degree` equal runs of the dimension that is cut there.
+
+    With cp, one of so many runs of the tokens; or inside an attention, of the heads that tp leaves a rank.
+    """
 
     model: ModelSpec
     """The whole model."""
     degree: int
     index: int
     cuts_sequence: bool = False
-    """Whether tensors between blocks hold a run of the tokens."""
-    _found: dict[tuple[Any, ...], int | None] = field(default_factory=dict)
+    """Whether tensors between blocks hold a run of the tokens, by tp."""
+    cp: int = 1
+    cp_index: int = 0
+    _found: dict[tuple[Any, ...], Cuts] = field(default_factory=dict)
 
-    def cut_dim(self, mask: tuple[str, int, int], shape: tuple[int, ...]) -> int | None:
-        """Find the dimension of one sample's mask of which this rank, with this `shape`, has a run; None where all.
+    def cuts(self, mask: tuple[str, int, int], shape: tuple[int, ...]) -> Cuts:
+        """Find the dimensions of one sample's mask of which this rank, with this `shape`, has a run.
 
         A mask is known by its module, entry and draw.
 
@@ -53,27 +64,49 @@ class Part:
             self._found[mask, shape] = self._find(mask, shape)
         return self._found[mask, shape]
 
-    def _find(self, mask: tuple[str, int, int], shape: tuple[int, ...]) -> int | None:
+    def _find(self, mask: tuple[str, int, int], shape: tuple[int, ...]) -> Cuts:
         whole = next(
             (known.shape for known in self.model.masks if (known.owner, known.entry, known.draw) == mask), None
         )
         if whole == shape:
-            return None
+            return ()
         owner = mask[0] or "the model itself"
+        one = " ".join(f"{axis}=1" for axis, degree in (("tp", self.degree), ("cp", self.cp)) if degree > 1)
         if whole is None:
-            raise LayoutError(f"{owner} draws a dropout mask that the traced forward did not: tp=1 works")
+            raise LayoutError(f"{owner} draws a dropout mask that the traced forward did not: {one} works")
+        found: list[Run] = []
+        unused = {axis for axis, degree in (("tp", self.degree), ("cp", self.cp)) if degree > 1}
         differs = [dim for dim, (all_, mine) in enumerate(zip(whole, shape, strict=False)) if all_ != mine]
-        if len(whole) == len(shape) and len(differs) == 1:
-            size = whole[differs[0]]
-            # [1, sequence, features] between blocks; within their cut parts heads or neurons are fewer.
-            is_sequence = self.cuts_sequence and len(whole) == 3 and differs == [1] and size == self.model.sequence
-            if size == shape[differs[0]] * self.degree and (is_sequence or size in _cut_sizes(self.model, mask[0])):
-                return differs[0]
+        # [1, sequence, features] between blocks; within their cut parts heads or neurons are fewer.
+        is_sequence = self.cuts_sequence and differs == [1] and whole == (1, self.model.sequence, whole[-1])
+        if is_sequence and whole[1] == shape[1] * self.degree and len(whole) == len(shape):
+            return ((1, self.degree, self.index),)
+        for dim in differs if len(whole) == len(shape) else []:
+            run = self._run(mask[0], whole[dim], shape[dim], unused)
+            found += [] if run is None else [(dim, *run)]
+        if found and len(found) == len(differs):
+            return tuple(found)
+        layout = " ".join(f"{axis}={n}" for axis, n in (("tp", self.degree), ("cp", self.cp)) if n > 1)
         raise LayoutError(
             f"{owner} draws a dropout mask of shape {list(shape)} for a sample, and on one device one of {list(whole)}: "
-            f"of which heads or neurons tp={self.degree} holds it cannot be told; dropout where they have a dimension of "
-            "their own works, and so does tp=1"
+            f"of which heads or neurons {layout} holds it cannot be told; dropout where they have a dimension of "
+            f"their own works, and so does {one}"
         )
+
+    def _run(self, owner: str, size: int, mine: int, unused: set[str]) -> tuple[int, int] | None:
+        """Say of how many runs of a dimension this rank has which one, by an axis that cuts no other dimension."""
+        if "cp" in unused and size == mine * self.cp == self.model.length:
+            unused.remove("cp")
+            return self.cp, self.cp_index
+        if "tp" in unused and size == mine * self.degree and size in _cut_sizes(self.model, owner):
+            unused.remove("tp")
+            return self.degree, self.index
+        for exchange in (e for layer in self.model.layers for e in layer.exchanges if "cp" in unused):
+            tp, index = (self.degree, self.index) if exchange.is_cut else (1, 0)
+            if size == exchange.query_heads == mine * tp * self.cp:
+                unused.clear()
+                return tp * self.cp, index * self.cp + self.cp_index
+        return None
 
 
 def _cut_sizes(model: ModelSpec, owner: str) -> set[int]:
@@ -90,7 +123,7 @@ def _cut_sizes(model: ModelSpec, owner: str) -> set[int]:
     return {size for param, cut in near for size in (cut.groups, param.shape[cut.dim] // cut.parts)} - fused
 
 
-def places(shape: tuple[int, ...], cut_dim: int | None, part: Part | None, device: torch.device) -> list[Tensor]:
+def places(shape: tuple[int, ...], cuts: Cuts, device: torch.device) -> list[Tensor]:
     """Return the rows and columns, int64 [R] and [C], of a sample's mask, or of a rank's part of it.
 
     `shape` is the whole one's. A mask of one dimension is one row.
@@ -98,7 +131,9 @@ def places(shape: tuple[int, ...], cut_dim: int | None, part: Part | None, devic
 
     def along(dim: int) -> Tensor:
         numbers = torch.arange(shape[dim], device=device)
-        return numbers.view(part.degree, -1)[part.index] if part is not None and dim == cut_dim else numbers
+        for cut, degree, index in cuts:
+            numbers = numbers.view(degree, -1)[index] if cut == dim else numbers
+        return numbers
 
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     for dim in range(len(shape) - 1):

@@ -1,12 +1,14 @@
 """Process groups of a layout: the only file that makes them.
 
-Ranks count through the axes like digits, the innermost axis fastest: `pp`, `dp_replicate`, `dp_shard`, `tp`.
+Ranks count through the axes like digits, the innermost axis fastest: `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`.
 
 ```
 dp_replicate=2 dp_shard=2      rank 0 (0,0)   1 (0,1)   2 (1,0)   3 (1,1)
     dp_shard groups            {0 1} {2 3}            dp_replicate groups   {0 2} {1 3}
 ```
-Axes that run over the same ranks share one group, so a communicator is never made twice.
+Ranks of `cp` hold equal weights, so gradients are summed over them too: the groups of `dp_shard` take them in, or where
+nothing is sharded those of `dp_replicate`. Axes that run over the same ranks share one group, so a communicator is never made twice; but `cp`,
+whose exchanges compute waits for, has its own, and waits for no gradient or weight that is sent meanwhile.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from samestep.errors import LayoutError
 from samestep.program import Program
+from samestep.runtime.record import OWN_GROUPS
 
 # torch 2.13 renames these two; 2.11 has only the old names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -34,7 +37,9 @@ class Mesh:
     world_size: int
     device: torch.device
     dp_replicate: int
+    """Ranks in a group of that axis, as of the next."""
     dp_shard: int
+    cp: int
     tp: int
     pp: int
     groups: Mapping[str, dist.ProcessGroup]
@@ -43,13 +48,23 @@ class Mesh:
 
     @property
     def shard_index(self) -> int:
-        """Position on `dp_shard`."""
+        """Position in the group of `dp_shard`."""
         return self.rank // self.tp % self.dp_shard
 
     @property
     def dp_index(self) -> int:
         """Position among all ranks that read different samples."""
+        return self.summed_index // self.cp
+
+    @property
+    def summed_index(self) -> int:
+        """Position among all ranks whose gradients of one weight are summed."""
         return self.rank // self.tp % (self.dp_replicate * self.dp_shard)
+
+    @property
+    def cp_index(self) -> int:
+        """Position on `cp`."""
+        return self.summed_index % self.cp
 
     @property
     def tp_index(self) -> int:
@@ -57,8 +72,8 @@ class Mesh:
         return self.rank % self.tp
 
     def group_of(self, axis: str) -> str:
-        """Name the group that serves an axis by its ranks."""
-        return ",".join(map(str, self.ranks[axis]))
+        """Name the group that serves an axis by its ranks, and one that serves no other by the axis too."""
+        return ",".join(map(str, self.ranks[axis])) + (f" {axis}" if axis in OWN_GROUPS else "")
 
     def for_shards(self) -> DeviceMesh:
         """The mesh that FSDP2 shards over: one axis, or two where shards are replicated."""
@@ -89,21 +104,23 @@ def build(program: Program, device: torch.device) -> Mesh:
         )
     groups: dict[str, dist.ProcessGroup] = {}
     mine: dict[str, tuple[int, ...]] = {}
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
     if dist.group.WORLD is not None:
-        made[tuple(range(world_size))] = dist.group.WORLD
+        made["", tuple(range(world_size))] = dist.group.WORLD
     for axis in sorted(program.axes):
         for ranks in _groups_of(axis, program, world_size):
-            if ranks not in made:
-                made[ranks] = dist.new_group(list(ranks))  # every rank makes every group, in one order
+            key = (axis if axis in OWN_GROUPS else "", ranks)
+            if key not in made:
+                made[key] = dist.new_group(list(ranks), group_desc=key[0] or None)  # every rank makes all, in one order
             if rank in ranks:
-                groups[axis], mine[axis] = made[ranks], ranks
+                groups[axis], mine[axis] = made[key], ranks
     return Mesh(
         rank=rank,
         world_size=world_size,
         device=device,
-        dp_replicate=layout.dp_replicate,
-        dp_shard=layout.dp_shard,
+        dp_replicate=layout.num_replicas,
+        dp_shard=layout.num_shards,
+        cp=layout.cp,
         tp=layout.tp,
         pp=layout.pp,
         groups=groups,
@@ -123,12 +140,19 @@ def _groups_of(axis: str, program: Program, world_size: int) -> Iterable[tuple[i
     if axis in ("dp_intra", "dp_inter"):
         digits = {
             "pp": layout.pp,
-            "dp_inter": layout.dp // step.dp_per_node,
+            "dp_inter": layout.num_summed // step.dp_per_node,
             "dp_intra": step.dp_per_node,
             "tp": layout.tp,
         }
+    elif axis == "cp":
+        digits = {"pp": layout.pp, "dp": layout.dp, "cp": layout.cp, "tp": layout.tp}
     else:
-        digits = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp}
+        digits = {
+            "pp": layout.pp,
+            "dp_replicate": layout.num_replicas,
+            "dp_shard": layout.num_shards,
+            "tp": layout.tp,
+        }
     ranks = torch.arange(world_size).view(*digits.values()).movedim(list(digits).index(axis), -1)
     return [tuple(group) for group in ranks.reshape(-1, digits[axis]).tolist()]
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from samestep.errors import LayoutError
 from samestep.model import ModelSpec, is_below
 from samestep.program import Program
+from samestep.runtime.context import Slicing
 from samestep.runtime.mesh import Mesh
 from samestep.runtime.precision import DTYPES
 from samestep.runtime.record import owned
@@ -36,8 +37,8 @@ _FIRST_TAG = 2**29
 class Stage:
     """The runs of layers of this rank, and what passes between them and other ranks."""
 
-    def __init__(self, model: nn.Module, program: Program, mesh: Mesh) -> None:
-        self._program, self._mesh = program, mesh
+    def __init__(self, model: nn.Module, program: Program, mesh: Mesh, slicing: Slicing | None = None) -> None:
+        self._program, self._mesh, self._slicing = program, mesh, slicing
         self._model = model
         layers = program.step.model.layers
         self._slots = [(index, path) for index, layer in enumerate(layers) for path in layer.modules if path]
@@ -140,6 +141,8 @@ class Stage:
     def _passed_shape(self, whole: torch.Size) -> tuple[int, ...]:
         """Shape of what blocks hand on, given that of one device."""
         layout = self._program.step.layout
+        if self._slicing is not None:
+            return tuple(self._slicing.shape_of(whole))
         return (whole[0], whole[1] // layout.tp, *whole[2:]) if layout.sequence_parallel else tuple(whole)
 
     def _peer(self, step: int) -> int:

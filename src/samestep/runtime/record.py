@@ -22,12 +22,15 @@ from samestep.program import LedgerRow
 _KINDS = {
     "allreduce_": "all_reduce",
     "_allgather_base_": "all_gather",
+    "alltoall_base_": "all_to_all",
     "_reduce_scatter_base_": "reduce_scatter",
     "reduce_": "reduce",
     "broadcast_": "broadcast",
     "send": "send",
     "recv_": "recv",
 }
+OWN_GROUPS = ("cp",)
+"""Axes with a group of their own, whose description is the axis: other axes over the same ranks share one."""
 _OWNED = "samestep::owner "
 _FSDP_LABEL = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((?P<owner>.*)\))?$")
 
@@ -42,13 +45,13 @@ def owned(name: str) -> Iterator[None]:
 class Ledger(TorchDispatchMode):
     """Lists the collectives issued while it is active: `rows[group]` in order of issue.
 
-    `group_of` names a process group; ops other than the five kinds a program knows are listed by their torch name.
+    `group_of` names a process group; ops other than the kinds a program knows are listed by their torch name.
     """
 
     def __init__(self, group_of: Callable[[dist.ProcessGroup], str] | None = None) -> None:
         super().__init__()
         self.rows: dict[str, list[LedgerRow]] = {}
-        self._group_of = group_of or (lambda group: ",".join(map(str, sorted(dist.get_process_group_ranks(group)))))
+        self._group_of = group_of or _name_of
         self._labels: list[tuple[str | None, object]] = []
 
     def __torch_dispatch__(
@@ -85,6 +88,12 @@ class Ledger(TorchDispatchMode):
             owner,
         )
         self.rows.setdefault(self._group_of(dist.ProcessGroup.unbox(group)), []).append(row)
+
+
+def _name_of(group: dist.ProcessGroup) -> str:
+    """Name a group as the mesh does."""
+    ranks = ",".join(map(str, sorted(dist.get_process_group_ranks(group))))
+    return f"{ranks} {group.group_desc}" if group.group_desc in OWN_GROUPS else ranks
 
 
 def _is_group(value: Any) -> bool:

@@ -17,7 +17,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,7 +34,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.model import ModelSpec
 from samestep.program import Program, Task, TaskKind
-from samestep.runtime import dropout, launch, pipeline, precision, recompute, sequence, tensor
+from samestep.runtime import context, dropout, launch, locality, pipeline, precision, recompute, sequence, tensor
 from samestep.runtime import mesh as meshes
 from samestep.runtime.build import call_model, cross_entropy, learning_rate_factor
 from samestep.runtime.data import Replicated
@@ -212,9 +212,10 @@ class Run:
             for part in np.array_split(everything, max(1, -(-len(everything) // size))):
                 mine = np.array_split(part, self.layout.dp)[made.mesh.dp_index]
                 samples, weight = self._read(batch, mine)
-                outputs = self._run_through(samples)
+                with self._slicing(samples):
+                    outputs = self._run_through(samples)
                 if outputs is not None:
-                    loss_sum, count = made.loss(outputs, samples)
+                    loss_sum, count = made.loss(outputs, self._own_tokens(samples))
                     totals += torch.stack([_number(loss_sum, totals), _number(count, totals)]) * weight
         if self.layout.world_size > 1:
             dist.all_reduce(totals)
@@ -278,13 +279,22 @@ class Run:
         made = self.made
         samples, weight = self._read(batch, indices)
         with self._modes(batch, indices):
-            outputs = self._run_layers(samples, task.microbatch, task.chunk)
+            with self._slicing(samples):
+                outputs = self._run_layers(samples, task.microbatch, task.chunk)
             if made.stage is not None and not made.stage.is_last(task.chunk):
                 return None
-            loss_sum, count = made.loss(precision.for_loss(outputs), samples)
+            loss_sum, count = made.loss(precision.for_loss(outputs), self._own_tokens(samples))
         totals += torch.stack([_number(loss_sum.detach(), totals), _number(count, totals)]) * weight
         scale = made.updater.loss_scale.scale if made.updater.loss_scale else 1.0
         return loss_sum * (weight * scale / made.nominal_count)
+
+    def _slicing(self, samples: Any) -> AbstractContextManager[None]:
+        """What surrounds a forward on slices of the samples' sequences."""
+        return nullcontext() if self.made.slicing is None else self.made.slicing.of(samples)
+
+    def _own_tokens(self, samples: Any) -> Any:
+        """Return what the loss compares this rank's outputs with."""
+        return samples if self.made.slicing is None else self.made.slicing.part(samples)
 
     def _run_layers(self, samples: Any, microbatch: int, chunk: int) -> Any:
         """Run the model on samples, or the layers of it that this rank has."""
@@ -398,6 +408,8 @@ class _Made:
     updater: Updater
     stage: pipeline.Stage | None
     """What passes between pipeline stages; None where one rank runs all layers."""
+    slicing: context.Slicing | None
+    """This rank's slice of sequences; None where it has them whole."""
     deferred: Deferred
     """Gradients of weights that backwards leave for later."""
     loss: Loss
@@ -412,12 +424,12 @@ class _Made:
     draws: bool | None
     """Whether forwards draw dropout masks; None until the first step has shown it."""
     mask_part: Part | None
-    """Which part of each mask this rank of a tensor cut draws."""
+    """Which part of each mask this rank of a tensor cut, or of a cut of the sequence, draws."""
 
 
 def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) -> _Made:
     """Build, cut and fill the model: precision inside recompute inside sharding, each by its twin's words."""
-    plan, spec = source.prepared or prepare(source, job, example)
+    plan, spec = with_slices(source.prepared or prepare(source, job, example), layout, example)
     stage = meshes.stage_of(place.rank, layout.world_size, layout.pp)
     program = program_of(spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage)
     check_optimizer(source.optimizer, spec, layout)
@@ -428,9 +440,10 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
     if layout.pp > 1:
         pipeline.check(model, program)
     tensor.apply(model, program, mesh)
+    slicing = context.Slicing(model, program, mesh) if layout.cp > 1 else None
     dropout.track_modules(model)
     deferred = Deferred(model, program)
-    recompute.apply(model, program, functools.partial(_recompute_contexts, model, job))
+    recompute.apply(model, program, functools.partial(_recompute_contexts, model, job, slicing))
 
     def materialize(name: str, dtype: torch.dtype) -> Tensor:
         return tensor.local_part(plan.materialize(name, place.device, dtype), params[name], mesh)
@@ -445,7 +458,8 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
         mesh=mesh,
         holder=holder,
         updater=Updater.over(holder.pieces, source.optimizer, job.numerics),
-        stage=pipeline.Stage(model, program, mesh) if layout.pp > 1 else None,
+        stage=pipeline.Stage(model, program, mesh, slicing) if layout.pp > 1 else None,
+        slicing=slicing,
         deferred=deferred,
         loss=functools.partial(tensor.cut_loss, mesh) if tensor.cuts_logits(program) else source.loss,
         lr_factor=learning_rate_factor(job.schedule, job.train.steps),
@@ -454,7 +468,9 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
         modes={module: module.training for module in model.modules()},
         running=[buffer for path in spec.coupled_modules for buffer in model.get_submodule(path).buffers()],
         draws=True if spec.masks or dropout.has_dropout(model) else None,
-        mask_part=Part(spec, mesh.tp, mesh.tp_index, layout.sequence_parallel) if mesh.tp > 1 else None,
+        mask_part=Part(spec, mesh.tp, mesh.tp_index, layout.sequence_parallel, mesh.cp, mesh.cp_index)
+        if mesh.tp * mesh.cp > 1
+        else None,
     )
 
 
@@ -463,17 +479,18 @@ def holder_of(layout: Layout) -> type[Replicated] | type[Sharded]:
 
     A process that forks workers calls it first, so that they need not pay either.
     """
-    if layout.zero < 2 or layout.dp_shard == 1:
+    if layout.zero < 2 or layout.num_shards == 1:
         return Replicated
     from samestep.runtime.shard import Sharded  # noqa: PLC0415
 
     return Sharded
 
 
-def _recompute_contexts(model: nn.Module, job: Job) -> recompute.Contexts:
+def _recompute_contexts(model: nn.Module, job: Job, slicing: context.Slicing | None) -> recompute.Contexts:
     """Surround a forward, and its repetition inside backward, where the modes of the forward are not active."""
     first, again = dropout.recompute_contexts(model)
-    return first, recompute.nested(precision.RaiseIslands(), again) if job.numerics.precision == "float64" else again
+    inner = again if slicing is None else recompute.nested(again, slicing.again())
+    return first, recompute.nested(precision.RaiseIslands(), inner) if job.numerics.precision == "float64" else inner
 
 
 def prepare(source: Source, job: Job, example: Any) -> tuple[Blueprint, ModelSpec]:
@@ -482,7 +499,7 @@ def prepare(source: Source, job: Job, example: Any) -> tuple[Blueprint, ModelSpe
     if not plan.module.training:
         plan.module.train()  # loaded for inference as a whole; in a model that trains, a part in evaluation mode is meant
     dtype = next((param.dtype for param in plan.module.parameters() if param.is_floating_point()), torch.float32)
-    one = precision.cast_floating(tree_map_only(Tensor, lambda tensor: tensor[:1], example), dtype)
+    one = _first_of(example, dtype)
     cuts = tensor.cuts_of(plan.module)
     noting = dropout.noting(plan.module, samples_traced(plan.module))
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
@@ -490,6 +507,20 @@ def prepare(source: Source, job: Job, example: Any) -> tuple[Blueprint, ModelSpe
         spec = trace(plan.module, one, source.name, value_of, seen.keep, cuts.styles)
     spec = tensor.with_cuts(spec, plan.module, cuts, seen)
     return plan, replace(sequence.with_sequence(spec, plan.module, cuts.styles, calls), masks=tuple(masks))
+
+
+def with_slices(prepared: tuple[Blueprint, ModelSpec], layout: Layout, example: Any) -> tuple[Blueprint, ModelSpec]:
+    """Find out how sequences can be sliced, where the layout does so and nobody has found out yet."""
+    plan, spec = prepared
+    if layout.cp == 1 or spec.length:
+        return prepared
+    value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
+    return plan, locality.prove(plan.module, _first_of(example, torch.float32), spec, value_of)
+
+
+def _first_of(example: Any, dtype: torch.dtype) -> Any:
+    """Return a batch of one sample."""
+    return precision.cast_floating(tree_map_only(Tensor, lambda tensor: tensor[:1], example), dtype)
 
 
 def parallelize(

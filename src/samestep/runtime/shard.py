@@ -86,7 +86,7 @@ class Sharded:
             param = _at(places[spec.name][0])
             assert isinstance(param, DTensor), f"{spec.name} is in no unit of the program"
             self._params[spec.name] = param
-            rows = _rows(spec, step.layout.dp_shard, self.mesh.shard_index)
+            rows = _rows(spec, step.layout.num_shards, self.mesh.shard_index)
             local = param._local_tensor
             local.copy_(value[rows])
             if spec.trainable and local.numel():

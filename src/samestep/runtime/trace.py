@@ -41,7 +41,7 @@ from torch.utils.flop_counter import flop_registry
 
 from samestep.errors import ModelError, SamestepError
 from samestep.job import Job
-from samestep.model import Cutting, Factors, LayerSpec, ModelSpec, ParamSpec, Product, is_below
+from samestep.model import Cutting, Exchange, Factors, LayerSpec, ModelSpec, ParamSpec, Product, is_below
 from samestep.runtime.build import call_model, model_source
 from samestep.runtime.init import blueprint
 
@@ -315,6 +315,10 @@ class _Watch(TorchDispatchMode):
         self.values = _Values(of_everything)
         self.varies = ""
         """Path of a module whose code may do another thing, or make another shape, for other values."""
+        self.exchanges: list[tuple[str, Exchange]] = []
+        """By region: what attentions read and make."""
+        self.pairs: set[int] = set()
+        """Storages of masks of pairs of tokens."""
         self._running: list[str] = []
         self._events = 0
         self._depth = 0
@@ -421,6 +425,22 @@ class _Watch(TorchDispatchMode):
             region.moved += elements
             region.moved_cut += elements if is_cut else 0
             region.kernels += 1
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
+        """Note what an attention reads and makes; one without heads has nothing to exchange."""
+        if query.dim() != 4:
+            return
+        roles = {"query": query, "key": key, "value": value, "output": output}
+        for role, tensor in roles.items():
+            exchange = Exchange(
+                role=role,  # type: ignore[arg-type]
+                elements=tensor.numel(),
+                heads=tensor.shape[1],
+                query_heads=query.shape[1],
+                is_cut=self.key(query) in self.cut,
+                takes_gradient=tensor.requires_grad or role == "output",
+            )
+            self.exchanges.append((self.region, exchange))
 
     def save(self, tensor: Tensor) -> Tensor:
         """Book what autograd keeps, unless it is there anyway."""
@@ -583,6 +603,8 @@ class _Attention(torch.autograd.Function):
         )  # fmt: skip
         given = [query, key, value, *([] if mask is None else [mask])]
         watch.note(given, [output, log_sum_exp], flops, product)
+        watch.attend(query, key, value, output, mask)
+        watch.pairs |= {watch.key(one) for one in masks}
         return output
 
     @staticmethod
@@ -603,6 +625,8 @@ def _fused_attention(watch: _Watch) -> Iterator[None]:
         is_causal: bool = False,
         **named: Any,
     ) -> Any:
+        if not torch._C._len_torch_dispatch_stack():  # tried out beside the forward, as for the shape of a dropout mask
+            return query.new_empty((*query.shape[:-1], value.shape[-1]))
         output = _Attention.apply(watch, query, key, value, attn_mask, is_causal)
         given = (query, key, value, attn_mask)
         if watch.values.of_everything and all(tensor is None or watch.values.knows(tensor) for tensor in given):
@@ -768,6 +792,7 @@ def _layer_specs(module: nn.Module, layers: list[_Layer], watch: _Watch, num_sam
             input_elements=elements(inputs[index]),
             output_elements=elements(outputs[index]),
             saved_elements=elements(saved[index]),
+            saved_pair_elements=elements(saved[index] & watch.pairs),
             saved_selective_elements=elements(kept),
             saved_cut_elements=elements(saved[index] & watch.cut),
             saved_selective_cut_elements=elements(kept & watch.cut),
@@ -776,6 +801,11 @@ def _layer_specs(module: nn.Module, layers: list[_Layer], watch: _Watch, num_sam
             moved_cut_elements=sum(region.moved_cut for region in regions) // num_samples,
             kernels=sum(region.kernels for region in regions),
             backward_reads_weights=_backward_reads_weights(module, layer),
+            exchanges=tuple(
+                dataclasses.replace(exchange, elements=exchange.elements // num_samples)
+                for region, exchange in watch.exchanges
+                if layer.is_block and region in layer.regions
+            ),
         )
         specs.append(spec)
     return tuple(specs)

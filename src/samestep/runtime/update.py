@@ -159,7 +159,7 @@ _Cut = Callable[[Tensor, int], Tensor]
 
 def _cuts_of(layout: Layout) -> Iterator[tuple[str, tuple[_Cut, ...]]]:
     """Yield each word of the layout that leaves a rank less than all weights, and how it does."""
-    if layout.dp_shard > 1 and layout.zero:
+    if layout.num_shards > 1:
         yield f"zero={layout.zero}", (_run if layout.zero == 1 else _rows,)
     if layout.tp > 1:
         yield f"tp={layout.tp}", (_rows, _columns)

@@ -45,7 +45,7 @@ def refusal(step: Step) -> str | None:
     layout = step.layout
     if layout.reduce != "ring" and step.zero > 0:
         return f"reduce={layout.reduce} reduces whole gradients: use it with zero=0, not zero={layout.zero}"
-    if layout.reduce == "hierarchical" and (layout.dp % step.dp_per_node or step.ranks_per_node % layout.tp):
+    if layout.reduce == "hierarchical" and (layout.num_summed % step.dp_per_node or step.ranks_per_node % layout.tp):
         return (
             f"reduce=hierarchical needs whole nodes: {layout.world_size} ranks are no multiple of "
             f"{step.ranks_per_node} ranks per node, or tp={layout.tp} leaves the node"
@@ -64,9 +64,9 @@ def apply(program: Program) -> Program:
     axes = dict(program.axes)
     buckets = program.buckets
     tied = any(param.tied_stages for param in step.model.params)
-    if step.zero == 0 and (step.layout.dp > 1 or step.compute_dtype != step.master_dtype or tied):
+    if step.zero == 0 and (step.layout.num_summed > 1 or step.compute_dtype != step.master_dtype or tied):
         buckets = make_buckets(step, program.chunks)  # mixed precision adds up in their float32 buffers on one rank too
-    if step.layout.dp_replicate > 1:
+    if step.layout.num_replicas > 1:
         axes |= _axes(step)
     program = program.with_bodies(lambda key, ops: _reduced(key, ops, step, buckets))
     if program.units and tied:
@@ -88,7 +88,7 @@ def _reduced(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops
     if ends_gradients(key, step):
         if step.zero == 0:
             return start_reductions(ops, step, buckets, reduction)
-        return tuple(_reduce_units(ops, step)) if step.zero >= 2 and step.layout.dp_replicate > 1 else ops
+        return tuple(_reduce_units(ops, step)) if step.zero >= 2 and step.layout.num_replicas > 1 else ops
     if key != TaskKind.UPDATE:
         return ops
     return (*finish_reductions(buckets, reduction), *ops)
@@ -99,7 +99,7 @@ def _reductions_of(program: Program) -> Iterator[str]:
     for key, ops in program.bodies.items():
         if ends_gradients(key, program.step):
             yield next(op.name for op in reversed(ops) if op.kind in (Kind.BACKWARD, Kind.WEIGHT))
-            yield from (op.name for op in ops if op.kind in _REDUCING and op.axis != "tp")
+            yield from (op.name for op in ops if op.kind in _REDUCING and op.axis not in ("tp", "cp"))
     for op in program.bodies[TaskKind.UPDATE]:
         if op.kind is Kind.UPDATE:
             return
@@ -108,8 +108,8 @@ def _reductions_of(program: Program) -> Iterator[str]:
 
 def _axes(step: Step) -> dict[str, int]:
     if step.layout.reduce != "hierarchical":
-        return {AXIS: step.layout.dp_replicate}
-    nodes = step.layout.dp // step.dp_per_node
+        return {AXIS: step.layout.num_replicas}
+    nodes = step.layout.num_summed // step.dp_per_node
     return {name: size for name, size in (("dp_intra", step.dp_per_node), ("dp_inter", nodes)) if size > 1}
 
 
@@ -121,16 +121,16 @@ def _reductions(step: Step, bucket: Bucket) -> tuple[Op, ...]:
         return Op(kind=kind, owner=bucket.name, axis=axis, dtype=step.master_dtype).sized(numel)
 
     if step.zero == 1:
-        chunk = numel // step.layout.dp_shard
+        chunk = numel // step.layout.num_shards
         first = (op(Kind.REDUCE_SCATTER, "dp_shard", numel),)  # which the strategy of that axis has written
-        over_replicas = (op(Kind.ALL_REDUCE, AXIS, chunk),) if step.layout.dp_replicate > 1 else ()
+        over_replicas = (op(Kind.ALL_REDUCE, AXIS, chunk),) if step.layout.num_replicas > 1 else ()
         return (*first, *over_replicas, *((op(Kind.ALL_REDUCE, TIE, chunk),) if bucket.is_tied else ()))
     return (*_over_replicas(step, numel, op), *((op(Kind.ALL_REDUCE, TIE, numel),) if bucket.is_tied else ()))
 
 
 def _over_replicas(step: Step, numel: int, op: Callable[[Kind, str, int], Op]) -> tuple[Op, ...]:
     """The ops of the layout's way of reduction."""
-    if step.layout.dp_replicate == 1:
+    if step.layout.num_replicas == 1:
         return ()
     if step.layout.reduce == "ring":
         return (op(Kind.ALL_REDUCE, AXIS, numel),)
@@ -149,19 +149,19 @@ def _reduce_units(ops: Ops, step: Step) -> Iterator[Op]:
     for op in ops:
         yield op
         if op.kind is Kind.REDUCE_SCATTER:
-            size = op.size_bytes // step.layout.dp_shard
+            size = op.size_bytes // step.layout.num_shards
             yield replace(op, kind=Kind.ALL_REDUCE, axis=AXIS, size_bytes=size, after=(op.name,))
 
 
 def _tied_units(step: Step, units: tuple[Unit, ...]) -> Iterator[Op]:
     """Sum what a rank has of a weight's gradient with what its twin on the other stage has, once both are reduced."""
     params = {param.name: param for param in step.model.params if param.tied_stages and param.trainable}
-    reduced = Kind.ALL_REDUCE if step.layout.dp_replicate > 1 else Kind.REDUCE_SCATTER
+    reduced = Kind.ALL_REDUCE if step.layout.num_replicas > 1 else Kind.REDUCE_SCATTER
     for unit in units:
         for name in unit.params:
             if name in params:
                 op = Op(kind=Kind.ALL_REDUCE, owner=name, axis=TIE, dtype=step.master_dtype)
-                rows = padded(params[name].shape[0], step.layout.dp_shard) // step.layout.dp_shard
+                rows = padded(params[name].shape[0], step.layout.num_shards) // step.layout.num_shards
                 yield replace(op, after=(f"{reduced}:{unit.name}",)).sized(
                     rows * params[name].numel // params[name].shape[0]
                 )

@@ -44,7 +44,8 @@ def apply(program: Program) -> Program:
                 # and backward asks for the first of that only when it has gone back through that sum.
                 forward = program.bodies[key.replace(TaskKind.BACKWARD, TaskKind.FORWARD)]
                 sums = _sums_of(forward, op.layer, layers[op.layer].modules)
-                last = None if layers[op.layer].repeats_last_sum or not sums else sums[-1]
+                tensor_sums = [part for part in sums if part.kind is not Kind.ALL_TO_ALL]
+                last = None if layers[op.layer].repeats_last_sum or not tensor_sums else tensor_sums[-1]
                 early = [part for part in _following(ops, number) if last and part.owner == last.owner]
                 yield from (replace(part, layer=op.layer, after=op.after) for part in early)
                 yield again

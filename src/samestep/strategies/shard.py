@@ -78,7 +78,7 @@ def apply(program: Program) -> Program:
     step = program.step
     if step.zero == 0:
         return program
-    axes = {**program.axes, AXIS: step.layout.dp_shard}
+    axes = {**program.axes, AXIS: step.layout.num_shards}
     if step.zero == 1:
         buckets = make_buckets(step, program.chunks)
         return program.with_bodies(lambda key, ops: _stage_1(key, ops, step, buckets), buckets=buckets, axes=axes)
@@ -276,8 +276,8 @@ def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec], chunks:
         first_layer=first_layer,
         last_layer=last_layer,
         dtype=step.working_dtype(params[0]),
-        padded_numel=sum(_padded_rows(param, step.layout.dp_shard) for param in params),
-        padded_grad_numel=sum(_padded_rows(param, step.layout.dp_shard) for param in params if param.trainable),
+        padded_numel=sum(_padded_rows(param, step.layout.num_shards) for param in params),
+        padded_grad_numel=sum(_padded_rows(param, step.layout.num_shards) for param in params if param.trainable),
         # The last layer's backward follows at once, and a weight that first and last layer share is in use throughout.
         # A pipeline's other micro-batches may come between the two.
         keep_after_forward=step.zero == 2 or (last_layer == last and step.layout.pp == 1),

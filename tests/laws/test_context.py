@@ -1,0 +1,115 @@
+"""Laws of slices: what is exchanged, what is divided, which degrees are refused, over which ranks gradients are summed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep import decoder, memory
+from samestep.decoder import Decoder
+from samestep.errors import LayoutError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.model import ModelSpec
+from samestep.program import BYTES_OF, Kind, Program
+from samestep.strategies import program_of
+from samestep.strategies.context import sent_heads
+from tests.laws.models import LAW
+
+HEADS, LENGTH, WIDTH = 8, 64, 16
+
+
+def model(kv_heads: int = 2) -> ModelSpec:
+    shape = Decoder(
+        layers=3, hidden=HEADS * WIDTH, heads=HEADS, kv_heads=kv_heads, vocab=256, sequence=LENGTH, gated=True
+    )
+    return decoder.spec(shape, "decoder")
+
+
+def program(layout: str, kv_heads: int = 2) -> Program:
+    job = Job(train={"global_batch": 8}, numerics={"precision": "bf16"})
+    return program_of(model(kv_heads), job, Layout.parse(layout))
+
+
+@LAW
+@given(
+    cp=st.sampled_from([2, 4, 8]),
+    rest=st.sampled_from(["", "dp=2", "dp=2 zero=3", "tp=2", "recompute=full", "recompute=selective", "microbatch=2"]),
+    kv_heads=st.sampled_from([1, 2, 4, 8]),
+)
+def test_every_attention_exchanges_four_tensors_each_way(cp: int, rest: str, kv_heads: int) -> None:
+    if "tp" in rest and (kv_heads == 1 or cp == 8):
+        return
+    made = program(f"cp={cp} {rest}", kv_heads)
+    step = made.step
+    tp = step.layout.tp
+    repeats = 3 if "recompute" in rest else 2
+    sent = [op for _, op in made.ops() if op.kind is Kind.ALL_TO_ALL]
+    assert len(sent) == repeats * 4 * 3 * step.num_microbatches
+    tokens = step.microbatch_samples * LENGTH // cp
+    for op in sent:
+        assert op.axis == "cp"
+        whole = HEADS // tp
+        heads = whole if op.owner.endswith(("query", "output")) else sent_heads(kv_heads // tp, whole, cp)
+        assert op.size_bytes == tokens * heads * WIDTH * BYTES_OF["bfloat16"]
+        assert heads % cp == 0
+
+
+@pytest.mark.parametrize("cp", [2, 4, 8])
+def test_work_and_activations_of_blocks_and_head_are_divided(cp: int) -> None:
+    whole, mine = program("dp=1"), program(f"cp={cp}")
+    for before, after in zip(whole.step.model.layers[1:], mine.step.model.layers[1:], strict=True):
+        assert after.forward_flops * cp == before.forward_flops
+        assert after.saved_elements * cp == before.saved_elements
+        assert after.output_elements * cp == before.output_elements
+    kept = [memory.during_step(one).activations for one in (whole, mine)]
+    embedding = whole.step.model.layers[0].saved_elements * whole.step.microbatch_samples * BYTES_OF["bfloat16"]
+    assert kept[0] - embedding == (kept[1] - embedding) * cp
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_gradients_are_summed_over_slices_as_over_samples(zero: int) -> None:
+    """To weights, gradients and optimizer, ranks of `cp` are ranks of the data axis."""
+    sliced, plain = program(f"dp=2 cp=2 zero={zero}"), program(f"dp=4 zero={zero}")
+    for rank in range(4):
+        assert memory.at_rest(sliced, rank=rank) == memory.at_rest(plain, rank=rank)
+    for axis in ("dp_replicate", "dp_shard"):
+        assert sliced.ledger().get(axis) == plain.ledger().get(axis)
+    assert {axis: size for axis, size in sliced.axes.items() if axis != "cp"} == plain.axes
+
+
+@given(heads=st.sampled_from([1, 2, 3, 4, 6, 12]), degree=st.sampled_from([2, 3, 4, 6, 12]))
+def test_heads_are_repeated_until_every_rank_has_those_of_its_queries(heads: int, degree: int) -> None:
+    """Queries are dealt in runs: head i of 12 reads key head i * heads // 12."""
+    queries = 12
+    sent = sent_heads(heads, queries, degree)
+    assert sent % degree == sent % heads == queries % sent == 0
+    repeated = [head for head in range(heads) for _ in range(sent // heads)]
+    for rank in range(degree):
+        mine = repeated[rank * sent // degree : (rank + 1) * sent // degree]
+        local = queries // degree
+        reads = [mine[i * len(mine) // local] for i in range(local)]
+        assert reads == [(rank * local + i) * heads // queries for i in range(local)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        ("cp=3", "cp=3 does not divide the 64 tokens and 8 heads into slices of 2 tokens or more; cp=2 or 4 or 8 does"),
+        ("cp=16", "cp=16 does not divide the 64 tokens and 8 heads .*; cp=2 or 4 or 8 does"),
+        ("cp=8 tp=2", "cp=8 does not divide the 64 tokens and 4 heads that tp=2 leaves a rank .*; cp=2 or 4 does"),
+    ],
+)
+def test_a_degree_that_cuts_through_a_head_is_refused(layout: str, text: str) -> None:
+    with pytest.raises(LayoutError, match=text):
+        program(layout)
+
+
+def test_the_layout_is_one_line() -> None:
+    layout = Layout.parse("dp=2 cp=4 tp=2 zero=3")
+    assert (layout.world_size, layout.dp, layout.num_shards, layout.num_replicas) == (16, 2, 8, 1)
+    assert Layout.parse(str(layout)) == layout
+    assert (Layout.parse("dp=2 cp=4").num_replicas, Layout.parse("cp=4 zero=1").num_shards) == (8, 4)
+    with pytest.raises(LayoutError, match="cp=0: a degree is at least 1"):
+        Layout.parse("cp=0")

@@ -1,0 +1,183 @@
+"""Slices of sequences, alone and with every other axis, compute what one device computes, and send what they say.
+
+float64, 1e-9; perturbed norms and biases, uneven counts of tokens, clipping. Each case holds the ledger too. The rows of
+known silent errors: positions that begin anew in every slice, labels shifted within a slice, a mask of the slice instead
+of the document, gradients that leave the other slices out, a loss that is a mean of means of slices.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from samestep.datasets import batches
+from samestep.errors import LayoutError
+from samestep.layout import Layout
+from samestep.memory import _saved_bytes
+from tests.laboratory import Observed, assert_same, follow, job_of, make_run, observe
+from tests.models import LENGTH, Tokens
+from tests.parity.test_data_axis import TOLERANCE, combinations, reference
+from tests.pool import pool
+
+MODELS = ["llama", "qwen3", "gpt2", "attentive"]
+LAYOUTS = [
+    "cp=2",
+    "cp=2 zero=1 microbatch=2",
+    "cp=2 zero=2 microbatch=2",
+    "cp=2 zero=3 recompute=full",
+    "cp=2 recompute=selective microbatch=4",
+    "cp=2 offload microbatch=4",
+    "dp=2 cp=2 microbatch=2",
+    "dp=2 cp=2 reduce=hierarchical",
+    "dp=2 cp=2 zero=3 microbatch=2 accumulate=full",
+    "dp_replicate=2 dp_shard=1 cp=2 zero=2 microbatch=1",
+    "tp=2 cp=2",
+    "tp=2 cp=2 zero=3 recompute=full",
+]
+DEEP = ["deep_llama", "deep_gpt2", "deep_tied", "deep_attentive"]
+STAGES = [
+    "pp=2 cp=2 microbatch=2",
+    "pp=2 cp=2 schedule=interleaved virtual_stages=2 microbatch=2 recompute=full",
+    "pp=2 cp=2 zero=3 microbatch=2",
+]
+FOUR = ["llama", "attentive", "deep_gemma", "deep_granite"]
+DROPPING = ["dropping_gpt2", "dropping_attentive", "dropping_llama"]
+MASKED = ["cp=2", "cp=2 recompute=full microbatch=4", "tp=2 cp=2", "pp=2 cp=2 microbatch=2 recompute=selective"]
+
+
+def _job(precision: str = "float64", steps: int = 5) -> Any:
+    return job_of(precision, steps, train={"global_batch": 8}, optimizer={"clip_norm": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        *combinations(LAYOUTS, MODELS, always=()),
+        *combinations(STAGES, DEEP, always=()),
+        *combinations(["cp=4"], FOUR, always=("llama",)),
+        *combinations(MASKED, DROPPING, always=()),
+    ],
+)
+def test_slices_compute_what_one_device_computes(layout: str, model: str) -> None:
+    if model == "gpt2" and "tp=2" in layout:
+        pytest.skip("two heads")
+    ranks = pool(Layout.parse(layout).world_size).run(observe, model, layout, _job(), True)
+    assert_same(ranks, reference(model, "float64", 8, True), TOLERANCE)
+    for seen in ranks:
+        assert seen.ledger == seen.predicted
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", ["cp=2 recompute=full", "dp=2 cp=2 zero=3 microbatch=2"])
+def test_the_ledger_holds_in_mixed_precision(layout: str, model: str) -> None:
+    for seen in pool(Layout.parse(layout).world_size).run(observe, model, layout, _job("bf16", 2), True):
+        assert seen.ledger == seen.predicted
+
+
+class Packed(Tokens):
+    """Documents that begin and end within samples, and across slices."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        first, second = 3 + index % 4, 8
+        runs = (first, second - first, LENGTH - second)
+        return {**super().__getitem__(index), "position_ids": torch.cat([torch.arange(run) for run in runs])}
+
+
+def observe_packed(rank: int, world: int, model: str, layout: str) -> Observed:
+    return follow(make_run(rank, world, model, layout, _job(steps=3)), Packed(), _job(steps=3), record=True)
+
+
+@functools.cache
+def packed_reference(model: str) -> Observed:
+    return observe_packed(0, 1, model, "dp=1")
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    combinations(
+        ["cp=2", "cp=4", "dp=2 cp=2 zero=3", "pp=2 cp=2 microbatch=4"], ["deep_llama", "deep_qwen3", "deep_gpt2"], ()
+    ),
+)
+def test_documents_packed_into_a_sample_stay_apart(layout: str, model: str) -> None:
+    if model == "deep_gpt2" and layout == "cp=4":
+        pytest.skip("two heads")
+    ranks = pool(Layout.parse(layout).world_size).run(observe_packed, model, layout)
+    assert_same(ranks, packed_reference(model), TOLERANCE)
+    assert packed_reference(model).losses != reference(model, "float64", 8, True).losses[:3]
+    for seen in ranks:
+        assert seen.ledger == seen.predicted
+
+
+def held_out(rank: int, world: int, layout: str) -> tuple[tuple[float, float], Tensor]:
+    """The loss of a forward without gradients, and logits of an odd number of tokens."""
+    run = make_run(rank, world, "llama", layout, _job())
+    batch = next(batches(Tokens(), _job()))
+    loss = run.evaluate(batch)
+    return loss, run.outputs({"input_ids": Tokens().input_ids[:2, :7], "labels": Tokens().labels[:2, :7]}).logits
+
+
+def test_forwards_without_gradients_agree() -> None:
+    (loss, count), logits = held_out(0, 1, "dp=1")
+    for (ours, tokens), whole in pool(2).run(held_out, "cp=2"):
+        assert tokens == count
+        assert ours == pytest.approx(loss, rel=1e-9)
+        assert torch.allclose(whole, logits, rtol=1e-9, atol=1e-9)
+
+
+def saved_bytes(rank: int, world: int, layout: str) -> tuple[int, int]:
+    """Bytes that the autograd of one forward keeps of blocks and head, and what the program says."""
+    job = job_of("float64", 1, train={"global_batch": 4})
+    run = make_run(rank, world, "attentive", layout, job)
+    batch = next(batches(Tokens(), job))
+    run.prepare(batch.samples([0]))
+    weights = {param.untyped_storage()._cdata for param in run.model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights and tensor.is_floating_point():
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    samples = batch.samples(range(4))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), run._slicing(samples):
+        outputs = run._run_layers(samples, 0, 0)
+    said = sum(_saved_bytes(run.program.step, layer)[1] for layer in run.program.step.model.layers)
+    del outputs
+    return sum(kept.values()), said
+
+
+def test_a_slice_keeps_its_part_of_the_activations() -> None:
+    whole, said = saved_bytes(0, 1, "dp=1")
+    for ours, ours_said in pool(2).run(saved_bytes, "cp=2"):
+        assert ours_said * 2 == pytest.approx(said, rel=0.01)
+        assert ours / whole == pytest.approx(0.5, abs=0.03)
+        assert ours == pytest.approx(ours_said, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "text"),
+    [
+        (
+            "plain",
+            "cp=2",
+            "cp=2 slices sequences: blocks.0 mixes tokens by cumsum, and only attention is exchanged; cp=1",
+        ),
+        ("gpt2", "cp=4", "cp=4 does not divide the 12 tokens and 2 heads into slices of 2 tokens or more; cp=2 does"),
+        ("gpt2", "tp=2 cp=2", "does not divide the 12 tokens and 1 heads that tp=2 leaves a rank .*; only cp=1 does"),
+        ("dropping_gpt2_eager", "cp=2", "cp=2 slices sequences: on a slice the forward at .* with a mask of the whole"),
+    ],
+)
+def test_what_cannot_be_sliced_is_refused(model: str, layout: str, text: str) -> None:
+    with pytest.raises(LayoutError, match=text):
+        pool(Layout.parse(layout).world_size).run(observe, model, layout, _job())
+
+
+def test_a_loss_of_ones_own_is_refused() -> None:
+    job = _job().model_copy(update={"train": _job().train.model_copy(update={"loss": "mse"})})
+    with pytest.raises(LayoutError, match=r"only of the cross entropy .* train.loss = 'cross_entropy' works"):
+        pool(2).run(observe, "llama", "cp=2", job)

@@ -1,0 +1,147 @@
+"""Which models work on slices of a sequence is found by a trace: what mixes tokens is refused by name, what does not is not."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from samestep.datasets import Batch
+from samestep.layout import Layout
+from samestep.model import ModelSpec
+from samestep.runtime.build import cross_entropy
+from samestep.runtime.run import Source, prepare, with_slices
+from tests.laboratory import job_of
+from tests.models import EVEN, MODELS, AttentiveBlock, Tokens, hf
+
+
+def shown(build: Callable[[], nn.Module]) -> ModelSpec:
+    example = Batch(0, [0], Tokens()).samples([0])  # type: ignore[arg-type]
+    source = Source(build, cross_entropy, lambda named: torch.optim.SGD([t for _, t in named], lr=0.1))
+    return with_slices(prepare(source, job_of(), example), Layout(cp=2), example)[1]
+
+
+class Odd(nn.Module):
+    """A decoder whose first block is followed by something odd."""
+
+    def __init__(self, odd: Callable[[Tensor], Tensor] | None = None, part: nn.Module | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.blocks = nn.ModuleList([OddBlock(odd, part), OddBlock(None, None)])
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class OddBlock(AttentiveBlock):
+    def __init__(self, odd: Callable[[Tensor], Tensor] | None, part: nn.Module | None) -> None:
+        super().__init__(16, 4)
+        self.odd, self.part = odd, part
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.odd is None else self.odd(x)
+        x = x if self.part is None else self.part(x)
+        return super().forward(x)
+
+
+class Convolution(nn.Conv1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(super().forward(x.mT), (2, 0)).mT
+
+
+class Recurrent(nn.GRU):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)[0]
+
+
+def with_positions(x: Tensor) -> Tensor:
+    return x + torch.arange(x.shape[1], device=x.device, dtype=x.dtype)[:, None]
+
+
+def with_products_of_positions(x: Tensor) -> Tensor:
+    numbers = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)
+    return torch.cat([x[..., :-1], numbers[None, :, None]], dim=-1)
+
+
+class Masked(Odd):
+    """Makes its mask from the slice, in each block."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            q = x.unflatten(-1, (4, 4)).transpose(1, 2)
+            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+            x = block(x) + F.scaled_dot_product_attention(q, q, q, mask).transpose(1, 2).flatten(2)
+        return self.head(x)
+
+
+class Pooled(Odd):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids).mean(1, keepdim=True).expand(-1, input_ids.shape[1], -1)
+
+
+class Shifted(Odd):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids).roll(1, 1)
+
+
+MIXING = {
+    "a sum over tokens": (functools.partial(Odd, lambda x: x + x.mean(1, keepdim=True)), "blocks.0 mixes tokens by mean"),
+    "a running sum": (functools.partial(Odd, lambda x: x.cumsum(1)), "blocks.0 mixes tokens by cumsum"),
+    "scores by hand": (functools.partial(Odd, lambda x: (x @ x.mT).softmax(-1) @ x), "blocks.0 mixes tokens by bmm"),
+    "a softmax over tokens": (functools.partial(Odd, lambda x: x.softmax(1)), "blocks.0 mixes tokens by _softmax"),
+    "the token before": (functools.partial(Odd, lambda x: x + x.roll(1, 1)), "blocks.0 mixes tokens by add"),
+    "a convolution": (lambda: Odd(part=Convolution(16, 16, 3)), "blocks.0.part mixes tokens by convolution"),
+    "a recurrence": (lambda: Odd(part=Recurrent(16, 16, batch_first=True)), "mixes tokens|not between the tokens of one sequence"),
+    "positions of its own": (functools.partial(Odd, with_positions), "blocks.0 counts the tokens of a slice itself"),
+    "positions beside": (functools.partial(Odd, with_products_of_positions), "blocks.0 counts the tokens of a slice"),
+    "its own length": (functools.partial(Odd, lambda x: x / x.shape[1]), "blocks.0 does another thing, or uses other"),
+    "a mask of its own": (Masked, "makes the mask of its attention itself|is not between the tokens"),
+    "a pooled output": (Pooled, "the model itself mixes tokens by mean"),
+    "outputs of other rows": (Shifted, "its outputs have no row for each token"),
+    "eager attention": (
+        functools.partial(
+            hf, "llama", hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+            attn_implementation="eager", **EVEN,
+        ),
+        r"on a slice .*; scaled_dot_product_attention \(attn_implementation = 'sdpa'\) with a mask of the whole",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MIXING)
+def test_what_mixes_tokens_is_refused_by_name(what: str) -> None:
+    build, words = MIXING[what]
+    refusal = shown(build).slice_refusal
+    assert re.search(words, refusal), refusal
+
+
+LOCAL: dict[str, Any] = {
+    "nothing odd": Odd,
+    "norms, products, halves": functools.partial(
+        Odd, lambda x: F.rms_norm(torch.cat([-x[..., 8:], x[..., :8]], -1) * x.sigmoid(), (16,)) + x.amax(-1, True)
+    ),
+    "steps written in place": functools.partial(Odd, lambda x: x.clone().mul_(2.0).add_(x)),
+    "the best of each token": functools.partial(Odd, lambda x: x + x.topk(3, -1).values.sum(-1, keepdim=True)),
+    "constants of every token": functools.partial(Odd, lambda x: x + torch.ones_like(x) * torch.zeros(x.shape[1], 1)),
+    **{name: MODELS[name] for name in ("llama", "qwen3", "gpt2", "deep_gemma", "deep_granite", "dropping_attentive")},
+}
+
+
+@pytest.mark.parametrize("what", LOCAL)
+def test_what_works_token_by_token_is_shown_to(what: str) -> None:
+    spec = shown(LOCAL[what])
+    assert spec.slice_refusal == ""
+    assert spec.length == 12
+    assert ("[0][0]", 1) in spec.slices
+    assert ModelSpec.from_json(spec.to_json()) == spec
