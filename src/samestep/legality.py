@@ -30,15 +30,14 @@ class Row:
 
 def layouts_of(num_devices: int, *, switches: bool = False) -> Iterator[Layout]:
     """Yield every split of so many devices over the axes; with `switches`, each switch of it by itself too."""
-    for tp in _divisors(num_devices):
-        for pp in _divisors(num_devices // tp):
-            dp = num_devices // tp // pp
-            for shard in _divisors(dp):
-                for zero in (1, 2, 3) if shard > 1 else (0,):
-                    plain = Layout(dp_replicate=dp // shard, dp_shard=shard, zero=zero, tp=tp, pp=pp)
-                    yield plain
-                    if switches:
-                        yield from _switched(plain)
+    for tp, cp, pp in itertools.product(_divisors(num_devices), repeat=3):
+        dp, rest = divmod(num_devices, tp * cp * pp)
+        for shard in _divisors(dp) if not rest else ():
+            for zero in (1, 2, 3) if shard > 1 else (0,):
+                plain = Layout(dp_replicate=dp // shard, dp_shard=shard, zero=zero, tp=tp, cp=cp, pp=pp)
+                yield plain
+                if switches:
+                    yield from _switched(plain)
 
 
 def _divisors(number: int) -> list[int]:
@@ -72,6 +71,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "zero=3": {"dp_shard": 2, "zero": 3},
     "tp": {"tp": 2},
     "sequence_parallel": {"tp": 2, "sequence_parallel": True},
+    "cp": {"cp": 2},
     "pp": {"pp": 2},
     "gpipe": {"pp": 2, "schedule": "gpipe"},
     "zero-bubble": {"pp": 2, "schedule": "zero-bubble"},
