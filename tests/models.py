@@ -210,3 +210,18 @@ MODELS |= {
         attn_implementation="eager",
     ),
 }  # fmt: skip
+
+EXPERTS = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, **EVEN}
+MODELS |= {
+    "mixtral": functools.partial(
+        hf, "mixtral", intermediate_size=24, num_hidden_layers=2, num_local_experts=4, **EXPERTS
+    ),
+    "qwen2_moe": functools.partial(
+        hf, "qwen2_moe", intermediate_size=40, moe_intermediate_size=8, shared_expert_intermediate_size=24,
+        num_hidden_layers=2, num_experts=4, **EXPERTS,
+    ),
+    "qwen3_moe": functools.partial(
+        hf, "qwen3_moe", intermediate_size=40, moe_intermediate_size=8, head_dim=8, num_hidden_layers=3,
+        num_experts=8, mlp_only_layers=[1], **EXPERTS,
+    ),
+}  # fmt: skip

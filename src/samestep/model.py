@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 Cutting = Literal["", "columns", "inner", "count"]
 Factors = Literal["weight", "frozen", "pair", "attention", "causal"]
@@ -77,6 +77,18 @@ class PartialSum:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """What a module of experts is given for one sample: a row for each token and each expert chosen for it."""
+
+    owner: str
+    """Path of the module that holds the experts."""
+    rows: int
+    width: int
+    """Elements of a row; experts give back as many as they are given."""
+    experts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MaskSpec:
     """A dropout mask that a forward draws: of which module, in which of its entries, and the how manieth there."""
 
@@ -114,6 +126,8 @@ class ParamSpec:
     trainable: bool = True
     cut: Cut | None = None
     """How tensor parallelism may cut it; None keeps it whole on every rank."""
+    experts: int = 0
+    """Experts that lie along its first dimension; 0 where it belongs to none."""
     tied_stages: bool = False
     """Tied across two pipeline stages: each holds it, and their gradients are summed."""
 
@@ -160,6 +174,8 @@ class LayerSpec:
     """Something is kept after the last of them, so a repeated forward runs on to it."""
     backward_sums: tuple[PartialSum, ...] = ()
     """Under a tensor cut: gradients of the inputs of column-cut modules, in order of the backward."""
+    exchanges: tuple[Exchange, ...] = ()
+    """Rows that go to its experts, in order of the forward."""
 
     @property
     def backward_flops(self) -> int:
@@ -245,7 +261,9 @@ class ModelSpec:
 def _layer_from(fields: dict[str, Any]) -> LayerSpec:
     sums = {name: tuple(PartialSum(**part) for part in fields[name]) for name in ("forward_sums", "backward_sums")}
     products = tuple(Product(**product) for product in fields["products"])
-    return LayerSpec(**{**fields, "modules": tuple(fields["modules"]), "products": products, **sums})
+    exchanges = tuple(Exchange(**exchange) for exchange in fields["exchanges"])
+    tuples = {"modules": tuple(fields["modules"]), "products": products, "exchanges": exchanges}
+    return LayerSpec(**{**fields, **tuples, **sums})
 
 
 def _param_from(fields: dict[str, Any]) -> ParamSpec:

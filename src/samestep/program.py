@@ -52,6 +52,7 @@ class Kind(StrEnum):
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
     REDUCE = "reduce"
     BROADCAST = "broadcast"
     SEND = "send"
@@ -70,7 +71,8 @@ class Op:
     dtype: str = "float32"
     flops: int = 0
     size_bytes: int = 0
-    """Collectives: the whole unsharded buffer with padding; wire bytes follow from it. Update: bytes touched."""
+    """Collectives: the whole unsharded buffer with padding; wire bytes follow from it; of an all_to_all what this rank
+    sends, if all experts are chosen alike. Update: bytes touched."""
     after: tuple[str, ...] = ()
     implied: bool = False
     """Issued by FSDP2 inside a driven op, not by our interpreter."""
@@ -143,11 +145,18 @@ class Bucket:
     """Ranks that hold the same, of a tensor cut or of two tied stages: the norm counts them once."""
     is_tied: bool = False
     """Its gradient is summed with that of another pipeline stage."""
+    ep: int = 1
+    """Parts in which its weights are dealt to the ranks of the innermost data axis: of experts."""
 
     @property
     def numel(self) -> int:
         """Elements without padding."""
         return sum(member.numel for member in self.members)
+
+    @property
+    def shard_axis(self) -> str:
+        """The axis over which zero=1 cuts it."""
+        return "dp_expert" if self.ep > 1 else "dp_shard"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +261,11 @@ class Step:
         """The ZeRO stage that has an effect: nothing is sharded over a single rank."""
         return self.layout.zero if self.layout.dp_shard > 1 else 0
 
+    @property
+    def innermost_data_ranks(self) -> int:
+        """Ranks of the innermost data axis, from which `ep` borrows."""
+        return self.layout.dp_shard if self.zero else self.layout.dp_replicate
+
     def working_dtype(self, param: ParamSpec) -> str:
         """Dtype in which `param` stands in the module: a shared weight stays in master precision and is cast at
         each use, so that its gradients meet in master precision."""
@@ -346,8 +360,10 @@ def make_buckets(step: Step, chunks: tuple[range, ...] = ()) -> tuple[Bucket, ..
     order = sorted(
         (param for param in step.model.params if param.trainable),
         # stable: the module's own order within a layer
-        key=lambda param: (-chunk_of(param), is_replicated(step, param), param.tied_stages, -param.layer),
-    )
+        key=lambda param: (
+            -chunk_of(param), is_replicated(step, param), param.tied_stages, is_dealt(step, param), -param.layer,
+        ),
+    )  # fmt: skip
     limit = BUCKET_BYTES // BYTES_OF[step.master_dtype]
     runs: list[list[ParamSpec]] = []
     size = 0
@@ -359,6 +375,8 @@ def make_buckets(step: Step, chunks: tuple[range, ...] = ()) -> tuple[Bucket, ..
             size = 0
         runs[-1].append(param)
         size += param.numel
+    # Experts have buckets of their own, which backward finishes between the others.
+    runs.sort(key=lambda run: (-chunk_of(run[0]), *_kind(step, run[0])[1:3], -min(param.layer for param in run)))
     return tuple(_bucket(step, index, run) for index, run in enumerate(runs))
 
 
@@ -367,8 +385,13 @@ def is_replicated(step: Step, param: ParamSpec) -> bool:
     return step.layout.tp > 1 and param.cut is None
 
 
-def _kind(step: Step, param: ParamSpec) -> tuple[str, bool, bool]:
-    return step.working_dtype(param), is_replicated(step, param), param.tied_stages
+def is_dealt(step: Step, param: ParamSpec) -> bool:
+    """Whether a rank holds only some of the experts of `param`."""
+    return step.layout.ep > 1 and param.experts > 0
+
+
+def _kind(step: Step, param: ParamSpec) -> tuple[str, bool, bool, bool]:
+    return step.working_dtype(param), is_replicated(step, param), param.tied_stages, is_dealt(step, param)
 
 
 def _bucket(step: Step, index: int, params: list[ParamSpec]) -> Bucket:
@@ -377,13 +400,15 @@ def _bucket(step: Step, index: int, params: list[ParamSpec]) -> Bucket:
     for param in params:
         members.append(Member(name=param.name, offset=offset, numel=param.numel))
         offset += param.numel
+    ep = step.layout.ep if is_dealt(step, params[0]) else 1
     return Bucket(
         name=f"bucket.{index}",
         members=tuple(members),
         dtype=step.working_dtype(params[0]),
-        padded_numel=padded(offset, step.layout.dp),
+        padded_numel=padded(offset, step.layout.dp // ep),
         replicas=(step.layout.tp if is_replicated(step, params[0]) else 1) * (2 if params[0].tied_stages else 1),
         is_tied=params[0].tied_stages,
+        ep=ep,
     )
 
 

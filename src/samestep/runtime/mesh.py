@@ -6,6 +6,7 @@ Ranks count through the axes like digits, the innermost axis fastest: `pp`, `dp_
 dp_replicate=2 dp_shard=2      rank 0 (0,0)   1 (0,1)   2 (1,0)   3 (1,1)
     dp_shard groups            {0 1} {2 3}            dp_replicate groups   {0 2} {1 3}
 ```
+`ep` and `dp_expert` are two digits of the innermost data axis: neighbours hold different experts, ranks `ep` apart the same.
 Axes that run over the same ranks share one group, so a communicator is never made twice.
 """
 
@@ -36,6 +37,7 @@ class Mesh:
     groups: Mapping[str, dist.ProcessGroup]
     ranks: Mapping[str, tuple[int, ...]]
     """Global ranks of this rank's group of each axis."""
+    ep: int = 1
 
     @property
     def shard_index(self) -> int:
@@ -51,6 +53,11 @@ class Mesh:
     def tp_index(self) -> int:
         """Position on `tp`."""
         return self.rank % self.tp
+
+    @property
+    def ep_index(self) -> int:
+        """Position on `ep`, whose ranks are neighbours on the innermost data axis."""
+        return self.dp_index % self.ep
 
     def group_of(self, axis: str) -> str:
         """Name the group that serves an axis by its ranks."""
@@ -104,6 +111,7 @@ def build(program: Program, device: torch.device) -> Mesh:
         pp=layout.pp,
         groups=groups,
         ranks=mine,
+        ep=layout.ep,
     )
 
 
@@ -121,6 +129,14 @@ def _groups_of(axis: str, program: Program, world_size: int) -> Iterable[tuple[i
             "pp": layout.pp,
             "dp_inter": layout.dp // step.dp_per_node,
             "dp_intra": step.dp_per_node,
+            "tp": layout.tp,
+        }
+    elif axis in ("ep", "dp_expert"):
+        digits = {
+            "pp": layout.pp,
+            "dp_outer": layout.dp // step.innermost_data_ranks,
+            "dp_expert": step.innermost_data_ranks // layout.ep,
+            "ep": layout.ep,
             "tp": layout.tp,
         }
     else:

@@ -33,8 +33,8 @@ from samestep.errors import DataError, LayoutError, NonFiniteError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.model import ModelSpec
-from samestep.program import Program, Task, TaskKind
-from samestep.runtime import dropout, launch, pipeline, precision, recompute, tensor
+from samestep.program import Program, Task, TaskKind, is_dealt
+from samestep.runtime import dropout, expert, launch, pipeline, precision, recompute, tensor
 from samestep.runtime import mesh as meshes
 from samestep.runtime.build import call_model, cross_entropy, learning_rate_factor
 from samestep.runtime.data import Replicated
@@ -422,11 +422,15 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
     if layout.pp > 1:
         pipeline.check(model, program)
     tensor.apply(model, program, mesh)
+    expert.apply(model, program, mesh)
     dropout.track_modules(model)
     recompute.apply(model, program, functools.partial(_recompute_contexts, model, job))
 
     def materialize(name: str, dtype: torch.dtype) -> Tensor:
-        return tensor.local_part(plan.materialize(name, place.device, dtype), params[name], mesh)
+        whole = plan.materialize(name, place.device, dtype)
+        if is_dealt(program.step, params[name]):
+            return expert.local_part(whole, mesh)
+        return tensor.local_part(whole, params[name], mesh)
 
     params = {param.name: param for param in program.step.model.params}
     holder = holder_of(layout)(model, program, mesh, materialize)
@@ -478,8 +482,9 @@ def prepare(source: Source, job: Job, example: Any) -> tuple[Blueprint, ModelSpe
     cuts = tensor.cuts_of(plan.module)
     noting = dropout.noting(plan.module, samples_traced(plan.module))
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
-    with tensor.watching(plan.module, cuts) as seen, noting as masks:
+    with tensor.watching(plan.module, cuts) as seen, noting as masks, expert.watching(plan.module) as exchanges:
         spec = trace(plan.module, one, source.name, value_of, seen.keep, cuts.styles)
+    spec = expert.with_experts(spec, exchanges)
     return plan, replace(tensor.with_cuts(spec, plan.module, cuts, seen), masks=tuple(masks))
 
 

@@ -13,11 +13,11 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.model import ModelSpec
 from samestep.program import Kind, Op, Ops, Program, Step, Task, TaskKind, position
-from samestep.strategies import data, pipeline, precision, recompute, shard, tensor
+from samestep.strategies import data, expert, pipeline, precision, recompute, shard, tensor
 
-# Order matters: tensor cuts the model that the others see, recompute repeats forwards with their sums, pipeline leaves a
+# Order matters: tensor and expert cut the model that the others see, recompute repeats forwards with what they send, pipeline leaves a
 # stage its layers, sharding gathers and scatters around what is there, replication reduces what sharding leaves whole.
-STACK: tuple[ModuleType, ...] = (precision, tensor, recompute, pipeline, shard, data)
+STACK: tuple[ModuleType, ...] = (precision, tensor, expert, recompute, pipeline, shard, data)
 
 
 def program_of(

@@ -1,0 +1,127 @@
+"""Expert parallelism: each rank of `ep` holds some experts of every layer that has them, and rows travel to theirs.
+
+GShard (Lepikhin et al. 2020, arXiv:2006.16668, section 3.2). The ranks of `ep` are data ranks: they read different
+samples, and hold all other weights alike. A token chooses k of E experts; each choice is a row. With E/ep experts a rank:
+
+```
+        k rows a token            rows of my experts            my own rows again
+   x ──────────────────► all_to_all ──► experts ──► all_to_all ──► weighted sum of the k
+```
+Nothing is dropped: ranks first tell each other how many rows come for which expert, E numbers, and the two exchanges
+are of just that size. So what a rank is sent depends on values, and the program lists what every expert being chosen
+alike would make: rows x width. What all ranks of a group send is that in any case, whatever is chosen. Backward exchanges
+gradients twice, the other way.
+
+A data axis of D ranks falls into `ep`, neighbours, and `dp_expert`, D/ep ranks that hold the same experts. Gradients of
+experts are summed over `dp_expert` alone: the samples of the others have come by all_to_all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from samestep.model import Exchange, LayerSpec, ModelSpec, ParamSpec, Product
+from samestep.program import BYTES_OF, Kind, Op, Ops, Program, Step
+
+AXIS = "ep"
+SAME = "dp_expert"
+"""Ranks of the innermost data axis that hold the same experts."""
+
+_COUNT_BYTES = 8
+
+
+def refusal(step: Step) -> str | None:
+    """Refuse a degree that divides neither the data ranks nor the experts, and what does not know of experts."""
+    layout, model = step.layout, step.model
+    if layout.ep == 1:
+        return None
+    dealt = [param for param in model.params if param.experts]
+    if not dealt:
+        return (
+            f"ep={layout.ep}: {model.name} has no experts that lie side by side in one weight "
+            "(a module called with rows, the experts chosen for them and their weights): ep=1 works"
+        )
+    ranks, experts = step.innermost_data_ranks, math.gcd(*(param.experts for param in dealt))
+    works = [str(n) for n in range(2, ranks + 1) if ranks % n == 0 and experts % n == 0]
+    nearest = f"{'ep=' + ' or '.join(works) if works else 'only ep=1'} works"
+    if ranks % layout.ep:
+        axis = "dp_shard" if step.zero else "dp_replicate"
+        return f"ep={layout.ep} borrows data ranks, and does not divide {axis}={ranks}; {nearest}"
+    if experts % layout.ep:
+        uneven = next(param for param in dealt if param.experts % layout.ep)
+        return f"ep={layout.ep} does not divide the {uneven.experts} experts of {uneven.name}; {nearest}"
+    if step.zero >= 2:
+        return (
+            f"ep={layout.ep} deals experts, and zero={layout.zero} would cut what is dealt once more: zero=1 with it "
+            "works, and so does ep=1"
+        )
+    if layout.reduce == "hierarchical":
+        return f"reduce=hierarchical sums over all data ranks, and experts differ with ep={layout.ep}: reduce=ring works"
+    if shared := next((param.name for param in dealt if param.shared or param.read_outside), None):
+        return f"ep={layout.ep}: {shared} is used by several modules: ep=1 works"
+    return None
+
+
+def apply(program: Program) -> Program:
+    """Leave a rank its experts, and write the exchanges."""
+    step = program.step
+    degree = step.layout.ep
+    if degree == 1:
+        return program
+    local = replace(step, model=deal_model(step.model, degree))
+    holders = step.innermost_data_ranks // degree
+    axes = {**program.axes, AXIS: degree, **({SAME: holders} if holders > 1 else {})}
+    return replace(program, step=local).with_bodies(lambda _, ops: tuple(_exchanged(ops, local)), axes=axes)
+
+
+def deal_model(model: ModelSpec, degree: int) -> ModelSpec:
+    """Return the model that one rank holds."""
+    params = tuple(_deal_param(param, degree) for param in model.params)
+    return replace(model, params=params, layers=tuple(_deal_layer(layer, degree) for layer in model.layers))
+
+
+def _deal_param(param: ParamSpec, degree: int) -> ParamSpec:
+    if not param.experts:
+        return param
+    return replace(param, shape=(param.shape[0] // degree, *param.shape[1:]))
+
+
+def _deal_layer(layer: LayerSpec, degree: int) -> LayerSpec:
+    """A rank has as many rows as before, for fewer experts; it keeps those that came back, to weigh them."""
+    if not layer.exchanges:
+        return layer
+    owners = {exchange.owner for exchange in layer.exchanges}
+    came_back = sum(exchange.rows * exchange.width for exchange in layer.exchanges)
+
+    def dealt(product: Product) -> Product:
+        return replace(product, groups=-(-product.groups // degree)) if product.owner in owners else product
+
+    return replace(
+        layer,
+        products=tuple(map(dealt, layer.products)),
+        saved_elements=layer.saved_elements + came_back,
+        moved_elements=layer.moved_elements + 4 * came_back,  # sorted and put back, each read and written
+        repeats_last_sum=True,
+    )
+
+
+def _exchanged(ops: Ops, step: Step) -> Iterator[Op]:
+    """Write what a layer's experts exchange behind its compute."""
+    for op in ops:
+        yield op
+        if op.layer is None or op.kind not in (Kind.FORWARD, Kind.BACKWARD):
+            continue
+        exchanges = step.model.layers[op.layer].exchanges
+        for exchange in exchanges if op.kind is Kind.FORWARD else reversed(exchanges):
+            yield from _exchange(exchange, step, op)
+
+
+def _exchange(exchange: Exchange, step: Step, after: Op) -> Iterator[Op]:
+    rows = Op(kind=Kind.ALL_TO_ALL, owner=exchange.owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
+    if after.kind is Kind.FORWARD:
+        yield replace(rows, dtype="int64", size_bytes=exchange.experts * _COUNT_BYTES)
+    size = exchange.rows * exchange.width * step.microbatch_samples * BYTES_OF[step.compute_dtype]
+    yield replace(rows, size_bytes=size)
+    yield replace(rows, size_bytes=size)
