@@ -146,6 +146,24 @@ def largest_error(candidate: dict[str, Tensor], reference: dict[str, Tensor]) ->
     return errors[worst], worst
 
 
+def assert_ledger(ranks: list[Observed]) -> None:
+    """Every rank sent what its program lists; an exchange of experts as much over its group, whatever was chosen."""
+    exchanged: dict[str, list[list[int]]] = {}
+    for seen in ranks:
+        assert seen.ledger.keys() == seen.predicted.keys()
+        for group, listed in seen.predicted.items():
+            sent = seen.ledger[group]
+            assert [_unsized(row) for row in sent] == [_unsized(row) for row in listed]
+            more = [s.size_bytes - p.size_bytes for s, p in zip(sent, listed, strict=True) if p.kind == "all_to_all"]
+            exchanged.setdefault(group, []).append(more)
+    for group, of_members in exchanged.items():
+        assert not any(map(sum, zip(*of_members, strict=True))), f"the ranks {group} sent more or less than is listed"
+
+
+def _unsized(row: LedgerRow) -> LedgerRow:
+    return row._replace(size_bytes=0) if row.kind == "all_to_all" else row
+
+
 def assert_same(ranks: list[Observed], reference: Observed, tolerance: float) -> None:
     """Losses, norms, every gradient of every step and every weight of `ranks` are those of `reference`."""
     for seen in ranks:

@@ -417,16 +417,23 @@ Reduction = Callable[[Bucket], tuple[Op, ...]]
 
 
 def start_reductions(ops: Ops, step: Step, buckets: tuple[Bucket, ...], reduction: Reduction) -> Ops:
-    """Put the first collective of each bucket behind the backward that finishes it, never before an earlier bucket's."""
+    """Put the first collective of each bucket behind the backward that finishes it, never before an earlier bucket's.
+
+    What a layer's experts exchange is part of its backward.
+    """
     layer_of = {param.name: param.layer for param in step.model.params}
     reached = {op.layer for op in ops if op.kind is Kind.BACKWARD}  # of several virtual stages a body has one's layers
     waiting = [bucket for bucket in buckets if layer_of[bucket.members[0].name] in reached]
     written: list[Op] = []
-    for op in ops:
+    done: Op | None = None
+    for op, following in itertools.zip_longest(ops, ops[1:]):
         written.append(op)
-        while op.kind is Kind.BACKWARD and waiting and _finished(waiting[0], layer_of, op):
+        done = op if op.kind is Kind.BACKWARD else done
+        if done is None or (following is not None and following.kind is Kind.ALL_TO_ALL):
+            continue
+        while waiting and _finished(waiting[0], layer_of, done):
             first = reduction(waiting.pop(0))[:1]
-            written.extend(replace(part, after=(*part.after, op.name)) for part in first)
+            written.extend(replace(part, after=(*part.after, done.name)) for part in first)
     assert not waiting, f"no backward finishes {[bucket.name for bucket in waiting]}"
     return tuple(written)
 

@@ -10,7 +10,7 @@ import functools
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,19 @@ def gradients_are_reduced_over_half_the_ranks(patch: Patch) -> None:
 
     def send(original: Any, self: Replicated, flat: Any, op: Any, whole: Tensor) -> Any:
         return dist.all_reduce(whole, group=halves[rank() // 2], async_op=True)
+
+    around(patch, Replicated, "_send", send)
+
+
+@fault(Cause.MISSING_REDUCTION, "dp=4 ep=2", "mixtral")
+def gradients_of_experts_are_not_reduced(patch: Patch) -> None:
+    around(patch, Replicated, "_send", _unless("dp_expert"))
+
+
+@fault(Cause.WRONG_GROUP, "dp=4 ep=2", "mixtral")
+def gradients_of_experts_are_summed_with_other_experts(patch: Patch) -> None:
+    def send(original: Any, self: Replicated, flat: Any, op: Any, whole: Tensor) -> Any:
+        return original(self, flat, replace(op, axis="ep") if op.axis == "dp_expert" else op, whole)
 
     around(patch, Replicated, "_send", send)
 

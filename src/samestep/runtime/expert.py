@@ -136,7 +136,7 @@ def with_experts(spec: ModelSpec, exchanges: list[Exchange]) -> ModelSpec:
 
 def local_part(whole: Tensor, mesh: Mesh) -> Tensor:
     """Take this rank's experts out of a whole weight."""
-    return whole.chunk(mesh.ep)[mesh.ep_index]
+    return whole.chunk(mesh.ep)[mesh.ep_index].clone()  # else the whole would stay
 
 
 def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
