@@ -284,3 +284,7 @@ MODELS |= {
     "three_experts": functools.partial(Dealing, experts=3),
     "crowded_experts": functools.partial(Dealing, experts=8, crowded=True),
 }
+MODELS |= {
+    "mixtral_balanced": functools.partial(MODELS["mixtral"], output_router_logits=True, router_aux_loss_coef=0.1),
+    "qwen3_moe_balanced": functools.partial(MODELS["qwen3_moe"], output_router_logits=True, router_aux_loss_coef=0.1),
+}

@@ -67,6 +67,8 @@ class Case:
     """Compute the gradients of a tied weight's single uses in a step."""
     clips: bool
     """Whether the job clips."""
+    balances: bool
+    """Whether the job adds a loss that balances experts, which no part of a batch has by itself."""
 
 
 def explain(case: Case) -> Found | None:
@@ -187,6 +189,9 @@ def _loss(case: Case, first: Comparison) -> Found:
         )
     ours = given.pop()
     parts = case.parts(step - 1)
+    if case.balances:
+        ratio = (ours - _ratio(parts)) / (right - _ratio(parts))
+        return Cause.AUXILIARY_LOSS, f"forwards agree, but what step {step} adds to the loss is {ratio:.6g} times the right"
     for words, guess in _mean_of_means(parts):
         if abs(guess - ours) <= CLOSE * abs(ours) and abs(guess - right) > CLOSE * abs(right):
             return Cause.MEAN_OF_MEANS, f"the loss {ours:g} of step {step} is the mean over {words}; right {right:g}"

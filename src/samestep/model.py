@@ -219,6 +219,8 @@ class ModelSpec:
     """Why tensor parallelism cannot cut the model; empty where it can."""
     logit_rows: int = 0
     """Rows of logits of one sample, where the head is cut by vocabulary."""
+    balanced_experts: int = 0
+    """Experts of a layer that the loss wants chosen alike; 0 where it does not ask."""
     masks: tuple[MaskSpec, ...] = ()
     """Dropout masks of one forward, in its order."""
 

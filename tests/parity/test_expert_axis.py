@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import pytest
 
+from samestep.datasets import batches
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from tests.laboratory import assert_ledger, assert_same, job_of, observe
+from tests.laboratory import assert_ledger, assert_same, job_of, make_run, observe
+from tests.models import Tokens
 from tests.parity.test_data_axis import TOLERANCE, combinations, reference
 from tests.pool import pool
 
@@ -77,11 +79,18 @@ def test_experts_without_rows_take_part() -> None:
     assert_ledger(ranks)
 
 
-@pytest.mark.parametrize("batch", [7, 5, 3])
-def test_uneven_batches_are_legal(batch: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "layout", "batch"),
+    [
+        ("mixtral", "dp=4 ep=2 zero=1 microbatch=1", 7),
+        ("mixtral", "dp=4 ep=4 microbatch=1", 5),
+        ("mixtral_balanced", "dp=4 ep=2", 3),
+    ],
+)
+def test_uneven_batches_are_legal(model: str, layout: str, batch: int) -> None:
     job = job_of("float64", 3, train={"global_batch": batch})
-    ranks = pool(4).run(observe, "mixtral", "dp=4 ep=2 zero=1 microbatch=1", job)
-    assert_same(ranks, reference("mixtral", "float64", batch, False, 3), TOLERANCE)
+    ranks = pool(4).run(observe, model, layout, job)
+    assert_same(ranks, reference(model, "float64", batch, False, 3), TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -97,3 +106,32 @@ def test_uneven_batches_are_legal(batch: int) -> None:
 def test_what_cannot_be_is_refused_with_what_can(layout: str, model: str, says: str) -> None:
     with pytest.raises(LayoutError, match=says):
         pool(2).run(observe, model, layout, _job())
+
+
+BALANCED = ["dp=2", "dp=2 ep=2 zero=1", "dp=2 zero=3 recompute=full", "tp=2", "dp=2 tp=2 ep=2 recompute=selective"]
+
+
+@pytest.mark.parametrize(("layout", "model"), combinations(BALANCED, ["mixtral_balanced", "qwen3_moe_balanced"], ()))
+def test_the_loss_that_balances_experts_is_one_of_the_whole_batch(layout: str, model: str) -> None:
+    ranks = pool(Layout.parse(layout).world_size).run(observe, model, layout, _job(), True)
+    assert_same(ranks, reference(model, "float64", 8, True), TOLERANCE)
+    assert_ledger(ranks)
+
+
+def test_the_loss_that_balances_experts_is_that_of_transformers() -> None:
+    balanced, without = (
+        observe(0, 1, model, "dp=1", job_of("float32", 1)).losses[0] for model in ("mixtral_balanced", "mixtral")
+    )
+    run = make_run(0, 1, "mixtral_balanced", "dp=1", job_of("float32", 1))
+    batch = next(iter(batches(Tokens(), run.job)))
+    samples = batch.samples(batch.indices)
+    run.prepare(samples)
+    theirs = run.model(samples["input_ids"]).aux_loss.item()
+    assert balanced - without == pytest.approx(0.1 * theirs, rel=1e-5)
+
+
+def test_a_part_of_a_batch_cannot_be_balanced() -> None:
+    with pytest.raises(LayoutError, match=r"microbatch=1: the loss that balances .*: microbatch=4 works"):
+        pool(2).run(observe, "mixtral_balanced", "dp=2 microbatch=1", _job())
+    with pytest.raises(LayoutError, match=r"pp=2: the loss that balances .*: pp=1 works"):
+        pool(2).run(observe, "mixtral_balanced", "pp=2", _job())

@@ -26,6 +26,7 @@ from samestep.layout import Layout
 from samestep.runtime import checkpoint, dropout, pipeline, run, tensor, update
 from samestep.runtime.build import cross_entropy, loss_of, optimizer_of
 from samestep.runtime.data import Replicated
+from samestep.runtime.expert import Balance
 from samestep.runtime.init import Blueprint
 from samestep.runtime.launch import Place
 from samestep.runtime.run import Run, Source, prepare
@@ -128,6 +129,16 @@ def loss_is_divided_twice(patch: Patch) -> None:
         return [loss, 2 * count, norm, stop]
 
     around(patch, Run, "_agree", agree)
+
+
+@fault(Cause.AUXILIARY_LOSS, "dp=2 ep=2", "mixtral_balanced")
+def loss_that_balances_experts_is_scaled_by_the_ranks(patch: Patch) -> None:
+    around(patch, Balance, "__call__", lambda balance, self, *args: balance(self, *args) * dist.get_world_size())
+
+
+@fault(Cause.AUXILIARY_LOSS, "dp=2", "mixtral_balanced")
+def experts_are_balanced_within_each_rank(patch: Patch) -> None:
+    around(patch, Balance, "of", lambda of, *args: replace(of(*args), group=None, copies=0.5))
 
 
 @fault(Cause.MISSING_REDUCTION, "dp=2")

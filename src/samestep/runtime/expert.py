@@ -22,7 +22,7 @@ import fnmatch
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from samestep.errors import ModelError
 from samestep.model import Exchange, LayerSpec, ModelSpec, ParamSpec, is_below
 from samestep.program import Program
+from samestep.runtime.build import at_least_float32
 from samestep.runtime.mesh import Mesh
 from samestep.runtime.record import owned
 
@@ -117,8 +118,11 @@ def _called_with(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, 
     return given
 
 
-def with_experts(spec: ModelSpec, exchanges: list[Exchange]) -> ModelSpec:
-    """Write into a spec which weights are of experts, and what these are given."""
+def with_experts(spec: ModelSpec, exchanges: list[Exchange], balanced: nn.Module | None) -> ModelSpec:
+    """Write into a spec which weights are of experts, and what these are given.
+
+    `balanced` is the model, where its configuration may ask for a loss that balances them; other losses are the user's.
+    """
     sizes = {exchange.owner: exchange.experts for exchange in exchanges}
 
     def param_with(param: ParamSpec) -> ParamSpec:
@@ -128,7 +132,14 @@ def with_experts(spec: ModelSpec, exchanges: list[Exchange]) -> ModelSpec:
         mine = [exchange for exchange in exchanges if any(is_below(exchange.owner, root) for root in layer.modules)]
         return replace(layer, exchanges=tuple(mine))
 
-    return replace(spec, params=tuple(map(param_with, spec.params)), layers=tuple(map(layer_with, spec.layers)))
+    config = getattr(balanced, "config", None)
+    asks = getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0.0)
+    return replace(
+        spec,
+        params=tuple(map(param_with, spec.params)),
+        layers=tuple(map(layer_with, spec.layers)),
+        balanced_experts=max(sizes.values(), default=0) if asks else 0,
+    )
 
 
 # -- carrying it out -------------------------------------------------------------------------------
@@ -183,6 +194,46 @@ def _exchange_counts(picks: Tensor, num_experts: int, group: dist.ProcessGroup, 
         dist.all_to_all_single(comes, sizes, group=group)
     degree = dist.get_world_size(group)
     return sizes.view(degree, -1), comes.view(degree, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """The loss that wants all experts chosen alike: a sum, as the other loss is, of this rank's part."""
+
+    coefficient: float
+    top_k: int
+    num_experts: int
+    group: dist.ProcessGroup | None
+    """Of all ranks; None for a single one."""
+    copies: int
+    """Ranks that count the same samples."""
+
+    @classmethod
+    def of(cls, model: nn.Module, program: Program, mesh: Mesh) -> Balance | None:
+        """Read what a transformers model asks for; None where it asks for nothing."""
+        experts, config = program.step.model.balanced_experts, getattr(model, "config", None)
+        if not experts or config is None:
+            return None
+        group = mesh.groups.get("world")
+        return cls(config.router_aux_loss_coef, config.num_experts_per_tok, experts, group, mesh.tp)
+
+    def __call__(self, outputs: Any, count: Tensor | int, weight: float) -> Tensor:
+        """Return this rank's part, times the count of the whole step. Collective over the world.
+
+        `count` is what the other loss counts here, `weight` 0 for samples that stand in for none.
+        """
+        shares = [at_least_float32(logits).softmax(dim=-1) for logits in outputs.router_logits]
+        picks = torch.cat([share.topk(self.top_k, dim=-1).indices.flatten() for share in shares])
+        rows = sum(len(share) for share in shares)
+        known = torch.tensor([rows, float(count)], dtype=torch.float64, device=picks.device)
+        totals = weight * torch.cat([torch.bincount(picks, minlength=self.num_experts).double(), known])
+        if self.group is not None:
+            with owned("balance"):
+                dist.all_reduce(totals, group=self.group)
+        chosen, (rows_of_all, count_of_all) = totals[:-2], totals[-2:] / self.copies
+        chosen = chosen / self.copies / rows_of_all
+        mean = torch.stack([share.sum(dim=0) for share in shares]).sum(dim=0) / rows_of_all
+        return self.coefficient * self.num_experts * count_of_all * (chosen.to(mean.dtype) * mean).sum()
 
 
 class _AllToAll(torch.autograd.Function):

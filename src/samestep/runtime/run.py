@@ -279,6 +279,8 @@ class Run:
             if made.stage is not None and not made.stage.is_last(task.chunk):
                 return None
             loss_sum, count = made.loss(precision.for_loss(outputs), samples)
+            if made.balance is not None:
+                loss_sum = loss_sum + made.balance(outputs, count, weight)
         totals += torch.stack([_number(loss_sum.detach(), totals), _number(count, totals)]) * weight
         scale = made.updater.loss_scale.scale if made.updater.loss_scale else 1.0
         return loss_sum * (weight * scale / made.nominal_count)
@@ -395,6 +397,8 @@ class _Made:
     stage: pipeline.Stage | None
     """What passes between pipeline stages; None where one rank runs all layers."""
     loss: Loss
+    balance: expert.Balance | None
+    """What the job adds to its loss so that experts are chosen alike; None where it asks for nothing."""
     lr_factor: Callable[[int], float]
     nominal_count: float
     """A power of two near the count of a whole step: dividing by it costs no bit."""
@@ -444,6 +448,7 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
         updater=Updater.over(holder.pieces, source.optimizer, job.numerics),
         stage=pipeline.Stage(model, program, mesh) if layout.pp > 1 else None,
         loss=functools.partial(tensor.cut_loss, mesh) if tensor.cuts_logits(program) else source.loss,
+        balance=expert.Balance.of(model, program, mesh),
         lr_factor=learning_rate_factor(job.schedule, job.train.steps),
         nominal_count=_nominal_count(example, job.train.global_batch),
         master=precision.DTYPES[program.step.master_dtype],
@@ -484,7 +489,7 @@ def prepare(source: Source, job: Job, example: Any) -> tuple[Blueprint, ModelSpe
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
     with tensor.watching(plan.module, cuts) as seen, noting as masks, expert.watching(plan.module) as exchanges:
         spec = trace(plan.module, one, source.name, value_of, seen.keep, cuts.styles)
-    spec = expert.with_experts(spec, exchanges)
+    spec = expert.with_experts(spec, exchanges, plan.module if source.loss is cross_entropy else None)
     return plan, replace(tensor.with_cuts(spec, plan.module, cuts, seen), masks=tuple(masks))
 
 

@@ -14,6 +14,14 @@ gradients twice, the other way.
 
 A data axis of D ranks falls into `ep`, neighbours, and `dp_expert`, D/ep ranks that hold the same experts. Gradients of
 experts are summed over `dp_expert` alone: the samples of the others have come by all_to_all.
+
+A loss that wants all experts chosen alike (Fedus et al. 2021, arXiv:2101.03961, equation 4) is a product of two means over
+tokens, f the share of choices that an expert gets and P the mean of its probability:
+
+    c E sum_e f_e P_e         its gradient flows through P alone
+
+Means over a micro-batch or a rank would make another loss in every layout, so f is that of the whole global batch: one
+all_reduce at the end of the forward, which therefore has to be that of all samples.
 """
 
 from __future__ import annotations
@@ -23,7 +31,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from samestep.model import Exchange, LayerSpec, ModelSpec, ParamSpec, Product
-from samestep.program import BYTES_OF, Kind, Op, Ops, Program, Step
+from samestep.program import BYTES_OF, Kind, Op, Ops, Program, Step, is_forward
 
 AXIS = "ep"
 SAME = "dp_expert"
@@ -35,6 +43,8 @@ _COUNT_BYTES = 8
 def refusal(step: Step) -> str | None:
     """Refuse a degree that divides neither the data ranks nor the experts, and what does not know of experts."""
     layout, model = step.layout, step.model
+    if model.balanced_experts and (reason := _refuse_balance(step)):
+        return reason
     if layout.ep == 1:
         return None
     dealt = [param for param in model.params if param.experts]
@@ -64,9 +74,25 @@ def refusal(step: Step) -> str | None:
     return None
 
 
+def _refuse_balance(step: Step) -> str | None:
+    if step.layout.pp > 1:
+        return (
+            f"pp={step.layout.pp}: the loss that balances experts reads the routers of all layers, which stand on several "
+            "stages: pp=1 works, and so does a job without it (output_router_logits = false)"
+        )
+    if step.num_microbatches > 1:
+        return (
+            f"microbatch={step.layout.microbatch}: the loss that balances experts is one of the whole batch, whose choices "
+            f"are known only after the forward of all of it: microbatch={step.rank_samples} works"
+        )
+    return None
+
+
 def apply(program: Program) -> Program:
-    """Leave a rank its experts, and write the exchanges."""
+    """Leave a rank its experts, and write the exchanges and what a loss that balances them needs to know."""
     step = program.step
+    if step.model.balanced_experts and step.layout.world_size > 1:
+        program = program.with_bodies(lambda key, ops: (*ops, _choices(ops, step)) if is_forward(key) else ops)
     degree = step.layout.ep
     if degree == 1:
         return program
@@ -74,6 +100,12 @@ def apply(program: Program) -> Program:
     holders = step.innermost_data_ranks // degree
     axes = {**program.axes, AXIS: degree, **({SAME: holders} if holders > 1 else {})}
     return replace(program, step=local).with_bodies(lambda _, ops: tuple(_exchanged(ops, local)), axes=axes)
+
+
+def _choices(ops: Ops, step: Step) -> Op:
+    """Count the choices of each expert, all rows, and what the loss counts."""
+    op = Op(kind=Kind.ALL_REDUCE, owner="balance", axis="world", dtype="float64", after=(ops[-1].name,))
+    return op.sized(step.model.balanced_experts + 2)
 
 
 def deal_model(model: ModelSpec, degree: int) -> ModelSpec:
