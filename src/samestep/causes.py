@@ -191,7 +191,10 @@ def _loss(case: Case, first: Comparison) -> Found:
     parts = case.parts(step - 1)
     if case.balances:
         ratio = (ours - _ratio(parts)) / (right - _ratio(parts))
-        return Cause.AUXILIARY_LOSS, f"forwards agree, but what step {step} adds to the loss is {ratio:.6g} times the right"
+        return (
+            Cause.AUXILIARY_LOSS,
+            f"forwards agree, but what step {step} adds to the loss is {ratio:.6g} times the right",
+        )
     for words, guess in _mean_of_means(parts):
         if abs(guess - ours) <= CLOSE * abs(ours) and abs(guess - right) > CLOSE * abs(right):
             return Cause.MEAN_OF_MEANS, f"the loss {ours:g} of step {step} is the mean over {words}; right {right:g}"
@@ -383,7 +386,9 @@ def _named(case: Case, parts: Sequence[Part], fits: Mapping[int, list[float]], e
 
 
 def _axis_lacking(case: Case, data_ranks: set[int]) -> str:
-    lacking = [axis for axis in ("dp_replicate", "dp_shard", "dp_expert") if any(axis in seen.axes for seen in case.ranks)]
+    lacking = [
+        axis for axis in ("dp_replicate", "dp_shard", "dp_expert") if any(axis in seen.axes for seen in case.ranks)
+    ]
     return f": a reduction over {' or '.join(lacking)} is missing" if lacking else ""
 
 

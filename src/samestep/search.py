@@ -14,6 +14,7 @@ bound (Land and Doig 1960); the bound is the roof of the roofline (Williams et a
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -78,6 +79,11 @@ class _Totals:
     block_flops: float
     cut_numel: float
     whole_numel: float
+    dealt_cut_numel: float
+    """The part of `cut_numel` that belongs to experts."""
+    dealt_whole_numel: float
+    experts: int
+    """The greatest number that divides the experts of every layer that has some; 0 where none has."""
     saved: float
     saved_selective: float
     inputs: float
@@ -92,6 +98,9 @@ class _Totals:
             block_flops=sum(layer.forward_flops for layer in blocks),
             cut_numel=sum(param.numel for param in trained if param.cut is not None),
             whole_numel=sum(param.numel for param in trained if param.cut is None),
+            dealt_cut_numel=sum(param.numel for param in trained if param.experts and param.cut is not None),
+            dealt_whole_numel=sum(param.numel for param in trained if param.experts and param.cut is None),
+            experts=math.gcd(*(param.experts for param in model.params if param.experts)),
             saved=sum(layer.saved_elements for layer in blocks),
             saved_selective=sum(layer.saved_selective_elements for layer in blocks),
             inputs=sum(layer.input_elements for layer in blocks),
@@ -273,10 +282,17 @@ def _degrees(devices: int, totals: _Totals, hardware: Hardware, rejections: list
                 continue
             dp = devices // tp // pp
             base = Layout(tp=tp, pp=pp)
-            yield replace(base, dp_replicate=dp)
+            yield from _dealt(replace(base, dp_replicate=dp), dp, totals.experts)
             for shard in _shards(dp, tp, hardware):
                 for zero in (1, 2, 3):
-                    yield replace(base, dp_replicate=dp // shard, dp_shard=shard, zero=zero)
+                    split = replace(base, dp_replicate=dp // shard, dp_shard=shard, zero=zero)
+                    yield from _dealt(split, shard, totals.experts if zero == 1 else 0)
+
+
+def _dealt(split: Layout, ranks: int, experts: int) -> Iterator[Layout]:
+    """Yield a split, and the same with its experts dealt to every part of the innermost data axis."""
+    yield split
+    yield from (replace(split, ep=ep) for ep in _divisors(ranks)[1:] if experts and experts % ep == 0)
 
 
 def _shards(dp: int, tp: int, hardware: Hardware) -> list[int]:
@@ -321,6 +337,8 @@ def _bound(layout: Layout, totals: _Totals, job: Job, hardware: Hardware, states
     bubble = (layout.pp - 1) / microbatches / layout.virtual_stages
     step_s = flops / layout.world_size / hardware.flops_per_s[dtype] * (1 + bubble)
     numel = (totals.cut_numel / layout.tp + totals.whole_numel) / layout.pp
+    dealt = (totals.dealt_cut_numel / layout.tp + totals.dealt_whole_numel) / layout.pp
+    numel -= dealt * (1 - 1 / layout.ep)
     kept = {"none": totals.saved, "selective": totals.saved_selective, "full": totals.inputs}[layout.recompute]
     in_flight = min(layout.pp, microbatches) / layout.pp
     activations = kept * size * in_flight * BYTES_OF[dtype] / layout.tp

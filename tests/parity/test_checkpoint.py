@@ -432,7 +432,8 @@ def test_what_one_layout_saved_any_other_reads(tmp_path: Path, model: str, saved
 
 
 @pytest.mark.parametrize(
-    ("model", "layout"), [("deep_tied", "tp=2 pp=2 microbatch=2"), ("mixtral", "dp=4 ep=2"), ("mixtral", "dp=2 tp=2 ep=2")]
+    ("model", "layout"),
+    [("deep_tied", "tp=2 pp=2 microbatch=2"), ("mixtral", "dp=4 ep=2"), ("mixtral", "dp=2 tp=2 ep=2")],
 )
 def test_bytes_are_written_once(tmp_path: Path, model: str, layout: str) -> None:
     job = job_of("float64", 2, optimizer={"name": "adamw", "options": {}})

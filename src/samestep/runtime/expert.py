@@ -74,7 +74,7 @@ def _num_experts(module: nn.Module) -> int:
 
 def _compute(model: nn.Module, way: str) -> dict[int, tuple[Any, str]]:
     """Let transformers compute all experts of a model one way; return each configuration with the way it had."""
-    configs = {id(part.config): part.config for part in model.modules() if _is_hf(part)}
+    configs: dict[int, Any] = {id(part.config): part.config for part in model.modules() if _is_hf(part)}
     before = {key: (config, config._experts_implementation) for key, config in configs.items()}
     for config in configs.values():
         config._experts_implementation = way

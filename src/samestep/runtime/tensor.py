@@ -100,7 +100,10 @@ def _transformers_plan(model: nn.Module) -> dict[str, str] | None:
 
 def _is_of_experts(model: nn.Module, pattern: str) -> bool:
     """Whether a pattern names experts, which stay whole on each rank of a tensor cut: `ep` deals them."""
-    names = [[path, *(f"{path}.{leaf}" for leaf, _ in model.get_submodule(path).named_parameters())] for path in experts_of(model)]
+    names = [
+        [path, *(f"{path}.{leaf}" for leaf, _ in model.get_submodule(path).named_parameters())]
+        for path in experts_of(model)
+    ]
     return any(fnmatch.fnmatch(name, pattern) for below in names for name in below)
 
 

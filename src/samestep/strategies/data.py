@@ -133,12 +133,13 @@ def _reductions(step: Step, bucket: Bucket) -> tuple[Op, ...]:
         over_replicas = (op(Kind.ALL_REDUCE, AXIS, chunk),) if step.layout.dp_replicate > 1 else ()
         return (*first, *over_replicas, *((op(Kind.ALL_REDUCE, TIE, chunk),) if bucket.is_tied else ()))
     axis, ranks = ("dp_expert", step.layout.dp // bucket.ep) if bucket.ep > 1 else (AXIS, step.layout.dp_replicate)
-    return (*_over_replicas(step, numel, op, axis, ranks), *((op(Kind.ALL_REDUCE, TIE, numel),) if bucket.is_tied else ()))
+    return (
+        *_over_replicas(step, numel, op, axis, ranks),
+        *((op(Kind.ALL_REDUCE, TIE, numel),) if bucket.is_tied else ()),
+    )
 
 
-def _over_replicas(
-    step: Step, numel: int, op: Callable[[Kind, str, int], Op], axis: str, ranks: int
-) -> tuple[Op, ...]:
+def _over_replicas(step: Step, numel: int, op: Callable[[Kind, str, int], Op], axis: str, ranks: int) -> tuple[Op, ...]:
     """The ops of the layout's way of reduction over the ranks that hold the same."""
     if ranks == 1:
         return ()

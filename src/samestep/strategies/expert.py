@@ -68,7 +68,9 @@ def refusal(step: Step) -> str | None:
             "works, and so does ep=1"
         )
     if layout.reduce == "hierarchical":
-        return f"reduce=hierarchical sums over all data ranks, and experts differ with ep={layout.ep}: reduce=ring works"
+        return (
+            f"reduce=hierarchical sums over all data ranks, and experts differ with ep={layout.ep}: reduce=ring works"
+        )
     if shared := next((param.name for param in dealt if param.shared or param.read_outside), None):
         return f"ep={layout.ep}: {shared} is used by several modules: ep=1 works"
     return None
@@ -124,11 +126,11 @@ def _deal_layer(layer: LayerSpec, degree: int) -> LayerSpec:
     """A rank has as many rows as before, for fewer experts; it keeps those that came back, to weigh them."""
     if not layer.exchanges:
         return layer
-    owners = {exchange.owner for exchange in layer.exchanges}
+    sizes = {exchange.experts for exchange in layer.exchanges}
     came_back = sum(exchange.rows * exchange.width for exchange in layer.exchanges)
 
     def dealt(product: Product) -> Product:
-        return replace(product, groups=-(-product.groups // degree)) if product.owner in owners else product
+        return replace(product, groups=-(-product.groups // degree)) if product.groups in sizes else product
 
     return replace(
         layer,

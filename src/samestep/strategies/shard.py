@@ -86,7 +86,11 @@ def _stage_1(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops
     if is_backward(key) or is_forward(key):
         return ops
     gathers = tuple(
-        replace(_op(Kind.ALL_GATHER, b.name, b.dtype, b.padded_numel), axis=b.shard_axis, after=(f"{Kind.UPDATE}:optimizer",))
+        replace(
+            _op(Kind.ALL_GATHER, b.name, b.dtype, b.padded_numel),
+            axis=b.shard_axis,
+            after=(f"{Kind.UPDATE}:optimizer",),
+        )
         for b in buckets
         if b.ep < step.layout.dp_shard
     )
