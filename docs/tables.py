@@ -25,14 +25,19 @@ BLOCK = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOT
 
 
 def layouts() -> str:
-    """`samestep layouts --devices 4 --markdown`: every layout of the default job on four devices."""
+    """`samestep layouts --devices 4 --markdown`: every split of four devices over the axes."""
     return _layouts(list(legality.layouts_of(4)))
 
 
-def degrees() -> str:
-    """The same without the switches: how four devices may share the data axis."""
-    found = {(lay.dp_replicate, lay.dp_shard, lay.zero): lay for lay in reversed(list(legality.layouts_of(4)))}
-    return _layouts(list(reversed(found.values())))
+def switches() -> str:
+    """`samestep layouts --devices 2 --switches --markdown`: every split of two devices, and each switch by itself."""
+    return _layouts(list(legality.layouts_of(2, switches=True)))
+
+
+def pairs() -> str:
+    """`samestep layouts --devices 1 --pairs --markdown`: which words compose with which."""
+    job = jobs.load(ROOT / "jobs" / "default.toml")
+    return legality.matrix(legality.pairs(catalog.model_spec(job), job), markdown=True)
 
 
 def _layouts(chosen: list[Layout]) -> str:
@@ -96,7 +101,8 @@ def faults() -> str:
 
 TABLES = {
     "layouts": layouts,
-    "degrees": degrees,
+    "switches": switches,
+    "pairs": pairs,
     "job_keys": job_keys,
     "memory": memory,
     "held": held,

@@ -162,6 +162,60 @@ class AttentiveBlock(nn.Module):
         return x + self.outer(self.down(self.inner(torch.nn.functional.gelu(self.up(x)))))
 
 
+class Parted(nn.Module):
+    """A user's own decoder whose blocks hold attention and MLP as modules of their own."""
+
+    tensor_plan: ClassVar[dict[str, str]] = {
+        "embed": "vocab",
+        **{f"blocks.*.attention.{name}": "column" for name in "qkv"},
+        "blocks.*.attention.head_norm": "sum",
+        "blocks.*.attention.out": "row",
+        "blocks.*.mlp.0": "column",
+        "blocks.*.mlp.2": "row",
+        "head": "vocab",
+    }
+
+    def __init__(self, width: int = 16, heads: int = 4, blocks: int = 4, vocabulary: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(PartedBlock(width, heads) for _ in range(blocks))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class PartedBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.mlp = nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width))
+        self.gain = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.first(x)) * self.gain
+        return x + self.mlp(self.second(x))
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.q, self.k, self.v = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)
+        self.head_norm, self.out = nn.LayerNorm(width // heads), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in (self.q(x), self.k(x), self.v(x))
+        )
+        mixed = torch.nn.functional.scaled_dot_product_attention(self.head_norm(q), k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
 EVEN = {"vocab_size": 64, "max_position_embeddings": 32}
 MODELS |= {
     "attentive": Attentive,
@@ -199,6 +253,7 @@ MODELS |= {
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     ),
     "deep_attentive": functools.partial(Attentive, blocks=4),
+    "parted": Parted,
     "deep_plain": functools.partial(Plain, blocks=4),
     "dropping_attentive": functools.partial(Attentive, blocks=4, dropout=0.3),
     "dropping_llama": functools.partial(hf, "llama", num_key_value_heads=2, attention_dropout=0.2, **DEEP),

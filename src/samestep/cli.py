@@ -156,6 +156,8 @@ def _add_layouts(verbs: Any) -> None:
     )
     parser.add_argument("job", nargs="?", type=Path, metavar="JOB.toml", help="default: samestep's own default job")
     parser.add_argument("--devices", type=_positive, required=True, metavar="N")
+    parser.add_argument("--switches", action="store_true", help="each split with every switch, as recompute or offload")
+    parser.add_argument("--pairs", action="store_true", help="which words compose with which, and why not the others")
     parser.add_argument("--why-not", metavar='"dp=2 ..."', help="say what one layout is refused for")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the job")
     parser.add_argument("--markdown", action="store_true", help="print the table for a document")
@@ -269,7 +271,7 @@ def _legal_layouts(job: jobs.Job, devices: int) -> list[Layout]:
     from samestep import catalog, legality
 
     model = catalog.model_spec(job)
-    rows = [legality.row_of(model, job, layout) for layout in legality.layouts_of(devices)]
+    rows = [legality.row_of(model, job, layout) for layout in legality.layouts_of(devices, switches=True)]
     return [row.layout for row in rows if not row.reason]
 
 
@@ -339,7 +341,10 @@ def _layouts(words: argparse.Namespace) -> int:
         row = legality.row_of(model, job, Layout.parse(words.why_not))
         print(row.reason or f'"{row.layout}" is legal')
         return 0
-    rows = [legality.row_of(model, job, layout) for layout in legality.layouts_of(words.devices)]
+    if words.pairs:
+        print(legality.matrix(legality.pairs(model, job), markdown=words.markdown))
+        return 0
+    rows = [legality.row_of(model, job, lay) for lay in legality.layouts_of(words.devices, switches=words.switches)]
     print(legality.as_markdown(rows) if words.markdown else legality.as_text(rows))
     if words.json:
         _write(words.json, json.dumps([legality.as_record(row) for row in rows], indent=1) + "\n")

@@ -15,11 +15,23 @@ Latent attention (DeepSeek-V2, arXiv:2405.04434) has low-rank queries, keys and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from samestep.model import Cut, Cutting, Exchange, LayerSpec, ModelSpec, ParamSpec, PartialSum, Product
+from samestep.model import (
+    Border,
+    BorderKind,
+    Cut,
+    Cutting,
+    Exchange,
+    LayerSpec,
+    ModelSpec,
+    ParamSpec,
+    PartialSum,
+    Product,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +168,15 @@ def spec(decoder: Decoder, name: str) -> ModelSpec:
     if decoder.adapter_rank:
         params = [p if ".lora_" in p.name else replace(p, trainable=False) for p in params]
         layers = [replace(layer, products=tuple(map(_frozen, layer.products))) for layer in layers]
-    return ModelSpec(name=name, layers=tuple(layers), params=tuple(params), cut_refusal="", logit_rows=decoder.sequence)
+    return ModelSpec(
+        name=name,
+        layers=tuple(layers),
+        params=tuple(params),
+        cut_refusal="",
+        logit_rows=decoder.sequence,
+        sequence=decoder.sequence,
+        sequence_refusal="",
+    )
 
 
 def _frozen(product: Product) -> Product:
@@ -175,6 +195,7 @@ def _named(layer: LayerSpec, path: str) -> LayerSpec:
         modules=(path,),
         forward_sums=placed(layer.forward_sums),
         backward_sums=placed(layer.backward_sums),
+        sequence_borders=tuple(replace(b, owner=f"{path}.{b.owner}") for b in layer.sequence_borders),
         exchanges=tuple(replace(part, owner=f"{path}.{part.owner}") for part in layer.exchanges),
     )
 
@@ -191,6 +212,7 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
     is_embedding = name.startswith("embed")
     forward: tuple[PartialSum, ...] = ()
     backward: tuple[PartialSum, ...] = ()
+    borders: tuple[Border, ...] = ()
     if is_block:
         forward = (
             PartialSum(owner="self_attn.o_proj", elements=stream),
@@ -199,6 +221,13 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
         backward = (
             PartialSum(owner="mlp.up_proj", elements=stream),
             PartialSum(owner="self_attn.q_proj", elements=stream),
+        )
+        kinds: tuple[BorderKind, ...] = ("gather", "scatter")
+        owners = (("self_attn", "self_attn.o_proj"), ("mlp", "mlp.down_proj"))
+        borders = tuple(
+            Border(owner=owner, elements=stream, kind=kind)
+            for pair in owners
+            for owner, kind in zip(pair, kinds, strict=True)
         )
     elif is_embedding:
         forward = (PartialSum(owner="model.embed_tokens", elements=stream),)
@@ -219,6 +248,10 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
         backward_reads_weights=not is_embedding,
         forward_sums=forward,
         backward_sums=backward,
+        sequence_borders=borders,
+        sequence_weights=sum(
+            math.prod(shape) for _, shape, cut, trainable, _ in made.params if is_block and trainable and cut is None
+        ),
         products=tuple(made.products),
         moved_elements=round(made.moved),
         moved_cut_elements=round(made.moved_cut),

@@ -34,6 +34,7 @@ class Layout:
     dp_replicate: int = 1
     dp_shard: int = 1
     tp: int = 1
+    sequence_parallel: bool = False
     pp: int = 1
     ep: int = 1
     schedule: Schedule = "1f1b"

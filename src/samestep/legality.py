@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 from samestep.errors import LayoutError
 from samestep.job import Job
@@ -27,14 +28,21 @@ class Row:
     """Bytes of buffers that one step hands to each kind of collective."""
 
 
-def layouts_of(num_devices: int) -> Iterator[Layout]:
-    """Yield the layouts of so many devices: every split of the data axis, each switch of it by itself."""
-    for shard in (degree for degree in range(1, num_devices + 1) if num_devices % degree == 0):
-        replicate = num_devices // shard
-        for zero in (1, 2, 3) if shard > 1 else (0,):
-            plain = Layout(dp_replicate=replicate, dp_shard=shard, zero=zero)
-            yield plain
-            yield from _switched(plain)
+def layouts_of(num_devices: int, *, switches: bool = False) -> Iterator[Layout]:
+    """Yield every split of so many devices over the axes; with `switches`, each switch of it by itself too."""
+    for tp in _divisors(num_devices):
+        for pp in _divisors(num_devices // tp):
+            dp = num_devices // tp // pp
+            for shard in _divisors(dp):
+                for zero in (1, 2, 3) if shard > 1 else (0,):
+                    plain = Layout(dp_replicate=dp // shard, dp_shard=shard, zero=zero, tp=tp, pp=pp)
+                    yield plain
+                    if switches:
+                        yield from _switched(plain)
+
+
+def _divisors(number: int) -> list[int]:
+    return [degree for degree in range(1, number + 1) if number % degree == 0]
 
 
 def _switched(plain: Layout) -> Iterator[Layout]:
@@ -47,6 +55,88 @@ def _switched(plain: Layout) -> Iterator[Layout]:
         for reduce in get_args(Reduce)[1:]:
             yield replace(plain, reduce=reduce)
     yield replace(plain, offload=True)
+    if plain.tp > 1:
+        yield replace(plain, sequence_parallel=True)
+    if plain.pp > 1:
+        yield replace(plain, microbatch=1, schedule="gpipe")
+        yield replace(plain, microbatch=1, schedule="interleaved", virtual_stages=2)
+
+
+# -- what composes with what -----------------------------------------------------------------------
+
+_FEATURES: dict[str, dict[str, Any]] = {
+    "dp": {"dp_replicate": 2},
+    "zero=1": {"dp_shard": 2, "zero": 1},
+    "zero=2": {"dp_shard": 2, "zero": 2},
+    "zero=3": {"dp_shard": 2, "zero": 3},
+    "tp": {"tp": 2},
+    "sequence_parallel": {"tp": 2, "sequence_parallel": True},
+    "pp": {"pp": 2},
+    "gpipe": {"pp": 2, "schedule": "gpipe"},
+    "interleaved": {"pp": 2, "schedule": "interleaved", "virtual_stages": 2},
+    "microbatch": {"microbatch": 1},
+    "accumulate=full": {"accumulate": "full"},
+    "recompute": {"recompute": "full"},
+    "offload": {"offload": True},
+    "reduce=root": {"reduce": "root"},
+}
+"""Each word at the smallest degree at which it does something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two features in one layout."""
+
+    first: str
+    second: str
+    reason: str | None
+    """Why they cannot be together; empty where they can, None where they are two values of one word."""
+
+
+def pairs(model: ModelSpec, job: Job) -> Iterator[Pair]:
+    """Try every two features together on a job."""
+    for (first, ours), (second, theirs) in itertools.combinations(_FEATURES.items(), 2):
+        if any(ours[word] != theirs[word] for word in ours.keys() & theirs.keys()):
+            yield Pair(first, second, None)
+            continue
+        try:
+            yield Pair(first, second, row_of(model, job, Layout(**{**ours, **theirs})).reason)
+        except LayoutError as error:
+            yield Pair(first, second, str(error))
+
+
+def matrix(found: Iterable[Pair], *, markdown: bool = False) -> str:
+    """Write which features compose: `x` together, `.` two values of one word, else the number of a reason below."""
+    reasons: dict[str, int] = {}
+    cell: dict[tuple[str, str], str] = {}
+    for pair in found:
+        mark = (
+            "."
+            if pair.reason is None
+            else "x"
+            if not pair.reason
+            else f"{reasons.setdefault(pair.reason, len(reasons) + 1)}"
+        )
+        cell[pair.first, pair.second] = cell[pair.second, pair.first] = mark
+    names = list(_FEATURES)
+    rows = [[name, *(cell.get((name, other), "") for other in names)] for name in names]
+    if markdown:
+        head = ["", *(f"`{name}`" for name in names)]
+        lines = [head, ["---", *("---" for _ in names)], *([f"`{row[0]}`", *row[1:]] for row in rows)]
+        text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return "\n".join([text, "", *(f"{number}. {reason}" for reason, number in reasons.items())])
+    width = max(map(len, names))
+    lines = [
+        [f"{number:>2} {name:<{width}}", *row[1:]]
+        for number, (name, row) in enumerate(zip(names, rows, strict=True), 1)
+    ]
+    text = "\n".join(
+        [
+            " " * (width + 3) + "".join(f"{n:>4}" for n in range(1, len(names) + 1)),
+            *(line[0] + "".join(f"{mark:>4}" for mark in line[1:]) for line in lines),
+        ]
+    )
+    return "\n".join([text, *(f"{number}: {reason}" for reason, number in reasons.items())])
 
 
 def row_of(model: ModelSpec, job: Job, layout: Layout) -> Row:

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 Cutting = Literal["", "columns", "inner", "count"]
 Factors = Literal["weight", "frozen", "pair", "attention", "causal"]
@@ -74,6 +74,20 @@ class PartialSum:
     elements: int
     weight: bool = False
     """The gradient of a weight that every rank holds, used on what is cut."""
+
+
+BorderKind = Literal["gather", "scatter"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Border:
+    """Where a cut part of a block is given the whole sequence, or gives its sum back: of one sample, in elements."""
+
+    owner: str
+    """Path of the module that is given it (gather) or gives it (scatter)."""
+    elements: int
+    kind: BorderKind
+    has_gradient: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +188,10 @@ class LayerSpec:
     """Something is kept after the last of them, so a repeated forward runs on to it."""
     backward_sums: tuple[PartialSum, ...] = ()
     """Under a tensor cut: gradients of the inputs of column-cut modules, in order of the backward."""
+    sequence_borders: tuple[Border, ...] = ()
+    """Of a block whose sequence can be cut too: borders of its tensor-cut parts, in order of the forward."""
+    sequence_weights: int = 0
+    """Elements of the trained weights outside those parts, which work on a part of the sequence then."""
     exchanges: tuple[Exchange, ...] = ()
     """Rows that go to its experts, in order of the forward."""
 
@@ -219,6 +237,10 @@ class ModelSpec:
     """Why tensor parallelism cannot cut the model; empty where it can."""
     logit_rows: int = 0
     """Rows of logits of one sample, where the head is cut by vocabulary."""
+    sequence: int = 0
+    """Tokens of one sample between blocks, where they can be cut."""
+    sequence_refusal: str = "nothing says where its sequence may be cut"
+    """Why sequence parallelism cannot cut the model between its tensor-cut parts; empty where it can."""
     balanced_experts: int = 0
     """Experts of a layer that the loss wants chosen alike; 0 where it does not ask."""
     masks: tuple[MaskSpec, ...] = ()
@@ -263,9 +285,15 @@ class ModelSpec:
 def _layer_from(fields: dict[str, Any]) -> LayerSpec:
     sums = {name: tuple(PartialSum(**part) for part in fields[name]) for name in ("forward_sums", "backward_sums")}
     products = tuple(Product(**product) for product in fields["products"])
+    borders = tuple(Border(**border) for border in fields["sequence_borders"])
     exchanges = tuple(Exchange(**exchange) for exchange in fields["exchanges"])
-    tuples = {"modules": tuple(fields["modules"]), "products": products, "exchanges": exchanges}
-    return LayerSpec(**{**fields, **tuples, **sums})
+    given = {
+        "modules": tuple(fields["modules"]),
+        "products": products,
+        "sequence_borders": borders,
+        "exchanges": exchanges,
+    }
+    return LayerSpec(**{**fields, **given, **sums})
 
 
 def _param_from(fields: dict[str, Any]) -> ParamSpec:

@@ -88,6 +88,8 @@ class _Totals:
     saved_selective: float
     inputs: float
     blocks: int
+    sequence: int
+    """Tokens of a sample, where they can be cut between tensor-cut parts; else 0."""
 
     @classmethod
     def of(cls, model: ModelSpec) -> _Totals:
@@ -105,6 +107,7 @@ class _Totals:
             saved_selective=sum(layer.saved_selective_elements for layer in blocks),
             inputs=sum(layer.input_elements for layer in blocks),
             blocks=len(blocks),
+            sequence=0 if model.sequence_refusal else model.sequence,
         )
 
 
@@ -271,7 +274,8 @@ def _divisors(number: int) -> list[int]:
 
 
 def _degrees(devices: int, totals: _Totals, hardware: Hardware, rejections: list[Rejection]) -> Iterator[Layout]:
-    """Yield every split of the devices over the axes, without switches."""
+    """Yield every split of the devices over the axes, without switches; where a tensor cut can cut the sequence too, it
+    does, which sends the same bytes and keeps less."""
     for tp in _divisors(devices):
         if tp > hardware.devices_per_node:
             reason = f"tp={tp} leaves the node of {hardware.devices_per_node} devices"
@@ -281,7 +285,7 @@ def _degrees(devices: int, totals: _Totals, hardware: Hardware, rejections: list
             if pp > max(1, totals.blocks):
                 continue
             dp = devices // tp // pp
-            base = Layout(tp=tp, pp=pp)
+            base = Layout(tp=tp, pp=pp, sequence_parallel=tp > 1 and totals.sequence > 0 and totals.sequence % tp == 0)
             yield from _dealt(replace(base, dp_replicate=dp), dp, totals.experts)
             for shard in _shards(dp, tp, hardware):
                 for zero in (1, 2, 3):

@@ -24,6 +24,9 @@ LAYOUTS = [
     "dp=4 zero=3 microbatch=4 accumulate=full",
     "dp=4 zero=3 recompute=selective",
     "dp_replicate=2 dp_shard=2",
+    "tp=2 recompute=full",
+    "tp=2 sequence_parallel recompute=full",
+    "dp=2 tp=2 zero=3 sequence_parallel microbatch=4",
 ]
 
 

@@ -23,7 +23,7 @@ from samestep import proof
 from samestep.datasets import Batch
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime import checkpoint, dropout, pipeline, run, tensor, update
+from samestep.runtime import checkpoint, dropout, pipeline, run, sequence, tensor, update
 from samestep.runtime.build import cross_entropy, loss_of, optimizer_of
 from samestep.runtime.data import Replicated
 from samestep.runtime.expert import Balance
@@ -423,13 +423,13 @@ def updated_weights_are_not_gathered(patch: Patch) -> None:
 
 @fault(Cause.STALE_WEIGHT, "dp=2 zero=3")
 def gathered_weights_are_kept_after_the_step(patch: Patch) -> None:
-    from samestep.runtime.shard import Sharded
+    from samestep.runtime.shard import _RunningUnit
 
     around(
         patch,
-        Sharded,
-        "begin_step",
-        lambda begin, self: (begin(self), self.model.set_reshard_after_backward(False), None)[-1],
+        _RunningUnit,
+        "begin_backward",
+        lambda begin, self, microbatch, **said: begin(self, microbatch, **{**said, "frees": False}),
     )
 
 
@@ -504,12 +504,17 @@ def outputs_of_row_cuts_are_not_summed(patch: Patch) -> None:
     patch.setattr(tensor, "reduce", lambda x, *args: x)
 
 
+@fault(Cause.MISSING_REDUCTION, "dp=1 tp=2 sequence_parallel", "llama_even")
+def norms_are_not_summed_under_sequence_parallel(patch: Patch) -> None:
+    patch.setattr(sequence, "_sum_gradients", lambda *args: None)
+
+
 @fault(Cause.FORWARD, "dp=1 tp=2", "gpt2_even")
 def a_row_cuts_bias_is_added_on_every_rank(patch: Patch) -> None:
     patch.setitem(tensor._AROUND, "row", _naive_row)
 
 
-def _naive_row(module: Any, path: str, mesh: Any, copies: Any) -> None:
+def _naive_row(module: Any, path: str, mesh: Any, borders: Any) -> None:
     module.register_forward_hook(lambda _, args, output: tensor.reduce(output, mesh.groups["tp"], path))
 
 

@@ -23,14 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.program import Bucket, Kind, Member, Op, Program, Task, TaskKind, ends_step, is_backward, is_replicated
-from samestep.runtime.mesh import Mesh
+from samestep.runtime.mesh import Mesh, all_gather, reduce_scatter
 from samestep.runtime.precision import DTYPES
 from samestep.runtime.record import owned
 from samestep.runtime.update import Piece, squared_norm
-
-# torch 2.13 renames these two; 2.11 has only the old names.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Materialize = Callable[[str, torch.dtype], Tensor]
 """Returns the whole parameter of this name, fresh, on the device."""
@@ -212,10 +208,10 @@ class Replicated:
             mine = whole[dist.get_rank(group) * size :][:size]
             if op.kind is Kind.REDUCE_SCATTER:
                 flat.chunk = mine
-                return _reduce_scatter(mine, whole, group=group, async_op=True)
+                return reduce_scatter(mine, whole, group=group, async_op=True)
             assert op.kind is Kind.ALL_GATHER, f"a bucket has no use for {op.kind}"
             flat.chunk = None
-            return _all_gather(whole, mine, group=group, async_op=True)
+            return all_gather(whole, mine, group=group, async_op=True)
 
     def norm_squared(self) -> Tensor:
         """This rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""

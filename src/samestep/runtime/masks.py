@@ -37,6 +37,8 @@ class Part:
     """The whole model."""
     degree: int
     index: int
+    cuts_sequence: bool = False
+    """Whether tensors between blocks hold a run of the tokens."""
     _found: dict[tuple[Any, ...], int | None] = field(default_factory=dict)
 
     def cut_dim(self, mask: tuple[str, int, int], shape: tuple[int, ...]) -> int | None:
@@ -63,7 +65,9 @@ class Part:
         differs = [dim for dim, (all_, mine) in enumerate(zip(whole, shape, strict=False)) if all_ != mine]
         if len(whole) == len(shape) and len(differs) == 1:
             size = whole[differs[0]]
-            if size == shape[differs[0]] * self.degree and size in _cut_sizes(self.model, mask[0]):
+            # [1, sequence, features] between blocks; within their cut parts heads or neurons are fewer.
+            is_sequence = self.cuts_sequence and len(whole) == 3 and differs == [1] and size == self.model.sequence
+            if size == shape[differs[0]] * self.degree and (is_sequence or size in _cut_sizes(self.model, mask[0])):
                 return differs[0]
         raise LayoutError(
             f"{owner} draws a dropout mask of shape {list(shape)} for a sample, and on one device one of {list(whole)}: "

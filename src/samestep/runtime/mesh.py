@@ -22,6 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from samestep.errors import LayoutError
 from samestep.program import Program
 
+# torch 2.13 renames these two; 2.11 has only the old names.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:

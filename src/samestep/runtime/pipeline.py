@@ -118,7 +118,7 @@ class Stage:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             place = args[0] if args else kwargs["hidden_states"]
             dtype = DTYPES[self._program.step.compute_dtype]
-            received = torch.empty(place.shape, dtype=dtype, device=place.device)
+            received = torch.empty(self._passed_shape(place.shape), dtype=dtype, device=place.device)
             self._wait_for(received, border, -1, microbatch, backward=False)
             received.requires_grad_(torch.is_grad_enabled())
             if torch.is_grad_enabled():
@@ -126,6 +126,11 @@ class Stage:
             return ((received, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": received})
 
         return hook
+
+    def _passed_shape(self, whole: torch.Size) -> tuple[int, ...]:
+        """Shape of what blocks hand on, given that of one device."""
+        layout = self._program.step.layout
+        return (whole[0], whole[1] // layout.tp, *whole[2:]) if layout.sequence_parallel else tuple(whole)
 
     def _peer(self, step: int) -> int:
         """Global rank of the next or previous rank on the axis, around its end."""

@@ -34,7 +34,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.model import ModelSpec
 from samestep.program import Program, Task, TaskKind, is_dealt
-from samestep.runtime import dropout, expert, launch, pipeline, precision, recompute, tensor
+from samestep.runtime import dropout, expert, launch, pipeline, precision, recompute, sequence, tensor
 from samestep.runtime import mesh as meshes
 from samestep.runtime.build import call_model, cross_entropy, learning_rate_factor
 from samestep.runtime.data import Replicated
@@ -455,7 +455,7 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
         modes={module: module.training for module in model.modules()},
         running=[buffer for path in spec.coupled_modules for buffer in model.get_submodule(path).buffers()],
         draws=True if spec.masks or dropout.has_dropout(model) else None,
-        mask_part=Part(spec, mesh.tp, mesh.tp_index) if mesh.tp > 1 else None,
+        mask_part=Part(spec, mesh.tp, mesh.tp_index, layout.sequence_parallel) if mesh.tp > 1 else None,
     )
 
 
@@ -485,12 +485,16 @@ def prepare(source: Source, job: Job, example: Any) -> tuple[Blueprint, ModelSpe
     dtype = next((param.dtype for param in plan.module.parameters() if param.is_floating_point()), torch.float32)
     one = precision.cast_floating(tree_map_only(Tensor, lambda tensor: tensor[:1], example), dtype)
     cuts = tensor.cuts_of(plan.module)
-    noting = dropout.noting(plan.module, samples_traced(plan.module))
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
-    with tensor.watching(plan.module, cuts) as seen, noting as masks, expert.watching(plan.module) as exchanges:
+    with ExitStack() as stack:
+        seen = stack.enter_context(tensor.watching(plan.module, cuts))
+        calls = stack.enter_context(sequence.watching(plan.module))
+        masks = stack.enter_context(dropout.noting(plan.module, samples_traced(plan.module)))
+        exchanges = stack.enter_context(expert.watching(plan.module))
         spec = trace(plan.module, one, source.name, value_of, seen.keep, cuts.styles)
     spec = expert.with_experts(spec, exchanges, plan.module if source.loss is cross_entropy else None)
-    return plan, replace(tensor.with_cuts(spec, plan.module, cuts, seen), masks=tuple(masks))
+    spec = tensor.with_cuts(spec, plan.module, cuts, seen)
+    return plan, replace(sequence.with_sequence(spec, plan.module, cuts.styles, calls), masks=tuple(masks))
 
 
 def parallelize(

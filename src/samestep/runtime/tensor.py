@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from samestep.errors import ModelError
 from samestep.model import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSum, is_below
 from samestep.program import Program
+from samestep.runtime import sequence
 from samestep.runtime.build import IGNORED_LABEL, at_least_float32, target_of
 from samestep.runtime.expert import experts_of
 from samestep.runtime.mesh import Mesh
@@ -258,7 +259,9 @@ def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
     cut = {p.name.rpartition(".")[0] for p in program.step.model.params if p.cut is not None}
     cut |= {a.rpartition(".")[0] for p in program.step.model.params if p.cut is not None for a in p.aliases}
     group = mesh.groups["tp"]
-    copies = _Copies(group)
+    whole = _Borders(_Copies(group), functools.partial(_reduced, group))
+    within = _Borders(lambda _, x: x, lambda path, x: sequence.scatter(x, group, path))
+    blocks = [path for layer in program.step.model.layers if layer.is_block for path in layer.modules]
     projected: set[str] = set()
     for path, style in cuts.styles.items():
         module = model.get_submodule(path)
@@ -269,9 +272,23 @@ def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
                 style = "gather"
             if style in ("column", "qkv"):
                 projected.add(path.rpartition(".")[0])
-            _AROUND[style](module, path, mesh, copies)
+            cuts_sequence = program.step.layout.sequence_parallel and any(is_below(path, block) for block in blocks)
+            _AROUND[style](module, path, mesh, within if cuts_sequence else whole)
     for path in projected:
         _divide_counts(model.get_submodule(path), mesh.tp)
+    sequence.apply(model, program, mesh, cuts.styles)
+
+
+@dataclass(frozen=True, slots=True)
+class _Borders:
+    """What a cut module's input and sum go through; under sequence parallelism the part around it has gathered."""
+
+    enter: Callable[[str, Tensor], Tensor]
+    leave: Callable[[str, Tensor], Tensor]
+
+
+def _reduced(group: dist.ProcessGroup, path: str, x: Tensor) -> Tensor:
+    return reduce(x, group, path)
 
 
 def _divide_counts(attention: nn.Module, degree: int) -> None:
@@ -281,23 +298,22 @@ def _divide_counts(attention: nn.Module, degree: int) -> None:
             setattr(attention, name, getattr(attention, name) // degree)
 
 
-def _around_column(module: nn.Module, path: str, mesh: Mesh, copies: _Copies) -> None:
-    module.register_forward_pre_hook(lambda _, args: (copies(path, args[0]), *args[1:]))
+def _around_column(module: nn.Module, path: str, mesh: Mesh, borders: _Borders) -> None:
+    module.register_forward_pre_hook(lambda _, args: (borders.enter(path, args[0]), *args[1:]))
     if isinstance(module, nn.Linear):
         module.out_features //= mesh.tp
     elif _is_transposed(module):
         module.nf //= mesh.tp  # type: ignore[operator, assignment]
 
 
-def _around_gather(module: nn.Module, path: str, mesh: Mesh, copies: _Copies) -> None:
-    _around_column(module, path, mesh, copies)
+def _around_gather(module: nn.Module, path: str, mesh: Mesh, borders: _Borders) -> None:
+    _around_column(module, path, mesh, borders)
     group = mesh.groups["tp"]
     module.register_forward_hook(lambda _, args, output: gather_last(output, group, path), prepend=True)
 
 
-def _around_row(module: nn.Module, path: str, mesh: Mesh, copies: _Copies) -> None:
+def _around_row(module: nn.Module, path: str, mesh: Mesh, borders: _Borders) -> None:
     """Hold the bias back while the module runs, and add it once to the sum."""
-    group = mesh.groups["tp"]
     held: list[Tensor | None] = []
 
     def before(_: nn.Module, args: Any) -> None:
@@ -312,7 +328,7 @@ def _around_row(module: nn.Module, path: str, mesh: Mesh, copies: _Copies) -> No
         module._parameters["bias"] = bias  # type: ignore[assignment]
         if output is None:
             return None
-        total = reduce(output, group, path)
+        total = borders.leave(path, output)
         return total if bias is None else total + bias
 
     module.register_forward_pre_hook(before)
@@ -321,13 +337,12 @@ def _around_row(module: nn.Module, path: str, mesh: Mesh, copies: _Copies) -> No
         module.in_features //= mesh.tp
 
 
-def _around_vocab(module: nn.Module, path: str, mesh: Mesh, copies: _Copies) -> None:
+def _around_vocab(module: nn.Module, path: str, mesh: Mesh, borders: _Borders) -> None:
     """A cut embedding looks up its own tokens; a cut head gives its own logits."""
     if isinstance(module, nn.Linear):
-        _around_column(module, path, mesh, copies)
+        _around_column(module, path, mesh, borders)
         return
     assert isinstance(module, nn.Embedding)
-    group = mesh.groups["tp"]
     module.num_embeddings //= mesh.tp
     first, size = mesh.tp_index * module.num_embeddings, module.num_embeddings
     if module.padding_idx is not None:
@@ -341,7 +356,7 @@ def _around_vocab(module: nn.Module, path: str, mesh: Mesh, copies: _Copies) -> 
         return (tokens.masked_fill(elsewhere[-1], 0), *args[1:])
 
     def after(_: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return reduce(output.masked_fill(elsewhere.pop()[..., None], 0.0), group, path)
+        return borders.leave(path, output.masked_fill(elsewhere.pop()[..., None], 0.0))
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after, prepend=True)
@@ -366,7 +381,7 @@ def _sum_gradients(module: nn.Module, path: str, group: dist.ProcessGroup, dtype
     module.register_forward_hook(after, always_call=True, prepend=True)
 
 
-_AROUND: dict[str, Callable[[nn.Module, str, Mesh, Any], None]] = {
+_AROUND: dict[str, Callable[[nn.Module, str, Mesh, _Borders], None]] = {
     "column": _around_column,
     "qkv": _around_column,
     "gather": _around_gather,

@@ -13,11 +13,12 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.model import ModelSpec
 from samestep.program import Kind, Op, Ops, Program, Step, Task, TaskKind, position
-from samestep.strategies import data, expert, pipeline, precision, recompute, shard, tensor
+from samestep.strategies import data, expert, pipeline, precision, recompute, sequence, shard, tensor
 
-# Order matters: tensor and expert cut the model that the others see, recompute repeats forwards with what they send, pipeline leaves a
-# stage its layers, sharding gathers and scatters around what is there, replication reduces what sharding leaves whole.
-STACK: tuple[ModuleType, ...] = (precision, tensor, expert, recompute, pipeline, shard, data)
+# Order matters: tensor and expert cut the model that the others see, sequence cuts what tensor leaves whole, recompute repeats
+# forwards with what they send, pipeline leaves a stage its layers, sharding gathers and scatters around what is there,
+# replication reduces what sharding leaves whole.
+STACK: tuple[ModuleType, ...] = (precision, tensor, sequence, expert, recompute, pipeline, shard, data)
 
 
 def program_of(

@@ -1,0 +1,395 @@
+"""Sequence parallelism on real modules (twin of `strategies/sequence.py`).
+
+What is cut stands between two borders of a block's children: a child that holds tensor-cut modules (attention, MLP) is
+given the whole sequence, `gather`, and its row-cut modules give a rank its tokens of their sum, `scatter`. Everything
+else in a block must work on each token by itself, which is known of norms, dropouts and plain linear layers; the residual
+sums are the block's own code. All of it is found out on the meta device, in the forward of one sample: whether the column
+cuts read what their part is given, and whether a block hands on what it is given the shape of.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samestep.errors import LayoutError
+from samestep.model import Border, LayerSpec, ModelSpec, is_below
+from samestep.program import Program
+from samestep.runtime.mesh import Mesh, all_gather, reduce_scatter
+from samestep.runtime.precision import DTYPES
+from samestep.runtime.record import owned
+
+Styles = Mapping[str, str]
+"""How modules are cut, by their paths."""
+
+_COLUMN = ("column", "qkv", "gather", "vocab")
+_POINTWISE = ("layernorm", "rmsnorm", "dropout", "identity", "linear", "conv1d", "activation", "gelu", "silu", "relu")
+
+
+# -- what could be cut, seen in a forward on the meta device ---------------------------------------
+
+
+@dataclass(slots=True)
+class Calls:
+    """What the modules of one forward were given and gave: (tensor given, tensor returned), in order of their entry."""
+
+    entered: dict[str, list[Tensor | None]] = field(default_factory=dict)
+    left: dict[str, list[Tensor | None]] = field(default_factory=dict)
+
+
+@contextmanager
+def watching(model: nn.Module) -> Iterator[Calls]:
+    """Note what every module is given and gives in the forward that runs meanwhile."""
+    calls = Calls()
+
+    def enter(path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.entered.setdefault(path, []).append(_given(args, kwargs))
+
+    def leave(path: str, _: nn.Module, args: Any, output: Any) -> None:
+        calls.left.setdefault(path, []).append(_first(output))
+
+    handles = []
+    for path, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(functools.partial(enter, path), with_kwargs=True))
+        handles.append(module.register_forward_hook(functools.partial(leave, path)))
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def with_sequence(spec: ModelSpec, model: nn.Module, styles: Styles, calls: Calls) -> ModelSpec:
+    """Write into a spec where its sequence may be cut, or why it may not."""
+    if spec.cut_refusal:
+        return replace(spec, sequence_refusal=f"{spec.name} cannot be cut, {spec.cut_refusal}")
+    blocks = [layer for layer in spec.layers if layer.is_block]
+    if not blocks:
+        return replace(spec, sequence_refusal=f"{spec.name} has no blocks")
+    try:
+        _check_row(spec, blocks, calls)
+        layers = tuple(
+            _bordered(layer, model, spec, styles, calls) if layer.is_block else layer for layer in spec.layers
+        )
+    except _CannotCutError as reason:
+        return replace(spec, sequence_refusal=str(reason))
+    given = calls.entered[blocks[0].modules[0]][0]
+    assert given is not None
+    return replace(spec, layers=layers, sequence=given.shape[1], sequence_refusal="")
+
+
+class _CannotCutError(Exception):
+    """Why a sequence cannot be cut."""
+
+
+def _check_row(spec: ModelSpec, blocks: list[LayerSpec], calls: Calls) -> None:
+    """Raise unless the blocks hand one tensor [batch, sequence, features] from each to the next."""
+    first = spec.layers.index(blocks[0])
+    if spec.layers[first : first + len(blocks)] != tuple(blocks):
+        raise _CannotCutError(f"the blocks of {spec.name} do not follow each other")
+    handed: Tensor | None = None
+    for layer in blocks:
+        path = layer.modules[0]
+        if len(layer.modules) > 1 or len(calls.entered.get(path, ())) != 1:
+            raise _CannotCutError(f"{layer.name} is not one module that is called once")
+        given, gave = calls.entered[path][0], calls.left[path][0]
+        if given is None or gave is None or given.dim() != 3 or given.shape != gave.shape:
+            raise _CannotCutError(f"{path} does not take and give a tensor [batch, sequence, features]")
+        if handed is not None and given is not handed:
+            raise _CannotCutError(f"{path} is not given what the block before it gives")
+        handed = gave
+
+
+def _bordered(layer: LayerSpec, model: nn.Module, spec: ModelSpec, styles: Styles, calls: Calls) -> LayerSpec:
+    path = layer.modules[0]
+    parts = _parts(path, model, styles)
+    order = sorted(parts, key=lambda part: list(calls.entered).index(part))
+    borders: list[Border] = []
+    last: Tensor | None = None
+    for part in order:
+        given = _one_call(part, calls, calls.entered[path][0])
+        if given is not last:
+            borders.append(Border(owner=part, elements=given.numel(), kind="gather", has_gradient=given.requires_grad))
+        last = given
+        for inner in calls.entered:
+            if is_below(inner, part) and inner in styles:
+                borders += _inner_border(inner, styles[inner], given, calls)
+    _check_weights(model, parts, styles)
+    between = [
+        param
+        for param in spec.params
+        if param.trainable and is_below(param.name, path) and _stands_between(param.name, parts, styles)
+    ]
+    if shared := next((param.name for param in between if param.shared), None):
+        raise _CannotCutError(f"{shared} is shared, and would be used on a part of the sequence")
+    weights = sum(param.numel for param in between)
+    return replace(layer, sequence_borders=tuple(borders), sequence_weights=weights)
+
+
+def _parts(block: str, model: nn.Module, styles: Styles) -> list[str]:
+    """Children of a block that hold cut modules; the others must work on each token by itself."""
+    parts: list[str] = []
+    for name, child in model.get_submodule(block).named_children():
+        path = f"{block}.{name}"
+        if path in styles:
+            raise _CannotCutError(
+                f"{path} is cut in the block's own code: put attention and MLP into modules of their own"
+            )
+        if any(is_below(inner, path) for inner in styles):
+            parts.append(path)
+        elif not all(_is_pointwise(module) for module in child.modules() if not any(True for _ in module.children())):
+            raise _CannotCutError(f"{path}, a {type(child).__name__}, may mix tokens")
+    return parts
+
+
+def _is_pointwise(module: nn.Module) -> bool:
+    return any(word in type(module).__name__.lower() for word in _POINTWISE)
+
+
+def _one_call(part: str, calls: Calls, block: Tensor | None) -> Tensor:
+    given, gave = calls.entered[part][0], calls.left[part][0]
+    is_one = len(calls.entered[part]) == 1 and given is not None and gave is not None and block is not None
+    if not is_one or given.shape[:2] != block.shape[:2] or gave.shape[:2] != block.shape[:2]:  # type: ignore[union-attr]
+        raise _CannotCutError(f"{part} is not called once, with a tensor [batch, sequence, features]")
+    assert given is not None
+    return given
+
+
+def _inner_border(path: str, style: str, given: Tensor, calls: Calls) -> list[Border]:
+    if style in _COLUMN and any(tensor is not given for tensor in calls.entered[path]):
+        raise _CannotCutError(f"{path} is not given what the part of the block around it is given")
+    if style != "row":
+        return []
+    output = calls.left[path][0]
+    assert output is not None
+    return [Border(owner=path, elements=output.numel(), kind="scatter")]
+
+
+def _check_weights(model: nn.Module, parts: list[str], styles: Styles) -> None:
+    """Refuse a weight that is whole within a cut part: its gradient would be that of one rank."""
+    for part in parts:
+        for path, module in model.get_submodule(part).named_modules(prefix=part):
+            if path not in styles and any(True for _ in module.parameters(recurse=False)):
+                raise _CannotCutError(f"{path} stays whole within {part}")
+
+
+def _stands_between(name: str, parts: list[str], styles: Styles) -> bool:
+    """Whether a weight works on a rank's tokens only: outside the cut parts, or a bias that is added to a row's sum."""
+    owner, _, leaf = name.rpartition(".")
+    return not any(is_below(name, part) for part in parts) or (styles.get(owner) == "row" and leaf == "bias")
+
+
+# -- carrying it out -------------------------------------------------------------------------------
+
+
+def apply(model: nn.Module, program: Program, mesh: Mesh, styles: Styles) -> None:
+    """Put the borders around the cut parts of each block, and around all blocks."""
+    step = program.step
+    if not step.layout.sequence_parallel:
+        return
+    group, dtype = mesh.groups["tp"], DTYPES[step.master_dtype]
+    blocks = [layer.modules[0] for layer in step.model.layers if layer.is_block]
+    first, last = model.get_submodule(blocks[0]), model.get_submodule(blocks[-1])
+    split = functools.partial(_split, group=group, owner=blocks[0])
+    first.register_forward_pre_hook(lambda _, args, kwargs: with_given(args, kwargs, split), with_kwargs=True)
+    for path in blocks:
+        parts = _parts(path, model, styles)
+        _sum_gradients(model, path, parts, styles, group, dtype)
+        gathered = _Gathered(group)
+        for part in parts:
+            gather = functools.partial(gathered, part)
+            model.get_submodule(part).register_forward_pre_hook(
+                functools.partial(_gather_given, gather), with_kwargs=True
+            )
+    join = functools.partial(_join, group=group, owner=blocks[-1])
+    last.register_forward_hook(lambda _, args, output: with_first(output, join))
+
+
+def _gather_given(gather: Callable[[Tensor], Tensor], _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return with_given(args, kwargs, gather)
+
+
+class _Gathered:
+    """`gather`, once for parts that are given one tensor, as attention and MLP of a parallel block are."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, part: str, x: Tensor) -> Tensor:
+        if self._last is None or self._last[0] is not x:
+            self._last = (x, gather(x, self._group, part))
+        return self._last[1]
+
+
+def _sum_gradients(
+    model: nn.Module, block: str, parts: list[str], styles: Styles, group: dist.ProcessGroup, dtype: torch.dtype
+) -> None:
+    """Use the weights between a block's parts through one function, whose backward sums their gradients together."""
+    module = model.get_submodule(block)
+    places = [
+        (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+        for name, param in module.named_parameters(prefix=block)
+        if param.requires_grad and _stands_between(name, parts, styles)
+    ]
+    held: list[nn.Parameter] = []
+
+    def before(_: nn.Module, args: Any) -> None:
+        if not places or not torch.is_grad_enabled():
+            return
+        held[:] = [owner._parameters[leaf] for owner, leaf in places]  # type: ignore[misc]
+        for (owner, leaf), copy in zip(places, _SumTogether.apply(group, block, dtype, *held), strict=True):
+            owner._parameters[leaf] = copy
+
+    def after(_: nn.Module, args: Any, output: Any) -> None:
+        for (owner, leaf), param in zip(places, held, strict=False):
+            owner._parameters[leaf] = param
+        held.clear()
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, always_call=True, prepend=True)
+
+
+def with_given(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> Any:
+    """Change the tensor that a module is given first."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    name = _name_of_given(kwargs)
+    return args, {**kwargs, name: change(kwargs[name])}
+
+
+def with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Change the tensor that a module gives first."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+
+def _name_of_given(kwargs: dict[str, Any]) -> str:
+    return "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    given = args[0] if args else kwargs[_name_of_given(kwargs)] if kwargs else None
+    return given if isinstance(given, Tensor) else None
+
+
+def _first(output: Any) -> Tensor | None:
+    first = output[0] if isinstance(output, tuple) and output else output
+    return first if isinstance(first, Tensor) else None
+
+
+# -- the borders -----------------------------------------------------------------------------------
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+        ctx.group, ctx.owner = group, owner
+        return _all_gathered(x, group, owner)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _reduce_scattered(gradients[0], ctx.group, ctx.owner), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+        ctx.group, ctx.owner = group, owner
+        return _reduce_scattered(x, group, owner)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _all_gathered(gradients[0], ctx.group, ctx.owner), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+        ctx.group, ctx.owner = group, owner
+        return _own(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _all_gathered(gradients[0], ctx.group, ctx.owner), None, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+        ctx.group = group
+        return _all_gathered(x, group, owner)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _own(gradients[0], ctx.group), None, None
+
+
+class _SumTogether(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, owner: str, dtype: torch.dtype, *weights: Tensor) -> Any:
+        ctx.group, ctx.owner, ctx.dtype = group, owner, dtype
+        return tuple(weight.view_as(weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        flat = torch.cat([gradient.flatten().to(ctx.dtype) for gradient in gradients])
+        with owned(ctx.owner):
+            dist.all_reduce(flat, group=ctx.group)
+        sums = flat.split([gradient.numel() for gradient in gradients])
+        return None, None, None, *(s.view_as(g).to(g.dtype) for s, g in zip(sums, gradients, strict=True))
+
+
+def gather(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Put the sequence together from all ranks; sum the gradients of all, and hand each rank its tokens'."""
+    return _Gather.apply(x, group, owner)
+
+
+def scatter(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Sum x over the ranks and keep this rank's tokens; put the gradients of all tokens together."""
+    return _Scatter.apply(x, group, owner)
+
+
+def _split(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Keep this rank's tokens of what all ranks hold."""
+    degree = dist.get_world_size(group)
+    if x.shape[1] % degree:
+        raise LayoutError(
+            f"sequence_parallel: tp={degree} does not divide the {x.shape[1]} tokens of this batch; "
+            f"{x.shape[1] // degree * degree} tokens work, and so does tp={degree} alone"
+        )
+    return _Split.apply(x, group, owner)
+
+
+def _join(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Put the sequence together; every rank goes on alike with the whole."""
+    return _Join.apply(x, group, owner)
+
+
+def _own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)].contiguous()
+
+
+def _all_gathered(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """[batch, sequence / N, features] of each rank to [batch, sequence, features]."""
+    degree = dist.get_world_size(group)
+    parts = x.new_empty(degree * x.shape[0], *x.shape[1:])
+    with owned(owner):
+        all_gather(parts, x.contiguous(), group=group)
+    return parts.view(degree, *x.shape).transpose(0, 1).flatten(1, 2)
+
+
+def _reduce_scattered(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """[batch, sequence, features] of each rank to this rank's [batch, sequence / N, features] of their sum."""
+    degree = dist.get_world_size(group)
+    parts = x.unflatten(1, (degree, -1)).transpose(0, 1).contiguous()
+    mine = torch.empty_like(parts[0])
+    with owned(owner):
+        reduce_scatter(mine, parts.flatten(0, 1), group=group)
+    return mine

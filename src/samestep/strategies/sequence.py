@@ -1,0 +1,134 @@
+"""Sequence parallelism: between the parts that tensor parallelism cuts, each rank keeps its tokens alone.
+
+Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2. Norms, dropouts and residual sums work on each token by itself;
+under tp alone every rank of `tp` repeats them on all tokens, and keeps their activations. Here a rank has 1/tp of the
+sequence there, and the two borders of a cut part become
+
+```
+             tp alone                         with the sequence cut
+   into it   nothing     ◄ all_reduce         all_gather      ◄ reduce_scatter
+   out       all_reduce  ◄ nothing            reduce_scatter  ◄ all_gather
+```
+which moves the same bytes. A weight between the parts (of a norm, the bias of a row cut) sees a rank's tokens only: the
+gradients of those of one block are summed over `tp` together, at the end of its backward. The first block takes its
+tokens out of the whole sequence, and behind the last one the whole is put together again, so that the code before and
+after the blocks never knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from samestep.model import LayerSpec, ModelSpec, ParamSpec, is_below
+from samestep.program import Kind, Op, Ops, Program, Step, is_backward, is_forward
+
+AXIS = "tp"
+
+
+def refusal(step: Step) -> str | None:
+    """Refuse where no tensor cut stands beside it, models it would break, and lengths that the degree does not divide."""
+    layout, model = step.layout, step.model
+    if not layout.sequence_parallel:
+        return None
+    if layout.tp == 1:
+        return "sequence_parallel cuts the sequence between tensor-cut parts, and tp=1 cuts none: tp=2 works, or leave it out"
+    if model.sequence_refusal:
+        return f"sequence_parallel: {model.sequence_refusal}; tp={layout.tp} alone works"
+    if model.sequence % layout.tp:
+        return (
+            f"sequence_parallel: tp={layout.tp} does not divide the {model.sequence} tokens of a sample; "
+            f"{model.sequence // layout.tp * layout.tp} tokens work, and so does tp={layout.tp} alone"
+        )
+    return None
+
+
+def apply(program: Program) -> Program:
+    """Put gathers and scatters in the place of the blocks' sums."""
+    step = program.step
+    if not step.layout.sequence_parallel:
+        return program
+    model = _cut(step.model, step.layout.tp)
+    local = replace(step, model=model)
+    return replace(program, step=local).with_bodies(lambda key, ops: tuple(_bordered(key, ops, local)))
+
+
+def _cut(model: ModelSpec, degree: int) -> ModelSpec:
+    """Divide what blocks keep and hand on, but for the sequences that were gathered for their cut parts."""
+    last = max(index for index, layer in enumerate(model.layers) if layer.is_block)
+    layers = tuple(
+        _cut_block(layer, degree, index == last) if layer.is_block else layer
+        for index, layer in enumerate(model.layers)
+    )
+    return replace(model, layers=layers)
+
+
+def _cut_block(layer: LayerSpec, degree: int, is_last: bool) -> LayerSpec:
+    gathered = sum(border.elements for border in layer.sequence_borders if border.kind == "gather")
+    kept = layer.saved_cut_elements + min(gathered, layer.saved_elements - layer.saved_cut_elements)
+    selective = layer.saved_selective_cut_elements
+    handed = layer.output_elements  # as much as it is given of a sequence; positions and masks stay whole
+    return replace(
+        layer,
+        input_elements=layer.input_elements - handed + handed // degree,
+        output_elements=handed if is_last else handed // degree,
+        saved_elements=kept + (layer.saved_elements - kept) // degree,
+        saved_selective_elements=selective + (layer.saved_selective_elements - selective) // degree,
+        moved_elements=layer.moved_cut_elements + (layer.moved_elements - layer.moved_cut_elements) // degree,
+    )
+
+
+def _bordered(key: str, ops: Ops, step: Step) -> Iterator[Op]:
+    if not (is_forward(key) or is_backward(key)):
+        yield from ops
+        return
+    layers = step.model.layers
+    blocks = [index for index, layer in enumerate(layers) if layer.is_block]
+    borders = _forward if is_forward(key) else _backward
+    here = 0
+    for op in ops:
+        here = here if op.layer is None else op.layer
+        if op.axis == AXIS and layers[here].is_block:
+            continue
+        yield op
+        if op.layer in blocks:
+            yield from borders(step, layers[here], op, first=here == blocks[0], last=here == blocks[-1])
+
+
+def _forward(step: Step, layer: LayerSpec, after: Op, *, first: bool, last: bool) -> Iterator[Op]:
+    for border in layer.sequence_borders:
+        kind = Kind.ALL_GATHER if border.kind == "gather" else Kind.REDUCE_SCATTER
+        yield _exchange(kind, border.owner, border.elements, step, after)
+    if last:
+        yield _exchange(Kind.ALL_GATHER, layer.modules[0], layer.output_elements, step, after)
+
+
+def _backward(step: Step, layer: LayerSpec, after: Op, *, first: bool, last: bool) -> Iterator[Op]:
+    sums = [part for part in layer.backward_sums if part.weight]  # of weights that are used on what is cut
+    for border in reversed(layer.sequence_borders):
+        for part in [part for part in sums if border.kind == "gather" and is_below(part.owner, border.owner)]:
+            sums.remove(part)
+            yield _sum(part.owner, part.elements, step, after)
+        if border.has_gradient:
+            kind = Kind.REDUCE_SCATTER if border.kind == "gather" else Kind.ALL_GATHER
+            yield _exchange(kind, border.owner, border.elements, step, after)
+    if layer.sequence_weights:
+        yield _sum(layer.modules[0], layer.sequence_weights, step, after)
+    if first and any(param.trainable for param in _before_blocks(step)):
+        whole = layer.output_elements * (1 if last else step.layout.tp)
+        yield _exchange(Kind.ALL_GATHER, layer.modules[0], whole, step, after)
+
+
+def _before_blocks(step: Step) -> Iterator[ParamSpec]:
+    first = next(index for index, layer in enumerate(step.model.layers) if layer.is_block)
+    return (param for param in step.model.params if param.layer < first)
+
+
+def _sum(owner: str, elements: int, step: Step, after: Op) -> Op:
+    op = Op(kind=Kind.ALL_REDUCE, owner=owner, axis=AXIS, dtype=step.master_dtype, after=(after.name,))
+    return op.sized(elements)
+
+
+def _exchange(kind: Kind, owner: str, elements: int, step: Step, after: Op) -> Op:
+    op = Op(kind=kind, owner=owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
+    return op.sized(elements * step.microbatch_samples)
