@@ -43,13 +43,6 @@ _COUNT_BYTES = 8
 def refusal(step: Step) -> str | None:
     """Refuse a degree that divides neither the data ranks nor the experts, and what does not know of experts."""
     layout, model = step.layout, step.model
-    if (
-        layout.sequence_parallel
-        and any(p.experts for p in model.params)
-        and all(p.cut is None for p in model.params if p.experts)
-    ):
-        return (
-            f"sequence_parallel: tp leaves experts whole, and each is given whole samples: tp={layout.tp} alone works"
         )
     if model.balanced_experts and (reason := _refuse_balance(step)):
         return reason
