@@ -43,7 +43,6 @@ _COUNT_BYTES = 8
 def refusal(step: Step) -> str | None:
     """Refuse a degree that divides neither the data ranks nor the experts, and what does not know of experts."""
     layout, model = step.layout, step.model
-        )
     if model.balanced_experts and (reason := _refuse_balance(step)):
         return reason
     if layout.ep == 1:
