@@ -25,7 +25,7 @@ from samestep.model import (
     BorderKind,
     Cut,
     Cutting,
-    Exchange,
+    Dealing,
     LayerSpec,
     ModelSpec,
     ParamSpec,
@@ -110,7 +110,7 @@ class _Block:
 
     params: list[tuple[str, tuple[int, ...], Cut | None, bool, int]]
     products: list[Product]
-    exchanges: tuple[Exchange, ...] = ()
+    dealings: tuple[Dealing, ...] = ()
     moved: float = 0.0
     moved_cut: float = 0.0
     saved: float = 0.0
@@ -196,7 +196,7 @@ def _named(layer: LayerSpec, path: str) -> LayerSpec:
         forward_sums=placed(layer.forward_sums),
         backward_sums=placed(layer.backward_sums),
         sequence_borders=tuple(replace(b, owner=f"{path}.{b.owner}") for b in layer.sequence_borders),
-        exchanges=tuple(replace(part, owner=f"{path}.{part.owner}") for part in layer.exchanges),
+        dealings=tuple(replace(part, owner=f"{path}.{part.owner}") for part in layer.dealings),
     )
 
 
@@ -256,7 +256,7 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
         moved_elements=round(made.moved),
         moved_cut_elements=round(made.moved_cut),
         kernels=made.kernels + len(made.products),
-        exchanges=made.exchanges,
+        dealings=made.dealings,
     )
 
 
@@ -396,7 +396,7 @@ def _experts(decoder: Decoder, made: _Block) -> None:
     if decoder.bias:
         made.weight("mlp.experts.gate_up_proj_bias", (e, (1 + decoder.gated) * f), experts=e)
         made.weight("mlp.experts.down_proj_bias", (e, h), experts=e)
-    made.exchanges = (Exchange(owner="mlp.experts", rows=rows, width=h, experts=e),)
+    made.dealings = (Dealing(owner="mlp.experts", rows=rows, width=h, experts=e),)
     # rows are copied out and back, weighted and added up; the router's scores are sorted
     made.move(8 * rows * h + 8 * s * e, (3 if decoder.gated else 2) * rows * f, 20)
     made.save(2 * rows * h, (3 if decoder.gated else 2) * rows * f)

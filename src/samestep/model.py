@@ -91,7 +91,7 @@ class Border:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class Dealing:
     """What a module of experts is given for one sample: a row for each token and each expert chosen for it."""
 
     owner: str
@@ -192,7 +192,7 @@ class LayerSpec:
     """Of a block whose sequence can be cut too: borders of its tensor-cut parts, in order of the forward."""
     sequence_weights: int = 0
     """Elements of the trained weights outside those parts, which work on a part of the sequence then."""
-    exchanges: tuple[Exchange, ...] = ()
+    dealings: tuple[Dealing, ...] = ()
     """Rows that go to its experts, in order of the forward."""
 
     @property
@@ -286,12 +286,12 @@ def _layer_from(fields: dict[str, Any]) -> LayerSpec:
     sums = {name: tuple(PartialSum(**part) for part in fields[name]) for name in ("forward_sums", "backward_sums")}
     products = tuple(Product(**product) for product in fields["products"])
     borders = tuple(Border(**border) for border in fields["sequence_borders"])
-    exchanges = tuple(Exchange(**exchange) for exchange in fields["exchanges"])
+    dealings = tuple(Dealing(**dealing) for dealing in fields["dealings"])
     given = {
         "modules": tuple(fields["modules"]),
         "products": products,
         "sequence_borders": borders,
-        "exchanges": exchanges,
+        "dealings": dealings,
     }
     return LayerSpec(**{**fields, **given, **sums})
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from samestep.hardware import Hardware, Link
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.model import Exchange, LayerSpec, ModelSpec, ParamSpec
+from samestep.model import Dealing, LayerSpec, ModelSpec, ParamSpec
 from samestep.program import Program
 from samestep.strategies import program_of
 
@@ -163,7 +163,7 @@ def dealing(num_blocks: int = 2, experts: int = 8, rows: int = 6, width: int = 4
     """Return blocks of a plain weight and one with experts, which are given `rows` rows a sample."""
     model = blocks(num_blocks, forward_flops=100)
     layers = [
-        replace(layer, exchanges=(Exchange(owner=f"{layer.name}.experts", rows=rows, width=width, experts=experts),))
+        replace(layer, dealings=(Dealing(owner=f"{layer.name}.experts", rows=rows, width=width, experts=experts),))
         for layer in model.layers
     ]
     weights = [

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.errors import ModelError
-from samestep.model import Exchange, LayerSpec, ModelSpec, ParamSpec, is_below
+from samestep.model import Dealing, LayerSpec, ModelSpec, ParamSpec, is_below
 from samestep.program import Program
 from samestep.runtime.build import at_least_float32
 from samestep.runtime.mesh import Mesh
@@ -85,17 +85,17 @@ def _compute(model: nn.Module, way: str) -> dict[int, tuple[Any, str]]:
 
 
 @contextmanager
-def watching(model: nn.Module) -> Iterator[list[Exchange]]:
+def watching(model: nn.Module) -> Iterator[list[Dealing]]:
     """Note, in the forward of one sample that runs meanwhile, what each module of experts is given.
 
     Meanwhile experts are computed by groups, whose shapes do not depend on what is chosen.
     """
-    seen: list[Exchange] = []
+    seen: list[Dealing] = []
     experts = experts_of(model)
 
     def note(path: str, module: nn.Module, args: Any, named: Any) -> None:
         x, chosen, _ = _called_with(args, named)
-        seen.append(Exchange(owner=path, rows=chosen.numel(), width=x.shape[-1], experts=experts[path]))
+        seen.append(Dealing(owner=path, rows=chosen.numel(), width=x.shape[-1], experts=experts[path]))
 
     handles = [
         model.get_submodule(path).register_forward_pre_hook(functools.partial(note, path), with_kwargs=True)
@@ -118,19 +118,19 @@ def _called_with(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, 
     return given
 
 
-def with_experts(spec: ModelSpec, exchanges: list[Exchange], balanced: nn.Module | None) -> ModelSpec:
+def with_experts(spec: ModelSpec, dealings: list[Dealing], balanced: nn.Module | None) -> ModelSpec:
     """Write into a spec which weights are of experts, and what these are given.
 
     `balanced` is the model, where its configuration may ask for a loss that balances them; other losses are the user's.
     """
-    sizes = {exchange.owner: exchange.experts for exchange in exchanges}
+    sizes = {exchange.owner: exchange.experts for exchange in dealings}
 
     def param_with(param: ParamSpec) -> ParamSpec:
         return replace(param, experts=sizes.get(param.name.rpartition(".")[0], 0))
 
     def layer_with(layer: LayerSpec) -> LayerSpec:
-        mine = [exchange for exchange in exchanges if any(is_below(exchange.owner, root) for root in layer.modules)]
-        return replace(layer, exchanges=tuple(mine))
+        mine = [exchange for exchange in dealings if any(is_below(exchange.owner, root) for root in layer.modules)]
+        return replace(layer, dealings=tuple(mine))
 
     config = getattr(balanced, "config", None)
     asks = getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0.0)

@@ -490,9 +490,9 @@ def prepare(source: Source, job: Job, example: Any) -> tuple[Blueprint, ModelSpe
         seen = stack.enter_context(tensor.watching(plan.module, cuts))
         calls = stack.enter_context(sequence.watching(plan.module))
         masks = stack.enter_context(dropout.noting(plan.module, samples_traced(plan.module)))
-        exchanges = stack.enter_context(expert.watching(plan.module))
+        dealings = stack.enter_context(expert.watching(plan.module))
         spec = trace(plan.module, one, source.name, value_of, seen.keep, cuts.styles)
-    spec = expert.with_experts(spec, exchanges, plan.module if source.loss is cross_entropy else None)
+    spec = expert.with_experts(spec, dealings, plan.module if source.loss is cross_entropy else None)
     spec = tensor.with_cuts(spec, plan.module, cuts, seen)
     return plan, replace(sequence.with_sequence(spec, plan.module, cuts.styles, calls), masks=tuple(masks))
 

@@ -30,7 +30,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from samestep.model import Exchange, LayerSpec, ModelSpec, ParamSpec, Product
+from samestep.model import Dealing, LayerSpec, ModelSpec, ParamSpec, Product
 from samestep.program import BYTES_OF, Kind, Op, Ops, Program, Step, is_forward
 
 AXIS = "ep"
@@ -124,10 +124,10 @@ def _deal_param(param: ParamSpec, degree: int) -> ParamSpec:
 
 def _deal_layer(layer: LayerSpec, degree: int) -> LayerSpec:
     """A rank has as many rows as before, for fewer experts; it keeps those that came back, to weigh them."""
-    if not layer.exchanges:
+    if not layer.dealings:
         return layer
-    sizes = {exchange.experts for exchange in layer.exchanges}
-    came_back = sum(exchange.rows * exchange.width for exchange in layer.exchanges)
+    sizes = {exchange.experts for exchange in layer.dealings}
+    came_back = sum(exchange.rows * exchange.width for exchange in layer.dealings)
 
     def dealt(product: Product) -> Product:
         return replace(product, groups=-(-product.groups // degree)) if product.groups in sizes else product
@@ -147,12 +147,12 @@ def _exchanged(ops: Ops, step: Step) -> Iterator[Op]:
         yield op
         if op.layer is None or op.kind not in (Kind.FORWARD, Kind.BACKWARD):
             continue
-        exchanges = step.model.layers[op.layer].exchanges
-        for exchange in exchanges if op.kind is Kind.FORWARD else reversed(exchanges):
+        dealings = step.model.layers[op.layer].dealings
+        for exchange in dealings if op.kind is Kind.FORWARD else reversed(dealings):
             yield from _exchange(exchange, step, op)
 
 
-def _exchange(exchange: Exchange, step: Step, after: Op) -> Iterator[Op]:
+def _exchange(exchange: Dealing, step: Step, after: Op) -> Iterator[Op]:
     rows = Op(kind=Kind.ALL_TO_ALL, owner=exchange.owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
     if after.kind is Kind.FORWARD:
         yield replace(rows, dtype="int64", size_bytes=exchange.experts * _COUNT_BYTES)
