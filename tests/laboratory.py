@@ -17,12 +17,13 @@ from samestep.datasets import Dataset, batches
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.model import Cut
-from samestep.program import LedgerRow
+from samestep.program import LedgerRow, is_dealt
 from samestep.runtime.build import loss_of, optimizer_of
 from samestep.runtime.launch import Place
 from samestep.runtime.record import Ledger
 from samestep.runtime.run import Run, Source
 from samestep.runtime.tensor import joined
+from samestep.runtime.update import Piece
 from tests.models import MODELS, Tokens
 
 Runs = list[tuple[str, int, int, Tensor]]
@@ -94,11 +95,18 @@ def follow(run: Run, dataset: Dataset, job: Job, record: bool = False) -> Observ
         seen.norms.append(report.grad_norm)
         seen.notes.append(report.note)
         pieces = run.updater.pieces
-        seen.gradients.append([(p.name, p.start, p.stop, p.gradient().detach().clone()) for p in pieces])
-    seen.weights = [(p.name, p.start, p.stop, p.value.detach().clone()) for p in run.updater.pieces]
+        seen.gradients.append([(p.name, *_place(run, p), p.gradient().detach().clone()) for p in pieces])
+    seen.weights = [(p.name, *_place(run, p), p.value.detach().clone()) for p in run.updater.pieces]
     seen.index = run.made.mesh.tp_index
     seen.cuts = {p.name: (p.cut, p.shape) for p in run.program.step.model.params if p.cut and run.layout.tp > 1}
     return seen
+
+
+def _place(run: Run, piece: Piece) -> tuple[int, int]:
+    """Where a piece stands: experts of other ranks, which lie before its own, are counted too."""
+    spec = next(param for param in run.program.step.model.params if param.name == piece.name)
+    before = run.made.mesh.ep_index * spec.numel if is_dealt(run.program.step, spec) else 0
+    return before + piece.start, before + piece.stop
 
 
 def whole(runs_of_ranks: list[Runs], cuts: Cuts | None = None, indices: list[int] | None = None) -> dict[str, Tensor]:
@@ -136,6 +144,24 @@ def largest_error(candidate: dict[str, Tensor], reference: dict[str, Tensor]) ->
         errors[name] = float((candidate[name].double() - expected.double()).abs().max()) / scale
     worst = max(errors, key=lambda name: errors[name])
     return errors[worst], worst
+
+
+def assert_ledger(ranks: list[Observed]) -> None:
+    """Every rank sent what its program lists; an exchange of experts as much over its group, whatever was chosen."""
+    exchanged: dict[str, list[list[int]]] = {}
+    for seen in ranks:
+        assert seen.ledger.keys() == seen.predicted.keys()
+        for group, listed in seen.predicted.items():
+            sent = seen.ledger[group]
+            assert [_unsized(row) for row in sent] == [_unsized(row) for row in listed]
+            more = [s.size_bytes - p.size_bytes for s, p in zip(sent, listed, strict=True) if p.kind == "all_to_all"]
+            exchanged.setdefault(group, []).append(more)
+    for group, of_members in exchanged.items():
+        assert not any(map(sum, zip(*of_members, strict=True))), f"the ranks {group} sent more or less than is listed"
+
+
+def _unsized(row: LedgerRow) -> LedgerRow:
+    return row._replace(size_bytes=0) if row.kind == "all_to_all" else row
 
 
 def assert_same(ranks: list[Observed], reference: Observed, tolerance: float) -> None:

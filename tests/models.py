@@ -265,3 +265,81 @@ MODELS |= {
         attn_implementation="eager",
     ),
 }  # fmt: skip
+
+EXPERTS = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, **EVEN}
+MODELS |= {
+    "mixtral": functools.partial(
+        hf, "mixtral", intermediate_size=24, num_hidden_layers=2, num_local_experts=4, **EXPERTS
+    ),
+    "qwen2_moe": functools.partial(
+        hf, "qwen2_moe", intermediate_size=40, moe_intermediate_size=8, shared_expert_intermediate_size=24,
+        num_hidden_layers=2, num_experts=4, **EXPERTS,
+    ),
+    "qwen3_moe": functools.partial(
+        hf, "qwen3_moe", intermediate_size=40, moe_intermediate_size=8, head_dim=8, num_hidden_layers=3,
+        num_experts=8, mlp_only_layers=[1], **EXPERTS,
+    ),
+}  # fmt: skip
+
+
+class Dealing(nn.Module):
+    """A user's own decoder with experts in a loop, a bias of each, and a plan that names them."""
+
+    expert_plan: ClassVar[list[str]] = ["blocks.*.experts"]
+
+    def __init__(self, experts: int = 4, crowded: bool = False, width: int = 12, blocks: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(DealingBlock(width, experts, crowded) for _ in range(blocks))
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class DealingBlock(nn.Module):
+    def __init__(self, width: int, experts: int, crowded: bool) -> None:
+        super().__init__()
+        self.crowded = crowded
+        self.norm = nn.LayerNorm(width)
+        self.router = nn.Linear(width, experts)
+        self.experts = OwnExperts(width, experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(x).flatten(0, 1)
+        scores = self.router(rows).softmax(-1)
+        if self.crowded:
+            scores = scores * (torch.arange(scores.shape[-1], device=x.device) < 2)
+        weights, chosen = scores.topk(2)
+        return x + self.experts(rows, chosen, weights).view_as(x)
+
+
+class OwnExperts(nn.Module):
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.up = nn.Parameter(torch.randn(experts, width, 2 * width) / width)
+        self.bias = nn.Parameter(torch.randn(experts, 2 * width) / width)
+        self.down = nn.Parameter(torch.randn(experts, 2 * width, width) / width)
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        for expert in range(self.num_experts):  # all rows through all experts: no shape depends on what is chosen
+            weight = (weights * (chosen == expert)).sum(1, keepdim=True)
+            hidden = torch.nn.functional.gelu(x @ self.up[expert] + self.bias[expert])
+            result = result + weight * (hidden @ self.down[expert])
+        return result
+
+
+MODELS |= {
+    "own_experts": Dealing,
+    "three_experts": functools.partial(Dealing, experts=3),
+    "crowded_experts": functools.partial(Dealing, experts=8, crowded=True),
+}
+MODELS |= {
+    "mixtral_balanced": functools.partial(MODELS["mixtral"], output_router_logits=True, router_aux_loss_coef=0.1),
+    "qwen3_moe_balanced": functools.partial(MODELS["qwen3_moe"], output_router_logits=True, router_aux_loss_coef=0.1),
+}

@@ -67,6 +67,8 @@ class Case:
     """Compute the gradients of a tied weight's single uses in a step."""
     clips: bool
     """Whether the job clips."""
+    balances: bool
+    """Whether the job adds a loss that balances experts, which no part of a batch has by itself."""
 
 
 def explain(case: Case) -> Found | None:
@@ -189,6 +191,12 @@ def _loss(case: Case, first: Comparison) -> Found:
         )
     ours = given.pop()
     parts = case.parts(step - 1)
+    if case.balances:
+        ratio = (ours - _ratio(parts)) / (right - _ratio(parts))
+        return (
+            Cause.AUXILIARY_LOSS,
+            f"forwards agree, but what step {step} adds to the loss is {ratio:.6g} times the right",
+        )
     for words, guess in _mean_of_means(parts):
         if abs(guess - ours) <= CLOSE * abs(ours) and abs(guess - right) > CLOSE * abs(right):
             return Cause.MEAN_OF_MEANS, f"the loss {ours:g} of step {step} is the mean over {words}; right {right:g}"
@@ -246,7 +254,7 @@ def _gradients(case: Case, first: Comparison) -> Found:
             Cause.CLIP_NORM,
             f"{affected}: ranks scale theirs by {_numbers(scales.values())}, each by a norm of its own",
         )
-    found = _combination(case, misfit, step, len(first.misfits) == first.compared)
+    found = _combination(case, misfit, step, len(first.misfits) == first.compared) or _elsewhere(case, misfit, step)
     if found is not None:
         return found[0], f"{affected}: {found[1]}"
     if axis := _copies_add_up(case, misfit.name, right[misfit.name].values, holders):
@@ -316,6 +324,24 @@ def _combination(case: Case, misfit: Misfit, step: int, everywhere: bool) -> Fou
     return _named(case, parts, fits, everywhere)
 
 
+def _elsewhere(case: Case, misfit: Misfit, step: int) -> Found | None:
+    """Write what a rank holds of a weight as a combination of what belongs there and what belongs to another rank."""
+    parts = case.parts(step - 1)
+    total = sum(part.count for part in parts)
+    held = {seen.rank: [h for h in unclipped(seen, step - 1) if h.name == misfit.name] for seen in case.ranks}
+    for mine in held.get(misfit.rank, ()):
+        for rank, others in held.items():
+            for other in others:
+                if other.key == mine.key or len(other.values) != len(mine.values):
+                    continue
+                whole = [part.gradients[misfit.name].flatten() / total for part in parts]
+                columns = [matched(place, one)[1] for place in (mine, other) for one in whole]
+                fit = _fit(mine.values, columns)
+                if fit is not None and any(abs(c) > CLOSE for c in fit[len(parts) :]):
+                    return Cause.WRONG_GROUP, f"rank {misfit.rank} holds a sum with what belongs to rank {rank}"
+    return None
+
+
 def _named(case: Case, parts: Sequence[Part], fits: Mapping[int, list[float]], everywhere: bool) -> Found:
     """Say what coefficients mean. Parts that are alike in all coefficients are spoken of together."""
     by_rank = {seen.rank: seen for seen in case.ranks}
@@ -362,7 +388,9 @@ def _named(case: Case, parts: Sequence[Part], fits: Mapping[int, list[float]], e
 
 
 def _axis_lacking(case: Case, data_ranks: set[int]) -> str:
-    lacking = [axis for axis in ("dp_replicate", "dp_shard") if any(axis in seen.axes for seen in case.ranks)]
+    lacking = [
+        axis for axis in ("dp_replicate", "dp_shard", "dp_expert") if any(axis in seen.axes for seen in case.ranks)
+    ]
     return f": a reduction over {' or '.join(lacking)} is missing" if lacking else ""
 
 

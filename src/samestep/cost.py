@@ -47,7 +47,7 @@ from typing import Literal, NamedTuple
 from samestep.errors import SamestepError
 from samestep.hardware import Hardware, Link
 from samestep.model import Product
-from samestep.program import BYTES_OF, Kind, Op, Program, Step
+from samestep.program import BYTES_OF, Kind, Op, Program, Step, is_dealt
 
 UPDATE_PASSES = 7
 """Times an update goes over memory for one weight: weight, two states read and written, gradient read."""
@@ -314,6 +314,8 @@ def stride_of(axis: str, step: Step) -> int:
         "cp": tp,
         "dp_shard": tp,
         "dp_intra": tp,
+        "ep": tp,
+        "dp_expert": tp * step.layout.ep,
         "dp_replicate": tp * step.layout.num_shards,
         "dp_inter": step.ranks_per_node,
         "pp": stage_ranks,
@@ -332,5 +334,6 @@ def _update_bytes(step: Step) -> int:
     for param in step.model.params:
         if param.trainable:
             copied = step.zero < 2 and step.working_dtype(param) != step.master_dtype
-            touched += param.numel * (UPDATE_PASSES * master + copied * BYTES_OF[step.compute_dtype])
+            held = param.numel * (step.layout.ep if step.zero and is_dealt(step, param) else 1)
+            touched += held * (UPDATE_PASSES * master + copied * BYTES_OF[step.compute_dtype])
     return -(-touched // step.layout.num_shards)  # 1 where nothing is sharded

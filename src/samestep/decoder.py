@@ -25,6 +25,7 @@ from samestep.model import (
     BorderKind,
     Cut,
     Cutting,
+    Dealing,
     Exchange,
     LayerSpec,
     ModelSpec,
@@ -108,8 +109,9 @@ class Decoder:
 class _Block:
     """A layer in the making: elements of one sample."""
 
-    params: list[tuple[str, tuple[int, ...], Cut | None, bool]]
+    params: list[tuple[str, tuple[int, ...], Cut | None, bool, int]]
     products: list[Product]
+    dealings: tuple[Dealing, ...] = ()
     moved: float = 0.0
     moved_cut: float = 0.0
     saved: float = 0.0
@@ -119,9 +121,11 @@ class _Block:
     results_cut: float = 0.0
     kernels: int = 0
 
-    def weight(self, name: str, shape: tuple[int, ...], cut: Cut | None = None, trainable: bool = True) -> None:
+    def weight(
+        self, name: str, shape: tuple[int, ...], cut: Cut | None = None, trainable: bool = True, experts: int = 0
+    ) -> None:
         """Add a weight."""
-        self.params.append((name, shape, cut, trainable))
+        self.params.append((name, shape, cut, trainable, experts))
 
     def move(self, whole: float, cut: float, kernels: int) -> None:
         """Add work that is no product: elements that stay whole under a tensor cut, and that do not."""
@@ -195,13 +199,14 @@ def _named(layer: LayerSpec, path: str) -> LayerSpec:
         forward_sums=placed(layer.forward_sums),
         backward_sums=placed(layer.backward_sums),
         sequence_borders=tuple(replace(b, owner=f"{path}.{b.owner}") for b in layer.sequence_borders),
+        dealings=tuple(replace(part, owner=f"{path}.{part.owner}") for part in layer.dealings),
     )
 
 
 def _params(block: _Block, layer: int, path: str) -> Iterator[ParamSpec]:
-    for name, shape, cut, trainable in block.params:
+    for name, shape, cut, trainable, experts in block.params:
         full = f"{path}.{name}" if path else name
-        yield ParamSpec(name=full, shape=shape, layer=layer, cut=cut, trainable=trainable)
+        yield ParamSpec(name=full, shape=shape, layer=layer, cut=cut, trainable=trainable, experts=experts)
 
 
 def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], is_block: bool) -> LayerSpec:
@@ -248,13 +253,14 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
         backward_sums=backward,
         sequence_borders=borders,
         sequence_weights=sum(
-            math.prod(shape) for _, shape, cut, trainable in made.params if is_block and trainable and cut is None
+            math.prod(shape) for _, shape, cut, trainable, _ in made.params if is_block and trainable and cut is None
         ),
         products=tuple(made.products),
         moved_elements=round(made.moved),
         moved_cut_elements=round(made.moved_cut),
         kernels=made.kernels + len(made.products),
         exchanges=tuple(_exchanges(decoder)) if is_block else (),
+        dealings=made.dealings,
     )
 
 
@@ -303,7 +309,7 @@ def _linear(
     shape = (experts, columns, inner) if experts else (columns, inner)
     dim = (1 if cut == "inner" else 0) + bool(experts)
     spec_cut = Cut(style=style, dim=dim, groups=groups or shape[dim]) if cut else None
-    made.weight(f"{name}.weight", shape, spec_cut)
+    made.weight(f"{name}.weight", shape, spec_cut, experts=experts)
     if decoder.bias:
         made.weight(f"{name}.bias", shape[:-1], spec_cut if cut == "columns" else None)
     product = Product(rows=rows, inner=inner, columns=columns, groups=max(experts, 1), cut=cut, owner=name)
@@ -407,8 +413,9 @@ def _experts(decoder: Decoder, made: _Block) -> None:
     _linear(plain, made, "mlp.experts.gate_up_proj", rows, h, (1 + decoder.gated) * f, "columns", f, experts=e)
     _linear(plain, made, "mlp.experts.down_proj", rows, f, h, "inner", f, experts=e)
     if decoder.bias:
-        made.weight("mlp.experts.gate_up_proj_bias", (e, (1 + decoder.gated) * f))
-        made.weight("mlp.experts.down_proj_bias", (e, h))
+        made.weight("mlp.experts.gate_up_proj_bias", (e, (1 + decoder.gated) * f), experts=e)
+        made.weight("mlp.experts.down_proj_bias", (e, h), experts=e)
+    made.dealings = (Dealing(owner="mlp.experts", rows=rows, width=h, experts=e),)
     # rows are copied out and back, weighted and added up; the router's scores are sorted
     made.move(8 * rows * h + 8 * s * e, (3 if decoder.gated else 2) * rows * f, 20)
     made.save(2 * rows * h, (3 if decoder.gated else 2) * rows * f)

@@ -7,7 +7,8 @@
 
 `zero` is the ZeRO stage (Rajbhandari et al. 2020, arXiv:1910.02054): 0 replicates everything, 1 shards the
 optimizer's state over `dp_shard`, 2 also the gradients, 3 also the weights (what PyTorch calls FSDP). `dp=N` is
-short for `dp_replicate=N` under zero=0 and for `dp_shard=N` otherwise.
+short for `dp_replicate=N` under zero=0 and for `dp_shard=N` otherwise. `ep` deals the experts of a layer to data ranks:
+it adds no ranks, it divides the ones there are.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Layout:
     sequence_parallel: bool = False
     cp: int = 1
     pp: int = 1
+    ep: int = 1
     schedule: Schedule = "1f1b"
     virtual_stages: int = 1
     zero: int = 0
@@ -46,7 +48,7 @@ class Layout:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "virtual_stages"):
+        for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"{name}={getattr(self, name)}: a degree is at least 1")
         if self.microbatch is not None and self.microbatch < 1:

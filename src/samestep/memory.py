@@ -99,7 +99,12 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
     elif step.zero == 1:
         weights, gradients = _in_buckets(program)
         updated = [
-            (_chunk_numel(bucket.numel, bucket.padded_numel // step.layout.num_shards, shard), bucket.dtype)
+            (
+                _chunk_numel(
+                    bucket.numel, bucket.padded_numel // (step.layout.num_shards // bucket.ep), shard // bucket.ep
+                ),
+                bucket.dtype,
+            )
             for bucket in program.buckets
         ]
     else:

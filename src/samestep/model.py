@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 Cutting = Literal["", "columns", "inner", "count"]
 Factors = Literal["weight", "frozen", "pair", "attention", "causal"]
@@ -119,6 +119,18 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Dealing:
+    """What a module of experts is given for one sample: a row for each token and each expert chosen for it."""
+
+    owner: str
+    """Path of the module that holds the experts."""
+    rows: int
+    width: int
+    """Elements of a row; experts give back as many as they are given."""
+    experts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MaskSpec:
     """A dropout mask that a forward draws: of which module, in which of its entries, and the how manieth there."""
 
@@ -156,6 +168,8 @@ class ParamSpec:
     trainable: bool = True
     cut: Cut | None = None
     """How tensor parallelism may cut it; None keeps it whole on every rank."""
+    experts: int = 0
+    """Experts that lie along its first dimension; 0 where it belongs to none."""
     tied_stages: bool = False
     """Tied across two pipeline stages: each holds it, and their gradients are summed."""
 
@@ -210,6 +224,8 @@ class LayerSpec:
     """Of a block whose sequence can be cut too: borders of its tensor-cut parts, in order of the forward."""
     sequence_weights: int = 0
     """Elements of the trained weights outside those parts, which work on a part of the sequence then."""
+    dealings: tuple[Dealing, ...] = ()
+    """Rows that go to its experts, in order of the forward."""
 
     @property
     def backward_flops(self) -> int:
@@ -287,6 +303,8 @@ class ModelSpec:
     """Tokens of one sample between blocks, where they can be cut."""
     sequence_refusal: str = "nothing says where its sequence may be cut"
     """Why sequence parallelism cannot cut the model between its tensor-cut parts; empty where it can."""
+    balanced_experts: int = 0
+    """Experts of a layer that the loss wants chosen alike; 0 where it does not ask."""
     masks: tuple[MaskSpec, ...] = ()
     """Dropout masks of one forward, in its order."""
     length: int = 0
@@ -338,8 +356,9 @@ def _layer_from(fields: dict[str, Any]) -> LayerSpec:
     products = tuple(Product(**product) for product in fields["products"])
     exchanges = tuple(Exchange(**exchange) for exchange in fields["exchanges"])
     borders = tuple(Border(**border) for border in fields["sequence_borders"])
+    dealings = tuple(Dealing(**dealing) for dealing in fields["dealings"])
     given = {"modules": tuple(fields["modules"]), "products": products, "sequence_borders": borders}
-    return LayerSpec(**{**fields, **given, "exchanges": exchanges, **sums})
+    return LayerSpec(**{**fields, **given, "exchanges": exchanges, "dealings": dealings, **sums})
 
 
 def _param_from(fields: dict[str, Any]) -> ParamSpec:

@@ -316,7 +316,7 @@ def _places(run: Run, piece: Piece) -> Tensor | range:
     """Find where a piece's elements stand in the flattened whole weight."""
     spec = next(param for param in run.made.spec.params if param.name == piece.name)
     cut = next(param for param in run.program.step.model.params if param.name == piece.name)
-    if cut.cut is None or run.layout.tp == 1:
+    if cut.shape == spec.shape:
         return range(piece.start, piece.stop)
     return part_of(spec, cut, run.made.mesh).runs(piece.start, piece.stop).places()
 

@@ -73,7 +73,8 @@ class Op:
     dtype: str = "float32"
     flops: int = 0
     size_bytes: int = 0
-    """Collectives: the whole unsharded buffer with padding; wire bytes follow from it. Update: bytes touched."""
+    """Collectives: the whole unsharded buffer with padding; wire bytes follow from it; of an all_to_all what this rank
+    sends, if all experts are chosen alike. Update: bytes touched."""
     after: tuple[str, ...] = ()
     implied: bool = False
     """Issued by FSDP2 inside a driven op, not by our interpreter."""
@@ -147,11 +148,18 @@ class Bucket:
     """Ranks that hold the same, of a tensor cut or of two tied stages: the norm counts them once."""
     is_tied: bool = False
     """Its gradient is summed with that of another pipeline stage."""
+    ep: int = 1
+    """Parts in which its weights are dealt to the ranks of the innermost data axis: of experts."""
 
     @property
     def numel(self) -> int:
         """Elements without padding."""
         return sum(member.numel for member in self.members)
+
+    @property
+    def shard_axis(self) -> str:
+        """The axis over which zero=1 cuts it."""
+        return "dp_expert" if self.ep > 1 else "dp_shard"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +269,11 @@ class Step:
         """Whether the gradients of weights are tasks of their own."""
         return self.layout.pp > 1 and self.layout.schedule == "zero-bubble"
 
+    @property
+    def innermost_data_ranks(self) -> int:
+        """Ranks of the innermost data axis, from which `ep` borrows."""
+        return self.layout.dp_shard if self.zero else self.layout.dp_replicate
+
     def working_dtype(self, param: ParamSpec) -> str:
         """Dtype in which `param` stands in the module: a shared weight stays in master precision and is cast at
         each use, so that its gradients meet in master precision."""
@@ -361,8 +374,10 @@ def make_buckets(step: Step, chunks: tuple[range, ...] = ()) -> tuple[Bucket, ..
     order = sorted(
         (param for param in step.model.params if param.trainable),
         # stable: the module's own order within a layer
-        key=lambda param: (-chunk_of(param), is_replicated(step, param), param.tied_stages, -param.layer),
-    )
+        key=lambda param: (
+            -chunk_of(param), is_replicated(step, param), param.tied_stages, is_dealt(step, param), -param.layer,
+        ),
+    )  # fmt: skip
     limit = BUCKET_BYTES // BYTES_OF[step.master_dtype]
     runs: list[list[ParamSpec]] = []
     size = 0
@@ -374,6 +389,8 @@ def make_buckets(step: Step, chunks: tuple[range, ...] = ()) -> tuple[Bucket, ..
             size = 0
         runs[-1].append(param)
         size += param.numel
+    # Experts have buckets of their own, which backward finishes between the others.
+    runs.sort(key=lambda run: (-chunk_of(run[0]), *_kind(step, run[0])[1:3], -min(param.layer for param in run)))
     return tuple(_bucket(step, index, run) for index, run in enumerate(runs))
 
 
@@ -382,8 +399,13 @@ def is_replicated(step: Step, param: ParamSpec) -> bool:
     return step.layout.tp > 1 and param.cut is None
 
 
-def _kind(step: Step, param: ParamSpec) -> tuple[str, bool, bool]:
-    return step.working_dtype(param), is_replicated(step, param), param.tied_stages
+def is_dealt(step: Step, param: ParamSpec) -> bool:
+    """Whether a rank holds only some of the experts of `param`."""
+    return step.layout.ep > 1 and param.experts > 0
+
+
+def _kind(step: Step, param: ParamSpec) -> tuple[str, bool, bool, bool]:
+    return step.working_dtype(param), is_replicated(step, param), param.tied_stages, is_dealt(step, param)
 
 
 def _bucket(step: Step, index: int, params: list[ParamSpec]) -> Bucket:
@@ -392,13 +414,15 @@ def _bucket(step: Step, index: int, params: list[ParamSpec]) -> Bucket:
     for param in params:
         members.append(Member(name=param.name, offset=offset, numel=param.numel))
         offset += param.numel
+    ep = step.layout.ep if is_dealt(step, params[0]) else 1
     return Bucket(
         name=f"bucket.{index}",
         members=tuple(members),
         dtype=step.working_dtype(params[0]),
-        padded_numel=padded(offset, step.layout.num_summed),
+        padded_numel=padded(offset, step.layout.num_summed // ep),
         replicas=(step.layout.tp if is_replicated(step, params[0]) else 1) * (2 if params[0].tied_stages else 1),
         is_tied=params[0].tied_stages,
+        ep=ep,
     )
 
 
@@ -407,17 +431,24 @@ Reduction = Callable[[Bucket], tuple[Op, ...]]
 
 
 def start_reductions(ops: Ops, step: Step, buckets: tuple[Bucket, ...], reduction: Reduction) -> Ops:
-    """Put the first collective of each bucket behind the backward that finishes it, never before an earlier bucket's."""
+    """Put the first collective of each bucket behind the backward that finishes it, never before an earlier bucket's.
+
+    What a layer's experts exchange is part of its backward.
+    """
     layer_of = {param.name: param.layer for param in step.model.params}
     kind = Kind.WEIGHT if step.splits_backward else Kind.BACKWARD
     reached = {op.layer for op in ops if op.kind is kind}  # of several virtual stages a body has one's layers
     waiting = [bucket for bucket in buckets if layer_of[bucket.members[0].name] in reached]
     written: list[Op] = []
-    for op in ops:
+    done: Op | None = None
+    for op, following in itertools.zip_longest(ops, ops[1:]):
         written.append(op)
-        while op.kind is kind and waiting and _finished(waiting[0], layer_of, op):
+        done = op if op.kind is kind else done
+        if done is None or (following is not None and following.kind is Kind.ALL_TO_ALL):
+            continue
+        while waiting and _finished(waiting[0], layer_of, done):
             first = reduction(waiting.pop(0))[:1]
-            written.extend(replace(part, after=(*part.after, op.name)) for part in first)
+            written.extend(replace(part, after=(*part.after, done.name)) for part in first)
     assert not waiting, f"no backward finishes {[bucket.name for bucket in waiting]}"
     return tuple(written)
 

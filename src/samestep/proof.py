@@ -441,6 +441,7 @@ def _case(
         parts=functools.lru_cache(parts),
         uses=uses,
         clips=subject.job.optimizer.clip_norm is not None,
+        balances=spec.balanced_experts > 0,
     )
 
 
@@ -460,6 +461,7 @@ def _parts(run: Run, subject: Subject, step: int) -> list[Part]:
     """Run each micro-batch of each data rank by itself, on one device."""
     layout, count = subject.layout, subject.programs()[0].step.num_microbatches
     batch = _batch(subject, step)
+    run.made.balance = None  # of a part it would be another one
     found = []
     for rank in range(layout.dp):
         for microbatch, indices in enumerate(batch.shares(rank, layout.dp, count)):

@@ -21,6 +21,7 @@ What is thrown out keeps its reason: `needs 93 GiB of 80`, `tp=16 leaves the nod
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -86,6 +87,11 @@ class _Totals:
 
     cut_numel: float
     whole_numel: float
+    dealt_cut_numel: float
+    """The part of `cut_numel` that belongs to experts."""
+    dealt_whole_numel: float
+    experts: int
+    """The greatest number that divides the experts of every layer that has some; 0 where none has."""
     saved: float
     saved_selective: float
     inputs: float
@@ -100,6 +106,9 @@ class _Totals:
         return cls(
             cut_numel=sum(param.numel for param in trained if param.cut is not None),
             whole_numel=sum(param.numel for param in trained if param.cut is None),
+            dealt_cut_numel=sum(param.numel for param in trained if param.experts and param.cut is not None),
+            dealt_whole_numel=sum(param.numel for param in trained if param.experts and param.cut is None),
+            experts=math.gcd(*(param.experts for param in model.params if param.experts)),
             saved=sum(layer.saved_elements for layer in blocks),
             saved_selective=sum(layer.saved_selective_elements for layer in blocks),
             inputs=sum(layer.input_elements for layer in blocks),
@@ -333,10 +342,17 @@ def _degrees(devices: int, totals: _Totals, hardware: Hardware, rejections: list
                 continue
             dp = devices // tp // pp
             base = Layout(tp=tp, pp=pp, sequence_parallel=tp > 1 and totals.sequence > 0 and totals.sequence % tp == 0)
-            yield replace(base, dp_replicate=dp)
+            yield from _dealt(replace(base, dp_replicate=dp), dp, totals.experts)
             for shard in _shards(dp, tp, hardware):
                 for zero in (1, 2, 3):
-                    yield replace(base, dp_replicate=dp // shard, dp_shard=shard, zero=zero)
+                    split = replace(base, dp_replicate=dp // shard, dp_shard=shard, zero=zero)
+                    yield from _dealt(split, shard, totals.experts if zero == 1 else 0)
+
+
+def _dealt(split: Layout, ranks: int, experts: int) -> Iterator[Layout]:
+    """Yield a split, and the same with its experts dealt to every part of the innermost data axis."""
+    yield split
+    yield from (replace(split, ep=ep) for ep in _divisors(ranks)[1:] if experts and experts % ep == 0)
 
 
 def _shards(dp: int, tp: int, hardware: Hardware) -> list[int]:
@@ -383,7 +399,9 @@ def _bound(layout: Layout, task: _Task) -> _Bound:
     is_full = layout.virtual_stages > 1 or layout.schedule == "zero-bubble"  # as if no stage ever waited
     filling = layout.pp if is_full else microbatches * (1 - (1 - 1 / microbatches) ** layout.pp)
     numel = (totals.cut_numel / layout.tp + totals.whole_numel) / layout.pp
-    updated = numel * UPDATE_PASSES * max(BYTES_OF[dtype], 4) / layout.dp_shard
+    dealt = (totals.dealt_cut_numel / layout.tp + totals.dealt_whole_numel) / layout.pp
+    numel -= dealt * (1 - 1 / layout.ep)
+    updated = numel * UPDATE_PASSES * max(BYTES_OF[dtype], 4) / layout.num_shards
     update_s = updated / hardware.memory_bytes_per_s / hardware.memory_efficiency + hardware.step_s
     kept = {"none": totals.saved, "selective": totals.saved_selective, "full": totals.inputs}[layout.recompute]
     activations = kept * size * min(layout.pp, microbatches) / layout.pp * BYTES_OF[dtype] / layout.tp / layout.cp

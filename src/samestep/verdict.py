@@ -27,6 +27,7 @@ class Cause(StrEnum):
     STALE_WEIGHT = "weights of an earlier step were used"
     MEAN_OF_MEANS = "mean of means: parts with different counts weigh the same"
     LOSS_SCALE = "the loss is scaled"
+    AUXILIARY_LOSS = "the loss that balances experts depends on the layout"
     LAST_MICROBATCH = "not every micro-batch counts"
     MISSING_REDUCTION = "a missing reduction"
     WRONG_GROUP = "a reduction over the wrong group"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hypothesis import settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from samestep.hardware import Hardware, Link
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.model import LayerSpec, ModelSpec, ParamSpec
+from samestep.model import Dealing, LayerSpec, ModelSpec, ParamSpec
 from samestep.program import Program
 from samestep.strategies import program_of
 
@@ -156,3 +157,17 @@ def cases(draw: st.DrawFn, *zero: int) -> Case:
     )
     ranks_per_node = draw(st.sampled_from([n for n in range(1, dp + 1) if dp % n == 0]))
     return Case(model, job, layout, program_of(model, job, layout, ranks_per_node))
+
+
+def dealing(num_blocks: int = 2, experts: int = 8, rows: int = 6, width: int = 4) -> ModelSpec:
+    """Return blocks of a plain weight and one with experts, which are given `rows` rows a sample."""
+    model = blocks(num_blocks, forward_flops=100)
+    layers = [
+        replace(layer, dealings=(Dealing(owner=f"{layer.name}.experts", rows=rows, width=width, experts=experts),))
+        for layer in model.layers
+    ]
+    weights = [
+        ParamSpec(name=f"{layer.name}.experts.up", shape=(experts, width, 3), layer=index, experts=experts)
+        for index, layer in enumerate(layers)
+    ]
+    return replace(model, layers=tuple(layers), params=(*model.params, *weights))

@@ -102,6 +102,7 @@ EXACT = [
     ("dp=2 offload", "bf16", "plain"),
     ("dp=2", "fp16", "llama"),
     ("dp=2 zero=2", "fp16", "gpt2"),
+    ("dp=2 ep=2 zero=1", "bf16", "mixtral"),
 ]
 
 
@@ -413,6 +414,9 @@ MOVES = [
     ("deep_tied", "tp=2 pp=2 microbatch=2", "dp=4 zero=2"),
     ("deep_tied", "dp=4 zero=3", "tp=2 pp=2 microbatch=2"),
     ("qwen3", "dp=2 tp=2 zero=3", "tp=2"),
+    ("qwen3_moe", "dp=4 ep=2", "dp=2 zero=3"),
+    ("mixtral", "dp=2 tp=2", "dp=4 ep=4 zero=1"),
+    ("own_experts", "dp_replicate=2 dp_shard=2 zero=1 ep=2", "dp=2 ep=2"),
 ]
 
 
@@ -427,9 +431,13 @@ def test_what_one_layout_saved_any_other_reads(tmp_path: Path, model: str, saved
     assert all(abs(loss - before[0][1]) < 1e-12 for _, loss in after)
 
 
-def test_bytes_are_written_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("deep_tied", "tp=2 pp=2 microbatch=2"), ("mixtral", "dp=4 ep=2"), ("mixtral", "dp=2 tp=2 ep=2")],
+)
+def test_bytes_are_written_once(tmp_path: Path, model: str, layout: str) -> None:
     job = job_of("float64", 2, optimizer={"name": "adamw", "options": {}})
-    pool(4).run(_save_after, "deep_tied", "tp=2 pp=2 microbatch=2", job, str(tmp_path))
+    pool(4).run(_save_after, model, layout, job, str(tmp_path))
     manifest = checkpoint.read_manifest(checkpoint.newest(tmp_path))  # type: ignore[arg-type]
     folder = checkpoint.newest(tmp_path)
     assert folder is not None

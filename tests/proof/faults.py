@@ -10,7 +10,7 @@ import functools
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from samestep.layout import Layout
 from samestep.runtime import checkpoint, context, dropout, pipeline, run, sequence, tensor, update
 from samestep.runtime.build import cross_entropy, loss_of, optimizer_of
 from samestep.runtime.data import Replicated
+from samestep.runtime.expert import Balance
 from samestep.runtime.init import Blueprint
 from samestep.runtime.launch import Place
 from samestep.runtime.run import Run, Source, prepare
@@ -130,6 +131,16 @@ def loss_is_divided_twice(patch: Patch) -> None:
     around(patch, Run, "_agree", agree)
 
 
+@fault(Cause.AUXILIARY_LOSS, "dp=2 ep=2", "mixtral_balanced")
+def loss_that_balances_experts_is_scaled_by_the_ranks(patch: Patch) -> None:
+    around(patch, Balance, "__call__", lambda balance, self, *args: balance(self, *args) * dist.get_world_size())
+
+
+@fault(Cause.AUXILIARY_LOSS, "dp=2", "mixtral_balanced")
+def experts_are_balanced_within_each_rank(patch: Patch) -> None:
+    around(patch, Balance, "of", lambda of, *args: replace(of(*args), group=None, copies=0.5))
+
+
 @fault(Cause.MISSING_REDUCTION, "dp=2")
 def loss_is_that_of_the_rank(patch: Patch) -> None:
     def agree(original: Any, self: Run, totals: Tensor) -> list[float]:
@@ -162,6 +173,19 @@ def gradients_are_reduced_over_half_the_ranks(patch: Patch) -> None:
 
     def send(original: Any, self: Replicated, flat: Any, op: Any, whole: Tensor) -> Any:
         return dist.all_reduce(whole, group=halves[rank() // 2], async_op=True)
+
+    around(patch, Replicated, "_send", send)
+
+
+@fault(Cause.MISSING_REDUCTION, "dp=4 ep=2", "mixtral")
+def gradients_of_experts_are_not_reduced(patch: Patch) -> None:
+    around(patch, Replicated, "_send", _unless("dp_expert"))
+
+
+@fault(Cause.WRONG_GROUP, "dp=4 ep=2", "mixtral")
+def gradients_of_experts_are_summed_with_other_experts(patch: Patch) -> None:
+    def send(original: Any, self: Replicated, flat: Any, op: Any, whole: Tensor) -> Any:
+        return original(self, flat, replace(op, axis="ep") if op.axis == "dp_expert" else op, whole)
 
     around(patch, Replicated, "_send", send)
 

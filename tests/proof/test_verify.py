@@ -22,6 +22,8 @@ LAYOUTS = [
     ("gpt2", "dp=2 zero=3 recompute=full"),
     ("qwen3", "dp=2 tp=2"),
     ("deep_tied", "dp=1 pp=2 microbatch=2"),
+    ("qwen3_moe", "dp=2 ep=2 zero=1"),
+    ("mixtral_balanced", "dp=2 ep=2"),
 ]
 
 

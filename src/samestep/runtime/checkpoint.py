@@ -6,7 +6,7 @@ checkpoints/step-000500/
     rank-0000.safetensors     runs of elements: value/NAME/START, state/NAME/START/KEY; buffers
 ```
 A rank writes the pieces it updates (the first replica's alone), and reads whatever runs overlap the pieces it has in
-its own layout. Of a weight that is cut over tp a file holds runs of a part, NAME@0of2; the manifest says which intervals
+its own layout. Of a weight that is cut over tp or dealt over ep a file holds runs of a part, NAME@0of2; the manifest says which intervals
 of the whole weight each part is, so that any other cut can be read from it. The folder is written under another name and
 renamed when every file is on disk, so a run that dies while saving leaves the checkpoint before it untouched, and a
 folder of this name that is not whole has been damaged: it is refused, never passed over. Values are in master precision,
@@ -35,7 +35,7 @@ from torch import Tensor
 from samestep.errors import CheckpointError
 from samestep.job import Job
 from samestep.model import ParamSpec
-from samestep.program import is_replicated
+from samestep.program import is_dealt, is_replicated
 from samestep.runtime.placement import Part, Runs, copy_shared, part_of, whole
 from samestep.runtime.run import Run
 from samestep.runtime.update import Piece
@@ -161,13 +161,15 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> None:
 def _writes(run: Run) -> bool:
     """Whether this rank holds pieces that no rank before it holds: those of the first replica."""
     step = run.program.step
-    return run.made.mesh.summed_index < (1 if step.zero == 0 else step.layout.num_shards)
+    return run.made.mesh.summed_index < (step.layout.ep if step.zero == 0 else step.layout.num_shards)
 
 
 def _stored_name(run: Run, name: str) -> str:
-    """Name a weight in the files; this rank's part of one that is cut over tp has a name of its own."""
-    tp = run.layout.tp
-    return f"{name}@{run.made.mesh.tp_index}of{tp}" if tp > 1 and _spec(run, name).cut is not None else name
+    """Name a weight in the files; this rank's part of one that is cut over tp, or dealt over ep, has a name of its own."""
+    layout, mesh, spec = run.layout, run.made.mesh, _spec(run, name)
+    if is_dealt(run.program.step, spec):
+        return f"{name}@{mesh.ep_index}of{layout.ep}"
+    return f"{name}@{mesh.tp_index}of{layout.tp}" if layout.tp > 1 and spec.cut is not None else name
 
 
 def _spec(run: Run, name: str) -> ParamSpec:
@@ -189,12 +191,15 @@ def _parts(run: Run) -> dict[str, list[Any]]:
 
 
 def _held_elsewhere(run: Run) -> set[str]:
-    """Weights that an earlier rank of a tensor cut, or the first of two tied stages, writes."""
-    step = run.program.step
+    """Weights that an earlier rank of a tensor cut or of dealt experts, or the first of two tied stages, writes."""
+    step, mesh = run.program.step, run.made.mesh
+    again = step.zero == 0 and mesh.dp_index > 0  # where experts are dealt, several replicas write
     return {
         param.name
         for param in step.model.params
-        if (is_replicated(step, param) and run.made.mesh.tp_index > 0) or (param.tied_stages and step.stage > 0)
+        if (is_replicated(step, param) and mesh.tp_index > 0)
+        or (param.tied_stages and step.stage > 0)
+        or (again and not is_dealt(step, param))
     }
 
 

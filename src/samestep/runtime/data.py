@@ -112,8 +112,9 @@ class Replicated:
             return
         start, stop = 0, member.numel
         if flat.weights is not None:
-            size = flat.bucket.padded_numel // self.mesh.dp_shard
-            first = self.mesh.shard_index * size
+            parts, index, _ = self._division(flat.bucket)
+            size = flat.bucket.padded_numel // parts
+            first = index * size
             start = min(max(first - member.offset, 0), member.numel)
             stop = min(max(first + size - member.offset, 0), member.numel)
         if start == stop:
@@ -221,15 +222,20 @@ class Replicated:
             cut = [_gradient_or_zero(param) for name, param in self.params.items() if name not in whole]
             held = [_gradient_or_zero(param) for name, param in self.params.items() if name in whole]
             return squared_norm(cut, self.mesh.device) + squared_norm(held, self.mesh.device) / self.mesh.tp
-        step = self.program.step
-        parts, index, copies = step.layout.num_summed, self.mesh.summed_index, 1
-        if step.zero == 1:
-            parts, index, copies = self.mesh.dp_shard, self.mesh.shard_index, self.mesh.dp_replicate
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for replicas in {flat.bucket.replicas for flat in self._flats}:
-            mine = [flat.gradients.view(parts, -1)[index] for flat in self._flats if flat.bucket.replicas == replicas]
-            total += squared_norm(mine, self.mesh.device) / (copies * replicas)
+        for replicas in sorted({flat.bucket.replicas for flat in self._flats}):
+            alike = [flat for flat in self._flats if flat.bucket.replicas == replicas]
+            divided = [(flat.gradients, *self._division(flat.bucket)) for flat in alike]
+            mine = [gradients.view(parts, -1)[index] for gradients, parts, index, _ in divided]
+            total += squared_norm(mine, self.mesh.device) / (divided[0][-1] * replicas)
         return total
+
+    def _division(self, bucket: Bucket) -> tuple[int, int, int]:
+        """Return among how many ranks a bucket is divided, the place of this one, and how many hold each part."""
+        mesh = self.mesh
+        if self.program.step.zero == 1:
+            return mesh.dp_shard // bucket.ep, mesh.shard_index // bucket.ep, mesh.dp_replicate
+        return mesh.dp_replicate * mesh.dp_shard // bucket.ep, mesh.summed_index // bucket.ep, 1
 
     def publish(self) -> None:
         """Gather every rank's chunk of the updated weights (zero=1)."""

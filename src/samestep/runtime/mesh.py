@@ -6,9 +6,10 @@ Ranks count through the axes like digits, the innermost axis fastest: `pp`, `dp_
 dp_replicate=2 dp_shard=2      rank 0 (0,0)   1 (0,1)   2 (1,0)   3 (1,1)
     dp_shard groups            {0 1} {2 3}            dp_replicate groups   {0 2} {1 3}
 ```
+`ep` and `dp_expert` are two digits of the innermost data axis: neighbours hold different experts, ranks `ep` apart the same.
 Ranks of `cp` hold equal weights, so gradients are summed over them too: the groups of `dp_shard` take them in, or where
-nothing is sharded those of `dp_replicate`. Axes that run over the same ranks share one group, so a communicator is never made twice; but `cp`,
-whose exchanges compute waits for, has its own, and waits for no gradient or weight that is sent meanwhile.
+nothing is sharded those of `dp_replicate`. Axes that run over the same ranks share one group, so a communicator is never made
+twice; but `cp`, whose exchanges compute waits for, has its own, and waits for no gradient or weight that is sent meanwhile.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Mesh:
     groups: Mapping[str, dist.ProcessGroup]
     ranks: Mapping[str, tuple[int, ...]]
     """Global ranks of this rank's group of each axis."""
+    ep: int = 1
 
     @property
     def shard_index(self) -> int:
@@ -70,6 +72,11 @@ class Mesh:
     def tp_index(self) -> int:
         """Position on `tp`."""
         return self.rank % self.tp
+
+    @property
+    def ep_index(self) -> int:
+        """Position on `ep`, whose ranks are neighbours on the innermost data axis."""
+        return self.dp_index % self.ep
 
     def group_of(self, axis: str) -> str:
         """Name the group that serves an axis by its ranks, and one that serves no other by the axis too."""
@@ -125,6 +132,7 @@ def build(program: Program, device: torch.device) -> Mesh:
         pp=layout.pp,
         groups=groups,
         ranks=mine,
+        ep=layout.ep,
     )
 
 
@@ -146,6 +154,14 @@ def _groups_of(axis: str, program: Program, world_size: int) -> Iterable[tuple[i
         }
     elif axis == "cp":
         digits = {"pp": layout.pp, "dp": layout.dp, "cp": layout.cp, "tp": layout.tp}
+    elif axis in ("ep", "dp_expert"):
+        digits = {
+            "pp": layout.pp,
+            "dp_outer": layout.dp // step.innermost_data_ranks,
+            "dp_expert": step.innermost_data_ranks // layout.ep,
+            "ep": layout.ep,
+            "tp": layout.tp,
+        }
     else:
         digits = {
             "pp": layout.pp,

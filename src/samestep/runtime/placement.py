@@ -106,8 +106,12 @@ def whole(shape: Sequence[int]) -> Part:
 
 def part_of(spec: ParamSpec, cut: ParamSpec, mesh: Mesh) -> Part:
     """Return what this rank has of `spec`, which the program cuts as `cut` says: numbers are cut as the weight is."""
-    if cut.cut is None or not spec.shape:
+    if cut.shape == spec.shape:
         return whole(spec.shape)
+    if cut.experts and mesh.ep > 1:
+        each = cut.shape[0]
+        return Part(tuple(spec.shape), 0, ((mesh.ep_index * each, (mesh.ep_index + 1) * each),))
+    assert cut.cut is not None, f"{spec.name} is cut by nobody"
     dim = cut.cut.dim
     along = [1] * len(spec.shape)
     along[dim] = spec.shape[dim]

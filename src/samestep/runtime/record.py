@@ -79,7 +79,9 @@ class Ledger(TorchDispatchMode):
         name = func._schema.name.split("::")[1]
         tensors = [t for arg in args for t in (arg if isinstance(arg, (list, tuple)) else [arg]) if torch.is_tensor(t)]
         group = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg))
-        largest = max(tensors, key=lambda tensor: tensor.numel() * tensor.element_size())
+        # Of an all_to_all what is sent, the second of the two: over a group that adds up to what is received.
+        sized = tensors[1:] if name == "alltoall_base_" else tensors
+        largest = max(sized, key=lambda tensor: tensor.numel() * tensor.element_size())
         owner = next((label for label, _ in reversed(self._labels) if label is not None), "?")
         row = LedgerRow(
             _KINDS.get(name, name),

@@ -33,8 +33,19 @@ from samestep.errors import DataError, LayoutError, NonFiniteError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.model import ModelSpec
-from samestep.program import Program, Task, TaskKind
-from samestep.runtime import context, dropout, launch, locality, pipeline, precision, recompute, sequence, tensor
+from samestep.program import Program, Task, TaskKind, is_dealt
+from samestep.runtime import (
+    context,
+    dropout,
+    expert,
+    launch,
+    locality,
+    pipeline,
+    precision,
+    recompute,
+    sequence,
+    tensor,
+)
 from samestep.runtime import mesh as meshes
 from samestep.runtime.build import call_model, cross_entropy, learning_rate_factor
 from samestep.runtime.data import Replicated
@@ -284,6 +295,8 @@ class Run:
             if made.stage is not None and not made.stage.is_last(task.chunk):
                 return None
             loss_sum, count = made.loss(precision.for_loss(outputs), self._own_tokens(samples))
+            if made.balance is not None:
+                loss_sum = loss_sum + made.balance(outputs, count, weight)
         totals += torch.stack([_number(loss_sum.detach(), totals), _number(count, totals)]) * weight
         scale = made.updater.loss_scale.scale if made.updater.loss_scale else 1.0
         return loss_sum * (weight * scale / made.nominal_count)
@@ -413,6 +426,8 @@ class _Made:
     deferred: Deferred
     """Gradients of weights that backwards leave for later."""
     loss: Loss
+    balance: expert.Balance | None
+    """What the job adds to its loss so that experts are chosen alike; None where it asks for nothing."""
     lr_factor: Callable[[int], float]
     nominal_count: float
     """A power of two near the count of a whole step: dividing by it costs no bit."""
@@ -441,12 +456,16 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
         pipeline.check(model, program)
     tensor.apply(model, program, mesh)
     slicing = context.Slicing(model, program, mesh) if layout.cp > 1 else None
+    expert.apply(model, program, mesh)
     dropout.track_modules(model)
     deferred = Deferred(model, program)
     recompute.apply(model, program, functools.partial(_recompute_contexts, model, job, slicing))
 
     def materialize(name: str, dtype: torch.dtype) -> Tensor:
-        return tensor.local_part(plan.materialize(name, place.device, dtype), params[name], mesh)
+        whole = plan.materialize(name, place.device, dtype)
+        if is_dealt(program.step, params[name]):
+            return expert.local_part(whole, mesh)
+        return tensor.local_part(whole, params[name], mesh)
 
     params = {param.name: param for param in program.step.model.params}
     holder = holder_of(layout)(model, program, mesh, materialize)
@@ -462,6 +481,7 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
         slicing=slicing,
         deferred=deferred,
         loss=functools.partial(tensor.cut_loss, mesh) if tensor.cuts_logits(program) else source.loss,
+        balance=expert.Balance.of(model, program, mesh),
         lr_factor=learning_rate_factor(job.schedule, job.train.steps),
         nominal_count=_nominal_count(example, job.train.global_batch),
         master=precision.DTYPES[program.step.master_dtype],
@@ -501,10 +521,14 @@ def prepare(source: Source, job: Job, example: Any) -> tuple[Blueprint, ModelSpe
     dtype = next((param.dtype for param in plan.module.parameters() if param.is_floating_point()), torch.float32)
     one = _first_of(example, dtype)
     cuts = tensor.cuts_of(plan.module)
-    noting = dropout.noting(plan.module, samples_traced(plan.module))
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
-    with tensor.watching(plan.module, cuts) as seen, sequence.watching(plan.module) as calls, noting as masks:
+    with ExitStack() as stack:
+        seen = stack.enter_context(tensor.watching(plan.module, cuts))
+        calls = stack.enter_context(sequence.watching(plan.module))
+        masks = stack.enter_context(dropout.noting(plan.module, samples_traced(plan.module)))
+        dealings = stack.enter_context(expert.watching(plan.module))
         spec = trace(plan.module, one, source.name, value_of, seen.keep, cuts.styles)
+    spec = expert.with_experts(spec, dealings, plan.module if source.loss is cross_entropy else None)
     spec = tensor.with_cuts(spec, plan.module, cuts, seen)
     return plan, replace(sequence.with_sequence(spec, plan.module, cuts.styles, calls), masks=tuple(masks))
 

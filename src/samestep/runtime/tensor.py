@@ -30,6 +30,7 @@ from samestep.model import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSum, is_
 from samestep.program import Program
 from samestep.runtime import sequence
 from samestep.runtime.build import IGNORED_LABEL, at_least_float32, target_of
+from samestep.runtime.expert import experts_of
 from samestep.runtime.mesh import Mesh
 from samestep.runtime.precision import DTYPES
 from samestep.runtime.record import owned
@@ -75,6 +76,7 @@ def cuts_of(model: nn.Module) -> Cuts:
     plan = _transformers_plan(model)
     if plan is None:
         return Cuts(refusal="it has no tensor_plan, and transformers has none for it")
+    plan = {pattern: style for pattern, style in plan.items() if not _is_of_experts(model, pattern)}
     unknown = sorted({style for style in plan.values() if style not in _FROM_TRANSFORMERS})
     if unknown:
         return Cuts(refusal=f"its plan asks for {', '.join(unknown)}, which is not built")
@@ -95,6 +97,15 @@ def _transformers_plan(model: nn.Module) -> dict[str, str] | None:
     if not plan or not prefix:
         return None
     return {f"{prefix}.{pattern}": style for pattern, style in plan.items()}
+
+
+def _is_of_experts(model: nn.Module, pattern: str) -> bool:
+    """Whether a pattern names experts, which stay whole on each rank of a tensor cut: `ep` deals them."""
+    names = [
+        [path, *(f"{path}.{leaf}" for leaf, _ in model.get_submodule(path).named_parameters())]
+        for path in experts_of(model)
+    ]
+    return any(fnmatch.fnmatch(name, pattern) for below in names for name in below)
 
 
 def _matched(model: nn.Module, plan: Plan) -> Cuts:

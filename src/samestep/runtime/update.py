@@ -163,6 +163,8 @@ def _cuts_of(layout: Layout) -> Iterator[tuple[str, tuple[_Cut, ...]]]:
         yield f"zero={layout.zero}", (_run if layout.zero == 1 else _rows,)
     if layout.tp > 1:
         yield f"tp={layout.tp}", (_rows, _columns)
+    if layout.ep > 1:
+        yield f"ep={layout.ep}", (_rows,)
     if layout.pp > 1:
         yield f"pp={layout.pp}", (_some,)
 

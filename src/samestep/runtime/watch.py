@@ -22,10 +22,11 @@ import xxhash
 from torch import Tensor
 
 from samestep.errors import DriftError
-from samestep.program import is_replicated
+from samestep.program import is_dealt, is_replicated
 
 if TYPE_CHECKING:
     from samestep.runtime.run import Run, StepReport
+    from samestep.runtime.update import Piece
 
 TOLERANCE = 1e-3
 """Of weights that ranks compute redundantly, against their norm: a missing reduction parts them further in few steps."""
@@ -42,8 +43,13 @@ class Watch:
         whole = {param.name for param in step.model.params if is_replicated(step, param)}
         self._redundant = [piece for piece in pieces if piece.name in whole]
         tp_index = 0 if all(piece.name in whole for piece in pieces) else run.made.mesh.tp_index
-        held = repr([(piece.name, piece.start, piece.stop) for piece in pieces] + [tp_index]).encode()
-        self._replicas = _group_of_equals(run, xxhash.xxh3_64_hexdigest(held))
+        dealt = {param.name for param in step.model.params if is_dealt(step, param)}
+        self._replicas: list[tuple[list[Piece], dist.ProcessGroup | None]] = []
+        """Pieces, and the ranks that hold the same of them: of experts others than of all else."""
+        for index in (0, 1 + run.made.mesh.ep_index)[: 1 + (run.layout.ep > 1)]:
+            mine = [piece for piece in pieces if (piece.name in dealt) is (index > 0)]
+            held = repr([(piece.name, piece.start, piece.stop) for piece in mine] + [tp_index, index]).encode()
+            self._replicas.append((mine, _group_of_equals(run, xxhash.xxh3_64_hexdigest(held))))
         cut = run.layout.tp > 1
         self._cut_ranks = _group_of_equals(run, str(run.made.mesh.ranks["tp"])) if cut else None
 
@@ -53,11 +59,13 @@ class Watch:
         Raises:
             DriftError: names the tensor and the rank that differs from most.
         """
-        pieces = self._run.updater.pieces
-        prints = torch.stack([_fingerprint(piece.value) for piece in pieces]) if pieces else torch.zeros(0)
-        odd = _differing(prints, self._replicas)
-        names = [pieces[index].name for index in odd]
-        values = prints[odd].tolist() if odd else []
+        names: list[str] = []
+        values: list[Any] = []
+        for pieces, group in self._replicas:
+            prints = torch.stack([_fingerprint(piece.value) for piece in pieces]) if pieces else torch.zeros(0)
+            odd = _differing(prints, group)
+            names += [pieces[index].name for index in odd]
+            values += prints[odd].tolist() if odd else []
         if self._cut_ranks is not None and not names and self._redundant:
             sizes = torch.stack([_projected(piece.value) for piece in self._redundant])
             apart = _apart(sizes, self._cut_ranks)

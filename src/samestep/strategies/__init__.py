@@ -13,12 +13,12 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.model import ModelSpec
 from samestep.program import Kind, Op, Ops, Program, Step, Task, TaskKind, position
-from samestep.strategies import context, data, pipeline, precision, recompute, sequence, shard, tensor
+from samestep.strategies import context, data, expert, pipeline, precision, recompute, sequence, shard, tensor
 
 # Order matters: context leaves a slice of the sequence, of which tensor cuts heads and neurons; sequence cuts what that
-# leaves whole, recompute repeats forwards with their sums, pipeline leaves a stage its layers, sharding gathers and
-# scatters around what is there, replication reduces what sharding leaves whole.
-STACK: tuple[ModuleType, ...] = (precision, context, tensor, sequence, recompute, pipeline, shard, data)
+# leaves whole, expert leaves a rank its experts, recompute repeats forwards with what they send, pipeline leaves a stage its
+# layers, sharding gathers and scatters around what is there, replication reduces what sharding leaves whole.
+STACK: tuple[ModuleType, ...] = (precision, context, tensor, sequence, expert, recompute, pipeline, shard, data)
 
 
 def program_of(

@@ -86,9 +86,12 @@ def _reduced(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops
         return _reductions(step, bucket)
 
     if ends_gradients(key, step):
-        if step.zero == 0:
-            return start_reductions(ops, step, buckets, reduction)
-        return tuple(_reduce_units(ops, step)) if step.zero >= 2 and step.layout.num_replicas > 1 else ops
+        if step.zero < 2:
+            # Under zero=1 a bucket's first collective is that of the shards, but for experts of which no two ranks of a
+            # replica hold the same.
+            first = [bucket for bucket in buckets if step.zero == 0 or bucket.ep == step.layout.num_shards]
+            return start_reductions(ops, step, tuple(first), reduction)
+        return tuple(_reduce_units(ops, step)) if step.layout.num_replicas > 1 else ops
     if key != TaskKind.UPDATE:
         return ops
     return (*finish_reductions(buckets, reduction), *ops)
@@ -121,21 +124,27 @@ def _reductions(step: Step, bucket: Bucket) -> tuple[Op, ...]:
         return Op(kind=kind, owner=bucket.name, axis=axis, dtype=step.master_dtype).sized(numel)
 
     if step.zero == 1:
-        chunk = numel // step.layout.num_shards
-        first = (op(Kind.REDUCE_SCATTER, "dp_shard", numel),)  # which the strategy of that axis has written
+        shards = step.layout.num_shards // bucket.ep
+        chunk = numel // shards
+        # The strategy of that axis has written it.
+        first = (op(Kind.REDUCE_SCATTER, bucket.shard_axis, numel),) if shards > 1 else ()
         over_replicas = (op(Kind.ALL_REDUCE, AXIS, chunk),) if step.layout.num_replicas > 1 else ()
         return (*first, *over_replicas, *((op(Kind.ALL_REDUCE, TIE, chunk),) if bucket.is_tied else ()))
-    return (*_over_replicas(step, numel, op), *((op(Kind.ALL_REDUCE, TIE, numel),) if bucket.is_tied else ()))
+    axis, ranks = ("dp_expert", step.layout.dp // bucket.ep) if bucket.ep > 1 else (AXIS, step.layout.dp_replicate)
+    return (
+        *_over_replicas(step, numel, op, axis, ranks),
+        *((op(Kind.ALL_REDUCE, TIE, numel),) if bucket.is_tied else ()),
+    )
 
 
-def _over_replicas(step: Step, numel: int, op: Callable[[Kind, str, int], Op]) -> tuple[Op, ...]:
-    """The ops of the layout's way of reduction."""
-    if step.layout.num_replicas == 1:
+def _over_replicas(step: Step, numel: int, op: Callable[[Kind, str, int], Op], axis: str, ranks: int) -> tuple[Op, ...]:
+    """The ops of the layout's way of reduction over the ranks that hold the same."""
+    if ranks == 1:
         return ()
     if step.layout.reduce == "ring":
-        return (op(Kind.ALL_REDUCE, AXIS, numel),)
+        return (op(Kind.ALL_REDUCE, axis, numel),)
     if step.layout.reduce == "root":
-        return (op(Kind.REDUCE, AXIS, numel), op(Kind.BROADCAST, AXIS, numel))
+        return (op(Kind.REDUCE, axis, numel), op(Kind.BROADCAST, axis, numel))
     axes = _axes(step)
     inside = axes.get("dp_intra", 1)
     between = (op(Kind.ALL_REDUCE, "dp_inter", numel // inside),) if "dp_inter" in axes else ()

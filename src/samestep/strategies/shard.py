@@ -88,18 +88,25 @@ def apply(program: Program) -> Program:
 
 def _stage_1(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops:
     if ends_gradients(key, step):
-        return start_reductions(ops, step, buckets, lambda b: (_scattered(step, b),))
+        # What is dealt to all ranks is cut no further.
+        return start_reductions(ops, step, buckets, lambda b: (_scattered(step, b),) * (b.ep < step.layout.num_shards))
     if key != TaskKind.UPDATE:
         return ops
     gathers = tuple(
-        replace(_op(Kind.ALL_GATHER, b.name, b.dtype, b.padded_numel), after=(f"{Kind.UPDATE}:optimizer",))
+        replace(
+            _op(Kind.ALL_GATHER, b.name, b.dtype, b.padded_numel),
+            axis=b.shard_axis,
+            after=(f"{Kind.UPDATE}:optimizer",),
+        )
         for b in buckets
+        if b.ep < step.layout.num_shards
     )
     return (*ops, *gathers)
 
 
 def _scattered(step: Step, bucket: Bucket) -> Op:
-    return _op(Kind.REDUCE_SCATTER, bucket.name, step.master_dtype, bucket.padded_numel)
+    op = _op(Kind.REDUCE_SCATTER, bucket.name, step.master_dtype, bucket.padded_numel)
+    return replace(op, axis=bucket.shard_axis)
 
 
 def _stage_2_or_3(key: str, ops: Ops, step: Step, units: tuple[Unit, ...]) -> Ops:

@@ -1,0 +1,258 @@
+"""Expert parallelism on real modules (twin of `strategies/expert.py`): rows are sent to the ranks of their experts.
+
+A module of experts is called with rows, the experts chosen for each and their weights, and holds every weight of all its
+experts in one tensor, experts along dimension 0. Such are those of transformers; a user's own model names its in
+`expert_plan = ["blocks.*.experts"]`. The module goes on computing with its own code, on the experts that it is left with:
+
+    called with   x [N, D]   chosen [N, K]   weights [N, K]         of this rank's samples
+    runs on       x [M, D]   chosen [M, 1]   ones [M, 1]            rows of all ranks for this rank's experts
+    returns       y [N, D] = sum over K of weights x what came back
+
+The router's gradient comes from that sum, on the rank that has the token. Where nothing is sent to a rank it runs on one
+row of zeros, which it drops, so that all ranks take part in every exchange of the backward, and every weight of an expert
+has a gradient.
+
+transformers computes experts by grouped matrix products, whose shapes do not depend on what is chosen, and which torch
+has not in float64: there it goes from expert to expert, on one device too.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samestep.errors import ModelError
+from samestep.model import Dealing, LayerSpec, ModelSpec, ParamSpec, is_below
+from samestep.program import Program
+from samestep.runtime.build import at_least_float32
+from samestep.runtime.mesh import Mesh
+from samestep.runtime.record import owned
+
+_BY_GROUPS, _ONE_BY_ONE = "grouped_mm", "eager"
+"""What transformers calls its ways to compute experts."""
+
+
+def experts_of(model: nn.Module) -> dict[str, int]:
+    """Return how many experts each module of experts holds, by its path.
+
+    Raises:
+        ModelError: the model's own `expert_plan` names none, or one that holds something else.
+    """
+    plan = getattr(model, "expert_plan", None)
+    if plan is None:
+        return {path: size for path, part in model.named_modules() if _is_hf(part) and (size := _num_experts(part))}
+    found = {path: part for path, part in model.named_modules() if any(fnmatch.fnmatch(path, word) for word in plan)}
+    if not found:
+        raise ModelError(f"expert_plan names no module: {', '.join(plan)}")
+    for path, part in found.items():
+        if not _num_experts(part):
+            raise ModelError(
+                f"expert_plan: {path} must say `num_experts`, and have that many along dimension 0 of each weight"
+            )
+    return {path: _num_experts(part) for path, part in found.items()}
+
+
+def _is_hf(module: nn.Module) -> bool:
+    """Whether a module is one that transformers computes in several ways."""
+    return hasattr(module, "is_transposed") and hasattr(getattr(module, "config", None), "_experts_implementation")
+
+
+def _num_experts(module: nn.Module) -> int:
+    """Count the experts of a module all of whose weights have them along their first dimension; 0 for another one."""
+    count = getattr(module, "num_experts", 0)
+    shapes = [param.shape for param in module.parameters()]
+    return count if isinstance(count, int) and shapes and all(s and s[0] == count for s in shapes) else 0
+
+
+def _compute(model: nn.Module, way: str) -> dict[int, tuple[Any, str]]:
+    """Let transformers compute all experts of a model one way; return each configuration with the way it had."""
+    configs: dict[int, Any] = {id(part.config): part.config for part in model.modules() if _is_hf(part)}
+    before = {key: (config, config._experts_implementation) for key, config in configs.items()}
+    for config in configs.values():
+        config._experts_implementation = way
+    return before
+
+
+# -- what is exchanged, seen in a forward on the meta device ---------------------------------------
+
+
+@contextmanager
+def watching(model: nn.Module) -> Iterator[list[Dealing]]:
+    """Note, in the forward of one sample that runs meanwhile, what each module of experts is given.
+
+    Meanwhile experts are computed by groups, whose shapes do not depend on what is chosen.
+    """
+    seen: list[Dealing] = []
+    experts = experts_of(model)
+
+    def note(path: str, module: nn.Module, args: Any, named: Any) -> None:
+        x, chosen, _ = _called_with(args, named)
+        seen.append(Dealing(owner=path, rows=chosen.numel(), width=x.shape[-1], experts=experts[path]))
+
+    handles = [
+        model.get_submodule(path).register_forward_pre_hook(functools.partial(note, path), with_kwargs=True)
+        for path in experts
+    ]
+    before = _compute(model, _BY_GROUPS)
+    try:
+        yield seen
+    finally:
+        for config, way in before.values():
+            config._experts_implementation = way
+        for handle in handles:
+            handle.remove()
+
+
+def _called_with(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    given = (*args, *named.values())
+    if len(given) != 3 or given[1].shape != given[2].shape:
+        raise ModelError("a module of experts is called with rows, the experts chosen for each, and their weights")
+    return given
+
+
+def with_experts(spec: ModelSpec, dealings: list[Dealing], balanced: nn.Module | None) -> ModelSpec:
+    """Write into a spec which weights are of experts, and what these are given.
+
+    `balanced` is the model, where its configuration may ask for a loss that balances them; other losses are the user's.
+    """
+    sizes = {exchange.owner: exchange.experts for exchange in dealings}
+
+    def param_with(param: ParamSpec) -> ParamSpec:
+        return replace(param, experts=sizes.get(param.name.rpartition(".")[0], 0))
+
+    def layer_with(layer: LayerSpec) -> LayerSpec:
+        mine = [exchange for exchange in dealings if any(is_below(exchange.owner, root) for root in layer.modules)]
+        return replace(layer, dealings=tuple(mine))
+
+    config = getattr(balanced, "config", None)
+    asks = getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0.0)
+    return replace(
+        spec,
+        params=tuple(map(param_with, spec.params)),
+        layers=tuple(map(layer_with, spec.layers)),
+        balanced_experts=max(sizes.values(), default=0) if asks else 0,
+    )
+
+
+# -- carrying it out -------------------------------------------------------------------------------
+
+
+def local_part(whole: Tensor, mesh: Mesh) -> Tensor:
+    """Take this rank's experts out of a whole weight."""
+    return whole.chunk(mesh.ep)[mesh.ep_index].clone()  # else the whole would stay
+
+
+def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
+    """Let each module of experts send its rows to the ranks that have their experts."""
+    if program.step.compute_dtype == "float64":
+        _compute(model, _ONE_BY_ONE)
+    if program.step.layout.ep == 1:
+        return
+    for path, experts in experts_of(model).items():
+        module = model.get_submodule(path)
+        module.num_experts = experts // mesh.ep  # type: ignore[assignment]
+        module.forward = functools.partial(_dealt, module.forward, experts, mesh.groups["ep"], path)
+
+
+def _dealt(forward: Any, num_experts: int, group: dist.ProcessGroup, path: str, *args: Any, **named: Any) -> Tensor:
+    """Stand in for the forward of a module of experts."""
+    x, chosen, weights = _called_with(args, named)
+    if torch.is_grad_enabled() and not x.requires_grad:
+        x = x.detach().requires_grad_()  # else ranks without rows would have no part in the backward
+    picks = chosen.flatten()
+    order = picks.argsort(stable=True)
+    sizes, comes = _exchange_counts(picks, num_experts, group, path)
+    sent, received = torch.stack([sizes.sum(1), comes.sum(1)]).tolist()
+    rows = _AllToAll.apply(x[order // chosen.shape[1]], sent, received, group, path)
+    index = torch.arange(comes.shape[1], device=x.device).repeat(len(comes)).repeat_interleave(comes.flatten())
+    back = _AllToAll.apply(_own(forward, rows, index, weights.dtype), received, sent, group, path)
+    in_order = back[order.argsort()].view(*chosen.shape, -1)
+    return (in_order * weights[..., None]).sum(dim=1).to(x.dtype)
+
+
+def _own(forward: Any, rows: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute rows by this rank's experts, each by the one of its index; at least one row, which is then dropped."""
+    count = len(rows)
+    if not count:
+        rows, index = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), index.new_zeros(1)
+    return forward(rows, index[:, None], torch.ones(len(rows), 1, dtype=dtype, device=rows.device))[:count]
+
+
+def _exchange_counts(picks: Tensor, num_experts: int, group: dist.ProcessGroup, path: str) -> tuple[Tensor, Tensor]:
+    """Count the rows for each expert of each rank, [ep, E / ep], and those that come from each rank, [ep, E / ep]."""
+    sizes = torch.bincount(picks, minlength=num_experts)
+    comes = torch.empty_like(sizes)
+    with owned(path):
+        dist.all_to_all_single(comes, sizes, group=group)
+    degree = dist.get_world_size(group)
+    return sizes.view(degree, -1), comes.view(degree, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """The loss that wants all experts chosen alike: a sum, as the other loss is, of this rank's part."""
+
+    coefficient: float
+    top_k: int
+    num_experts: int
+    group: dist.ProcessGroup | None
+    """Of all ranks; None for a single one."""
+    copies: int
+    """Ranks that count the same samples."""
+
+    @classmethod
+    def of(cls, model: nn.Module, program: Program, mesh: Mesh) -> Balance | None:
+        """Read what a transformers model asks for; None where it asks for nothing."""
+        experts, config = program.step.model.balanced_experts, getattr(model, "config", None)
+        if not experts or config is None:
+            return None
+        group = mesh.groups.get("world")
+        return cls(config.router_aux_loss_coef, config.num_experts_per_tok, experts, group, mesh.tp)
+
+    def __call__(self, outputs: Any, count: Tensor | int, weight: float) -> Tensor:
+        """Return this rank's part, times the count of the whole step. Collective over the world.
+
+        `count` is what the other loss counts here, `weight` 0 for samples that stand in for none.
+        """
+        shares = [at_least_float32(logits).softmax(dim=-1) for logits in outputs.router_logits]
+        picks = torch.cat([share.topk(self.top_k, dim=-1).indices.flatten() for share in shares])
+        rows = sum(len(share) for share in shares)
+        known = torch.tensor([rows, float(count)], dtype=torch.float64, device=picks.device)
+        totals = weight * torch.cat([torch.bincount(picks, minlength=self.num_experts).double(), known])
+        if self.group is not None:
+            with owned("balance"):
+                dist.all_reduce(totals, group=self.group)
+        chosen, (rows_of_all, count_of_all) = totals[:-2], totals[-2:] / self.copies
+        chosen = chosen / self.copies / rows_of_all
+        mean = torch.stack([share.sum(dim=0) for share in shares]).sum(dim=0) / rows_of_all
+        return self.coefficient * self.num_experts * count_of_all * (chosen.to(mean.dtype) * mean).sum()
+
+
+class _AllToAll(torch.autograd.Function):
+    """Send runs of rows to the ranks of a group, and their gradients back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, owner: str
+    ) -> Tensor:
+        ctx.sent, ctx.received, ctx.group, ctx.owner = sent, received, group, owner
+        return _exchanged(rows, sent, received, group, owner)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _exchanged(gradients[0], ctx.received, ctx.sent, ctx.group, ctx.owner), None, None, None, None
+
+
+def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, owner: str) -> Tensor:
+    comes = rows.new_empty((sum(received), *rows.shape[1:]))
+    with owned(owner):
+        dist.all_to_all_single(comes, rows.contiguous(), received, sent, group=group)
+    return comes

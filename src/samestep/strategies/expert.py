@@ -1,0 +1,163 @@
+"""Expert parallelism: each rank of `ep` holds some experts of every layer that has them, and rows travel to theirs.
+
+GShard (Lepikhin et al. 2020, arXiv:2006.16668, section 3.2). The ranks of `ep` are data ranks: they read different
+samples, and hold all other weights alike. A token chooses k of E experts; each choice is a row. With E/ep experts a rank:
+
+```
+        k rows a token            rows of my experts            my own rows again
+   x ──────────────────► all_to_all ──► experts ──► all_to_all ──► weighted sum of the k
+```
+Nothing is dropped: ranks first tell each other how many rows come for which expert, E numbers, and the two exchanges
+are of just that size. So what a rank is sent depends on values, and the program lists what every expert being chosen
+alike would make: rows x width. What all ranks of a group send is that in any case, whatever is chosen. Backward exchanges
+gradients twice, the other way.
+
+A data axis of D ranks falls into `ep`, neighbours, and `dp_expert`, D/ep ranks that hold the same experts. Gradients of
+experts are summed over `dp_expert` alone: the samples of the others have come by all_to_all.
+
+A loss that wants all experts chosen alike (Fedus et al. 2021, arXiv:2101.03961, equation 4) is a product of two means over
+tokens, f the share of choices that an expert gets and P the mean of its probability:
+
+    c E sum_e f_e P_e         its gradient flows through P alone
+
+Means over a micro-batch or a rank would make another loss in every layout, so f is that of the whole global batch: one
+all_reduce at the end of the forward, which therefore has to be that of all samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from samestep.model import Dealing, LayerSpec, ModelSpec, ParamSpec, Product
+from samestep.program import BYTES_OF, Kind, Op, Ops, Program, Step, is_forward
+
+AXIS = "ep"
+SAME = "dp_expert"
+"""Ranks of the innermost data axis that hold the same experts."""
+
+_COUNT_BYTES = 8
+
+
+def refusal(step: Step) -> str | None:
+    """Refuse a degree that divides neither the data ranks nor the experts, and what does not know of experts."""
+    layout, model = step.layout, step.model
+    if model.balanced_experts and (reason := _refuse_balance(step)):
+        return reason
+    if layout.ep == 1:
+        return None
+    dealt = [param for param in model.params if param.experts]
+    if not dealt:
+        return (
+            f"ep={layout.ep}: {model.name} has no experts that lie side by side in one weight "
+            "(a module called with rows, the experts chosen for them and their weights): ep=1 works"
+        )
+    ranks, experts = step.innermost_data_ranks, math.gcd(*(param.experts for param in dealt))
+    works = [str(n) for n in range(2, ranks + 1) if ranks % n == 0 and experts % n == 0]
+    nearest = f"{'ep=' + ' or '.join(works) if works else 'only ep=1'} works"
+    if ranks % layout.ep:
+        axis = "dp_shard" if step.zero else "dp_replicate"
+        return f"ep={layout.ep} borrows data ranks, and does not divide {axis}={ranks}; {nearest}"
+    if experts % layout.ep:
+        uneven = next(param for param in dealt if param.experts % layout.ep)
+        return f"ep={layout.ep} does not divide the {uneven.experts} experts of {uneven.name}; {nearest}"
+    if step.zero >= 2:
+        return (
+            f"ep={layout.ep} deals experts, and zero={layout.zero} would cut what is dealt once more: zero=1 with it "
+            "works, and so does ep=1"
+        )
+    if layout.cp > 1:
+        return f"ep={layout.ep} deals the tokens of whole sequences, and cp={layout.cp} cuts them: cp=1 works, and so does ep=1"
+    if layout.reduce == "hierarchical":
+        return (
+            f"reduce=hierarchical sums over all data ranks, and experts differ with ep={layout.ep}: reduce=ring works"
+        )
+    if shared := next((param.name for param in dealt if param.shared or param.read_outside), None):
+        return f"ep={layout.ep}: {shared} is used by several modules: ep=1 works"
+    return None
+
+
+def _refuse_balance(step: Step) -> str | None:
+    if step.layout.pp > 1:
+        return (
+            f"pp={step.layout.pp}: the loss that balances experts reads the routers of all layers, which stand on several "
+            "stages: pp=1 works, and so does a job without it (output_router_logits = false)"
+        )
+    if step.num_microbatches > 1:
+        return (
+            f"microbatch={step.layout.microbatch}: the loss that balances experts is one of the whole batch, whose choices "
+            f"are known only after the forward of all of it: microbatch={step.rank_samples} works"
+        )
+    return None
+
+
+def apply(program: Program) -> Program:
+    """Leave a rank its experts, and write the exchanges and what a loss that balances them needs to know."""
+    step = program.step
+    if step.model.balanced_experts and step.layout.world_size > 1:
+        program = program.with_bodies(lambda key, ops: (*ops, _choices(ops, step)) if is_forward(key) else ops)
+    degree = step.layout.ep
+    if degree == 1:
+        return program
+    local = replace(step, model=deal_model(step.model, degree))
+    holders = step.innermost_data_ranks // degree
+    axes = {**program.axes, AXIS: degree, **({SAME: holders} if holders > 1 else {})}
+    return replace(program, step=local).with_bodies(lambda _, ops: tuple(_exchanged(ops, local)), axes=axes)
+
+
+def _choices(ops: Ops, step: Step) -> Op:
+    """Count the choices of each expert, all rows, and what the loss counts."""
+    op = Op(kind=Kind.ALL_REDUCE, owner="balance", axis="world", dtype="float64", after=(ops[-1].name,))
+    return op.sized(step.model.balanced_experts + 2)
+
+
+def deal_model(model: ModelSpec, degree: int) -> ModelSpec:
+    """Return the model that one rank holds."""
+    params = tuple(_deal_param(param, degree) for param in model.params)
+    return replace(model, params=params, layers=tuple(_deal_layer(layer, degree) for layer in model.layers))
+
+
+def _deal_param(param: ParamSpec, degree: int) -> ParamSpec:
+    if not param.experts:
+        return param
+    return replace(param, shape=(param.shape[0] // degree, *param.shape[1:]))
+
+
+def _deal_layer(layer: LayerSpec, degree: int) -> LayerSpec:
+    """A rank has as many rows as before, for fewer experts; it keeps those that came back, to weigh them."""
+    if not layer.dealings:
+        return layer
+    sizes = {exchange.experts for exchange in layer.dealings}
+    came_back = sum(exchange.rows * exchange.width for exchange in layer.dealings)
+
+    def dealt(product: Product) -> Product:
+        return replace(product, groups=-(-product.groups // degree)) if product.groups in sizes else product
+
+    return replace(
+        layer,
+        products=tuple(map(dealt, layer.products)),
+        saved_elements=layer.saved_elements + came_back,
+        moved_elements=layer.moved_elements + 4 * came_back,  # sorted and put back, each read and written
+        repeats_last_sum=True,
+    )
+
+
+def _exchanged(ops: Ops, step: Step) -> Iterator[Op]:
+    """Write what a layer's experts exchange behind its compute."""
+    for op in ops:
+        yield op
+        if op.layer is None or op.kind not in (Kind.FORWARD, Kind.BACKWARD):
+            continue
+        dealings = step.model.layers[op.layer].dealings
+        for exchange in dealings if op.kind is Kind.FORWARD else reversed(dealings):
+            yield from _exchange(exchange, step, op)
+
+
+def _exchange(exchange: Dealing, step: Step, after: Op) -> Iterator[Op]:
+    rows = Op(kind=Kind.ALL_TO_ALL, owner=exchange.owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
+    if after.kind is Kind.FORWARD:
+        yield replace(rows, dtype="int64", size_bytes=exchange.experts * _COUNT_BYTES)
+    size = exchange.rows * exchange.width * step.microbatch_samples * BYTES_OF[step.compute_dtype]
+    yield replace(rows, size_bytes=size)
+    yield replace(rows, size_bytes=size)

@@ -1,0 +1,107 @@
+"""Laws of dealt experts: each lies on one rank of `ep`, rows are neither lost nor sent twice, sums run over holders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep.errors import LayoutError
+from samestep.layout import Layout
+from samestep.memory import at_rest
+from samestep.model import ModelSpec
+from samestep.program import Kind, Program, ends_step
+from tests.laws.models import LAW, case, dealing, machine
+
+DEGREES = [
+    f"{data} ep={ep}"
+    for data, ep in product(["dp=4", "dp=8", "dp=8 zero=1", "dp_replicate=2 dp_shard=4 zero=1"], (1, 2, 4))
+]
+
+
+def _ops(program: Program, kind: Kind, axis: str) -> list[int]:
+    return [op.size_bytes for _, op in program.ops() if op.kind is kind and op.axis == axis]
+
+
+@LAW
+@given(st.sampled_from(DEGREES), st.integers(1, 4), st.sampled_from(["none", "selective", "full"]))
+def test_every_row_goes_out_and_comes_back(text: str, microbatch: int, recompute: str) -> None:
+    model = dealing(rows=6, width=4)
+    program = case(model, f"{text} microbatch={microbatch} recompute={recompute}", global_batch=32).program
+    step = program.step
+    sent = [op for _, op in program.ops() if op.kind is Kind.ALL_TO_ALL]
+    if step.layout.ep == 1:
+        assert not sent
+        return
+    passes = 4 if recompute == "none" else 6  # forward, backward and a repeated forward, each out and back
+    rows = [op for op in sent if op.dtype == "float32"]
+    assert len(rows) == passes * len(model.layers) * step.num_microbatches
+    assert {op.size_bytes for op in rows} == {6 * 4 * 4 * step.microbatch_samples}
+    assert len(sent) - len(rows) == passes // 2 * len(model.layers) * step.num_microbatches - (
+        len(model.layers) * step.num_microbatches
+    )
+
+
+@LAW
+@given(st.sampled_from(DEGREES))
+def test_experts_are_summed_by_those_who_hold_them(text: str) -> None:
+    program = case(dealing(), text).program
+    layout = program.step.layout
+    of_experts = [bucket for bucket in program.buckets if bucket.ep > 1]
+    assert {m.name for b in of_experts for m in b.members} == {
+        p.name for p in program.step.model.params if p.experts and layout.ep > 1
+    }
+    innermost = layout.dp_shard if layout.zero else layout.dp
+    holders = innermost // layout.ep
+    assert program.axes.get("dp_expert", 1) == (holders if layout.ep > 1 else 1)
+    kind = Kind.REDUCE_SCATTER if layout.zero else Kind.ALL_REDUCE
+    assert len(_ops(program, kind, "dp_expert")) == (len(of_experts) if holders > 1 else 0)
+
+
+@LAW
+@given(st.sampled_from(DEGREES))
+def test_a_rank_holds_its_part_of_the_experts(text: str) -> None:
+    dealt, whole = (case(dealing(), words).program for words in (text, text.rpartition(" ")[0]))
+    ep = dealt.step.layout.ep
+    experts = sum(p.numel for p in whole.step.model.params if p.experts)
+    assert at_rest(dealt).weights == at_rest(whole).weights - 4 * experts * (ep - 1) // ep
+    states = [at_rest(dealt, rank=rank).optimizer for rank in range(dealt.step.layout.world_size)]
+    everything = 8 * (sum(p.numel for p in whole.step.model.params if not p.experts) + experts)
+    copies = dealt.step.layout.dp_replicate if dealt.step.zero else 1
+    if dealt.step.zero == 1:
+        assert sum(states) == everything * copies
+
+
+@LAW
+@given(st.sampled_from(DEGREES))
+def test_reductions_follow_the_exchanges_of_their_layer(text: str) -> None:
+    program = case(dealing(), text).program
+    for key, ops in program.bodies.items():
+        if key.startswith("B") and ends_step(key):
+            for before, op in pairwise(ops):
+                assert not (op.kind is Kind.ALL_TO_ALL and before.owner.startswith("bucket"))
+
+
+def test_a_spec_reads_back() -> None:
+    model = replace(dealing(), balanced_experts=8)
+    assert ModelSpec.from_json(model.to_json()) == model
+
+
+def test_a_loss_over_the_batch_needs_all_of_it_at_once() -> None:
+    model = replace(dealing(), balanced_experts=8)
+    assert _ops(case(model, "dp=4 ep=2").program, Kind.ALL_REDUCE, "world")[0] == 80
+    with pytest.raises(LayoutError, match="microbatch=2 works"):
+        case(model, "dp=4 microbatch=1")
+
+
+def test_the_search_deals_experts() -> None:
+    from samestep.job import Job
+    from samestep.search import plan
+
+    found = plan(dealing(), Job(train={"global_batch": 8}), machine(), 4, top=1000)
+    tried = {played.layout.ep for played in found.best}
+    assert tried == {1, 2, 4}
+    assert str(Layout.parse("dp=4 ep=2")) == "dp=4 ep=2"

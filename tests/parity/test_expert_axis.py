@@ -1,0 +1,138 @@
+"""Mixtures of experts compute in every layout, with their experts dealt or not, what one device computes.
+
+float64, 1e-9; uneven counts of tokens, clipping, and routes that leave experts of some ranks without rows. Each case holds
+the ledger too: an exchange is compared by what all ranks of its group send. The models: Mixtral; Qwen2-MoE, with an expert
+that all tokens share; Qwen3-MoE, a layer of which has no experts; a user's own with a plan.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from samestep.datasets import batches
+from samestep.errors import LayoutError
+from samestep.layout import Layout
+from tests.laboratory import assert_ledger, assert_same, job_of, make_run, observe
+from tests.models import Tokens
+from tests.parity.test_data_axis import TOLERANCE, combinations, reference
+from tests.pool import pool
+
+MODELS = ["mixtral", "qwen2_moe", "qwen3_moe", "own_experts"]
+WHOLE = [
+    "dp=2",
+    "dp=2 zero=1 microbatch=2",
+    "dp=2 zero=2 recompute=full",
+    "dp=2 zero=3 microbatch=2",
+    "pp=2 microbatch=2",
+    "tp=2 microbatch=4",
+    "dp=2 recompute=selective",
+    "dp=2 tp=2 zero=3",
+]
+DEALT = [
+    "dp=2 ep=2",
+    "dp=2 ep=2 zero=1 microbatch=2",
+    "dp=2 ep=2 microbatch=1 recompute=full",
+    "dp=2 ep=2 zero=1 recompute=selective",
+    "dp=2 ep=2 offload",
+    "dp=4 ep=2",
+    "dp=4 ep=4 microbatch=1",
+    "dp=4 ep=2 zero=1",
+    "dp=4 ep=4 zero=1",
+    "dp=4 ep=2 reduce=root microbatch=1",
+    "dp_replicate=2 dp_shard=2 zero=1 ep=2 microbatch=2",
+    "dp=2 pp=2 ep=2 microbatch=2",
+    "dp=2 pp=2 ep=2 zero=1 microbatch=1 recompute=full",
+    "dp=2 tp=2 ep=2 microbatch=2",
+    "dp=2 tp=2 ep=2 zero=1 recompute=full",
+]
+
+
+def _job(precision: str = "float64", steps: int = 5):
+    return job_of(precision, steps, train={"global_batch": 8}, optimizer={"clip_norm": 0.5})
+
+
+@pytest.mark.parametrize(("layout", "model"), combinations(WHOLE + DEALT, MODELS, always=()))
+def test_experts_compute_what_one_device_computes(layout: str, model: str) -> None:
+    where = Layout.parse(layout)
+    if where.tp > 1 and model == "own_experts":
+        pytest.skip("it has no plan for tensor cuts")
+    ranks = pool(where.world_size).run(observe, model, layout, _job(), True)
+    assert_same(ranks, reference(model, "float64", 8, True), TOLERANCE)
+    assert_ledger(ranks)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    combinations(["dp=2 ep=2 recompute=full", "dp=2 zero=3", "dp=2 ep=2 zero=1 microbatch=2", "dp=4 ep=2"], MODELS, ()),
+)
+def test_the_ledger_holds_in_mixed_precision(layout: str, model: str) -> None:
+    ranks = pool(Layout.parse(layout).world_size).run(observe, model, layout, _job("bf16", 2), True)
+    assert_ledger(ranks)
+    one = reference(model, "bf16", 8, True, 2)
+    assert ranks[0].losses == pytest.approx(one.losses, rel=2e-3)
+
+
+def test_experts_without_rows_take_part() -> None:
+    """All tokens choose the same two of eight experts: three of four ranks compute nothing, and nobody waits."""
+    ranks = pool(4).run(observe, "crowded_experts", "dp=4 ep=4 microbatch=1", _job(), True)
+    assert_same(ranks, reference("crowded_experts", "float64", 8, True), TOLERANCE)
+    assert_ledger(ranks)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "batch"),
+    [
+        ("mixtral", "dp=4 ep=2 zero=1 microbatch=1", 7),
+        ("mixtral", "dp=4 ep=4 microbatch=1", 5),
+        ("mixtral_balanced", "dp=4 ep=2", 3),
+    ],
+)
+def test_uneven_batches_are_legal(model: str, layout: str, batch: int) -> None:
+    job = job_of("float64", 3, train={"global_batch": batch})
+    ranks = pool(4).run(observe, model, layout, job)
+    assert_same(ranks, reference(model, "float64", batch, False, 3), TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "says"),
+    [
+        ("dp=2 ep=2", "llama", r"ep=2: llama has no experts .*ep=1 works"),
+        ("dp=2 ep=4", "mixtral", r"ep=4 borrows data ranks, and does not divide dp_replicate=2; ep=2 works"),
+        ("dp=2 ep=2 zero=3", "mixtral", r"zero=3 would cut what is dealt once more: zero=1 with it works"),
+        ("dp=2 ep=2 reduce=hierarchical", "mixtral", r"experts differ with ep=2: reduce=ring works"),
+        ("tp=2 sequence_parallel", "mixtral", r"may mix tokens; tp=2 alone works"),
+        ("dp=2 ep=2", "three_experts", r"ep=2 does not divide the 3 experts of blocks.0.experts.up; only ep=1 works"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(layout: str, model: str, says: str) -> None:
+    with pytest.raises(LayoutError, match=says):
+        pool(2).run(observe, model, layout, _job())
+
+
+BALANCED = ["dp=2", "dp=2 ep=2 zero=1", "dp=2 zero=3 recompute=full", "tp=2", "dp=2 tp=2 ep=2 recompute=selective"]
+
+
+@pytest.mark.parametrize(("layout", "model"), combinations(BALANCED, ["mixtral_balanced", "qwen3_moe_balanced"], ()))
+def test_the_loss_that_balances_experts_is_one_of_the_whole_batch(layout: str, model: str) -> None:
+    ranks = pool(Layout.parse(layout).world_size).run(observe, model, layout, _job(), True)
+    assert_same(ranks, reference(model, "float64", 8, True), TOLERANCE)
+    assert_ledger(ranks)
+
+
+def test_the_loss_that_balances_experts_is_that_of_transformers() -> None:
+    balanced, without = (
+        observe(0, 1, model, "dp=1", job_of("float32", 1)).losses[0] for model in ("mixtral_balanced", "mixtral")
+    )
+    run = make_run(0, 1, "mixtral_balanced", "dp=1", job_of("float32", 1))
+    batch = next(iter(batches(Tokens(), run.job)))
+    samples = batch.samples(batch.indices)
+    run.prepare(samples)
+    theirs = run.model(samples["input_ids"]).aux_loss.item()
+    assert balanced - without == pytest.approx(0.1 * theirs, rel=1e-5)
+
+
+def test_a_part_of_a_batch_cannot_be_balanced() -> None:
+    with pytest.raises(LayoutError, match=r"microbatch=1: the loss that balances .*: microbatch=4 works"):
+        pool(2).run(observe, "mixtral_balanced", "dp=2 microbatch=1", _job())
+    with pytest.raises(LayoutError, match=r"pp=2: the loss that balances .*: pp=1 works"):
+        pool(2).run(observe, "mixtral_balanced", "pp=2", _job())
