@@ -106,8 +106,8 @@ def chosen_programs(case: Case) -> tuple[Program, ...]:
 
 
 def _peak(case: Case, programs: Sequence[Program]) -> int:
-    """Bytes of the fullest stage: the first or the last."""
-    ends = programs[:1] if len(programs) == 1 else (programs[0], programs[-1])
+    """Bytes of the fullest stage, the first or the last; or of the one that was measured."""
+    ends = (programs[0], programs[-1]) if case.stage is None and len(programs) > 1 else (programs[case.stage or 0],)
     return max(memory.during_step(program, case.states_per_param).total for program in map(_shortened, ends))
 
 

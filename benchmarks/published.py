@@ -24,6 +24,7 @@ parallelism (a sample is a part of a sequence), zero=2 and 3 inside a pipeline (
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ from samestep.presets import DECODERS, resnet, sized
 
 Row = Mapping[str, str]
 
+_YES = ("true", "yes", "1", "on", "1.0")
 TARGETS = ("metric_step_time_s", "metric_tokens_per_s_per_gpu", "metric_tflops_per_gpu", "metric_mfu")
 COLUMNS = ("model", "gpu", "metric_memory_gib", *TARGETS)
 """What a file must have one of to hold rows of this kind."""
@@ -48,9 +50,12 @@ CHUNKS = 4
 _ADAPTERS = r"\bq?lora\b|task=lora"
 GRAPH_LAUNCH_S = 2e-6
 """Host time of an operation that is part of a CUDA graph."""
-_GRAPH = r"cuda.graph(?:.impl)?=(?:1|true|full_iteration|transformer_engine|local)"
 CHECKED = 2.0
 """Host time of a run that its notes call a correctness test with deterministic kernels, over that of a plain one."""
+HOPPER_ATTENTION = 1.7
+"""What attention kernels written for Hopper reach over those that run on it too (Shah et al. 2024, arXiv:2407.08608)."""
+BILLION = 1e9
+"""Weights from which on everybody recomputed blocks, before there was FlashAttention."""
 LARGE = 6e9
 """Weights from which on nobody replicates Adam's states."""
 
@@ -84,6 +89,8 @@ class Case:
     step_s: float | None
     memory_bytes: float | None
     out_of_memory: bool
+    stage: int | None = None
+    """The one whose memory was measured; None: the one that holds most."""
     states_per_param: int = 2
 
 
@@ -118,23 +125,34 @@ _MACHINES = (
     (r"B200|SM100", "b200x8"),
     (r"GH200|H200", "h200x8"),
     (r"H100.*500\s?W", "h100-500wx8"),
-    (r"H100|H800", "h100x8"),
+    (r"H100.*(PCIe|NVL\b)", "h100-pciex8"),
+    (r"H100|H800|DGX.?H\b", "h100x8"),
+    (r"\bH20\b", "h20x8"),
+    (r"A100.*PCIe|A800.*PCIe", "a100-pciex8"),
     (r"A100.*40|A800.*40", "a100-40x8"),
     (r"A100|A800", "a100-80x8"),
     (r"V100", "v100x8"),
     (r"MI300", "mi300x8"),
     (r"MI325", "mi325x8"),
     (r"MI35[05]", "mi355x8"),
+    (r"MI2[15]0", "mi250x8"),
     (r"L40S", "l40sx8"),
     (r"L40", "l40x8"),
     (r"\bL4\b", "l4x8"),
     (r"\bA30\b", "a30x8"),
+    (r"\bA10G?\b", "a10x8"),
+    (r"A6000|\bA40\b|RTX 6000", "a6000x8"),
+    (r"\bT4\b", "t4x8"),
+    (r"3090", "rtx3090x8"),
     (r"4090", "rtx4090x8"),
     (r"5060", "rtx5060tix8"),
+    (r"5090", "rtx5090x8"),
+    (r"gaudi", "gaudi2x8"),
     (r"v6e|trillium", "tpu-v6e"),
     (r"v5p", "tpu-v5p"),
     (r"v5e", "tpu-v5e"),
     (r"TPU.*v4", "tpu-v4"),
+    (r"TPU.*v3", "tpu-v3"),
 )
 _FOLDER = Path(__file__).parent / "machines"
 SHIPPED: dict[str, Hardware] = {}
@@ -152,20 +170,66 @@ def machine_of(row: Row) -> Hardware:
     if name not in SHIPPED:
         file = _FOLDER / f"{name}.toml"
         SHIPPED[name] = machines.load(file if file.exists() else name)
-    machine = SHIPPED[name]
-    per_node = whole(row, "gpus_per_node")
+    return _with_software(_on_its_network(SHIPPED[name], row), row)
+
+
+def _on_its_network(machine: Hardware, row: Row) -> Hardware:
+    """Give a machine the row's nodes and ports. Of a rack equal parts are used, where a job does not fit in one."""
+    per_node, count = whole(row, "gpus_per_node"), whole(row, "n_gpus")
+    if machine.devices_per_node > 16 and count > machine.devices_per_node < 1000:
+        used = max(n for n in range(1, machine.devices_per_node + 1) if count % n == 0)
+        machine = replace(machine, devices_per_node=used)
     if per_node and per_node > 1 and machine.devices_per_node <= 16:
         machine = replace(machine, devices_per_node=per_node)
     port = _port_bytes_per_s(row.get("interconnect") or "", whole(row, "gpus_per_node", machine.devices_per_node))
     if port and port > machine.inter.bytes_per_s / 5:  # slower ones are for storage and management
         machine = replace(machine, inter=replace(machine.inter, bytes_per_s=port))
+    return machine
+
+
+def _with_software(machine: Hardware, row: Row) -> Hardware:
+    """Make of a machine what the row's software makes of it."""
     if "deterministic kernels" in _text(row, "notes"):
         near, far = (replace(link, collective_s=CHECKED * link.collective_s) for link in (machine.intra, machine.inter))
         host = {"launch_s": CHECKED * machine.launch_s, "step_s": CHECKED * machine.step_s}
         machine = replace(machine, **host, intra=near, inter=far)
-    if re.search(_GRAPH, _text(row, "notes"), re.IGNORECASE):
-        machine = replace(machine, launch_s=GRAPH_LAUNCH_S)
+    covered = _in_graphs(_text(row, "notes"))
+    if covered:
+        machine = replace(machine, launch_s=machine.launch_s + covered * (GRAPH_LAUNCH_S - machine.launch_s))
+    if _has_hopper_attention(row, machine):
+        reached = machine.efficiency["attention"] * HOPPER_ATTENTION
+        machine = replace(machine, efficiency={**machine.efficiency, "attention": reached})
+    if _gathers_through_one_port(row, machine):
+        far = replace(machine.inter, bytes_per_s=machine.inter.bytes_per_s / machine.devices_per_node)
+        machine = replace(machine, overlap=False, inter=far)
     return machine
+
+
+def _in_graphs(notes: str) -> float:
+    """Part of the host's work that CUDA graphs take over: all of it, or a quarter for each kind of module they hold."""
+    if re.search(r"full.cuda.graph=(?:1|true)|cuda.graph(?:.impl)?=(?:1|true|full_iteration|local)", notes, re.IGNORECASE):
+        return 1.0
+    scopes = re.search(r"cuda_graph_impl=transformer_engine; cuda_graph_scope=([^;]+)", notes)
+    if not scopes:
+        return 0.0
+    return 1.0 if "full" in scopes[1] else min(1.0, 0.25 * len(re.findall(r"\w+", scopes[1])))
+
+
+def _has_hopper_attention(row: Row, machine: Hardware) -> bool:
+    """Whether attention runs in kernels written for Hopper and later: those of Transformer Engine, not PyTorch's own."""
+    by_nvidia = re.search(r"h[12]00|b[23]00", machine.name) is not None
+    return by_nvidia and _is_by_engine(row) and "attention" in machine.efficiency
+
+
+def _is_by_engine(row: Row) -> bool:
+    said = _text(row, "source", "notes", "url_or_repo_path", "model")
+    return re.search(r"nemo|megatron|transformer.?engine|\bTE\b|dgxc|mlperf|maxtext|flash.?attn.?3", said, re.I) is not None
+
+
+def _gathers_through_one_port(row: Row, machine: Hardware) -> bool:
+    """DeepSpeed's ZeRO-3 before Hopper: gathers are not hidden, and a node's ranks share one port."""
+    sharded = whole(row, "zero_stage") == 3 and not re.search("fsdp", _text(row, "schedule", "notes", "source"), re.I)
+    return sharded and not _is_late(machine)
 
 
 def _port_bytes_per_s(text: str, per_node: int) -> float | None:
@@ -321,31 +385,37 @@ def case_of(row: Row) -> Case:
     else:
         decoder, name = decoder_of(row, machine)
         model = None
-    tp, pp, cp = (whole(row, column, 1) for column in ("tp", "pp", "cp"))
+    tp, pp, cp = _cuts(row, machine)
     devices = whole(row, "n_gpus") or _devices(row, machine, tp * pp * cp)
     if devices % (tp * pp * cp):
         printed = max(whole(row, "dp_replicate", 1) * whole(row, "dp_shard", 1), 1)
         devices = tp * pp * cp * printed
     dp = devices // (tp * pp * cp)
     tokens = decoder.sequence if decoder else 196
-    per_rank = whole(row, "micro_batch") or _microbatch(row, tokens // cp, dp)
-    global_batch = whole(row, "global_batch") or per_rank * dp * (4 * pp if pp > 1 else 1)
+    per_rank = whole(row, "micro_batch") or _microbatch(row, tokens // cp, pp, dp)
+    printed_batch = whole(row, "global_batch") or _batch_in(_text(row, "notes"), tokens)
+    global_batch = printed_batch or per_rank * dp * (4 * pp if pp > 1 else 1)
     if global_batch < dp:
         raise SkippedError(f"{global_batch} samples for {dp} data ranks")
     if decoder:
         unit = 128 * tp  # vocabularies are padded, so that they can be cut and rows are aligned
         decoder = replace(decoder, vocab=-(-decoder.vocab // unit) * unit)
-        decoder = _on_a_rank(row, decoder, cp, min(max(whole(row, "ep", 1), 1), devices))
+        decoder = _on_a_rank(row, decoder, cp)
         model = spec(decoder, name)
     assert model is not None
-    said = (row.get("sequence_parallel") or "").strip().lower()
-    if tp > 1 and (said == "true" or (not said and _is_late(machine))):
-        model = replace(model, layers=tuple(_split_between(layer, tp) for layer in model.layers))
+    splits = _splits_sequence(row, machine, decoder, tp)
+    if splits:
+        model = replace(model, layers=tuple(map(_gathered_again, model.layers)))
     if pp > 1:  # other libraries deal out the blocks evenly, whatever the head costs
         model = replace(model, layers=tuple(la if la.is_block else replace(la, forward_flops=1) for la in model.layers))
     precision, products = _precision(row, machine)
     products = products if decoder else ""
-    words = _words(row, tp, pp, cp * dp, per_rank, model)
+    words = _words(row, tp, pp, cp * dp, per_rank, model) | ({"sequence_parallel": True} if splits else {})
+    ep = min(whole(row, "ep", 1), cp * dp * tp)
+    if ep > 1 and _can_be_dealt(model, words, ep):
+        words["ep"] = ep
+    elif ep > 1 and any(param.experts for param in model.params):
+        model = _without_exchange(model, ep)
     tokens_of_step = global_batch * tokens
     return Case(
         id=row.get("id") or "",
@@ -354,17 +424,18 @@ def case_of(row: Row) -> Case:
         model=model,
         machine=machine,
         words=words,
-        recompute=_recompute(row, machine),
+        recompute=_recompute(row, machine, model),
         microbatches=() if whole(row, "micro_batch") or per_rank == 1 else _halves(per_rank),
-        chunks=CHUNKS
-        if re.search(r"tp.comm.overlap(?!=False)|async TP=True", _text(row, "notes"), re.IGNORECASE)
-        else 1,
+        chunks=CHUNKS if _hides_sums(row, machine) else 1,
         precision=precision,
         products=products,
         global_batch=global_batch * cp,
-        step_s=_step_s(row, machine, model, decoder, tokens_of_step, devices, global_batch * cp, precision),
+        step_s=_step_s(
+            row, machine, model, decoder, tokens_of_step, devices, global_batch * cp, precision, bool(printed_batch)
+        ),
         memory_bytes=_memory_bytes(row),
         out_of_memory=_failed(row),
+        stage=-1 if "on the logging rank" in _text(row, "notes") else None,  # the last one logs
         states_per_param=1 if name == "resnet50" else 2,
     )
 
@@ -385,9 +456,30 @@ def _devices(row: Row, machine: Hardware, needed: int) -> int:
     return needed * printed if printed else max(min(machine.devices_per_node, 8) // needed, 1) * needed
 
 
-def _microbatch(row: Row, tokens: int, dp: int) -> int:
+def _cuts(row: Row, machine: Hardware) -> tuple[int, int, int]:
+    """Degrees tp, pp, cp; where only the replicas are printed, what they leave is tp within a node, and pp."""
+    tp, pp, cp = (whole(row, column, 1) for column in ("tp", "pp", "cp"))
+    copies = whole(row, "dp_replicate", 1) * whole(row, "dp_shard", 1)
+    if not (whole(row, "tp") or whole(row, "pp")) and copies > 1 and whole(row, "n_gpus") % (copies * cp) == 0:
+        left = whole(row, "n_gpus") // (copies * cp)
+        tp = math.gcd(left, machine.devices_per_node)
+        pp = left // tp
+    return tp, pp, cp
+
+
+def _batch_in(notes: str, sequence: int) -> int:
+    """Samples of a step whose tokens the notes print: `tokens per step 2097152`, `batch 0.5M tokens`, `2M tokens global batch`."""
+    found = re.search(r"tokens per step:? ([\d.,]+)([KM]?)|batch ([\d.]+)([KM]) tokens|([\d.]+)([KM]) tokens global batch", notes)
+    if not found:
+        return 0
+    text, unit = [part for part in found.groups() if part is not None]
+    tokens = float(text.replace(",", "")) * {"": 1, "K": 1e3, "M": 1e6}[unit]
+    return max(1, round(tokens / sequence))
+
+
+def _microbatch(row: Row, tokens: int, pp: int, dp: int) -> int:
     total = whole(row, "global_batch")
-    if whole(row, "pp", 1) > 1:
+    if pp > 1:
         return 1
     size = 256
     while size > 1 and (size * tokens > 2**14 or (total and total // dp < size)):
@@ -399,26 +491,42 @@ def _halves(size: int) -> tuple[int, ...]:
     return (size, *_halves(size // 2)) if size > 1 else (1,)
 
 
-def _on_a_rank(row: Row, decoder: Decoder, cp: int, ep: int) -> Decoder:
-    """Cut what no layout word says yet: the sequence, and the experts."""
+def _on_a_rank(row: Row, decoder: Decoder, cp: int) -> Decoder:
+    """Cut the sequence, and add adapters."""
     if cp > 1:
         decoder = replace(decoder, sequence=max(decoder.sequence // cp, 1), keys=decoder.sequence)
-    if decoder.experts and ep > 1:
-        decoder = replace(decoder, experts=max(decoder.experts // ep, 1))
     if re.search(_ADAPTERS, _text(row, "model", "notes"), re.IGNORECASE):
         decoder = replace(decoder, adapter_rank=16)
     return decoder
 
 
-def _split_between(layer: LayerSpec, tp: int) -> LayerSpec:
-    """Split what lies between the cut products over tp as well: norms, residuals, and what is kept of them."""
-    return replace(
-        layer,
-        moved_cut_elements=layer.moved_elements,
-        saved_cut_elements=layer.saved_elements,
-        saved_selective_cut_elements=layer.saved_selective_elements,
-        input_elements=layer.input_elements // tp,
+def _splits_sequence(row: Row, machine: Hardware, decoder: Decoder | None, tp: int) -> bool:
+    said = (row.get("sequence_parallel") or "").strip().lower()
+    wants = said in _YES or (not said and _is_late(machine))
+    return decoder is not None and tp > 1 and wants and decoder.sequence % tp == 0
+
+
+def _gathered_again(layer: LayerSpec) -> LayerSpec:
+    """What is gathered for the cut parts is not kept: those libraries gather it again in the backward."""
+    return replace(layer, saved_cut_elements=layer.saved_elements) if layer.is_block else layer
+
+
+def _can_be_dealt(model: ModelSpec, words: Mapping[str, int | str], ep: int) -> bool:
+    """Whether layout words can say that experts are dealt to so many ranks."""
+    counts = {param.experts for param in model.params} - {0}
+    ranks = int(words.get("dp_shard") or words.get("dp_replicate") or 1)
+    divides = ranks % ep == 0 and all(count % ep == 0 for count in counts)
+    return bool(counts) and divides and int(words.get("zero", 0)) < 2
+
+
+def _without_exchange(model: ModelSpec, ep: int) -> ModelSpec:
+    """Leave a rank its experts; what they exchange is not priced."""
+    params = tuple(replace(p, shape=(-(-p.shape[0] // ep), *p.shape[1:])) if p.experts else p for p in model.params)
+    layers = tuple(
+        replace(layer, products=tuple(replace(p, groups=-(-p.groups // ep)) for p in layer.products))
+        for layer in model.layers
     )
+    return replace(model, params=params, layers=layers)
 
 
 def _precision(row: Row, machine: Hardware) -> tuple[str, str]:
@@ -457,10 +565,22 @@ def _is_late(machine: Hardware) -> bool:
     return not machine.name.startswith(("v100", "a100", "a30"))
 
 
-def _recompute(row: Row, machine: Hardware) -> str:
+def _hides_sums(row: Row, machine: Hardware) -> bool:
+    """Whether sums over tp are cut to hide behind products: where the row says so, or says nothing of NVIDIA's recipes."""
+    said = re.search(r"tp.comm.overlap(=False)?|async TP=(False|True)", _text(row, "notes"), re.IGNORECASE)
+    if said:
+        return not said[1] and said[2] != "False"
+    recipes = re.search(r"nemo|bridge|dgxc|mlperf", _text(row, "source", "url_or_repo_path"), re.IGNORECASE)
+    return recipes is not None and _is_late(machine)
+
+
+def _recompute(row: Row, machine: Hardware, model: ModelSpec) -> str:
+    """What is said; nothing for the least that fits."""
     text = (row.get("recompute") or "").lower()
-    if not text and _is_late(machine):
-        return "none"
+    if "not set" in text:
+        text = ""
+    if not text and not _is_late(machine) and model.num_params > BILLION and _is_by_engine(row):
+        return "full"
     if "full" in text:
         return "full"
     if "selective" in text and "[" not in text and ":" not in text:
@@ -476,16 +596,16 @@ def _group(row: Row, machine: Hardware, name: str, devices: int, batch: int, tok
 
 def _step_s(
     row: Row, machine: Hardware, model: ModelSpec, decoder: Decoder | None, tokens: int, devices: int, samples: int,
-    precision: str,
+    precision: str, has_batch: bool,
 ) -> float | None:  # fmt: skip
     """Turn what was measured into seconds a step; FLOPs a second by the definition the row names (see below).
 
-    Most count three forwards with attention unmasked; `recompute` in the notes beside `include`, `count` or a factor of
+    Where the row does not say how many samples a step takes, a rate says more than the seconds. Most count three forwards with attention unmasked; `recompute` in the notes beside `include`, `count` or a factor of
     8 makes it four.
     """
-    if number(row, "metric_step_time_s"):
-        return number(row, "metric_step_time_s")
     rate = number(row, "metric_tokens_per_s_per_gpu")
+    if number(row, "metric_step_time_s") and (has_batch or not rate):
+        return number(row, "metric_step_time_s")
     if rate and rate * 2 * sum(layer.forward_flops for layer in model.layers) / (
         decoder.sequence if decoder else 1
     ) > max(machine.flops_per_s.values()):

@@ -18,7 +18,7 @@ doi:10.1177/1094342005051521, rings):
 
     all_gather, reduce_scatter   (n-1) (a + S/(nB))      n-1 hops of one n-th of the buffer
     all_reduce                  2(n-1) (a + S/(nB))      one after the other; towards 2 S/B for many ranks
-    all_to_all                   (n-1) (a + S/(nB))      every rank sends to every other
+    all_to_all                   (n-1) (a + S/(nB))      every rank sends to every other, by its own port alone
     send                               a + S/B           a recv waits for it, and takes no time of its own
     reduce, broadcast            (n-1) (a + S/B)         naive: the root takes, or sends, whole buffers one by one
 
@@ -164,7 +164,7 @@ def _product_s(
     if not backward:
         return _matrix_s(m, k, n, count, dtype, dtypes, hardware, product.taps)
     has_inputs = work.has_input_gradient and part != "weights"
-    total = _matrix_s(m, n, k, count, dtype, dtypes, hardware) if has_inputs else 0.0
+    total = _matrix_s(m, n, k, count, dtype, dtypes, hardware, given=product.taps) if has_inputs else 0.0
     if part == "inputs" and product.is_deferrable:
         return total
     if product.factors != "frozen":
@@ -186,9 +186,9 @@ def _attention_s(product: Product, samples: int, backward: bool, dtypes: _Dtypes
 
 @lru_cache(maxsize=2**16)
 def _matrix_s(
-    m: int, k: int, n: int, count: int, dtype: str, dtypes: _Dtypes, hardware: Hardware, taps: int = 1
+    m: int, k: int, n: int, count: int, dtype: str, dtypes: _Dtypes, hardware: Hardware, taps: int = 1, given: int = 1
 ) -> float:
-    """Time of `count` equal products [m, k] x [k, n]; `taps` elements of the first factor are the same one."""
+    """Time of `count` equal products [m, k] x [k, n]; `taps` elements of the first factor are one, and `given` of the result."""
     size = DTYPE_BYTES.get(dtype, 0) or BYTES_OF[dtype]
     kept = BYTES_OF[dtypes.values]
     rate = _peak(hardware, dtype)
@@ -201,7 +201,7 @@ def _matrix_s(
             _waves(m, n, count, rows, columns, hardware.num_units) * 2.0 * rows * columns * (k + FILL) / reached
             for rows, columns, reached in ((r, c, part * rate / hardware.num_units) for r, c, part in TILES)
         )
-    moved = count * (size * (m * k / taps + k * n) + kept * m * n)
+    moved = count * (size * (m * k / taps + k * n) + kept * m * n / given)
     # The kernel before it writes what it gives once more in the smaller dtype, as it is and transposed.
     cast_s = count * m * k * 2 * size / _bandwidth(hardware) if size < kept else 0.0
     return max(compute_s, moved / _bandwidth(hardware)) + cast_s + hardware.kernel_s
@@ -265,6 +265,8 @@ def collective_s(kind: Kind, size_bytes: int, group: Group, hardware: Hardware) 
     if kind in (Kind.REDUCE, Kind.BROADCAST):
         far = hardware.intra if group.nodes == 1 else hardware.intra.slower(hardware.inter)
         return far.collective_s + hops * (far.latency_s + size_bytes / far.bytes_per_s)
+    if kind is Kind.ALL_TO_ALL:
+        return link.collective_s + _exchange_s(size_bytes, group, hardware)
     ways = 2 if kind is Kind.ALL_REDUCE else 1
     # Of a ring through N nodes N hops leave a node; with one rank on each node all but none stay inside.
     between = group.nodes - 1
@@ -272,6 +274,16 @@ def collective_s(kind: Kind, size_bytes: int, group: Group, hardware: Hardware) 
     tree_s = math.log2(group.nodes) * hardware.inter.latency_s + math.log2(group.inside) * hardware.intra.latency_s
     waiting_s = min(ring_s, tree_s) if group.num_ranks > RINGS else ring_s
     return link.collective_s + ways * (waiting_s + hops / group.num_ranks * size_bytes / link.bytes_per_s)
+
+
+def _exchange_s(size_bytes: int, group: Group, hardware: Hardware) -> float:
+    """Every rank sends each other one an n-th: to those of its node, and at the same time to the others by its own port."""
+    near, far = hardware.intra.among(group.inside), hardware.inter
+    part = size_bytes / group.num_ranks
+    away = group.num_ranks - group.inside if group.nodes > 1 else 0
+    here = group.num_ranks - 1 - away
+    near_s = here * (near.latency_s + part / near.bytes_per_s)
+    return max(near_s, away * part / (far.bytes_per_s * _reached(hardware)) + far.latency_s * bool(away))
 
 
 def _link(group: Group, kind: Kind, hardware: Hardware) -> Link:
