@@ -39,7 +39,7 @@ from samestep.errors import SamestepError
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.program import Op, Ops, Program
+from samestep.program import Kind, Op, Ops, Program
 from samestep.strategies import programs_of
 
 # -- predicting --------------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def programs_for(case: Case, recompute: str) -> tuple[Program, ...]:
     def rewrite(_: str, ops: Ops) -> Ops:
         return tuple(_in_its_numerics(op, case) for op in ops)
 
-    if case.products or case.chunks > 1:
+    if case.products or case.chunks > 1 or case.sent_rows < 1:
         programs = tuple(program.with_bodies(rewrite) for program in programs)
     return programs
 
@@ -87,6 +87,8 @@ def programs_for(case: Case, recompute: str) -> tuple[Program, ...]:
 def _in_its_numerics(op: Op, case: Case) -> Op:
     if op.axis is None and op.flops and case.products:
         return replace(op, dtype=case.products)
+    if op.axis == "ep" and op.kind is Kind.ALL_TO_ALL:
+        return replace(op, size_bytes=round(op.size_bytes * case.sent_rows))
     return replace(op, size_bytes=op.size_bytes // case.chunks) if op.axis == "tp" else op
 
 

@@ -80,6 +80,8 @@ class Case:
     """Empty where the row does not say."""
     microbatches: tuple[int, ...]
     """Sizes to try, where the row does not say; the last one is taken if none fits."""
+    sent_rows: float
+    """Part of the rows that leave for experts: one for all experts of a node, where a dispatcher sees to that."""
     chunks: int
     """Parts into which sums over tp are cut to hide behind products; 1: not at all."""
     precision: str
@@ -200,8 +202,9 @@ def _with_software(machine: Hardware, row: Row) -> Hardware:
         reached = machine.efficiency["attention"] * HOPPER_ATTENTION
         machine = replace(machine, efficiency={**machine.efficiency, "attention": reached})
     if _gathers_through_one_port(row, machine):
-        far = replace(machine.inter, bytes_per_s=machine.inter.bytes_per_s / machine.devices_per_node)
-        machine = replace(machine, overlap=False, inter=far)
+        inside = max(1, machine.devices_per_node // whole(row, "tp", 1))
+        port = machine.inter.bytes_per_s * (2 if machine.name.startswith("v100") else 1)  # two devices had one
+        machine = replace(machine, overlap=False, inter=replace(machine.inter, bytes_per_s=port / inside))
     return machine
 
 
@@ -222,14 +225,15 @@ def _has_hopper_attention(row: Row, machine: Hardware) -> bool:
 
 
 def _is_by_engine(row: Row) -> bool:
-    said = _text(row, "source", "notes", "url_or_repo_path", "model")
-    return re.search(r"nemo|megatron|transformer.?engine|\bTE\b|dgxc|mlperf|maxtext|flash.?attn.?3", said, re.I) is not None
+    """Whether the row is of Megatron-LM or a library around it, which run on Transformer Engine since Hopper."""
+    said = _text(row, "source", "model") + re.sub(r"dims: [^;]*", "", _text(row, "notes"))
+    return re.search(r"nemo\b|megatron|transformer.?engine|kernels=TE|dgx cloud|mlperf|maxtext|libai", said, re.I) is not None
 
 
 def _gathers_through_one_port(row: Row, machine: Hardware) -> bool:
-    """DeepSpeed's ZeRO-3 before Hopper: gathers are not hidden, and a node's ranks share one port."""
-    sharded = whole(row, "zero_stage") == 3 and not re.search("fsdp", _text(row, "schedule", "notes", "source"), re.I)
-    return sharded and not _is_late(machine)
+    """DeepSpeed's ZeRO-3 before Hopper: gathers are not hidden, and the ranks that a node has of a group share one port."""
+    said = re.search(r"\bzero.?3|deepspeed|\bDS=", _text(row, "schedule", "notes", "source"), re.IGNORECASE)
+    return whole(row, "zero_stage") == 3 and said is not None and not _is_late(machine)
 
 
 def _port_bytes_per_s(text: str, per_node: int) -> float | None:
@@ -412,7 +416,7 @@ def case_of(row: Row) -> Case:
     products = products if decoder else ""
     words = _words(row, tp, pp, cp * dp, per_rank, model) | ({"sequence_parallel": True} if splits else {})
     ep = min(whole(row, "ep", 1), cp * dp * tp)
-    if ep > 1 and _can_be_dealt(model, words, ep):
+    if ep > 1 and _can_be_dealt(model, words, ep) and not _hides_exchange(row, machine, tp):
         words["ep"] = ep
     elif ep > 1 and any(param.experts for param in model.params):
         model = _without_exchange(model, ep)
@@ -426,6 +430,7 @@ def case_of(row: Row) -> Case:
         words=words,
         recompute=_recompute(row, machine, model),
         microbatches=() if whole(row, "micro_batch") or per_rank == 1 else _halves(per_rank),
+        sent_rows=_sent_rows(row, machine, decoder, ep),
         chunks=CHUNKS if _hides_sums(row, machine) else 1,
         precision=precision,
         products=products,
@@ -479,6 +484,9 @@ def _batch_in(notes: str, sequence: int) -> int:
 
 def _microbatch(row: Row, tokens: int, pp: int, dp: int) -> int:
     total = whole(row, "global_batch")
+    said = re.search(r"gradient_accumulation_steps=(\d+)|\bGA=(\d+)", _text(row, "notes"))
+    if said and total >= dp * int(said[1] or said[2]) > 0:
+        return total // (dp * int(said[1] or said[2]))
     if pp > 1:
         return 1
     size = 256
@@ -517,6 +525,21 @@ def _can_be_dealt(model: ModelSpec, words: Mapping[str, int | str], ep: int) -> 
     ranks = int(words.get("dp_shard") or words.get("dp_replicate") or 1)
     divides = ranks % ep == 0 and all(count % ep == 0 for count in counts)
     return bool(counts) and divides and int(words.get("zero", 0)) < 2
+
+
+def _sent_rows(row: Row, machine: Hardware, decoder: Decoder | None, ep: int) -> float:
+    """Expected nodes among those of the experts chosen for a token, over the choices: DeepEP and HybridEP send to a node once."""
+    nodes = -(-ep // machine.devices_per_node)
+    if decoder is None or decoder.top_k < 2 or nodes < 2 or not re.search(r"deepep|hybridep", _text(row, "notes"), re.I):
+        return 1.0
+    return float(nodes * (1 - (1 - 1 / nodes) ** decoder.top_k) / decoder.top_k)
+
+
+def _hides_exchange(row: Row, machine: Hardware, tp: int) -> bool:
+    """Whether the exchange runs beside another micro-batch's compute, or within a node: experts are not cut by tp then."""
+    said = _text(row, "notes")
+    whole_experts = tp > 1 and _is_late(machine) and _is_by_engine(row) and "deterministic" not in said
+    return whole_experts or re.search(r"a2a_overlap=True", said) is not None
 
 
 def _without_exchange(model: ModelSpec, ep: int) -> ModelSpec:
@@ -579,8 +602,8 @@ def _recompute(row: Row, machine: Hardware, model: ModelSpec) -> str:
     text = (row.get("recompute") or "").lower()
     if "not set" in text:
         text = ""
-    if not text and not _is_late(machine) and model.num_params > BILLION and _is_by_engine(row):
-        return "full"
+    if not text and _is_by_engine(row):
+        return "none" if _is_late(machine) or model.num_params < BILLION else "full"
     if "full" in text:
         return "full"
     if "selective" in text and "[" not in text and ":" not in text:

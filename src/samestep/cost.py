@@ -65,6 +65,8 @@ NETWORK_REACHED = 0.75
 """What messages of a training step reach of a port's rate for very large ones. Fitted once, on the published record."""
 FILL = 64
 """Steps along `inner` that a tile spends on filling its pipeline and writing its result."""
+SPLIT = 1024
+"""Steps along `inner` from which on it pays to share a tile."""
 SHARPNESS = 4
 """Of the maximum of device and host: both are uneven, so neither hides the other wholly."""
 ATTENTION_BACKWARD = 2.5
@@ -198,7 +200,7 @@ def _matrix_s(
     compute_s = 2.0 * m * k * n * count / rate
     if hardware.num_units:
         compute_s = min(
-            _waves(m, n, count, rows, columns, hardware.num_units) * 2.0 * rows * columns * (k + FILL) / reached
+            _waves(m, n, count, rows, columns, k, hardware.num_units) * 2.0 * rows * columns / reached
             for rows, columns, reached in ((r, c, part * rate / hardware.num_units) for r, c, part in TILES)
         )
     moved = count * (size * (m * k / taps + k * n) + kept * m * n / given)
@@ -207,10 +209,14 @@ def _matrix_s(
     return max(compute_s, moved / _bandwidth(hardware)) + cast_s + hardware.kernel_s
 
 
-def _waves(m: int, n: int, count: int, rows: int, columns: int, num_units: int) -> float:
-    """Rounds in which all multiprocessors work on a tile; past a few, tiles of equal length drift apart."""
+def _waves(m: int, n: int, count: int, rows: int, columns: int, k: int, num_units: int) -> float:
+    """Steps along `inner` that all multiprocessors take on their tiles, round by round.
+
+    Where there are fewer tiles than multiprocessors, several share one: each takes a part of its steps.
+    """
     tiles = count * math.ceil(m / rows) * math.ceil(n / columns)
-    return max(math.ceil(tiles / num_units), 1)
+    shared = max(1, min(num_units // tiles, k // SPLIT))
+    return max(math.ceil(tiles * shared / num_units), 1) * (math.ceil(k / shared) + FILL)
 
 
 DTYPE_BYTES = {"float8": 1, "float4": 1}
