@@ -97,20 +97,24 @@ def chosen_programs(case: Case) -> tuple[Program, ...]:
     recomputes = [case.recompute] if case.recompute else ["none", "selective", "full"]
     choices = [(recomputes[0], size) for size in case.microbatches or (0,)]
     choices += [(recompute, choices[-1][1]) for recompute in recomputes[1:]]
-    first: tuple[Program, ...] = ()
+    programs: tuple[Program, ...] = ()
     for recompute, size in choices:
         tried = replace(case, words={**case.words, "microbatch": size}) if size else case
         programs = programs_for(tried, recompute)
         if len(choices) == 1 or _fits(case, _peak(case, programs)):
             return programs
-        first = programs if size == choices[-1][1] and not first else first
-    return first  # some other way was found; the least work is the best guess
+    return programs  # some other way was found as well; the least memory is the best guess
+
+
+WORKSPACE_BYTES = 128 * 2**20
+"""What libraries of products and attention hold of a GPU's memory for themselves, allocated like any tensor."""
 
 
 def _peak(case: Case, programs: Sequence[Program]) -> int:
     """Bytes of the fullest stage, the first or the last; or of the one that was measured."""
     ends = (programs[0], programs[-1]) if case.stage is None and len(programs) > 1 else (programs[case.stage or 0],)
-    return max(memory.during_step(program, case.states_per_param).total for program in map(_shortened, ends))
+    held = max(memory.during_step(program, case.states_per_param).total for program in map(_shortened, ends))
+    return held + WORKSPACE_BYTES * (case.machine.num_units > 0)
 
 
 def _shortened(program: Program) -> Program:
@@ -145,7 +149,8 @@ def predict(row: Row) -> Outcome:
         layout=str(programs[0].step.layout),
         predicted_s=predicted_s,
         measured_s=case.step_s or 0.0,
-        predicted_bytes=held,
+        # What ran has fitted, by whatever the row does not say: states in the host's memory, fewer bits.
+        predicted_bytes=held if case.out_of_memory else min(held, case.machine.memory_bytes),
         measured_bytes=case.memory_bytes or 0.0,
         fits=_fits(case, held),
         out_of_memory=case.out_of_memory,

@@ -52,8 +52,10 @@ GRAPH_LAUNCH_S = 2e-6
 """Host time of an operation that is part of a CUDA graph."""
 CHECKED = 2.0
 """Host time of a run that its notes call a correctness test with deterministic kernels, over that of a plain one."""
-HOPPER_ATTENTION = 1.7
-"""What attention kernels written for Hopper reach over those that run on it too (Shah et al. 2024, arXiv:2407.08608)."""
+OWN_ATTENTION = 2.2
+"""What attention kernels written for a device reach over PyTorch's own (Shah et al. 2024, arXiv:2407.08608, figures 5 and 6)."""
+CHECKED_COLLECTIVE = 8.0
+"""The same of a collective: ranks that start kernels slowly and unevenly wait for each other."""
 BILLION = 1e9
 """Weights from which on everybody recomputed blocks, before there was FlashAttention."""
 LARGE = 6e9
@@ -192,15 +194,18 @@ def _on_its_network(machine: Hardware, row: Row) -> Hardware:
 def _with_software(machine: Hardware, row: Row) -> Hardware:
     """Make of a machine what the row's software makes of it."""
     if "deterministic kernels" in _text(row, "notes"):
-        near, far = (replace(link, collective_s=CHECKED * link.collective_s) for link in (machine.intra, machine.inter))
+        near, far = (replace(link, collective_s=CHECKED_COLLECTIVE * link.collective_s) for link in (machine.intra, machine.inter))
         host = {"launch_s": CHECKED * machine.launch_s, "step_s": CHECKED * machine.step_s}
         machine = replace(machine, **host, intra=near, inter=far)
-    covered = _in_graphs(_text(row, "notes"))
+    notes = _text(row, "notes")
+    covered = _in_graphs(notes)
     if covered:
         machine = replace(machine, launch_s=machine.launch_s + covered * (GRAPH_LAUNCH_S - machine.launch_s))
-    if _has_hopper_attention(row, machine):
-        reached = machine.efficiency["attention"] * HOPPER_ATTENTION
+    if _has_own_attention(row, machine):
+        reached = min(1.0, machine.efficiency["attention"] * OWN_ATTENTION)
         machine = replace(machine, efficiency={**machine.efficiency, "attention": reached})
+    if not _is_late(machine) and "fsdp" not in _text(row, "schedule", "notes").lower() and "overlap-grad" not in notes:
+        machine = replace(machine, overlap=False)  # nor did Megatron-LM and DeepSpeed hide anything then
     if _gathers_through_one_port(row, machine):
         inside = max(1, machine.devices_per_node // whole(row, "tp", 1))
         port = machine.inter.bytes_per_s * (2 if machine.name.startswith("v100") else 1)  # two devices had one
@@ -218,10 +223,10 @@ def _in_graphs(notes: str) -> float:
     return 1.0 if "full" in scopes[1] else min(1.0, 0.25 * len(re.findall(r"\w+", scopes[1])))
 
 
-def _has_hopper_attention(row: Row, machine: Hardware) -> bool:
-    """Whether attention runs in kernels written for Hopper and later: those of Transformer Engine, not PyTorch's own."""
-    by_nvidia = re.search(r"h[12]00|b[23]00", machine.name) is not None
-    return by_nvidia and _is_by_engine(row) and "attention" in machine.efficiency
+def _has_own_attention(row: Row, machine: Hardware) -> bool:
+    """Whether attention runs in kernels written for the device: those of Transformer Engine from Hopper on."""
+    late = re.match(r"h[12]|g?b[23]00|mi3", machine.name) is not None
+    return late and _is_by_engine(row) and "attention" in machine.efficiency
 
 
 def _is_by_engine(row: Row) -> bool:
@@ -414,7 +419,7 @@ def case_of(row: Row) -> Case:
         model = replace(model, layers=tuple(la if la.is_block else replace(la, forward_flops=1) for la in model.layers))
     precision, products = _precision(row, machine)
     products = products if decoder else ""
-    words = _words(row, tp, pp, cp * dp, per_rank, model) | ({"sequence_parallel": True} if splits else {})
+    words = _words(row, tp, pp, cp * dp, per_rank, model, machine) | ({"sequence_parallel": True} if splits else {})
     ep = min(whole(row, "ep", 1), cp * dp * tp)
     if ep > 1 and _can_be_dealt(model, words, ep) and not _hides_exchange(row, machine, tp):
         words["ep"] = ep
@@ -564,11 +569,15 @@ def _precision(row: Row, machine: Hardware) -> tuple[str, str]:
     return ("float32" if re.match(r"FP32|FLOAT32", text) else "bf16"), products
 
 
-def _words(row: Row, tp: int, pp: int, dp: int, microbatch: int, model: ModelSpec) -> dict[str, int | str]:
+def _words(
+    row: Row, tp: int, pp: int, dp: int, microbatch: int, model: ModelSpec, machine: Hardware
+) -> dict[str, int | str]:
     words: dict[str, int | str] = {"tp": tp, "pp": pp, "microbatch": microbatch}
     stage = whole(row, "zero_stage")
     shard = whole(row, "dp_shard")
     zero = stage or (3 if shard > 1 else int(model.num_params >= LARGE))
+    if not stage and zero and tp == pp == 1 and _too_large(model, machine):
+        zero = 3
     zero = min(zero, 1) if pp > 1 else zero
     if zero and dp > 1:
         words |= {"dp_shard": dp, "zero": min(zero, 3)}
@@ -581,6 +590,12 @@ def _words(row: Row, tp: int, pp: int, dp: int, microbatch: int, model: ModelSpe
         if virtual > 1:
             words |= {"schedule": "interleaved", "virtual_stages": virtual}
     return words
+
+
+def _too_large(model: ModelSpec, machine: Hardware) -> bool:
+    """Whether whole weights and gradients alone fill a device: then nobody keeps them whole."""
+    whole_bytes = sum(param.numel * (6 if param.trainable else 2) for param in model.params if not param.experts)
+    return whole_bytes > machine.memory_bytes
 
 
 def _is_late(machine: Hardware) -> bool:
@@ -602,7 +617,9 @@ def _recompute(row: Row, machine: Hardware, model: ModelSpec) -> str:
     text = (row.get("recompute") or "").lower()
     if "not set" in text:
         text = ""
-    if not text and _is_by_engine(row):
+    if not text and "FSDP2" in (row.get("schedule") or ""):
+        return "selective"  # torchtitan's own default
+    if not text and _is_by_engine(row) and "FSDP" not in _text(row, "notes"):
         return "none" if _is_late(machine) or model.num_params < BILLION else "full"
     if "full" in text:
         return "full"

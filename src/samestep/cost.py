@@ -5,7 +5,7 @@ A layer's forward takes what its parts take one after the other, but never less 
     product      the longer of  waves x time of a tile   and   bytes / bandwidth        plus the shortest kernel
     attention    FLOPs / (peak x what a fused kernel reaches); a causal one does half of them
     other work   elements read and written / bandwidth
-    the layer    (device^n + host^n)^(1/n), host = operations x launch_s                 a soft maximum, n = 4
+    the layer    (device^n + host^n)^(1/n), host = operations x launch_s                 a soft maximum, n = 8
 
 A product [m, k] x [k, n] is cut into tiles, one for a multiprocessor at a time, so that its time grows in steps of
 `num_units` tiles; a tile pays for filling its pipeline too: (k + FILL) instead of k (Williams et al. 2009,
@@ -52,7 +52,7 @@ from samestep.program import BYTES_OF, Kind, Op, Program, Step, is_dealt
 UPDATE_PASSES = 7
 """Times an update goes over memory for one weight: weight, two states read and written, gradient read."""
 
-REACHED = 0.85
+REACHED = 0.88
 """What products of a training step reach of the best shape's rate. Fitted once, on the published record."""
 ATTENTION_REACHED = 0.65
 """The same of a fused attention, forward and backward together. Fitted once, on the published record."""
@@ -67,7 +67,7 @@ FILL = 64
 """Steps along `inner` that a tile spends on filling its pipeline and writing its result."""
 SPLIT = 1024
 """Steps along `inner` from which on it pays to share a tile."""
-SHARPNESS = 4
+SHARPNESS = 8
 """Of the maximum of device and host: both are uneven, so neither hides the other wholly."""
 ATTENTION_BACKWARD = 2.5
 """FLOPs of a fused attention's backward over its forward: it makes the scores once more (arXiv:2307.08691)."""
