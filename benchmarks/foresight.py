@@ -10,7 +10,8 @@ Three tables, and what each may know:
     headline           the profiles and constants as they are shipped; nothing is fitted to the rows
     cross-validated    five constants (CONSTANTS) start at values from before any fit; for each source they are fitted to
                        all other sources, and then predict it: the honest figure for rows of a new source
-    calibrated         the same five constants fitted to half of a machine's rows, for the other half (--calibrate)
+    calibrated         seven numbers of a machine's profile refitted to half of a source's rows on one node, for the other
+                       half and for its rows on 64 devices and more (--calibrate)
 
 Errors are of seconds a step, as parts of what was measured, in per cent. tau and regret are over groups of rows that
 differ in their layout alone: how well the order is kept, and how much slower the layout is that we would have chosen.
@@ -19,6 +20,7 @@ differ in their layout alone: how well the order is kept, and how much slower th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import json
 import math
@@ -32,15 +34,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from published import SHIPPED, TARGETS, Case, Row, SkippedError, case_of
+from published import SHIPPED, TARGETS, Case, Row, SkippedError, case_of, is_timed, machine_of, whole
 
 from samestep import clock, cost, memory
 from samestep.errors import SamestepError
-from samestep.hardware import Hardware
+from samestep.hardware import Hardware, Link
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program import Kind, Op, Ops, Program
 from samestep.strategies import programs_of
+
+_UNREADABLE = (SkippedError, SamestepError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
+"""What a row that makes no sense may end in."""
+FAR = 64
+"""Devices from which on a row is far from one node."""
+MOST_UNSURE = 8
+"""Rows without which nothing is calibrated."""
 
 # -- predicting --------------------------------------------------------------------------------------------------------
 
@@ -103,7 +112,8 @@ def chosen_programs(case: Case) -> tuple[Program, ...]:
         programs = programs_for(tried, recompute)
         if len(choices) == 1 or _fits(case, _peak(case, programs)):
             return programs
-    return programs  # some other way was found as well; the least memory is the best guess
+    # Some other way was found as well: by one device the host's memory, by many the least memory.
+    return programs if programs[0].step.layout.world_size > 1 else programs_for(case, recomputes[0])
 
 
 WORKSPACE_BYTES = 128 * 2**20
@@ -139,7 +149,7 @@ def predict(row: Row) -> Outcome:
         predicted_s = clock.step_s(programs, case.machine) if case.step_s else 0.0
     except (SkippedError, SamestepError) as error:
         return Outcome(id=row.get("id") or "", source=source, reason=str(error).partition("\n")[0])
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+    except _UNREADABLE as error:
         return Outcome(id=row.get("id") or "", source=source, reason=f"cannot be read: {type(error).__name__}: {error}")
     return Outcome(
         id=case.id,
@@ -293,9 +303,12 @@ class Prepared:
 
     def error(self, setting: Setting) -> float:
         """Part by which a prediction with these constants is off, at most 1.5: one odd row shall not rule a fit."""
+        return min(self.off(adjusted(self.case.machine, self.shipped, setting)), 1.5)
+
+    def off(self, machine: Hardware) -> float:
+        """Part by which a prediction for this machine is off."""
         assert self.case.step_s
-        predicted_s = clock.step_s(self.programs, adjusted(self.case.machine, self.shipped, setting))
-        return min(abs(predicted_s / self.case.step_s - 1), 1.5)
+        return abs(clock.step_s(self.programs, machine) / self.case.step_s - 1)
 
 
 def prepare(rows: Sequence[Row], most: int) -> list[Prepared]:
@@ -310,7 +323,7 @@ def prepare(rows: Sequence[Row], most: int) -> list[Prepared]:
                 case = case_of(row)
                 if case.step_s:
                     prepared.append(Prepared(source, case, SHIPPED[case.machine.name], chosen_programs(case)))
-            except (SkippedError, SamestepError, ArithmeticError, LookupError, TypeError, ValueError):
+            except _UNREADABLE:
                 continue
     return prepared
 
@@ -361,23 +374,81 @@ def cross_validate(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     return result
 
 
-def calibrate(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Fit the constants to every second row of a machine, and predict the others; per machine, per cent."""
-    by_machine: dict[str, list[Prepared]] = defaultdict(list)
-    for one in prepare(rows, 4 * PER_SOURCE):
-        by_machine[one.case.machine.name].append(one)
-    result: dict[str, dict[str, float]] = {}
-    for name, prepared in by_machine.items():
-        if len(prepared) < 8:
+NEAR_ROWS = 40
+"""Rows of one node that take part in a calibration, at most, evenly spaced; every second one is fitted to."""
+STEPS = (1.6, 1.25, 1.1)
+"""By which a constant is tried larger and smaller, one after the other."""
+SCALES = ("launch_s", "step_s", "products", "attention", "memory", "collective_s", "links")
+"""What `measure` finds of a machine, each as a factor of what its profile says."""
+
+
+def scaled(machine: Hardware, factors: Sequence[float]) -> Hardware:
+    """Return a machine whose numbers are multiplied by factors, those of SCALES."""
+    launch, once, products, attention, memory_part, collective, links = factors
+
+    def of(link: Link) -> Link:
+        return replace(link, collective_s=link.collective_s * collective, bytes_per_s=link.bytes_per_s * links)
+
+    reached = {k: min(1.0, v * (attention if k == "attention" else products)) for k, v in machine.efficiency.items()}
+    return replace(
+        machine,
+        launch_s=machine.launch_s * launch,
+        step_s=machine.step_s * once,
+        efficiency=reached,
+        memory_efficiency=min(1.0, machine.memory_efficiency * memory_part),
+        intra=of(machine.intra),
+        inter=of(machine.inter),
+    )
+
+
+def calibrated(prepared: Sequence[Prepared]) -> tuple[float, ...]:
+    """Return the factors of a machine with which these cases are met best, one constant after the other."""
+
+    def score(factors: Sequence[float]) -> float:
+        return statistics.fmean(one.off(scaled(one.case.machine, factors)) for one in prepared)
+
+    factors: tuple[float, ...] = (1.0,) * len(SCALES)
+    best = score(factors)
+    for step in STEPS:
+        for place in range(len(SCALES)):
+            for factor in (step, 1 / step):
+                tried = (*factors[:place], factors[place] * factor, *factors[place + 1 :])
+                if (found := score(tried)) < best:
+                    best, factors = found, tried
+    return factors
+
+
+def calibrate(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
+    """Refit the profile of each source's machine to half of its rows on one node; per cent of the rest, and beyond.
+
+    `near` are the other rows on one node, `far` those on 64 devices and more: nothing was fitted to either.
+    """
+    near: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    far: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        with contextlib.suppress(*_UNREADABLE):
+            machine, devices = machine_of(row), whole(row, "n_gpus")
+            beyond = near if 0 < devices <= min(machine.devices_per_node, 16) else far if devices >= FAR else None
+            if beyond is not None and is_timed(row):
+                beyond[row["file"], machine.name].append(row)
+    result: dict[str, dict[str, float | None]] = {}
+    for key, alike in near.items():
+        cases = prepare(alike, NEAR_ROWS)
+        if len(cases) < MOST_UNSURE:
             continue
-        fits = Fits(prepared)
-        setting = fits.best([1.0 - index % 2 for index in range(len(prepared))])
-        mine = [100 * error for error in fits.errors(setting)[1::2]]
-        result[name] = {
-            "rows": len(mine),
-            "mape": _rounded(statistics.fmean(mine)),
-            "median_ape": _rounded(statistics.median(mine)),
-            **dict(zip(CONSTANTS, setting, strict=True)),
+        factors = calibrated(cases[::2])
+        beyond_cases = prepare(far[key], NEAR_ROWS)
+        errors = {
+            name: [100 * one.off(scaled(one.case.machine, factors)) for one in found]
+            for name, found in (("near", cases[1::2]), ("far", beyond_cases))
+        }
+        before = [100 * one.off(one.case.machine) for one in cases[1::2]]
+        result[f"{key[0]}, {key[1]}"] = {
+            "before": _rounded(statistics.fmean(before)),
+            **{name: _rounded(statistics.fmean(found)) if found else None for name, found in errors.items()},
+            "near_rows": len(errors["near"]),
+            "far_rows": len(errors["far"]),
+            **dict(zip(SCALES, (_rounded(f) for f in factors), strict=True)),
         }
     return result
 
@@ -444,7 +515,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tables.append(fitted_table("cross-validated: source left out", record["cross_validated"]))
     if words.calibrate:
         record["calibrated"] = calibrate(rows)
-        tables.append(fitted_table("calibrated: machine", record["calibrated"]))
+        tables.append(calibrated_table(record["calibrated"]))
     _print(record, tables, others)
     if words.json:
         words.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -526,6 +597,13 @@ def fitted_table(title: str, found: dict[str, dict[str, float]]) -> Table:
     count = sum(figure["rows"] for figure in found.values())
     weighted = [sum(f["rows"] * f[key] for f in found.values()) / count if count else None for key in ("mape",)]
     return (title, *keys), [*lines, ["all, by rows", int(count), *weighted, *[None] * (len(keys) - 2)]]
+
+
+def calibrated_table(found: dict[str, dict[str, float | None]]) -> Table:
+    """Return the table of refitted machines."""
+    keys = ("near_rows", "before", "near", "far_rows", "far", *SCALES)
+    head = ("calibrated on one node: source, machine", *keys)
+    return head, [[name, *(figure[key] for key in keys)] for name, figure in found.items()]
 
 
 def _print(record: dict[str, object], tables: Sequence[Table], others: Sequence[str]) -> None:

@@ -50,7 +50,7 @@ CHUNKS = 4
 _ADAPTERS = r"\bq?lora\b|task=lora"
 GRAPH_LAUNCH_S = 2e-6
 """Host time of an operation that is part of a CUDA graph."""
-CHECKED = 2.0
+CHECKED = 2.8
 """Host time of a run that its notes call a correctness test with deterministic kernels, over that of a plain one."""
 OWN_ATTENTION = 2.2
 """What attention kernels written for a device reach over PyTorch's own (Shah et al. 2024, arXiv:2407.08608, figures 5 and 6)."""
@@ -194,7 +194,10 @@ def _on_its_network(machine: Hardware, row: Row) -> Hardware:
 def _with_software(machine: Hardware, row: Row) -> Hardware:
     """Make of a machine what the row's software makes of it."""
     if "deterministic kernels" in _text(row, "notes"):
-        near, far = (replace(link, collective_s=CHECKED_COLLECTIVE * link.collective_s) for link in (machine.intra, machine.inter))
+        near, far = (
+            replace(link, collective_s=CHECKED_COLLECTIVE * link.collective_s)
+            for link in (machine.intra, machine.inter)
+        )
         host = {"launch_s": CHECKED * machine.launch_s, "step_s": CHECKED * machine.step_s}
         machine = replace(machine, **host, intra=near, inter=far)
     notes = _text(row, "notes")
@@ -204,8 +207,8 @@ def _with_software(machine: Hardware, row: Row) -> Hardware:
     if _has_own_attention(row, machine):
         reached = min(1.0, machine.efficiency["attention"] * OWN_ATTENTION)
         machine = replace(machine, efficiency={**machine.efficiency, "attention": reached})
-    if not _is_late(machine) and "fsdp" not in _text(row, "schedule", "notes").lower() and "overlap-grad" not in notes:
-        machine = replace(machine, overlap=False)  # nor did Megatron-LM and DeepSpeed hide anything then
+    if not _is_late(machine) and _hides_nothing(row):
+        machine = replace(machine, overlap=False)
     if _gathers_through_one_port(row, machine):
         inside = max(1, machine.devices_per_node // whole(row, "tp", 1))
         port = machine.inter.bytes_per_s * (2 if machine.name.startswith("v100") else 1)  # two devices had one
@@ -215,12 +218,22 @@ def _with_software(machine: Hardware, row: Row) -> Hardware:
 
 def _in_graphs(notes: str) -> float:
     """Part of the host's work that CUDA graphs take over: all of it, or a quarter for each kind of module they hold."""
-    if re.search(r"full.cuda.graph=(?:1|true)|cuda.graph(?:.impl)?=(?:1|true|full_iteration|local)", notes, re.IGNORECASE):
+    if re.search(
+        r"full.cuda.graph=(?:1|true)|cuda.graph(?:.impl)?=(?:1|true|full_iteration|local)", notes, re.IGNORECASE
+    ):
         return 1.0
     scopes = re.search(r"cuda_graph_impl=transformer_engine; cuda_graph_scope=([^;]+)", notes)
     if not scopes:
         return 0.0
     return 1.0 if "full" in scopes[1] else min(1.0, 0.25 * len(re.findall(r"\w+", scopes[1])))
+
+
+def _hides_nothing(row: Row) -> bool:
+    """Whether it is of Megatron-LM or DeepSpeed, which hid no communication behind compute before Hopper."""
+    said = _text(row, "schedule", "notes", "source")
+    if re.search(r"fsdp|overlap-grad|overlap.param", said, re.IGNORECASE):
+        return False
+    return _is_by_engine(row) or re.search(r"deepspeed|\bDS=", said, re.IGNORECASE) is not None
 
 
 def _has_own_attention(row: Row, machine: Hardware) -> bool:
@@ -232,7 +245,10 @@ def _has_own_attention(row: Row, machine: Hardware) -> bool:
 def _is_by_engine(row: Row) -> bool:
     """Whether the row is of Megatron-LM or a library around it, which run on Transformer Engine since Hopper."""
     said = _text(row, "source", "model") + re.sub(r"dims: [^;]*", "", _text(row, "notes"))
-    return re.search(r"nemo\b|megatron|transformer.?engine|kernels=TE|dgx cloud|mlperf|maxtext|libai", said, re.I) is not None
+    return (
+        re.search(r"nemo\b|megatron|transformer.?engine|kernels=TE|dgx cloud|mlperf|maxtext|libai", said, re.I)
+        is not None
+    )
 
 
 def _gathers_through_one_port(row: Row, machine: Hardware) -> bool:
@@ -382,7 +398,7 @@ def case_of(row: Row) -> Case:
     Raises:
         SkippedError: it cannot be predicted.
     """
-    if not any(number(row, column) for column in (*TARGETS, "metric_memory_gib")) and not _failed(row):
+    if not is_timed(row) and not number(row, "metric_memory_gib") and not _failed(row):
         raise SkippedError("nothing was measured")
     machine = machine_of(row)
     if (
@@ -450,6 +466,11 @@ def case_of(row: Row) -> Case:
     )
 
 
+def is_timed(row: Row) -> bool:
+    """Whether a row says how long a step took, in any unit."""
+    return any(number(row, column) for column in TARGETS)
+
+
 def _failed(row: Row) -> bool:
     return bool(re.search(r"\bOOM\b|OUT OF MEMORY", _text(row, "notes")))
 
@@ -463,7 +484,8 @@ def _memory_bytes(row: Row) -> float | None:
 
 def _devices(row: Row, machine: Hardware, needed: int) -> int:
     printed = whole(row, "dp_replicate") or whole(row, "dp_shard")
-    return needed * printed if printed else max(min(machine.devices_per_node, 8) // needed, 1) * needed
+    least = needed * max(1, -(-whole(row, "ep", 1) // whole(row, "tp", 1)))
+    return needed * printed if printed else max(min(machine.devices_per_node, 8) // least, 1) * least
 
 
 def _cuts(row: Row, machine: Hardware) -> tuple[int, int, int]:
@@ -479,7 +501,9 @@ def _cuts(row: Row, machine: Hardware) -> tuple[int, int, int]:
 
 def _batch_in(notes: str, sequence: int) -> int:
     """Samples of a step whose tokens the notes print: `tokens per step 2097152`, `batch 0.5M tokens`, `2M tokens global batch`."""
-    found = re.search(r"tokens per step:? ([\d.,]+)([KM]?)|batch ([\d.]+)([KM]) tokens|([\d.]+)([KM]) tokens global batch", notes)
+    found = re.search(
+        r"tokens per step:? ([\d.,]+)([KM]?)|batch ([\d.]+)([KM]) tokens|([\d.]+)([KM]) tokens global batch", notes
+    )
     if not found:
         return 0
     text, unit = [part for part in found.groups() if part is not None]
@@ -535,7 +559,12 @@ def _can_be_dealt(model: ModelSpec, words: Mapping[str, int | str], ep: int) -> 
 def _sent_rows(row: Row, machine: Hardware, decoder: Decoder | None, ep: int) -> float:
     """Expected nodes among those of the experts chosen for a token, over the choices: DeepEP and HybridEP send to a node once."""
     nodes = -(-ep // machine.devices_per_node)
-    if decoder is None or decoder.top_k < 2 or nodes < 2 or not re.search(r"deepep|hybridep", _text(row, "notes"), re.I):
+    if (
+        decoder is None
+        or decoder.top_k < 2
+        or nodes < 2
+        or not re.search(r"deepep|hybridep", _text(row, "notes"), re.I)
+    ):
         return 1.0
     return float(nodes * (1 - (1 - 1 / nodes) ** decoder.top_k) / decoder.top_k)
 
@@ -594,8 +623,8 @@ def _words(
 
 def _too_large(model: ModelSpec, machine: Hardware) -> bool:
     """Whether whole weights and gradients alone fill a device: then nobody keeps them whole."""
-    whole_bytes = sum(param.numel * (6 if param.trainable else 2) for param in model.params if not param.experts)
-    return whole_bytes > machine.memory_bytes
+    held = sum(param.numel * (6 if param.trainable else 2) for param in model.params)
+    return held > machine.memory_bytes and not any(p.experts for p in model.params) and machine.num_units > 0
 
 
 def _is_late(machine: Hardware) -> bool:

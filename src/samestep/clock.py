@@ -109,7 +109,9 @@ class _Crowd:
             return op_s
         self._times = [times for times in self._times if times[1] > start_s]
         most_s = self._contention * op_s
-        beside_s = sum(min(end, start_s + most_s) - max(begin, start_s) for begin, end in self._times if begin < start_s + most_s)
+        beside_s = sum(
+            min(end, start_s + most_s) - max(begin, start_s) for begin, end in self._times if begin < start_s + most_s
+        )
         return op_s + min(beside_s, most_s) * (1 - 1 / self._contention)
 
 

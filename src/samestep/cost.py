@@ -139,10 +139,18 @@ def _layer_s(
         return _soft_maximum(sum(times), len(products) * hardware.launch_s)
     times = [_product_s(product, samples, backward, part, work, dtypes, hardware) for product in products]
     moved = work.moved_elements * samples * BYTES_OF[dtypes.values] * (BACKWARD_MOVES if backward else 1.0)
-    kernels = max(work.kernels - (0 if is_whole else len(work.products)), 0) * (BACKWARD_KERNELS if backward else 1.0)
+    launched = max(work.kernels - (0 if is_whole else len(work.products)), 0) + _casts(products, dtypes)
+    kernels = launched * (BACKWARD_KERNELS if backward else 1.0)
     others = max(kernels - len(times), 0)
     device_s = sum(times) + moved / _bandwidth(hardware) + others * hardware.kernel_s
     return _soft_maximum(device_s, kernels * hardware.launch_s)
+
+
+def _casts(products: tuple[Product, ...], dtypes: _Dtypes) -> int:
+    """Operations that make smaller dtypes of what is multiplied: the rows, and the weight of every expert."""
+    if DTYPE_BYTES.get(dtypes.products, 8) >= BYTES_OF[dtypes.values]:
+        return 0
+    return sum(1 + product.groups for product in products if product.factors == "weight")
 
 
 def _soft_maximum(first: float, second: float) -> float:
