@@ -116,6 +116,10 @@ def case_of(row: Row) -> Case:
     per_rank = whole(row, "micro_batch") or _microbatch(row, tokens // cp, pp, dp)
     printed_batch = whole(row, "global_batch") or _batch_in(joined(row, "notes"), tokens)
     global_batch = printed_batch or per_rank * dp * (4 * pp if pp > 1 else 1)
+    if global_batch < dp and dp % global_batch == 0:  # more ranks than samples: they have parts of sequences
+        cp, dp = cp * dp // global_batch, global_batch
+    if global_batch < dp and not whole(row, "global_batch"):
+        global_batch = per_rank * dp
     if global_batch < dp:
         raise SkippedError(f"{global_batch} samples for {dp} data ranks")
     if decoder:
