@@ -388,12 +388,15 @@ class Run:
                 drawn = indices if len(indices) else batch.shares(0, 1, 1)[0][:1]
                 samples = torch.as_tensor(np.asarray(drawn), device=self.place.device)
                 draw = dropout.Draw(self.job.train.seed, batch.step, samples)
-                mode = dropout.DropoutMode(made.model, draw, made.mask_part)
+                mode = self._drawing(draw)
                 stack.enter_context(mode)
                 yield
                 made.draws = made.draws or mode.num_draws > 0 or None
             else:
                 yield
+
+    def _drawing(self, draw: dropout.Draw) -> dropout.DropoutMode:
+        return dropout.DropoutMode(self.made.model, draw, self.made.mask_part)
 
     @contextmanager
     def _forward_only(self) -> Iterator[None]:
@@ -451,6 +454,7 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = job.numerics.tf32
     mesh = meshes.build(program, place.device)
     model = plan.module
+    assert all(param.is_meta for param in model.parameters()), "a blueprint is cut and filled by one run alone"
     precision.apply(model, program)
     if layout.pp > 1:
         pipeline.check(model, program)
