@@ -227,6 +227,7 @@ def as_document(record: dict[str, Any], tables: Sequence[Table]) -> str:
         memory_median=_cell(held["median_ape"]),
     )
     bodies = ["\n".join(as_lines(names, table, markdown=True)) for names, table in tables]
+    bodies.append("\n".join(["Peak memory:\n", *as_lines(*memory_table(record), markdown=True)]))
     skipped = [[one["source"], one["rows"], one["reason"]] for one in record["skipped"]]
     bodies.append(
         "\n".join(["What was left out, and why:\n", *as_lines(("source", "rows", "reason"), skipped, markdown=True)])
@@ -257,6 +258,20 @@ def headline_table(record: dict[str, object]) -> Table:
     assert isinstance(total, dict)
     lines = [[name, *(found[key] for key in _KEYS)] for name, found in sources.items()]
     return _HEAD, [*lines, ["all", *(total[key] for key in _KEYS)]]
+
+
+_MEMORY_KEYS = (
+    "rows", "mape", "median_ape", "bias", "fitting_said_fitting", "fitting_said_not", "not_fitting_said_not",
+    "not_fitting_said_fitting",
+)  # fmt: skip
+
+
+def memory_table(record: dict[str, Any]) -> Table:
+    """Return the table of peak memory by source; what ran and what ran out of it, as it was foreseen."""
+    found = {name: figure for name, figure in record["memory_sources"].items() if figure["rows"]}
+    lines = [[name, *(figure[key] for key in _MEMORY_KEYS)] for name, figure in found.items()]
+    head = ("source", *(key.replace("_", " ") for key in _MEMORY_KEYS))
+    return head, [*lines, ["all", *(record["memory"][key] for key in _MEMORY_KEYS)]]
 
 
 def fitted_table(title: str, found: dict[str, dict[str, float]]) -> Table:
