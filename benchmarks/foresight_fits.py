@@ -4,6 +4,18 @@ cross_validate   five constants start at values from before any fit; for each so
                  and then predict it
 calibrate        seven numbers of a profile are refitted to half of a source's rows on one node, as `measure` would
                  find them, and predict the other half, and rows of 64 devices and more
+
+What was tried and is not in the model, with what it adds to the mean error over sources (about 23 % on 207 rows then):
+
+networks that reach 0.6 or 0.9 of their ports, not 0.75      +0.1 and +0.1
+attention that reaches a quarter less on every device        +0.3: torchtitan gains 4, MosaicML's A100 lose 5; taken
+                                                             from Hopper on, for PyTorch's own kernels alone
+products that reach 0.92 of the best shape's rate, not 0.85  +0.9: vTrain gains 2, most others lose 1 to 4
+backwards that move 2.2 times a forward's bytes, not 1.75    -0.2, with signs that differ by source
+32 or 96 steps to fill a tile's pipeline, not 64             none
+compute slowed by a quarter beside communication             -0.2 from a tenth; the published mean, 0.19, is taken
+exchanges between experts that nothing hides                 DeepSeek-V3 on 1,024 H100 takes 3.8 times what it took
+recompute where memory seems full, in NVIDIA's recipes       70B on GB300 27 to 70 % too slow
 """
 
 from __future__ import annotations
