@@ -221,6 +221,21 @@ def step_s(programs: Sequence[Program], machine: Hardware) -> float:
     if len(programs) == 1:
         return play(programs, machine).step_s
     blocks = [{key: _block(program, ops, machine) for key, ops in program.bodies.items()} for program in programs]
+    return _lined_up(programs, lambda stage, task: blocks[stage][task.body])
+
+
+def ideal_s(programs: Sequence[Program], seconds_of: Callable[[int, Task], float]) -> float:
+    """Return the seconds of one step whose tasks, each of a stage, take what is said, and whose messages take nothing."""
+
+    def block_of(stage: int, task: Task) -> _Block:
+        taken_s = seconds_of(stage, task)
+        return _Block(taken_s, taken_s, taken_s, 0.0)
+
+    return _lined_up(programs, block_of)
+
+
+def _lined_up(programs: Sequence[Program], block_of: Callable[[int, Task], _Block]) -> float:
+    """Let tasks follow their schedules, each as one piece, and wait for what other stages send."""
     virtual = programs[0].step.layout.virtual_stages
     queues = [[task for task in program.stages[0] if task.kind is not TaskKind.UPDATE] for program in programs]
     position = [0] * len(programs)
@@ -237,7 +252,7 @@ def step_s(programs: Sequence[Program], machine: Hardware) -> float:
                 if any(need not in done for need in needs):
                     break
                 arrived = [done[need][need[0] != stage] for need in needs]
-                block = blocks[stage][task.body]
+                block = block_of(stage, task)
                 start_s = max(free[stage], *arrived) if arrived else free[stage]
                 free[stage] = start_s + block.compute_s
                 ends[stage] = max(ends[stage], start_s + block.all_s)
@@ -247,7 +262,8 @@ def step_s(programs: Sequence[Program], machine: Hardware) -> float:
                 position[stage] += 1
                 moved = True
     assert all(at == len(tasks) for at, tasks in zip(position, queues, strict=True)), "the schedule deadlocks"
-    return max(max(free), max(ends)) + max(block[str(TaskKind.UPDATE)].all_s for block in blocks)
+    updates = (block_of(stage, program.stages[0][-1]).all_s for stage, program in enumerate(programs))
+    return max(max(free), max(ends)) + max(updates)
 
 
 def compute_s(program: Program, machine: Hardware) -> float:

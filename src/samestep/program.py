@@ -306,7 +306,7 @@ class Program:
                 yield task, op
 
     def ledger(self, stage: int = 0, group_of: Callable[[str], str] = str) -> dict[str, list[LedgerRow]]:
-        """List what each group sends, in order of issue; interleaving between groups is timing, and no part of it.
+        """List what each group sends, in order of issue, and what it receives; how these lists interleave is timing.
 
         `group_of` names the group that serves an axis: two axes over the same ranks share one.
         """
@@ -314,8 +314,16 @@ class Program:
         for _, op in self.ops(stage):
             if op.axis is not None:
                 row = LedgerRow(str(op.kind), op.dtype, op.size_bytes, op.owner)
-                rows.setdefault(group_of(op.axis), []).append(row)
+                rows.setdefault(ledger_key(group_of(op.axis), row), []).append(row)
         return rows
+
+
+def ledger_key(group: str, row: LedgerRow) -> str:
+    """Name the list of a ledger that a row belongs to: that of its group, or of what it is received from.
+
+    What is received is awaited ahead of need, as soon as there is a place for it.
+    """
+    return f"{group} recv {row.owner}" if row.kind == Kind.RECV else group
 
 
 def position(microbatch: int, num_microbatches: int) -> str:

@@ -10,6 +10,7 @@ dp_replicate=2 dp_shard=2      rank 0 (0,0)   1 (0,1)   2 (1,0)   3 (1,1)
 Ranks of `cp` hold equal weights, so gradients are summed over them too: the groups of `dp_shard` take them in, or where
 nothing is sharded those of `dp_replicate`. Axes that run over the same ranks share one group, so a communicator is never made
 twice; but `cp`, whose exchanges compute waits for, has its own, and waits for no gradient or weight that is sent meanwhile.
+So has each link of `pp` but the first.
 """
 
 from __future__ import annotations
@@ -114,9 +115,9 @@ def build(program: Program, device: torch.device) -> Mesh:
     made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
     if dist.group.WORLD is not None:
         made["", tuple(range(world_size))] = dist.group.WORLD
-    for axis in sorted(program.axes):
+    for axis in sorted({*program.axes, *_links(program)}):
         for ranks in _groups_of(axis, program, world_size):
-            key = (axis if axis in OWN_GROUPS else "", ranks)
+            key = (axis if axis in (*OWN_GROUPS, *_LINKS) else "", ranks)
             if key not in made:
                 made[key] = dist.new_group(list(ranks), group_desc=key[0] or None)  # every rank makes all, in one order
             if rank in ranks:
@@ -152,6 +153,8 @@ def _groups_of(axis: str, program: Program, world_size: int) -> Iterable[tuple[i
             "dp_intra": step.dp_per_node,
             "tp": layout.tp,
         }
+    elif axis in _LINKS:
+        return _groups_of("pp", program, world_size)
     elif axis == "cp":
         digits = {"pp": layout.pp, "dp": layout.dp, "cp": layout.cp, "tp": layout.tp}
     elif axis in ("ep", "dp_expert"):
@@ -171,6 +174,20 @@ def _groups_of(axis: str, program: Program, world_size: int) -> Iterable[tuple[i
         }
     ranks = torch.arange(world_size).view(*digits.values()).movedim(list(digits).index(axis), -1)
     return [tuple(group) for group in ranks.reshape(-1, digits[axis]).tolist()]
+
+
+_LINKS = ("pp backward", "pp around", "pp backward around")
+"""Ways of messages between stages beside `pp` itself, which is forward."""
+
+
+def link_name(*, is_forward: bool, is_around: bool) -> str:
+    """Name the group for messages of activations, or of gradients, to a neighbour or around the end of the axis."""
+    return "pp" + ("" if is_forward else " backward") + (" around" if is_around else "")
+
+
+def _links(program: Program) -> tuple[str, ...]:
+    layout = program.step.layout
+    return () if layout.pp == 1 else _LINKS[:1] if layout.virtual_stages == 1 else _LINKS
 
 
 def stage_of(rank: int, world_size: int, num_stages: int) -> int:

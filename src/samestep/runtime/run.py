@@ -268,7 +268,10 @@ class Run:
         totals = torch.zeros(2, dtype=torch.float64, device=self.place.device)
         shares = batch.shares(made.mesh.dp_index, self.layout.dp, program.step.num_microbatches)
         held: dict[tuple[int, int], Tensor | None] = {}
+        reading = _Reading(lambda index: self._read(batch, shares[index]))
         made.holder.begin_step()
+        if made.stage is not None:
+            made.stage.begin_step(reading.shapes_of)
         for task in program.stages[0]:
             if task.kind is TaskKind.UPDATE:
                 continue
@@ -276,7 +279,7 @@ class Run:
                 if task.kind is TaskKind.WEIGHT:
                     made.deferred.add_up(task.microbatch)
                 elif task.kind is TaskKind.FORWARD:
-                    held[task.microbatch, task.chunk] = self._forward(batch, task, shares[task.microbatch], totals)
+                    held[task.microbatch, task.chunk] = self._forward(batch, task, shares[task.microbatch], reading, totals)
                 else:
                     self._backward(task, held.pop((task.microbatch, task.chunk)))
         made.holder.finish_gradients()
@@ -285,10 +288,14 @@ class Run:
             made.stage.finish()
         return totals / self.layout.tp  # ranks of a tensor cut count the same samples
 
-    def _forward(self, batch: StepBatch, task: Task, indices: np.ndarray[Any, Any], totals: Tensor) -> Tensor | None:
+    def _forward(
+        self, batch: StepBatch, task: Task, indices: np.ndarray[Any, Any], reading: _Reading, totals: Tensor
+    ) -> Tensor | None:
         """Run a micro-batch forward; return its loss where this rank has the end of the model."""
         made = self.made
-        samples, weight = self._read(batch, indices)
+        samples, weight = reading.of(task.microbatch)
+        if task.chunk == max(0, len(made.program.chunks) - 1):
+            reading.forget(task.microbatch)
         with self._modes(batch, indices):
             with self._slicing(samples):
                 outputs = self._run_layers(samples, task.microbatch, task.chunk)
@@ -406,6 +413,32 @@ class Run:
             yield
         _set_modes(modes)
         self.made.holder.end_forward_only()
+
+
+class _Reading:
+    """The micro-batches of a step, each read once, when it is first asked for."""
+
+    def __init__(self, read: Callable[[int], tuple[Any, float]]) -> None:
+        self._read = read
+        self._held: dict[int, tuple[Any, float]] = {}
+        self._shapes: dict[int, tuple[torch.Size, ...]] = {}
+
+    def of(self, microbatch: int) -> tuple[Any, float]:
+        """Return the samples of a micro-batch, and the weight of its loss."""
+        if microbatch not in self._held:
+            self._held[microbatch] = self._read(microbatch)
+        return self._held[microbatch]
+
+    def forget(self, microbatch: int) -> None:
+        """Let go of samples, after their last use."""
+        del self._held[microbatch]
+
+    def shapes_of(self, microbatch: int) -> tuple[torch.Size, ...]:
+        """Return the shapes of a micro-batch's samples."""
+        if microbatch not in self._shapes:
+            samples, _ = self.of(microbatch)
+            self._shapes[microbatch] = tuple(leaf.shape for leaf in tree_leaves(samples) if isinstance(leaf, Tensor))
+        return self._shapes[microbatch]
 
 
 @dataclass(slots=True)
