@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from samestep.job import Job
 from samestep.model import LayerSpec, ParamSpec
-from samestep.program import BYTES_OF, Kind, Program, Step, Unit
+from samestep.program import BYTES_OF, Kind, Program, Step, Unit, is_dealt
 
 _STATES = {"adadelta": 2, "adafactor": 0, "adagrad": 1, "asgd": 1, "muon": 1, "rmsprop": 1, "rprop": 2, "sgd": 0}
 _MORE_STATES = {"adam": ("amsgrad",), "adamw": ("amsgrad",), "rmsprop": ("momentum", "centered"), "sgd": ("momentum",)}
@@ -109,7 +109,7 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
         ]
     else:
         weights, gradients = _in_units(program)
-        updated = [(_cut_numel(param, step.layout.num_shards, shard), step.master_dtype) for param in _trainable(step)]
+        updated = [(_cut_numel(step, param, shard), step.master_dtype) for param in _trainable(step)]
     master = BYTES_OF[step.master_dtype]
     optimizer = sum(
         numel * master * (states_per_param + (working_dtype != step.master_dtype)) for numel, working_dtype in updated
@@ -159,10 +159,10 @@ def _in_buckets(program: Program) -> tuple[int, int]:
 def _in_units(program: Program) -> tuple[int, int]:
     """Weights and gradients of zero=2 and 3: the rank's part of each unit, padded."""
     step = program.step
-    weights = sum(unit.padded_numel for unit in program.units)
-    gradients = sum(unit.padded_grad_numel for unit in program.units)
-    part = BYTES_OF[step.master_dtype]
-    return weights // step.layout.num_shards * part, gradients // step.layout.num_shards * part
+    parts = {unit.name: step.layout.num_shards // unit.ep for unit in program.units}
+    weights = sum(unit.padded_numel // parts[unit.name] for unit in program.units)
+    gradients = sum(unit.padded_grad_numel // parts[unit.name] for unit in program.units)
+    return weights * BYTES_OF[step.master_dtype], gradients * BYTES_OF[step.master_dtype]
 
 
 def _chunk_numel(numel: int, chunk: int, shard: int) -> int:
@@ -170,8 +170,10 @@ def _chunk_numel(numel: int, chunk: int, shard: int) -> int:
     return min(max(numel - shard * chunk, 0), chunk)
 
 
-def _cut_numel(param: ParamSpec, num_shards: int, shard: int) -> int:
+def _cut_numel(step: Step, param: ParamSpec, shard: int) -> int:
     """Elements without padding that FSDP2 gives shard number `shard`: dim 0 in equal chunks, the last ones short."""
+    ep = step.layout.ep if is_dealt(step, param) else 1
+    num_shards, shard = step.layout.num_shards // ep, shard // ep
     rows = param.shape[0] if param.shape else 1
     if rows == 0:
         return 0

@@ -280,6 +280,7 @@ class LayerSpec:
             moved_cut_elements=part(self.moved_cut_elements),
             forward_sums=sums(self.forward_sums),
             backward_sums=sums(self.backward_sums),
+            dealings=tuple(replace(dealing, rows=part(dealing.rows)) for dealing in self.dealings),
         )
 
 

@@ -174,7 +174,7 @@ class Unit:
     dtype: str
     """Dtype in which the weights are gathered."""
     padded_numel: int
-    """Elements of the unsharded buffer: each parameter's first dimension padded to a multiple of dp_shard."""
+    """Elements of the unsharded buffer: each parameter's first dimension padded to a multiple of the ranks that share it."""
     padded_grad_numel: int
     """The same for the gradients: without frozen weights."""
     keep_after_forward: bool
@@ -191,6 +191,13 @@ class Unit:
     is over at the end of the task."""
     ahead: str | None = None
     """Name of the unit that is gathered ahead of need when this one's backward starts."""
+    ep: int = 1
+    """Parts in which its weights are dealt to the ranks of the innermost data axis: of experts."""
+
+    @property
+    def shard_axis(self) -> str:
+        """The axis over which it is cut."""
+        return "dp_expert" if self.ep > 1 else "dp_shard"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,8 +278,8 @@ class Step:
 
     @property
     def innermost_data_ranks(self) -> int:
-        """Ranks of the innermost data axis, from which `ep` borrows."""
-        return self.layout.dp_shard if self.zero else self.layout.dp_replicate
+        """Ranks of the innermost data axis, those of `cp` among them, from which `ep` borrows."""
+        return self.layout.num_shards if self.zero else self.layout.num_replicas
 
     def working_dtype(self, param: ParamSpec) -> str:
         """Dtype in which `param` stands in the module: a shared weight stays in master precision and is cast at

@@ -62,6 +62,29 @@ def test_experts_are_summed_by_those_who_hold_them(text: str) -> None:
 
 
 @LAW
+@given(st.sampled_from(["dp=8", "dp_replicate=2 dp_shard=4"]), st.sampled_from([2, 4, 8]), st.sampled_from([2, 3]))
+def test_units_of_experts_are_cut_by_those_who_hold_them(data: str, ep: int, zero: int) -> None:
+    """All else is cut over the whole of dp_shard; what one rank holds alone is neither gathered nor scattered."""
+    text = f"{data} zero={zero} ep={ep}"
+    if Layout.parse(text).dp_shard % ep:
+        with pytest.raises(LayoutError, match="does not divide dp_shard=4"):
+            case(dealing(), text)
+        return
+    program = case(dealing(), text).program
+    layout = program.step.layout
+    holders = layout.dp_shard // ep
+    of_experts = {unit.name for unit in program.units if unit.ep == ep}
+    assert len(of_experts) == len(program.step.model.layers)
+    for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
+        over = {op.axis: op.owner in of_experts for _, op in program.ops() if op.kind is kind}
+        assert over == {"dp_shard": False, **({"dp_expert": True} if holders > 1 else {})}
+    reduced = {op.owner for _, op in program.ops() if op.kind is Kind.ALL_REDUCE and op.axis == "dp_replicate"}
+    assert (of_experts <= reduced) is (layout.dp_replicate > 1)
+    held = sum(at_rest(program, rank=rank).optimizer for rank in range(layout.dp_shard))
+    assert held == at_rest(case(dealing(), "dp=1").program).optimizer
+
+
+@LAW
 @given(st.sampled_from(DEGREES))
 def test_a_rank_holds_its_part_of_the_experts(text: str) -> None:
     dealt, whole = (case(dealing(), words).program for words in (text, text.rpartition(" ")[0]))

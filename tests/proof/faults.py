@@ -31,6 +31,7 @@ from samestep.runtime.init import Blueprint
 from samestep.runtime.launch import Place
 from samestep.runtime.run import Run, Source, prepare
 from samestep.runtime.update import Updater
+from samestep.schedules import Action, ActionKind
 from samestep.verdict import Cause, Verdict
 from tests.laboratory import job_of, perturbed
 from tests.models import MODELS, Tokens
@@ -550,22 +551,20 @@ def attention_sees_the_slice_alone(patch: Patch) -> None:
 
 @fault(Cause.BORDER, "dp=1 pp=2 microbatch=4", "deep_granite")
 def the_embedding_scale_is_applied_on_every_stage(patch: Patch) -> None:
-    def wait(original: Any, self: Any, into: Tensor, *args: Any, **kwargs: Any) -> None:
-        original(self, into, *args, **kwargs)
-        if not kwargs["backward"]:
-            into.mul_(12.0)
+    def received(original: Any, self: Any, action: Action, *args: Any) -> Tensor:
+        came: Tensor = original(self, action, *args)
+        return came.mul_(12.0) if action.kind is ActionKind.FORWARD else came
 
-    around(patch, pipeline.Stage, "_wait_for", wait)
+    around(patch, pipeline.Stage, "_received", received)
 
 
 @fault(Cause.DOUBLE_REDUCTION, "dp=1 pp=2 microbatch=4", "deep_llama")
 def gradients_grow_at_the_border(patch: Patch) -> None:
-    def wait(original: Any, self: Any, into: Tensor, *args: Any, **kwargs: Any) -> None:
-        original(self, into, *args, **kwargs)
-        if kwargs["backward"]:
-            into.mul_(2.0)
+    def received(original: Any, self: Any, action: Action, *args: Any) -> Tensor:
+        came: Tensor = original(self, action, *args)
+        return came.mul_(2.0) if action.kind is ActionKind.BACKWARD else came
 
-    around(patch, pipeline.Stage, "_wait_for", wait)
+    around(patch, pipeline.Stage, "_received", received)
 
 
 @fault(Cause.TIED, "dp=1 pp=2 microbatch=4", "deep_tied")

@@ -77,17 +77,18 @@ class Mesh:
     @property
     def ep_index(self) -> int:
         """Position on `ep`, whose ranks are neighbours on the innermost data axis."""
-        return self.dp_index % self.ep
+        return self.summed_index % self.ep
 
     def group_of(self, axis: str) -> str:
         """Name the group that serves an axis by its ranks, and one that serves no other by the axis too."""
         return ",".join(map(str, self.ranks[axis])) + (f" {axis}" if axis in OWN_GROUPS else "")
 
-    def for_shards(self) -> DeviceMesh:
-        """The mesh that FSDP2 shards over: one axis, or two where shards are replicated."""
-        axes = ["dp_replicate", "dp_shard"] if self.dp_replicate > 1 else ["dp_shard"]
-        everyone = torch.arange(self.world_size).view(self.pp, self.dp_replicate, self.dp_shard, self.tp)
-        positions = everyone[stage_of(self.rank, self.world_size, self.pp), ..., self.tp_index]
+    def for_shards(self, axis: str) -> DeviceMesh:
+        """The mesh that FSDP2 shards over: `dp_shard` or `dp_expert`, and before it replicas where there are any."""
+        axes = ["dp_replicate", axis] if self.dp_replicate > 1 else [axis]
+        ep, index = (self.ep, self.ep_index) if axis == "dp_expert" else (1, 0)
+        everyone = torch.arange(self.world_size).view(self.pp, self.dp_replicate, self.dp_shard // ep, ep, self.tp)
+        positions = everyone[stage_of(self.rank, self.world_size, self.pp), ..., index, self.tp_index]
         positions = positions if len(axes) > 1 else positions[0]
         groups = [self.groups[axis] for axis in axes]
         return DeviceMesh.from_group(
@@ -160,7 +161,7 @@ def _groups_of(axis: str, program: Program, world_size: int) -> Iterable[tuple[i
     elif axis in ("ep", "dp_expert"):
         digits = {
             "pp": layout.pp,
-            "dp_outer": layout.dp // step.innermost_data_ranks,
+            "dp_outer": layout.num_summed // step.innermost_data_ranks,
             "dp_expert": step.innermost_data_ranks // layout.ep,
             "ep": layout.ep,
             "tp": layout.tp,

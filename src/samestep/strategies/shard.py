@@ -37,6 +37,7 @@ from samestep.program import (
     ends_gradients,
     ends_step,
     is_backward,
+    is_dealt,
     is_forward,
     make_buckets,
     padded,
@@ -94,9 +95,7 @@ def _stage_1(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops
         return ops
     gathers = tuple(
         replace(
-            _op(Kind.ALL_GATHER, b.name, b.dtype, b.padded_numel),
-            axis=b.shard_axis,
-            after=(f"{Kind.UPDATE}:optimizer",),
+            _op(Kind.ALL_GATHER, b.name, b.dtype, b.padded_numel, b.shard_axis), after=(f"{Kind.UPDATE}:optimizer",)
         )
         for b in buckets
         if b.ep < step.layout.num_shards
@@ -105,8 +104,7 @@ def _stage_1(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops
 
 
 def _scattered(step: Step, bucket: Bucket) -> Op:
-    op = _op(Kind.REDUCE_SCATTER, bucket.name, step.master_dtype, bucket.padded_numel)
-    return replace(op, axis=bucket.shard_axis)
+    return _op(Kind.REDUCE_SCATTER, bucket.name, step.master_dtype, bucket.padded_numel, bucket.shard_axis)
 
 
 def _stage_2_or_3(key: str, ops: Ops, step: Step, units: tuple[Unit, ...]) -> Ops:
@@ -121,8 +119,9 @@ def _gathered_forward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...]) -
     # zero=2 keeps the weights until the step's last backward, so only the first micro-batch gathers them.
     gathers = step.zero == 3 or starts_step(key)
     done: list[str] = []
+    shared = [unit for unit in units if unit.ep < step.layout.num_shards]
     for op in ops:
-        needed = [unit for unit in units if gathers and unit.first_layer == op.layer]
+        needed = [unit for unit in shared if gathers and unit.first_layer == op.layer]
         waits = [_gather(unit) for unit in sorted(needed, key=lambda unit: unit.called[0])]
         # FSDP2 runs one gather ahead: the next may not start before the forward before the current one has ended.
         yield from (replace(wait, after=tuple(done[-2:-1])) for wait in waits)
@@ -144,7 +143,8 @@ def _scattered_backward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...])
     waits: dict[int | None, tuple[str, ...]] = {None: ()}
 
     def gather(unit: Unit | None) -> Iterator[Op]:
-        if unit and unit.gather_in_backward and not unit.keep_after_forward and unit.name not in issued:
+        is_cut = unit is not None and unit.ep < step.layout.num_shards
+        if unit and is_cut and unit.gather_in_backward and not unit.keep_after_forward and unit.name not in issued:
             issued.add(unit.name)
             yield _gather(unit)
 
@@ -153,7 +153,11 @@ def _scattered_backward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...])
         yield from gather(named.get(unit.ahead or "?"))
 
     last = next(op for op in reversed(ops) if op.kind is Kind.BACKWARD)
+    behind: list[Op] = []  # a layer's backward, which what it exchanges is a part of
     for op in ops:
+        if op.axis is None:
+            yield from behind
+            behind.clear()
         over = [unit for unit in scattered if unit.first_layer == op.layer and unit.ends_early]
         over.sort(key=lambda unit: unit.called[0])
         here = sorted((unit for unit in mine if unit.last_layer == op.layer), key=_use, reverse=True)
@@ -167,9 +171,10 @@ def _scattered_backward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...])
         if op.kind is Kind.BACKWARD:
             for unit in late:
                 while over and _follows(over[-1], unit):
-                    yield _scatter(over.pop(), step, op)
-                yield from reach(unit)
-            yield from (_scatter(unit, step, op) for unit in reversed(over))
+                    behind.append(_scatter(over.pop(), step, op))
+                behind.extend(reach(unit))
+            behind.extend(_scatter(unit, step, op) for unit in reversed(over))
+    yield from behind
     yield from (_scatter(unit, step, last) for unit in scattered if not unit.ends_early)
 
 
@@ -180,16 +185,16 @@ def _follows(later: Unit, unit: Unit) -> bool:
 
 
 def _gather(unit: Unit) -> Op:
-    return replace(_op(Kind.ALL_GATHER, unit.name, unit.dtype, unit.padded_numel), implied=True)
+    return replace(_op(Kind.ALL_GATHER, unit.name, unit.dtype, unit.padded_numel, unit.shard_axis), implied=True)
 
 
 def _scatter(unit: Unit, step: Step, after: Op) -> Op:
-    op = _op(Kind.REDUCE_SCATTER, unit.name, step.master_dtype, unit.padded_grad_numel)
+    op = _op(Kind.REDUCE_SCATTER, unit.name, step.master_dtype, unit.padded_grad_numel, unit.shard_axis)
     return replace(op, implied=True, after=(after.name,))
 
 
-def _op(kind: Kind, owner: str, dtype: str, numel: int) -> Op:
-    return Op(kind=kind, owner=owner, axis=AXIS, dtype=dtype).sized(numel)
+def _op(kind: Kind, owner: str, dtype: str, numel: int, axis: str) -> Op:
+    return Op(kind=kind, owner=owner, axis=axis, dtype=dtype).sized(numel)
 
 
 def _units(step: Step, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
@@ -208,6 +213,9 @@ def _units(step: Step, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
             order.setdefault(owner, len(order))
         roots = _roots(step, param)
         if not param.numel:
+            continue
+        if is_dealt(step, param):
+            groups.setdefault(owners, []).append(param)
             continue
         if param.shared and not _moves_with_layer(step, param.layer):
             met = [known for known in groups if known != ("",) and set(known) & set(owners)]
@@ -253,12 +261,13 @@ def _with_ahead(units: list[Unit], chunks: tuple[range, ...]) -> tuple[Unit, ...
 
     One that is called several times gathers nothing ahead: at its second backward that would have been used already.
     """
-    by_use = sorted(units, key=_use)
     ahead: dict[str, str] = {}
-    for before, unit in itertools.pairwise(by_use):
-        together = not chunks or any({before.first_layer, unit.first_layer} <= {*chunk} for chunk in chunks)
-        if together and not unit.spans_calls:
-            ahead[unit.name] = before.name
+    for axis in ("dp_shard", "dp_expert"):
+        by_use = sorted((unit for unit in units if unit.shard_axis == axis), key=_use)
+        for before, unit in itertools.pairwise(by_use):
+            together = not chunks or any({before.first_layer, unit.first_layer} <= {*chunk} for chunk in chunks)
+            if together and not unit.spans_calls:
+                ahead[unit.name] = before.name
     return tuple(replace(unit, ahead=ahead.get(unit.name)) for unit in units)
 
 
@@ -276,6 +285,8 @@ def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec], chunks:
     # A frozen start of the model has no backward that would read its weights.
     has_backward = receives or any(param.trainable and param.layer <= last_layer for param in step.model.params)
     entered = params if params[0].aliases else [p for p in params if _roots(step, p) == _first_root(step, params)]
+    ep = step.layout.ep if is_dealt(step, params[0]) else 1
+    parts = step.layout.num_shards // ep
     return Unit(
         name=", ".join(modules),  # FSDP2's own label of it; empty for what the root module owns itself
         modules=modules,
@@ -283,8 +294,8 @@ def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec], chunks:
         first_layer=first_layer,
         last_layer=last_layer,
         dtype=step.working_dtype(params[0]),
-        padded_numel=sum(_padded_rows(param, step.layout.num_shards) for param in params),
-        padded_grad_numel=sum(_padded_rows(param, step.layout.num_shards) for param in params if param.trainable),
+        padded_numel=sum(_padded_rows(param, parts) for param in params),
+        padded_grad_numel=sum(_padded_rows(param, parts) for param in params if param.trainable),
         # The last layer's backward follows at once, and a weight that first and last layer share is in use throughout.
         # A pipeline's other micro-batches may come between the two.
         keep_after_forward=step.zero == 2 or (last_layer == last and step.layout.pp == 1),
@@ -292,6 +303,7 @@ def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec], chunks:
         called=(min(param.called[0] for param in params), max(param.called[1] for param in params)),
         spans_calls=any(param.calls > 1 for param in params),
         ends_early=receives or (not is_root and all(param.takes_gradient for param in entered)),
+        ep=ep,
     )
 
 
