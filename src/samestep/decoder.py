@@ -203,6 +203,14 @@ def _named(layer: LayerSpec, path: str) -> LayerSpec:
     )
 
 
+def _shared(decoder: Decoder) -> Iterator[PartialSum]:
+    """Gradients of the weights of key-value heads that several ranks of a tensor cut share."""
+    if not decoder.bias and not decoder.latent_rank and decoder.kv < decoder.heads:
+        for name in ("v_proj", "k_proj"):
+            elements = decoder.kv * decoder.dim * decoder.hidden
+            yield PartialSum(owner=f"self_attn.{name}", elements=elements, weight=True, groups=decoder.kv)
+
+
 def _params(block: _Block, layer: int, path: str) -> Iterator[ParamSpec]:
     for name, shape, cut, trainable, experts in block.params:
         full = f"{path}.{name}" if path else name
@@ -223,6 +231,7 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
         )
         backward = (
             PartialSum(owner="mlp.up_proj", elements=stream),
+            *_shared(decoder),
             PartialSum(owner="self_attn.q_proj", elements=stream),
         )
         kinds: tuple[BorderKind, ...] = ("gather", "scatter")
@@ -302,13 +311,13 @@ def _norm(decoder: Decoder, made: _Block, name: str) -> None:
 
 def _linear(
     decoder: Decoder, made: _Block, name: str, rows: int, inner: int, columns: int, cut: Cutting, groups: int = 0,
-    experts: int = 0,
+    experts: int = 0, is_shareable: bool = False,
 ) -> None:  # fmt: skip
     """A weight [columns, inner] and its product, cut between `groups` (heads, neurons) on one side."""
     style: Literal["column", "row"] = "row" if cut == "inner" else "column"
     shape = (experts, columns, inner) if experts else (columns, inner)
     dim = (1 if cut == "inner" else 0) + bool(experts)
-    spec_cut = Cut(style=style, dim=dim, groups=groups or shape[dim]) if cut else None
+    spec_cut = Cut(style=style, dim=dim, groups=groups or shape[dim], is_shareable=is_shareable) if cut else None
     made.weight(f"{name}.weight", shape, spec_cut, experts=experts)
     if decoder.bias:
         made.weight(f"{name}.bias", shape[:-1], spec_cut if cut == "columns" else None)
@@ -336,7 +345,7 @@ def _attention(decoder: Decoder, made: _Block) -> None:
         _linear(decoder, made, "self_attn.qkv", s, h, (a + 2 * k) * d, "columns", min(a, k))
     else:
         for name, heads in (("q_proj", a), ("k_proj", k), ("v_proj", k)):
-            _linear(decoder, made, f"self_attn.{name}", s, h, heads * d, "columns", heads)
+            _linear(decoder, made, f"self_attn.{name}", s, h, heads * d, "columns", heads, is_shareable=heads < a)
     if not decoder.positions:
         made.move(0, (2 if decoder.fused else 8) * (a + k) * d * s, 2 if decoder.fused else 10)
     _adapters(decoder, made, (a + 2 * k) * d)

@@ -211,6 +211,10 @@ class Step:
     ranks_per_node: int
     stage: int = 0
     """Position on `pp`: every stage has a program of its own."""
+    replica: int = 0
+    """Position among the ranks that read different samples: the first ones may have one more."""
+    samples: int | None = None
+    """Samples of the micro-batches that ops are written for; None for the largest of the step."""
     cuts_loss: bool = True
     """The loss works on logits cut by vocabulary; otherwise they are put together for it."""
 
@@ -223,6 +227,7 @@ class Step:
         ranks_per_node: int | None = None,
         cuts_loss: bool | None = None,
         stage: int = 0,
+        replica: int = 0,
     ) -> Step:
         """Take from a job what shapes its step."""
         per_node = ranks_per_node or job.run.ranks_per_node or layout.world_size
@@ -233,6 +238,7 @@ class Step:
             global_batch=job.train.global_batch,
             ranks_per_node=min(per_node, layout.world_size),
             stage=stage,
+            replica=replica,
             cuts_loss=job.train.loss == "cross_entropy" if cuts_loss is None else cuts_loss,
         )
 
@@ -253,8 +259,14 @@ class Step:
 
     @property
     def microbatch_samples(self) -> int:
-        """Samples of the largest micro-batch."""
-        return -(-self.rank_samples // self.num_microbatches)
+        """Samples of a micro-batch: of those at hand, or the largest."""
+        return self.samples or -(-self.rank_samples // self.num_microbatches)
+
+    @property
+    def microbatch_sizes(self) -> tuple[int, ...]:
+        """Samples that each micro-batch of this rank runs: an empty one, one of another rank that counts nothing."""
+        mine = _even_part(self.global_batch, self.layout.dp, self.replica)
+        return tuple(max(1, _even_part(mine, self.num_microbatches, index)) for index in range(self.num_microbatches))
 
     @property
     def compute_dtype(self) -> str:
@@ -331,6 +343,11 @@ def ledger_key(group: str, row: LedgerRow) -> str:
     What is received is awaited ahead of need, as soon as there is a place for it.
     """
     return f"{group} recv {row.owner}" if row.kind == Kind.RECV else group
+
+
+def _even_part(count: int, parts: int, index: int) -> int:
+    """Size of one of several parts that differ by at most one, the larger ones first."""
+    return count // parts + (index < count % parts)
 
 
 def position(microbatch: int, num_microbatches: int) -> str:

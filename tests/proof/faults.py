@@ -505,6 +505,24 @@ def outputs_of_row_cuts_are_not_summed(patch: Patch) -> None:
     patch.setattr(tensor, "reduce", lambda x, *args: x)
 
 
+@fault(Cause.FORWARD, "dp=1 tp=4", "qwen3")
+def every_rank_takes_the_first_key_value_head(patch: Patch) -> None:
+    def shared(original: Any, module: Any, path: str, mesh: Any, *rest: Any) -> None:
+        original(module, path, replace(mesh, rank=mesh.rank - mesh.tp_index), *rest)
+
+    around(patch, tensor, "_around_shared", shared)
+
+
+@fault(Cause.MISSING_REDUCTION, "dp=1 tp=4", "qwen3")
+def key_value_heads_that_ranks_share_are_not_summed(patch: Patch) -> None:
+    def copied(original: Any, x: Tensor, group: Any, owner: str, dtype: Any = None) -> Tensor:
+        is_shared = dtype is not None and owner.endswith(("k_proj", "v_proj"))
+        found: Tensor = x if is_shared else original(x, group, owner, dtype)
+        return found
+
+    around(patch, tensor, "copy", copied)
+
+
 @fault(Cause.MISSING_REDUCTION, "dp=1 tp=2 sequence_parallel", "llama_even")
 def norms_are_not_summed_under_sequence_parallel(patch: Patch) -> None:
     patch.setattr(sequence, "_sum_gradients", lambda *args: None)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from samestep.errors import LayoutError
+from samestep.layout import Layout
 from samestep.program import Program
 from samestep.runtime.record import OWN_GROUPS
 
@@ -189,6 +190,11 @@ def link_name(*, is_forward: bool, is_around: bool) -> str:
 def _links(program: Program) -> tuple[str, ...]:
     layout = program.step.layout
     return () if layout.pp == 1 else _LINKS[:1] if layout.virtual_stages == 1 else _LINKS
+
+
+def replica_of(rank: int, layout: Layout) -> int:
+    """Position of a rank among those that read different samples."""
+    return rank // (layout.tp * layout.cp) % layout.dp
 
 
 def stage_of(rank: int, world_size: int, num_stages: int) -> int:

@@ -279,7 +279,9 @@ class Run:
                 if task.kind is TaskKind.WEIGHT:
                     made.deferred.add_up(task.microbatch)
                 elif task.kind is TaskKind.FORWARD:
-                    held[task.microbatch, task.chunk] = self._forward(batch, task, shares[task.microbatch], reading, totals)
+                    held[task.microbatch, task.chunk] = self._forward(
+                        batch, task, shares[task.microbatch], reading, totals
+                    )
                 else:
                     self._backward(task, held.pop((task.microbatch, task.chunk)))
         made.holder.finish_gradients()
@@ -479,7 +481,8 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
     """Build, cut and fill the model: precision inside recompute inside sharding, each by its twin's words."""
     plan, spec = with_slices(source.prepared or prepare(source, job, example), layout, example)
     stage = meshes.stage_of(place.rank, layout.world_size, layout.pp)
-    program = program_of(spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage)
+    replica = meshes.replica_of(place.rank, layout)
+    program = program_of(spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica)
     check_optimizer(source.optimizer, spec, layout)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = job.numerics.tf32
     mesh = meshes.build(program, place.device)

@@ -5,6 +5,8 @@ Strategies do not know each other. Each has two functions, `refusal(step)` and `
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 
@@ -28,18 +30,19 @@ def program_of(
     ranks_per_node: int | None = None,
     cuts_loss: bool | None = None,
     stage: int = 0,
+    replica: int = 0,
 ) -> Program:
-    """Return the step that `layout` makes of `model` and `job` on one pipeline stage.
+    """Return the step that `layout` makes of `model` and `job` on one pipeline stage, for one share of the samples.
 
     `cuts_loss` says whether the loss can work on logits cut by vocabulary; without it the job's loss says so.
 
     Raises:
         LayoutError: a strategy refuses the layout; the text says why and what would work.
     """
-    step = Step.of(model, job, layout, ranks_per_node, cuts_loss, stage)
+    step = Step.of(model, job, layout, ranks_per_node, cuts_loss, stage, replica)
     if reason := refusal_of(step):
         raise LayoutError(reason)
-    return _behind(_before_stages(step))
+    return _of_all_sizes(step, lambda sized: _behind(_before_stages(sized)))
 
 
 def programs_of(
@@ -57,14 +60,37 @@ def programs_of(
     step = Step.of(model, job, layout, ranks_per_node, cuts_loss)
     if reason := refusal_of(step):
         raise LayoutError(reason)
-    shared = _before_stages(step)
-    stages = (replace(shared, step=replace(shared.step, stage=stage)) for stage in range(layout.pp))
-    return tuple(_behind(program) for program in stages)
+    shared = functools.cache(lambda samples: _before_stages(replace(step, samples=samples)))
+
+    def of_stage(sized: Step) -> Program:
+        program = shared(sized.samples)
+        return _behind(replace(program, step=replace(program.step, stage=sized.stage)))
+
+    return tuple(_of_all_sizes(replace(step, stage=stage), of_stage) for stage in range(layout.pp))
 
 
 def refusal_of(step: Step) -> str | None:
     """Return why the first strategy that refuses a step does; None where none does."""
     return next((reason for strategy in STACK if (reason := strategy.refusal(step))), None)
+
+
+def _of_all_sizes(step: Step, program_for: Callable[[Step], Program]) -> Program:
+    """Return the step's program, in which smaller micro-batches have bodies of their own."""
+    program = program_for(step)
+    sizes = step.microbatch_sizes
+    others = {size: program_for(replace(step, samples=size)) for size in {*sizes} - {step.microbatch_samples}}
+    if not others:
+        return program
+    tasks: list[Task] = []
+    bodies: dict[str, Ops] = {}
+    for task in program.stages[0]:
+        size, key = sizes[task.microbatch], task.body
+        if task.kind is not TaskKind.UPDATE and size in others:
+            first, _, where = key.rpartition(".")
+            key = f"{first}.of{size}.{where}"
+        bodies[key] = others[size].bodies[task.body] if key != task.body else program.bodies[key]
+        tasks.append(replace(task, body=key))
+    return replace(program, stages=(tuple(tasks),), bodies=bodies)
 
 
 _STAGED = STACK.index(pipeline)

@@ -95,7 +95,8 @@ def _sends(layer: LayerSpec, step: Step, after: Op, *, backward: bool) -> Iterat
         exchanges = (exchange for exchange in reversed(layer.exchanges) if exchange.takes_gradient)
     for exchange in exchanges:
         heads, queries = (
-            count // (step.layout.tp if exchange.is_cut else 1) for count in (exchange.heads, exchange.query_heads)
+            max(1, count // (step.layout.tp if exchange.is_cut else 1))  # of keys and values ranks may share one
+            for count in (exchange.heads, exchange.query_heads)
         )
         tokens_times_size = exchange.elements // exchange.heads // step.layout.cp
         numel = tokens_times_size * sent_heads(heads, queries, step.layout.cp) * step.microbatch_samples

@@ -131,7 +131,9 @@ def _reductions(step: Step, bucket: Bucket) -> tuple[Op, ...]:
         first = (op(Kind.REDUCE_SCATTER, bucket.shard_axis, numel),) if shards > 1 else ()
         over_replicas = (op(Kind.ALL_REDUCE, AXIS, chunk),) if step.layout.num_replicas > 1 else ()
         return (*first, *over_replicas, *((op(Kind.ALL_REDUCE, TIE, chunk),) if bucket.is_tied else ()))
-    axis, ranks = ("dp_expert", step.layout.num_summed // bucket.ep) if bucket.ep > 1 else (AXIS, step.layout.num_replicas)
+    axis, ranks = (
+        ("dp_expert", step.layout.num_summed // bucket.ep) if bucket.ep > 1 else (AXIS, step.layout.num_replicas)
+    )
     return (
         *_over_replicas(step, numel, op, axis, ranks),
         *((op(Kind.ALL_REDUCE, TIE, numel),) if bucket.is_tied else ()),
