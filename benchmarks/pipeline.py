@@ -45,6 +45,7 @@ from samestep.datasets import batches
 from samestep.program import Program, Task
 from samestep.runtime.launch import LOOPBACK, Place, die_with_parent
 from samestep.runtime.run import Run
+from samestep.runtime.update import Updater
 from samestep.training import Workload
 
 AIM = 0.95
@@ -64,9 +65,9 @@ WARM_UP, TURN = 1, 2
 
 
 def job_of(microbatches: int) -> Job:
-    """A Llama of eight equal blocks between an embedding and a head that cost next to nothing."""
+    """A Llama of four equal blocks between an embedding and a head that cost next to nothing."""
     config = {
-        "vocab_size": 256, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8,
+        "vocab_size": 256, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4,
         "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": TOKENS,
     }  # fmt: skip
     return Job(
@@ -103,7 +104,6 @@ class _Timed:
         self._waited_s = 0.0
         made = run.made
         self._running, made.holder.running = made.holder.running, self._task  # type: ignore[method-assign]
-        self._update, made.updater.step = made.updater.step, self._updated  # type: ignore[method-assign]
         if made.stage is not None:
             self._receive, made.stage._received = made.stage._received, self._received  # type: ignore[method-assign]
 
@@ -120,22 +120,28 @@ class _Timed:
         self._waited_s += time.perf_counter() - began_s
         return found
 
-    def _updated(self, factor: float) -> None:
-        began_s = time.perf_counter()
-        self._update(factor)
-        self.tasks_s.append(time.perf_counter() - began_s)
-
     def step(self, batch: Any) -> Step:
         self.tasks_s = []
         began_s = time.perf_counter()
         self.run.step(batch)
-        return Step(time.perf_counter() - began_s, tuple(self.tasks_s))
+        ended_s = time.perf_counter()
+        return Step(ended_s - began_s, (*self.tasks_s, _updates_s.pop()))
+
+
+_updates_s: list[float] = []
+
+
+def _timed_update(updater: Updater, factor: float, update: Any = Updater.step) -> None:
+    began_s = time.perf_counter()
+    update(updater, factor)
+    _updates_s[:] = [time.perf_counter() - began_s]
 
 
 def _serve(rank: int, world: int, folder: str, runs: list[tuple[Job, Layout]], pipe: Connection) -> None:
     """Take turns with the runs that are asked for, by their number."""
     die_with_parent(os.getppid())
     torch.set_num_threads(1)
+    Updater.step = _timed_update  # type: ignore[method-assign]
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     if world > 1:
         store = dist.FileStore(f"{folder}/store", world)
@@ -173,6 +179,7 @@ class Crew:
             ours, theirs = context.Pipe()
             self._processes.append(context.Process(target=_serve, args=(rank, ranks, folder, runs, theirs)))
             self._processes[-1].start()
+            theirs.close()  # so that a process that died is noticed
             self._pipes.append(ours)
         heard: list[list[Program]] = self._hear()
         self.programs = [list(stages) for stages in zip(*heard, strict=True)]
@@ -229,7 +236,7 @@ def measure(rounds: int, say: Callable[[str], None]) -> list[Seen]:
                     found[number].steps_s.append(max(step.step_s for step in stages))
                     found[number].costs_s.append(sum(sum(step.tasks_s) for step in stages))
                 found[number].alone_s += [steps[0].step_s for steps in alone]
-            say(f"round {turn + 1} of {rounds}")
+            say(f"round {turn + 1} of {rounds}: " + ", ".join(f"{row[0]} {row[1]} {row[5]:.3f}" for row in rows_of(found)))
         one.dismiss()
         two.dismiss()
     return found

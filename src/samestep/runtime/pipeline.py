@@ -193,7 +193,8 @@ class Stage:
         link = self._links.get(self._link_of(action), _Link()) if torch.is_grad_enabled() else _Link()
         if link.due and link.due[-1] == action:
             link.due.pop()
-        work, into = link.posted.pop(action, None) or self._awaited(action, shape, like.device)
+        posted = link.posted.pop(action) if action in link.posted else None
+        work, into = posted or self._awaited(action, shape, like.device)
         assert into.shape == shape, f"{action} is given {list(shape)}, and {list(into.shape)} was awaited"
         work.wait()
         for sent in self._arrivals[action] if torch.is_grad_enabled() else ():

@@ -133,6 +133,7 @@ class Run:
         self._source = source
         self._made: _Made | None = None
         self._watch: Watch | None = None
+        self._reading: _Reading | None = None
 
     @property
     def program(self) -> Program:
@@ -268,7 +269,7 @@ class Run:
         totals = torch.zeros(2, dtype=torch.float64, device=self.place.device)
         shares = batch.shares(made.mesh.dp_index, self.layout.dp, program.step.num_microbatches)
         held: dict[tuple[int, int], Tensor | None] = {}
-        reading = _Reading(lambda index: self._read(batch, shares[index]))
+        reading = self._reading = _Reading(lambda index: self._read(batch, shares[index]))
         made.holder.begin_step()
         if made.stage is not None:
             made.stage.begin_step(reading.shapes_of)
@@ -279,9 +280,7 @@ class Run:
                 if task.kind is TaskKind.WEIGHT:
                     made.deferred.add_up(task.microbatch)
                 elif task.kind is TaskKind.FORWARD:
-                    held[task.microbatch, task.chunk] = self._forward(
-                        batch, task, shares[task.microbatch], reading, totals
-                    )
+                    held[task.microbatch, task.chunk] = self._forward(batch, task, shares[task.microbatch], totals)
                 else:
                     self._backward(task, held.pop((task.microbatch, task.chunk)))
         made.holder.finish_gradients()
@@ -290,14 +289,13 @@ class Run:
             made.stage.finish()
         return totals / self.layout.tp  # ranks of a tensor cut count the same samples
 
-    def _forward(
-        self, batch: StepBatch, task: Task, indices: np.ndarray[Any, Any], reading: _Reading, totals: Tensor
-    ) -> Tensor | None:
+    def _forward(self, batch: StepBatch, task: Task, indices: np.ndarray[Any, Any], totals: Tensor) -> Tensor | None:
         """Run a micro-batch forward; return its loss where this rank has the end of the model."""
         made = self.made
-        samples, weight = reading.of(task.microbatch)
+        assert self._reading is not None
+        samples, weight = self._reading.of(task.microbatch)
         if task.chunk == max(0, len(made.program.chunks) - 1):
-            reading.forget(task.microbatch)
+            self._reading.forget(task.microbatch)
         with self._modes(batch, indices):
             with self._slicing(samples):
                 outputs = self._run_layers(samples, task.microbatch, task.chunk)
