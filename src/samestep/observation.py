@@ -200,7 +200,7 @@ class _Watching(Run):
         is_part = bool(slicing and slicing.block and found.shape[1] * slicing.degree == slicing.length)
         if is_part and slicing is not None:
             signs = _signs(rows.shape[1] * slicing.degree, rows.device).chunk(slicing.degree)[slicing.index]
-        projections = (rows * (_signs(rows.shape[1], rows.device) if signs is None else signs)).sum(1).tolist()
+        projections = (rows @ (_signs(rows.shape[1], rows.device) if signs is None else signs)).tolist()
         for sample, projection, norm in zip(samples, projections, rows.norm(dim=1).tolist(), strict=True):
             self.noted[path, call, sample] = Output(projection, norm, rows.shape[1], is_part)
 
