@@ -6,8 +6,8 @@ no more than one. Streams run their ops in the order of issue, beside each other
     start of an op = the later of   the end of the op before it on its stream
                                     the ends of the latest earlier ops of the names in `after`, of any task
 
-Compute waits for no collective it does not name, but those of a tensor cut: the next product needs their sum. Where communication does not run beside compute
-(`hardware.overlap` is false) all ops of a stage are one queue. What stages do together:
+Compute waits for no collective it does not name, but for those of axes whose results the next product needs
+(`EXPOSED_AXES`). Where communication does not run beside compute (`hardware.overlap` is false) all ops of a stage are one queue. What stages do together:
 
     send, recv      a recv ends when the send of the same name and micro-batch on the neighbour does; each direction is a
                     stream of its own, as a link is
@@ -30,7 +30,7 @@ from samestep import schedules
 from samestep.cost import seconds
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
-from samestep.program import Kind, Op, Ops, Program, Task, TaskKind, is_backward
+from samestep.program import EXPOSED_AXES, Kind, Op, Ops, Program, Task, TaskKind, is_backward
 from samestep.timeline import COMPUTE, Span, Timeline
 
 Prices = Mapping[str, tuple[tuple[Op, str, float, str, bool], ...]]
@@ -195,7 +195,7 @@ def _queue(op: Op, hardware: Hardware) -> str:
         return op.axis
     if not hardware.overlap:
         return ""
-    return COMPUTE if op.axis == "tp" else op.stream
+    return COMPUTE if op.axis in EXPOSED_AXES else op.stream
 
 
 # -- whole bodies ----------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ stage 0:  F.first ─ B.first ─ F.last ─ B.last ─ U             tasks
           B.last = backward:layers.1, reduce:bucket.0, ...     a body: ops in the order in which they are issued
 ```
 Ops of one stream run in order: compute is one stream, each axis another. An op also waits for the latest earlier
-ops of the names in `after`.
+ops of the names in `after`, and compute for all that was issued before it over an axis of `EXPOSED_AXES`: these exchanges
+stand within a layer, whose compute is one op. All else runs beside compute: gathers ahead of need, reductions behind the
+backward, messages between stages.
 """
 
 from __future__ import annotations
@@ -40,6 +42,10 @@ COMPUTE_DTYPE: dict[Precision, str] = {
 
 STEP_SCALARS = ("loss", "count", "norm_squared", "stop")
 """What one all_reduce at the end of a step agrees on, as float64."""
+
+
+EXPOSED_AXES = ("tp", "cp", "ep")
+"""Axes whose collectives the next compute needs: sums of a tensor cut, heads of an attention, rows of experts."""
 
 
 class Kind(StrEnum):
