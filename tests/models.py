@@ -275,6 +275,9 @@ MODELS |= {
     "mixtral": functools.partial(
         hf, "mixtral", intermediate_size=24, num_hidden_layers=2, num_local_experts=4, **EXPERTS
     ),
+    "deep_mixtral": functools.partial(
+        hf, "mixtral", intermediate_size=24, num_hidden_layers=4, num_local_experts=4, **EXPERTS
+    ),
     "qwen2_moe": functools.partial(
         hf, "qwen2_moe", intermediate_size=40, moe_intermediate_size=8, shared_expert_intermediate_size=24,
         num_hidden_layers=2, num_experts=4, **EXPERTS,
