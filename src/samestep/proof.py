@@ -210,7 +210,7 @@ def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
         _on_one_device(None, rounded)
     subjects = [one for one in (exact, rounded if precision == "job" else None) if one]
     _launch(subject, layout.world_size, _in_layout, subjects)
-    checks, cause, explanation = _launch(subject, 1, _judge, subjects)
+    checks, cause, explanation = _judged(subjects)
     return Verdict(
         layout=str(layout),
         job=subject.source.name,
@@ -259,16 +259,24 @@ def _in_layout(place: Place, subjects: Sequence[Subject]) -> None:
         trial.in_layout(place, subject)
 
 
-def _judge(place: Place, subjects: Sequence[Subject]) -> trial.Found:
-    """Compare in every precision, up to the first difference."""
+def _judged(subjects: Sequence[Subject]) -> trial.Found:
+    """Compare in every precision, apart from each other; what is said is said up to the first difference."""
+    workers = min(len(subjects), _workers(subjects[0].job.run))
+    _launch(subjects[0], workers, _judge, subjects, workers, apart=True)
     checks: tuple[Check, ...] = ()
     for subject in subjects:
-        in_float64 = subject.job.numerics.precision == "float64"
-        judged, cause, explanation = (trial.judge if in_float64 else trial.judge_rounding)(place, subject)
+        judged, cause, explanation = torch.load(subject.note("judged"), weights_only=False)
         checks = (*checks, *judged)
         if cause:
             return checks, cause, explanation
     return checks, None, ""
+
+
+def _judge(place: Place, subjects: Sequence[Subject], workers: int) -> None:
+    for subject in subjects[place.local_rank :: workers]:
+        in_float64 = subject.job.numerics.precision == "float64"
+        judge = trial.judge if in_float64 else trial.judge_rounding
+        torch.save(judge(place, subject), subject.note("judged"))
 
 
 def _launch(subject: Subject, ranks: int, work: Callable[..., Any], *args: Any, apart: bool = False) -> Any:

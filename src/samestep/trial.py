@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,8 +44,6 @@ from samestep.verdict import Cause, Check
 FLOAT64_ALLOWANCE = 1e-9
 PERTURBED_RUNS = 8
 ALLOWANCE_FACTOR = 8
-FIRST_MOVE = 0.01
-"""How far the first step of SGD moves the weights, against their own size: enough to see, too little to diverge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,29 +88,26 @@ def _sgd(named: list[tuple[str, Tensor]]) -> Optimizer:
 def one_device(place: Place, subject: Subject) -> None:
     """Write down what one device computes."""
     run = observation.open_run(subject.steps_by_sgd, Layout(), subject.job, place, subject.example)
-    rate = _first_rate(run, subject)
-    seen = _noted(run, subject, rate, None)
-    torch.save(seen, subject.note("one"))
+    torch.save(_noted(run, subject, None), subject.note("one"))
 
 
 def in_layout(place: Place, subject: Subject) -> None:
     """Write down what one rank of the layout computes, and save a checkpoint with the others."""
     one: Observation = _read(subject.note("one"))
     run = observation.open_run(subject.steps_by_sgd, subject.layout, subject.job, place, subject.example)
-    seen = _noted(run, subject, one.learning_rate, one)
+    seen = _noted(run, subject, one)
     torch.save(seen, subject.note(f"rank-{place.rank}"))
     if one.updated:
         shutil.rmtree(subject.folder / "checkpoints", ignore_errors=True) if place.rank == 0 else None
         checkpoint.save(run, subject.folder / "checkpoints", keep=1)
 
 
-def _noted(run: Any, subject: Subject, rate: float, one: Observation | None) -> Observation:
-    """Take the steps, then feed the job's own optimizer with one device's gradients."""
+def _noted(run: Any, subject: Subject, one: Observation | None) -> Observation:
+    """Take the steps as one device took them, then feed the job's own optimizer with its gradients."""
     start = [piece.value.detach().clone() for piece in run.updater.pieces]
     buffers = [buffer.clone() for buffer in run.model.buffers()]
-    run.updater.first_lr = [rate] * len(run.updater.first_lr)
+    run.learning_rate = one.learning_rate if one else None
     seen = observation.observe(run, subject.dataset)
-    seen.learning_rate = rate
     if subject.job.numerics.precision != "float64":
         return seen
     observation.restart(run, start, buffers)
@@ -122,19 +116,6 @@ def _noted(run: Any, subject: Subject, rate: float, one: Observation | None) -> 
     seen.updated = list(observation.feed(run, given))
     seen.state = observation.held_state(run)
     return seen
-
-
-def _first_rate(run: Run, subject: Subject) -> float:
-    """Return the learning rate with which the first step moves the weights by a fixed share of their size."""
-    start = [piece.value.detach().clone() for piece in run.updater.pieces]
-    buffers = [buffer.clone() for buffer in run.model.buffers()]
-    totals = run._forward_backward(next(iter(batches(subject.dataset, subject.job))))
-    scale = run.made.nominal_count / max(1.0, float(totals[1]))
-    norm = math.sqrt(float(run.made.holder.norm_squared())) * scale
-    norm = min(norm, subject.job.optimizer.clip_norm or norm)
-    size = float(torch.stack([value.double().norm() for value in start]).norm()) if start else 1.0
-    observation.restart(run, start, buffers)
-    return FIRST_MOVE * size / norm if norm > 0.0 else FIRST_MOVE
 
 
 def _read(path: Path) -> Any:
@@ -295,7 +276,7 @@ def measure_rounding(place: Place, subject: Subject) -> None:
     run = observation.open_run(subject.steps_by_sgd, Layout(), subject.job, place, subject.example)
     start = [piece.value.detach().clone() for piece in run.updater.pieces]
     buffers = [buffer.clone() for buffer in run.model.buffers()]
-    seen = _noted(run, subject, _first_rate(run, subject), None)
+    seen = _noted(run, subject, None)
     if place.local_rank == 0:
         torch.save(seen, subject.note("one"))
     rounding = _rounding(subject)
@@ -303,8 +284,7 @@ def measure_rounding(place: Place, subject: Subject) -> None:
         generator = torch.Generator().manual_seed(seed)
         signs = [torch.randint(0, 2, v.shape, generator=generator).to(v) * 2 - 1 for v in start]
         observation.restart(run, [v * (1 + rounding * s) for v, s in zip(start, signs, strict=True)], buffers)
-        off = observation.observe(run, subject.dataset)
-        compared = comparison.compare(seen, [off], comparison.constant(-1.0))
+        compared = comparison.compare(seen, [observation.observe(run, subject.dataset)], comparison.constant(-1.0))
         deviations = {(one.what, m.name, one.step or 1): m.error for one in compared for m in one.misfits}
         torch.save(deviations, subject.note(f"off-{seed}"))
 
