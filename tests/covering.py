@@ -24,7 +24,7 @@ from samestep.strategies import refusal_of
 
 BATCH = 8
 FEATURES: dict[str, tuple[Any, ...]] = {
-    "model": ("deep_llama", "deep_tied", "deep_qwen3", "deep_gpt2", "deep_attentive", "deep_mixtral"),
+    "model": ("deep_llama", "deep_tied", "deep_qwen3", "deep_gpt2", "parted", "deep_mixtral"),
     "dp_replicate": (1, 2),
     "dp_shard": (1, 2),
     "cp": (1, 2),
@@ -127,7 +127,7 @@ def is_legal(row: Row, max_ranks: int) -> bool:
 def _spec(model: str) -> ModelSpec:
     """Return a decoder with the sizes of a model of `tests/models.py`, as far as rules look at them."""
     experts = {"experts": 4, "top_k": 2} if model == "deep_mixtral" else {}
-    kv_heads = 0 if model in ("deep_gpt2", "deep_attentive") else 2
+    kv_heads = 0 if model in ("deep_gpt2", "parted") else 2
     heads = 2 if model == "deep_gpt2" else 4
     shape = Decoder(
         layers=4, hidden=16, heads=heads, kv_heads=kv_heads, vocab=64, sequence=12, gated=True, intermediate=40,
