@@ -236,7 +236,10 @@ def measure(rounds: int, say: Callable[[str], None]) -> list[Seen]:
                     found[number].steps_s.append(max(step.step_s for step in stages))
                     found[number].costs_s.append(sum(sum(step.tasks_s) for step in stages))
                 found[number].alone_s += [steps[0].step_s for steps in alone]
-            say(f"round {turn + 1} of {rounds}: " + ", ".join(f"{row[0]} {row[1]} {row[5]:.3f}" for row in rows_of(found)))
+            say(
+                f"round {turn + 1} of {rounds}: "
+                + ", ".join(f"{row[0]} {row[1]} {row[5]:.3f}" for row in rows_of(found))
+            )
         one.dismiss()
         two.dismiss()
     return found
