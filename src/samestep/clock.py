@@ -6,8 +6,14 @@ no more than one. Streams run their ops in the order of issue, beside each other
     start of an op = the later of   the end of the op before it on its stream
                                     the ends of the latest earlier ops of the names in `after`, of any task
 
-Compute waits for no collective it does not name, but for those of axes whose results the next product needs
-(`EXPOSED_AXES`). Where communication does not run beside compute (`hardware.overlap` is false) all ops of a stage are one queue. What stages do together:
+Compute waits for no collective it does not name, but those within a layer (`EXPOSED_AXES`): the next product needs
+what comes. Where communication does not run beside compute (`hardware.overlap` is false) all ops of a stage are one queue; where it does,
+compute beside it is slowed by `hardware.contention`, c: a compute op of T seconds, beside which collectives that were
+issued before it run for t of them, takes
+
+    T + min(t, c T) (1 - 1/c)          both want the same memory and multiprocessors (arXiv:2507.03114)
+
+What stages do together:
 
     send, recv      a recv ends when the send of the same name and micro-batch on the neighbour does; each direction is a
                     stream of its own, as a link is
@@ -81,6 +87,32 @@ class _Parked(NamedTuple):
     """Index of the span that waits for its times."""
 
 
+class _Crowd:
+    """Collectives that run beside compute, and how much they slow it."""
+
+    __slots__ = ("_contention", "_times")
+
+    def __init__(self, contention: float) -> None:
+        self._contention = contention
+        self._times: list[tuple[float, float]] = []
+
+    def joined(self, queue: str, start_s: float, end_s: float) -> None:
+        """Note an op that was issued; one of the compute queue is beside nothing."""
+        if self._contention > 1.0 and queue not in ("", COMPUTE) and end_s > start_s:
+            self._times.append((start_s, end_s))
+
+    def slowed(self, start_s: float, op_s: float) -> float:
+        """Return the seconds of a compute op; compute ops are asked for in their order."""
+        if not self._times:
+            return op_s
+        self._times = [times for times in self._times if times[1] > start_s]
+        most_s = self._contention * op_s
+        beside_s = sum(
+            min(end, start_s + most_s) - max(begin, start_s) for begin, end in self._times if begin < start_s + most_s
+        )
+        return op_s + min(beside_s, most_s) * (1 - 1 / self._contention)
+
+
 class _Stage:
     """One stage on its way through its program."""
 
@@ -88,6 +120,7 @@ class _Stage:
         self.index, self.at, self.done = index, "", False
         self.spans: list[Span] = []
         self._program = program
+        self._contention = hardware.contention
         self._meetings, self._count = meetings, count
         self._ended: dict[str, float] = {}
         self._free: dict[str, float] = {}
@@ -105,6 +138,7 @@ class _Stage:
     def _play(self, prices: Prices) -> Iterator[bool]:
         """Play op by op; yield False while the next one has to wait for another stage."""
         ended, free, spans, stage, parked = self._ended, self._free, self.spans, self.index, self._parked
+        crowd = _Crowd(self._contention)
         for task in self._program.stages[0]:
             label = f"{task.kind}{task.microbatch}"
             for op, name, op_s, queue, shared in prices[task.body]:
@@ -117,7 +151,7 @@ class _Stage:
                             f"{name} of task {label} on stage {stage} waits for {awaited}, and no earlier op is that"
                         )
                     start_s = max(start_s, ended[awaited])
-                end_s = start_s + op_s
+                end_s = start_s + (op_s if op.axis else crowd.slowed(start_s, op_s))
                 spans.append(Span(stage, op.axis or COMPUTE, name, label, start_s, end_s))
                 self._played += 1
                 if shared and self._count > 1:
@@ -125,6 +159,7 @@ class _Stage:
                     self._settle(name)
                 else:
                     ended[name] = free[queue] = end_s
+                    crowd.joined(queue, start_s, end_s)
         yield from self._wait_for(list(parked))
 
     def _wait_for(self, names: Sequence[str]) -> Iterator[bool]:
@@ -280,6 +315,7 @@ def _block(program: Program, ops: Ops, machine: Hardware) -> _Block:
     ended: dict[str, float] = {}
     free: dict[str, float] = {}
     sent_at_s = send_s = 0.0
+    crowd = _Crowd(machine.contention)
     for op in ops:
         took_s = seconds(op, program, machine)
         if op.kind is Kind.SEND:
@@ -287,6 +323,8 @@ def _block(program: Program, ops: Ops, machine: Hardware) -> _Block:
             continue
         queue = _queue(op, machine)
         start_s = max([free.get(queue, 0.0), *(ended[name] for name in op.after if name in ended)])
-        ended[op.name] = free[queue] = start_s + took_s
+        end_s = start_s + (took_s if op.axis else crowd.slowed(start_s, took_s))
+        ended[op.name] = free[queue] = end_s
+        crowd.joined(queue, start_s, end_s)
     all_s = max(free.values(), default=0.0)
     return _Block(free.get(COMPUTE if machine.overlap else "", all_s), all_s, sent_at_s, send_s)

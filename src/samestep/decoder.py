@@ -426,7 +426,7 @@ def _experts(decoder: Decoder, made: _Block) -> None:
         made.weight("mlp.experts.down_proj_bias", (e, h), experts=e)
     made.dealings = (Dealing(owner="mlp.experts", rows=rows, width=h, experts=e),)
     # rows are copied out and back, weighted and added up; the router's scores are sorted
-    made.move(8 * rows * h + 8 * s * e, (3 if decoder.gated else 2) * rows * f, 20)
+    made.move(8 * rows * h + 8 * s * e, (3 if decoder.gated else 2) * rows * f, 24)
     made.save(2 * rows * h, (3 if decoder.gated else 2) * rows * f)
     if decoder.shared_experts:
         _feed_forward(plain, made, "mlp.shared_experts", f * decoder.shared_experts)

@@ -152,6 +152,27 @@ def test_overlap_never_makes_a_step_longer(case: Case) -> None:
     assert beside.busy_s(0) == pytest.approx(after.busy_s(0))
 
 
+@LAW
+@given(cases(), st.floats(1.0, 2.0))
+def test_compute_beside_communication_takes_longer_and_never_more_than_contention_says(case: Case, c: float) -> None:
+    plain, crowded = (play([case.program], replace(SLOW, overlap=True, contention=k)) for k in (1.0, c))
+    assert plain.busy_s(0) * (1 - 1e-9) <= crowded.busy_s(0) <= c * plain.busy_s(0) * (1 + 1e-9)
+    assert crowded.step_s >= plain.step_s * (1 - 1e-9)
+
+
+def test_a_collective_as_long_as_the_compute_beside_it_slows_all_of_it() -> None:
+    model = blocks(4, 4096, 2048, forward_flops=10**11)
+    hardware = replace(machine(bytes_per_s=1e7), contention=1.25)
+    program = case(model, "dp=2 zero=3").program
+    crowded, alone = (play([program], h) for h in (hardware, replace(hardware, contention=1.0)))
+    slowed = [
+        (span.end_s - span.start_s) / (before.end_s - before.start_s)
+        for span, before in zip(crowded.spans, alone.spans, strict=True)
+        if span.stream == COMPUTE and before.end_s > before.start_s
+    ]
+    assert max(slowed) == pytest.approx(1.25, rel=1e-3)
+
+
 @pytest.mark.parametrize("n", [2, 4, 8])
 @pytest.mark.parametrize("layout", ["dp={}", "dp={} microbatch=2", "dp={} zero=1", "dp={} zero=3 recompute=full"])
 def test_with_free_communication_n_devices_are_n_times_as_fast(n: int, layout: str) -> None:
