@@ -106,9 +106,15 @@ def predict(model: ModelSpec, job: Job, layout: Layout, hardware: Hardware, stat
         LayoutError: a strategy refuses it.
     """
     per_node = job.run.ranks_per_node or hardware.devices_per_node
-    programs = programs_of(model, job, layout, per_node)
+    return predict_programs(programs_of(model, job, layout, per_node), model, job, hardware, states_per_param)
+
+
+def predict_programs(
+    programs: tuple[Program, ...], model: ModelSpec, job: Job, hardware: Hardware, states_per_param: int = 2
+) -> Prediction:
+    """Predict a layout whose programs are made already."""
     return Prediction(
-        layout=layout,
+        layout=programs[0].step.layout,
         hardware=hardware,
         programs=programs,
         timeline=clock.play(programs, hardware),

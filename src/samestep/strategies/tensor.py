@@ -20,6 +20,7 @@ no g.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,9 +33,11 @@ AXIS = "tp"
 
 def refusal(step: Step) -> str | None:
     """Refuse a degree that cuts through a group, and models that nobody said how to cut."""
-    degree, model = step.layout.tp, step.model
-    if degree == 1:
-        return None
+    return _refuse_cut(step.model, step.layout.tp) if step.layout.tp > 1 else None
+
+
+@functools.lru_cache(maxsize=256)
+def _refuse_cut(model: ModelSpec, degree: int) -> str | None:
     if model.cut_refusal:
         return f"tp={degree}: {model.name} cannot be cut, {model.cut_refusal}; tp=1 works"
     for param in model.params:
@@ -61,6 +64,7 @@ def apply(program: Program) -> Program:
     return replace(program, step=local).with_bodies(lambda _, ops: tuple(_cut(ops, local)), axes=axes)
 
 
+@functools.lru_cache(maxsize=64)
 def cut_model(model: ModelSpec, degree: int) -> ModelSpec:
     """Return the model that one rank holds. A vocabulary that the degree does not divide stays whole."""
     whole = {p.name.rpartition(".")[0] for p in model.params if p.cut and p.cut.groups % degree}
