@@ -26,14 +26,14 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from samestep import schedules
 from samestep.clock import queue_of
 from samestep.cost import UPDATE_PASSES, collective_s, group_of, seconds
 from samestep.hardware import Hardware
 from samestep.job import Job
-from samestep.layout import Layout
+from samestep.layout import Layout, Recompute
 from samestep.memory import saved_bytes
 from samestep.model import LayerSpec, ModelSpec, ParamSpec
 from samestep.program import BUCKET_BYTES, BYTES_OF, STEP_SCALARS, Kind, Program, Step, is_dealt
@@ -88,6 +88,8 @@ class _Priced(NamedTuple):
     """Elements of the largest weight of a block."""
     sent: int
     """Bytes of a micro-batch between two blocks, at least."""
+    kept: dict[str, float]
+    """Activations by recomputation, where it was priced without."""
 
 
 class _Runs(NamedTuple):
@@ -133,7 +135,7 @@ class Need:
 
 
 class Bounds:
-    """Bounds of the layouts of one model, job and machine; what layouts share is worked out once."""
+    """Bounds of the layouts of one model, job and machine, each given as its `Step`; what they share is worked out once."""
 
     def __init__(self, model: ModelSpec, job: Job, hardware: Hardware, states_per_param: int) -> None:
         self.model, self.hardware, self.states_per_param = model, hardware, states_per_param
@@ -143,21 +145,22 @@ class Bounds:
         self._known_prices: dict[tuple[object, ...], _Priced] = {}
         self._known_runs: dict[int, _Runs] = {}
         self._known_costs: dict[tuple[object, ...], tuple[Costs, ...]] = {}
+        self._last: tuple[Step | None, tuple[Costs, ...]] = (None, ())
         self._known_weights: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
 
     # -- costs ---------------------------------------------------------------------------------------------------------
 
-    def _price(self, step: Step, splits: bool = True) -> _Priced:
-        """Price the layers; without `splits` as if no backward were split."""
+    def _price(self, step: Step, plainly: bool = False) -> _Priced:
+        """Price the layers; plainly as if nothing were computed again and no backward were split, which costs no more."""
         layout = step.layout
+        recompute, splits = ("none", False) if plainly else (layout.recompute, step.splits_backward)
         key = (
-            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, layout.recompute, step.microbatch_samples,
-            step.splits_backward and splits,
+            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, step.microbatch_samples, recompute, splits,
         )  # fmt: skip
         if key not in self._known_prices:
-            if step.splits_backward and not splits:
-                step = replace(step, layout=replace(layout, schedule="1f1b"))
-            program = self._builder.before_stages(step)
+            if plainly:
+                layout = replace(layout, recompute="none", schedule="1f1b")
+            program = self._builder.before_stages(replace(step, layout=layout, model=self.few))
             local = program.step
             kinds = tuple(self._kinds(program))
             blocks = [index for index, layer in enumerate(local.model.layers) if layer.is_block] or [0]
@@ -168,8 +171,18 @@ class Bounds:
                 min((layer.output_elements for layer in local.model.layers[blocks[0] : blocks[-1]]), default=0)
                 * step.microbatch_samples
                 * BYTES_OF[step.compute_dtype],
+                self._kept(local) if plainly else {},
             )
         return self._known_prices[key]
+
+    def _kept(self, step: Step) -> dict[str, float]:
+        """Add up what all layers keep, by recomputation."""
+        found = {}
+        for policy in get_args(Recompute):
+            local = replace(step, layout=replace(step.layout, recompute=policy))
+            each = [saved_bytes(local, layer)[0] for layer in step.model.layers]
+            found[policy] = float(sum(size * self._numbers[kind] for kind, size in enumerate(each)))
+        return found
 
     def _kinds(self, program: Program) -> Iterator[Costs]:
         step = program.step
@@ -217,7 +230,9 @@ class Bounds:
                 return
 
     def _costs(self, step: Step) -> tuple[Costs, ...]:
-        """Add up the layers of each run."""
+        """Add up the layers of each run; of one step it is asked for several times."""
+        if step is self._last[0]:
+            return self._last[1]
         layout = step.layout
         key = (
             layout.tp, layout.sequence_parallel, layout.cp, layout.ep, layout.recompute, step.microbatch_samples,
@@ -229,7 +244,8 @@ class Bounds:
                 counts: _total([_times(kinds[kind], number) for kind, number in counts]) for counts in set(runs.counts)
             }
             self._known_costs[key] = tuple(added[counts] for counts in runs.counts)
-        return self._known_costs[key]
+        self._last = (step, self._known_costs[key])
+        return self._last[1]
 
     def _sent_s(self, kind: Kind, size_bytes: float, axis: str, ranks: int, step: Step) -> float:
         if ranks == 1 or size_bytes <= 0:
@@ -239,18 +255,18 @@ class Bounds:
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
-    def least(self, layout: Layout) -> tuple[float, float]:
+    def least(self, step: Step) -> tuple[float, float]:
         """Bound memory and step of all layouts of these words, whatever ZeRO stage they have and however the data axis is
         split: bytes and seconds."""
-        step = self._builder.step(layout)
-        whole, m, pp = self._price(step, splits=False).whole, step.num_microbatches, layout.pp
+        layout = step.layout
+        priced = self._price(step, plainly=True)
+        whole, m, pp = priced.whole, step.num_microbatches, layout.pp
         never_waits = layout.virtual_stages > 1 or layout.schedule == "zero-bubble"
         filling = pp if never_waits else m * (1 - (1 - 1 / m) ** pp)
         ranks = layout.dp * layout.cp
-        # To split a backward makes it no faster.
         least_s = m * (whole.forward_s + whole.backward_s) / filling
         states = whole.trained * BYTES_OF[step.master_dtype] * (2 + self.states_per_param * (not layout.offload)) / ranks
-        return (states + whole.kept) / pp, least_s + self._update_s(step, whole.trained / pp / ranks, 0.0)
+        return (states + priced.kept[layout.recompute]) / pp, least_s + self._update_s(step, whole.trained / pp / ranks, 0.0)
 
     def _bodies(self, step: Step) -> tuple[_Bodies, ...]:
         """Return the bodies of each run; under zero=2 and 3 they wait for gathers."""
@@ -293,9 +309,9 @@ class Bounds:
         backward_s = max(cost.backward_s, turns_s + around_s if reads and count > 2 else 0.0)
         return _Bodies(forward_s, forward_s, backward_s, cost.weight_s)
 
-    def closed_times(self, layout: Layout) -> Times:
+    def closed_times(self, step: Step) -> Times:
         """Bound when stages end by what is before them."""
-        step = self._builder.step(layout)
+        layout = step.layout
         bodies, m, pp = self._bodies(step), step.num_microbatches, layout.pp
         plain = layout.virtual_stages == 1 and layout.schedule != "zero-bubble"
         whole_s, ends_s = [], []
@@ -313,18 +329,18 @@ class Bounds:
             before_s += bodies[stage].first_s
         return Times(tuple(whole_s), tuple(ends_s))
 
-    def played_times(self, layout: Layout) -> Times:
+    def played_times(self, step: Step) -> Times:
         """Play the schedule with whole bodies, and nothing sent over the data axes but what bodies wait for."""
+        layout = step.layout
         if layout.pp == 1:
-            return self.closed_times(layout)
-        step = self._builder.step(layout)
+            return self.closed_times(step)
         size, pp = self._price(step).sent, layout.pp
         sends_s = [self._sent_s(Kind.SEND, size, "pp", pp, replace(step, stage=stage)) for stage in range(pp)]
         return _play(layout, step.num_microbatches, self._bodies(step), sends_s)
 
-    def step_s(self, layout: Layout, times: Times) -> float:
+    def step_s(self, step: Step, times: Times) -> float:
         """Bound the step of a layout whose stages come so far no sooner than that."""
-        step, pp = self._builder.step(layout), layout.pp
+        layout, pp = step.layout, step.layout.pp
         runs = self._runs(layout)
         sendings: dict[tuple[object, ...], _Sending] = {}
         met_s = last_s = 0.0
@@ -415,10 +431,9 @@ class Bounds:
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
-    def need(self, layout: Layout) -> Need:
+    def need(self, step: Step) -> Need:
         """Bound the memory of a layout by that of its first and its last stage."""
-        step = self._builder.step(layout)
-        stages = {0, layout.pp - 1}
+        stages = {0, step.layout.pp - 1}
         return max((self._need_of(step, stage) for stage in stages), key=lambda need: need.total)
 
     def _need_of(self, step: Step, stage: int) -> Need:

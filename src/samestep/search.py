@@ -13,6 +13,8 @@ What is thrown out keeps its reason: `needs 93 GiB of 80`, `tp=16 leaves the nod
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import heapq
 import itertools
 import math
@@ -133,16 +135,11 @@ class _Search:
     def _legal(self, degrees: Layout) -> Iterator[Layout]:
         """Yield the ways to split the data axis that no strategy refuses."""
         for split in _splits(degrees, self.hardware):
-            if self._is_legal(split):
-                yield split
-            else:
+            if reason := refusal_of(self.builder.step(split)):
                 self.considered += 1
-
-    def _is_legal(self, layout: Layout) -> bool:
-        reason = refusal_of(self.builder.step(layout))
-        if reason:
-            self._throw_out(layout, "refused", reason)
-        return not reason
+                self._throw_out(split, "refused", reason)
+            else:
+                yield split
 
     def _throw_out(self, layout: Layout, rule: str, reason: str) -> None:
         self.fallen.append(Fallen(Group.of(layout), rule, reason))
@@ -152,7 +149,7 @@ class _Search:
         return self.best[-1].step_s if len(self.best) == self.top else float("inf")
 
     def _open_group(self, group: Group) -> None:
-        needed, bound_s = self.bounds.least(group.base)
+        needed, bound_s = self.bounds.least(self.builder.step(group.base))
         if needed > self.hardware.memory_bytes:
             reason = f"needs at least {_gib(needed)} GiB of {_gib(self.hardware.memory_bytes)}"
             self.fallen.append(Fallen(group, "memory", reason))
@@ -165,16 +162,18 @@ class _Search:
     def _look(self, bound_s: float, _: int, what: Group | Layout, is_played: bool) -> None:
         """Bound something more closely, or play it."""
         if isinstance(what, Group):
-            legal = [layout for layout in what.layouts() if self._is_legal(layout)]
-            for layout in legal:
-                need = self.bounds.need(layout)
-                if need.total > self.hardware.memory_bytes:
+            for layout in what.layouts():
+                step = self.builder.step(layout)
+                if reason := refusal_of(step):
+                    self._throw_out(layout, "refused", reason)
+                elif (need := self.bounds.need(step)).total > self.hardware.memory_bytes:
                     self._throw_out(layout, "memory", _at_least(need, self.hardware))
                 else:
-                    closer_s = self.bounds.step_s(layout, self.bounds.closed_times(layout))
+                    closer_s = self.bounds.step_s(step, self.bounds.closed_times(step))
                     self._put(max(bound_s, closer_s), layout, layout.pp == 1)
         elif not is_played:
-            closer_s = self.bounds.step_s(what, self.bounds.played_times(what))
+            step = self.builder.step(what)
+            closer_s = self.bounds.step_s(step, self.bounds.played_times(step))
             self._put(max(bound_s, closer_s), what, True)
         else:
             self._play(what)
@@ -224,9 +223,10 @@ def plan(
     """
     began = time.perf_counter()
     search = _Search(model, job, hardware, top, states_per_param)
-    search.run(devices)
-    if not search.best and any(one.rule == "memory" for one in search.fallen):
-        search.run(devices, offload=True)
+    with _uncollected():
+        search.run(devices)
+        if not search.best and any(one.rule == "memory" for one in search.fallen):
+            search.run(devices, offload=True)
     return Plan(
         best=tuple(search.best),
         fallen=tuple(search.fallen),
@@ -236,6 +236,19 @@ def plan(
         hardware=hardware,
         nearest="" if search.best else _nearest(search.fallen),
     )
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Leave garbage for later: all that a search makes lives as long as it does, and to go through it takes a third of
+    the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def fewest(

@@ -21,6 +21,7 @@ from samestep.layout import Layout
 from samestep.model import ModelSpec
 from samestep.prediction import Prediction, predict
 from samestep.presets import preset
+from samestep.program import Step
 from samestep.search import Plan, plan
 from tests.laws.models import LAW, blocks, machine
 
@@ -109,10 +110,11 @@ def test_a_bound_is_never_above_what_it_bounds(
         played = predict(model, given_job, layout, hardware)
     except LayoutError:
         return
-    least_bytes, least_s = bounds.least(layout)
-    closed, close = (bounds.step_s(layout, times(layout)) for times in (bounds.closed_times, bounds.played_times))
+    step = Step.of(model, given_job, layout, hardware.devices_per_node)
+    least_bytes, least_s = bounds.least(step)
+    closed, close = (bounds.step_s(step, times(step)) for times in (bounds.closed_times, bounds.played_times))
     assert max(least_s, closed, close) <= played.step_s * (1 + 1e-9)
-    assert max(least_bytes, bounds.need(layout).total) <= played.peak.total * (1 + 1e-9)
+    assert max(least_bytes, bounds.need(step).total) <= played.peak.total * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -128,9 +130,10 @@ def test_a_bound_is_never_above_what_it_bounds(
 def test_bounds_are_close_on_models_that_are_rented_for(words: str) -> None:
     model, layout, hardware = preset("llama2-13b"), Layout.parse(words), load("h100x8")
     given_job = Job(data={"sequence_length": 4096}, train={"global_batch": 1024}, numerics={"precision": "bf16"})
+    step = Step.of(model, given_job, layout, hardware.devices_per_node)
     bounds, played = Bounds(model, given_job, hardware, 2), predict(model, given_job, layout, hardware)
-    assert bounds.step_s(layout, bounds.played_times(layout)) > 0.85 * played.step_s
-    assert bounds.need(layout).total > 0.95 * played.peak.total
+    assert bounds.step_s(step, bounds.played_times(step)) > 0.85 * played.step_s
+    assert bounds.need(step).total > 0.95 * played.peak.total
 
 
 @pytest.mark.parametrize("devices", [1, 6, 8])

@@ -40,7 +40,7 @@ def refusal(step: Step) -> str | None:
     if step.model.varies_at:
         varies = f"what stages send has one shape, and those at {step.model.varies_at} depend on values"
         return f"pp={layout.pp}: {varies}: pp=1 works"
-    blocks = sum(layer.is_block for layer in step.model.layers)
+    blocks = _num_blocks(step.model)
     runs = layout.pp * layout.virtual_stages
     if runs > blocks:
         fewer = blocks // layout.pp
@@ -49,6 +49,11 @@ def refusal(step: Step) -> str | None:
             works = f"virtual_stages={fewer} works" if fewer > 1 else "schedule=1f1b works"
         return f"pp={layout.pp} makes {runs} runs of layers of the {blocks} blocks of {step.model.name}: {works}"
     return _refuse_weights(step.model, runs)
+
+
+@functools.lru_cache(maxsize=64)
+def _num_blocks(model: ModelSpec) -> int:
+    return sum(layer.is_block for layer in model.layers)
 
 
 @functools.lru_cache(maxsize=256)
