@@ -265,8 +265,12 @@ class Bounds:
         filling = pp if never_waits else m * (1 - (1 - 1 / m) ** pp)
         ranks = layout.dp * layout.cp
         least_s = m * (whole.forward_s + whole.backward_s) / filling
-        states = whole.trained * BYTES_OF[step.master_dtype] * (2 + self.states_per_param * (not layout.offload)) / ranks
-        return (states + priced.kept[layout.recompute]) / pp, least_s + self._update_s(step, whole.trained / pp / ranks, 0.0)
+        states = (
+            whole.trained * BYTES_OF[step.master_dtype] * (2 + self.states_per_param * (not layout.offload)) / ranks
+        )
+        return (states + priced.kept[layout.recompute]) / pp, least_s + self._update_s(
+            step, whole.trained / pp / ranks, 0.0
+        )
 
     def _bodies(self, step: Step) -> tuple[_Bodies, ...]:
         """Return the bodies of each run; under zero=2 and 3 they wait for gathers."""
@@ -353,7 +357,9 @@ class Bounds:
             first_s = sends.first_s if first_s is None else first_s  # all stages wait for the first one's first forward
             end_s = times.ends_s[stage]
             if self.hardware.overlap:
-                met_s = max(met_s, first_s + end_s + sends.behind_s, times.whole_s[stage] + sends.reduced_s, sends.all_s)
+                met_s = max(
+                    met_s, first_s + end_s + sends.behind_s, times.whole_s[stage] + sends.reduced_s, sends.all_s
+                )
             elif pp == 1:
                 met_s = end_s + sends.reduced_s + sends.all_s
             else:  # of several stages one may send while it waits for another
@@ -442,10 +448,11 @@ class Bounds:
         held = _in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
         kept = sum(count * costs[chunk * layout.pp + stage].kept for chunk, count in enumerate(held.counts))
         master = BYTES_OF[step.master_dtype]
-        tail = self._runs(layout).tails[held.next_chunk * layout.pp + stage]
+        run = held.next_chunk * layout.pp + stage
+        tail = self._runs(layout).tails[run]
         kinds = self._price(step).kinds
         if step.splits_backward:  # nothing is freed before the gradients of weights
-            again, unit = costs[held.next_chunk * layout.pp + stage].again, 0.0
+            again, unit = costs[run].again, 0.0
         else:
             again = unit = -float("inf")
             freed = 0.0
@@ -453,11 +460,21 @@ class Bounds:
                 one = kinds[kind]
                 reads = step.zero == 3 and self.few.layers[kind].backward_reads_weights and one.scattered > 0
                 unit_bytes = one.scattered * master + one.gathered * reads if step.zero >= 2 else 0.0
+                if reads and self.few.layers[kind].is_block:
+                    unit_bytes += self._ahead(kinds, self._runs(layout).counts[run])
                 if one.again - freed + unit_bytes > again + unit:
                     again, unit = one.again - freed, unit_bytes
                 freed += one.kept
         gathered = unit + (mine.gathered if step.zero == 2 else 0.0)
         return Need(self._states(step, mine) + self.model.buffer_bytes, kept + again, gathered)
+
+    def _ahead(self, kinds: tuple[Costs, ...], run: tuple[tuple[int, int], ...]) -> float:
+        """Bytes of the block that is gathered while the last one of a run goes backward."""
+        blocks = [(kind, number) for kind, number in run if self.few.layers[kind].is_block]
+        if sum(number for _, number in blocks) < 2:
+            return 0.0
+        trained = all(kinds[kind].scattered and self.few.layers[kind].backward_reads_weights for kind, _ in blocks)
+        return min(kinds[kind].gathered for kind, _ in blocks) if trained else 0.0
 
     def _states(self, step: Step, mine: Costs) -> float:
         master, states, shards = BYTES_OF[step.master_dtype], self.states_per_param, step.layout.num_shards
@@ -536,7 +553,9 @@ def _in_flight(schedule: schedules.Schedule, stage: int, num_stages: int, microb
         return _Held((1,), 0)
     # Once these are full, more micro-batches change nothing; interleaved deals them into other rounds.
     is_bounded = schedule in ("1f1b", "zero-bubble")
-    order = _order(schedule, stage, num_stages, min(microbatches, num_stages + 1) if is_bounded else microbatches, chunks)
+    order = _order(
+        schedule, stage, num_stages, min(microbatches, num_stages + 1) if is_bounded else microbatches, chunks
+    )
     frees = ActionKind.WEIGHT if schedule == "zero-bubble" else ActionKind.BACKWARD
     counts = [0] * chunks
     best, most, next_chunk, is_new = tuple(counts), 0, 0, False
@@ -569,7 +588,10 @@ def _play(layout: Layout, m: int, bodies: Sequence[_Bodies], sends_s: Sequence[f
                 if kind is ActionKind.WEIGHT:
                     came, took_s, to = 0.0, bodies[run].weight_s, None
                 elif kind is ActionKind.FORWARD:
-                    came, took_s = forward[run][microbatch], bodies[run].forward_s if microbatch else bodies[run].first_s
+                    came, took_s = (
+                        forward[run][microbatch],
+                        bodies[run].forward_s if microbatch else bodies[run].first_s,
+                    )
                     to = forward[run + 1] if run < last else None
                 else:
                     came, took_s = backward[run][microbatch], bodies[run].backward_s
@@ -591,7 +613,9 @@ def _play(layout: Layout, m: int, bodies: Sequence[_Bodies], sends_s: Sequence[f
 
 
 @functools.lru_cache(maxsize=2**10)
-def _order(schedule: schedules.Schedule, stage: int, num_stages: int, microbatches: int, chunks: int) -> schedules.Order:
+def _order(
+    schedule: schedules.Schedule, stage: int, num_stages: int, microbatches: int, chunks: int
+) -> schedules.Order:
     return schedules.order(schedule, stage, num_stages, microbatches, chunks)
 
 

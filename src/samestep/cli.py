@@ -22,6 +22,7 @@ from samestep.errors import (
     DriftError,
     LayoutError,
     NonFiniteError,
+    OutOfMemoryError,
     SamestepError,
     WorkerError,
     did_you_mean,
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = _parser().parse_args(arguments)
     try:
         return int(words.verb(words) or 0)
-    except (DriftError, NonFiniteError, WorkerError) as error:
+    except (DriftError, NonFiniteError, OutOfMemoryError, WorkerError) as error:
         return _fail(error, 1)
     except SamestepError as error:
         return _fail(error, 2)

@@ -130,7 +130,9 @@ class _Crowd:
             op_s = end_s - before_s
             if stream == COMPUTE:
                 until = now + self._contention * op_s
-                beside_s = sum(min(end, until) - max(begin, now) for begin, end in self._times if begin < until and end > now)
+                beside_s = sum(
+                    min(end, until) - max(begin, now) for begin, end in self._times if begin < until and end > now
+                )
                 op_s += min(beside_s, until - now) * (1 - 1 / self._contention)
             now += op_s
             ends_s.append(now - start_s)
@@ -279,9 +281,7 @@ class _Lines:
             known[id(op)] = _Priced(op, took_s, queue_of(op, self._hardware), shared)
         return known[id(op)]
 
-    def _cut(
-        self, ops: Sequence[_Priced], waits: Mapping[int, tuple[str, ...]], needed: set[str]
-    ) -> Iterator[_Part]:
+    def _cut(self, ops: Sequence[_Priced], waits: Mapping[int, tuple[str, ...]], needed: set[str]) -> Iterator[_Part]:
         """Let a line begin at each op that another queue or stage has a part in, or that changes the queue."""
         start = 0
         for index, one in enumerate(ops):

@@ -410,15 +410,17 @@ def _experts(decoder: Decoder, made: _Block) -> None:
     made.products.append(Product(rows=s, inner=h, columns=e, owner="mlp.gate"))
     made.result(s * e, 0)
     plain = replace(decoder, bias=False)
-    _linear(plain, made, "mlp.experts.gate_up_proj", rows, h, (1 + decoder.gated) * f, "columns", f, experts=e)
-    _linear(plain, made, "mlp.experts.down_proj", rows, f, h, "inner", f, experts=e)
+    # A tensor cut leaves experts whole: they are dealt, by `ep`.
+    _linear(plain, made, "mlp.experts.gate_up_proj", rows, h, (1 + decoder.gated) * f, "", experts=e)
+    _linear(plain, made, "mlp.experts.down_proj", rows, f, h, "", experts=e)
     if decoder.bias:
         made.weight("mlp.experts.gate_up_proj_bias", (e, (1 + decoder.gated) * f), experts=e)
         made.weight("mlp.experts.down_proj_bias", (e, h), experts=e)
     made.dealings = (Dealing(owner="mlp.experts", rows=rows, width=h, experts=e),)
     # rows are copied out and back, weighted and added up; the router's scores are sorted
-    made.move(8 * rows * h + 8 * s * e, (3 if decoder.gated else 2) * rows * f, 20)
-    made.save(2 * rows * h, (3 if decoder.gated else 2) * rows * f)
+    inside = (3 if decoder.gated else 2) * rows * f
+    made.move(8 * rows * h + 8 * s * e + inside, 0, 20)
+    made.save(2 * rows * h + inside, 0)
     if decoder.shared_experts:
         _feed_forward(plain, made, "mlp.shared_experts", f * decoder.shared_experts)
 

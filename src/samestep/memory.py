@@ -71,6 +71,14 @@ class MemoryUse:
         return {**self.parts(), "host": self.host, "peak": self.total, "peak_at": self.peak_at}
 
 
+def readable(size: float) -> str:
+    """Write bytes in the unit that suits them."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size:.0f} B"
+
+
 def classic_bytes_per_param(zero: int, num_shards: int) -> float:
     """Return the ZeRO paper's bytes a parameter: mixed precision, Adam."""
     return (16, 4 + 12 / num_shards, 2 + 14 / num_shards, 16 / num_shards)[zero]

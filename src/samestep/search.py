@@ -303,11 +303,16 @@ def _near_words(layout: Layout, found: Plan) -> str:
     if not found.best:
         return f"; {found.nearest}" if found.nearest else ""
 
+    return f'; "{nearest_to(layout, found.best).layout}" works'
+
+
+def nearest_to(layout: Layout, found: Sequence[Prediction]) -> Prediction:
+    """Return what differs from a layout in the fewest words; of several the first."""
+
     def distance(other: Layout) -> int:
         return sum(getattr(layout, one.name) != getattr(other, one.name) for one in fields(Layout))
 
-    near = min(found.best, key=lambda one: distance(one.layout))
-    return f'; "{near.layout}" works'
+    return min(found, key=lambda one: distance(one.layout))
 
 
 # -- candidates ------------------------------------------------------------------------------------

@@ -27,7 +27,12 @@ from tests.laws.models import LAW, blocks, machine
 
 TINY = Decoder(layers=4, hidden=64, heads=4, vocab=512, sequence=64)
 ODD = Decoder(layers=3, hidden=60, heads=3, vocab=500, sequence=48)
-MODELS = {"tiny": spec(TINY, "tiny"), "odd": spec(ODD, "odd"), "tied": spec(replace(TINY, tied=True), "tied"), "experts": spec(replace(TINY, experts=4, top_k=2), "experts")}
+MODELS = {
+    "tiny": spec(TINY, "tiny"),
+    "odd": spec(ODD, "odd"),
+    "tied": spec(replace(TINY, tied=True), "tied"),
+    "experts": spec(replace(TINY, experts=4, top_k=2), "experts"),
+}
 COSTLY = blocks(4, 256, 256, forward_flops=10**9, saved_elements=10**6, input_elements=10**4)
 MACHINES = {
     "free": machine(),
