@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -157,8 +157,8 @@ class Job(_Table):
     checkpoint: CheckpointTable = CheckpointTable()
     run: RunTable = RunTable()
 
-    def __init__(self, source: str = "job", /, **tables: Any) -> None:
-        """Check the tables; what is said of a mistake in them begins with `source`, as the file they come from."""
+    def __init__(self, source: Callable[[str], str] = lambda key: "job", /, **tables: Any) -> None:
+        """Check the tables; what is said of a mistake in a key begins with its source, as the file it comes from."""
         try:
             super().__init__(**tables)
         except ValidationError as error:
@@ -197,8 +197,10 @@ def load(path: str | Path, settings: Sequence[str] = ()) -> Job:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        near = sorted(str(p) for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
-        there = f"; there are {', '.join(near)}" if near else ""
+        near = [
+            str(p) for p in (*path.parent.glob("*.toml"), *path.parent.glob("jobs/*.toml")) if p.stem != "pyproject"
+        ]
+        there = f"; there are {', '.join(sorted(near))}" if near else ""
         raise JobError(f"no job file at {path}{there}") from None
     except IsADirectoryError:
         raise JobError(f"{path} is a folder; a job is a TOML file") from None
@@ -206,7 +208,15 @@ def load(path: str | Path, settings: Sequence[str] = ()) -> Job:
         raise JobError(f"{path} is not TOML: {error}") from None
     for setting in settings:
         _set(tables, setting)
-    return Job(str(path), **tables)  # not model_validate: it would wrap what __init__ says in an error of its own
+
+    def source(key: str) -> str:
+        for setting in reversed(settings):
+            names = {key, setting.partition("=")[0].strip()}
+            if key and all(f"{name}.".startswith(f"{min(names, key=len)}.") for name in names):
+                return f"--set {setting}"
+        return str(path)
+
+    return Job(source, **tables)  # not model_validate: it would wrap what __init__ says in an error of its own
 
 
 def _set(tables: dict[str, Any], setting: str) -> None:
@@ -227,8 +237,8 @@ def _set(tables: dict[str, Any], setting: str) -> None:
     table[parts[-1]] = value
 
 
-def _say(error: ValidationError, where: str) -> str:
-    """Say every mistake, one a line: the file, the key, what was given and what would be right."""
+def _say(error: ValidationError, source: Callable[[str], str]) -> str:
+    """Say every mistake, one a line: where it comes from, the key, what was given and what would be right."""
     lines = []
     for mistake in error.errors(include_url=False):
         path = [str(part) for part in mistake["loc"]]
@@ -240,7 +250,7 @@ def _say(error: ValidationError, where: str) -> str:
             text = re.sub(r"^Value error, ", "", mistake["msg"])
         else:
             text = f"{mistake['msg'][0].lower()}{mistake['msg'][1:]}, got {mistake['input']!r}"
-        lines.append(f"{where}: {key}: {text}" if key else f"{where}: {text}")
+        lines.append(f"{source(key)}: {key}: {text}" if key else f"{source(key)}: {text}")
     return "\n".join(lines)
 
 

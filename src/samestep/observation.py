@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,8 @@ Share = tuple[int, int, tuple[int, ...]]
 """Micro-batch, virtual stage, and the samples that a rank read for it."""
 
 
+FIRST_MOVE = 0.01
+"""How far the first step moves the weights, against their own size: enough to see, too little to diverge."""
 GIVEN = ": "
 """Between a block's path and the place of one of its arguments."""
 ALL_SAMPLES = -1
@@ -144,6 +146,8 @@ class _Watching(Run):
         super().__init__(source, layout, job, place)
         self.shares: list[Share] = []
         self.noted: dict[tuple[str, int, int], Output] = {}
+        self.learning_rate: float | None = None
+        """Of plain SGD; None, on one device: the first step finds the one that moves the weights by FIRST_MOVE."""
         self._samples: list[int] | None = None
         self._calls: dict[str, int] = {}
 
@@ -171,6 +175,18 @@ class _Watching(Run):
             return super()._forward(batch, task, indices, totals)
         finally:
             self._samples = None  # what runs in backward is a repetition
+
+    def _agree(self, totals: Tensor) -> list[float]:
+        _, count, norm_squared, _ = agreed = super()._agree(totals)
+        updater = self.updater
+        if self.learning_rate is None and math.isfinite(norm_squared):
+            norm = math.sqrt(norm_squared) * self.made.nominal_count / max(1.0, count)
+            norm /= updater.loss_scale.scale if updater.loss_scale else 1.0
+            norm = min(norm, self.job.optimizer.clip_norm or norm)
+            size = math.sqrt(sum(float(piece.value.detach().double().square().sum()) for piece in updater.pieces))
+            self.learning_rate = FIRST_MOVE * size / norm if norm > 0.0 else FIRST_MOVE
+        updater.first_lr = [self.learning_rate or 0.0] * len(updater.first_lr)
+        return agreed
 
     @torch.no_grad()
     def _note(self, path: str, _: nn.Module, args: Any, output: Any) -> None:
@@ -200,7 +216,7 @@ class _Watching(Run):
         is_part = bool(slicing and slicing.block and found.shape[1] * slicing.degree == slicing.length)
         if is_part and slicing is not None:
             signs = _signs(rows.shape[1] * slicing.degree, rows.device).chunk(slicing.degree)[slicing.index]
-        projections = (rows * (_signs(rows.shape[1], rows.device) if signs is None else signs)).sum(1).tolist()
+        projections = (rows @ (_signs(rows.shape[1], rows.device) if signs is None else signs)).tolist()
         for sample, projection, norm in zip(samples, projections, rows.norm(dim=1).tolist(), strict=True):
             self.noted[path, call, sample] = Output(projection, norm, rows.shape[1], is_part)
 
@@ -252,6 +268,7 @@ def observe(run: _Watching, dataset: Dataset) -> Observation:
     last = Batch(run.steps_taken, batch.indices, dataset)
     total, count = run.evaluate(last)
     seen.held_out = total / max(count, 1.0)
+    seen.learning_rate = run.learning_rate or 0.0
     return seen
 
 
@@ -268,30 +285,30 @@ def _one_step(run: _Watching, batch: Batch, watched: _Watched) -> SeenStep:
         shares=run.shares,
         digests=watched.digests,
         outputs=run.noted,
-        gradients=[Held(p.name, _kept(p.gradient()), _places(run, p)) for p in run.updater.pieces],
+        gradients=_kept((p.name, p.gradient(), _places(run, p)) for p in run.updater.pieces),
         weights=held_weights(run),
     )
 
 
 def held_weights(run: Run) -> list[Held]:
     """Note the weights that the forward uses, as far as this rank updates them."""
-    return [Held(piece.name, _kept(piece.value), _places(run, piece)) for piece in run.updater.pieces]
+    return _kept((piece.name, piece.value, _places(run, piece)) for piece in run.updater.pieces)
 
 
 def held_state(run: Run) -> list[Held]:
     """Note what the optimizer keeps: tensors shaped like their weights, and single numbers."""
     optimizer = run.updater.optimizer
-    held: list[Held] = []
+    held: list[tuple[str, Tensor, Tensor | range]] = []
     if optimizer is None:
-        return held
+        return []
     for piece in run.updater.pieces:
         for key, value in optimizer.state.get(piece.value, {}).items():
             name = f"{piece.name}/{key}"
             if isinstance(value, Tensor) and value.shape == piece.value.shape:
-                held.append(Held(name, _kept(value), _places(run, piece)))
+                held.append((name, value, _places(run, piece)))
             elif isinstance(value, Tensor | int | float):
-                held.append(Held(name, _kept(torch.as_tensor(value)), range(1)))
-    return held
+                held.append((name, torch.as_tensor(value), range(1)))
+    return _kept(held)
 
 
 def _held_buffers(run: Run) -> list[Held]:
@@ -301,15 +318,24 @@ def _held_buffers(run: Run) -> list[Held]:
     elsewhere = tuple(
         path for index, layer in enumerate(program.step.model.layers) if index not in mine for path in layer.modules
     )
-    return [
-        Held(name, _kept(buffer), range(buffer.numel()))
+    return _kept(
+        (name, buffer, range(buffer.numel()))
         for name, buffer in run.model.named_buffers()
         if not any(name == path or name.startswith(f"{path}.") for path in elsewhere)
-    ]
+    )
 
 
-def _kept(value: Tensor) -> Tensor:
-    return value.detach().flatten().to("cpu", copy=True)
+def _kept(found: Iterable[tuple[str, Tensor, Tensor | range]]) -> list[Held]:
+    """Copy tensors, those of a dtype into one memory: thousands of small ones would be slow to write and to read."""
+    names, tensors, places = zip(*found, strict=True) if (found := list(found)) else ((), (), ())
+    flat = [tensor.detach().flatten().cpu() for tensor in tensors]
+    kept = list(flat)
+    for dtype in {tensor.dtype for tensor in flat}:
+        members = [index for index, tensor in enumerate(flat) if tensor.dtype == dtype]
+        parts = torch.split(torch.cat([flat[index] for index in members]), [flat[index].numel() for index in members])
+        for index, part in zip(members, parts, strict=True):
+            kept[index] = part
+    return [Held(*one) for one in zip(names, kept, places, strict=True)]
 
 
 def _places(run: Run, piece: Piece) -> Tensor | range:

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from samestep.decoder import Decoder, spec
 from samestep.errors import ModelError, did_you_mean
@@ -153,82 +153,105 @@ def sized(num_params: float, sequence: int, vocab: int = 50257) -> Decoder:
 # -- images ------------------------------------------------------------------------------------------------------------
 
 _STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
+"""Width and number of blocks of each stage."""
+
+
+class _Convolution(NamedTuple):
+    """A convolution with a norm after it."""
+
+    name: str
+    kernel: int
+    given: int
+    """Channels of its input."""
+    made: int
+    """Channels of its result."""
+    side: int
+    """Of the result, in pixels."""
+
+    @property
+    def elements(self) -> int:
+        return self.side**2 * self.made
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.made, self.given, self.kernel, self.kernel)
 
 
 def resnet(name: str = "resnet50", size: int = 224, classes: int = 1000) -> ModelSpec:
     """ResNet-50 (He et al. 2016, arXiv:1512.03385, table 1), stride in the middle product as torchvision has it."""
-    layers: list[LayerSpec] = []
-    params: list[ParamSpec] = []
-
-    def add(layer: str, parts: list[tuple[str, int, int, int, int]], is_block: bool) -> None:
-        """Convolutions (name, kernel, channels in, out, side of the result), each with a norm."""
-        products, kept, moved = [], 0, 0
-        for part, kernel, given, made, side in parts:
-            products.append(
-                Product(
-                    rows=side * side, inner=given * kernel**2, columns=made, taps=kernel**2, owner=f"{layer}.{part}"
-                )
-            )
-            index = len(layers)
-            params.append(ParamSpec(name=f"{layer}.{part}.weight", shape=(made, given, kernel, kernel), layer=index))
-            params.append(ParamSpec(name=f"{layer}.{part}_norm.weight", shape=(made,), layer=index))
-            params.append(ParamSpec(name=f"{layer}.{part}_norm.bias", shape=(made,), layer=index))
-            kept += 3 * side * side * made
-            moved += 3 * side * side * made  # the norm reads twice, and writes what the activation gives
-        out = parts[-1] if not is_block else parts[2]
-        elements = out[4] ** 2 * out[3]
-        layers.append(
-            LayerSpec(
-                name=layer,
-                modules=(layer,),
-                is_block=is_block,
-                forward_flops=sum(product.flops for product in products),
-                output_elements=elements,
-                saved_elements=kept,
-                saved_selective_elements=sum(p.rows * p.columns for p in products),
-                input_elements=size * size * 3 if not layers else layers[-1].output_elements,
-                products=tuple(products),
-                moved_elements=moved + elements,
-                kernels=3 * len(products) + 1,
-            )
-        )
-
-    add("conv1", [("conv", 7, 3, 64, size // 2)], False)
+    stem = [_Convolution("conv", 7, 3, 64, size // 2)]
+    layers = [_convolved("conv1", stem, size * size * 3, is_block=False)]
+    shapes = [(f"conv1.{part}", shape, 0) for part, shape in _shapes(stem)]
     channels, side = 64, size // 4
     for stage, (width, count) in enumerate(_STAGES):
         for block in range(count):
-            half = 2 if block == 0 and stage > 0 else 1
+            path, half = f"layer{stage + 1}.{block}", 2 if block == 0 and stage > 0 else 1
             parts = [
-                ("conv1", 1, channels, width, side),
-                ("conv2", 3, width, width, side // half),
-                ("conv3", 1, width, 4 * width, side // half),
+                _Convolution("conv1", 1, channels, width, side),
+                _Convolution("conv2", 3, width, width, side // half),
+                _Convolution("conv3", 1, width, 4 * width, side // half),
             ]
             if block == 0:
-                parts.append(("downsample", 1, channels, 4 * width, side // half))
-            add(f"layer{stage + 1}.{block}", parts, True)
+                parts.append(_Convolution("downsample", 1, channels, 4 * width, side // half))
+            shapes += [(f"{path}.{part}", shape, len(layers)) for part, shape in _shapes(parts)]
+            layers.append(_convolved(path, parts, layers[-1].output_elements, is_block=True))
             channels, side = 4 * width, side // half
-    index = len(layers)
-    params += [
-        ParamSpec(name="fc.weight", shape=(classes, channels), layer=index),
-        ParamSpec(name="fc.bias", shape=(classes,), layer=index),
-    ]
-    product = Product(rows=1, inner=channels, columns=classes, owner="fc")
-    layers.append(
-        LayerSpec(
-            name="fc",
-            modules=("fc",),
-            forward_flops=product.flops,
-            output_elements=classes,
-            saved_elements=channels + 3 * classes,
-            input_elements=layers[-1].output_elements,
-            products=(product,),
-            moved_elements=side * side * channels + 6 * classes,
-            kernels=4,
-        )
-    )
+    shapes += [("fc.weight", (classes, channels), len(layers)), ("fc.bias", (classes,), len(layers))]
+    layers.append(_classified(channels, side, classes))
     return ModelSpec(
         name=name,
         layers=tuple(layers),
-        params=tuple(params),
+        params=tuple(ParamSpec(name=path, shape=shape, layer=index) for path, shape, index in shapes),
         cut_refusal="convolutions have no plan",
+    )
+
+
+def _shapes(parts: Sequence[_Convolution]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for part in parts:
+        yield f"{part.name}.weight", part.shape
+        yield from ((f"{part.name}_norm.{leaf}", (part.made,)) for leaf in ("weight", "bias"))
+
+
+def _convolved(path: str, parts: Sequence[_Convolution], given_elements: int, *, is_block: bool) -> LayerSpec:
+    """A layer of convolutions; a block adds what it is given to the third one's result."""
+    products = tuple(
+        Product(
+            rows=part.side**2,
+            inner=part.given * part.kernel**2,
+            columns=part.made,
+            taps=part.kernel**2,
+            owner=f"{path}.{part.name}",
+        )
+        for part in parts
+    )
+    touched = 3 * sum(part.elements for part in parts)  # the norm reads twice, and writes what the activation gives
+    made = parts[2].elements if is_block else parts[-1].elements
+    return LayerSpec(
+        name=path,
+        modules=(path,),
+        is_block=is_block,
+        forward_flops=sum(product.flops for product in products),
+        output_elements=made,
+        saved_elements=touched,
+        saved_selective_elements=sum(part.elements for part in parts),
+        input_elements=given_elements,
+        products=products,
+        moved_elements=touched + made,
+        kernels=3 * len(products) + 1,
+    )
+
+
+def _classified(channels: int, side: int, classes: int) -> LayerSpec:
+    """The mean over an image, and the product that gives its classes."""
+    product = Product(rows=1, inner=channels, columns=classes, owner="fc")
+    return LayerSpec(
+        name="fc",
+        modules=("fc",),
+        forward_flops=product.flops,
+        output_elements=classes,
+        saved_elements=channels + 3 * classes,
+        input_elements=side * side * channels,
+        products=(product,),
+        moved_elements=side * side * channels + 6 * classes,
+        kernels=4,
     )

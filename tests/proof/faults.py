@@ -6,6 +6,7 @@ against. The table of them stands in docs/verify.md; `test_faults.py` proves eve
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import shutil
 import tempfile
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep import proof
+from samestep import proof, trial
 from samestep.datasets import Batch
 from samestep.job import Job
 from samestep.layout import Layout
@@ -609,10 +610,10 @@ def a_rank_skips_by_itself(patch: Patch) -> None:
 # -- carrying it out -------------------------------------------------------------------------------
 
 
-def subject(model: str, layout: str, job: Job, folder: Path) -> proof.Subject:
+def subject(model: str, layout: str, job: Job, folder: Path) -> trial.Subject:
     source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
     example = Batch(0, [0], Tokens()).samples([0])  # type: ignore[arg-type]
-    return proof.Subject(source, Tokens(), example, job, Layout.parse(layout), folder)
+    return trial.Subject(source, Tokens(), example, job, Layout.parse(layout), folder)
 
 
 def on_a_rank(rank: int, world: int, model: str, layout: str, job: Job, folder: Path, name: str) -> None:
@@ -621,7 +622,7 @@ def on_a_rank(rank: int, world: int, model: str, layout: str, job: Job, folder: 
     with pytest.MonkeyPatch.context() as patch:
         if name:
             FAULTS[name].install(patch)
-        proof.in_layout(place, subject(model, layout, job, folder))
+        trial.in_layout(place, subject(model, layout, job, folder))
 
 
 ONE = Place(0, 0, 1, 1, torch.device("cpu"))
@@ -641,10 +642,10 @@ def prove(model: str, layout: str, name: str = "", own_precision: bool = False, 
         ranks = Layout.parse(layout).world_size
         pool(ranks).run(on_a_rank, model, layout, job, folder, name)
         mine = subject(model, layout, job, folder)
-        mine = proof.dataclasses.replace(
-            mine, source=proof.dataclasses.replace(mine.source, prepared=prepare(mine.source, job, mine.example))
+        mine = dataclasses.replace(
+            mine, source=dataclasses.replace(mine.source, prepared=prepare(mine.source, job, mine.example))
         )
-        judged = proof.judge_rounding if own_precision else proof.judge
+        judged = trial.judge_rounding if own_precision else trial.judge
         checks, cause, explanation = judged(ONE, mine)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -659,7 +660,7 @@ def _reference(model: str, job: Job, own_precision: bool, folder: Path) -> None:
     if key not in _REFERENCES:
         kept = _REFERENCES[key] = Path(_KEPT.name, str(len(_REFERENCES)))
         kept.mkdir()
-        work = proof.measure_rounding if own_precision else proof.one_device
+        work = trial.measure_rounding if own_precision else trial.one_device
         work(ONE, subject(model, "dp=1", job, kept))
     for file in _REFERENCES[key].iterdir():
         shutil.copy(file, folder)

@@ -135,8 +135,11 @@ def test_every_mistake_is_said_at_once_with_file_and_key(tmp_path: Path) -> None
 
 
 def test_a_mistake_in_a_setting_names_its_key(tmp_path: Path) -> None:
+    path = _file(tmp_path, "[train]\nseed = -1\n")
+    told = [line.split(": ")[:2] for line in _mistakes(path, "train.steps=0")]
+    assert sorted(told) == sorted([[str(path), "train.seed"], ["--set train.steps=0", "train.steps"]])
     (line,) = _mistakes(_file(tmp_path, ""), "trian.steps=3")
-    assert "trian: unknown key (did you mean 'train'?)" in line
+    assert line.startswith("--set trian.steps=3: trian: unknown key (did you mean 'train'?)")
 
 
 def test_a_mistake_in_python_is_a_job_error() -> None:
@@ -160,6 +163,7 @@ def test_values_that_contradict_each_other_are_refused(text: str, says: str, tmp
 def test_files_that_are_none(tmp_path: Path) -> None:
     assert _mistakes(tmp_path / "nope.toml") == [f"no job file at {tmp_path}/nope.toml"]
     path = _file(tmp_path, "[model\n")
+    (tmp_path / "pyproject.toml").touch()
     assert _mistakes(tmp_path / "nope.toml") == [f"no job file at {tmp_path}/nope.toml; there are {path}"]
     assert _mistakes(tmp_path) == [f"{tmp_path} is a folder; a job is a TOML file"]
     (line,) = _mistakes(path)

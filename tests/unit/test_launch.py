@@ -52,6 +52,17 @@ def test_ranks_per_node_is_a_pretence_that_the_caller_may_make() -> None:
         run_workers(_all_places, ranks=3, ranks_per_node=2)
 
 
+def _write_down(place: Place, folder: Path) -> None:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    (folder / str(place.local_rank)).write_text(f"rank {place.rank} of {place.world_size} sums {total.item()}")
+
+
+def test_workers_apart_never_meet(tmp_path: Path) -> None:
+    run_workers(_write_down, (tmp_path,), ranks=2, apart=True, timeout_s=60)
+    assert [(tmp_path / name).read_text() for name in "01"] == ["rank 0 of 1 sums 1.0"] * 2
+
+
 def test_more_threads_are_spawned() -> None:
     place, total, threads = run_workers(_sum_of_ranks, (1.0,), ranks=1, threads=2, timeout_s=60)
     assert (place.world_size, total.tolist(), threads) == (1, [1.0, 1.0], 2)
@@ -152,16 +163,26 @@ def test_a_stop_signal_asks_every_worker_to_stop(number: signal.Signals) -> None
     assert not launch.stop_requested()
 
 
-def _never_stops(place: Place) -> None:
+def _never_stops(place: Place, heard: Path) -> None:
+    while not launch.stop_requested():
+        time.sleep(0.01)
+    heard.touch()
     time.sleep(600)
 
 
 @pytest.mark.parametrize(("number", "end"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_a_second_signal_kills(number: signal.Signals, end: type[BaseException]) -> None:
-    for delay in (0.2, 0.5):
-        threading.Timer(delay, os.kill, (os.getpid(), number)).start()
+def test_a_second_signal_kills(number: signal.Signals, end: type[BaseException], tmp_path: Path) -> None:
+    heard = tmp_path / "heard"
+
+    def ask_twice() -> None:
+        os.kill(os.getpid(), number)
+        while not heard.exists():  # two signals that come together are one
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    threading.Timer(0.2, ask_twice).start()
     with pytest.raises(end):
-        run_workers(_never_stops, ranks=2, timeout_s=60)
+        run_workers(_never_stops, (heard,), ranks=2, timeout_s=60)
 
 
 # ---------------------------------------------------------------- joining

@@ -458,6 +458,7 @@ class _Order:
     threads: int
     timeout_s: float
     quiet: bool
+    apart: bool
 
 
 @dataclass(frozen=True)
@@ -498,10 +499,11 @@ def _run_worker(
     _joined, _stop = None, False
     _listen_for_stop()
     torch.set_num_threads(order.threads)
-    _seat = _Seat("samestep", rank, rank, order.ranks, order.ranks, path=str(Path(order.folder, "store")))
+    _seat = _seat_of(order, rank)
     try:
         _say(pipe, "ready")
-        place = join(order.device_type, timeout_s=order.timeout_s, ranks_per_node=order.ranks_per_node)
+        per_node = None if order.apart else order.ranks_per_node
+        place = join(order.device_type, timeout_s=order.timeout_s, ranks_per_node=per_node)
         _say(pipe, "joined")
         value = main(place, *args)
         _say(pipe, "done", value if rank == 0 else None)
@@ -516,6 +518,12 @@ def _run_worker(
             _say(pipe, "failed", failure)
         os._exit(1)
     leave()
+
+
+def _seat_of(order: _Order, rank: int) -> _Seat:
+    if order.apart:
+        return _Seat("samestep", 0, rank, path=str(Path(order.folder, f"store-{rank}")))
+    return _Seat("samestep", rank, rank, order.ranks, order.ranks, path=str(Path(order.folder, "store")))
 
 
 def _say(pipe: connection.Connection, word: str, value: Any = None) -> None:
@@ -592,6 +600,7 @@ def run_workers(
     timeout_s: float = 600.0,
     ranks_per_node: int | None = None,
     quiet: bool = False,
+    apart: bool = False,
 ) -> T:
     """Run `main(place, *args)` in `ranks` workers on this machine and return what rank 0 returns.
 
@@ -609,6 +618,7 @@ def run_workers(
         timeout_s: how long the start may take, and later any collective.
         ranks_per_node: pretend that so many ranks share a machine; without it all do.
         quiet: rank 0 writes to files as well.
+        apart: the workers never meet: each is rank 0 of a run of one, and `place.local_rank` tells them apart.
 
     Raises:
         SamestepError: what a worker raised, of the same class and text.
@@ -623,7 +633,7 @@ def run_workers(
         raise JobError(f"{ranks} ranks on {gpus} GPUs: each rank needs its own; ranks={gpus} or device=cpu works")
     per_node = _divides(ranks_per_node or ranks, ranks)
     folder = tempfile.mkdtemp(prefix="samestep-")
-    order = _Order(os.getpid(), folder, ranks, per_node, device_type, threads, timeout_s, quiet)
+    order = _Order(os.getpid(), folder, ranks, per_node, device_type, threads, timeout_s, quiet, apart)
     crew = _Crew(order)
     try:
         with _forwarding_signals_to(crew):

@@ -456,6 +456,7 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = job.numerics.tf32
     mesh = meshes.build(program, place.device)
     model = plan.module
+    assert all(param.is_meta for param in model.parameters()), "a blueprint is cut and filled by one run alone"
     precision.apply(model, program)
     if layout.pp > 1:
         pipeline.check(model, program)

@@ -287,48 +287,20 @@ def _first(output: Any) -> Tensor | None:
 # -- the borders -----------------------------------------------------------------------------------
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-        ctx.group, ctx.owner = group, owner
-        return _all_gathered(x, group, owner)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _reduce_scattered(gradients[0], ctx.group, ctx.owner), None, None
+Move = Callable[[Tensor, dist.ProcessGroup, str], Tensor]
 
 
-class _Scatter(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
+    """One move of a sequence over the ranks in forward, another in backward."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-        ctx.group, ctx.owner = group, owner
-        return _reduce_scattered(x, group, owner)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str, there: Move, back: Move) -> Tensor:
+        ctx.group, ctx.owner, ctx.back = group, owner, back
+        return there(x, group, owner)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _all_gathered(gradients[0], ctx.group, ctx.owner), None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-        ctx.group, ctx.owner = group, owner
-        return _own(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _all_gathered(gradients[0], ctx.group, ctx.owner), None, None
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-        ctx.group = group
-        return _all_gathered(x, group, owner)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _own(gradients[0], ctx.group), None, None
+        return ctx.back(gradients[0], ctx.group, ctx.owner), None, None, None, None
 
 
 class _SumTogether(torch.autograd.Function):
@@ -348,12 +320,12 @@ class _SumTogether(torch.autograd.Function):
 
 def gather(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     """Put the sequence together from all ranks; sum the gradients of all, and hand each rank its tokens'."""
-    return _Gather.apply(x, group, owner)
+    return _Moved.apply(x, group, owner, _all_gathered, _reduce_scattered)
 
 
 def scatter(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     """Sum x over the ranks and keep this rank's tokens; put the gradients of all tokens together."""
-    return _Scatter.apply(x, group, owner)
+    return _Moved.apply(x, group, owner, _reduce_scattered, _all_gathered)
 
 
 def _split(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
@@ -364,15 +336,16 @@ def _split(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
             f"sequence_parallel: tp={degree} does not divide the {x.shape[1]} tokens of this batch; "
             f"{x.shape[1] // degree * degree} tokens work, and so does tp={degree} alone"
         )
-    return _Split.apply(x, group, owner)
+    return _Moved.apply(x, group, owner, _own, _all_gathered)
 
 
 def _join(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     """Put the sequence together; every rank goes on alike with the whole."""
-    return _Join.apply(x, group, owner)
+    return _Moved.apply(x, group, owner, _all_gathered, _own)
 
 
-def _own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _own(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """[batch, sequence, features] that all ranks hold to this rank's [batch, sequence / N, features]."""
     return x.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)].contiguous()
 
 
