@@ -217,16 +217,15 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
     backward: tuple[PartialSum, ...] = ()
     borders: tuple[Border, ...] = ()
     if is_block:
-        forward = (
-            PartialSum(owner="self_attn.o_proj", elements=stream),
-            PartialSum(owner="mlp.down_proj", elements=stream),
-        )
-        backward = (
-            PartialSum(owner="mlp.up_proj", elements=stream),
-            PartialSum(owner="self_attn.q_proj", elements=stream),
-        )
+        parts = [("self_attn", "q_proj", "o_proj")]
+        if not made.dealings:
+            parts.append(("mlp", "up_proj", "down_proj"))
+        elif decoder.shared_experts:
+            parts.append(("mlp.shared_experts", "up_proj", "down_proj"))
+        forward = tuple(PartialSum(owner=f"{part}.{last}", elements=stream) for part, _, last in parts)
+        backward = tuple(PartialSum(owner=f"{part}.{first}", elements=stream) for part, first, _ in reversed(parts))
         kinds: tuple[BorderKind, ...] = ("gather", "scatter")
-        owners = (("self_attn", "self_attn.o_proj"), ("mlp", "mlp.down_proj"))
+        owners = [(part, f"{part}.{last}") for part, _, last in parts]
         borders = tuple(
             Border(owner=owner, elements=stream, kind=kind)
             for pair in owners

@@ -20,7 +20,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -33,7 +33,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.memory import MemoryUse
 from samestep.model import ModelSpec
-from samestep.prediction import Prediction, predict, predict_programs
+from samestep.prediction import Prediction, labels, predict, predict_programs
 from samestep.strategies import ProgramBuilder, refusal_of
 
 MOST_PLAYED = 200
@@ -92,6 +92,8 @@ class Plan:
     seconds: float
     devices: int
     hardware: Hardware
+    labels: Mapping[str, str]
+    """What the numbers are made of."""
     nearest: str = ""
     """Where nothing fits: what comes nearest."""
 
@@ -234,6 +236,7 @@ def plan(
         seconds=time.perf_counter() - began,
         devices=devices,
         hardware=hardware,
+        labels=labels(job, hardware),
         nearest="" if search.best else _nearest(search.fallen),
     )
 
@@ -269,6 +272,7 @@ def memory_reason(found: Prediction) -> str:
 
 
 def needs(use: MemoryUse, hardware: Hardware) -> str:
+    """Say what is needed of what there is, and what takes most."""
     parts = sorted(use.parts().items(), key=lambda item: -item[1])
     most = ", ".join(f"{name} {_gib(size)}" for name, size in parts[:3] if size)
     return f"needs {_gib(use.total)} GiB of {_gib(hardware.memory_bytes)} at {use.peak_at}: {most}"
@@ -419,6 +423,7 @@ def as_text(found: Plan) -> str:
         rules[one.rule] += len(one.group.splits)
     counts = ", ".join(f"{count} {rule}" for rule, count in rules.most_common())
     lines.append(f"{found.considered} layouts of {found.devices} devices in {found.seconds:.2f} s: {counts}")
+    lines.append(f"model: {found.labels['model']}; {found.hardware.name}: {found.labels['hardware']}")
     lines += [f'  "{next(one.group.layouts())}" {one.reason}' for one in examples(found.fallen)]
     return "\n".join(lines)
 
@@ -468,6 +473,7 @@ def as_record(found: Plan) -> dict[str, object]:
         "best": [one.to_record() for one in found.best],
         "rejections": [{"layout": str(one.layout), "rule": one.rule, "reason": one.reason} for one in found.rejections],
         "nearest": found.nearest,
+        "labels": dict(found.labels),
     }
 
 
