@@ -130,7 +130,7 @@ def predict(row: Row) -> Outcome:
         case = case_of(row)
         programs = chosen_programs(case)
         held = _peak(case, programs) if case.memory_bytes or case.out_of_memory else 0
-        predicted_s = clock.step_s(programs, case.machine) if case.step_s else 0.0
+        predicted_s = clock.play(programs, case.machine).step_s if case.step_s else 0.0
     except (SkippedError, SamestepError) as error:
         return Outcome(id=row.get("id") or "", source=source, reason=str(error).partition("\n")[0])
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
@@ -287,7 +287,7 @@ class Prepared:
     def error(self, setting: Setting) -> float:
         """Part by which a prediction with these constants is off, at most 1.5: one odd row shall not rule a fit."""
         assert self.case.step_s
-        predicted_s = clock.step_s(self.programs, adjusted(self.case.machine, self.shipped, setting))
+        predicted_s = clock.play(self.programs, adjusted(self.case.machine, self.shipped, setting)).step_s
         return min(abs(predicted_s / self.case.step_s - 1), 1.5)
 
 
