@@ -29,8 +29,10 @@ from samestep.datasets.batch import read_samples
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program import Task
+from samestep.runtime.dropout import Draw, DropoutMode
 from samestep.runtime.launch import Place
 from samestep.runtime.placement import part_of
+from samestep.runtime.routes import RouteMode, Routes
 from samestep.runtime.run import Run, Source
 from samestep.runtime.update import Piece
 
@@ -91,6 +93,8 @@ class SeenStep:
     """By (module, number of its call in the forward, sample), in order of execution."""
     gradients: list[Held]
     weights: list[Held]
+    routes: Routes
+    """Which experts were chosen, where that is replayed."""
 
 
 @dataclass(slots=True)
@@ -148,6 +152,8 @@ class _Watching(Run):
         self.noted: dict[tuple[str, int, int], Output] = {}
         self.learning_rate: float | None = None
         """Of plain SGD; None, on one device: the first step finds the one that moves the weights by FIRST_MOVE."""
+        self.routes: list[Routes] | None = None
+        """Of each step, to be noted where it is empty, else replayed; None: experts are chosen freely."""
         self._samples: list[int] | None = None
         self._calls: dict[str, int] = {}
 
@@ -175,6 +181,13 @@ class _Watching(Run):
             return super()._forward(batch, task, indices, totals)
         finally:
             self._samples = None  # what runs in backward is a repetition
+
+    def _drawing(self, draw: Draw) -> DropoutMode:
+        if self.routes is None:
+            return super()._drawing(draw)
+        made, mesh = self.made, self.made.mesh
+        index = mesh.cp_index if self.layout.cp > 1 else mesh.tp_index
+        return RouteMode(made.model, draw, made.mask_part, self.routes[draw.step], index)
 
     def _agree(self, totals: Tensor) -> list[float]:
         _, count, norm_squared, _ = agreed = super()._agree(totals)
@@ -287,6 +300,7 @@ def _one_step(run: _Watching, batch: Batch, watched: _Watched) -> SeenStep:
         outputs=run.noted,
         gradients=_kept((p.name, p.gradient(), _places(run, p)) for p in run.updater.pieces),
         weights=held_weights(run),
+        routes=run.routes[batch.step] if run.routes else {},
     )
 
 

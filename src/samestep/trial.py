@@ -107,6 +107,9 @@ def _noted(run: Any, subject: Subject, one: Observation | None) -> Observation:
     start = [piece.value.detach().clone() for piece in run.updater.pieces]
     buffers = [buffer.clone() for buffer in run.model.buffers()]
     run.learning_rate = one.learning_rate if one else None
+    if subject.job.numerics.precision != "float64" and any(layer.dealings for layer in subject.spec.layers):
+        run.routes = [step.routes for step in one.steps] if one else [{} for _ in range(subject.job.train.steps)]
+        run.made.draws = True  # each forward runs in the mode that knows the routes
     seen = observation.observe(run, subject.dataset)
     if subject.job.numerics.precision != "float64":
         return seen

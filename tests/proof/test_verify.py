@@ -34,6 +34,13 @@ def test_a_clean_layout_raises_no_alarm(model, layout, own_precision):
     assert verdict.proven, verdict.to_text()
 
 
+def test_experts_in_bf16_are_compared_by_the_choices_of_one_device():
+    verdict = prove("qwen3_moe", "dp=2 ep=2", own_precision=True, numerics={"precision": "bf16"})
+    assert verdict.proven, verdict.to_text()
+    (forward,) = (check for check in verdict.checks if check.what == "forward in bf16")
+    assert forward.allowance < 1.0  # a token that another expert gets differs by as much as it is
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(100))
 def test_no_seed_raises_an_alarm(seed):

@@ -59,6 +59,8 @@ class _Frame:
     name: str
     entry: int
     num_draws: int = 0
+    num_choices: int = 0
+    """Of experts, which `routes` counts."""
 
 
 @dataclass(slots=True, eq=False)

@@ -393,12 +393,15 @@ class Run:
                 drawn = indices if len(indices) else batch.shares(0, 1, 1)[0][:1]
                 samples = torch.as_tensor(np.asarray(drawn), device=self.place.device)
                 draw = dropout.Draw(self.job.train.seed, batch.step, samples)
-                mode = dropout.DropoutMode(made.model, draw, made.mask_part)
+                mode = self._drawing(draw)
                 stack.enter_context(mode)
                 yield
                 made.draws = made.draws or mode.num_draws > 0 or None
             else:
                 yield
+
+    def _drawing(self, draw: dropout.Draw) -> dropout.DropoutMode:
+        return dropout.DropoutMode(self.made.model, draw, self.made.mask_part)
 
     @contextmanager
     def _forward_only(self) -> Iterator[None]:
