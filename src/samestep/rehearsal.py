@@ -19,25 +19,25 @@ from typing import Any
 
 import tomli_w
 
-from samestep import hardware
+from samestep import clock, hardware
 from samestep.datasets import batches
 from samestep.errors import LayoutError, SamestepError
 from samestep.hardware import Hardware, Link
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.memory import states_per_param
-from samestep.prediction import Prediction, predict
+from samestep.prediction import Prediction
 from samestep.report import write_whole
 from samestep.runtime import launch
 from samestep.runtime.launch import Place
 from samestep.runtime.run import Run
 from samestep.runtime.update import check_optimizer
+from samestep.strategies import programs_of
 from samestep.training import Workload
 
 STEPS = 5
 """That are timed, after one that is not."""
-_FACTORS = tuple(2 ** (power / 16) for power in range(-48, 49))
-"""Of times: an eighth to eight times, in steps of four per cent."""
+_FACTORS = tuple(tuple(2 ** (power / parts) for power in range(-6, 7)) for parts in (2, 12, 72))
+"""Of times, tried one after the other: an eighth to eight times by halves of a doubling, then what is between."""
 _COMPUTE = ("flops_per_s", "memory_bytes_per_s", "kernel_s", "launch_s", "step_s")
 _LINKS = ("intra", "inter")
 
@@ -81,10 +81,11 @@ def rehearse(job: Job, best: Sequence[Prediction], machine: Hardware) -> tuple[l
     if not measured:
         raise SamestepError(f"optimizer {job.optimizer.name} can follow none of the best layouts: nothing was run")
 
+    per_node = job.run.ranks_per_node or machine.devices_per_node
+    programs = [programs_of(workload.spec, job, layout, per_node) for layout, _, _ in measured]
+
     def foreseen(candidate: Hardware) -> list[float]:
-        return [
-            predict(workload.spec, job, layout, candidate, states_per_param(job)).step_s for layout, _, _ in measured
-        ]
+        return [clock.play(of_stages, candidate).step_s for of_stages in programs]
 
     fitted, factors = refit(machine, [seconds for _, _, seconds in measured], foreseen)
     path = hardware.own_path()
@@ -118,9 +119,9 @@ def refit(
         # Where nothing tells a factor, as that of links for one rank, it stays.
         return misses + 1e-6 * (math.log(compute) ** 2 + math.log(links) ** 2)
 
-    for _ in range(2):
-        compute = min(_FACTORS, key=lambda factor: error(factor, links))
-        links = min(_FACTORS, key=lambda factor: error(compute, factor))
+    for factors in (_FACTORS[0], _FACTORS[0], *_FACTORS):
+        compute = min((compute * factor for factor in factors), key=lambda value: error(value, links))
+        links = min((links * factor for factor in factors), key=lambda value: error(compute, value))
     return slower(machine, compute, links), (compute, links)
 
 

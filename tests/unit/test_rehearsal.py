@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from samestep import hardware, presets
+from samestep.clock import play
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.prediction import predict
 from samestep.rehearsal import as_toml, refit, slower
+from samestep.strategies import programs_of
 from tests import small
 
 LAYOUTS = [Layout.parse(text) for text in ("dp=1", "dp=2", "dp=2 zero=3")]
@@ -20,11 +21,13 @@ LAYOUTS = [Layout.parse(text) for text in ("dp=1", "dp=2", "dp=2 zero=3")]
 
 @pytest.mark.parametrize(("compute", "links"), [(1.0, 1.0), (2.0, 0.5), (0.5, 4.0)])
 def test_a_refit_finds_how_much_slower_a_machine_is(compute: float, links: float, tmp_path: Path) -> None:
-    model, machine = presets.preset("gpt2"), replace(hardware.load("cpu-laptop"), overlap=False)
+    model, machine = presets.preset("gpt2", changes={"layers": 2}), replace(hardware.load("cpu-laptop"), overlap=False)
     job = Job(data={"sequence_length": 1024}, train={"global_batch": 4})
 
+    programs = [programs_of(model, job, layout, machine.devices_per_node) for layout in LAYOUTS]
+
     def foreseen(candidate: hardware.Hardware) -> list[float]:
-        return [predict(model, job, layout, candidate).step_s for layout in LAYOUTS]
+        return [play(of_stages, candidate).step_s for of_stages in programs]
 
     fitted, factors = refit(machine, foreseen(slower(machine, compute, links)), foreseen)
     assert factors == pytest.approx((compute, links), rel=0.05)
