@@ -202,7 +202,7 @@ class Bounds:
         for index, spec in enumerate(layers):
             kept, whole = saved_bytes(step, spec)
             times = (forward[index], backward[index], weight[index])
-            yield Costs(*times, kept, whole - kept, *weights[index], behind[index])
+            yield Costs._make((*times, kept, whole - kept, *weights[index], behind[index]))
 
     def _weights_of(self, step: Step) -> list[tuple[float, ...]]:
         layout = step.layout

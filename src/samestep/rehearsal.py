@@ -117,9 +117,9 @@ def refit(
         said = foreseen(slower(machine, compute, links))
         misses = sum(math.log(a / b) ** 2 for a, b in zip(said, measured_s, strict=True))
         # Where nothing tells a factor, as that of links for one rank, it stays.
-        return misses + 1e-6 * (math.log(compute) ** 2 + math.log(links) ** 2)
+        return misses + 1e-9 * (math.log(compute) ** 2 + math.log(links) ** 2)
 
-    for factors in (_FACTORS[0], _FACTORS[0], *_FACTORS):
+    for factors in (factors for factors in _FACTORS for _ in range(4)):
         compute = min((compute * factor for factor in factors), key=lambda value: error(value, links))
         links = min((links * factor for factor in factors), key=lambda value: error(compute, value))
     return slower(machine, compute, links), (compute, links)

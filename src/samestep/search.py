@@ -209,7 +209,14 @@ class _Search:
 
 
 def plan(
-    model: ModelSpec, job: Job, hardware: Hardware, devices: int, *, top: int = 5, states_per_param: int = 2
+    model: ModelSpec,
+    job: Job,
+    hardware: Hardware,
+    devices: int,
+    *,
+    top: int = 5,
+    states_per_param: int = 2,
+    may_offload: bool = True,
 ) -> Plan:
     """Search every legal layout of `devices`; the global batch stays as the job says.
 
@@ -222,12 +229,13 @@ def plan(
         devices: how many; each is used.
         top: how many of the fastest are wanted.
         states_per_param: the optimizer's tensors of a weight's own shape.
+        may_offload: try that at all.
     """
     began = time.perf_counter()
     search = _Search(model, job, hardware, top, states_per_param)
     with _uncollected():
         search.run(devices)
-        if not search.best and any(one.rule == "memory" for one in search.fallen):
+        if may_offload and not search.best and any(one.rule == "memory" for one in search.fallen):
             search.run(devices, offload=True)
     return Plan(
         best=tuple(search.best),
@@ -260,7 +268,8 @@ def fewest(
     """Plan for the smallest number of devices that the job fits on: one, or a power of two up to `most`."""
     sizes = sorted({1 << power for power in range(most.bit_length()) if 1 << power <= most} | {most})
     for devices in sizes:
-        found = plan(model, job, hardware, devices, top=top, states_per_param=states_per_param)
+        may_offload = devices == most
+        found = plan(model, job, hardware, devices, top=top, states_per_param=states_per_param, may_offload=may_offload)
         if found.best:
             break
     return found
@@ -416,6 +425,8 @@ def as_text(found: Plan) -> str:
             for row in rows
         ]
         lines.append(f"the best is bound by {binds(found.best[0])}")
+        if found.best[0].layout.offload:
+            lines.append("nothing fits without offload, and what it takes to update on the host is not foreseen")
     else:
         lines.append(found.nearest)
     rules: Counter[str] = Counter()

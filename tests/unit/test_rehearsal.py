@@ -21,8 +21,8 @@ LAYOUTS = [Layout.parse(text) for text in ("dp=1", "dp=2", "dp=2 zero=3")]
 
 @pytest.mark.parametrize(("compute", "links"), [(1.0, 1.0), (2.0, 0.5), (0.5, 4.0)])
 def test_a_refit_finds_how_much_slower_a_machine_is(compute: float, links: float, tmp_path: Path) -> None:
-    model, machine = presets.preset("gpt2", changes={"layers": 2}), replace(hardware.load("cpu-laptop"), overlap=False)
-    job = Job(data={"sequence_length": 1024}, train={"global_batch": 4})
+    model, machine = presets.preset("gpt2", 64, {"layers": 2}), replace(hardware.load("cpu-laptop"), overlap=False)
+    job = Job(data={"sequence_length": 64}, train={"global_batch": 4})
 
     programs = [programs_of(model, job, layout, machine.devices_per_node) for layout in LAYOUTS]
 

@@ -72,11 +72,12 @@ def held(run: Run) -> dict[str, int]:
     grads = [_local(param.grad) for param in run.model.parameters() if param.grad is not None]
     if run.program.buckets:  # there is where they are added up; elsewhere to ask for them might take more memory
         grads += [piece.gradient() for piece in run.updater.pieces]
+    optimizer = run.updater.optimizer
     states = [
         value
         for piece in run.updater.pieces
         for value in (
-            *run.updater.optimizer.state.get(piece.value, {}).values(),
+            *(optimizer.state.get(piece.value, {}) if optimizer else {}).values(),
             *([piece.value] * (piece.target is not None)),
         )
         if isinstance(value, Tensor)
