@@ -138,7 +138,7 @@ def _add_plan(verbs: Any) -> None:
     wanted.add_argument("--fastest", action="store_true", help="use all devices; the default")
     wanted.add_argument("--fewest-devices", action="store_true", help="the smallest number that the job fits on")
     parser.add_argument("--days-for-tokens", type=_quantity, metavar="2T", help="say how long so many tokens take")
-    parser.add_argument("--cost-per-hour", type=float, metavar="PRICE", help="of one device: say what it costs")
+    parser.add_argument("--cost-per-hour", type=_price, metavar="PRICE", help="of one device: say what it costs")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the job")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan")
     parser.set_defaults(verb=_plan)
@@ -187,6 +187,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return int(text)
+
+
+def _price(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no price; 2.5 is")
+    return number
 
 
 def _quantity(text: str) -> float:

@@ -300,6 +300,10 @@ def explain_layout(
     if not found.best:
         return f'"{layout}" fits: {mine.step_s:.4g} s a step'
     first = found.best[0]
+    if mine.devices != found.devices:
+        return (
+            f'"{layout}" is one of {mine.devices} devices, {mine.step_s:.4g} s a step; this plan is of {found.devices}'
+        )
     if mine.layout == first.layout or mine.step_s <= first.step_s:
         return f'"{layout}" is the fastest: {mine.step_s:.4g} s a step'
     costs = [
@@ -433,7 +437,9 @@ def as_text(found: Plan) -> str:
     for one in found.fallen:
         rules[one.rule] += len(one.group.splits)
     counts = ", ".join(f"{count} {rule}" for rule, count in rules.most_common())
-    lines.append(f"{found.considered} layouts of {found.devices} devices in {found.seconds:.2f} s: {counts}")
+    lines.append(
+        f"{found.considered} layouts of {found.devices} device{'s' * (found.devices > 1)} in {found.seconds:.2f} s: {counts}"
+    )
     lines.append(f"model: {found.labels['model']}; {found.hardware.name}: {found.labels['hardware']}")
     lines += [f'  "{next(one.group.layouts())}" {one.reason}' for one in examples(found.fallen)]
     return "\n".join(lines)
@@ -500,7 +506,7 @@ def answers(best: Prediction, tokens: float | None, cost_per_hour: float | None)
     per_s = best.tokens_per_s_per_device * best.devices
     if tokens:
         days = tokens / per_s / 86_400
-        lines.append(f"{tokens:.3g} tokens take {days:,.2f} days on {best.devices} devices")
+        lines.append(f"{tokens:.3g} tokens take {days:,.2f} days on {best.devices} device{'s' * (best.devices > 1)}")
         if cost_per_hour:
             lines.append(f"and cost {cost_per_hour * best.devices * days * 24:,.0f}")
     elif cost_per_hour:
