@@ -40,12 +40,13 @@ import torch
 import torch.distributed as dist
 from foresight import as_lines
 
-from samestep import Job, Layout, clock
+from samestep import Job, Layout, schedules
 from samestep.datasets import batches
 from samestep.program import Program, Task
 from samestep.runtime.launch import LOOPBACK, Place, die_with_parent
 from samestep.runtime.run import Run
 from samestep.runtime.update import Updater
+from samestep.schedules import Action, ActionKind
 from samestep.training import Workload
 
 AIM = 0.95
@@ -214,9 +215,23 @@ class Seen:
 
 
 def ideal_s(programs: Sequence[Program], seen: Sequence[Step]) -> float:
-    """Play the schedule with the tasks' measured seconds."""
-    numbers = [{task: i for i, task in enumerate(program.stages[0])} for program in programs]
-    return clock.ideal_s(programs, lambda stage, task: seen[stage].tasks_s[numbers[stage][task]])
+    """Play the schedule with the tasks' measured seconds, and messages that take none."""
+    virtual = programs[0].step.layout.virtual_stages
+    queues = [list(zip(p.stages[0], one.tasks_s, strict=True)) for p, one in zip(programs, seen, strict=True)]
+    updates = [queue.pop()[1] for queue in queues]
+    free = [0.0] * len(queues)
+    ends: dict[tuple[int, Action], float] = {}
+    while any(queues):
+        for stage, queue in enumerate(queues):
+            while queue:
+                task, taken_s = queue[0]
+                action = Action(ActionKind(str(task.kind)), task.microbatch, task.chunk)
+                needs = list(schedules.needs(action, stage, len(programs), virtual))
+                if any(need not in ends for need in needs):
+                    break
+                free[stage] = ends[stage, action] = max(free[stage], *(ends[need] for need in needs), 0.0) + taken_s
+                queue.pop(0)
+    return max(free) + max(updates)
 
 
 def measure(rounds: int, say: Callable[[str], None]) -> list[Seen]:

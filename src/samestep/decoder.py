@@ -225,17 +225,19 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
     backward: tuple[PartialSum, ...] = ()
     borders: tuple[Border, ...] = ()
     if is_block:
-        forward = (
-            PartialSum(owner="self_attn.o_proj", elements=stream),
-            PartialSum(owner="mlp.down_proj", elements=stream),
-        )
+        parts = [("self_attn", "q_proj", "o_proj")]
+        if not made.dealings:
+            parts.append(("mlp", "up_proj", "down_proj"))
+        elif decoder.shared_experts:
+            parts.append(("mlp.shared_experts", "up_proj", "down_proj"))
+        forward = tuple(PartialSum(owner=f"{part}.{last}", elements=stream) for part, _, last in parts)
         backward = (
-            PartialSum(owner="mlp.up_proj", elements=stream),
+            *(PartialSum(owner=f"{part}.{first}", elements=stream) for part, first, _ in parts[1:]),
             *_shared(decoder),
             PartialSum(owner="self_attn.q_proj", elements=stream),
         )
         kinds: tuple[BorderKind, ...] = ("gather", "scatter")
-        owners = (("self_attn", "self_attn.o_proj"), ("mlp", "mlp.down_proj"))
+        owners = [(part, f"{part}.{last}") for part, _, last in parts]
         borders = tuple(
             Border(owner=owner, elements=stream, kind=kind)
             for pair in owners
@@ -419,15 +421,17 @@ def _experts(decoder: Decoder, made: _Block) -> None:
     made.products.append(Product(rows=s, inner=h, columns=e, owner="mlp.gate"))
     made.result(s * e, 0)
     plain = replace(decoder, bias=False)
-    _linear(plain, made, "mlp.experts.gate_up_proj", rows, h, (1 + decoder.gated) * f, "columns", f, experts=e)
-    _linear(plain, made, "mlp.experts.down_proj", rows, f, h, "inner", f, experts=e)
+    # A tensor cut leaves experts whole: they are dealt, by `ep`.
+    _linear(plain, made, "mlp.experts.gate_up_proj", rows, h, (1 + decoder.gated) * f, "", experts=e)
+    _linear(plain, made, "mlp.experts.down_proj", rows, f, h, "", experts=e)
     if decoder.bias:
         made.weight("mlp.experts.gate_up_proj_bias", (e, (1 + decoder.gated) * f), experts=e)
         made.weight("mlp.experts.down_proj_bias", (e, h), experts=e)
     made.dealings = (Dealing(owner="mlp.experts", rows=rows, width=h, experts=e),)
     # rows are copied out and back, weighted and added up; the router's scores are sorted
-    made.move(8 * rows * h + 8 * s * e, (3 if decoder.gated else 2) * rows * f, 24)
-    made.save(2 * rows * h, (3 if decoder.gated else 2) * rows * f)
+    inside = (3 if decoder.gated else 2) * rows * f
+    made.move(8 * rows * h + 8 * s * e + inside, 0, 24)
+    made.save(2 * rows * h + inside, 0)
     if decoder.shared_experts:
         _feed_forward(plain, made, "mlp.shared_experts", f * decoder.shared_experts)
 

@@ -320,6 +320,10 @@ class ModelSpec:
     slices: tuple[tuple[str, int], ...] = ()
     """Arguments of blocks that have a row for each token, by their place, and which dimension that is."""
 
+    def __hash__(self) -> int:
+        """Hash what is at hand: what is known of a model is remembered by it, and a whole one takes milliseconds."""
+        return hash((self.name, len(self.layers), len(self.params)))
+
     @property
     def num_params(self) -> int:
         """Number of weights, each tied one counted once."""

@@ -25,6 +25,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from samestep.job import Job, Precision
@@ -84,11 +85,11 @@ class Op:
     after: tuple[str, ...] = ()
     implied: bool = False
     """Issued by FSDP2 inside a driven op, not by our interpreter."""
+    name: str = field(init=False, compare=False, repr=False)
+    """`kind:owner`, unique within a body for one axis."""
 
-    @property
-    def name(self) -> str:
-        """`kind:owner`, unique within a body for one axis."""
-        return f"{self.kind}:{self.owner}"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", f"{self.kind}:{self.owner}")
 
     def sized(self, numel: int) -> Op:
         """Return this op over `numel` elements of its dtype."""
@@ -206,7 +207,7 @@ class Unit:
         return "dp_expert" if self.ep > 1 else "dp_shard"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """What the strategies are told: the model, the parts of the job that shape a step, the layout, the place."""
 
@@ -253,17 +254,17 @@ class Step:
         """Ranks of one node whose gradients of one weight are summed."""
         return max(1, self.ranks_per_node // self.layout.tp)
 
-    @property
+    @cached_property
     def rank_samples(self) -> int:
         """Samples of one step on the rank that has most."""
         return -(-self.global_batch // self.layout.dp)
 
-    @property
+    @cached_property
     def num_microbatches(self) -> int:
         """Micro-batches of one step, the same number on every rank."""
         return -(-self.rank_samples // (self.layout.microbatch or self.rank_samples))
 
-    @property
+    @cached_property
     def microbatch_samples(self) -> int:
         """Samples of a micro-batch: of those at hand, or the largest."""
         return self.samples or -(-self.rank_samples // self.num_microbatches)

@@ -136,6 +136,11 @@ class Run:
         self._reading: _Reading | None = None
 
     @property
+    def is_made(self) -> bool:
+        """Whether `prepare` has made the model."""
+        return self._made is not None
+
+    @property
     def program(self) -> Program:
         """The step as data."""
         return self.made.program

@@ -5,7 +5,6 @@ Strategies do not know each other. Each has two functions, `refusal(step)` and `
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
@@ -42,7 +41,7 @@ def program_of(
     step = Step.of(model, job, layout, ranks_per_node, cuts_loss, stage, replica)
     if reason := refusal_of(step):
         raise LayoutError(reason)
-    return _of_all_sizes(step, lambda sized: _behind(_before_stages(sized)))
+    return _of_all_sizes(step, lambda sized: _staged(_stacked(_on_one_rank(sized), STACK[:_STAGED])))
 
 
 def programs_of(
@@ -57,16 +56,53 @@ def programs_of(
     Raises:
         LayoutError: a strategy refuses the layout.
     """
-    step = Step.of(model, job, layout, ranks_per_node, cuts_loss)
-    if reason := refusal_of(step):
-        raise LayoutError(reason)
-    shared = functools.cache(lambda samples: _before_stages(replace(step, samples=samples)))
+    return ProgramBuilder(model, job, ranks_per_node, cuts_loss).programs(layout)
 
-    def of_stage(sized: Step) -> Program:
-        program = shared(sized.samples)
-        return _behind(replace(program, step=replace(program.step, stage=sized.stage)))
 
-    return tuple(_of_all_sizes(replace(step, stage=stage), of_stage) for stage in range(layout.pp))
+class ProgramBuilder:
+    """Makes the programs of many layouts of one model and job; what they share is made once.
+
+    What stands before the pipeline in the stack knows the degrees of the model axes, recomputation and the size of a
+    micro-batch: layouts that differ in other words share it.
+    """
+
+    def __init__(
+        self, model: ModelSpec, job: Job, ranks_per_node: int | None = None, cuts_loss: bool | None = None
+    ) -> None:
+        self.model, self.job, self._ranks_per_node, self._cuts_loss = model, job, ranks_per_node, cuts_loss
+        self._shared: dict[tuple[object, ...], Program] = {}
+
+    def step(self, layout: Layout) -> Step:
+        """Return what the strategies are told."""
+        return Step.of(self.model, self.job, layout, self._ranks_per_node, self._cuts_loss)
+
+    def programs(self, layout: Layout) -> tuple[Program, ...]:
+        """Return the programs of all pipeline stages.
+
+        Raises:
+            LayoutError: a strategy refuses the layout.
+        """
+        step = self.step(layout)
+        if reason := refusal_of(step):
+            raise LayoutError(reason)
+        stages = (replace(step, stage=stage) for stage in range(layout.pp))
+        return tuple(_of_all_sizes(one, lambda sized: _staged(self.before_stages(sized))) for one in stages)
+
+    def before_stages(self, step: Step) -> Program:
+        """Apply what is the same for all stages: one body for each kind of task, and no tasks yet."""
+        layout = step.layout
+        key = (
+            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, step.microbatch_samples,
+            step.innermost_data_ranks if layout.ep > 1 else 1, layout.world_size > 1,
+        )  # fmt: skip
+        found = self._shared.get((*key, layout.recompute))
+        if found is None:
+            cut = self._shared.get(key)
+            if cut is None:
+                cut = self._shared[key] = _stacked(_on_one_rank(step), STACK[:_REPEATED])
+            again = replace(cut, step=replace(step, model=cut.step.model))
+            found = self._shared[(*key, layout.recompute)] = _stacked(again, STACK[_REPEATED:_STAGED])
+        return replace(found, step=replace(step, model=found.step.model))
 
 
 def refusal_of(step: Step) -> str | None:
@@ -93,39 +129,43 @@ def _of_all_sizes(step: Step, program_for: Callable[[Step], Program]) -> Program
     return replace(program, stages=(tuple(tasks),), bodies=bodies)
 
 
-_STAGED = STACK.index(pipeline)
+_REPEATED, _STAGED = STACK.index(recompute), STACK.index(pipeline)
 
 
-def _before_stages(step: Step) -> Program:
-    """Apply what is the same for all stages."""
-    program = _on_one_rank(step)
-    for strategy in STACK[:_STAGED]:
-        program = strategy.apply(program)
-    return program
+def _staged(program: Program) -> Program:
+    """Apply what differs between stages."""
+    return _stacked(_with_tasks(program), STACK[_STAGED:])
 
 
-def _behind(program: Program) -> Program:
-    """Apply the pipeline, and what comes after it."""
-    for strategy in STACK[_STAGED:]:
+def _stacked(program: Program, strategies: tuple[ModuleType, ...]) -> Program:
+    for strategy in strategies:
         program = strategy.apply(program)
     return program
 
 
 def _on_one_rank(step: Step) -> Program:
-    """The base program: forward and backward of each micro-batch, then one update."""
-    count = step.num_microbatches
-    bodies: dict[str, Ops] = {}
-    tasks: list[Task] = []
-    for microbatch in range(count):
-        where = position(microbatch, count)
-        for kind in (TaskKind.FORWARD, TaskKind.BACKWARD):
-            key = f"{kind}.{where}"
-            tasks.append(Task(kind, microbatch, key))
-            if key not in bodies:
-                bodies[key] = _layer_ops(step, kind)
-    tasks.append(Task(TaskKind.UPDATE, count - 1, str(TaskKind.UPDATE)))
+    """The base program: what a forward, a backward and the update are."""
+    bodies = {str(kind): _layer_ops(step, kind) for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)}
     bodies[str(TaskKind.UPDATE)] = (Op(kind=Kind.UPDATE, owner="optimizer", dtype=step.master_dtype),)
-    return Program(step=step, bodies=bodies, stages=(tuple(tasks),))
+    return Program(step=step, bodies=bodies, stages=())
+
+
+def _with_tasks(program: Program) -> Program:
+    """Run forward and backward of each micro-batch, then one update; bodies are named by where in the step they stand."""
+    count = program.step.num_microbatches
+    places = dict.fromkeys(position(microbatch, count) for microbatch in range(count))
+    bodies: dict[str, Ops] = {}
+    for where in places:
+        for kind in (TaskKind.FORWARD, TaskKind.BACKWARD):
+            bodies[f"{kind}.{where}"] = program.bodies[kind]
+    bodies[str(TaskKind.UPDATE)] = program.bodies[TaskKind.UPDATE]
+    tasks = [
+        Task(kind, microbatch, f"{kind}.{position(microbatch, count)}")
+        for microbatch in range(count)
+        for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
+    ]
+    tasks.append(Task(TaskKind.UPDATE, count - 1, str(TaskKind.UPDATE)))
+    return replace(program, bodies=bodies, stages=(tuple(tasks),))
 
 
 def _layer_ops(step: Step, kind: TaskKind) -> Ops:

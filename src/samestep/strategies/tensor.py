@@ -24,6 +24,7 @@ summed over all ranks, as those of the norms.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -35,9 +36,11 @@ AXIS = "tp"
 
 def refusal(step: Step) -> str | None:
     """Refuse a degree that cuts through a group, and models that nobody said how to cut."""
-    degree, model = step.layout.tp, step.model
-    if degree == 1:
-        return None
+    return _refuse_cut(step.model, step.layout.tp, step.splits_backward) if step.layout.tp > 1 else None
+
+
+@functools.lru_cache(maxsize=256)
+def _refuse_cut(model: ModelSpec, degree: int, splits_backward: bool) -> str | None:
     if model.cut_refusal:
         return f"tp={degree}: {model.name} cannot be cut, {model.cut_refusal}; tp=1 works"
     for param in model.params:
@@ -49,7 +52,7 @@ def refusal(step: Step) -> str | None:
                 f"tp={degree} does not divide the {param.cut.groups} groups of {param.name}; "
                 f"{'tp=' + ' or '.join(works) + ' does' if works else 'only tp=1 does'}"
             )
-        if param.cut is not None and _is_shared(degree, param.cut) and step.splits_backward:
+        if param.cut is not None and _is_shared(degree, param.cut) and splits_backward:
             return (
                 f"tp={degree} sums the gradients of the {param.cut.groups} heads of {param.name}, which schedule=zero-bubble "
                 f"computes later: tp={param.cut.groups} works, and so does schedule=1f1b"
@@ -81,6 +84,7 @@ def apply(program: Program) -> Program:
     return replace(program, step=local).with_bodies(lambda _, ops: tuple(_cut(ops, local)), axes=axes)
 
 
+@functools.lru_cache(maxsize=64)
 def cut_model(model: ModelSpec, degree: int) -> ModelSpec:
     """Return the model that one rank holds. A vocabulary that the degree does not divide stays whole, and so do the
     weights of heads that ranks share."""
