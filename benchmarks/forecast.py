@@ -111,7 +111,7 @@ def predict(row: Row) -> Outcome:
         case = case_of(row)
         programs = chosen_programs(case)
         held = _peak(case, programs) if case.memory_bytes or case.out_of_memory else 0
-        predicted_s = clock.step_s(programs, case.machine) if case.step_s else 0.0
+        predicted_s = clock.play(programs, case.machine).step_s if case.step_s else 0.0
     except (SkippedError, SamestepError) as error:
         return Outcome(id=row.get("id") or "", source=source, reason=str(error).partition("\n")[0])
     except UNREADABLE as error:

@@ -96,7 +96,7 @@ class Prepared:
     def off(self, machine: Hardware) -> float:
         """Part by which a prediction for this machine is off."""
         assert self.case.step_s
-        return abs(clock.step_s(self.programs, machine) / self.case.step_s - 1)
+        return abs(clock.play(self.programs, machine).step_s / self.case.step_s - 1)
 
 
 def prepare(rows: Sequence[Row], most: int) -> list[Prepared]:

@@ -23,6 +23,7 @@ from samestep.errors import (
     LayoutError,
     ModelError,
     NonFiniteError,
+    OutOfMemoryError,
     SamestepError,
     WorkerError,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "LayoutError",
     "ModelError",
     "NonFiniteError",
+    "OutOfMemoryError",
     "SamestepError",
     "WorkerError",
     "batches",

@@ -22,6 +22,7 @@ from samestep.errors import (
     DriftError,
     LayoutError,
     NonFiniteError,
+    OutOfMemoryError,
     SamestepError,
     WorkerError,
     did_you_mean,
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = _parser().parse_args(arguments)
     try:
         return int(words.verb(words) or 0)
-    except (DriftError, NonFiniteError, WorkerError) as error:
+    except (DriftError, NonFiniteError, OutOfMemoryError, WorkerError) as error:
         return _fail(error, 1)
     except SamestepError as error:
         return _fail(error, 2)
@@ -129,11 +130,15 @@ def _add_plan(verbs: Any) -> None:
     parser.add_argument("--devices", type=_positive, required=True, metavar="N", help="how many there are")
     parser.add_argument("--top", type=_positive, default=5, metavar="K", help="rows of the table; default: 5")
     parser.add_argument("--why", metavar='"dp=2 ..."', help="say why one layout is not the best")
+    parser.add_argument(
+        "--measure-top", type=_positive, metavar="K",
+        help="run the best K for a few steps on this machine, and refit its own profile to them",
+    )  # fmt: skip
     wanted = parser.add_mutually_exclusive_group()
     wanted.add_argument("--fastest", action="store_true", help="use all devices; the default")
     wanted.add_argument("--fewest-devices", action="store_true", help="the smallest number that the job fits on")
     parser.add_argument("--days-for-tokens", type=_quantity, metavar="2T", help="say how long so many tokens take")
-    parser.add_argument("--cost-per-hour", type=float, metavar="PRICE", help="of one device: say what it costs")
+    parser.add_argument("--cost-per-hour", type=_price, metavar="PRICE", help="of one device: say what it costs")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the job")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan")
     parser.set_defaults(verb=_plan)
@@ -182,6 +187,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return int(text)
+
+
+def _price(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no price; 2.5 is")
+    return number
 
 
 def _quantity(text: str) -> float:
@@ -295,6 +310,8 @@ def _plan(words: argparse.Namespace) -> int:
     from samestep import catalog, memory, search
 
     job = _job(words)
+    if words.measure_top:
+        _check_rehearsal(words, job)
     machine = _machine(words)
     model, states = catalog.model_spec(job), memory.states_per_param(job)
     if words.fewest_devices:
@@ -307,9 +324,45 @@ def _plan(words: argparse.Namespace) -> int:
     if found.best and (words.days_for_tokens or words.cost_per_hour):
         for line in search.answers(found.best[0], words.days_for_tokens, words.cost_per_hour):
             print(line)
+    record = search.as_record(found)
+    if words.measure_top and found.best:
+        record["measured"] = _rehearse(job, found.best[: words.measure_top], machine)
     if words.json:
-        _write(words.json, json.dumps(search.as_record(found), indent=1) + "\n")
+        _write(words.json, json.dumps(record, indent=1) + "\n")
     return 0 if found.best else 1
+
+
+def _check_rehearsal(words: argparse.Namespace, job: jobs.Job) -> None:
+    """Refuse before anything is searched what could not be run afterwards."""
+    from samestep import catalog, hardware
+
+    if words.hardware not in (None, hardware.OWN):
+        raise SamestepError(
+            f"--measure-top runs on this machine, and --hardware {words.hardware} is another: leave it out"
+        )
+    if job.model.source.startswith(catalog.PRESET):
+        raise SamestepError(
+            f"--measure-top runs steps, and {job.model.source} is a model in numbers only: hf: or your own works"
+        )
+    words.top = max(words.top, words.measure_top)
+
+
+def _rehearse(job: jobs.Job, best: Sequence[Any], machine: Any) -> list[dict[str, Any]]:
+    os.environ.setdefault("OMP_NUM_THREADS", str(job.run.threads))
+    from samestep import rehearsal
+
+    rows, path = rehearsal.rehearse(job, best, machine)
+    print(rehearsal.as_text(rows))
+    print(f"refitted: {path}; plan, simulate and train --layout auto read it")
+    return [
+        {
+            "layout": str(row.layout),
+            "foreseen_s": row.foreseen_s,
+            "measured_s": row.measured_s,
+            "refitted_s": row.refitted_s,
+        }
+        for row in rows
+    ]
 
 
 def _simulate(words: argparse.Namespace) -> int:

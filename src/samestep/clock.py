@@ -6,10 +6,10 @@ no more than one. Streams run their ops in the order of issue, beside each other
     start of an op = the later of   the end of the op before it on its stream
                                     the ends of the latest earlier ops of the names in `after`, of any task
 
-Compute waits for no collective it does not name, but those within a layer (tp, cp, ep): the next product needs
-what comes. Where communication does not run beside compute (`hardware.overlap` is false) all ops of a stage are one queue; where it does,
-compute beside it is slowed by `hardware.contention`, c: a compute op of T seconds, beside which collectives that were
-issued before it run for t of them, takes
+Compute waits for no collective that it does not name, but for those within a layer (`EXPOSED_AXES`): sums of a tensor cut,
+exchanges of sequences and of experts. Where communication does not run beside compute (`hardware.overlap` is false) all ops of a stage
+are one queue; where it does, compute beside it is slowed by `hardware.contention`, c: a compute op of T seconds, beside
+which collectives that were issued before it run for t of them, takes
 
     T + min(t, c T) (1 - 1/c)          both want the same memory and multiprocessors (arXiv:2507.03114)
 
@@ -24,6 +24,9 @@ Issuing is not waiting: a stage plays on behind an op whose end another stage de
 
 A name in `after` must have been issued: a strategy that leaves an op out leaves its name out too. A wait for what no
 earlier op is, or for what no other stage ever sends, would never end on a real machine, so here it is an error.
+
+Of a body only what other queues take part in is played op by op: ops that follow each other on one queue, and wait for
+nothing elsewhere, are one *line*, whose inner times are the same whenever it starts.
 """
 
 from __future__ import annotations
@@ -32,20 +35,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from samestep import schedules
 from samestep.cost import seconds
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
-from samestep.program import Kind, Op, Ops, Program, Task, TaskKind, is_backward
-from samestep.timeline import COMPUTE, Span, Timeline
-
-Prices = Mapping[str, tuple[tuple[Op, str, float, str, bool], ...]]
-"""Of each body: its ops with their names, seconds and queues, and whether another stage takes part in them."""
+from samestep.program import EXPOSED_AXES, Kind, Op, Program, Task, is_backward
+from samestep.timeline import COMPUTE, Line, Run, Timeline
 
 _TOGETHER = ("world", "tie")
 """Axes that run through pipeline stages."""
-_WITHIN_LAYERS = ("tp", "cp", "ep")
-"""Axes whose collectives stand between two products of one layer, of which the second needs what comes."""
 
 
 def play(programs: Sequence[Program], hardware: Hardware) -> Timeline:
@@ -67,7 +64,7 @@ def play(programs: Sequence[Program], hardware: Hardware) -> Timeline:
         if waiting and not moved:
             stuck = "; ".join(f"stage {stage.index} at {stage.at}" for stage in waiting)
             raise LayoutError(f"the stages wait for each other for ever: {stuck}")
-    return Timeline(tuple(span for stage in stages for span in stage.spans))
+    return Timeline(tuple(run for stage in stages for run in stage.runs))
 
 
 @dataclass(slots=True)
@@ -80,13 +77,28 @@ class _Meetings:
     """When each stage has come to the n-th op of an axis that they share."""
 
 
+class _Part(NamedTuple):
+    """A line of a body, and what it has to do with the rest of the program. Names are numbered."""
+
+    queue: int
+    took_s: float
+    waits: tuple[int, ...]
+    """Names that ops of other queues have."""
+    awaited: tuple[tuple[int, int], ...]
+    """Names that other queues wait for, and their places in the line."""
+    shared: Op | None
+    """The op, if it is one that another stage takes part in."""
+    line: Line
+
+
 class _Parked(NamedTuple):
     """An op that was issued, and whose times another stage decides."""
 
     times: Callable[[], tuple[float, float] | None]
-    queue: str
-    span: int
-    """Index of the span that waits for its times."""
+    queue: int
+    name: int
+    run: int
+    """Index of the run that waits for its times."""
 
 
 class _Crowd:
@@ -98,21 +110,32 @@ class _Crowd:
         self._contention = contention
         self._times: list[tuple[float, float]] = []
 
-    def joined(self, queue: str, start_s: float, end_s: float) -> None:
-        """Note an op that was issued; one of the compute queue is beside nothing."""
-        if self._contention > 1.0 and queue not in ("", COMPUTE) and end_s > start_s:
+    def join(self, start_s: float, end_s: float) -> None:
+        """Note a collective that was issued."""
+        if self._contention > 1.0 and end_s > start_s:
             self._times.append((start_s, end_s))
 
-    def slowed(self, start_s: float, op_s: float) -> float:
-        """Return the seconds of a compute op; compute ops are asked for in their order."""
-        if not self._times:
-            return op_s
-        self._times = [times for times in self._times if times[1] > start_s]
-        most_s = self._contention * op_s
-        beside_s = sum(
-            min(end, start_s + most_s) - max(begin, start_s) for begin, end in self._times if begin < start_s + most_s
-        )
-        return op_s + min(beside_s, most_s) * (1 - 1 / self._contention)
+    def is_beside(self, start_s: float) -> bool:
+        """Whether something may run beside what is issued now; lines are asked for in their order."""
+        if self._times:
+            self._times = [times for times in self._times if times[1] > start_s]
+        return bool(self._times)
+
+    def slowed(self, start_s: float, line: Line) -> tuple[float, ...]:
+        """Return when the ops of a line end that starts now."""
+        ends_s = []
+        now = start_s
+        for (stream, _), before_s, end_s in zip(line.ops, (0.0, *line.ends_s), line.ends_s, strict=False):
+            op_s = end_s - before_s
+            if stream == COMPUTE:
+                until = now + self._contention * op_s
+                beside_s = sum(
+                    min(end, until) - max(begin, now) for begin, end in self._times if begin < until and end > now
+                )
+                op_s += min(beside_s, until - now) * (1 - 1 / self._contention)
+            now += op_s
+            ends_s.append(now - start_s)
+        return tuple(ends_s)
 
 
 class _Stage:
@@ -120,16 +143,18 @@ class _Stage:
 
     def __init__(self, index: int, program: Program, hardware: Hardware, meetings: _Meetings, count: int) -> None:
         self.index, self.at, self.done = index, "", False
-        self.spans: list[Span] = []
+        self.runs: list[Run] = []
         self._program = program
-        self._contention = hardware.contention
         self._meetings, self._count = meetings, count
-        self._ended: dict[str, float] = {}
-        self._free: dict[str, float] = {}
+        self._contention = hardware.contention
+        lines = _Lines(program, hardware, index, count > 1)
+        self._computes = {lines.queues.get(name) for name in (COMPUTE, "")}
+        self._ended = [0.0] * len(lines.names)
+        self._free = [0.0] * len(lines.queues)
         self._met: dict[str, int] = {}
-        self._parked: dict[str, _Parked] = {}
+        self._parked: list[_Parked] = []
         self._played = 0
-        self._steps = self._play(_prices(program, hardware))
+        self._steps = self._play(lines.parts)
 
     def advance(self) -> bool:
         """Play until the program ends or another stage has to come first; return whether anything was played."""
@@ -137,50 +162,53 @@ class _Stage:
         self.done = next(self._steps, True)
         return self.done or self._played > before
 
-    def _play(self, prices: Prices) -> Iterator[bool]:
-        """Play op by op; yield False while the next one has to wait for another stage."""
-        ended, free, spans, stage, parked = self._ended, self._free, self.spans, self.index, self._parked
+    def _play(self, parts: Mapping[str, Sequence[_Part]]) -> Iterator[bool]:
+        """Play line by line; yield False while the next one has to wait for another stage."""
+        ended, free, runs, parked = self._ended, self._free, self.runs, self._parked
         crowd = _Crowd(self._contention)
         for task in self._program.stages[0]:
             label = f"{task.kind}{task.microbatch}"
-            for op, name, op_s, queue, shared in prices[task.body]:
+            for queue, took_s, waits, awaited, shared, line in parts[task.body]:
                 if parked:
-                    yield from self._wait_for([n for n, one in parked.items() if n in op.after or one.queue == queue])
-                start_s = free.get(queue, 0.0)
-                for awaited in op.after:
-                    if awaited not in ended:
-                        raise RuntimeError(
-                            f"{name} of task {label} on stage {stage} waits for {awaited}, and no earlier op is that"
-                        )
-                    start_s = max(start_s, ended[awaited])
-                end_s = start_s + (op_s if op.axis else crowd.slowed(start_s, op_s))
-                spans.append(Span(stage, op.axis or COMPUTE, name, label, start_s, end_s))
+                    yield from self._wait_for([one for one in parked if one.queue == queue or one.name in waits])
+                start_s = free[queue]
+                for name in waits:
+                    start_s = max(start_s, ended[name])
+                ends_s = line.ends_s
+                if queue in self._computes and crowd.is_beside(start_s):
+                    ends_s = crowd.slowed(start_s, line)
+                    took_s = ends_s[-1]
+                runs.append(Run(self.index, label, start_s, start_s + took_s, line, ends_s))
                 self._played += 1
-                if shared and self._count > 1:
-                    parked[name] = _Parked(self._times(op, task, start_s, op_s), queue, len(spans) - 1)
-                    self._settle(name)
+                if shared is None:
+                    free[queue] = start_s + took_s
+                    for name, place in awaited:
+                        ended[name] = start_s + ends_s[place]
+                    if queue not in self._computes:
+                        crowd.join(start_s, start_s + took_s)
                 else:
-                    ended[name] = free[queue] = end_s
-                    crowd.joined(queue, start_s, end_s)
+                    times = self._times(shared, task, start_s, took_s)
+                    parked.append(_Parked(times, queue, awaited[0][0], len(runs) - 1))
+                    self._settle(parked[-1])
         yield from self._wait_for(list(parked))
 
-    def _wait_for(self, names: Sequence[str]) -> Iterator[bool]:
-        """Yield False until the ends of these parked ops are known."""
-        for name in names:
-            while not self._settle(name):
-                waiting = self.spans[self._parked[name].span]
-                self.at = f"{waiting.name} of task {waiting.task}"
+    def _wait_for(self, parked: Sequence[_Parked]) -> Iterator[bool]:
+        """Yield False until the ends of these ops are known."""
+        for one in parked:
+            while not self._settle(one):
+                waiting = self.runs[one.run]
+                self.at = f"{waiting.line.ops[0][1]} of task {waiting.task}"
                 yield False
 
-    def _settle(self, name: str) -> bool:
+    def _settle(self, one: _Parked) -> bool:
         """Write down when a parked op ran, if the other stages have come to it."""
-        times, queue, index = self._parked[name]
-        found = times()
+        found = one.times()
         if found is None:
             return False
-        del self._parked[name]
-        self.spans[index] = self.spans[index]._replace(start_s=found[0], end_s=found[1])
-        self._ended[name] = self._free[queue] = found[1]
+        self._parked.remove(one)
+        took_s = (found[1] - found[0],)
+        self.runs[one.run] = self.runs[one.run]._replace(start_s=found[0], end_s=found[1], ends_s=took_s)
+        self._ended[one.name] = self._free[one.queue] = found[1]
         self._played += 1
         return True
 
@@ -212,19 +240,98 @@ class _Stage:
         return times
 
 
-def _prices(program: Program, hardware: Hardware) -> Prices:
-    """Price each body once."""
+class _Priced(NamedTuple):
+    """An op with what the clock needs to know of it."""
 
-    def is_shared(op: Op) -> bool:
-        return op.kind in (Kind.SEND, Kind.RECV) or op.axis in _TOGETHER
-
-    return {
-        body: tuple((op, op.name, seconds(op, program, hardware), _queue(op, hardware), is_shared(op)) for op in ops)
-        for body, ops in program.bodies.items()
-    }
+    op: Op
+    took_s: float
+    queue: str
+    shared: bool
+    """Another stage takes part in it."""
 
 
-def _queue(op: Op, hardware: Hardware) -> str:
+class _Lines:
+    """The bodies of a program, each priced and cut into lines once."""
+
+    def __init__(self, program: Program, hardware: Hardware, stage: int, has_others: bool) -> None:
+        self._program, self._hardware, self._has_others = program, hardware, has_others
+        self.queues: dict[str, int] = {}
+        self.names: dict[str, int] = {}
+        known: dict[int, _Priced] = {}  # by the op's identity: bodies share most of theirs
+        queued: dict[str, set[str]] = {}
+        bodies = {body: [self._price(op, known) for op in ops] for body, ops in program.bodies.items()}
+        for one in known.values():
+            self.names.setdefault(one.op.name, len(self.names))
+            queued.setdefault(one.op.name, set()).add(one.queue)
+        _check_waits(program, stage)
+        # On its own queue all that is before an op has ended.
+        waits = {
+            key: tuple(name for name in one.op.after if queued.get(name) != {one.queue})
+            for key, one in known.items()
+            if one.op.after
+        }
+        needed = {name for names in waits.values() for name in names}
+        self.parts = {body: tuple(self._cut(ops, waits, needed)) for body, ops in bodies.items()}
+
+    def _price(self, op: Op, known: dict[int, _Priced]) -> _Priced:
+        if id(op) not in known:
+            shared = self._has_others and (op.kind in (Kind.SEND, Kind.RECV) or op.axis in _TOGETHER)
+            took_s = seconds(op, self._program, self._hardware)
+            known[id(op)] = _Priced(op, took_s, queue_of(op, self._hardware), shared)
+        return known[id(op)]
+
+    def _cut(self, ops: Sequence[_Priced], waits: Mapping[int, tuple[str, ...]], needed: set[str]) -> Iterator[_Part]:
+        """Let a line begin at each op that another queue or stage has a part in, or that changes the queue."""
+        start = 0
+        for index, one in enumerate(ops):
+            before = ops[index - 1]
+            if index and (one.queue != before.queue or one.shared or before.shared or waits.get(id(one.op))):
+                yield self._part(ops[start:index], waits.get(id(ops[start].op), ()), needed)
+                start = index
+        if ops:
+            yield self._part(ops[start:], waits.get(id(ops[start].op), ()), needed)
+
+    def _part(self, ops: Sequence[_Priced], waits: tuple[str, ...], needed: set[str]) -> _Part:
+        names, ends_s, awaited = [], [], []
+        busy_s: dict[str, float] = {}
+        took_s = 0.0
+        for op, op_s, _, shared in ops:
+            stream = op.axis or COMPUTE
+            busy_s[stream] = busy_s.get(stream, 0.0) + op_s
+            took_s += op_s
+            names.append((stream, op.name))
+            ends_s.append(took_s)
+            if shared or op.name in needed:
+                awaited.append((self.names[op.name], len(names) - 1))
+        return _Part(
+            self.queues.setdefault(ops[0].queue, len(self.queues)),
+            took_s,
+            tuple(self.names[name] for name in waits),
+            tuple(awaited),
+            ops[0].op if ops[0].shared else None,
+            Line(tuple(names), tuple(ends_s), busy_s),
+        )
+
+
+def _check_waits(program: Program, stage: int) -> None:
+    """Refuse a wait for what no earlier op of the step is."""
+    issued: set[str] = set()
+    met: set[str] = set()
+    for task in program.stages[0]:
+        if task.body in met:
+            continue
+        met.add(task.body)
+        for op in program.bodies[task.body]:
+            for awaited in op.after:
+                if awaited not in issued:
+                    label = f"{task.kind}{task.microbatch}"
+                    raise RuntimeError(
+                        f"{op.name} of task {label} on stage {stage} waits for {awaited}, and no earlier op is that"
+                    )
+            issued.add(op.name)
+
+
+def queue_of(op: Op, hardware: Hardware) -> str:
     """Name the queue in which an op runs, one after the other."""
     if op.kind in (Kind.SEND, Kind.RECV):
         return f"{op.axis} {op.kind}"
@@ -232,85 +339,4 @@ def _queue(op: Op, hardware: Hardware) -> str:
         return op.axis
     if not hardware.overlap:
         return ""
-    return COMPUTE if op.axis in _WITHIN_LAYERS else op.stream
-
-
-# -- whole bodies ----------------------------------------------------------------------------------
-
-
-class _Block(NamedTuple):
-    """A body as one piece: until its compute ends, until all of it ends, when its result is sent, and what that takes."""
-
-    compute_s: float
-    all_s: float
-    sent_at_s: float
-    send_s: float
-
-
-def step_s(programs: Sequence[Program], machine: Hardware) -> float:
-    """Return the seconds of one step, sooner than `play` does: a body is played once, and then stands as one piece.
-
-    Pieces follow the schedule's order on each stage and wait for those of other stages whose results are sent to them,
-    one after the other.
-    What a body leaves in flight on other streams (reductions behind the last backward) ends before the update starts.
-    A single stage is played op by op.
-    """
-    if len(programs) == 1:
-        return play(programs, machine).step_s
-    blocks = [{key: _block(program, ops, machine) for key, ops in program.bodies.items()} for program in programs]
-    virtual = programs[0].step.layout.virtual_stages
-    queues = [[task for task in program.stages[0] if task.kind is not TaskKind.UPDATE] for program in programs]
-    position = [0] * len(programs)
-    free, ends, links = ([0.0] * len(programs) for _ in range(3))
-    done: dict[tuple[int, schedules.Action], tuple[float, float]] = {}
-    moved = True
-    while moved:
-        moved = False
-        for stage, tasks in enumerate(queues):
-            while position[stage] < len(tasks):
-                task = tasks[position[stage]]
-                action = _action(task)
-                needs = list(schedules.needs(action, stage, len(programs), virtual))
-                if any(need not in done for need in needs):
-                    break
-                arrived = [done[need][need[0] != stage] for need in needs]
-                block = blocks[stage][task.body]
-                start_s = max(free[stage], *arrived) if arrived else free[stage]
-                free[stage] = start_s + block.compute_s
-                ends[stage] = max(ends[stage], start_s + block.all_s)
-                if block.send_s:
-                    links[stage] = max(links[stage], start_s + block.sent_at_s) + block.send_s
-                done[stage, action] = (free[stage], links[stage] if block.send_s else free[stage])
-                position[stage] += 1
-                moved = True
-    assert all(at == len(tasks) for at, tasks in zip(position, queues, strict=True)), "the schedule deadlocks"
-    return max(max(free), max(ends)) + max(block[str(TaskKind.UPDATE)].all_s for block in blocks)
-
-
-def compute_s(program: Program, machine: Hardware) -> float:
-    """Return what the forward and the backward of one micro-batch take on a rank that runs all layers."""
-    bodies = dict.fromkeys(task.body for task in program.stages[0] if task.kind is not TaskKind.UPDATE)
-    return sum(_block(program, program.bodies[body], machine).compute_s for body in bodies)
-
-
-def _action(task: Task) -> schedules.Action:
-    return schedules.Action(schedules.ActionKind(str(task.kind)), task.microbatch, task.chunk)
-
-
-def _block(program: Program, ops: Ops, machine: Hardware) -> _Block:
-    ended: dict[str, float] = {}
-    free: dict[str, float] = {}
-    sent_at_s = send_s = 0.0
-    crowd = _Crowd(machine.contention)
-    for op in ops:
-        took_s = seconds(op, program, machine)
-        if op.kind is Kind.SEND:
-            sent_at_s, send_s = max((ended[name] for name in op.after if name in ended), default=0.0), took_s
-            continue
-        queue = _queue(op, machine)
-        start_s = max([free.get(queue, 0.0), *(ended[name] for name in op.after if name in ended)])
-        end_s = start_s + (took_s if op.axis else crowd.slowed(start_s, took_s))
-        ended[op.name] = free[queue] = end_s
-        crowd.joined(queue, start_s, end_s)
-    all_s = max(free.values(), default=0.0)
-    return _Block(free.get(COMPUTE if machine.overlap else "", all_s), all_s, sent_at_s, send_s)
+    return COMPUTE if op.axis in EXPOSED_AXES else op.stream

@@ -203,6 +203,14 @@ def _named(layer: LayerSpec, path: str) -> LayerSpec:
     )
 
 
+def _shared(decoder: Decoder) -> Iterator[PartialSum]:
+    """Gradients of the weights of key-value heads that several ranks of a tensor cut share."""
+    if not decoder.bias and not decoder.latent_rank and decoder.kv < decoder.heads:
+        for name in ("v_proj", "k_proj"):
+            elements = decoder.kv * decoder.dim * decoder.hidden
+            yield PartialSum(owner=f"self_attn.{name}", elements=elements, weight=True, groups=decoder.kv)
+
+
 def _params(block: _Block, layer: int, path: str) -> Iterator[ParamSpec]:
     for name, shape, cut, trainable, experts in block.params:
         full = f"{path}.{name}" if path else name
@@ -217,16 +225,19 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
     backward: tuple[PartialSum, ...] = ()
     borders: tuple[Border, ...] = ()
     if is_block:
-        forward = (
-            PartialSum(owner="self_attn.o_proj", elements=stream),
-            PartialSum(owner="mlp.down_proj", elements=stream),
-        )
+        parts = [("self_attn", "q_proj", "o_proj")]
+        if not made.dealings:
+            parts.append(("mlp", "up_proj", "down_proj"))
+        elif decoder.shared_experts:
+            parts.append(("mlp.shared_experts", "up_proj", "down_proj"))
+        forward = tuple(PartialSum(owner=f"{part}.{last}", elements=stream) for part, _, last in parts)
         backward = (
-            PartialSum(owner="mlp.up_proj", elements=stream),
+            *(PartialSum(owner=f"{part}.{first}", elements=stream) for part, first, _ in parts[1:]),
+            *_shared(decoder),
             PartialSum(owner="self_attn.q_proj", elements=stream),
         )
         kinds: tuple[BorderKind, ...] = ("gather", "scatter")
-        owners = (("self_attn", "self_attn.o_proj"), ("mlp", "mlp.down_proj"))
+        owners = [(part, f"{part}.{last}") for part, _, last in parts]
         borders = tuple(
             Border(owner=owner, elements=stream, kind=kind)
             for pair in owners
@@ -302,13 +313,13 @@ def _norm(decoder: Decoder, made: _Block, name: str) -> None:
 
 def _linear(
     decoder: Decoder, made: _Block, name: str, rows: int, inner: int, columns: int, cut: Cutting, groups: int = 0,
-    experts: int = 0,
+    experts: int = 0, is_shareable: bool = False,
 ) -> None:  # fmt: skip
     """A weight [columns, inner] and its product, cut between `groups` (heads, neurons) on one side."""
     style: Literal["column", "row"] = "row" if cut == "inner" else "column"
     shape = (experts, columns, inner) if experts else (columns, inner)
     dim = (1 if cut == "inner" else 0) + bool(experts)
-    spec_cut = Cut(style=style, dim=dim, groups=groups or shape[dim]) if cut else None
+    spec_cut = Cut(style=style, dim=dim, groups=groups or shape[dim], is_shareable=is_shareable) if cut else None
     made.weight(f"{name}.weight", shape, spec_cut, experts=experts)
     if decoder.bias:
         made.weight(f"{name}.bias", shape[:-1], spec_cut if cut == "columns" else None)
@@ -336,7 +347,7 @@ def _attention(decoder: Decoder, made: _Block) -> None:
         _linear(decoder, made, "self_attn.qkv", s, h, (a + 2 * k) * d, "columns", min(a, k))
     else:
         for name, heads in (("q_proj", a), ("k_proj", k), ("v_proj", k)):
-            _linear(decoder, made, f"self_attn.{name}", s, h, heads * d, "columns", heads)
+            _linear(decoder, made, f"self_attn.{name}", s, h, heads * d, "columns", heads, is_shareable=heads < a)
     if not decoder.positions:
         made.move(0, (2 if decoder.fused else 8) * (a + k) * d * s, 2 if decoder.fused else 10)
     _adapters(decoder, made, (a + 2 * k) * d)
@@ -410,15 +421,17 @@ def _experts(decoder: Decoder, made: _Block) -> None:
     made.products.append(Product(rows=s, inner=h, columns=e, owner="mlp.gate"))
     made.result(s * e, 0)
     plain = replace(decoder, bias=False)
-    _linear(plain, made, "mlp.experts.gate_up_proj", rows, h, (1 + decoder.gated) * f, "columns", f, experts=e)
-    _linear(plain, made, "mlp.experts.down_proj", rows, f, h, "inner", f, experts=e)
+    # A tensor cut leaves experts whole: they are dealt, by `ep`.
+    _linear(plain, made, "mlp.experts.gate_up_proj", rows, h, (1 + decoder.gated) * f, "", experts=e)
+    _linear(plain, made, "mlp.experts.down_proj", rows, f, h, "", experts=e)
     if decoder.bias:
         made.weight("mlp.experts.gate_up_proj_bias", (e, (1 + decoder.gated) * f), experts=e)
         made.weight("mlp.experts.down_proj_bias", (e, h), experts=e)
     made.dealings = (Dealing(owner="mlp.experts", rows=rows, width=h, experts=e),)
     # rows are copied out and back, weighted and added up; the router's scores are sorted
-    made.move(8 * rows * h + 8 * s * e, (3 if decoder.gated else 2) * rows * f, 24)
-    made.save(2 * rows * h, (3 if decoder.gated else 2) * rows * f)
+    inside = (3 if decoder.gated else 2) * rows * f
+    made.move(8 * rows * h + 8 * s * e + inside, 0, 24)
+    made.save(2 * rows * h + inside, 0)
     if decoder.shared_experts:
         _feed_forward(plain, made, "mlp.shared_experts", f * decoder.shared_experts)
 

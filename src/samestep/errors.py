@@ -52,6 +52,10 @@ class DriftError(SamestepError):
     """Ranks that must hold the same do not; the text names the tensor and the rank."""
 
 
+class OutOfMemoryError(SamestepError):
+    """Memory ran out; the text says what held it, what was foreseen, and which layout needs less."""
+
+
 class WorkerError(RuntimeError):
     """A worker process died; the text names its rank and its last words."""
 

@@ -36,6 +36,7 @@ and `collective_s` in a link: what every collective over it takes, however small
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
@@ -141,6 +142,13 @@ def load(name_or_path: str | Path) -> Hardware:
     except ValidationError as error:
         mistakes = [f"{'.'.join(map(str, m['loc']))}: {m['msg'].lower()}" for m in error.errors(include_url=False)]
         raise SamestepError(f"{name_or_path}: {'; '.join(mistakes)}") from None
+
+
+def origins(machine: Hardware) -> dict[str, int]:
+    """Count where the numbers of a profile come from: measured, fitted, refitted, assumed, or published."""
+    words = [source.partition(":")[0].split()[0].rstrip(":,") for source in machine.sources.values() if source]
+    known = ("measured", "fitted", "refitted", "assumed")
+    return dict(Counter(word if word in known else "published" for word in words).most_common())
 
 
 OWN = "this-machine"

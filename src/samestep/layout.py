@@ -48,9 +48,11 @@ class Layout:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages"):
-            if getattr(self, name) < 1:
-                raise LayoutError(f"{name}={getattr(self, name)}: a degree is at least 1")
+        degrees = (self.dp_replicate, self.dp_shard, self.tp, self.cp, self.pp, self.ep, self.virtual_stages)
+        if min(degrees) < 1:
+            names = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages")
+            name, value = next((n, v) for n, v in zip(names, degrees, strict=True) if v < 1)
+            raise LayoutError(f"{name}={value}: a degree is at least 1")
         if self.microbatch is not None and self.microbatch < 1:
             raise LayoutError(f"microbatch={self.microbatch}: a micro-batch holds at least 1 sample")
         if self.zero not in (0, 1, 2, 3):

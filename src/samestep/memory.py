@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from samestep.job import Job
 from samestep.model import LayerSpec, ParamSpec
-from samestep.program import BYTES_OF, Kind, Program, Step, Unit
+from samestep.program import BYTES_OF, Kind, Program, Step, Unit, is_dealt
 
 _STATES = {"adadelta": 2, "adafactor": 0, "adagrad": 1, "asgd": 1, "muon": 1, "rmsprop": 1, "rprop": 2, "sgd": 0}
 _MORE_STATES = {"adam": ("amsgrad",), "adamw": ("amsgrad",), "rmsprop": ("momentum", "centered"), "sgd": ("momentum",)}
@@ -46,6 +46,8 @@ class MemoryUse:
     activations: int = 0
     buffers: int = 0
     """The model's registered buffers, and weights gathered from other ranks."""
+    host: int = 0
+    """Not on the device: what offload keeps in the host's memory, states and master weights. Of no part, and no total."""
     peak_at: str = "at rest"
     """Name of the op at which this much is held."""
 
@@ -66,7 +68,15 @@ class MemoryUse:
 
     def to_record(self) -> dict[str, object]:
         """Return plain data for JSON."""
-        return {**self.parts(), "peak": self.total, "peak_at": self.peak_at}
+        return {**self.parts(), "host": self.host, "peak": self.total, "peak_at": self.peak_at}
+
+
+def readable(size: float) -> str:
+    """Write bytes in the unit that suits them."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size:.0f} B"
 
 
 def classic_bytes_per_param(zero: int, num_shards: int) -> float:
@@ -109,18 +119,23 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
         ]
     else:
         weights, gradients = _in_units(program)
-        updated = [(_cut_numel(param, step.layout.num_shards, shard), step.master_dtype) for param in _trainable(step)]
-    master = BYTES_OF[step.master_dtype]
-    optimizer = sum(
-        numel * master * (states_per_param + (working_dtype != step.master_dtype)) for numel, working_dtype in updated
+        updated = [(_cut_numel(step, param, shard), step.master_dtype) for param in _trainable(step)]
+    master, offload = BYTES_OF[step.master_dtype], step.layout.offload
+    # What stands on the host has masters of its own there, whatever dtype the device has.
+    kept = sum(
+        numel * master * (states_per_param + (offload or working_dtype != step.master_dtype))
+        for numel, working_dtype in updated
     )
-    return MemoryUse(weights=weights, gradients=gradients, optimizer=optimizer, buffers=step.model.buffer_bytes)
+    optimizer, host = (0, kept) if offload else (kept, 0)
+    return MemoryUse(
+        weights=weights, gradients=gradients, optimizer=optimizer, buffers=step.model.buffer_bytes, host=host
+    )
 
 
 def during_step(program: Program, states_per_param: int = 2, rank: int = 0) -> MemoryUse:
     """Return what `rank` holds at the op of the step at which it holds most."""
     rest = at_rest(program, states_per_param, rank)
-    most = max(_walk(program), key=lambda moment: moment.gradients + moment.activations + moment.buffers)
+    most = _most(program)
     return replace(
         rest,
         gradients=rest.gradients + most.gradients,
@@ -159,10 +174,10 @@ def _in_buckets(program: Program) -> tuple[int, int]:
 def _in_units(program: Program) -> tuple[int, int]:
     """Weights and gradients of zero=2 and 3: the rank's part of each unit, padded."""
     step = program.step
-    weights = sum(unit.padded_numel for unit in program.units)
-    gradients = sum(unit.padded_grad_numel for unit in program.units)
-    part = BYTES_OF[step.master_dtype]
-    return weights // step.layout.num_shards * part, gradients // step.layout.num_shards * part
+    parts = {unit.name: step.layout.num_shards // unit.ep for unit in program.units}
+    weights = sum(unit.padded_numel // parts[unit.name] for unit in program.units)
+    gradients = sum(unit.padded_grad_numel // parts[unit.name] for unit in program.units)
+    return weights * BYTES_OF[step.master_dtype], gradients * BYTES_OF[step.master_dtype]
 
 
 def _chunk_numel(numel: int, chunk: int, shard: int) -> int:
@@ -170,8 +185,10 @@ def _chunk_numel(numel: int, chunk: int, shard: int) -> int:
     return min(max(numel - shard * chunk, 0), chunk)
 
 
-def _cut_numel(param: ParamSpec, num_shards: int, shard: int) -> int:
+def _cut_numel(step: Step, param: ParamSpec, shard: int) -> int:
     """Elements without padding that FSDP2 gives shard number `shard`: dim 0 in equal chunks, the last ones short."""
+    ep = step.layout.ep if is_dealt(step, param) else 1
+    num_shards, shard = step.layout.num_shards // ep, shard // ep
     rows = param.shape[0] if param.shape else 1
     if rows == 0:
         return 0
@@ -186,42 +203,83 @@ class _Moment(NamedTuple):
     activations: int
     buffers: int
 
-
-def _walk(program: Program) -> Iterator[_Moment]:
-    """Follow activations, gathered units and whole gradients through the step."""
-    step = program.step
-    starting, ending = _by_layer(program.units, "first_layer"), _by_layer(program.units, "last_layer")
-    names = {unit.name for unit in program.units}
-    saved = [_saved_bytes(step, layer) for layer in step.model.layers]
-    gathered: dict[str, int] = {}
-    leaving: set[str] = set()  # freed once the gather issued ahead has come
-    gradients: dict[str, int] = {}
-    activations = 0
-    frees = Kind.WEIGHT if step.splits_backward else Kind.BACKWARD
-    for _, op in program.ops():
-        if op.axis is not None and op.owner not in names:
-            continue  # holds nothing of its own
-        kept, whole = saved[op.layer] if op.layer is not None else (0, 0)
-        if op.axis is None:
-            _drop(gathered, leaving)
-        elif op.kind is Kind.ALL_GATHER and op.owner in names:
-            gathered[op.owner] = op.size_bytes
-            leaving.discard(op.owner)
-        if op.kind is Kind.BACKWARD:
-            gradients |= {u.name: u.padded_grad_numel * BYTES_OF[step.master_dtype] for u in starting.get(op.layer, ())}
-        activations += {Kind.FORWARD: kept, Kind.RECOMPUTE: whole - kept}.get(op.kind, 0)
-        yield _Moment(op.name, sum(gradients.values()), activations, sum(gathered.values()))
-        if op.kind is Kind.FORWARD:
-            leaving |= {unit.name for unit in ending.get(op.layer, ()) if not unit.keep_after_forward}
-        elif op.kind is frees:
-            activations -= whole
-            if step.zero == 3:
-                _drop(gathered, {unit.name for unit in starting.get(op.layer, ())})
-        elif op.kind is Kind.REDUCE_SCATTER:
-            gradients.pop(op.owner, None)
+    @property
+    def total(self) -> int:
+        return self.gradients + self.activations + self.buffers
 
 
-def _saved_bytes(step: Step, layer: LayerSpec) -> tuple[int, int]:
+class _Held(NamedTuple):
+    """Units that are gathered, those of them to be freed once the gather issued ahead has come, and whole gradients."""
+
+    gathered: frozenset[tuple[str, int]] = frozenset()
+    leaving: frozenset[str] = frozenset()
+    gradients: frozenset[tuple[str, int]] = frozenset()
+
+
+def _most(program: Program) -> _Moment:
+    """Return the op of the step at which most is held; tasks that find the same and do the same are followed once."""
+    walk = _Walk(program)
+    known: dict[tuple[str, _Held], tuple[_Moment, int, _Held]] = {}
+    most: _Moment | None = None
+    held, activations = _Held(), 0
+    for task in program.stages[0]:
+        key = (task.body, held)
+        if key not in known:
+            known[key] = walk.follow(*key)
+        worst, more, held = known[key]
+        here = worst._replace(activations=worst.activations + activations)
+        most = here if most is None or here.total > most.total else most
+        activations += more
+    assert most is not None, "a program without tasks"
+    return most
+
+
+class _Walk:
+    """Follows activations, gathered units and whole gradients through bodies of a program."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.step = program, program.step
+        self.starting, self.ending = _by_layer(program.units, "first_layer"), _by_layer(program.units, "last_layer")
+        self.names = {unit.name for unit in program.units}
+        self.saved = [saved_bytes(self.step, layer) for layer in self.step.model.layers]
+
+    def follow(self, body: str, held: _Held) -> tuple[_Moment, int, _Held]:
+        """Return the worst moment of a body, the activations that it adds to those before it, and what it leaves."""
+        step = self.step
+        gathered, leaving, gradients = dict(held.gathered), set(held.leaving), dict(held.gradients)
+        activations, buffers, whole_gradients = 0, sum(gathered.values()), sum(gradients.values())
+        worst = _Moment("", 0, 0, -1)
+        frees = Kind.WEIGHT if step.splits_backward else Kind.BACKWARD
+        for op in self.program.bodies[body]:
+            if op.axis is not None and (op.axis != "dp_shard" or op.owner not in self.names):
+                continue  # holds nothing of its own
+            kept, whole = self.saved[op.layer] if op.layer is not None else (0, 0)
+            if op.axis is None:
+                buffers -= _drop(gathered, leaving)
+            elif op.kind is Kind.ALL_GATHER:
+                buffers += op.size_bytes - gathered.get(op.owner, 0)
+                gathered[op.owner] = op.size_bytes
+                leaving.discard(op.owner)
+            if op.kind is Kind.BACKWARD:
+                for unit in self.starting.get(op.layer, ()):
+                    gradients[unit.name] = unit.padded_grad_numel * BYTES_OF[step.master_dtype]
+                whole_gradients = sum(gradients.values())
+            activations += kept if op.kind is Kind.FORWARD else whole - kept if op.kind is Kind.RECOMPUTE else 0
+            if not worst.op or whole_gradients + activations + buffers > worst.total:
+                worst = _Moment(op.name, whole_gradients, activations, buffers)
+            if op.kind is Kind.FORWARD:
+                leaving |= {unit.name for unit in self.ending.get(op.layer, ()) if not unit.keep_after_forward}
+            elif op.kind is frees:
+                activations -= whole
+                if step.zero == 3:
+                    buffers -= _drop(gathered, {unit.name for unit in self.starting.get(op.layer, ())})
+            elif op.kind is Kind.REDUCE_SCATTER:
+                whole_gradients -= gradients.pop(op.owner, 0)
+        left = _Held(frozenset(gathered.items()), frozenset(leaving), frozenset(gradients.items()))
+        return worst, activations, left
+
+
+def saved_bytes(step: Step, layer: LayerSpec) -> tuple[int, int]:
     """Activations of a micro-batch that the layer keeps after its forward, and that its backward reads."""
     one = step.microbatch_samples * BYTES_OF[step.compute_dtype]
     whole = layer.saved_elements
@@ -237,8 +295,8 @@ def _by_layer(units: tuple[Unit, ...], field: str) -> dict[int | None, list[Unit
     return found
 
 
-def _drop(gathered: dict[str, int], names: set[str]) -> None:
-    """Free the units of these names, and forget the names."""
-    for name in names:
-        gathered.pop(name, None)
+def _drop(gathered: dict[str, int], names: set[str]) -> int:
+    """Free the units of these names, and forget the names; return the bytes."""
+    freed = sum(gathered.pop(name, 0) for name in names)
     names.clear()
+    return freed

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from samestep import clock, memory
-from samestep.hardware import Hardware
+from samestep.hardware import Hardware, origins
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.memory import MemoryUse
@@ -13,6 +14,19 @@ from samestep.model import ModelSpec
 from samestep.program import Program
 from samestep.strategies import programs_of
 from samestep.timeline import Timeline
+
+
+def labels(job: Job, hardware: Hardware) -> dict[str, str]:
+    """Say what the numbers of a prediction are made of: of a preset the model's figures are analytical, else traced."""
+    is_preset = job.model.source.startswith("preset:")
+    of_each = ", ".join(f"{count} {origin}" for origin, count in origins(hardware).items())
+    return {
+        "model": "analytical: counted from hyperparameters" if is_preset else "traced",
+        "hardware": of_each or "given without sources",
+        "time": "analytical: played on a clock",
+        "memory": "analytical: added up over the program",
+    }
+
 
 PASSES = 3
 """Forward, and twice that backward: what a model needs of FLOPs, recomputation left out (Chowdhery et al. 2022)."""
@@ -34,6 +48,8 @@ class Prediction:
     model_flops: int
     """Of one step."""
     dtype: str
+    labels: Mapping[str, str]
+    """What the numbers are made of."""
 
     @property
     def step_s(self) -> float:
@@ -96,6 +112,7 @@ class Prediction:
             "exposed_comm_s": self.exposed_comm_s,
             "memory_bytes": [use.to_record() for use in self.memory],
             "fits": self.fits,
+            "labels": dict(self.labels),
         }
 
 
@@ -106,9 +123,15 @@ def predict(model: ModelSpec, job: Job, layout: Layout, hardware: Hardware, stat
         LayoutError: a strategy refuses it.
     """
     per_node = job.run.ranks_per_node or hardware.devices_per_node
-    programs = programs_of(model, job, layout, per_node)
+    return predict_programs(programs_of(model, job, layout, per_node), model, job, hardware, states_per_param)
+
+
+def predict_programs(
+    programs: tuple[Program, ...], model: ModelSpec, job: Job, hardware: Hardware, states_per_param: int = 2
+) -> Prediction:
+    """Predict a layout whose programs are made already."""
     return Prediction(
-        layout=layout,
+        layout=programs[0].step.layout,
         hardware=hardware,
         programs=programs,
         timeline=clock.play(programs, hardware),
@@ -116,4 +139,5 @@ def predict(model: ModelSpec, job: Job, layout: Layout, hardware: Hardware, stat
         tokens=job.train.global_batch * job.data.sequence_length,
         model_flops=PASSES * model.forward_flops * job.train.global_batch,
         dtype=programs[0].step.compute_dtype,
+        labels=labels(job, hardware),
     )

@@ -1,48 +1,43 @@
 """The verb `plan`: every layout of a number of devices, which fit, which is fastest, and why not the others.
 
-Three tiers, so that thousands of layouts take a second:
+Three tiers, so that tens of thousands of layouts take a second or two:
 
     rules       the strategies' own refusals, once for each combination of degrees
-    bounds      memory that no layout of these words can do without, and a step time that none can beat
-    the clock   whole bodies in the order of the bounds, until no bound is left that could still win, or the search has
-                played `MOST_OPS`; then the best of them op by op
+    bounds      memory that no layout of these words can do without, and a step time that none can beat (`bounds.py`):
+                first of all ways to split the data axis together, then of each, then with the schedule played
+    the clock   op by op, in the order of the bounds, until no bound is left that could still be among the best
 
-Search by such bounds is branch and bound (Land and Doig 1960). With m micro-batches on p stages, and c the time that one
-of them takes through all layers (of this tp, size and recompute; tp's sums included), stage i works m c_i, and
-starts and ends the later the more is before it:
-
-    T >= m c_i + c_1 + ... + c_(i-1) for every i     so     T >= (c / m) m / (1 - (1 - 1/m)^p),  c = c_1 + ... + c_p
-
-which is m c for one stage and c for one micro-batch, however the layers are cut. Stages of several runs of layers start
-sooner: T >= m c / p. The update comes on top: 7 passes over the weights, at least p-fold cut.
-
+so that what is found is the best there is, unless the search has played `MOST_PLAYED` layouts before; then it says so.
 What is thrown out keeps its reason: `needs 93 GiB of 80`, `tp=16 leaves the node`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import heapq
+import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import NamedTuple
 
-from samestep import clock, memory
-from samestep.cost import UPDATE_PASSES
+from samestep import memory
+from samestep.bounds import Bounds, Need
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.memory import MemoryUse
 from samestep.model import ModelSpec
-from samestep.prediction import Prediction, predict
-from samestep.program import BYTES_OF, COMPUTE_DTYPE, Step
-from samestep.strategies import program_of, programs_of, refusal_of
+from samestep.prediction import Prediction, labels, predict, predict_programs
+from samestep.strategies import ProgramBuilder, refusal_of
 
-MOST_OPS = 60_000
-"""Ops of bodies that the clock plays at most: every layout of a small search, some dozens of a large model's."""
-SURE = 1.03
-"""Whole bodies play pipelines to within this of ops one by one."""
+MOST_PLAYED = 200
+"""Layouts that the clock plays at most."""
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 """Samples of a micro-batch that are tried, beside a rank's whole share."""
 
@@ -57,92 +52,175 @@ class Rejection:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layouts that differ in the words of the data axis alone."""
+
+    base: Layout
+    splits: tuple[tuple[int, int, int], ...]
+    """Of each dp_replicate, dp_shard and zero."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> Group:
+        """Return a single one."""
+        return cls(layout, ((layout.dp_replicate, layout.dp_shard, layout.zero),))
+
+    def layouts(self) -> Iterator[Layout]:
+        """Yield each of them."""
+        words = {field.name: getattr(self.base, field.name) for field in fields(Layout)}
+        for replicate, shard, zero in self.splits:
+            yield Layout(**{**words, "dp_replicate": replicate, "dp_shard": shard, "zero": zero})
+
+
+class Fallen(NamedTuple):
+    """Layouts that fell out together."""
+
+    group: Group
+    rule: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The layouts of a number of devices, best first, and what fell out."""
 
     best: tuple[Prediction, ...]
-    rejections: tuple[Rejection, ...]
+    fallen: tuple[Fallen, ...]
+    """What fell out, as it did: layouts together that differ in the data axis alone."""
     considered: int
     """Layouts that were looked at."""
     seconds: float
     devices: int
     hardware: Hardware
+    labels: Mapping[str, str]
+    """What the numbers are made of."""
     nearest: str = ""
     """Where nothing fits: what comes nearest."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """What no layout of these words can do without."""
-
-    layout: Layout
-    step_s: float
-    memory_bytes: float
+    @cached_property
+    def rejections(self) -> tuple[Rejection, ...]:
+        """Every layout that fell out."""
+        return tuple(Rejection(layout, one.rule, one.reason) for one in self.fallen for layout in one.group.layouts())
 
 
-@dataclass(frozen=True, slots=True)
-class _Totals:
-    """Sums over a model that the bounds of memory are made of."""
+class _Search:
+    """Looks for the fastest layouts that fit, the least bound first."""
 
-    cut_numel: float
-    whole_numel: float
-    dealt_cut_numel: float
-    """The part of `cut_numel` that belongs to experts."""
-    dealt_whole_numel: float
-    experts: int
-    """The greatest number that divides the experts of every layer that has some; 0 where none has."""
-    saved: float
-    saved_selective: float
-    inputs: float
-    blocks: int
-    sequence: int
-    """Tokens of a sample, where they can be cut between tensor-cut parts; else 0."""
+    def __init__(self, model: ModelSpec, job: Job, hardware: Hardware, top: int, states_per_param: int) -> None:
+        self.model, self.job, self.hardware, self.top = model, job, hardware, top
+        self.states_per_param = states_per_param
+        self.bounds = Bounds(model, job, hardware, states_per_param)
+        self.builder = ProgramBuilder(model, job, job.run.ranks_per_node or hardware.devices_per_node)
+        self.best: list[Prediction] = []
+        self.fallen: list[Fallen] = []
+        self.considered = self.played = 0
+        self._open: list[tuple[float, int, Group | Layout, bool]] = []
+        self._number = itertools.count()
 
-    @classmethod
-    def of(cls, model: ModelSpec) -> _Totals:
-        trained = [param for param in model.params if param.trainable]
-        blocks = [layer for layer in model.layers if layer.is_block]
-        return cls(
-            cut_numel=sum(param.numel for param in trained if param.cut is not None),
-            whole_numel=sum(param.numel for param in trained if param.cut is None),
-            dealt_cut_numel=sum(param.numel for param in trained if param.experts and param.cut is not None),
-            dealt_whole_numel=sum(param.numel for param in trained if param.experts and param.cut is None),
-            experts=math.gcd(*(param.experts for param in model.params if param.experts)),
-            saved=sum(layer.saved_elements for layer in blocks),
-            saved_selective=sum(layer.saved_selective_elements for layer in blocks),
-            inputs=sum(layer.input_elements for layer in blocks),
-            blocks=len(blocks),
-            sequence=0 if model.sequence_refusal else model.sequence,
+    def run(self, devices: int, *, offload: bool = False) -> None:
+        """Search every layout of so many devices."""
+        for degrees in _degrees(devices, self.model):
+            if degrees.tp > self.hardware.devices_per_node:
+                self.considered += 1
+                reason = f"tp={degrees.tp} leaves the node of {self.hardware.devices_per_node} devices"
+                self._throw_out(degrees, "refused", reason)
+                continue
+            degrees = replace(degrees, offload=offload)
+            splits = tuple((one.dp_replicate, one.dp_shard, one.zero) for one in self._legal(degrees))
+            for base in _switched(degrees, self.job) if splits else ():
+                self.considered += len(splits)
+                self._open_group(Group(base, splits))
+        while self._open and self._open[0][0] < self._limit_s() and self.played < MOST_PLAYED:
+            self._look(*heapq.heappop(self._open))
+        self._close()
+
+    def _legal(self, degrees: Layout) -> Iterator[Layout]:
+        """Yield the ways to split the data axis that no strategy refuses."""
+        for split in _splits(degrees, self.hardware):
+            if reason := refusal_of(self.builder.step(split)):
+                self.considered += 1
+                self._throw_out(split, "refused", reason)
+            else:
+                yield split
+
+    def _throw_out(self, layout: Layout, rule: str, reason: str) -> None:
+        self.fallen.append(Fallen(Group.of(layout), rule, reason))
+
+    def _limit_s(self) -> float:
+        """What a layout has to be faster than."""
+        return self.best[-1].step_s if len(self.best) == self.top else float("inf")
+
+    def _open_group(self, group: Group) -> None:
+        needed, bound_s = self.bounds.least(self.builder.step(group.base))
+        if needed > self.hardware.memory_bytes:
+            reason = f"needs at least {_gib(needed)} GiB of {_gib(self.hardware.memory_bytes)}"
+            self.fallen.append(Fallen(group, "memory", reason))
+        else:
+            self._put(bound_s, group, False)
+
+    def _put(self, bound_s: float, what: Group | Layout, is_played: bool) -> None:
+        heapq.heappush(self._open, (bound_s, next(self._number), what, is_played))
+
+    def _look(self, bound_s: float, _: int, what: Group | Layout, is_played: bool) -> None:
+        """Bound something more closely, or play it."""
+        if isinstance(what, Group):
+            for layout in what.layouts():
+                step = self.builder.step(layout)
+                if reason := refusal_of(step):
+                    self._throw_out(layout, "refused", reason)
+                elif (need := self.bounds.need(step)).total > self.hardware.memory_bytes:
+                    self._throw_out(layout, "memory", _at_least(need, self.hardware))
+                else:
+                    closer_s = self.bounds.step_s(step, self.bounds.closed_times(step))
+                    self._put(max(bound_s, closer_s), layout, layout.pp == 1)
+        elif not is_played:
+            step = self.builder.step(what)
+            closer_s = self.bounds.step_s(step, self.bounds.played_times(step))
+            self._put(max(bound_s, closer_s), what, True)
+        else:
+            self._play(what)
+
+    def _play(self, layout: Layout) -> None:
+        self.played += 1
+        try:
+            programs = self.builder.programs(layout)
+        except LayoutError as error:
+            self._throw_out(layout, "refused", str(error))
+            return
+        use = max(
+            (memory.during_step(program, self.states_per_param) for program in programs), key=lambda one: one.total
         )
+        if use.total > self.hardware.memory_bytes:
+            self._throw_out(layout, "memory", needs(use, self.hardware))
+            return
+        found = predict_programs(programs, self.model, self.job, self.hardware, self.states_per_param)
+        self.best = sorted([*self.best, found], key=lambda one: one.step_s)
+        for left in self.best[self.top :]:
+            self._throw_out(left.layout, "slower", f"{left.step_s:.4g} s a step")
+        del self.best[self.top :]
 
-
-class _Task:
-    """What is searched for, and what its bounds have in common."""
-
-    def __init__(self, model: ModelSpec, job: Job, hardware: Hardware, states_per_param: int) -> None:
-        self.model, self.job, self.hardware, self.states_per_param = model, job, hardware, states_per_param
-        self.totals = _Totals.of(model)
-        self._compute_s: dict[Layout, float] = {}
-
-    def compute_s(self, layout: Layout, samples: int) -> float:
-        """Time of a micro-batch of so many samples through all layers, forward and backward."""
-        alone = Layout(
-            tp=layout.tp,
-            sequence_parallel=layout.sequence_parallel,
-            recompute=layout.recompute,
-            microbatch=samples,
-        )
-        if alone not in self._compute_s:
-            program = program_of(self.model, _with_batch(self.job, samples), alone, self.hardware.devices_per_node)
-            self._compute_s[alone] = clock.compute_s(program, self.hardware)
-        return self._compute_s[alone]
+    def _close(self) -> None:
+        """Say of what was never played why not."""
+        limit_s = self._limit_s()
+        for bound_s, _, what, _ in self._open:
+            rule = "slower" if bound_s >= limit_s else "unplayed"
+            reason = f"at least {bound_s:.4g} s a step"
+            self.fallen.append(Fallen(what if isinstance(what, Group) else Group.of(what), rule, reason))
 
 
 def plan(
-    model: ModelSpec, job: Job, hardware: Hardware, devices: int, *, top: int = 5, states_per_param: int = 2
+    model: ModelSpec,
+    job: Job,
+    hardware: Hardware,
+    devices: int,
+    *,
+    top: int = 5,
+    states_per_param: int = 2,
+    may_offload: bool = True,
 ) -> Plan:
     """Search every legal layout of `devices`; the global batch stays as the job says.
+
+    Where nothing fits, the optimizer's states are tried on the host (`offload`), which is not priced.
 
     Args:
         model: what is trained.
@@ -151,36 +229,37 @@ def plan(
         devices: how many; each is used.
         top: how many of the fastest are wanted.
         states_per_param: the optimizer's tensors of a weight's own shape.
+        may_offload: try that at all.
     """
     began = time.perf_counter()
-    task = _Task(model, job, hardware, states_per_param)
-    rejections: list[Rejection] = []
-    bounds: list[_Bound] = []
-    considered = 0
-    for degrees in _degrees(devices, task.totals, hardware, rejections):
-        if reason := _refusal(model, job, degrees, hardware):
-            rejections.append(Rejection(degrees, "refused", reason))
-            considered += 1
-            continue
-        for layout in _switched(degrees, job):
-            considered += 1
-            bound = _bound(layout, task)
-            if bound.memory_bytes > hardware.memory_bytes:
-                reason = f"needs at least {_gib(bound.memory_bytes)} GiB of {_gib(hardware.memory_bytes)}"
-                rejections.append(Rejection(layout, "memory", reason))
-            else:
-                bounds.append(bound)
-    best = _played(bounds, task, top, rejections)
-    nearest = "" if best else _nearest(rejections, hardware)
+    search = _Search(model, job, hardware, top, states_per_param)
+    with _uncollected():
+        search.run(devices)
+        if may_offload and not search.best and any(one.rule == "memory" for one in search.fallen):
+            search.run(devices, offload=True)
     return Plan(
-        best=tuple(best),
-        rejections=tuple(rejections),
-        considered=considered,
+        best=tuple(search.best),
+        fallen=tuple(search.fallen),
+        considered=search.considered,
         seconds=time.perf_counter() - began,
         devices=devices,
         hardware=hardware,
-        nearest=nearest,
+        labels=labels(job, hardware),
+        nearest="" if search.best else _nearest(search.fallen),
     )
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Leave garbage for later: all that a search makes lives as long as it does, and to go through it takes a third of
+    the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def fewest(
@@ -189,98 +268,20 @@ def fewest(
     """Plan for the smallest number of devices that the job fits on: one, or a power of two up to `most`."""
     sizes = sorted({1 << power for power in range(most.bit_length()) if 1 << power <= most} | {most})
     for devices in sizes:
-        found = plan(model, job, hardware, devices, top=top, states_per_param=states_per_param)
+        may_offload = devices == most
+        found = plan(model, job, hardware, devices, top=top, states_per_param=states_per_param, may_offload=may_offload)
         if found.best:
             break
     return found
 
 
-def _played(bounds: Sequence[_Bound], task: _Task, top: int, rejections: list[Rejection]) -> list[Prediction]:
-    """Play layouts in the order of their bounds until none is left that could be among the fastest."""
-    found: list[tuple[float, Layout]] = []
-    ordered = sorted(bounds, key=lambda bound: bound.step_s)
-    ops = 0
-    for index, bound in enumerate(ordered):
-        last_s = found[top - 1][0] if len(found) >= top else float("inf")
-        if bound.step_s >= last_s * SURE or ops >= MOST_OPS:
-            for left in ordered[index:]:
-                rule = "slower" if left.step_s >= last_s else "unplayed"
-                rejections.append(Rejection(left.layout, rule, f"at least {left.step_s:.4g} s a step"))
-            break
-        try:
-            played = _quickly(bound.layout, task)
-        except LayoutError as error:
-            rejections.append(Rejection(bound.layout, "refused", str(error)))
-            continue
-        if isinstance(played, str):
-            rejections.append(Rejection(bound.layout, "memory", played))
-            continue
-        ops += played.ops
-        found = sorted([*found, (played.step_s, bound.layout)], key=lambda one: one[0])
-    return _ranked(found, task, top, rejections)
-
-
-def _ranked(
-    found: Sequence[tuple[float, Layout]], task: _Task, top: int, rejections: list[Rejection]
-) -> list[Prediction]:
-    """Play the best op by op, and those that may be as fast; return them in order."""
-    last_s = found[:top][-1][0] * SURE if found else 0.0
-    kept = [
-        (index < top or (layout.pp > 1 and step_s <= last_s), layout) for index, (step_s, layout) in enumerate(found)
-    ]
-    whole = [
-        predict(task.model, task.job, layout, task.hardware, task.states_per_param)
-        for is_near, layout in kept
-        if is_near
-    ]
-    ranked = sorted((one for one in whole if one.fits), key=lambda one: one.step_s)
-    steps = {layout: step_s for step_s, layout in found} | {one.layout: one.step_s for one in ranked}
-    named = {one.layout for one in ranked[:top]}
-    rejections.extend(
-        Rejection(layout, "slower", f"about {steps[layout]:.4g} s a step") for _, layout in found if layout not in named
-    )
-    return ranked[:top]
-
-
-@dataclass(frozen=True, slots=True)
-class _Played:
-    """About how long a step takes, and what playing it took."""
-
-    step_s: float
-    ops: int
-
-
-def _quickly(layout: Layout, task: _Task) -> _Played | str:
-    """Play whole bodies; return why the layout does not fit instead.
-
-    Memory is that of few micro-batches: a pipeline that is full holds no more.
-    """
-    model, job, hardware = task.model, task.job, task.hardware
-    share = -(-job.train.global_batch // layout.dp)
-    size = min(layout.microbatch or share, share)
-    most = 2 * layout.pp * layout.virtual_stages + 1
-    programs = programs_of(model, job, layout, hardware.devices_per_node)
-    few = programs
-    if -(-share // size) > most:
-        few = programs_of(model, _with_batch(job, most * size * layout.dp), layout, hardware.devices_per_node)
-    for program in few:
-        use = memory.during_step(program, task.states_per_param)
-        if use.total > hardware.memory_bytes:
-            return _needs(use, hardware)
-    ops = sum(sum(map(len, program.bodies.values())) + len(program.stages[0]) for program in programs)
-    return _Played(clock.step_s(programs, hardware), ops)
-
-
-def _with_batch(job: Job, global_batch: int) -> Job:
-    return job.model_copy(update={"train": job.train.model_copy(update={"global_batch": global_batch})})
-
-
 def memory_reason(found: Prediction) -> str:
     """Say how far a layout is from fitting, and what takes most."""
-    return _needs(found.peak, found.hardware)
+    return needs(found.peak, found.hardware)
 
 
-def _needs(use: MemoryUse, hardware: Hardware) -> str:
+def needs(use: MemoryUse, hardware: Hardware) -> str:
+    """Say what is needed of what there is, and what takes most."""
     parts = sorted(use.parts().items(), key=lambda item: -item[1])
     most = ", ".join(f"{name} {_gib(size)}" for name, size in parts[:3] if size)
     return f"needs {_gib(use.total)} GiB of {_gib(hardware.memory_bytes)} at {use.peak_at}: {most}"
@@ -299,6 +300,10 @@ def explain_layout(
     if not found.best:
         return f'"{layout}" fits: {mine.step_s:.4g} s a step'
     first = found.best[0]
+    if mine.devices != found.devices:
+        return (
+            f'"{layout}" is one of {mine.devices} devices, {mine.step_s:.4g} s a step; this plan is of {found.devices}'
+        )
     if mine.layout == first.layout or mine.step_s <= first.step_s:
         return f'"{layout}" is the fastest: {mine.step_s:.4g} s a step'
     costs = [
@@ -315,11 +320,16 @@ def _near_words(layout: Layout, found: Plan) -> str:
     if not found.best:
         return f"; {found.nearest}" if found.nearest else ""
 
+    return f'; "{nearest_to(layout, found.best).layout}" works'
+
+
+def nearest_to(layout: Layout, found: Sequence[Prediction]) -> Prediction:
+    """Return what differs from a layout in the fewest words; of several the first."""
+
     def distance(other: Layout) -> int:
         return sum(getattr(layout, one.name) != getattr(other, one.name) for one in fields(Layout))
 
-    near = min(found.best, key=lambda one: distance(one.layout))
-    return f'; "{near.layout}" works'
+    return min(found, key=lambda one: distance(one.layout))
 
 
 # -- candidates ------------------------------------------------------------------------------------
@@ -329,41 +339,35 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _degrees(devices: int, totals: _Totals, hardware: Hardware, rejections: list[Rejection]) -> Iterator[Layout]:
-    """Yield every split of the devices over the axes, without switches; where a tensor cut can cut the sequence too, it
-    does, which sends the same bytes and keeps less."""
+def _degrees(devices: int, model: ModelSpec) -> Iterator[Layout]:
+    """Yield every split of the devices over the axes of the model; where a tensor cut can cut the sequence too, it does,
+    which sends the same bytes and keeps less."""
+    blocks = sum(layer.is_block for layer in model.layers)
+    experts = math.gcd(*(param.experts for param in model.params if param.experts))
     for tp in _divisors(devices):
-        if tp > hardware.devices_per_node:
-            reason = f"tp={tp} leaves the node of {hardware.devices_per_node} devices"
-            rejections.append(Rejection(Layout(tp=tp, dp_replicate=devices // tp), "refused", reason))
-            continue
         for pp in _divisors(devices // tp):
-            if pp > max(1, totals.blocks):
-                continue
-            dp = devices // tp // pp
-            base = Layout(tp=tp, pp=pp, sequence_parallel=tp > 1 and totals.sequence > 0 and totals.sequence % tp == 0)
-            yield from _dealt(replace(base, dp_replicate=dp), dp, totals.experts)
-            for shard in _shards(dp, tp, hardware):
-                for zero in (1, 2, 3):
-                    split = replace(base, dp_replicate=dp // shard, dp_shard=shard, zero=zero)
-                    yield from _dealt(split, shard, totals.experts if zero == 1 else 0)
+            for cp in _divisors(devices // tp // pp) if pp <= max(1, blocks) else ():
+                if cp > 1 and (model.slice_refusal or model.length % cp):
+                    continue
+                ranks = devices // tp // pp // cp
+                cuts = cp == 1 and tp > 1 and not model.sequence_refusal and model.sequence % tp == 0
+                base = Layout(tp=tp, pp=pp, cp=cp, dp_replicate=ranks, sequence_parallel=cuts)
+                yield base
+                for ep in _divisors(ranks)[1:] if experts and cp == 1 else ():
+                    if experts % ep == 0:
+                        yield replace(base, ep=ep)
 
 
-def _dealt(split: Layout, ranks: int, experts: int) -> Iterator[Layout]:
-    """Yield a split, and the same with its experts dealt to every part of the innermost data axis."""
-    yield split
-    yield from (replace(split, ep=ep) for ep in _divisors(ranks)[1:] if experts and experts % ep == 0)
-
-
-def _shards(dp: int, tp: int, hardware: Hardware) -> list[int]:
-    """Shard over all of the data axis, or over the part of it that lies in a node."""
-    inside = max(1, hardware.devices_per_node // tp)
-    return sorted({dp, *([inside] if 1 < inside < dp and dp % inside == 0 else [])} - {1})
-
-
-def _refusal(model: ModelSpec, job: Job, degrees: Layout, hardware: Hardware) -> str | None:
-    """Ask the strategies once for each split; switches are asked for when they are played."""
-    return refusal_of(Step.of(model, job, degrees, hardware.devices_per_node))
+def _splits(degrees: Layout, hardware: Hardware) -> Iterator[Layout]:
+    """Yield the ways to replicate and shard over the data axis: all of it, or the part of it that lies in a node."""
+    dp = degrees.dp
+    inside = max(1, hardware.devices_per_node // degrees.tp // degrees.cp)
+    if dp % degrees.ep == 0:
+        yield degrees
+    for shard in sorted({dp, *([inside] if 1 <= inside < dp and dp % inside == 0 else [])}):
+        for zero in (1, 2, 3) if shard * degrees.cp > 1 and shard % degrees.ep == 0 else ():
+            if degrees.ep == 1 or zero == 1:
+                yield replace(degrees, dp_replicate=dp // shard, dp_shard=shard, zero=zero)
 
 
 def _switched(degrees: Layout, job: Job) -> Iterator[Layout]:
@@ -381,60 +385,30 @@ def _scheduled(layout: Layout) -> Iterator[Layout]:
     yield layout
     if layout.pp > 1:
         yield replace(layout, schedule="interleaved", virtual_stages=2)
-        if layout.zero < 2:
-            yield replace(layout, schedule="zero-bubble")
+        yield replace(layout, schedule="zero-bubble")
 
 
-# -- bounds ----------------------------------------------------------------------------------------
-
-
-def _bound(layout: Layout, task: _Task) -> _Bound:
-    """Bound step time and memory from below (see above): nothing is sent over the data axis, only what must be is held."""
-    job, hardware, totals = task.job, task.hardware, task.totals
-    dtype = COMPUTE_DTYPE[job.numerics.precision]
-    share = -(-job.train.global_batch // layout.dp)
-    microbatches = -(-share // min(layout.microbatch or share, share))
-    size = -(-share // microbatches)
-    once_s = task.compute_s(layout, size)
-    is_full = layout.virtual_stages > 1 or layout.schedule == "zero-bubble"  # as if no stage ever waited
-    filling = layout.pp if is_full else microbatches * (1 - (1 - 1 / microbatches) ** layout.pp)
-    numel = (totals.cut_numel / layout.tp + totals.whole_numel) / layout.pp
-    dealt = (totals.dealt_cut_numel / layout.tp + totals.dealt_whole_numel) / layout.pp
-    numel -= dealt * (1 - 1 / layout.ep)
-    updated = numel * UPDATE_PASSES * max(BYTES_OF[dtype], 4) / layout.num_shards
-    update_s = updated / hardware.memory_bytes_per_s / hardware.memory_efficiency + hardware.step_s
-    kept = {"none": totals.saved, "selective": totals.saved_selective, "full": totals.inputs}[layout.recompute]
-    activations = kept * size * min(layout.pp, microbatches) / layout.pp * BYTES_OF[dtype] / layout.tp / layout.cp
-    held = numel * _bytes_per_param(layout, dtype, task.states_per_param) + activations
-    return _Bound(layout, microbatches * once_s / filling + update_s, held)
-
-
-def _bytes_per_param(layout: Layout, dtype: str, states_per_param: int) -> float:
-    """Bytes of weights, gradients, masters and states, by what of them is cut over `dp_shard` (`memory.py`)."""
-    size = BYTES_OF[dtype]
-    master = max(size, 4)
-    kept = master * (states_per_param + (master > size))
-    shards = layout.num_shards
-    if layout.zero < 2 or shards == 1:
-        return size + master + (kept / shards if layout.zero == 1 else kept)
-    return master * (2 + states_per_param) / shards
+def _at_least(need: Need, hardware: Hardware) -> str:
+    parts = {"states": need.states, "activations": need.activations, "gathered weights": need.gathered}
+    most = ", ".join(f"{name} {_gib(size)}" for name, size in sorted(parts.items(), key=lambda p: -p[1]) if size)
+    return f"needs at least {_gib(need.total)} GiB of {_gib(hardware.memory_bytes)}: {most}"
 
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:.3g}"
 
 
-def _nearest(rejections: Sequence[Rejection], hardware: Hardware) -> str:
+def _nearest(fallen: Sequence[Fallen]) -> str:
     """Say what comes nearest to fitting."""
-    needs = [r for r in rejections if r.rule == "memory"]
-    if not needs:
+    too_large = [one for one in fallen if one.rule == "memory"]
+    if not too_large:
         return "no layout of these devices is legal"
 
-    def gib(rejection: Rejection) -> float:
-        return float(rejection.reason.split(" GiB")[0].split()[-1])
+    def gib(one: Fallen) -> float:
+        return float(one.reason.split(" GiB")[0].split()[-1])
 
-    near = min(needs, key=gib)
-    return f'nothing fits; "{near.layout}" comes nearest: {near.reason}'
+    near = min(too_large, key=gib)
+    return f'nothing fits; "{next(near.group.layouts())}" comes nearest: {near.reason}'
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -455,19 +429,26 @@ def as_text(found: Plan) -> str:
             for row in rows
         ]
         lines.append(f"the best is bound by {binds(found.best[0])}")
+        if found.best[0].layout.offload:
+            lines.append("nothing fits without offload, and what it takes to update on the host is not foreseen")
     else:
         lines.append(found.nearest)
-    rules = Counter(rejection.rule for rejection in found.rejections)
+    rules: Counter[str] = Counter()
+    for one in found.fallen:
+        rules[one.rule] += len(one.group.splits)
     counts = ", ".join(f"{count} {rule}" for rule, count in rules.most_common())
-    lines.append(f"{found.considered} layouts of {found.devices} devices in {found.seconds:.2f} s: {counts}")
-    lines += [f'  "{one.layout}" {one.reason}' for one in examples(found.rejections)]
+    lines.append(
+        f"{found.considered} layouts of {found.devices} device{'s' * (found.devices > 1)} in {found.seconds:.2f} s: {counts}"
+    )
+    lines.append(f"model: {found.labels['model']}; {found.hardware.name}: {found.labels['hardware']}")
+    lines += [f'  "{next(one.group.layouts())}" {one.reason}' for one in examples(found.fallen)]
     return "\n".join(lines)
 
 
-def examples(rejections: Sequence[Rejection]) -> list[Rejection]:
-    """Return one rejection for each kind of reason, with its numbers left out of account."""
-    kinds: dict[str, Rejection] = {}
-    for one in rejections:
+def examples(fallen: Sequence[Fallen]) -> list[Fallen]:
+    """Return one for each kind of reason, with its numbers left out of account."""
+    kinds: dict[str, Fallen] = {}
+    for one in fallen:
         if one.rule != "slower":
             words = "".join(char for char in one.reason.split(":")[0] if not char.isdigit() and char != ".")
             kinds.setdefault(words, one)
@@ -509,6 +490,7 @@ def as_record(found: Plan) -> dict[str, object]:
         "best": [one.to_record() for one in found.best],
         "rejections": [{"layout": str(one.layout), "rule": one.rule, "reason": one.reason} for one in found.rejections],
         "nearest": found.nearest,
+        "labels": dict(found.labels),
     }
 
 
@@ -524,7 +506,7 @@ def answers(best: Prediction, tokens: float | None, cost_per_hour: float | None)
     per_s = best.tokens_per_s_per_device * best.devices
     if tokens:
         days = tokens / per_s / 86_400
-        lines.append(f"{tokens:.3g} tokens take {days:,.2f} days on {best.devices} devices")
+        lines.append(f"{tokens:.3g} tokens take {days:,.2f} days on {best.devices} device{'s' * (best.devices > 1)}")
         if cost_per_hour:
             lines.append(f"and cost {cost_per_hour * best.devices * days * 24:,.0f}")
     elif cost_per_hour:

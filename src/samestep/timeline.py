@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from samestep.program import Kind
@@ -49,30 +50,84 @@ class Span(NamedTuple):
     end_s: float
 
 
-@dataclass(frozen=True, slots=True)
+class Line(NamedTuple):
+    """Ops that follow each other without a gap, whenever they start: their streams and names, and when each ends."""
+
+    ops: tuple[tuple[str, str], ...]
+    ends_s: tuple[float, ...]
+    """From the start of the first."""
+    busy_s: Mapping[str, float]
+    """By stream."""
+
+
+class Run(NamedTuple):
+    """A line as it ran once; its streams run nothing else at the time. All tasks that do the same share the line."""
+
+    stage: int
+    task: str
+    start_s: float
+    end_s: float
+    line: Line
+    ends_s: tuple[float, ...]
+    """Of its ops, from its start: those of the line, but where another stage or what ran beside it made it longer."""
+
+    def spans(self) -> Iterator[Span]:
+        """Yield its ops."""
+        start_s = self.start_s
+        for (stream, name), after_s in zip(self.line.ops, self.ends_s, strict=True):
+            end_s = self.start_s + after_s
+            yield Span(self.stage, stream, name, self.task, start_s, end_s)
+            start_s = end_s
+
+    def busy_s(self, stream: str) -> float:
+        """Time in which an op of the stream runs."""
+        if self.ends_s is self.line.ends_s:
+            return self.line.busy_s.get(stream, 0.0)
+        return sum(
+            end_s - start_s
+            for (own, _), start_s, end_s in zip(self.line.ops, (0.0, *self.ends_s), self.ends_s, strict=False)
+            if own == stream
+        )
+
+
+@dataclass(frozen=True)
 class Timeline:
-    """The spans of one step, all stages."""
+    """What ran in one step, all stages: spans that were measured, or runs that were played."""
 
-    spans: tuple[Span, ...]
+    parts: tuple[Span | Run, ...]
 
-    @property
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """Every op, stage by stage in the order of issue."""
+        return tuple(span for part in self.parts for span in ((part,) if isinstance(part, Span) else part.spans()))
+
+    @cached_property
     def step_s(self) -> float:
         """When the last op of all stages ends."""
-        return max((span.end_s for span in self.spans), default=0.0)
+        return max((part.end_s for part in self.parts), default=0.0)
+
+    @cached_property
+    def _of_stage(self) -> Mapping[int, list[Span | Run]]:
+        found: dict[int, list[Span | Run]] = {}
+        for part in self.parts:
+            found.setdefault(part.stage, []).append(part)
+        return found
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Stages that have spans, in order."""
-        return tuple(sorted({span.stage for span in self.spans}))
+        """Stages in which something ran, in order."""
+        return tuple(sorted(self._of_stage))
 
     def streams(self, stage: int) -> tuple[str, ...]:
         """Streams of a stage: compute first, then the axes in the order of their first op."""
-        names = dict.fromkeys(span.stream for span in self.spans if span.stage == stage)
+        names = dict.fromkeys(stream for part in self._of_stage.get(stage, ()) for stream in _streams_of(part))
         return tuple(sorted(names, key=lambda name: name != COMPUTE))
 
     def busy_s(self, stage: int, stream: str = COMPUTE) -> float:
         """Time in which at least one op of the stream runs."""
-        return _length(_union(s for s in self.spans if s.stage == stage and s.stream == stream))
+        parts = self._of_stage.get(stage, ())
+        measured = [part for part in parts if isinstance(part, Span) and part.stream == stream]
+        return _length(_union(measured)) + sum(part.busy_s(stream) for part in parts if isinstance(part, Run))
 
     def idle_s(self, stage: int, stream: str = COMPUTE) -> float:
         """Time of the step in which the stream does nothing: for compute, bubbles and exposed communication."""
@@ -80,9 +135,7 @@ class Timeline:
 
     def exposed_s(self, stage: int) -> float:
         """Time in which the stage communicates and computes nothing."""
-        here = [span for span in self.spans if span.stage == stage]
-        anything = _length(_union(here))
-        return anything - _length(_union(span for span in here if span.stream == COMPUTE))
+        return _length(_union(self._of_stage.get(stage, ()))) - self.busy_s(stage)
 
     def to_chrome_trace(self) -> dict[str, Any]:
         """Return a trace to write as JSON; times become microseconds."""
@@ -163,8 +216,12 @@ def _metadata(kind: str, stage: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": stage, "tid": tid, "args": {"name": name}}
 
 
-def _union(spans: Iterable[Span]) -> Iterator[Interval]:
-    """Merge spans into intervals that do not touch, in order."""
+def _streams_of(part: Span | Run) -> tuple[str, ...]:
+    return (part.stream,) if isinstance(part, Span) else tuple(stream for stream, _ in part.line.ops)
+
+
+def _union(spans: Iterable[Span | Run]) -> Iterator[Interval]:
+    """Merge what ran into intervals that do not touch, in order."""
     start_s = end_s = 0.0
     for span in sorted(spans, key=lambda span: span.start_s):
         if span.start_s > end_s:

@@ -30,12 +30,21 @@ from torch import Tensor
 
 from samestep import hardware, memory, search
 from samestep.datasets import Batch, Dataset, batches, open_dataset, open_tokenizer, sample_indices
-from samestep.errors import CheckpointError, JobError, LayoutError, ModelError, SamestepError
+from samestep.errors import (
+    CheckpointError,
+    JobError,
+    LayoutError,
+    ModelError,
+    OutOfMemoryError,
+    SamestepError,
+    WorkerError,
+)
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.model import ModelSpec
+from samestep.prediction import predict
 from samestep.report import Metrics, Screen, write_whole
-from samestep.runtime import checkpoint, launch
+from samestep.runtime import checkpoint, launch, shortage
 from samestep.runtime.build import loss_of, model_source, optimizer_of
 from samestep.runtime.launch import Place
 from samestep.runtime.run import Run, Source, StepReport, holder_of, prepare, with_slices
@@ -47,6 +56,8 @@ AUTO = "auto"
 """The word for a layout that is searched for."""
 _TRIED_LAYOUTS = 40
 """The fastest of a search: some may not suit the optimizer."""
+_CLEARLY_LESS = 0.8
+"""Of the memory that was foreseen for a layout that ran out of it."""
 _TOKENS_LOOKED_AT = 2**24
 """Of a file of tokens, which may be far larger than memory."""
 
@@ -168,15 +179,22 @@ def train(
         finally:
             launch.leave()
     holder_of(checked.layout)
-    return launch.run_workers(
-        _work,
-        (checked,),
-        ranks=checked.layout.world_size,
-        device=run.device,
-        threads=run.threads,
-        timeout_s=run.timeout_s,
-        ranks_per_node=run.ranks_per_node,
-    )
+    try:
+        return launch.run_workers(
+            _work,
+            (checked,),
+            ranks=checked.layout.world_size,
+            device=run.device,
+            threads=run.threads,
+            timeout_s=run.timeout_s,
+            ranks_per_node=run.ranks_per_node,
+        )
+    except WorkerError as error:
+        if "out of memory?" not in str(error).partition("\n")[0]:
+            raise
+        cause = str(error)
+    # The kernel kills without a word: what was foreseen is all there is to say.
+    raise WorkerError(f"{cause}\n{_less_memory(checked, launch.resolve_device(run.device))}")
 
 
 def check(
@@ -266,10 +284,48 @@ def steps_of(run: Run, dataset: Dataset, until: int) -> Iterator[StepReport]:
             return
 
 
+def _less_memory(checked: Checked, device_type: str) -> str:
+    """Say what was foreseen of the memory of a layout that ran out of it, and the nearest layout that needs less."""
+    spec, job, layout = checked.workload.spec, checked.job, checked.layout
+    machine, states = hardware.own_or("cpu-laptop"), memory.states_per_param(job)
+    room = shortage.limit_bytes(torch.device(device_type))
+    room //= 1 if device_type == "cuda" else min(layout.world_size, job.run.ranks_per_node or layout.world_size)
+    peak = predict(spec, job, layout, machine, states).peak
+    parts = ", ".join(f"{name} {memory.readable(size)}" for name, size in peak.parts().items())
+    total = memory.readable(peak.total)
+    lines = [f"  foreseen   {parts}; {total} in all at {peak.peak_at}, of {memory.readable(room)} a rank"]
+    # What was foreseen to fit and did not is no guide: then what needs clearly less is.
+    smaller = dataclasses.replace(machine, memory_bytes=max(1, int(min(room, _CLEARLY_LESS * peak.total))))
+    found = search.plan(spec, job, smaller, layout.world_size, states_per_param=states)
+    if found.best:
+        near = search.nearest_to(layout, found.best)
+        needs, step_s = memory.readable(near.peak.total), f"{near.step_s:.3g} s"
+        lines.append(f'  "{near.layout}" needs {needs} as foreseen, and {step_s} a step')
+    else:
+        lines.append(f"  no layout of {layout.world_size} ranks needs clearly less: {found.nearest}")
+    return "\n".join(lines)
+
+
 def _work(place: Place, checked: Checked) -> Summary | None:
-    """Do one rank's part of a run."""
+    """Do one rank's part of a run.
+
+    Raises:
+        OutOfMemoryError: memory ran out here.
+    """
+    run = Run(checked.workload.source, checked.layout, checked.workload.job, place)
+    try:
+        return _trained(run, place, checked)
+    except Exception as error:
+        if not shortage.is_shortage(error):
+            raise
+        text = shortage.told(error, run)
+    # Behind the clause, so that what the failed step held is free: the search for another layout needs room too.
+    raise OutOfMemoryError(f"{text}\n{_less_memory(checked, place.device.type)}")
+
+
+def _trained(run: Run, place: Place, checked: Checked) -> Summary | None:
+    """Train from where the run stands to its end, with all that is told and written on the way."""
     workload, folder, until = checked.workload, checked.folder, checked.until
-    run = Run(workload.source, checked.layout, workload.job, place)
     run.prepare(workload.example)
     if checked.resume_from is not None:
         checkpoint.load(run, checked.resume_from)

@@ -13,9 +13,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from samestep import report, training
 from samestep.runtime import checkpoint
+from samestep.runtime.run import Run
 from tests import small
 
 LONG = {"train.steps": 100_000, "train.evaluate_samples": 8, "train.sample_tokens": 4}
@@ -231,4 +233,44 @@ def test_a_folder_that_cannot_be_made_is_said_before_a_worker_starts(
     assert small.train("--ranks", "1", "--out", tmp_path / "file" / "run") == 2
     assert capfd.readouterr().err == (
         f"samestep: --out {tmp_path}/file/run cannot be made: Not a directory ({tmp_path}/file/run)\n"
+    )
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def _no_memory_at(step: int) -> Callable[[Any, Any], Any]:
+    """A backward that asks torch for more than any machine has, in one step."""
+    backward = Run._backward
+
+    def asking(run: Any, task: Any, loss: Any) -> None:
+        if run.steps_taken + 1 == step and run.place.rank == run.place.world_size - 1:
+            torch.empty(2**60)
+        backward(run, task, loss)
+
+    return asking
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2", "dp=2 zero=3 microbatch=1"])
+def test_memory_that_runs_out_is_told_by_its_parts(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Run, "_backward", _no_memory_at(step=2))
+    assert small.train("--out", tmp_path / "run", "--layout", layout) == 1
+    first, held, foreseen, *rest = capfd.readouterr().err.splitlines()
+    ranks = 2 if "=2" in layout else 1
+    assert first.startswith(
+        f"samestep: rank {ranks - 1} of {ranks} ran out of memory in the backward of micro-batch 0, step 2:"
+    )
+    assert "can't allocate memory" in first
+    size = r"[\d.]+ (?:[GMK]i)?B"
+    assert re.match(
+        rf"  held       weights {size}, gradients {size}, optimizer {size}; at most {size} in all, of {size}", held
+    )
+    assert re.match(
+        rf"  foreseen   weights {size}, .*activations {size}.*; {size} in all at \w+:\S*, of {size} a rank", foreseen
+    )
+    assert len(rest) == 1
+    assert re.match(
+        rf'  ".*" needs {size} as foreseen|  no layout of \d ranks needs clearly less: nothing fits; ', rest[0]
     )

@@ -15,11 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from samestep import decoder
 from samestep.clock import play
 from samestep.cost import seconds
+from samestep.decoder import Decoder
 from samestep.errors import SamestepError
 from samestep.hardware import Hardware, Link, load, profiles
-from samestep.program import Kind, Op
+from samestep.program import EXPOSED_AXES, Kind, Op
 from samestep.timeline import COMPUTE, Span, Timeline
 from tests.laws.models import LAW, Case, blocks, case, cases, machine
 
@@ -97,6 +99,22 @@ def test_an_update_goes_over_its_own_share(layout: str, shards: int, precision: 
     per_param = passes_bytes - 2 * (precision == "bf16" and "zero=3" in layout)  # there the masters are the weights
     expected = program.step.model.num_params * per_param / shards / 1e9
     assert seconds(update, program, machine(memory_bytes_per_s=1e9)) == pytest.approx(expected)
+
+
+EXPERTS = Decoder(layers=2, hidden=64, heads=4, vocab=64, sequence=32, gated=True, experts=4, top_k=2)
+
+
+@pytest.mark.parametrize("words", ["tp=2", "cp=2", "ep=2", "tp=2 recompute=full", "cp=2 zero=3", "ep=2 zero=1"])
+def test_compute_waits_for_what_the_next_product_needs(words: str) -> None:
+    """Sums of a tensor cut, heads of an attention and rows of experts are exposed; what is gathered ahead is not."""
+    program = case(decoder.spec(EXPERTS, "experts"), f"dp=2 {words}").program
+    spans = [(op, span) for span, (_, op) in zip(play([program], SLOW).spans, program.ops(), strict=True)]
+    exposed = [span for op, span in spans if op.axis in EXPOSED_AXES]
+    assert exposed
+    in_line = sorted(
+        (span for op, span in spans if op.axis is None or op.axis in EXPOSED_AXES), key=lambda s: s.start_s
+    )
+    assert all(after.start_s >= before.end_s for before, after in pairwise(in_line))
 
 
 def test_a_dtype_without_a_speed_is_refused_by_name() -> None:

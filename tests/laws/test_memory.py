@@ -131,6 +131,20 @@ def test_each_stage_holds_less_than_the_one_before(num_blocks: int, times: int, 
     assert totals[0] > totals[1] > totals[2] == totals[3]
 
 
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_offload_moves_states_and_masters_to_the_host(zero: int, precision: str) -> None:
+    model, numel = blocks(3), blocks(3).num_params
+    here, moved = (
+        at_rest(case(model, f"dp=4 zero={zero} {word}", precision=precision).program) for word in ("", "offload")
+    )
+    shards = 4 if zero else 1
+    assert (moved.optimizer, moved.host) == (0, (4 + 8) * numel // shards)  # masters of its own, and two states
+    assert here.host == 0
+    assert (moved.weights, moved.gradients) == (here.weights, here.gradients)
+    assert moved.total == here.total - here.optimizer
+
+
 # -- in the step -------------------------------------------------------------------------------------------------------
 
 

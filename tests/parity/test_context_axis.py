@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from samestep import memory
 from samestep.datasets import batches
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.memory import _saved_bytes
 from tests.laboratory import Observed, assert_same, follow, job_of, make_run, observe
 from tests.models import LENGTH, Tokens
 from tests.parity.test_data_axis import TOLERANCE, combinations, reference
@@ -146,7 +146,7 @@ def saved_bytes(rank: int, world: int, layout: str) -> tuple[int, int]:
     samples = batch.samples(range(4))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), run._slicing(samples):
         outputs = run._run_layers(samples, 0, 0)
-    said = sum(_saved_bytes(run.program.step, layer)[1] for layer in run.program.step.model.layers)
+    said = sum(memory.saved_bytes(run.program.step, layer)[1] for layer in run.program.step.model.layers)
     del outputs
     return sum(kept.values()), said
 

@@ -55,6 +55,7 @@ def test_what_fits_nowhere_fails_and_names_what_comes_nearest(capsys: pytest.Cap
         (["--devices", "0"], "argument --devices: 0 is not a whole number of at least 1"),
         (["--devices", "2", "--hardware", "h100"], "no hardware 'h100' (did you mean 'h100x8'?)"),
         (["--devices", "2", "--why", "dp=two"], "dp=two is not a whole number"),
+        (["--devices", "2", "--cost-per-hour", "-3"], "-3 is no price; 2.5 is"),
         (["--devices", "2", "--days-for-tokens", "many"], "many is no number of tokens; 2T, 300B or 1e12 are"),
         (["--devices", "2", "--set", "model.source=preset:gpt5"], "no preset 'gpt5' (did you mean 'gpt2'?)"),
         (["--devices", "2", "--set", "model.config.hiden=8"], "has no 'hiden' (did you mean 'hidden'?)"),

@@ -40,6 +40,7 @@ def test_the_public_names_are_these() -> None:
         "LayoutError",
         "ModelError",
         "NonFiniteError",
+        "OutOfMemoryError",
         "SamestepError",
         "WorkerError",
         "batches",

@@ -138,7 +138,7 @@ def join(
     if not made_group:
         seat = _seat_in_existing_group(seat)
     per_node = _divides(ranks_per_node or seat.ranks_per_node, seat.world_size)
-    where = _device_of(seat, _device_type(device))
+    where = _device_of(seat, resolve_device(device))
     borrowed: tuple[str, ...] = ()
     if made_group:
         # Who is alone opens no port to the network: gloo listens even then, on the interface of this variable.
@@ -175,7 +175,7 @@ def stop_requested() -> bool:
 
 def default_ranks(device: str = "auto") -> int:
     """Return how many workers to start when nobody says: one for each GPU, else 2."""
-    return torch.cuda.device_count() if _device_type(device) == "cuda" else 2
+    return torch.cuda.device_count() if resolve_device(device) == "cuda" else 2
 
 
 def oversubscribed(ranks: int, threads: int = 1) -> str | None:
@@ -339,7 +339,7 @@ def _seat_in_existing_group(seat: _Seat) -> _Seat:
 # ---------------------------------------------------------------- joining
 
 
-def _device_type(device: str) -> str:
+def resolve_device(device: str) -> str:
     """Return cpu or cuda; only counts GPUs, which starts no CUDA in this process."""
     if device not in ("auto", "cpu", "cuda"):
         raise JobError(f"device={device!r} is not a device; cpu, cuda and auto are")
@@ -627,7 +627,7 @@ def run_workers(
     """
     if ranks < 1:
         raise JobError(f"ranks={ranks}: a run needs at least 1")
-    device_type = _device_type(device)
+    device_type = resolve_device(device)
     if device_type == "cuda" and ranks > torch.cuda.device_count():
         gpus = torch.cuda.device_count()
         raise JobError(f"{ranks} ranks on {gpus} GPUs: each rank needs its own; ranks={gpus} or device=cpu works")

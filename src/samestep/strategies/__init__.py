@@ -5,6 +5,7 @@ Strategies do not know each other. Each has two functions, `refusal(step)` and `
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 
@@ -28,18 +29,19 @@ def program_of(
     ranks_per_node: int | None = None,
     cuts_loss: bool | None = None,
     stage: int = 0,
+    replica: int = 0,
 ) -> Program:
-    """Return the step that `layout` makes of `model` and `job` on one pipeline stage.
+    """Return the step that `layout` makes of `model` and `job` on one pipeline stage, for one share of the samples.
 
     `cuts_loss` says whether the loss can work on logits cut by vocabulary; without it the job's loss says so.
 
     Raises:
         LayoutError: a strategy refuses the layout; the text says why and what would work.
     """
-    step = Step.of(model, job, layout, ranks_per_node, cuts_loss, stage)
+    step = Step.of(model, job, layout, ranks_per_node, cuts_loss, stage, replica)
     if reason := refusal_of(step):
         raise LayoutError(reason)
-    return _behind(_before_stages(step))
+    return _of_all_sizes(step, lambda sized: _staged(_stacked(_on_one_rank(sized), STACK[:_STAGED])))
 
 
 def programs_of(
@@ -54,12 +56,53 @@ def programs_of(
     Raises:
         LayoutError: a strategy refuses the layout.
     """
-    step = Step.of(model, job, layout, ranks_per_node, cuts_loss)
-    if reason := refusal_of(step):
-        raise LayoutError(reason)
-    shared = _before_stages(step)
-    stages = (replace(shared, step=replace(shared.step, stage=stage)) for stage in range(layout.pp))
-    return tuple(_behind(program) for program in stages)
+    return ProgramBuilder(model, job, ranks_per_node, cuts_loss).programs(layout)
+
+
+class ProgramBuilder:
+    """Makes the programs of many layouts of one model and job; what they share is made once.
+
+    What stands before the pipeline in the stack knows the degrees of the model axes, recomputation and the size of a
+    micro-batch: layouts that differ in other words share it.
+    """
+
+    def __init__(
+        self, model: ModelSpec, job: Job, ranks_per_node: int | None = None, cuts_loss: bool | None = None
+    ) -> None:
+        self.model, self.job, self._ranks_per_node, self._cuts_loss = model, job, ranks_per_node, cuts_loss
+        self._shared: dict[tuple[object, ...], Program] = {}
+
+    def step(self, layout: Layout) -> Step:
+        """Return what the strategies are told."""
+        return Step.of(self.model, self.job, layout, self._ranks_per_node, self._cuts_loss)
+
+    def programs(self, layout: Layout) -> tuple[Program, ...]:
+        """Return the programs of all pipeline stages.
+
+        Raises:
+            LayoutError: a strategy refuses the layout.
+        """
+        step = self.step(layout)
+        if reason := refusal_of(step):
+            raise LayoutError(reason)
+        stages = (replace(step, stage=stage) for stage in range(layout.pp))
+        return tuple(_of_all_sizes(one, lambda sized: _staged(self.before_stages(sized))) for one in stages)
+
+    def before_stages(self, step: Step) -> Program:
+        """Apply what is the same for all stages: one body for each kind of task, and no tasks yet."""
+        layout = step.layout
+        key = (
+            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, step.microbatch_samples,
+            step.innermost_data_ranks if layout.ep > 1 else 1, layout.world_size > 1,
+        )  # fmt: skip
+        found = self._shared.get((*key, layout.recompute))
+        if found is None:
+            cut = self._shared.get(key)
+            if cut is None:
+                cut = self._shared[key] = _stacked(_on_one_rank(step), STACK[:_REPEATED])
+            again = replace(cut, step=replace(step, model=cut.step.model))
+            found = self._shared[(*key, layout.recompute)] = _stacked(again, STACK[_REPEATED:_STAGED])
+        return replace(found, step=replace(step, model=found.step.model))
 
 
 def refusal_of(step: Step) -> str | None:
@@ -67,39 +110,62 @@ def refusal_of(step: Step) -> str | None:
     return next((reason for strategy in STACK if (reason := strategy.refusal(step))), None)
 
 
-_STAGED = STACK.index(pipeline)
+def _of_all_sizes(step: Step, program_for: Callable[[Step], Program]) -> Program:
+    """Return the step's program, in which smaller micro-batches have bodies of their own."""
+    program = program_for(step)
+    sizes = step.microbatch_sizes
+    others = {size: program_for(replace(step, samples=size)) for size in {*sizes} - {step.microbatch_samples}}
+    if not others:
+        return program
+    tasks: list[Task] = []
+    bodies: dict[str, Ops] = {}
+    for task in program.stages[0]:
+        size, key = sizes[task.microbatch], task.body
+        if task.kind is not TaskKind.UPDATE and size in others:
+            first, _, where = key.rpartition(".")
+            key = f"{first}.of{size}.{where}"
+        bodies[key] = others[size].bodies[task.body] if key != task.body else program.bodies[key]
+        tasks.append(replace(task, body=key))
+    return replace(program, stages=(tuple(tasks),), bodies=bodies)
 
 
-def _before_stages(step: Step) -> Program:
-    """Apply what is the same for all stages."""
-    program = _on_one_rank(step)
-    for strategy in STACK[:_STAGED]:
-        program = strategy.apply(program)
-    return program
+_REPEATED, _STAGED = STACK.index(recompute), STACK.index(pipeline)
 
 
-def _behind(program: Program) -> Program:
-    """Apply the pipeline, and what comes after it."""
-    for strategy in STACK[_STAGED:]:
+def _staged(program: Program) -> Program:
+    """Apply what differs between stages."""
+    return _stacked(_with_tasks(program), STACK[_STAGED:])
+
+
+def _stacked(program: Program, strategies: tuple[ModuleType, ...]) -> Program:
+    for strategy in strategies:
         program = strategy.apply(program)
     return program
 
 
 def _on_one_rank(step: Step) -> Program:
-    """The base program: forward and backward of each micro-batch, then one update."""
-    count = step.num_microbatches
-    bodies: dict[str, Ops] = {}
-    tasks: list[Task] = []
-    for microbatch in range(count):
-        where = position(microbatch, count)
-        for kind in (TaskKind.FORWARD, TaskKind.BACKWARD):
-            key = f"{kind}.{where}"
-            tasks.append(Task(kind, microbatch, key))
-            if key not in bodies:
-                bodies[key] = _layer_ops(step, kind)
-    tasks.append(Task(TaskKind.UPDATE, count - 1, str(TaskKind.UPDATE)))
+    """The base program: what a forward, a backward and the update are."""
+    bodies = {str(kind): _layer_ops(step, kind) for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)}
     bodies[str(TaskKind.UPDATE)] = (Op(kind=Kind.UPDATE, owner="optimizer", dtype=step.master_dtype),)
-    return Program(step=step, bodies=bodies, stages=(tuple(tasks),))
+    return Program(step=step, bodies=bodies, stages=())
+
+
+def _with_tasks(program: Program) -> Program:
+    """Run forward and backward of each micro-batch, then one update; bodies are named by where in the step they stand."""
+    count = program.step.num_microbatches
+    places = dict.fromkeys(position(microbatch, count) for microbatch in range(count))
+    bodies: dict[str, Ops] = {}
+    for where in places:
+        for kind in (TaskKind.FORWARD, TaskKind.BACKWARD):
+            bodies[f"{kind}.{where}"] = program.bodies[kind]
+    bodies[str(TaskKind.UPDATE)] = program.bodies[TaskKind.UPDATE]
+    tasks = [
+        Task(kind, microbatch, f"{kind}.{position(microbatch, count)}")
+        for microbatch in range(count)
+        for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
+    ]
+    tasks.append(Task(TaskKind.UPDATE, count - 1, str(TaskKind.UPDATE)))
+    return replace(program, bodies=bodies, stages=(tuple(tasks),))
 
 
 def _layer_ops(step: Step, kind: TaskKind) -> Ops:

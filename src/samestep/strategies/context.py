@@ -17,6 +17,7 @@ tokens. Ranks of `cp` hold equal weights and see other tokens: to gradients they
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -45,7 +46,7 @@ def refusal(step: Step) -> str | None:
             f"cp={degree} slices sequences, and only of the cross entropy is it known that slices add up: "
             "train.loss = 'cross_entropy' works, and so does cp=1"
         )
-    heads = {_heads(exchange, step.layout.tp) for exchange in _exchanges(model) if exchange.role == "query"}
+    heads = _query_heads(model, step.layout.tp)
     most = math.gcd(model.length, *heads)
     works = [n for n in range(2, most + 1) if most % n == 0 and model.length // n >= LEAST_TOKENS]
     if degree in works:
@@ -61,14 +62,17 @@ def apply(program: Program) -> Program:
     step = program.step
     if step.layout.cp == 1:
         return program
-    first = next(index for index, layer in enumerate(step.model.layers) if layer.is_block)
-    layers = tuple(
-        layer.sliced_by(step.layout.cp) if index >= first else layer for index, layer in enumerate(step.model.layers)
-    )
-    model = replace(step.model, layers=layers, logit_rows=step.model.logit_rows // step.layout.cp)
-    local = replace(step, model=model)
+    local = replace(step, model=slice_model(step.model, step.layout.cp))
     axes = {**program.axes, AXIS: step.layout.cp}
     return replace(program, step=local).with_bodies(lambda key, ops: tuple(_sliced(key, ops, local)), axes=axes)
+
+
+@functools.lru_cache(maxsize=64)
+def slice_model(model: ModelSpec, degree: int) -> ModelSpec:
+    """Return the model that works on one rank's slice."""
+    first = next(index for index, layer in enumerate(model.layers) if layer.is_block)
+    layers = tuple(layer.sliced_by(degree) if index >= first else layer for index, layer in enumerate(model.layers))
+    return replace(model, layers=layers, logit_rows=model.logit_rows // degree)
 
 
 def sent_heads(heads: int, query_heads: int, degree: int) -> int:
@@ -95,7 +99,8 @@ def _sends(layer: LayerSpec, step: Step, after: Op, *, backward: bool) -> Iterat
         exchanges = (exchange for exchange in reversed(layer.exchanges) if exchange.takes_gradient)
     for exchange in exchanges:
         heads, queries = (
-            count // (step.layout.tp if exchange.is_cut else 1) for count in (exchange.heads, exchange.query_heads)
+            max(1, count // (step.layout.tp if exchange.is_cut else 1))  # of keys and values ranks may share one
+            for count in (exchange.heads, exchange.query_heads)
         )
         tokens_times_size = exchange.elements // exchange.heads // step.layout.cp
         numel = tokens_times_size * sent_heads(heads, queries, step.layout.cp) * step.microbatch_samples
@@ -104,9 +109,8 @@ def _sends(layer: LayerSpec, step: Step, after: Op, *, backward: bool) -> Iterat
         yield op.sized(numel)
 
 
-def _exchanges(model: ModelSpec) -> Iterator[Exchange]:
-    return (exchange for layer in model.layers for exchange in layer.exchanges)
-
-
-def _heads(exchange: Exchange, tp: int) -> int:
-    return exchange.query_heads // tp if exchange.is_cut else exchange.query_heads
+@functools.lru_cache(maxsize=64)
+def _query_heads(model: ModelSpec, tp: int) -> set[int]:
+    """Heads that a rank of a tensor cut has of each attention."""
+    exchanges = (exchange for layer in model.layers for exchange in layer.exchanges if exchange.role == "query")
+    return {one.query_heads // tp if one.is_cut else one.query_heads for one in exchanges}

@@ -40,7 +40,7 @@ def refusal(step: Step) -> str | None:
     if step.model.varies_at:
         varies = f"what stages send has one shape, and those at {step.model.varies_at} depend on values"
         return f"pp={layout.pp}: {varies}: pp=1 works"
-    blocks = sum(layer.is_block for layer in step.model.layers)
+    blocks = _num_blocks(step.model)
     runs = layout.pp * layout.virtual_stages
     if runs > blocks:
         fewer = blocks // layout.pp
@@ -48,12 +48,23 @@ def refusal(step: Step) -> str | None:
         if layout.virtual_stages > 1 and fewer:
             works = f"virtual_stages={fewer} works" if fewer > 1 else "schedule=1f1b works"
         return f"pp={layout.pp} makes {runs} runs of layers of the {blocks} blocks of {step.model.name}: {works}"
-    cuts = runs_of(step.model, runs)
-    roots = _roots(step.model)
-    for param in step.model.params:
+    return _refuse_weights(step.model, runs)
+
+
+@functools.lru_cache(maxsize=64)
+def _num_blocks(model: ModelSpec) -> int:
+    return sum(layer.is_block for layer in model.layers)
+
+
+@functools.lru_cache(maxsize=256)
+def _refuse_weights(model: ModelSpec, runs: int) -> str | None:
+    """Refuse weights of no stage, and those that stages other than the first and the last share."""
+    cuts = runs_of(model, runs)
+    roots = _roots(model)
+    for param in model.params:
         if _layer_at(roots, param.name) is None:
             return f"{param.name} belongs to no layer, so no stage is known to use it: pp=1 works"
-    for param in step.model.params:
+    for param in model.params:
         if param.read_outside:
             return f"{param.name} is also read outside the layer that owns it, perhaps on another stage: pp=1 works"
         if not _stays_on_stages(roots, cuts, param):
@@ -88,7 +99,7 @@ def apply(program: Program) -> Program:
                 kind, where = key.split(".")
                 run = tuple(_run(ops, local, cuts, chunk, is_backward(key)))
                 if step.splits_backward and is_backward(key):
-                    bodies[f"{TaskKind.WEIGHT}.{index}.{where}"] = tuple(_weights(run, local))
+                    bodies[f"{TaskKind.WEIGHT}.{index}.{where}"] = tuple(weights_apart(run, local))
                     run = tuple(_without_weights(op, local) for op in run)
                 bodies[f"{kind}.{index}.{where}"] = run
     return replace(
@@ -189,7 +200,7 @@ def _tasks(step: Step) -> Iterator[Task]:
     yield Task(TaskKind.UPDATE, count - 1, str(TaskKind.UPDATE))
 
 
-def _weights(ops: Ops, step: Step) -> Iterator[Op]:
+def weights_apart(ops: Ops, step: Step) -> Iterator[Op]:
     """The gradients of weights that a backward leaves for later, in its order."""
     for op in ops:
         if op.kind is Kind.BACKWARD and op.layer is not None:
@@ -215,7 +226,7 @@ def _run(ops: Ops, step: Step, cuts: tuple[range, ...], chunk: range, backward: 
     for op in ops:
         layer = layer if op.layer is None else op.layer
         if layer in chunk:
-            yield replace(op, after=(*op.after, *before))
+            yield replace(op, after=(*op.after, *before)) if before else op
             before, name = (), op.name
     if goes_out not in ends:
         yield _passed(Kind.SEND, step, goes_out, (name,))

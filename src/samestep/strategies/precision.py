@@ -22,6 +22,8 @@ def apply(program: Program) -> Program:
     dtype = program.step.compute_dtype
 
     def rewrite(_: str, ops: Ops) -> Ops:
-        return tuple(replace(op, dtype=dtype) if op.axis is None and op.flops else op for op in ops)
+        return tuple(
+            replace(op, dtype=dtype) if op.axis is None and op.flops and op.dtype != dtype else op for op in ops
+        )
 
     return program.with_bodies(rewrite)

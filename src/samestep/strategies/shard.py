@@ -20,11 +20,12 @@ zero=3   forward    AG 0 | F 0, AG 1 | F 1, AG 2 | F 2
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from samestep.model import ParamSpec, is_below
+from samestep.model import ModelSpec, ParamSpec, is_below
 from samestep.program import (
     Bucket,
     Kind,
@@ -37,6 +38,7 @@ from samestep.program import (
     ends_gradients,
     ends_step,
     is_backward,
+    is_dealt,
     is_forward,
     make_buckets,
     padded,
@@ -59,7 +61,13 @@ def refusal(step: Step) -> str | None:
             f"zero={step.zero} reduces gradients behind each backward, and schedule=zero-bubble computes those of weights "
             "later: zero=1 works, and so does schedule=1f1b"
         )
-    for param in step.model.params:
+    return _refuse_weights(step.model)
+
+
+@functools.lru_cache(maxsize=256)
+def _refuse_weights(model: ModelSpec) -> str | None:
+    """Refuse weights that FSDP2 cannot cut, or gather apart from others."""
+    for param in model.params:
         if not param.shape:
             return f"{param.name} has no dimension to cut: give it shape (1,), or use zero=1"
         if param.sparse_gradient and param.trainable:
@@ -68,7 +76,7 @@ def refusal(step: Step) -> str | None:
             )
         if param.read_outside and param.shared:
             return f"{param.name} is shared by modules, and also read outside them: zero=1 works"
-    if mixed := _mixed_owner(step):
+    if mixed := _mixed_owner(model):
         return f"{mixed} shares a weight and holds modules with others, which cannot be gathered apart: zero=1 works"
     return None
 
@@ -94,9 +102,7 @@ def _stage_1(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops
         return ops
     gathers = tuple(
         replace(
-            _op(Kind.ALL_GATHER, b.name, b.dtype, b.padded_numel),
-            axis=b.shard_axis,
-            after=(f"{Kind.UPDATE}:optimizer",),
+            _op(Kind.ALL_GATHER, b.name, b.dtype, b.padded_numel, b.shard_axis), after=(f"{Kind.UPDATE}:optimizer",)
         )
         for b in buckets
         if b.ep < step.layout.num_shards
@@ -105,8 +111,7 @@ def _stage_1(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops
 
 
 def _scattered(step: Step, bucket: Bucket) -> Op:
-    op = _op(Kind.REDUCE_SCATTER, bucket.name, step.master_dtype, bucket.padded_numel)
-    return replace(op, axis=bucket.shard_axis)
+    return _op(Kind.REDUCE_SCATTER, bucket.name, step.master_dtype, bucket.padded_numel, bucket.shard_axis)
 
 
 def _stage_2_or_3(key: str, ops: Ops, step: Step, units: tuple[Unit, ...]) -> Ops:
@@ -120,14 +125,17 @@ def _stage_2_or_3(key: str, ops: Ops, step: Step, units: tuple[Unit, ...]) -> Op
 def _gathered_forward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...]) -> Iterator[Op]:
     # zero=2 keeps the weights until the step's last backward, so only the first micro-batch gathers them.
     gathers = step.zero == 3 or starts_step(key)
+    shared = [unit for unit in units if unit.ep < step.layout.num_shards]
+    starting = _by_layer(shared if gathers else (), "first_layer")
     done: list[str] = []
     for op in ops:
-        needed = [unit for unit in units if gathers and unit.first_layer == op.layer]
+        needed = starting.get(op.layer, ())
         waits = [_gather(unit) for unit in sorted(needed, key=lambda unit: unit.called[0])]
         # FSDP2 runs one gather ahead: the next may not start before the forward before the current one has ended.
         yield from (replace(wait, after=tuple(done[-2:-1])) for wait in waits)
-        yield replace(op, after=(*op.after, *(wait.name for wait in waits)))
-        done.append(op.name)
+        yield replace(op, after=(*op.after, *(wait.name for wait in waits))) if waits else op
+        if op.axis is None:  # what layers send among themselves is part of their forward
+            done.append(op.name)
 
 
 def _scattered_backward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...]) -> Iterator[Op]:
@@ -142,9 +150,11 @@ def _scattered_backward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...])
     named = {unit.name: unit for unit in mine}
     issued: set[str] = set()
     waits: dict[int | None, tuple[str, ...]] = {None: ()}
+    starting, ending = _by_layer(scattered, "first_layer"), _by_layer(mine, "last_layer")
 
     def gather(unit: Unit | None) -> Iterator[Op]:
-        if unit and unit.gather_in_backward and not unit.keep_after_forward and unit.name not in issued:
+        is_cut = unit is not None and unit.ep < step.layout.num_shards
+        if unit and is_cut and unit.gather_in_backward and not unit.keep_after_forward and unit.name not in issued:
             issued.add(unit.name)
             yield _gather(unit)
 
@@ -153,24 +163,36 @@ def _scattered_backward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...])
         yield from gather(named.get(unit.ahead or "?"))
 
     last = next(op for op in reversed(ops) if op.kind is Kind.BACKWARD)
+    behind: list[Op] = []  # a layer's backward, which what it exchanges is a part of
     for op in ops:
-        over = [unit for unit in scattered if unit.first_layer == op.layer and unit.ends_early]
+        if op.axis is None:
+            yield from behind
+            behind.clear()
+        over = [unit for unit in starting.get(op.layer, ()) if unit.ends_early]
         over.sort(key=lambda unit: unit.called[0])
-        here = sorted((unit for unit in mine if unit.last_layer == op.layer), key=_use, reverse=True)
+        here = sorted(ending.get(op.layer, ()), key=_use, reverse=True)
         late = [unit for unit in here if any(_follows(other, unit) for other in over)]
         if op.layer not in waits:  # reached by its backward, or by the forward that is repeated for it
             for unit in here:
                 if unit not in late:
                     yield from reach(unit)
             waits[op.layer] = tuple(f"{Kind.ALL_GATHER}:{unit.name}" for unit in here if unit.name in issued)
-        yield replace(op, after=(*op.after, *waits[op.layer]))
+        yield replace(op, after=(*op.after, *waits[op.layer])) if waits[op.layer] else op
         if op.kind is Kind.BACKWARD:
             for unit in late:
                 while over and _follows(over[-1], unit):
-                    yield _scatter(over.pop(), step, op)
-                yield from reach(unit)
-            yield from (_scatter(unit, step, op) for unit in reversed(over))
+                    behind.append(_scatter(over.pop(), step, op))
+                behind.extend(reach(unit))
+            behind.extend(_scatter(unit, step, op) for unit in reversed(over))
+    yield from behind
     yield from (_scatter(unit, step, last) for unit in scattered if not unit.ends_early)
+
+
+def _by_layer(units: Iterable[Unit], field: str) -> dict[int | None, list[Unit]]:
+    found: dict[int | None, list[Unit]] = {}
+    for unit in units:
+        found.setdefault(getattr(unit, field), []).append(unit)
+    return found
 
 
 def _follows(later: Unit, unit: Unit) -> bool:
@@ -180,16 +202,16 @@ def _follows(later: Unit, unit: Unit) -> bool:
 
 
 def _gather(unit: Unit) -> Op:
-    return replace(_op(Kind.ALL_GATHER, unit.name, unit.dtype, unit.padded_numel), implied=True)
+    return replace(_op(Kind.ALL_GATHER, unit.name, unit.dtype, unit.padded_numel, unit.shard_axis), implied=True)
 
 
 def _scatter(unit: Unit, step: Step, after: Op) -> Op:
-    op = _op(Kind.REDUCE_SCATTER, unit.name, step.master_dtype, unit.padded_grad_numel)
+    op = _op(Kind.REDUCE_SCATTER, unit.name, step.master_dtype, unit.padded_grad_numel, unit.shard_axis)
     return replace(op, implied=True, after=(after.name,))
 
 
-def _op(kind: Kind, owner: str, dtype: str, numel: int) -> Op:
-    return Op(kind=kind, owner=owner, axis=AXIS, dtype=dtype).sized(numel)
+def _op(kind: Kind, owner: str, dtype: str, numel: int, axis: str) -> Op:
+    return Op(kind=kind, owner=owner, axis=axis, dtype=dtype).sized(numel)
 
 
 def _units(step: Step, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
@@ -208,6 +230,9 @@ def _units(step: Step, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
             order.setdefault(owner, len(order))
         roots = _roots(step, param)
         if not param.numel:
+            continue
+        if is_dealt(step, param):
+            groups.setdefault(owners, []).append(param)
             continue
         if param.shared and not _moves_with_layer(step, param.layer):
             met = [known for known in groups if known != ("",) and set(known) & set(owners)]
@@ -253,12 +278,13 @@ def _with_ahead(units: list[Unit], chunks: tuple[range, ...]) -> tuple[Unit, ...
 
     One that is called several times gathers nothing ahead: at its second backward that would have been used already.
     """
-    by_use = sorted(units, key=_use)
     ahead: dict[str, str] = {}
-    for before, unit in itertools.pairwise(by_use):
-        together = not chunks or any({before.first_layer, unit.first_layer} <= {*chunk} for chunk in chunks)
-        if together and not unit.spans_calls:
-            ahead[unit.name] = before.name
+    for axis in ("dp_shard", "dp_expert"):
+        by_use = sorted((unit for unit in units if unit.shard_axis == axis), key=_use)
+        for before, unit in itertools.pairwise(by_use):
+            together = not chunks or any({before.first_layer, unit.first_layer} <= {*chunk} for chunk in chunks)
+            if together and not unit.spans_calls:
+                ahead[unit.name] = before.name
     return tuple(replace(unit, ahead=ahead.get(unit.name)) for unit in units)
 
 
@@ -275,7 +301,10 @@ def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec], chunks:
     receives = any(first_layer in chunk and chunk.start > 0 for chunk in chunks)  # what takes a gradient, in a pipeline
     # A frozen start of the model has no backward that would read its weights.
     has_backward = receives or any(param.trainable and param.layer <= last_layer for param in step.model.params)
-    entered = params if params[0].aliases else [p for p in params if _roots(step, p) == _first_root(step, params)]
+    first_root = _first_root(step, params)
+    entered = params if params[0].aliases else [p for p in params if _roots(step, p) == first_root]
+    ep = step.layout.ep if is_dealt(step, params[0]) else 1
+    parts = step.layout.num_shards // ep
     return Unit(
         name=", ".join(modules),  # FSDP2's own label of it; empty for what the root module owns itself
         modules=modules,
@@ -283,8 +312,8 @@ def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec], chunks:
         first_layer=first_layer,
         last_layer=last_layer,
         dtype=step.working_dtype(params[0]),
-        padded_numel=sum(_padded_rows(param, step.layout.num_shards) for param in params),
-        padded_grad_numel=sum(_padded_rows(param, step.layout.num_shards) for param in params if param.trainable),
+        padded_numel=sum(_padded_rows(param, parts) for param in params),
+        padded_grad_numel=sum(_padded_rows(param, parts) for param in params if param.trainable),
         # The last layer's backward follows at once, and a weight that first and last layer share is in use throughout.
         # A pipeline's other micro-batches may come between the two.
         keep_after_forward=step.zero == 2 or (last_layer == last and step.layout.pp == 1),
@@ -292,13 +321,15 @@ def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec], chunks:
         called=(min(param.called[0] for param in params), max(param.called[1] for param in params)),
         spans_calls=any(param.calls > 1 for param in params),
         ends_early=receives or (not is_root and all(param.takes_gradient for param in entered)),
+        ep=ep,
     )
 
 
 def _first_root(step: Step, params: list[ParamSpec]) -> list[str]:
     """The module of a layer that is entered first, of those with these weights."""
     modules = step.model.layers[params[0].layer].modules
-    return min((_roots(step, param) for param in params), key=lambda roots: modules.index(roots[0]) if roots else -1)
+    of_each = (_roots(step, param) for param in params)
+    return min(of_each, key=lambda roots: modules.index(roots[0]) if roots else -1)
 
 
 def _span(step: Step, modules: tuple[str, ...], params: list[ParamSpec]) -> tuple[int, int]:
@@ -311,10 +342,10 @@ def _span(step: Step, modules: tuple[str, ...], params: list[ParamSpec]) -> tupl
     return min(used), max(used)
 
 
-def _mixed_owner(step: Step) -> str | None:
+def _mixed_owner(model: ModelSpec) -> str | None:
     """Name a module that owns a shared weight, and below it modules whose weights are not shared."""
-    sharing = {name.rpartition(".")[0] for p in step.model.params if p.shared for name in (p.name, *p.aliases)}
-    others = {param.name.rpartition(".")[0] for param in step.model.params if not param.shared}
+    sharing = {name.rpartition(".")[0] for p in model.params if p.shared for name in (p.name, *p.aliases)}
+    others = {param.name.rpartition(".")[0] for param in model.params if not param.shared}
     return next((s for s in sorted(sharing) if any(o == s or (s and is_below(o, s)) for o in others)), None)
 
 

@@ -1,0 +1,95 @@
+"""Seconds of plans and simulations, beside their aims: one core, processor time, garbage and first prices included.
+
+    python benchmarks/planning.py [--json FILE] [--only WORD]
+
+An aim is for an idle machine of today; the line of a plain loop says how fast this one is: about 0.4 s on such a machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from samestep import Job, Layout, hardware, load, presets, search
+from samestep.prediction import predict
+
+H100 = "h100x8"
+JOB = Path(__file__).parent.parent / "jobs" / "default.toml"
+
+
+def _job(name: str, sequence: int, batch: int) -> Job:
+    return Job(
+        model={"source": f"preset:{name}"},
+        data={"sequence_length": sequence},
+        train={"global_batch": batch},
+        numerics={"precision": "bf16"},
+    )
+
+
+def plan(name: str, devices: int, sequence: int, batch: int) -> Callable[[], object]:
+    """Return what plans a preset on so many devices."""
+    model, job, machine = presets.preset(name, sequence), _job(name, sequence, batch), hardware.load(H100)
+    return lambda: search.plan(model, job, machine, devices)
+
+
+def plan_default(devices: int) -> Callable[[], object]:
+    """Return what plans the default job."""
+    from samestep import catalog
+
+    job, machine = load(JOB), hardware.load(H100)
+    model = catalog.model_spec(job)
+    return lambda: search.plan(model, job, machine, devices)
+
+
+def simulation() -> Callable[[], object]:
+    """Return what plays 4,096 devices, 96 layers, 64 micro-batches."""
+    model, job, machine = presets.preset("gpt3-175b", 2048), _job("gpt3-175b", 2048, 64 * 64), hardware.load(H100)
+    layout = Layout.parse("dp=64 zero=1 tp=8 pp=8 microbatch=1 sequence_parallel")
+    return lambda: predict(model, job, layout, machine).to_record()
+
+
+def _loop() -> None:
+    total = 0
+    for number in range(10**7):
+        total += number
+
+
+ROWS: dict[str, tuple[Callable[[], Callable[[], object]], float]] = {
+    "a loop of 10 million additions": (lambda: _loop, 0.4),
+    "simulate gpt3-175b, 4096 devices, 64 micro-batches": (simulation, 0.3),
+    "plan the default job, 512 devices": (lambda: plan_default(512), 2.0),
+    "plan llama3-70b, 512 devices": (lambda: plan("llama3-70b", 512, 8192, 1024), 2.0),
+    "plan gpt3-175b, 512 devices": (lambda: plan("gpt3-175b", 512, 2048, 1536), 2.0),
+    "plan mixtral-8x7b, 512 devices": (lambda: plan("mixtral-8x7b", 512, 4096, 1024), 2.0),
+    "plan llama3-70b, 4096 devices": (lambda: plan("llama3-70b", 4096, 8192, 2048), 10.0),
+    "plan gpt3-175b, 4096 devices": (lambda: plan("gpt3-175b", 4096, 2048, 1536), 10.0),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Time each row and print it."""
+    parser = argparse.ArgumentParser(description="seconds of plans and simulations, beside their aims")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--only", default="", metavar="WORD", help="rows that have this word")
+    words = parser.parse_args(arguments)
+    record = {}
+    for name, (make, aim_s) in ROWS.items():
+        if words.only not in name:
+            continue
+        work = make()
+        began = time.process_time()
+        work()
+        took_s = time.process_time() - began
+        record[name] = {"seconds": took_s, "aim": aim_s}
+        print(f"{name:<52} {took_s:7.2f} s   aim {aim_s:g} s   {'' if took_s <= aim_s else 'NO'}", flush=True)
+    if words.json:
+        words.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

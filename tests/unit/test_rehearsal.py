@@ -1,0 +1,73 @@
+"""`plan --measure-top`: what is foreseen beside what is measured, and the user's own profile refitted to it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from samestep import hardware, presets
+from samestep.clock import play
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.rehearsal import as_toml, refit, slower
+from samestep.strategies import programs_of
+from tests import small
+
+LAYOUTS = [Layout.parse(text) for text in ("dp=1", "dp=2", "dp=2 zero=3")]
+
+
+@pytest.mark.parametrize(("compute", "links"), [(1.0, 1.0), (2.0, 0.5), (0.5, 4.0)])
+def test_a_refit_finds_how_much_slower_a_machine_is(compute: float, links: float, tmp_path: Path) -> None:
+    model, machine = presets.preset("gpt2", 64, {"layers": 2}), replace(hardware.load("cpu-laptop"), overlap=False)
+    job = Job(data={"sequence_length": 64}, train={"global_batch": 4})
+
+    programs = [programs_of(model, job, layout, machine.devices_per_node) for layout in LAYOUTS]
+
+    def foreseen(candidate: hardware.Hardware) -> list[float]:
+        return [play(of_stages, candidate).step_s for of_stages in programs]
+
+    fitted, factors = refit(machine, foreseen(slower(machine, compute, links)), foreseen)
+    assert factors == pytest.approx((compute, links), rel=0.05)
+    file = tmp_path / "own.toml"
+    file.write_text(as_toml(fitted, machine, factors, '"dp=1"'), encoding="utf-8")
+    read = hardware.load(file)
+    assert replace(read, name="", sources={}) == replace(fitted, name="", sources={})
+    refitted = {key for key, source in read.sources.items() if source.startswith("refitted: times")}
+    assert ("flops_per_s.float32" in refitted) is (compute != 1.0)
+    assert ("intra.latency_s" in refitted) is (links != 1.0)
+    assert "memory_bytes" not in refitted
+    assert set(read.sources) == set(machine.sources)
+
+
+def test_the_best_are_run_and_the_own_profile_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shipped = hardware.load("cpu-laptop")
+    words = ["plan", *small.settings(), "--devices", "2", "--measure-top", "2", "--json", str(tmp_path / "plan.json")]
+    assert small.main(*words) == 0
+    said = capsys.readouterr().out
+    rows = json.loads((tmp_path / "plan.json").read_text())["measured"]
+    assert len(rows) == 2
+    assert all(row["measured_s"] > 0 and row["foreseen_s"] > 0 for row in rows)
+    assert "foreseen s  measured s" in said
+    assert f"refitted: {hardware.own_path()}" in said
+    assert hardware.load(hardware.OWN).memory_bytes == shipped.memory_bytes
+    assert hardware.load("cpu-laptop") == shipped
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--hardware", "h100x8"], "--measure-top runs on this machine, and --hardware h100x8 is another"),
+        (["--set", "model.source=preset:gpt2"], "preset:gpt2 is a model in numbers only"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_first(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert small.main("plan", "--devices", "2", "--measure-top", "2", *words) == 2
+    complaint = capsys.readouterr().err
+    assert says in complaint
+    assert complaint.count("\n") == 1
