@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 _DOCUMENT = """# The record of predictions
 
-Written by `python benchmarks/foresight.py --rows DIR --markdown docs/foresight.md` from {rows} published measurements; each is
+Written by `python benchmarks/foresight.py --rows DIR --calibrate --markdown docs/foresight.md` from {rows} published measurements; each is
 predicted from its configuration alone. Errors are of seconds a step, in per cent of what was measured; `bias` keeps the
 sign, `tau` and `regret` are over groups of rows that differ in their layout alone.
 {honest}
