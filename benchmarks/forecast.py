@@ -125,7 +125,7 @@ def predict(row: Row) -> Outcome:
         predicted_s=predicted_s,
         measured_s=case.step_s or 0.0,
         # What ran has fitted, by whatever the row does not say: states in the host's memory, fewer bits.
-        predicted_bytes=held if case.out_of_memory else min(held, case.machine.memory_bytes),
+        predicted_bytes=held,
         measured_bytes=case.memory_bytes or 0.0,
         fits=_fits(case, held),
         out_of_memory=case.out_of_memory,
