@@ -10,7 +10,8 @@ Three tables, and what each may know:
     headline           the profiles and constants as they are shipped; nothing is fitted to the rows
     cross-validated    five constants (CONSTANTS) start at values from before any fit; for each source they are fitted to
                        all other sources, and then predict it: the honest figure for rows of a new source
-    calibrated         the same five constants fitted to half of a machine's rows, for the other half (--calibrate)
+    calibrated         seven numbers of a machine's profile refitted to half of a source's rows on one node, for the other
+                       half and for its rows on 64 devices and more (--calibrate)
 
 Errors are of seconds a step, as parts of what was measured, in per cent. tau and regret are over groups of rows that
 differ in their layout alone: how well the order is kept, and how much slower the layout is that we would have chosen.
@@ -28,127 +29,14 @@ import statistics
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from published import SHIPPED, TARGETS, Case, Row, SkippedError, case_of
-
-from samestep import clock, cost, memory
-from samestep.errors import SamestepError
-from samestep.hardware import Hardware
-from samestep.job import Job
-from samestep.layout import Layout
-from samestep.program import Op, Ops, Program
-from samestep.strategies import programs_of
-
-# -- predicting --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """One row, predicted or skipped. Times in seconds, memory in bytes; zero where there is none."""
-
-    id: str
-    source: str
-    machine: str = ""
-    reason: str = ""
-    """Why it was skipped."""
-    group: tuple[str, ...] = ()
-    layout: str = ""
-    predicted_s: float = 0.0
-    measured_s: float = 0.0
-    predicted_bytes: int = 0
-    measured_bytes: float = 0.0
-    fits: bool = True
-    """Predicted: with what no tensor can have."""
-    out_of_memory: bool = False
-
-
-def programs_for(case: Case, recompute: str) -> tuple[Program, ...]:
-    """Write the step of a case on each stage.
-
-    Raises:
-        SamestepError: the layout is refused.
-    """
-    job = Job(train={"global_batch": case.global_batch}, numerics={"precision": case.precision})
-    layout = Layout.of({**case.words, "recompute": recompute})
-    per_node = min(case.machine.devices_per_node, layout.world_size)
-    programs = programs_of(case.model, job, layout, per_node)
-
-    def rewrite(_: str, ops: Ops) -> Ops:
-        return tuple(_in_its_numerics(op, case) for op in ops)
-
-    if case.products or case.chunks > 1:
-        programs = tuple(program.with_bodies(rewrite) for program in programs)
-    return programs
-
-
-def _in_its_numerics(op: Op, case: Case) -> Op:
-    if op.axis is None and op.flops and case.products:
-        return replace(op, dtype=case.products)
-    return replace(op, size_bytes=op.size_bytes // case.chunks) if op.axis == "tp" else op
-
-
-def chosen_programs(case: Case) -> tuple[Program, ...]:
-    """Write the step with the row's recompute and micro-batch; what it does not name, as is least work and fits."""
-    recomputes = [case.recompute] if case.recompute else ["none", "selective", "full"]
-    choices = [(recomputes[0], size) for size in case.microbatches or (0,)]
-    choices += [(recompute, choices[-1][1]) for recompute in recomputes[1:]]
-    first: tuple[Program, ...] = ()
-    for recompute, size in choices:
-        tried = replace(case, words={**case.words, "microbatch": size}) if size else case
-        programs = programs_for(tried, recompute)
-        if len(choices) == 1 or _fits(case, _peak(case, programs)):
-            return programs
-        first = programs if size == choices[-1][1] and not first else first
-    return first  # some other way was found; the least work is the best guess
-
-
-def _peak(case: Case, programs: Sequence[Program]) -> int:
-    """Bytes of the fullest stage: the first or the last."""
-    ends = programs[:1] if len(programs) == 1 else (programs[0], programs[-1])
-    return max(memory.during_step(program, case.states_per_param).total for program in map(_shortened, ends))
-
-
-def _shortened(program: Program) -> Program:
-    """Leave out the middle of a long step: what is held repeats itself."""
-    layout = program.step.layout
-    most = 4 * layout.pp * layout.virtual_stages + 4
-    tasks = program.stages[0]
-    return program if len(tasks) <= 2 * most else replace(program, stages=((*tasks[:most], *tasks[-most:]),))
-
-
-def _fits(case: Case, peak: int) -> bool:
-    return peak + case.machine.reserved_bytes <= case.machine.memory_bytes
-
-
-def predict(row: Row) -> Outcome:
-    """Predict one row."""
-    source = row.get("source") or row["file"]
-    try:
-        case = case_of(row)
-        programs = chosen_programs(case)
-        held = _peak(case, programs) if case.memory_bytes or case.out_of_memory else 0
-        predicted_s = clock.play(programs, case.machine).step_s if case.step_s else 0.0
-    except (SkippedError, SamestepError) as error:
-        return Outcome(id=row.get("id") or "", source=source, reason=str(error).partition("\n")[0])
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        return Outcome(id=row.get("id") or "", source=source, reason=f"cannot be read: {type(error).__name__}: {error}")
-    return Outcome(
-        id=case.id,
-        source=source,
-        machine=case.machine.name,
-        group=case.group,
-        layout=str(programs[0].step.layout),
-        predicted_s=predicted_s,
-        measured_s=case.step_s or 0.0,
-        predicted_bytes=held,
-        measured_bytes=case.memory_bytes or 0.0,
-        fits=_fits(case, held),
-        out_of_memory=case.out_of_memory,
-        reason="" if case.step_s or held else "nothing was measured",
-    )
+from cells import Row
+from forecast import Outcome, predict, rounded
+from foresight_fits import CONSTANTS, PER_SOURCE, SCALES, calibrate, cross_validate
+from published import TARGETS
 
 
 def read_rows(folder: Path) -> tuple[list[Row], list[str]]:
@@ -180,19 +68,15 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, float | int | None]:
     return {
         "rows": len(used),
         "skipped": sum(1 for o in outcomes if o.reason),
-        "mape": _rounded(statistics.fmean(errors)) if errors else None,
-        "median_ape": _rounded(statistics.median(errors)) if errors else None,
-        "bias": _rounded(statistics.fmean(biases)) if errors else None,
-        "p90": _rounded(errors[math.ceil(0.9 * len(errors)) - 1]) if errors else None,
-        "tau": _rounded(statistics.fmean(tau for tau, _, _ in ranks)) if ranks else None,
-        "regret": _rounded(statistics.fmean(regret for _, regret, _ in ranks)) if ranks else None,
-        "best_in_top_3": _rounded(100 * statistics.fmean(top for _, _, top in ranks)) if ranks else None,
+        "mape": rounded(statistics.fmean(errors)) if errors else None,
+        "median_ape": rounded(statistics.median(errors)) if errors else None,
+        "bias": rounded(statistics.fmean(biases)) if errors else None,
+        "p90": rounded(errors[math.ceil(0.9 * len(errors)) - 1]) if errors else None,
+        "tau": rounded(statistics.fmean(tau for tau, _, _ in ranks)) if ranks else None,
+        "regret": rounded(statistics.fmean(regret for _, regret, _ in ranks)) if ranks else None,
+        "best_in_top_3": rounded(100 * statistics.fmean(top for _, _, top in ranks)) if ranks else None,
         "groups": len(ranks),
     }
-
-
-def _rounded(value: float) -> float:
-    return round(value, 3)
 
 
 def _ranked(used: Iterable[Outcome]) -> Iterator[tuple[float, float, bool]]:
@@ -226,9 +110,9 @@ def memory_figures(outcomes: Sequence[Outcome]) -> dict[str, float | int | None]
     confusion = Counter((o.fits, not o.out_of_memory) for o in judged)
     return {
         "rows": len(used),
-        "mape": _rounded(statistics.fmean(errors)) if errors else None,
-        "median_ape": _rounded(statistics.median(errors)) if errors else None,
-        "bias": _rounded(statistics.fmean(100 * (o.predicted_bytes / o.measured_bytes - 1) for o in used))
+        "mape": rounded(statistics.fmean(errors)) if errors else None,
+        "median_ape": rounded(statistics.median(errors)) if errors else None,
+        "bias": rounded(statistics.fmean(100 * (o.predicted_bytes / o.measured_bytes - 1) for o in used))
         if used
         else None,
         "fitting_said_fitting": confusion[True, True],
@@ -236,143 +120,6 @@ def memory_figures(outcomes: Sequence[Outcome]) -> dict[str, float | int | None]
         "not_fitting_said_not": confusion[False, False],
         "not_fitting_said_fitting": confusion[True, False],
     }
-
-
-# -- fitting five constants --------------------------------------------------------------------------------------------
-
-CONSTANTS: dict[str, tuple[float, ...]] = {
-    "launch_s": (10e-6, 20e-6, 30e-6, 40e-6, 60e-6),
-    "step_s": (5e-3, 10e-3, 20e-3, 40e-3),
-    "products": (1.0, 0.9, 0.8, 0.7),
-    "attention": (1.0, 0.75, 0.5),
-    "collective_s": (15e-6, 30e-6, 60e-6),
-}
-"""Name and levels; the first level of each is the value from before any fit: what the literature says, or no loss."""
-Setting = tuple[float, ...]
-FIRST: Setting = tuple(levels[0] for levels in CONSTANTS.values())
-SWEEPS = 1
-"""Times that every constant is tried."""
-PER_SOURCE = 10
-"""Rows of a source that take part, evenly spaced: a fit of five constants needs no more."""
-
-
-def adjusted(machine: Hardware, shipped: Hardware, setting: Setting) -> Hardware:
-    """Return a machine with these constants; `products` and `attention` scale what its profile says is reached."""
-    launch_s, per_step_s, products, attention, collective_s = setting
-    host = machine.launch_s / shipped.launch_s if shipped.launch_s else 1.0  # checked runs, CUDA graphs
-    once = machine.step_s / shipped.step_s if shipped.step_s else 1.0
-    reached = {
-        k: v * (attention / cost.ATTENTION_REACHED if k == "attention" else products / cost.REACHED)
-        for k, v in machine.efficiency.items()
-    }
-    return replace(
-        machine,
-        launch_s=launch_s * host,
-        step_s=per_step_s * once,
-        efficiency=reached,
-        intra=replace(machine.intra, collective_s=collective_s),
-        inter=replace(machine.inter, collective_s=collective_s),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A case with its programs written, to be priced again and again."""
-
-    source: str
-    case: Case
-    shipped: Hardware
-    programs: tuple[Program, ...]
-
-    def error(self, setting: Setting) -> float:
-        """Part by which a prediction with these constants is off, at most 1.5: one odd row shall not rule a fit."""
-        assert self.case.step_s
-        predicted_s = clock.play(self.programs, adjusted(self.case.machine, self.shipped, setting)).step_s
-        return min(abs(predicted_s / self.case.step_s - 1), 1.5)
-
-
-def prepare(rows: Sequence[Row], most: int) -> list[Prepared]:
-    """Write the programs of at most so many rows of each source that can be predicted."""
-    by_source: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        by_source[row["file"]].append(row)
-    prepared = []
-    for source, alike in by_source.items():
-        for row in alike[:: max(1, len(alike) // most)]:
-            try:
-                case = case_of(row)
-                if case.step_s:
-                    prepared.append(Prepared(source, case, SHIPPED[case.machine.name], chosen_programs(case)))
-            except (SkippedError, SamestepError, ArithmeticError, LookupError, TypeError, ValueError):
-                continue
-    return prepared
-
-
-class Fits:
-    """Errors of prepared cases at settings that were tried, and the best setting for some of the cases."""
-
-    def __init__(self, prepared: Sequence[Prepared]) -> None:
-        self.prepared = prepared
-        self._errors: dict[Setting, list[float]] = {}
-
-    def errors(self, setting: Setting) -> list[float]:
-        """Errors of all cases at one setting."""
-        if setting not in self._errors:
-            self._errors[setting] = [one.error(setting) for one in self.prepared]
-        return self._errors[setting]
-
-    def best(self, weights: Sequence[float]) -> Setting:
-        """Walk along one constant after the other to the setting with the smallest weighted error."""
-
-        def score(setting: Setting) -> float:
-            return sum(w * e for w, e in zip(weights, self.errors(setting), strict=True))
-
-        setting = FIRST
-        for _ in range(SWEEPS):
-            for place, levels in enumerate(CONSTANTS.values()):
-                options = [(*setting[:place], level, *setting[place + 1 :]) for level in levels]
-                setting = min(options, key=score)
-        return setting
-
-
-def cross_validate(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Fit the constants to all sources but one, each counting the same, and predict that one; per source, per cent."""
-    prepared = prepare(rows, PER_SOURCE)
-    counts = Counter(one.source for one in prepared)
-    fits = Fits(prepared)
-    result: dict[str, dict[str, float]] = {}
-    for left_out in counts:
-        weights = [0.0 if one.source == left_out else 1 / counts[one.source] for one in prepared]
-        setting = fits.best(weights) if any(weights) else FIRST
-        mine = [100 * e for e, one in zip(fits.errors(setting), prepared, strict=True) if one.source == left_out]
-        result[left_out] = {
-            "rows": len(mine),
-            "mape": _rounded(statistics.fmean(mine)),
-            "median_ape": _rounded(statistics.median(mine)),
-            **dict(zip(CONSTANTS, setting, strict=True)),
-        }
-    return result
-
-
-def calibrate(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Fit the constants to every second row of a machine, and predict the others; per machine, per cent."""
-    by_machine: dict[str, list[Prepared]] = defaultdict(list)
-    for one in prepare(rows, 4 * PER_SOURCE):
-        by_machine[one.case.machine.name].append(one)
-    result: dict[str, dict[str, float]] = {}
-    for name, prepared in by_machine.items():
-        if len(prepared) < 8:
-            continue
-        fits = Fits(prepared)
-        setting = fits.best([1.0 - index % 2 for index in range(len(prepared))])
-        mine = [100 * error for error in fits.errors(setting)[1::2]]
-        result[name] = {
-            "rows": len(mine),
-            "mape": _rounded(statistics.fmean(mine)),
-            "median_ape": _rounded(statistics.median(mine)),
-            **dict(zip(CONSTANTS, setting, strict=True)),
-        }
-    return result
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -437,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tables.append(fitted_table("cross-validated: source left out", record["cross_validated"]))
     if words.calibrate:
         record["calibrated"] = calibrate(rows)
-        tables.append(fitted_table("calibrated: machine", record["calibrated"]))
+        tables.append(calibrated_table(record["calibrated"]))
     _print(record, tables, others)
     if words.json:
         words.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -519,6 +266,13 @@ def fitted_table(title: str, found: dict[str, dict[str, float]]) -> Table:
     count = sum(figure["rows"] for figure in found.values())
     weighted = [sum(f["rows"] * f[key] for f in found.values()) / count if count else None for key in ("mape",)]
     return (title, *keys), [*lines, ["all, by rows", int(count), *weighted, *[None] * (len(keys) - 2)]]
+
+
+def calibrated_table(found: dict[str, dict[str, float | None]]) -> Table:
+    """Return the table of refitted machines."""
+    keys = ("near_rows", "before", "near", "far_rows", "far", *SCALES)
+    head = ("calibrated on one node: source, machine", *keys)
+    return head, [[name, *(figure[key] for key in keys)] for name, figure in found.items()]
 
 
 def _print(record: dict[str, object], tables: Sequence[Table], others: Sequence[str]) -> None:

@@ -231,6 +231,10 @@ MODELS |= {
         hf, "qwen3", hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, **EVEN,
     ),
+    "qwen2": functools.partial(
+        hf, "qwen2", hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, **EVEN,
+    ),
     "gpt2_even": functools.partial(
         hf, "gpt2", vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
@@ -270,6 +274,9 @@ EXPERTS = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2
 MODELS |= {
     "mixtral": functools.partial(
         hf, "mixtral", intermediate_size=24, num_hidden_layers=2, num_local_experts=4, **EXPERTS
+    ),
+    "deep_mixtral": functools.partial(
+        hf, "mixtral", intermediate_size=24, num_hidden_layers=4, num_local_experts=4, **EXPERTS
     ),
     "qwen2_moe": functools.partial(
         hf, "qwen2_moe", intermediate_size=40, moe_intermediate_size=8, shared_expert_intermediate_size=24,

@@ -6,13 +6,14 @@ no more than one. Streams run their ops in the order of issue, beside each other
     start of an op = the later of   the end of the op before it on its stream
                                     the ends of the latest earlier ops of the names in `after`, of any task
 
-Compute waits for no collective that it does not name, but for those within a layer: sums of a tensor cut, exchanges of
-sequences and of experts. Where communication does not run beside compute (`hardware.overlap` is false) all ops of a stage
+Compute waits for no collective that it does not name, but for those within a layer (`EXPOSED_AXES`): the next
+product needs what comes. Where communication does not run beside compute (`hardware.overlap` is false) all ops of a stage
 are one queue; where it does, compute beside it is slowed by `hardware.contention`, c: a compute op of T seconds, beside
 which collectives that were issued before it run for t of them, takes
 
     T + min(t, c T) (1 - 1/c)          both want the same memory and multiprocessors (arXiv:2507.03114)
- What stages do together:
+
+What stages do together:
 
     send, recv      a recv ends when the send of the same name and micro-batch on the neighbour does; each direction is a
                     stream of its own, as a link is
@@ -34,14 +35,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from samestep import schedules
 from samestep.cost import seconds
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
-from samestep.program import Kind, Op, Program, Task, is_backward
+from samestep.program import EXPOSED_AXES, Kind, Op, Program, Task, TaskKind, is_backward
 from samestep.timeline import COMPUTE, Line, Run, Timeline
 
-_NEEDED_AT_ONCE = ("tp", "cp", "ep")
-"""Axes over which a layer sends in the midst of its work: the next product needs what comes."""
 _TOGETHER = ("world", "tie")
 """Axes that run through pipeline stages."""
 
@@ -340,4 +340,32 @@ def queue_of(op: Op, hardware: Hardware) -> str:
         return op.axis
     if not hardware.overlap:
         return ""
-    return COMPUTE if op.axis in _NEEDED_AT_ONCE else op.stream
+    return COMPUTE if op.axis in EXPOSED_AXES else op.stream
+
+
+# -- tasks as pieces -----------------------------------------------------------------------------------------------------
+
+
+def ideal_s(programs: Sequence[Program], seconds_of: Callable[[int, Task], float]) -> float:
+    """Return the seconds of one step whose tasks, each of a stage, take what is said, and whose messages take nothing."""
+    virtual = programs[0].step.layout.virtual_stages
+    queues = [[task for task in program.stages[0] if task.kind is not TaskKind.UPDATE] for program in programs]
+    position = [0] * len(programs)
+    free = [0.0] * len(programs)
+    done: dict[tuple[int, schedules.Action], float] = {}
+    moved = True
+    while moved:
+        moved = False
+        for stage, tasks in enumerate(queues):
+            while position[stage] < len(tasks):
+                task = tasks[position[stage]]
+                action = schedules.Action(schedules.ActionKind(str(task.kind)), task.microbatch, task.chunk)
+                needs = list(schedules.needs(action, stage, len(programs), virtual))
+                if any(need not in done for need in needs):
+                    break
+                free[stage] = max(free[stage], *(done[need] for need in needs), 0.0) + seconds_of(stage, task)
+                done[stage, action] = free[stage]
+                position[stage] += 1
+                moved = True
+    assert all(at == len(tasks) for at, tasks in zip(position, queues, strict=True)), "the schedule deadlocks"
+    return max(free) + max(seconds_of(stage, program.stages[0][-1]) for stage, program in enumerate(programs))

@@ -5,7 +5,7 @@ A layer's forward takes what its parts take one after the other, but never less 
     product      the longer of  waves x time of a tile   and   bytes / bandwidth        plus the shortest kernel
     attention    FLOPs / (peak x what a fused kernel reaches); a causal one does half of them
     other work   elements read and written / bandwidth
-    the layer    (device^n + host^n)^(1/n), host = operations x launch_s                 a soft maximum, n = 4
+    the layer    (device^n + host^n)^(1/n), host = operations x launch_s                 a soft maximum, n = 8
 
 A product [m, k] x [k, n] is cut into tiles, one for a multiprocessor at a time, so that its time grows in steps of
 `num_units` tiles; a tile pays for filling its pipeline too: (k + FILL) instead of k (Williams et al. 2009,
@@ -18,7 +18,7 @@ doi:10.1177/1094342005051521, rings):
 
     all_gather, reduce_scatter   (n-1) (a + S/(nB))      n-1 hops of one n-th of the buffer
     all_reduce                  2(n-1) (a + S/(nB))      one after the other; towards 2 S/B for many ranks
-    all_to_all                   (n-1) (a + S/(nB))      every rank sends to every other
+    all_to_all                   (n-1) (a + S/(nB))      every rank sends to every other, by its own port alone
     send                               a + S/B           a recv waits for it, and takes no time of its own
     reduce, broadcast            (n-1) (a + S/B)         naive: the root takes, or sends, whole buffers one by one
 
@@ -52,7 +52,7 @@ from samestep.program import BYTES_OF, Kind, Op, Program, Step, is_dealt
 UPDATE_PASSES = 7
 """Times an update goes over memory for one weight: weight, two states read and written, gradient read."""
 
-REACHED = 0.85
+REACHED = 0.88
 """What products of a training step reach of the best shape's rate. Fitted once, on the published record."""
 ATTENTION_REACHED = 0.65
 """The same of a fused attention, forward and backward together. Fitted once, on the published record."""
@@ -65,7 +65,9 @@ NETWORK_REACHED = 0.75
 """What messages of a training step reach of a port's rate for very large ones. Fitted once, on the published record."""
 FILL = 64
 """Steps along `inner` that a tile spends on filling its pipeline and writing its result."""
-SHARPNESS = 4
+SPLIT = 1024
+"""Steps along `inner` from which on it pays to share a tile."""
+SHARPNESS = 8
 """Of the maximum of device and host: both are uneven, so neither hides the other wholly."""
 ATTENTION_BACKWARD = 2.5
 """FLOPs of a fused attention's backward over its forward: it makes the scores once more (arXiv:2307.08691)."""
@@ -137,10 +139,18 @@ def _layer_s(
         return _soft_maximum(sum(times), len(products) * hardware.launch_s)
     times = [_product_s(product, samples, backward, part, work, dtypes, hardware) for product in products]
     moved = work.moved_elements * samples * BYTES_OF[dtypes.values] * (BACKWARD_MOVES if backward else 1.0)
-    kernels = max(work.kernels - (0 if is_whole else len(work.products)), 0) * (BACKWARD_KERNELS if backward else 1.0)
+    launched = max(work.kernels - (0 if is_whole else len(work.products)), 0) + _casts(products, dtypes)
+    kernels = launched * (BACKWARD_KERNELS if backward else 1.0)
     others = max(kernels - len(times), 0)
     device_s = sum(times) + moved / _bandwidth(hardware) + others * hardware.kernel_s
     return _soft_maximum(device_s, kernels * hardware.launch_s)
+
+
+def _casts(products: tuple[Product, ...], dtypes: _Dtypes) -> int:
+    """Operations that make smaller dtypes of what is multiplied: the rows, and the weight of every expert."""
+    if DTYPE_BYTES.get(dtypes.products, 8) >= BYTES_OF[dtypes.values]:
+        return 0
+    return sum(1 + product.groups for product in products if product.factors == "weight")
 
 
 def _soft_maximum(first: float, second: float) -> float:
@@ -164,7 +174,7 @@ def _product_s(
     if not backward:
         return _matrix_s(m, k, n, count, dtype, dtypes, hardware, product.taps)
     has_inputs = work.has_input_gradient and part != "weights"
-    total = _matrix_s(m, n, k, count, dtype, dtypes, hardware) if has_inputs else 0.0
+    total = _matrix_s(m, n, k, count, dtype, dtypes, hardware, given=product.taps) if has_inputs else 0.0
     if part == "inputs" and product.is_deferrable:
         return total
     if product.factors != "frozen":
@@ -186,9 +196,9 @@ def _attention_s(product: Product, samples: int, backward: bool, dtypes: _Dtypes
 
 @lru_cache(maxsize=2**16)
 def _matrix_s(
-    m: int, k: int, n: int, count: int, dtype: str, dtypes: _Dtypes, hardware: Hardware, taps: int = 1
+    m: int, k: int, n: int, count: int, dtype: str, dtypes: _Dtypes, hardware: Hardware, taps: int = 1, given: int = 1
 ) -> float:
-    """Time of `count` equal products [m, k] x [k, n]; `taps` elements of the first factor are the same one."""
+    """Time of `count` equal products [m, k] x [k, n]; `taps` elements of the first factor are one, and `given` of the result."""
     size = DTYPE_BYTES.get(dtype, 0) or BYTES_OF[dtype]
     kept = BYTES_OF[dtypes.values]
     rate = _peak(hardware, dtype)
@@ -198,19 +208,23 @@ def _matrix_s(
     compute_s = 2.0 * m * k * n * count / rate
     if hardware.num_units:
         compute_s = min(
-            _waves(m, n, count, rows, columns, hardware.num_units) * 2.0 * rows * columns * (k + FILL) / reached
+            _waves(m, n, count, rows, columns, k, hardware.num_units) * 2.0 * rows * columns / reached
             for rows, columns, reached in ((r, c, part * rate / hardware.num_units) for r, c, part in TILES)
         )
-    moved = count * (size * (m * k / taps + k * n) + kept * m * n)
+    moved = count * (size * (m * k / taps + k * n) + kept * m * n / given)
     # The kernel before it writes what it gives once more in the smaller dtype, as it is and transposed.
     cast_s = count * m * k * 2 * size / _bandwidth(hardware) if size < kept else 0.0
     return max(compute_s, moved / _bandwidth(hardware)) + cast_s + hardware.kernel_s
 
 
-def _waves(m: int, n: int, count: int, rows: int, columns: int, num_units: int) -> float:
-    """Rounds in which all multiprocessors work on a tile; past a few, tiles of equal length drift apart."""
+def _waves(m: int, n: int, count: int, rows: int, columns: int, k: int, num_units: int) -> float:
+    """Steps along `inner` that all multiprocessors take on their tiles, round by round.
+
+    Where there are fewer tiles than multiprocessors, several share one: each takes a part of its steps.
+    """
     tiles = count * math.ceil(m / rows) * math.ceil(n / columns)
-    return max(math.ceil(tiles / num_units), 1)
+    shared = max(1, min(num_units // tiles, k // SPLIT))
+    return max(math.ceil(tiles * shared / num_units), 1) * (math.ceil(k / shared) + FILL)
 
 
 DTYPE_BYTES = {"float8": 1, "float4": 1}
@@ -265,6 +279,8 @@ def collective_s(kind: Kind, size_bytes: int, group: Group, hardware: Hardware) 
     if kind in (Kind.REDUCE, Kind.BROADCAST):
         far = hardware.intra if group.nodes == 1 else hardware.intra.slower(hardware.inter)
         return far.collective_s + hops * (far.latency_s + size_bytes / far.bytes_per_s)
+    if kind is Kind.ALL_TO_ALL:
+        return link.collective_s + _exchange_s(size_bytes, group, hardware)
     ways = 2 if kind is Kind.ALL_REDUCE else 1
     # Of a ring through N nodes N hops leave a node; with one rank on each node all but none stay inside.
     between = group.nodes - 1
@@ -272,6 +288,16 @@ def collective_s(kind: Kind, size_bytes: int, group: Group, hardware: Hardware) 
     tree_s = math.log2(group.nodes) * hardware.inter.latency_s + math.log2(group.inside) * hardware.intra.latency_s
     waiting_s = min(ring_s, tree_s) if group.num_ranks > RINGS else ring_s
     return link.collective_s + ways * (waiting_s + hops / group.num_ranks * size_bytes / link.bytes_per_s)
+
+
+def _exchange_s(size_bytes: int, group: Group, hardware: Hardware) -> float:
+    """Every rank sends each other one an n-th: to those of its node, and at the same time to the others by its own port."""
+    near, far = hardware.intra.among(group.inside), hardware.inter
+    part = size_bytes / group.num_ranks
+    away = group.num_ranks - group.inside if group.nodes > 1 else 0
+    here = group.num_ranks - 1 - away
+    near_s = here * (near.latency_s + part / near.bytes_per_s)
+    return max(near_s, away * part / (far.bytes_per_s * _reached(hardware)) + far.latency_s * bool(away))
 
 
 def _link(group: Group, kind: Kind, hardware: Hardware) -> Link:

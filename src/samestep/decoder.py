@@ -203,6 +203,14 @@ def _named(layer: LayerSpec, path: str) -> LayerSpec:
     )
 
 
+def _shared(decoder: Decoder) -> Iterator[PartialSum]:
+    """Gradients of the weights of key-value heads that several ranks of a tensor cut share."""
+    if not decoder.bias and not decoder.latent_rank and decoder.kv < decoder.heads:
+        for name in ("v_proj", "k_proj"):
+            elements = decoder.kv * decoder.dim * decoder.hidden
+            yield PartialSum(owner=f"self_attn.{name}", elements=elements, weight=True, groups=decoder.kv)
+
+
 def _params(block: _Block, layer: int, path: str) -> Iterator[ParamSpec]:
     for name, shape, cut, trainable, experts in block.params:
         full = f"{path}.{name}" if path else name
@@ -223,7 +231,8 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
         elif decoder.shared_experts:
             parts.append(("mlp.shared_experts", "up_proj", "down_proj"))
         forward = tuple(PartialSum(owner=f"{part}.{last}", elements=stream) for part, _, last in parts)
-        backward = tuple(PartialSum(owner=f"{part}.{first}", elements=stream) for part, first, _ in reversed(parts))
+        inputs = tuple(PartialSum(owner=f"{part}.{first}", elements=stream) for part, first, _ in reversed(parts))
+        backward = (*inputs[:-1], *_shared(decoder), inputs[-1])
         kinds: tuple[BorderKind, ...] = ("gather", "scatter")
         owners = [(part, f"{part}.{last}") for part, _, last in parts]
         borders = tuple(
@@ -301,13 +310,13 @@ def _norm(decoder: Decoder, made: _Block, name: str) -> None:
 
 def _linear(
     decoder: Decoder, made: _Block, name: str, rows: int, inner: int, columns: int, cut: Cutting, groups: int = 0,
-    experts: int = 0,
+    experts: int = 0, is_shareable: bool = False,
 ) -> None:  # fmt: skip
     """A weight [columns, inner] and its product, cut between `groups` (heads, neurons) on one side."""
     style: Literal["column", "row"] = "row" if cut == "inner" else "column"
     shape = (experts, columns, inner) if experts else (columns, inner)
     dim = (1 if cut == "inner" else 0) + bool(experts)
-    spec_cut = Cut(style=style, dim=dim, groups=groups or shape[dim]) if cut else None
+    spec_cut = Cut(style=style, dim=dim, groups=groups or shape[dim], is_shareable=is_shareable) if cut else None
     made.weight(f"{name}.weight", shape, spec_cut, experts=experts)
     if decoder.bias:
         made.weight(f"{name}.bias", shape[:-1], spec_cut if cut == "columns" else None)
@@ -335,7 +344,7 @@ def _attention(decoder: Decoder, made: _Block) -> None:
         _linear(decoder, made, "self_attn.qkv", s, h, (a + 2 * k) * d, "columns", min(a, k))
     else:
         for name, heads in (("q_proj", a), ("k_proj", k), ("v_proj", k)):
-            _linear(decoder, made, f"self_attn.{name}", s, h, heads * d, "columns", heads)
+            _linear(decoder, made, f"self_attn.{name}", s, h, heads * d, "columns", heads, is_shareable=heads < a)
     if not decoder.positions:
         made.move(0, (2 if decoder.fused else 8) * (a + k) * d * s, 2 if decoder.fused else 10)
     _adapters(decoder, made, (a + 2 * k) * d)
@@ -418,7 +427,7 @@ def _experts(decoder: Decoder, made: _Block) -> None:
     made.dealings = (Dealing(owner="mlp.experts", rows=rows, width=h, experts=e),)
     # rows are copied out and back, weighted and added up; the router's scores are sorted
     inside = (3 if decoder.gated else 2) * rows * f
-    made.move(8 * rows * h + 8 * s * e + inside, 0, 20)
+    made.move(8 * rows * h + 8 * s * e + inside, 0, 24)
     made.save(2 * rows * h + inside, 0)
     if decoder.shared_experts:
         _feed_forward(plain, made, "mlp.shared_experts", f * decoder.shared_experts)

@@ -5,8 +5,11 @@ share the memory, and what one core reaches alone is not what each of two reache
 
     products     x^3 for growing x and each dtype; the best rate is the dtype's, all rates stand in its source
     memory       a copy of a large buffer, bytes read and written
-    launch       an operation on one element: what the host needs to start it; on a GPU, behind a product that keeps the
-                 queue full, what the shortest kernel takes
+    launch       an operation on one element: what the host needs to start it
+    kernel       what the shortest one takes: on a GPU behind a product that keeps the queue full; on a CPU, which is host
+                 and device at once, with what autograd does for it, forward and backward
+    elementwise  of a CPU: activation, softmax and norm of what fits in a cache, against the copy
+    once         of a CPU: AdamW and the gradient's norm of many small weights
     link         all_reduce by size; T = 2 (n-1) (a + S/(nB)) gives a from the smallest message and B from the largest
     overlap      products beside an all_reduce against both alone
 
@@ -29,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from samestep import hardware
+from samestep.cost import BACKWARD_KERNELS
 from samestep.errors import SamestepError
 from samestep.hardware import Hardware
 from samestep.report import write_whole
@@ -51,6 +55,8 @@ MESSAGES = {
 """Bytes of what is sent."""
 ENOUGH_S = 0.5
 """A figure is repeated for about so long, and a larger product is left out that would take more."""
+_CACHED = (512, 512)  # of float32: one MiB
+_SMALL = 50  # weights of 64 elements
 _TINY = 200  # operations on one element, one after the other
 _MOST_RANKS = 8  # of a CPU: more would share what they measure
 _FULL_QUEUE_EDGE = 8192
@@ -69,6 +75,10 @@ class _Figures:
     memory_bytes: int
     num_units: int
     device: str
+    elementwise_part: float | None = None
+    """What elementwise operations reach of the copy."""
+    step_s: float = 0.0
+    """What an update takes, however small."""
     attention_part: float | None = None
     """What a fused causal attention reaches of bfloat16's rate."""
     sent: dict[str, dict[int, float]] = field(default_factory=dict)
@@ -128,11 +138,14 @@ def _measured(place: Place) -> _Figures:
             one.add_(1.0)
 
     launch_s = _best_s(tiny, place, waits=False) / _TINY
+    copied = _copied_bytes_per_s(place)
     return _Figures(
         products=products,
-        copied_bytes_per_s=_copied_bytes_per_s(place),
+        copied_bytes_per_s=copied,
         launch_s=launch_s,
-        kernel_s=_kernel_s(tiny, device) if kind == "cuda" else 0.0,
+        kernel_s=_kernel_s(tiny, device) if kind == "cuda" else _recorded_s(place),
+        elementwise_part=None if kind == "cuda" else min(1.0, _elementwise_bytes_per_s(place) / copied),
+        step_s=0.0 if kind == "cuda" else _once_s(place),
         memory_bytes=_memory_bytes(place),
         num_units=torch.cuda.get_device_properties(device).multi_processor_count if kind == "cuda" else 0,
         device=torch.cuda.get_device_name(device) if kind == "cuda" else "a core",
@@ -204,6 +217,45 @@ def _kernel_s(tiny: Callable[[], None], device: torch.device) -> float:
         end.synchronize()
         found.append(start.elapsed_time(end) / 1e3 / _TINY)
     return min(found)
+
+
+def _recorded_s(place: Place) -> float:
+    """Return what an operation on one element takes that autograd records, its backward counted as `cost` counts it."""
+    one = torch.ones(1, requires_grad=True)
+
+    def chain() -> None:
+        value = one
+        for _ in range(_TINY):
+            value = value * 1.0
+        value.backward()  # type: ignore[no-untyped-call]
+
+    return _best_s(chain, place) / _TINY / (1 + BACKWARD_KERNELS)
+
+
+def _elementwise_bytes_per_s(place: Place) -> float:
+    """Return bytes read and written by an activation, a softmax and a norm of what fits in a cache."""
+    given = torch.randn(_CACHED)
+
+    def work() -> None:
+        torch.nn.functional.silu(given)
+        torch.softmax(given, -1)
+        torch.nn.functional.layer_norm(given, _CACHED[-1:])
+
+    return 3 * 2 * given.nbytes / _best_s(work, place)
+
+
+def _once_s(place: Place) -> float:
+    """Return what an update and the norm of the gradient take for many small weights."""
+    weights = [torch.nn.Parameter(torch.ones(64)) for _ in range(_SMALL)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.AdamW(weights)
+
+    def once() -> None:
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+
+    return _best_s(once, place)
 
 
 def _attention_part(best_flops_per_s: float, place: Place) -> float:
@@ -292,6 +344,13 @@ def _as_toml(figures: _Figures, ranks: int) -> str:
         table |= {"num_units": figures.num_units, "kernel_s": _rounded(figures.kernel_s)}
         sources["num_units"] = f"measured: as the driver says of {figures.device}"
         sources["kernel_s"] = "measured: kernels on one element behind a long product"
+    else:
+        table |= {"kernel_s": _rounded(figures.kernel_s), "step_s": _rounded(figures.step_s)}
+        sources["kernel_s"] = "measured: operations on one element that autograd records, forward and backward"
+        sources["step_s"] = f"measured: AdamW and the norm of {_SMALL} small gradients"
+        if figures.elementwise_part:
+            table["memory_efficiency"] = _rounded(figures.elementwise_part)
+            sources["memory_efficiency"] = "measured: activation, softmax and norm of one MiB, bytes read and written"
     table["overlap"], sources["overlap"] = _overlap(figures)
     table["flops_per_s"] = {name: _rounded(rate) for name, rate in best.items()}
     for name, rates in figures.products.items():

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from samestep.job import Job
 from samestep.model import LayerSpec, ParamSpec
-from samestep.program import BYTES_OF, Kind, Program, Step, Unit
+from samestep.program import BYTES_OF, Kind, Program, Step, Unit, is_dealt
 
 _STATES = {"adadelta": 2, "adafactor": 0, "adagrad": 1, "asgd": 1, "muon": 1, "rmsprop": 1, "rprop": 2, "sgd": 0}
 _MORE_STATES = {"adam": ("amsgrad",), "adamw": ("amsgrad",), "rmsprop": ("momentum", "centered"), "sgd": ("momentum",)}
@@ -119,7 +119,7 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
         ]
     else:
         weights, gradients = _in_units(program)
-        updated = [(_cut_numel(param, step.layout.num_shards, shard), step.master_dtype) for param in _trainable(step)]
+        updated = [(_cut_numel(step, param, shard), step.master_dtype) for param in _trainable(step)]
     master, offload = BYTES_OF[step.master_dtype], step.layout.offload
     # What stands on the host has masters of its own there, whatever dtype the device has.
     kept = sum(
@@ -174,10 +174,10 @@ def _in_buckets(program: Program) -> tuple[int, int]:
 def _in_units(program: Program) -> tuple[int, int]:
     """Weights and gradients of zero=2 and 3: the rank's part of each unit, padded."""
     step = program.step
-    weights = sum(unit.padded_numel for unit in program.units)
-    gradients = sum(unit.padded_grad_numel for unit in program.units)
-    part = BYTES_OF[step.master_dtype]
-    return weights // step.layout.num_shards * part, gradients // step.layout.num_shards * part
+    parts = {unit.name: step.layout.num_shards // unit.ep for unit in program.units}
+    weights = sum(unit.padded_numel // parts[unit.name] for unit in program.units)
+    gradients = sum(unit.padded_grad_numel // parts[unit.name] for unit in program.units)
+    return weights * BYTES_OF[step.master_dtype], gradients * BYTES_OF[step.master_dtype]
 
 
 def _chunk_numel(numel: int, chunk: int, shard: int) -> int:
@@ -185,8 +185,10 @@ def _chunk_numel(numel: int, chunk: int, shard: int) -> int:
     return min(max(numel - shard * chunk, 0), chunk)
 
 
-def _cut_numel(param: ParamSpec, num_shards: int, shard: int) -> int:
+def _cut_numel(step: Step, param: ParamSpec, shard: int) -> int:
     """Elements without padding that FSDP2 gives shard number `shard`: dim 0 in equal chunks, the last ones short."""
+    ep = step.layout.ep if is_dealt(step, param) else 1
+    num_shards, shard = step.layout.num_shards // ep, shard // ep
     rows = param.shape[0] if param.shape else 1
     if rows == 0:
         return 0
@@ -232,12 +234,18 @@ def _most(program: Program) -> _Moment:
     return most
 
 
+_SHARDED = ("dp_shard", "dp_expert")
+"""Axes over which units are cut."""
+
+
 class _Walk:
     """Follows activations, gathered units and whole gradients through bodies of a program."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.step = program, program.step
-        self.starting, self.ending = _by_layer(program.units, "first_layer"), _by_layer(program.units, "last_layer")
+        # What is dealt to all ranks is cut no further: nobody gathers it, and its gradient is the rank's own.
+        cut = tuple(unit for unit in program.units if unit.ep < self.step.layout.num_shards)
+        self.starting, self.ending = _by_layer(cut, "first_layer"), _by_layer(cut, "last_layer")
         self.names = {unit.name for unit in program.units}
         self.saved = [saved_bytes(self.step, layer) for layer in self.step.model.layers]
 
@@ -249,7 +257,7 @@ class _Walk:
         worst = _Moment("", 0, 0, -1)
         frees = Kind.WEIGHT if step.splits_backward else Kind.BACKWARD
         for op in self.program.bodies[body]:
-            if op.axis is not None and (op.axis != "dp_shard" or op.owner not in self.names):
+            if op.axis is not None and (op.axis not in _SHARDED or op.owner not in self.names):
                 continue  # holds nothing of its own
             kept, whole = self.saved[op.layer] if op.layer is not None else (0, 0)
             if op.axis is None:

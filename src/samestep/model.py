@@ -7,10 +7,13 @@ stand in the order in which the forward runs them: what comes before the blocks,
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, TypeVar
+from typing import ParamSpec as ParamSpecification
 
 FORMAT_VERSION = 5
 
@@ -74,6 +77,8 @@ class Cut:
     groups: int
     parts: int = 1
     """Weights lying side by side along `dim`, each cut by itself: 3 where q, k and v are fused."""
+    is_shareable: bool = False
+    """Whether several ranks may compute on one of its groups: heads of keys and values, fewer than those of queries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +90,8 @@ class PartialSum:
     elements: int
     weight: bool = False
     """The gradient of a weight that every rank holds, used on what is cut."""
+    groups: int = 0
+    """A sum that is made only where there are more ranks than groups of that weight, which they share; 0: always."""
 
 
 BorderKind = Literal["gather", "scatter"]
@@ -239,7 +246,8 @@ class LayerSpec:
 
     def cut_by(self, degree: int) -> LayerSpec:
         """Return one rank's part of a layer that is cut: its work and what it keeps, not its sums."""
-        products = tuple(product.cut_by(degree) for product in self.products)
+        shared = {part.owner: part.groups for part in self.backward_sums if part.groups}
+        products = tuple(p.cut_by(min(degree, shared.get(p.owner, degree))) for p in self.products)
         whole, mine = (sum(product.flops for product in parts) for parts in (self.products, products))
 
         def rest(part: int) -> int:
@@ -280,6 +288,7 @@ class LayerSpec:
             moved_cut_elements=part(self.moved_cut_elements),
             forward_sums=sums(self.forward_sums),
             backward_sums=sums(self.backward_sums),
+            dealings=tuple(replace(dealing, rows=part(dealing.rows)) for dealing in self.dealings),
         )
 
 
@@ -313,10 +322,6 @@ class ModelSpec:
     """Why context parallelism cannot slice sequences; empty where it can."""
     slices: tuple[tuple[str, int], ...] = ()
     """Arguments of blocks that have a row for each token, by their place, and which dimension that is."""
-
-    def __hash__(self) -> int:
-        """Hash what is at hand: what is known of a model is remembered by it, and a whole one takes milliseconds."""
-        return hash((self.name, len(self.layers), len(self.params)))
 
     @property
     def num_params(self) -> int:
@@ -369,3 +374,29 @@ def _param_from(fields: dict[str, Any]) -> ParamSpec:
     cut = Cut(**fields["cut"]) if fields["cut"] else None
     tuples = {name: tuple(fields[name]) for name in ("shape", "aliases", "called")}
     return ParamSpec(**{**fields, **tuples, "cut": cut})
+
+
+_Rest = ParamSpecification("_Rest")
+_Found = TypeVar("_Found")
+_MOST_REMEMBERED = 64
+
+
+def remembered(
+    function: Callable[Concatenate[ModelSpec, _Rest], _Found],
+) -> Callable[Concatenate[ModelSpec, _Rest], _Found]:
+    """Remember the latest answers of a function of a model.
+
+    By the very model, not by what it says: to hash or to compare two of hundreds of layers takes longer than most answers.
+    """
+    known: dict[tuple[object, ...], tuple[ModelSpec, _Found]] = {}
+
+    @functools.wraps(function)
+    def ask(model: ModelSpec, /, *rest: _Rest.args, **named: _Rest.kwargs) -> _Found:
+        key = (id(model), rest, tuple(named.items()))
+        if key not in known:
+            while len(known) >= _MOST_REMEMBERED:
+                del known[next(iter(known))]
+            known[key] = (model, function(model, *rest, **named))  # with the model, so that its id stays its own
+        return known[key][1]
+
+    return ask

@@ -14,7 +14,9 @@ stage 0:  F.first ─ B.first ─ F.last ─ B.last ─ U             tasks
           B.last = backward:layers.1, reduce:bucket.0, ...     a body: ops in the order in which they are issued
 ```
 Ops of one stream run in order: compute is one stream, each axis another. An op also waits for the latest earlier
-ops of the names in `after`.
+ops of the names in `after`, and compute for all that was issued before it over an axis of `EXPOSED_AXES`: these exchanges
+stand within a layer, whose compute is one op. All else runs beside compute: gathers ahead of need, reductions behind the
+backward, messages between stages.
 """
 
 from __future__ import annotations
@@ -41,6 +43,10 @@ COMPUTE_DTYPE: dict[Precision, str] = {
 
 STEP_SCALARS = ("loss", "count", "norm_squared", "stop")
 """What one all_reduce at the end of a step agrees on, as float64."""
+
+
+EXPOSED_AXES = ("tp", "cp", "ep")
+"""Axes whose collectives the next compute needs: sums of a tensor cut, heads of an attention, rows of experts."""
 
 
 class Kind(StrEnum):
@@ -175,7 +181,7 @@ class Unit:
     dtype: str
     """Dtype in which the weights are gathered."""
     padded_numel: int
-    """Elements of the unsharded buffer: each parameter's first dimension padded to a multiple of dp_shard."""
+    """Elements of the unsharded buffer: each parameter's first dimension padded to a multiple of the ranks that share it."""
     padded_grad_numel: int
     """The same for the gradients: without frozen weights."""
     keep_after_forward: bool
@@ -192,6 +198,13 @@ class Unit:
     is over at the end of the task."""
     ahead: str | None = None
     """Name of the unit that is gathered ahead of need when this one's backward starts."""
+    ep: int = 1
+    """Parts in which its weights are dealt to the ranks of the innermost data axis: of experts."""
+
+    @property
+    def shard_axis(self) -> str:
+        """The axis over which it is cut."""
+        return "dp_expert" if self.ep > 1 else "dp_shard"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +218,10 @@ class Step:
     ranks_per_node: int
     stage: int = 0
     """Position on `pp`: every stage has a program of its own."""
+    replica: int = 0
+    """Position among the ranks that read different samples: the first ones may have one more."""
+    samples: int | None = None
+    """Samples of the micro-batches that ops are written for; None for the largest of the step."""
     cuts_loss: bool = True
     """The loss works on logits cut by vocabulary; otherwise they are put together for it."""
 
@@ -217,6 +234,7 @@ class Step:
         ranks_per_node: int | None = None,
         cuts_loss: bool | None = None,
         stage: int = 0,
+        replica: int = 0,
     ) -> Step:
         """Take from a job what shapes its step."""
         per_node = ranks_per_node or job.run.ranks_per_node or layout.world_size
@@ -227,6 +245,7 @@ class Step:
             global_batch=job.train.global_batch,
             ranks_per_node=min(per_node, layout.world_size),
             stage=stage,
+            replica=replica,
             cuts_loss=job.train.loss == "cross_entropy" if cuts_loss is None else cuts_loss,
         )
 
@@ -247,8 +266,14 @@ class Step:
 
     @cached_property
     def microbatch_samples(self) -> int:
-        """Samples of the largest micro-batch."""
-        return -(-self.rank_samples // self.num_microbatches)
+        """Samples of a micro-batch: of those at hand, or the largest."""
+        return self.samples or -(-self.rank_samples // self.num_microbatches)
+
+    @property
+    def microbatch_sizes(self) -> tuple[int, ...]:
+        """Samples that each micro-batch of this rank runs: an empty one, one of another rank that counts nothing."""
+        mine = _even_part(self.global_batch, self.layout.dp, self.replica)
+        return tuple(max(1, _even_part(mine, self.num_microbatches, index)) for index in range(self.num_microbatches))
 
     @property
     def compute_dtype(self) -> str:
@@ -272,8 +297,8 @@ class Step:
 
     @property
     def innermost_data_ranks(self) -> int:
-        """Ranks of the innermost data axis, from which `ep` borrows."""
-        return self.layout.dp_shard if self.zero else self.layout.dp_replicate
+        """Ranks of the innermost data axis, those of `cp` among them, from which `ep` borrows."""
+        return self.layout.num_shards if self.zero else self.layout.num_replicas
 
     def working_dtype(self, param: ParamSpec) -> str:
         """Dtype in which `param` stands in the module: a shared weight stays in master precision and is cast at
@@ -307,7 +332,7 @@ class Program:
                 yield task, op
 
     def ledger(self, stage: int = 0, group_of: Callable[[str], str] = str) -> dict[str, list[LedgerRow]]:
-        """List what each group sends, in order of issue; interleaving between groups is timing, and no part of it.
+        """List what each group sends, in order of issue, and what it receives; how these lists interleave is timing.
 
         `group_of` names the group that serves an axis: two axes over the same ranks share one.
         """
@@ -315,8 +340,21 @@ class Program:
         for _, op in self.ops(stage):
             if op.axis is not None:
                 row = LedgerRow(str(op.kind), op.dtype, op.size_bytes, op.owner)
-                rows.setdefault(group_of(op.axis), []).append(row)
+                rows.setdefault(ledger_key(group_of(op.axis), row), []).append(row)
         return rows
+
+
+def ledger_key(group: str, row: LedgerRow) -> str:
+    """Name the list of a ledger that a row belongs to: that of its group, or of what it is received from.
+
+    What is received is awaited ahead of need, as soon as there is a place for it.
+    """
+    return f"{group} recv {row.owner}" if row.kind == Kind.RECV else group
+
+
+def _even_part(count: int, parts: int, index: int) -> int:
+    """Size of one of several parts that differ by at most one, the larger ones first."""
+    return count // parts + (index < count % parts)
 
 
 def position(microbatch: int, num_microbatches: int) -> str:

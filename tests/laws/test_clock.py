@@ -15,11 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from samestep import decoder
 from samestep.clock import play
 from samestep.cost import seconds
+from samestep.decoder import Decoder
 from samestep.errors import SamestepError
 from samestep.hardware import Hardware, Link, load, profiles
-from samestep.program import Kind, Op
+from samestep.program import EXPOSED_AXES, Kind, Op
 from samestep.timeline import COMPUTE, Span, Timeline
 from tests.laws.models import LAW, Case, blocks, case, cases, machine
 
@@ -99,6 +101,22 @@ def test_an_update_goes_over_its_own_share(layout: str, shards: int, precision: 
     assert seconds(update, program, machine(memory_bytes_per_s=1e9)) == pytest.approx(expected)
 
 
+EXPERTS = Decoder(layers=2, hidden=64, heads=4, vocab=64, sequence=32, gated=True, experts=4, top_k=2)
+
+
+@pytest.mark.parametrize("words", ["tp=2", "cp=2", "ep=2", "tp=2 recompute=full", "cp=2 zero=3", "ep=2 zero=1"])
+def test_compute_waits_for_what_the_next_product_needs(words: str) -> None:
+    """Sums of a tensor cut, heads of an attention and rows of experts are exposed; what is gathered ahead is not."""
+    program = case(decoder.spec(EXPERTS, "experts"), f"dp=2 {words}").program
+    spans = [(op, span) for span, (_, op) in zip(play([program], SLOW).spans, program.ops(), strict=True)]
+    exposed = [span for op, span in spans if op.axis in EXPOSED_AXES]
+    assert exposed
+    in_line = sorted(
+        (span for op, span in spans if op.axis is None or op.axis in EXPOSED_AXES), key=lambda s: s.start_s
+    )
+    assert all(after.start_s >= before.end_s for before, after in pairwise(in_line))
+
+
 def test_a_dtype_without_a_speed_is_refused_by_name() -> None:
     hardware = replace(machine(), flops_per_s={"float32": 1e12})
     with pytest.raises(SamestepError, match="no flops_per_s for bfloat16; it has float32"):
@@ -132,6 +150,27 @@ def test_overlap_never_makes_a_step_longer(case: Case) -> None:
     assert after.step_s == pytest.approx(sum(span.end_s - span.start_s for span in after.spans))
     assert beside.step_s <= after.step_s * (1 + 1e-12)
     assert beside.busy_s(0) == pytest.approx(after.busy_s(0))
+
+
+@LAW
+@given(cases(), st.floats(1.0, 2.0))
+def test_compute_beside_communication_takes_longer_and_never_more_than_contention_says(case: Case, c: float) -> None:
+    plain, crowded = (play([case.program], replace(SLOW, overlap=True, contention=k)) for k in (1.0, c))
+    assert plain.busy_s(0) * (1 - 1e-9) <= crowded.busy_s(0) <= c * plain.busy_s(0) * (1 + 1e-9)
+    assert crowded.step_s >= plain.step_s * (1 - 1e-9)
+
+
+def test_a_collective_as_long_as_the_compute_beside_it_slows_all_of_it() -> None:
+    model = blocks(4, 4096, 2048, forward_flops=10**11)
+    hardware = replace(machine(bytes_per_s=1e7), contention=1.25)
+    program = case(model, "dp=2 zero=3").program
+    crowded, alone = (play([program], h) for h in (hardware, replace(hardware, contention=1.0)))
+    slowed = [
+        (span.end_s - span.start_s) / (before.end_s - before.start_s)
+        for span, before in zip(crowded.spans, alone.spans, strict=True)
+        if span.stream == COMPUTE and before.end_s > before.start_s
+    ]
+    assert max(slowed) == pytest.approx(1.25, rel=1e-3)
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])

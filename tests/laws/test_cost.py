@@ -71,6 +71,13 @@ def test_one_tile_more_than_the_device_has_units_is_another_wave() -> None:
     assert price(layer_of(more), Kind.FORWARD) > 1.15 * price(layer_of(full), Kind.FORWARD)
 
 
+def test_few_tiles_are_shared_where_they_have_many_steps() -> None:
+    """The gradient of a convolution's weight: a few results, each a sum over a whole batch."""
+    wide = Product(rows=64, inner=2**18, columns=64)
+    alone = wide.flops / (GPU.flops_per_s["bfloat16"] * cost.REACHED * GPU.efficiency["bfloat16"] / GPU.num_units)
+    assert price(layer_of(wide), Kind.FORWARD) < alone / 20
+
+
 def test_rows_that_do_not_start_at_128_bytes_are_slower() -> None:
     times = [price(layer_of(Product(rows=8192, inner=4096, columns=n)), Kind.FORWARD) for n in (8192, 8200, 8201)]
     assert times == sorted(times)
@@ -151,6 +158,17 @@ def test_where_no_switch_joins_the_devices_two_are_slower_than_eight() -> None:
     assert busy[2] > 3 * busy[4] > 3 * busy[8]
 
 
+@LAW
+@given(st.integers(2**16, 2**30), st.integers(1, 8), st.integers(2, 8))
+def test_an_exchange_leaves_a_node_by_each_rank_s_own_port(size_bytes: int, inside: int, nodes: int) -> None:
+    ranks = inside * nodes
+    away = (ranks - inside) / ranks * size_bytes
+    time_s = collective_s(Kind.ALL_TO_ALL, size_bytes, Group(ranks, nodes, inside), GPU)
+    assert time_s >= away / GPU.inter.bytes_per_s
+    near = collective_s(Kind.ALL_TO_ALL, size_bytes, Group(ranks, 1, ranks), GPU)
+    assert near <= time_s or GPU.intra.latency_s * ranks > away / GPU.inter.bytes_per_s
+
+
 def test_measured_bus_bandwidths_are_met() -> None:
     """vTrain's all_reduce on eight A100: 1 MiB in 93 us, 32 MiB in 358 us, 1 GiB in 8.19 ms."""
     for size_bytes, measured_s in ((2**20, 93e-6), (2**25, 358e-6), (2**30, 8.19e-3)):
@@ -183,6 +201,13 @@ def test_a_published_step_is_met_within_a_fifth() -> None:
     shape = {"vocab": 50368, "sequence": 1024, "positions": 1024, "tied": 0, "bias": 0}
     predicted_s = step_s("gpt3-13b", "dp=8 zero=3 microbatch=40 recompute=full", 960, GPU, **shape)
     assert predicted_s == pytest.approx(960 * 1024 / 8 / 2330, rel=0.2)
+
+
+def test_smaller_dtypes_cost_the_host_a_cast_for_each_expert() -> None:
+    products = (Product(rows=64, inner=64, columns=64, groups=8),)
+    dtypes = cost._Dtypes("float8", "bfloat16", "float32")
+    assert cost._casts(products, dtypes) == 9
+    assert cost._casts(products, dtypes._replace(products="bfloat16")) == 0
 
 
 def test_slower_hardware_never_makes_a_faster_step() -> None:

@@ -39,7 +39,7 @@ def test_every_row_goes_out_and_comes_back(text: str, microbatch: int, recompute
     passes = 4 if recompute == "none" else 6  # forward, backward and a repeated forward, each out and back
     rows = [op for op in sent if op.dtype == "float32"]
     assert len(rows) == passes * len(model.layers) * step.num_microbatches
-    assert {op.size_bytes for op in rows} == {6 * 4 * 4 * step.microbatch_samples}
+    assert {op.size_bytes for op in rows} == {6 * 4 * 4 * samples for samples in step.microbatch_sizes}
     assert len(sent) - len(rows) == passes // 2 * len(model.layers) * step.num_microbatches - (
         len(model.layers) * step.num_microbatches
     )
@@ -59,6 +59,29 @@ def test_experts_are_summed_by_those_who_hold_them(text: str) -> None:
     assert program.axes.get("dp_expert", 1) == (holders if layout.ep > 1 else 1)
     kind = Kind.REDUCE_SCATTER if layout.zero else Kind.ALL_REDUCE
     assert len(_ops(program, kind, "dp_expert")) == (len(of_experts) if holders > 1 else 0)
+
+
+@LAW
+@given(st.sampled_from(["dp=8", "dp_replicate=2 dp_shard=4"]), st.sampled_from([2, 4, 8]), st.sampled_from([2, 3]))
+def test_units_of_experts_are_cut_by_those_who_hold_them(data: str, ep: int, zero: int) -> None:
+    """All else is cut over the whole of dp_shard; what one rank holds alone is neither gathered nor scattered."""
+    text = f"{data} zero={zero} ep={ep}"
+    if Layout.parse(text).dp_shard % ep:
+        with pytest.raises(LayoutError, match="does not divide dp_shard=4"):
+            case(dealing(), text)
+        return
+    program = case(dealing(), text).program
+    layout = program.step.layout
+    holders = layout.dp_shard // ep
+    of_experts = {unit.name for unit in program.units if unit.ep == ep}
+    assert len(of_experts) == len(program.step.model.layers)
+    for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
+        over = {op.axis: op.owner in of_experts for _, op in program.ops() if op.kind is kind}
+        assert over == {"dp_shard": False, **({"dp_expert": True} if holders > 1 else {})}
+    reduced = {op.owner for _, op in program.ops() if op.kind is Kind.ALL_REDUCE and op.axis == "dp_replicate"}
+    assert (of_experts <= reduced) is (layout.dp_replicate > 1)
+    held = sum(at_rest(program, rank=rank).optimizer for rank in range(layout.dp_shard))
+    assert held == at_rest(case(dealing(), "dp=1").program).optimizer
 
 
 @LAW

@@ -10,6 +10,7 @@ from hypothesis import given
 
 from samestep.model import ModelSpec, ParamSpec
 from samestep.program import BYTES_OF, Kind, Program, TaskKind
+from samestep.strategies import program_of
 from tests.laws.models import LAW, Case, blocks, case, cases
 
 ZERO_01 = cases(0, 1)
@@ -206,18 +207,38 @@ def test_the_update_waits_for_every_reduction(layout: str) -> None:
 @LAW
 @given(cases())
 def test_flops_are_conserved(case: Case) -> None:
+    """Over all ranks that read samples each is computed once, and one of another rank where a micro-batch is empty."""
     step = case.program.step
-    flops: Counter[Kind] = Counter()
-    for _, op in case.program.ops():
-        flops[op.kind] += op.flops
-    whole = case.model.forward_flops * step.global_batch
-    samples = step.num_microbatches * step.microbatch_samples * case.layout.dp
-    assert flops[Kind.FORWARD] * case.layout.dp >= whole
-    assert (flops[Kind.FORWARD] * case.layout.dp == whole) == (samples == step.global_batch)
-    assert flops[Kind.BACKWARD] == 2 * flops[Kind.FORWARD]
     once = sum(layer.forward_flops for layer in case.model.layers if layer.is_block)
-    again = once * step.num_microbatches * step.microbatch_samples if case.layout.recompute == "full" else 0
-    assert flops[Kind.RECOMPUTE] == again
+    total = 0
+    for replica in range(case.layout.dp):
+        program = program_of(case.model, case.job, case.layout, step.ranks_per_node, replica=replica)
+        sizes = program.step.microbatch_sizes
+        flops: Counter[Kind] = Counter()
+        for _, op in program.ops():
+            flops[op.kind] += op.flops
+        assert flops[Kind.FORWARD] == case.model.forward_flops * sum(sizes)
+        assert flops[Kind.BACKWARD] == 2 * flops[Kind.FORWARD]
+        assert flops[Kind.RECOMPUTE] == (once * sum(sizes) if case.layout.recompute == "full" else 0)
+        assert max(sizes) <= step.microbatch_samples
+        total += sum(sizes)
+    assert total >= step.global_batch
+    if step.global_batch >= case.layout.dp * step.num_microbatches:
+        assert total == step.global_batch
+
+
+def test_micro_batches_of_other_sizes_send_others() -> None:
+    program = case(blocks(2, forward_flops=10), "dp=1 microbatch=3", global_batch=8).program
+    assert [task.body for task in program.stages[0]] == [
+        "F.first",
+        "B.first",
+        "F.middle",
+        "B.middle",
+        "F.of2.last",
+        "B.of2.last",
+        "U",
+    ]
+    assert program.bodies["F.of2.last"][0].flops * 3 == program.bodies["F.first"][0].flops * 2
 
 
 @LAW

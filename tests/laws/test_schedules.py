@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from samestep.errors import LayoutError
-from samestep.schedules import Action, ActionKind, Order, Schedule, check, in_flight, order, to_text
+from samestep.schedules import Action, ActionKind, Order, Schedule, check, in_flight, needs, order, to_text
 from tests.laws.models import LAW
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
@@ -281,3 +281,31 @@ def test_a_wrong_order_is_refused_by_name(text: str, num_chunks: int, what: str)
     with pytest.raises(LayoutError) as error:
         check(read(text), num_chunks)
     assert what in str(error.value)
+
+
+def messages(shape: Shape) -> tuple[dict[tuple[int, int, str, bool], list[Action]], ...]:
+    """What passes over each link (sender, receiver, kind, around the end of the axis), as sent and as awaited."""
+    count, chunks = shape.num_stages, shape.num_chunks
+    sent: dict[tuple[int, int, str, bool], list[Action]] = {}
+    awaited: dict[tuple[int, int, str, bool], list[Action]] = {}
+    makers = {}
+    for stage, actions in enumerate(shape.orders):
+        for action in actions:
+            for sender, needed in needs(action, stage, count, chunks):
+                if sender != stage:
+                    link = (sender, stage, str(action.kind), needed.chunk != action.chunk)
+                    makers[sender, needed] = link
+                    awaited.setdefault(link, []).append(needed)
+    for stage, actions in enumerate(shape.orders):
+        for action in actions:
+            if (stage, action) in makers:
+                sent.setdefault(makers[stage, action], []).append(action)
+    return sent, awaited
+
+
+@LAW
+@given(shapes())
+def test_both_ends_of_a_link_name_its_messages_in_one_order(shape: Shape) -> None:
+    """NCCL has no tags: what is awaited first gets what was sent first."""
+    sent, awaited = messages(shape)
+    assert sent == awaited

@@ -65,7 +65,7 @@ def test_bytes_held_are_those_the_program_says(model: str, layout: str, precisio
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-@pytest.mark.parametrize("layout", ["dp=4 ep=2", "dp=4 ep=2 zero=1", "dp=4 ep=4 zero=1"])
+@pytest.mark.parametrize("layout", ["dp=4 ep=2", "dp=4 ep=4 zero=1", "dp=4 ep=2 zero=3", "dp=2 cp=2 ep=4 zero=2"])
 def test_bytes_held_of_dealt_experts(layout: str, precision: str) -> None:
     job = job_of(precision, 2, optimizer={"name": "adamw", "options": {}})
     for held, said in pool(4).run(_held, "mixtral", layout, job):

@@ -414,9 +414,11 @@ MOVES = [
     ("deep_tied", "tp=2 pp=2 microbatch=2", "dp=4 zero=2"),
     ("deep_tied", "dp=4 zero=3", "tp=2 pp=2 microbatch=2"),
     ("qwen3", "dp=2 tp=2 zero=3", "tp=2"),
+    ("qwen3", "tp=4", "dp=2 tp=2 zero=1"),
     ("qwen3_moe", "dp=4 ep=2", "dp=2 zero=3"),
     ("mixtral", "dp=2 tp=2", "dp=4 ep=4 zero=1"),
     ("own_experts", "dp_replicate=2 dp_shard=2 zero=1 ep=2", "dp=2 ep=2"),
+    ("mixtral", "dp=4 ep=2 zero=3", "dp=2 cp=2 ep=2 zero=2"),
 ]
 
 

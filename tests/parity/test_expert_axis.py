@@ -44,6 +44,19 @@ DEALT = [
     "dp=2 pp=2 ep=2 zero=1 microbatch=1 recompute=full",
     "dp=2 tp=2 ep=2 microbatch=2",
     "dp=2 tp=2 ep=2 zero=1 recompute=full",
+    "dp=2 ep=2 zero=3",
+    "dp=4 ep=2 zero=3 microbatch=1 recompute=full",
+    "dp=4 ep=2 zero=2 microbatch=1 accumulate=full",
+    "dp_replicate=2 dp_shard=2 ep=2 zero=3 microbatch=2",
+    "dp=2 pp=2 ep=2 zero=3 microbatch=2",
+    "dp=2 tp=2 ep=2 zero=3 recompute=selective",
+]
+SLICED = [
+    "dp=2 cp=2",
+    "dp=1 cp=2 ep=2 microbatch=4",
+    "dp=1 cp=2 ep=2 zero=3 recompute=full",
+    "dp=2 cp=2 ep=4 zero=1 microbatch=2",
+    "dp=2 cp=2 ep=2 zero=3",
 ]
 
 
@@ -51,7 +64,9 @@ def _job(precision: str = "float64", steps: int = 5):
     return job_of(precision, steps, train={"global_batch": 8}, optimizer={"clip_norm": 0.5})
 
 
-@pytest.mark.parametrize(("layout", "model"), combinations(WHOLE + DEALT, MODELS, always=()))
+@pytest.mark.parametrize(
+    ("layout", "model"), [*combinations(WHOLE + DEALT, MODELS, always=()), *combinations(SLICED, MODELS[:3], always=())]
+)
 def test_experts_compute_what_one_device_computes(layout: str, model: str) -> None:
     where = Layout.parse(layout)
     if where.tp > 1 and model == "own_experts":
@@ -63,7 +78,7 @@ def test_experts_compute_what_one_device_computes(layout: str, model: str) -> No
 
 @pytest.mark.parametrize(
     ("layout", "model"),
-    combinations(["dp=2 ep=2 recompute=full", "dp=2 zero=3", "dp=2 ep=2 zero=1 microbatch=2", "dp=4 ep=2"], MODELS, ()),
+    combinations(["dp=2 ep=2 recompute=full", "dp=2 zero=3", "dp=2 ep=2 zero=3 microbatch=2", "dp=4 ep=2"], MODELS, ()),
 )
 def test_the_ledger_holds_in_mixed_precision(layout: str, model: str) -> None:
     ranks = pool(Layout.parse(layout).world_size).run(observe, model, layout, _job("bf16", 2), True)
@@ -98,7 +113,7 @@ def test_uneven_batches_are_legal(model: str, layout: str, batch: int) -> None:
     [
         ("dp=2 ep=2", "llama", r"ep=2: llama has no experts .*ep=1 works"),
         ("dp=2 ep=4", "mixtral", r"ep=4 borrows data ranks, and does not divide dp_replicate=2; ep=2 works"),
-        ("dp=2 ep=2 zero=3", "mixtral", r"zero=3 would cut what is dealt once more: zero=1 with it works"),
+        ("dp=1 cp=2 ep=4", "mixtral", r"ep=4 borrows data ranks, and does not divide dp_replicate x cp=2; ep=2 works"),
         ("dp=2 ep=2 reduce=hierarchical", "mixtral", r"experts differ with ep=2: reduce=ring works"),
         ("tp=2 sequence_parallel", "mixtral", r"may mix tokens; tp=2 alone works"),
         ("dp=2 ep=2", "three_experts", r"ep=2 does not divide the 3 experts of blocks.0.experts.up; only ep=1 works"),

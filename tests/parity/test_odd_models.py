@@ -315,6 +315,31 @@ def convolutional() -> nn.Module:
     )  # fmt: skip
 
 
+class Biased(nn.Module):
+    """Every block is given a learned bias too, whose gradient is known before those of the block's own weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.bias = nn.Embedding(VOCABULARY, 10), nn.Embedding(VOCABULARY, 10)
+        self.blocks = nn.ModuleList(BiasedBlock() for _ in range(3))
+        self.head = nn.Linear(10, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, bias = self.embed(input_ids), self.bias(input_ids)
+        for block in self.blocks:
+            x = block(x, bias)
+        return self.head(x)
+
+
+class BiasedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(10, 20), nn.Linear(20, 10)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x))) + bias
+
+
 class InPlace(nn.Module):
     """A block that writes into its own input."""
 
@@ -531,6 +556,7 @@ ODD: dict[str, Odd] = {
     "flat": Odd(Flat, Pairs, "mse"),
     "flat_with_root": Odd(FlatWithRoot, Pairs, "mse"),
     "encoder_decoder": Odd(EncoderDecoder),
+    "biased": Odd(Biased),
     "buffered": Odd(Buffered),
     "frozen_batch_norm": Odd(frozen_batch_norm, Pairs, "mse"),
     "instance_norm_in_evaluation": Odd(instance_norm_in_evaluation, lambda: Pairs((3, 12), 4), "mse"),

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import pytest
 
+from samestep.datasets import batches
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from tests.laboratory import assert_same, job_of, observe
+from samestep.strategies import program_of
+from tests.laboratory import assert_same, job_of, make_run, observe
+from tests.models import Tokens
 from tests.parity.test_data_axis import TOLERANCE, combinations, reference
 from tests.pool import pool
 
@@ -48,10 +51,8 @@ def _job(precision: str = "float64", steps: int = 5):
 @pytest.mark.parametrize(("layout", "model"), combinations(LAYOUTS, MODELS, always=()))
 def test_a_tensor_cut_computes_what_one_device_computes(layout: str, model: str) -> None:
     ranks = pool(4 if "dp=2" in layout else 2).run(observe, model, layout, _job(), True)
-    even = "microbatch=3" not in layout  # 8 samples in 3, 3 and 2: the program lists the largest micro-batch
     assert_same(ranks, reference(model, "float64", 8, True), TOLERANCE)
-    for seen in ranks:
-        assert not even or seen.ledger == seen.predicted
+    assert all(seen.ledger == seen.predicted for seen in ranks)
 
 
 @pytest.mark.parametrize(("layout", "model"), combinations(CUT_SEQUENCES, SEQUENCES, always=()))
@@ -104,6 +105,48 @@ def test_four_ranks_cut_one_model(model: str) -> None:
     ranks = pool(4).run(observe, model, "tp=4", _job(), True)
     assert_same(ranks, reference(model, "float64", 8, True), TOLERANCE)
     assert all(seen.ledger == seen.predicted for seen in ranks)
+
+
+SHARED = [
+    "tp=4",
+    "tp=4 sequence_parallel recompute=selective",
+    "tp=4 recompute=full microbatch=4",
+]
+SHARED_BY_EIGHT = ["tp=4 cp=2", "dp=2 tp=4 zero=3 microbatch=2", "dp=2 tp=4 zero=1", "tp=4 pp=2 microbatch=2"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        *combinations(SHARED, ["qwen2", "qwen3", "llama_tied"], always=()),
+        *(pytest.param(layout, "deep_qwen3", marks=pytest.mark.nightly) for layout in SHARED_BY_EIGHT),
+    ],
+)
+def test_ranks_share_heads_of_keys_and_values(layout: str, model: str) -> None:
+    """Four query heads on four ranks, two heads of keys and values: two ranks compute on each of these."""
+    ranks = pool(Layout.parse(layout).world_size).run(observe, model, layout, _job(), True)
+    assert_same(ranks, reference(model, "float64", 8, True), TOLERANCE)
+    assert all(seen.ledger == seen.predicted for seen in ranks)
+
+
+@pytest.mark.parametrize("model", ["qwen2", "qwen3"])
+def test_the_ledger_of_shared_heads_holds_in_mixed_precision(model: str) -> None:
+    for seen in pool(4).run(observe, model, "tp=4", _job("bf16", 2), True):
+        assert seen.ledger == seen.predicted
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        ("tp=4 pp=2 schedule=zero-bubble", "zero-bubble computes later: tp=2 works, and so does schedule=1f1b"),
+        ("tp=8", "tp=8 does not divide the 4 groups of .*q_proj.weight; tp=2 or 4 does"),
+    ],
+)
+def test_heads_that_cannot_be_shared_are_refused(layout: str, text: str) -> None:
+    run = make_run(0, 1, "deep_llama", "dp=1", _job())
+    run.prepare(next(batches(Tokens(), _job())).samples([0]))
+    with pytest.raises(LayoutError, match=text):
+        program_of(run.made.spec, _job(), Layout.parse(layout))
 
 
 def test_a_module_without_a_plan_is_refused() -> None:

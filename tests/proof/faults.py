@@ -32,6 +32,7 @@ from samestep.runtime.init import Blueprint
 from samestep.runtime.launch import Place
 from samestep.runtime.run import Run, Source, prepare
 from samestep.runtime.update import Updater
+from samestep.schedules import Action, ActionKind
 from samestep.verdict import Cause, Verdict
 from tests.laboratory import job_of, perturbed
 from tests.models import MODELS, Tokens
@@ -505,6 +506,24 @@ def outputs_of_row_cuts_are_not_summed(patch: Patch) -> None:
     patch.setattr(tensor, "reduce", lambda x, *args: x)
 
 
+@fault(Cause.FORWARD, "dp=1 tp=4", "qwen3")
+def every_rank_takes_the_first_key_value_head(patch: Patch) -> None:
+    def shared(original: Any, module: Any, path: str, mesh: Any, *rest: Any) -> None:
+        original(module, path, replace(mesh, rank=mesh.rank - mesh.tp_index), *rest)
+
+    around(patch, tensor, "_around_shared", shared)
+
+
+@fault(Cause.MISSING_REDUCTION, "dp=1 tp=4", "qwen3")
+def key_value_heads_that_ranks_share_are_not_summed(patch: Patch) -> None:
+    def copied(original: Any, x: Tensor, group: Any, owner: str, dtype: Any = None) -> Tensor:
+        is_shared = dtype is not None and owner.endswith(("k_proj", "v_proj"))
+        found: Tensor = x if is_shared else original(x, group, owner, dtype)
+        return found
+
+    around(patch, tensor, "copy", copied)
+
+
 @fault(Cause.MISSING_REDUCTION, "dp=1 tp=2 sequence_parallel", "llama_even")
 def norms_are_not_summed_under_sequence_parallel(patch: Patch) -> None:
     patch.setattr(sequence, "_sum_gradients", lambda *args: None)
@@ -551,22 +570,20 @@ def attention_sees_the_slice_alone(patch: Patch) -> None:
 
 @fault(Cause.BORDER, "dp=1 pp=2 microbatch=4", "deep_granite")
 def the_embedding_scale_is_applied_on_every_stage(patch: Patch) -> None:
-    def wait(original: Any, self: Any, into: Tensor, *args: Any, **kwargs: Any) -> None:
-        original(self, into, *args, **kwargs)
-        if not kwargs["backward"]:
-            into.mul_(12.0)
+    def received(original: Any, self: Any, action: Action, *args: Any) -> Tensor:
+        came: Tensor = original(self, action, *args)
+        return came.mul_(12.0) if action.kind is ActionKind.FORWARD else came
 
-    around(patch, pipeline.Stage, "_wait_for", wait)
+    around(patch, pipeline.Stage, "_received", received)
 
 
 @fault(Cause.DOUBLE_REDUCTION, "dp=1 pp=2 microbatch=4", "deep_llama")
 def gradients_grow_at_the_border(patch: Patch) -> None:
-    def wait(original: Any, self: Any, into: Tensor, *args: Any, **kwargs: Any) -> None:
-        original(self, into, *args, **kwargs)
-        if kwargs["backward"]:
-            into.mul_(2.0)
+    def received(original: Any, self: Any, action: Action, *args: Any) -> Tensor:
+        came: Tensor = original(self, action, *args)
+        return came.mul_(2.0) if action.kind is ActionKind.BACKWARD else came
 
-    around(patch, pipeline.Stage, "_wait_for", wait)
+    around(patch, pipeline.Stage, "_received", received)
 
 
 @fault(Cause.TIED, "dp=1 pp=2 microbatch=4", "deep_tied")

@@ -53,7 +53,7 @@ def row(**cells: object) -> dict[str, str]:
         ({"n_layers": None, "hidden": None}, "no sizes of the model"),
         ({"metric_step_time_s": ""}, "nothing was measured"),
         ({"pp": 8}, "pp=8 makes 8 runs of layers of the 4 blocks"),
-        ({"global_batch": 4}, "4 samples for 8 data ranks"),
+        ({"global_batch": 3}, "3 samples for 8 data ranks"),
     ],
 )
 def test_what_cannot_be_predicted_is_skipped_with_its_reason(cells: dict, reason: str) -> None:
@@ -75,6 +75,31 @@ def test_a_name_stands_for_sizes_and_numbers_are_read_as_people_write_them() -> 
     assert published.number({"x": "~250k"}, "x") == 250_000
     assert published.number({"x": "1.5e9"}, "x") == 1.5e9
     assert published.number({"x": "n/a"}, "x") is None
+
+
+def test_more_ranks_than_samples_have_parts_of_sequences() -> None:
+    case = published.case_of(row(global_batch=4, gpu="H100"))
+    assert case.words["dp_replicate"] == 8
+    assert case.model.sequence == 64
+
+
+def test_what_the_notes_say_of_a_step_is_read() -> None:
+    said = row(global_batch=None, micro_batch=None, notes="tokens per step 4096; something else")
+    assert published.case_of(said).global_batch == 32
+    assert published.case_of(row(global_batch=64, micro_batch=None, notes="GA=2; x")).words["microbatch"] == 4
+    left = published.case_of(row(tp=None, pp=None, n_gpus=32, dp_replicate=2, global_batch=64)).words
+    assert (left["tp"], left["pp"]) == (8, 2)
+
+
+def test_software_makes_of_a_machine_what_it_could_do_at_the_time() -> None:
+    megatron = {"source": "Megatron-LM", "recompute": None, "n_layers": 24, "hidden": 2048, "heads": 16}
+    old, new = (published.case_of(row(gpu=gpu, **megatron)) for gpu in ("A100", "H100"))
+    assert (old.machine.overlap, new.machine.overlap) == (False, True)
+    assert (old.recompute, new.recompute) == ("full", "none")
+    plain = published.case_of(row(gpu="H100")).machine
+    assert new.machine.efficiency["attention"] > plain.efficiency["attention"]
+    graph = published.case_of(row(gpu="H100", notes="cuda_graph_impl=full_iteration")).machine
+    assert graph.launch_s < plain.launch_s / 10
 
 
 def test_the_network_is_what_the_row_prints() -> None:

@@ -94,7 +94,7 @@ def watching(model: nn.Module) -> Iterator[list[Dealing]]:
     experts = experts_of(model)
 
     def note(path: str, module: nn.Module, args: Any, named: Any) -> None:
-        x, chosen, _ = _called_with(args, named)
+        x, chosen, _ = called_with(args, named)
         seen.append(Dealing(owner=path, rows=chosen.numel(), width=x.shape[-1], experts=experts[path]))
 
     handles = [
@@ -111,7 +111,8 @@ def watching(model: nn.Module) -> Iterator[list[Dealing]]:
             handle.remove()
 
 
-def _called_with(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+def called_with(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows, the experts chosen for each, and their weights."""
     given = (*args, *named.values())
     if len(given) != 3 or given[1].shape != given[2].shape:
         raise ModelError("a module of experts is called with rows, the experts chosen for each, and their weights")
@@ -164,7 +165,7 @@ def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
 
 def _dealt(forward: Any, num_experts: int, group: dist.ProcessGroup, path: str, *args: Any, **named: Any) -> Tensor:
     """Stand in for the forward of a module of experts."""
-    x, chosen, weights = _called_with(args, named)
+    x, chosen, weights = called_with(args, named)
     if torch.is_grad_enabled() and not x.requires_grad:
         x = x.detach().requires_grad_()  # else ranks without rows would have no part in the backward
     picks = chosen.flatten()

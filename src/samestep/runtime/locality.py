@@ -7,7 +7,8 @@ token, become a slice of t tokens, as under a cut of the sequence. From there on
 
 which each operation carries on: elementwise ones by or, products and norms by or over what they sum over; views need
 nothing, since they share their storage's twin. What an operation without a rule here gives depends on all it was given. A
-fused attention gives back rows of its own tokens, since the exchange lets it see the whole sequence. Slicing is right if
+fused attention gives back rows of its own tokens, since the exchange lets it see the whole sequence; and so does a module
+of experts, which is called with rows and computes each by itself, however it sorts them. Slicing is right if
 
     queries, keys and values of every attention, and the logits, depend on the token of their own row alone
     no constant with a row for each token meets them: positions counted in a block would begin anew in every slice
@@ -30,6 +31,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from samestep.errors import SamestepError
 from samestep.model import ModelSpec
+from samestep.runtime import expert
 from samestep.runtime.build import target_of
 from samestep.runtime.trace import ValueOf, _address, _containers, _forward, _NeedsValuesError, _operands, _Watch
 
@@ -92,8 +94,12 @@ def _refusal_of(watch: _Dependence, module: nn.Module, sample: Any, value_of: Va
         for path in watch.blocks
     ]
     handles.append(module.register_forward_hook(lambda _, args, outputs: watch.check_outputs(outputs)))
+    for path in expert.experts_of(module):
+        part = module.get_submodule(path)
+        handles.append(part.register_forward_pre_hook(watch.enter_experts, with_kwargs=True))
+        handles.append(part.register_forward_hook(watch.leave_experts))
     try:
-        with _Reshaping(watch):
+        with _Reshaping(watch), expert.watching(module):
             _forward(module, sample, 1, "the model", _containers(module), watch, value_of)
     except _NeedsValuesError:
         return f"{watch.where} looks at values of its slice"
@@ -119,6 +125,8 @@ class _Dependence(_Watch):
         self._started = False
         self._mixed = ""
         self._twins: dict[int, Tensor] = {}
+        self._of_rows: Tensor | None = None
+        """On which tokens each row depends that experts are computing, bool [tokens, rows]."""
         self._even: set[int] = set()
         """Storages of which all elements are alike, or drawn by chance, which is seen to elsewhere."""
 
@@ -185,6 +193,26 @@ class _Dependence(_Watch):
             self.learn(part, self.rows(part.shape, dim))
         return part
 
+    def enter_experts(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """Experts compute each row by itself: what they do with it need not be followed."""
+        if not self._started:
+            return
+        with _disable_current_modes():
+            given = expert.called_with(args, kwargs)
+            self._of_rows = torch.zeros(self.size, len(given[0]), dtype=torch.bool)
+            for tensor in given:
+                tokens = self.tokens_of(tensor)
+                if tokens is not None:
+                    self._of_rows |= tokens.flatten(2).any(2)
+
+    def leave_experts(self, _: nn.Module, args: Any, output: Tensor) -> None:
+        """Each row of the result depends on what its row depended on."""
+        if self._of_rows is None:
+            return
+        with _disable_current_modes():
+            self.learn(output, self._of_rows.view(*self._of_rows.shape, *(1,) * (output.dim() - 1)))
+        self._of_rows = None
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
         """An attention that is exchanged: of slices, with a mask made of the whole sequence."""
         if not self._started:
@@ -218,7 +246,7 @@ class _Dependence(_Watch):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         outcome = super().__torch_dispatch__(func, types, args, kwargs)
-        if self._started and not self.refusal:
+        if self._started and not self.refusal and self._of_rows is None:
             self._carry_on(func, args, kwargs or {}, [t for t in _operands(outcome) if t.is_meta])
         return outcome
 

@@ -10,6 +10,7 @@ dp_replicate=2 dp_shard=2      rank 0 (0,0)   1 (0,1)   2 (1,0)   3 (1,1)
 Ranks of `cp` hold equal weights, so gradients are summed over them too: the groups of `dp_shard` take them in, or where
 nothing is sharded those of `dp_replicate`. Axes that run over the same ranks share one group, so a communicator is never made
 twice; but `cp`, whose exchanges compute waits for, has its own, and waits for no gradient or weight that is sent meanwhile.
+So has each link of `pp` but the first.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from samestep.errors import LayoutError
+from samestep.layout import Layout
 from samestep.program import Program
 from samestep.runtime.record import OWN_GROUPS
 
@@ -76,17 +78,18 @@ class Mesh:
     @property
     def ep_index(self) -> int:
         """Position on `ep`, whose ranks are neighbours on the innermost data axis."""
-        return self.dp_index % self.ep
+        return self.summed_index % self.ep
 
     def group_of(self, axis: str) -> str:
         """Name the group that serves an axis by its ranks, and one that serves no other by the axis too."""
         return ",".join(map(str, self.ranks[axis])) + (f" {axis}" if axis in OWN_GROUPS else "")
 
-    def for_shards(self) -> DeviceMesh:
-        """The mesh that FSDP2 shards over: one axis, or two where shards are replicated."""
-        axes = ["dp_replicate", "dp_shard"] if self.dp_replicate > 1 else ["dp_shard"]
-        everyone = torch.arange(self.world_size).view(self.pp, self.dp_replicate, self.dp_shard, self.tp)
-        positions = everyone[stage_of(self.rank, self.world_size, self.pp), ..., self.tp_index]
+    def for_shards(self, axis: str) -> DeviceMesh:
+        """The mesh that FSDP2 shards over: `dp_shard` or `dp_expert`, and before it replicas where there are any."""
+        axes = ["dp_replicate", axis] if self.dp_replicate > 1 else [axis]
+        ep, index = (self.ep, self.ep_index) if axis == "dp_expert" else (1, 0)
+        everyone = torch.arange(self.world_size).view(self.pp, self.dp_replicate, self.dp_shard // ep, ep, self.tp)
+        positions = everyone[stage_of(self.rank, self.world_size, self.pp), ..., index, self.tp_index]
         positions = positions if len(axes) > 1 else positions[0]
         groups = [self.groups[axis] for axis in axes]
         return DeviceMesh.from_group(
@@ -114,9 +117,9 @@ def build(program: Program, device: torch.device) -> Mesh:
     made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
     if dist.group.WORLD is not None:
         made["", tuple(range(world_size))] = dist.group.WORLD
-    for axis in sorted(program.axes):
+    for axis in sorted({*program.axes, *_links(program)}):
         for ranks in _groups_of(axis, program, world_size):
-            key = (axis if axis in OWN_GROUPS else "", ranks)
+            key = (axis if axis in (*OWN_GROUPS, *_LINKS) else "", ranks)
             if key not in made:
                 made[key] = dist.new_group(list(ranks), group_desc=key[0] or None)  # every rank makes all, in one order
             if rank in ranks:
@@ -152,12 +155,14 @@ def _groups_of(axis: str, program: Program, world_size: int) -> Iterable[tuple[i
             "dp_intra": step.dp_per_node,
             "tp": layout.tp,
         }
+    elif axis in _LINKS:
+        return _groups_of("pp", program, world_size)
     elif axis == "cp":
         digits = {"pp": layout.pp, "dp": layout.dp, "cp": layout.cp, "tp": layout.tp}
     elif axis in ("ep", "dp_expert"):
         digits = {
             "pp": layout.pp,
-            "dp_outer": layout.dp // step.innermost_data_ranks,
+            "dp_outer": layout.num_summed // step.innermost_data_ranks,
             "dp_expert": step.innermost_data_ranks // layout.ep,
             "ep": layout.ep,
             "tp": layout.tp,
@@ -171,6 +176,25 @@ def _groups_of(axis: str, program: Program, world_size: int) -> Iterable[tuple[i
         }
     ranks = torch.arange(world_size).view(*digits.values()).movedim(list(digits).index(axis), -1)
     return [tuple(group) for group in ranks.reshape(-1, digits[axis]).tolist()]
+
+
+_LINKS = ("pp backward", "pp around", "pp backward around")
+"""Ways of messages between stages beside `pp` itself, which is forward."""
+
+
+def link_name(*, is_forward: bool, is_around: bool) -> str:
+    """Name the group for messages of activations, or of gradients, to a neighbour or around the end of the axis."""
+    return "pp" + ("" if is_forward else " backward") + (" around" if is_around else "")
+
+
+def _links(program: Program) -> tuple[str, ...]:
+    layout = program.step.layout
+    return () if layout.pp == 1 else _LINKS[:1] if layout.virtual_stages == 1 else _LINKS
+
+
+def replica_of(rank: int, layout: Layout) -> int:
+    """Position of a rank among those that read different samples."""
+    return rank // (layout.tp * layout.cp) % layout.dp
 
 
 def stage_of(rank: int, world_size: int, num_stages: int) -> int:

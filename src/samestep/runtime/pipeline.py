@@ -9,29 +9,51 @@ behind whatever the model does to embeddings; at the last it takes the result ou
 model.forward:   embed     block 0   block 1   block 2   block 3   norm, head
 stage 1 of 2     (shape)   (pass)    (pass)    recv ►    ► out     own
 ```
+What is sent leaves while the stage computes on, and what it will be sent next is awaited ahead of need: gloo moves bytes
+only once both ends have asked for it. A *link* is all messages of one direction, forward or backward, between
+neighbours, or around the end of the axis between the last stage and the first: each has a process group of its own, since
+NCCL runs what is sent between two ranks of a group one after the other, both directions alike, and would wait for ever
+for what is awaited ahead. On a link both ends name the messages in one order, which the schedules keep.
+
+A buffer that was sent is kept until something comes back that its receiver can only have sent after it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from samestep import schedules
 from samestep.errors import LayoutError
 from samestep.model import ModelSpec, is_below
 from samestep.program import Program
 from samestep.runtime.context import Slicing
-from samestep.runtime.mesh import Mesh
+from samestep.runtime.mesh import Mesh, link_name
 from samestep.runtime.precision import DTYPES
 from samestep.runtime.record import owned
 from samestep.runtime.sequence import with_first
+from samestep.schedules import Action, ActionKind
 
 _FIRST_TAG = 2**29
+
+ShapesOf = Callable[[int], Hashable]
+"""Says of a micro-batch what the shapes of activations follow from: those of its samples."""
+
+
+@dataclass(slots=True)
+class _Link:
+    """What is still to come over one link in this step, in order, and what is awaited already."""
+
+    due: list[Action] = field(default_factory=list)
+    """Of this stage, that wait for it; the next one last."""
+    posted: dict[Action, tuple[dist.Work, Tensor]] = field(default_factory=dict)
 
 
 class Stage:
@@ -42,61 +64,72 @@ class Stage:
         self._model = model
         layers = program.step.model.layers
         self._slots = [(index, path) for index, layer in enumerate(layers) for path in layer.modules if path]
-        self._stand_ins = {path: _StandIn(model.get_submodule(path), layers[i].is_block) for i, path in self._slots}
         self._real = {path: model.get_submodule(path) for _, path in self._slots}
-        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._stand_ins = {path: _StandIn(self._real[path], layers[i].is_block) for i, path in self._slots}
+        self._parents = {path: model.get_submodule(path.rpartition(".")[0]) for path in self._real}
+        self._arrivals = _arrivals_of(program)
+        self._links: dict[str, _Link] = {}
+        self._sent: dict[Action, tuple[dist.Work, Tensor]] = {}
+        """By the action that made it."""
         self._inputs: dict[tuple[int, int], Tensor] = {}
         self._outputs: dict[tuple[int, int], Tensor] = {}
+        self._shapes: dict[tuple[int, Hashable], tuple[int, ...]] = {}
+        """Of what a run was given for samples of these shapes."""
+        self._shapes_of: ShapesOf = lambda _: None
 
     def is_last(self, chunk: int) -> bool:
         """Whether a run ends the model, and so has the loss."""
         return self._program.chunks[chunk].stop == len(self._program.step.model.layers)
 
+    def begin_step(self, shapes_of: ShapesOf) -> None:
+        """Know what will come, and which shapes it has."""
+        self._shapes_of = shapes_of
+        self._links = {}
+        for action in reversed(self._arrivals):
+            self._links.setdefault(self._link_of(action), _Link()).due.append(action)
+
     def forward(self, microbatch: int, chunk: int, call: Callable[[nn.Module], Any]) -> Any:
         """Run the layers of one run on a micro-batch; return the model's outputs where the run ends the model."""
         layers = self._program.chunks[chunk]
-        taken: list[Tensor] = []
+        action = Action(ActionKind.FORWARD, microbatch, chunk)
         handles = []
         if layers.start > 0:
             first = self._real[self._first_block(layers)]
             # In front of all other hooks: what cuts, casts or gathers for the block sees what it is really given.
-            hook = self._receive(microbatch, chunk)
+            hook = self._receive(action)
             handles.append(first.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
         if not self.is_last(chunk):
             last = self._real[self._program.step.model.layers[layers.stop - 1].modules[-1]]
-            handles.append(last.register_forward_hook(functools.partial(self._take, taken)))
+            handles.append(last.register_forward_hook(functools.partial(self._take, action)))
+        self._await_ahead()
         try:
             with self._standing_in(layers):
                 outputs = call(self._model)
         finally:
             for handle in handles:
                 handle.remove()
-        if self.is_last(chunk):
-            return outputs
-        self._outputs[microbatch, chunk] = taken[0]
-        self._send(taken[0].detach(), layers.stop, 1, microbatch)
-        return None
+        return outputs if self.is_last(chunk) else None
 
     def backward(self, microbatch: int, chunk: int, loss: Tensor | None) -> None:
         """Run the backward of one run: from the loss, or from the gradient that the next run sends."""
-        layers = self._program.chunks[chunk]
+        action = Action(ActionKind.BACKWARD, microbatch, chunk)
         if loss is not None:
+            self._await_ahead()
             loss.backward()
         else:
-            output = self._outputs.pop((microbatch, chunk))
-            gradient = torch.empty_like(output)
-            self._wait_for(gradient, layers.stop, 1, microbatch, backward=True)
+            output = self._outputs[microbatch, chunk]
+            gradient = self._received(action, tuple(output.shape), output)
+            del self._outputs[microbatch, chunk]
             output.backward(gradient)
         given = self._inputs.pop((microbatch, chunk), None)
         if given is not None:
             assert given.grad is not None, "no gradient reached the activation that was received"
-            self._send(given.grad, layers.start, -1, microbatch)
+            self._send(action, given.grad)
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
-        for work, _ in self._sent:
-            work.wait()
-        self._sent.clear()
+        for action in list(self._sent):
+            self._release(action)
 
     def finish_forward(self) -> None:
         """End a forward that no backward follows."""
@@ -111,9 +144,10 @@ class Stage:
         dist.broadcast_object_list(held, src=ranks[-1], group=self._mesh.groups["pp"])
         return held[0]
 
-    def _take(self, taken: list[Tensor], _: nn.Module, args: Any, output: Any) -> Any:
-        """Note what a run gives; the model's code that follows computes nothing, but knows the whole sequence's shape."""
-        taken.append(_hidden(output))
+    def _take(self, action: Action, _: nn.Module, args: Any, output: Any) -> Any:
+        """Send what a run gives; the model's code that follows computes nothing, but knows the whole sequence's shape."""
+        result = self._outputs[action.microbatch, action.chunk] = _hidden(output)
+        self._send(action, result.detach())
         layout = self._program.step.layout
         if not layout.sequence_parallel:
             return None
@@ -122,18 +156,16 @@ class Stage:
     def _first_block(self, layers: range) -> str:
         return self._program.step.model.layers[layers.start].modules[0]
 
-    def _receive(self, microbatch: int, chunk: int) -> Callable[..., Any]:
+    def _receive(self, action: Action) -> Callable[..., Any]:
         """Make the hook that puts the received activation in the place of what a stand-in gave."""
-        border = self._program.chunks[chunk].start
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             place = args[0] if args else kwargs["hidden_states"]
-            dtype = DTYPES[self._program.step.compute_dtype]
-            received = torch.empty(self._passed_shape(place.shape), dtype=dtype, device=place.device)
-            self._wait_for(received, border, -1, microbatch, backward=False)
-            received.requires_grad_(torch.is_grad_enabled())
+            shape = self._passed_shape(place.shape)
+            received = self._received(action, shape, place)
             if torch.is_grad_enabled():
-                self._inputs[microbatch, chunk] = received
+                self._shapes[action.chunk, self._shapes_of(action.microbatch)] = shape
+                self._inputs[action.microbatch, action.chunk] = received.requires_grad_()
             return ((received, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": received})
 
         return hook
@@ -145,40 +177,120 @@ class Stage:
             return tuple(self._slicing.shape_of(whole))
         return (whole[0], whole[1] // layout.tp, *whole[2:]) if layout.sequence_parallel else tuple(whole)
 
+    # -- messages ----------------------------------------------------------------------------------
+
+    def _send(self, action: Action, tensor: Tensor) -> None:
+        kept = tensor.contiguous()
+        border, step = self._border(action, sends=True)
+        with owned(self._program.step.model.layers[border - 1].name):
+            group = self._mesh.groups[self._link_of(action, sends=True)]
+            work = dist.isend(kept, self._peer(step), group=group, tag=self._tag(border, action))
+        assert work is not None
+        self._sent[action] = (work, kept)
+
+    def _received(self, action: Action, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Wait for what an action needs, in the compute dtype, on the device of `like`; then await what follows."""
+        link = self._links.get(self._link_of(action), _Link()) if torch.is_grad_enabled() else _Link()
+        if link.due and link.due[-1] == action:
+            link.due.pop()
+        posted = link.posted.pop(action) if action in link.posted else None
+        work, into = posted or self._awaited(action, shape, like.device)
+        assert into.shape == shape, f"{action} is given {list(shape)}, and {list(into.shape)} was awaited"
+        work.wait()
+        for sent in self._arrivals[action] if torch.is_grad_enabled() else ():
+            self._release(sent)
+        self._await_ahead()
+        return into
+
+    def _await_ahead(self) -> None:
+        """Ask for the next message of each link, where its shape is known."""
+        if not torch.is_grad_enabled():
+            return
+        for link in self._links.values():
+            action = link.due[-1] if link.due else None
+            if action is not None and action not in link.posted and (shape := self._shape_for(action)):
+                link.posted[action] = self._awaited(action, shape, self._mesh.device)
+
+    def _shape_for(self, action: Action) -> tuple[int, ...] | None:
+        if action.kind is ActionKind.FORWARD:
+            return self._shapes.get((action.chunk, self._shapes_of(action.microbatch)))
+        output = self._outputs.get((action.microbatch, action.chunk))
+        return None if output is None else tuple(output.shape)
+
+    def _awaited(self, action: Action, shape: tuple[int, ...], device: torch.device) -> tuple[dist.Work, Tensor]:
+        into = torch.empty(shape, dtype=DTYPES[self._program.step.compute_dtype], device=device)
+        border, step = self._border(action, sends=False)
+        with owned(self._program.step.model.layers[border - 1].name):
+            group = self._mesh.groups[self._link_of(action)]
+            work = dist.irecv(into, self._peer(step), group=group, tag=self._tag(border, action))
+        assert work is not None
+        return work, into
+
+    def _release(self, action: Action) -> None:
+        """Let go of what an action has sent, once it has left."""
+        work, _ = self._sent.pop(action)
+        work.wait()
+
+    def _border(self, action: Action, *, sends: bool) -> tuple[int, int]:
+        """Return the layer before which an action's message passes, and the way to the other rank: 1 or -1."""
+        layers = self._program.chunks[action.chunk]
+        is_forward = action.kind is ActionKind.FORWARD
+        return (layers.stop, 1) if sends == is_forward else (layers.start, -1)
+
+    def _link_of(self, action: Action, *, sends: bool = False) -> str:
+        """Name the link over which an action's message passes, by the group that serves it."""
+        _, step = self._border(action, sends=sends)
+        pp, stage = self._program.step.layout.pp, self._program.step.stage
+        return link_name(is_forward=action.kind is ActionKind.FORWARD, is_around=not 0 <= stage + step < pp)
+
     def _peer(self, step: int) -> int:
         """Global rank of the next or previous rank on the axis, around its end."""
         ranks = self._mesh.ranks["pp"]
         return ranks[(ranks.index(self._mesh.rank) + step) % len(ranks)]
 
-    def _send(self, tensor: Tensor, border: int, step: int, microbatch: int) -> None:
-        kept = tensor.contiguous()
-        tag = self._tag(border, microbatch, step < 0)
-        with owned(self._program.step.model.layers[border - 1].name):
-            work = dist.isend(kept, self._peer(step), group=self._mesh.groups["pp"], tag=tag)
-        assert work is not None
-        self._sent.append((work, kept))
-
-    def _wait_for(self, into: Tensor, border: int, step: int, microbatch: int, *, backward: bool) -> None:
-        tag = self._tag(border, microbatch, backward)
-        with owned(self._program.step.model.layers[border - 1].name):
-            work = dist.irecv(into, self._peer(step), group=self._mesh.groups["pp"], tag=tag)
-        assert work is not None
-        work.wait()
-
-    def _tag(self, border: int, microbatch: int, backward: bool) -> int:
+    def _tag(self, border: int, action: Action) -> int:
         # gloo counts its collectives by the same tags, from 0: kept apart, or a send would be taken for one of them.
-        return _FIRST_TAG + (microbatch * len(self._program.step.model.layers) + border) * 2 + backward
+        backward = action.kind is ActionKind.BACKWARD
+        return _FIRST_TAG + (action.microbatch * len(self._program.step.model.layers) + border) * 2 + backward
 
     @contextmanager
     def _standing_in(self, layers: range) -> Iterator[None]:
         """Let stand-ins take the places of all layers but those of one run."""
         for index, path in self._slots:
-            _put(self._model, path, self._real[path] if index in layers else self._stand_ins[path])
+            self._put(path, self._real[path] if index in layers else self._stand_ins[path])
         try:
             yield
         finally:
             for path, real in self._real.items():
-                _put(self._model, path, real)
+                self._put(path, real)
+
+    def _put(self, path: str, module: nn.Module) -> None:
+        self._parents[path]._modules[path.rpartition(".")[2]] = module
+
+
+def _arrivals_of(program: Program) -> dict[Action, list[Action]]:
+    """Return this stage's actions that need a message, in order, and what it has sent that must have arrived by then.
+
+    The sender of the message has been through its own order up to it, and so has received all that this needed.
+    """
+    layout, stage, count = program.step.layout, program.step.stage, program.step.num_microbatches
+    chunks = layout.virtual_stages
+    orders = [schedules.order(layout.schedule, s, layout.pp, count, chunks) for s in range(layout.pp)]
+    known: dict[int, int] = {}  # of each sender: how far it must have come
+    found: dict[Action, list[Action]] = {}
+    for action in orders[stage]:
+        for sender, needed in schedules.needs(action, stage, layout.pp, chunks):
+            if sender != stage:
+                before, after = known.get(sender, 0), orders[sender].index(needed) + 1
+                known[sender] = max(before, after)
+                passed = [
+                    sent
+                    for theirs in orders[sender][before:after]
+                    for owner, sent in schedules.needs(theirs, sender, layout.pp, chunks)
+                    if owner == stage
+                ]
+                found[action] = passed
+    return found
 
 
 class _StandIn(nn.Module):
@@ -239,11 +351,6 @@ def _check_masks(model: nn.Module, spec: ModelSpec) -> None:
             raise LayoutError(
                 f"{names[module]} draws the dropout masks of several layers: pp=1 works, and so does a module for each"
             )
-
-
-def _put(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    model.get_submodule(parent)._modules[name] = module
 
 
 def _hidden(output: Any) -> Tensor:

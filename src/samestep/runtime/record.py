@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samestep.program import LedgerRow
+from samestep.program import LedgerRow, ledger_key
 
 _KINDS = {
     "allreduce_": "all_reduce",
@@ -89,7 +89,8 @@ class Ledger(TorchDispatchMode):
             largest.numel() * largest.element_size(),
             owner,
         )
-        self.rows.setdefault(self._group_of(dist.ProcessGroup.unbox(group)), []).append(row)
+        key = ledger_key(self._group_of(dist.ProcessGroup.unbox(group)), row)
+        self.rows.setdefault(key, []).append(row)
 
 
 def _name_of(group: dist.ProcessGroup) -> str:

@@ -133,6 +133,7 @@ class Run:
         self._source = source
         self._made: _Made | None = None
         self._watch: Watch | None = None
+        self._reading: _Reading | None = None
 
     @property
     def is_made(self) -> bool:
@@ -273,7 +274,10 @@ class Run:
         totals = torch.zeros(2, dtype=torch.float64, device=self.place.device)
         shares = batch.shares(made.mesh.dp_index, self.layout.dp, program.step.num_microbatches)
         held: dict[tuple[int, int], Tensor | None] = {}
+        reading = self._reading = _Reading(lambda index: self._read(batch, shares[index]))
         made.holder.begin_step()
+        if made.stage is not None:
+            made.stage.begin_step(reading.shapes_of)
         for task in program.stages[0]:
             if task.kind is TaskKind.UPDATE:
                 continue
@@ -293,7 +297,10 @@ class Run:
     def _forward(self, batch: StepBatch, task: Task, indices: np.ndarray[Any, Any], totals: Tensor) -> Tensor | None:
         """Run a micro-batch forward; return its loss where this rank has the end of the model."""
         made = self.made
-        samples, weight = self._read(batch, indices)
+        assert self._reading is not None
+        samples, weight = self._reading.of(task.microbatch)
+        if task.chunk == max(0, len(made.program.chunks) - 1):
+            self._reading.forget(task.microbatch)
         with self._modes(batch, indices):
             with self._slicing(samples):
                 outputs = self._run_layers(samples, task.microbatch, task.chunk)
@@ -416,6 +423,32 @@ class Run:
         self.made.holder.end_forward_only()
 
 
+class _Reading:
+    """The micro-batches of a step, each read once, when it is first asked for."""
+
+    def __init__(self, read: Callable[[int], tuple[Any, float]]) -> None:
+        self._read = read
+        self._held: dict[int, tuple[Any, float]] = {}
+        self._shapes: dict[int, tuple[torch.Size, ...]] = {}
+
+    def of(self, microbatch: int) -> tuple[Any, float]:
+        """Return the samples of a micro-batch, and the weight of its loss."""
+        if microbatch not in self._held:
+            self._held[microbatch] = self._read(microbatch)
+        return self._held[microbatch]
+
+    def forget(self, microbatch: int) -> None:
+        """Let go of samples, after their last use."""
+        del self._held[microbatch]
+
+    def shapes_of(self, microbatch: int) -> tuple[torch.Size, ...]:
+        """Return the shapes of a micro-batch's samples."""
+        if microbatch not in self._shapes:
+            samples, _ = self.of(microbatch)
+            self._shapes[microbatch] = tuple(leaf.shape for leaf in tree_leaves(samples) if isinstance(leaf, Tensor))
+        return self._shapes[microbatch]
+
+
 @dataclass(slots=True)
 class _Made:
     """What a prepared run consists of."""
@@ -454,7 +487,8 @@ def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) 
     """Build, cut and fill the model: precision inside recompute inside sharding, each by its twin's words."""
     plan, spec = with_slices(source.prepared or prepare(source, job, example), layout, example)
     stage = meshes.stage_of(place.rank, layout.world_size, layout.pp)
-    program = program_of(spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage)
+    replica = meshes.replica_of(place.rank, layout)
+    program = program_of(spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica)
     check_optimizer(source.optimizer, spec, layout)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = job.numerics.tf32
     mesh = meshes.build(program, place.device)

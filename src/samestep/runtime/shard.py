@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.errors import LayoutError
 from samestep.model import ParamSpec
-from samestep.program import Kind, Op, Program, Task, TaskKind, Unit, ends_step, is_replicated
+from samestep.program import Kind, Op, Program, Task, TaskKind, Unit, ends_step, is_dealt, is_replicated
 from samestep.runtime.data import Materialize
 from samestep.runtime.mesh import Mesh
 from samestep.runtime.precision import DTYPES
@@ -86,7 +86,8 @@ class Sharded:
             param = _at(places[spec.name][0])
             assert isinstance(param, DTensor), f"{spec.name} is in no unit of the program"
             self._params[spec.name] = param
-            rows = _rows(spec, step.layout.num_shards, self.mesh.shard_index)
+            ep = step.layout.ep if is_dealt(step, spec) else 1
+            rows = _rows(spec, step.layout.num_shards // ep, self.mesh.shard_index // ep)
             local = param._local_tensor
             local.copy_(value[rows])
             if spec.trainable and local.numel():
@@ -246,13 +247,13 @@ class _RunningUnit:
         if not torch.is_grad_enabled():
             return
         self._open[self._microbatch] += 1
-        closed: list[bool] = []
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                handle = leaf.register_hook(functools.partial(self._close_run, self._microbatch, closed))
-                # In front of FSDP2's hook, which gathers for the module that gave the tensor.
-                hooks: OrderedDict[int, Any] = leaf._backward_hooks  # type: ignore[assignment]
-                hooks.move_to_end(handle.id, last=False)
+        inputs = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad}
+        waiting = set(inputs)
+        for key, leaf in inputs.items():
+            handle = leaf.register_hook(functools.partial(self._close_run, self._microbatch, waiting, key))
+            # In front of FSDP2's hook, which gathers for the module that gave the tensor.
+            hooks: OrderedDict[int, Any] = leaf._backward_hooks  # type: ignore[assignment]
+            hooks.move_to_end(handle.id, last=False)
 
     def end_forward(self) -> None:
         """Free what was held for several calls, and raise if the unit did not run."""
@@ -267,12 +268,12 @@ class _RunningUnit:
         self._microbatch, self._in_backward = microbatch, True
         self._reduces, self._all_reduces, self._frees = reduces, all_reduces, frees
 
-    def _close_run(self, microbatch: int, closed: list[bool], _: Tensor) -> None:
-        if not closed:
-            closed.append(True)
+    def _close_run(self, microbatch: int, waiting: set[int], key: int, _: Tensor) -> None:
+        if waiting == {key}:  # an input that is added late has its gradient before the weights have theirs
             self._open[microbatch] -= 1
             if self._open[microbatch] == 0:
                 self.complete(microbatch)
+        waiting.discard(key)
 
     def complete(self, microbatch: int) -> None:
         """End the unit's backward, once: give trained weights that were not used a gradient of zeros, free, reduce."""
@@ -364,7 +365,8 @@ def _wrap(model: nn.Module, units: list[_RunningUnit], program: Program, mesh: M
     """Make an FSDP2 group of each unit, inner modules first and the root last."""
     # Said of units that return a view; those whose weights are gathered again return a copy instead (_whole_outputs).
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
-    device_mesh = mesh.for_shards()
+    axes = {"dp_shard", *(running.unit.shard_axis for running in units)}
+    meshes = {axis: mesh.for_shards(axis) for axis in sorted(axes)}
     everything = set(model.parameters())
     for running in sorted(units, key=lambda u: -max(path.count(".") + bool(path) for path in u.unit.modules)):
         unit, modules = running.unit, list(running.modules)
@@ -379,7 +381,7 @@ def _wrap(model: nn.Module, units: list[_RunningUnit], program: Program, mesh: M
         )
         fully_shard(
             modules if len(modules) > 1 else modules[0],
-            mesh=device_mesh,
+            mesh=meshes[unit.shard_axis],
             reshard_after_forward=not (unit.keep_after_forward or unit.spans_calls),
             mp_policy=policy,
             ignored_params=everything - running.params,
@@ -389,7 +391,7 @@ def _wrap(model: nn.Module, units: list[_RunningUnit], program: Program, mesh: M
         running.fsdp.set_unshard_in_backward(unit.gather_in_backward or unit.keep_after_forward)
         _keep_still(running.fsdp)
     if not isinstance(model, FSDPModule):
-        fully_shard(model, mesh=device_mesh, ignored_params=everything)  # no weight: FSDP2 wants a root
+        fully_shard(model, mesh=meshes["dp_shard"], ignored_params=everything)  # no weight: FSDP2 wants a root
     named = {running.unit.name: running.fsdp for running in units}
     for running in units:
         # Itself, which is gathered already, where there is none: without any, FSDP2 would take the last one that ran.

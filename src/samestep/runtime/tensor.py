@@ -9,6 +9,7 @@ on the weights they are left with; `copy` and `reduce` stand at the borders:
     vocab    tokens of other ranks give zeros          output through `reduce`; a head's logits stay cut
     gather   a column cut whose output is put together again
     sum      a weight that stays whole on what is cut  used through `copy`, so its gradient is summed
+    shared   a column cut of fewer heads than ranks    the rows of one head of the whole weight, used through `copy`
 """
 
 from __future__ import annotations
@@ -150,6 +151,7 @@ class Seen:
 def watching(model: nn.Module, cuts: Cuts) -> Iterator[Seen]:
     """Note, in the forward of one sample that runs meanwhile, what each planned module is given and gives."""
     seen = Seen()
+    shareable = _shareable_heads(model, cuts)
     last: list[Tensor] = []
     handles = []
 
@@ -164,6 +166,11 @@ def watching(model: nn.Module, cuts: Cuts) -> Iterator[Seen]:
             if not last or last[0] is not given:
                 seen.copies.append(PartialSum(owner=path, elements=given.numel()))
             last[:] = [given]
+        if path in shareable:
+            trained = [param for param in module.parameters(recurse=False) if param.requires_grad]
+            seen.copies.extend(
+                PartialSum(owner=path, elements=param.numel(), weight=True, groups=shareable[path]) for param in trained
+            )
         if _is_head(module, style):
             seen.logit_rows = output.numel() // output.shape[-1]
 
@@ -182,7 +189,8 @@ def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: Seen) -> Mode
     if cuts.refusal or spec.varies_at:
         varies = f"the shapes at {spec.varies_at} depend on values"
         return replace(spec, cut_refusal=cuts.refusal or varies)
-    params = tuple(replace(param, cut=_cut_of(model, cuts, param)) for param in spec.params)
+    shareable = _shareable_heads(model, cuts)
+    params = tuple(replace(param, cut=_cut_of(model, cuts, param, shareable)) for param in spec.params)
     layers = tuple(_layer_with(layer, seen) for layer in spec.layers)
     return replace(spec, params=params, layers=layers, cut_refusal="", logit_rows=seen.logit_rows)
 
@@ -198,7 +206,28 @@ def _is_within(path: str, layer: LayerSpec) -> bool:
     return any(is_below(path, root) for root in layer.modules)
 
 
-def _cut_of(model: nn.Module, cuts: Cuts, param: ParamSpec) -> Cut | None:
+def _shareable_heads(model: nn.Module, cuts: Cuts) -> dict[str, int]:
+    """Count the heads of keys and values that several ranks may share, by the projection's path.
+
+    The attention's code repeats them `num_key_value_groups` times, which a rank with fewer queries is told.
+    """
+    found: dict[str, int] = {}
+    projections: dict[str, dict[str, int]] = {}
+    for path, style in cuts.styles.items():
+        module = model.get_submodule(path)
+        if style == "column" and isinstance(module, nn.Linear):
+            parent = path.rpartition(".")[0]
+            heads = _heads(model.get_submodule(parent), module.out_features)
+            projections.setdefault(parent, {})[path] = heads
+    for parent, heads_of in projections.items():
+        times = getattr(model.get_submodule(parent), "num_key_value_groups", 1)
+        if isinstance(times, int) and times > 1:
+            queries = max(heads_of.values())
+            found |= {path: heads for path, heads in heads_of.items() if heads * times == queries}
+    return found
+
+
+def _cut_of(model: nn.Module, cuts: Cuts, param: ParamSpec, shareable: Mapping[str, int]) -> Cut | None:
     """Say along which dimension a weight is cut, and between which groups of its elements."""
     path, _, leaf = param.name.rpartition(".")
     style = cuts.styles.get(path)
@@ -214,7 +243,9 @@ def _cut_of(model: nn.Module, cuts: Cuts, param: ParamSpec) -> Cut | None:
     parts = 3 if style == "qkv" else 1
     size = param.shape[dim] // parts
     heads = _heads(model.get_submodule(path.rpartition(".")[0]), size)
-    return Cut(style="row" if style == "row" else "column", dim=dim, groups=heads, parts=parts)
+    return Cut(
+        style="row" if style == "row" else "column", dim=dim, groups=heads, parts=parts, is_shareable=path in shareable
+    )
 
 
 def _heads(attention: nn.Module, size: int) -> int:
@@ -263,19 +294,27 @@ def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
     within = _Borders(lambda _, x: x, lambda path, x: sequence.scatter(x, group, path))
     blocks = [path for layer in program.step.model.layers if layer.is_block for path in layer.modules]
     projected: set[str] = set()
+    shared = {path: heads for path, heads in _shareable_heads(model, cuts).items() if heads < mesh.tp}
     for path, style in cuts.styles.items():
         module = model.get_submodule(path)
         if style == "sum":
             _sum_gradients(module, path, group, DTYPES[program.step.master_dtype])
-        elif path in cut:
+        elif path in cut or path in shared:
             if _is_head(module, style) and not program.step.cuts_loss:
                 style = "gather"
             if style in ("column", "qkv"):
                 projected.add(path.rpartition(".")[0])
             cuts_sequence = program.step.layout.sequence_parallel and any(is_below(path, block) for block in blocks)
-            _AROUND[style](module, path, mesh, within if cuts_sequence else whole)
+            borders = within if cuts_sequence else whole
+            if path in shared:
+                _around_shared(module, path, mesh, borders, shared[path], DTYPES[program.step.master_dtype])
+            else:
+                _AROUND[style](module, path, mesh, borders)
     for path in projected:
         _divide_counts(model.get_submodule(path), mesh.tp)
+    for parent, heads in {path.rpartition(".")[0]: heads for path, heads in shared.items()}.items():
+        attention = model.get_submodule(parent)
+        attention.num_key_value_groups = attention.num_key_value_groups * heads // mesh.tp  # type: ignore[operator, assignment]
     sequence.apply(model, program, mesh, cuts.styles)
 
 
@@ -304,6 +343,15 @@ def _around_column(module: nn.Module, path: str, mesh: Mesh, borders: _Borders) 
         module.out_features //= mesh.tp
     elif is_transposed(module):
         module.nf //= mesh.tp  # type: ignore[operator, assignment]
+
+
+def _around_shared(module: nn.Module, path: str, mesh: Mesh, borders: _Borders, heads: int, dtype: torch.dtype) -> None:
+    """Compute the one head of keys or values that this rank's queries need, by its rows of the whole weight."""
+    assert isinstance(module, nn.Linear)
+    group, index = mesh.groups["tp"], mesh.tp_index * heads // mesh.tp
+    module.register_forward_pre_hook(lambda _, args: (borders.enter(path, args[0]), *args[1:]))
+    _replace_weights(module, lambda param: copy(param, group, path, dtype).chunk(heads)[index])
+    module.out_features //= heads
 
 
 def _around_gather(module: nn.Module, path: str, mesh: Mesh, borders: _Borders) -> None:
@@ -364,13 +412,18 @@ def _around_vocab(module: nn.Module, path: str, mesh: Mesh, borders: _Borders) -
 
 def _sum_gradients(module: nn.Module, path: str, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
     """Use a module's weights through `copy`; their gradients are summed in master precision, as all are."""
+    _replace_weights(module, lambda param: copy(param, group, path, dtype))
+
+
+def _replace_weights(module: nn.Module, used: Callable[[nn.Parameter], Tensor]) -> None:
+    """Let a module compute with what is made of its weights each time."""
     held: dict[str, nn.Parameter | None] = {}
 
     def before(_: nn.Module, args: Any) -> None:
         for name, param in list(module._parameters.items()):
-            if param is not None and param.requires_grad:
+            if param is not None:
                 held[name] = param
-                module._parameters[name] = copy(param, group, path, dtype)  # type: ignore[assignment]
+                module._parameters[name] = used(param)  # type: ignore[assignment]
 
     def after(_: nn.Module, args: Any, output: Any) -> None:
         for name, param in held.items():

@@ -5,6 +5,7 @@ Strategies do not know each other. Each has two functions, `refusal(step)` and `
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 
@@ -28,18 +29,19 @@ def program_of(
     ranks_per_node: int | None = None,
     cuts_loss: bool | None = None,
     stage: int = 0,
+    replica: int = 0,
 ) -> Program:
-    """Return the step that `layout` makes of `model` and `job` on one pipeline stage.
+    """Return the step that `layout` makes of `model` and `job` on one pipeline stage, for one share of the samples.
 
     `cuts_loss` says whether the loss can work on logits cut by vocabulary; without it the job's loss says so.
 
     Raises:
         LayoutError: a strategy refuses the layout; the text says why and what would work.
     """
-    step = Step.of(model, job, layout, ranks_per_node, cuts_loss, stage)
+    step = Step.of(model, job, layout, ranks_per_node, cuts_loss, stage, replica)
     if reason := refusal_of(step):
         raise LayoutError(reason)
-    return _stacked(_with_tasks(_stacked(_on_one_rank(step), STACK[:_STAGED])), STACK[_STAGED:])
+    return _of_all_sizes(step, _program_for)
 
 
 def programs_of(
@@ -83,16 +85,18 @@ class ProgramBuilder:
         step = self.step(layout)
         if reason := refusal_of(step):
             raise LayoutError(reason)
-        shared = _with_tasks(self.before_stages(step))
-        stages = (replace(shared, step=replace(shared.step, stage=stage)) for stage in range(layout.pp))
-        return tuple(_stacked(program, STACK[_STAGED:]) for program in stages)
+
+        def of_stage(sized: Step) -> Program:
+            return _stacked(_with_tasks(self.before_stages(sized)), STACK[_STAGED:])
+
+        return tuple(_of_all_sizes(replace(step, stage=stage), of_stage) for stage in range(layout.pp))
 
     def before_stages(self, step: Step) -> Program:
         """Apply what is the same for all stages: one body for each kind of task, and no tasks yet."""
         layout = step.layout
         key = (
             layout.tp, layout.sequence_parallel, layout.cp, layout.ep, step.microbatch_samples,
-            step.innermost_data_ranks if layout.ep > 1 else 1, layout.world_size > 1,
+            (step.innermost_data_ranks, step.zero) if layout.ep > 1 else (), layout.world_size > 1,
         )  # fmt: skip
         found = self._shared.get((*key, layout.recompute))
         if found is None:
@@ -109,7 +113,30 @@ def refusal_of(step: Step) -> str | None:
     return next((reason for strategy in STACK if (reason := strategy.refusal(step))), None)
 
 
+def _of_all_sizes(step: Step, program_for: Callable[[Step], Program]) -> Program:
+    """Return the step's program, in which smaller micro-batches have bodies of their own."""
+    program = program_for(step)
+    sizes = step.microbatch_sizes
+    others = {size: program_for(replace(step, samples=size)) for size in {*sizes} - {step.microbatch_samples}}
+    if not others:
+        return program
+    tasks: list[Task] = []
+    bodies: dict[str, Ops] = {}
+    for task in program.stages[0]:
+        size, key = sizes[task.microbatch], task.body
+        if task.kind is not TaskKind.UPDATE and size in others:
+            first, _, where = key.rpartition(".")
+            key = f"{first}.of{size}.{where}"
+        bodies[key] = others[size].bodies[task.body] if key != task.body else program.bodies[key]
+        tasks.append(replace(task, body=key))
+    return replace(program, stages=(tuple(tasks),), bodies=bodies)
+
+
 _REPEATED, _STAGED = STACK.index(recompute), STACK.index(pipeline)
+
+
+def _program_for(step: Step) -> Program:
+    return _stacked(_with_tasks(_stacked(_on_one_rank(step), STACK[:_STAGED])), STACK[_STAGED:])
 
 
 def _stacked(program: Program, strategies: tuple[ModuleType, ...]) -> Program:

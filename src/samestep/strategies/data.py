@@ -14,7 +14,7 @@ Where the gradients are sharded already (zero >= 1) what is left to do is an all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from samestep.program import (
@@ -29,6 +29,7 @@ from samestep.program import (
     Unit,
     ends_gradients,
     finish_reductions,
+    is_backward,
     make_buckets,
     padded,
     start_reductions,
@@ -68,7 +69,7 @@ def apply(program: Program) -> Program:
         buckets = make_buckets(step, program.chunks)  # mixed precision adds up in their float32 buffers on one rank too
     if step.layout.num_replicas > 1:
         axes |= _axes(step)
-    program = program.with_bodies(lambda key, ops: _reduced(key, ops, step, buckets))
+    program = program.with_bodies(lambda key, ops: _reduced(key, ops, step, buckets, program.units))
     if program.units and tied:
         ties = tuple(_tied_units(step, program.units))
         program = program.with_bodies(lambda key, ops: (*ties, *ops) if key == TaskKind.UPDATE else ops)
@@ -79,19 +80,19 @@ def apply(program: Program) -> Program:
     return replace(program, buckets=buckets, axes=axes)
 
 
-def _reduced(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops:
+def _reduced(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...], units: tuple[Unit, ...]) -> Ops:
     """Reduce over the replicas, and over tied stages, what the step's last backward leaves."""
 
     def reduction(bucket: Bucket) -> tuple[Op, ...]:
         return _reductions(step, bucket)
 
+    if units and is_backward(key):
+        return tuple(_reduce_units(ops, step, {unit.name: unit for unit in units}, is_last=ends_gradients(key, step)))
     if ends_gradients(key, step):
-        if step.zero < 2:
-            # Under zero=1 a bucket's first collective is that of the shards, but for experts of which no two ranks of a
-            # replica hold the same.
-            first = [bucket for bucket in buckets if step.zero == 0 or bucket.ep == step.layout.num_shards]
-            return start_reductions(ops, step, tuple(first), reduction)
-        return tuple(_reduce_units(ops, step)) if step.layout.num_replicas > 1 else ops
+        # Under zero=1 a bucket's first collective is that of the shards, but for experts of which no two ranks of a replica
+        # hold the same.
+        first = [bucket for bucket in buckets if step.zero == 0 or bucket.ep == step.layout.num_shards]
+        return start_reductions(ops, step, tuple(first), reduction)
     if key != TaskKind.UPDATE:
         return ops
     return (*finish_reductions(buckets, reduction), *ops)
@@ -130,7 +131,9 @@ def _reductions(step: Step, bucket: Bucket) -> tuple[Op, ...]:
         first = (op(Kind.REDUCE_SCATTER, bucket.shard_axis, numel),) if shards > 1 else ()
         over_replicas = (op(Kind.ALL_REDUCE, AXIS, chunk),) if step.layout.num_replicas > 1 else ()
         return (*first, *over_replicas, *((op(Kind.ALL_REDUCE, TIE, chunk),) if bucket.is_tied else ()))
-    axis, ranks = ("dp_expert", step.layout.dp // bucket.ep) if bucket.ep > 1 else (AXIS, step.layout.num_replicas)
+    axis, ranks = (
+        ("dp_expert", step.layout.num_summed // bucket.ep) if bucket.ep > 1 else (AXIS, step.layout.num_replicas)
+    )
     return (
         *_over_replicas(step, numel, op, axis, ranks),
         *((op(Kind.ALL_REDUCE, TIE, numel),) if bucket.is_tied else ()),
@@ -153,13 +156,18 @@ def _over_replicas(step: Step, numel: int, op: Callable[[Kind, str, int], Op], a
     return (op(Kind.REDUCE_SCATTER, "dp_intra", numel), *between, op(Kind.ALL_GATHER, "dp_intra", numel))
 
 
-def _reduce_units(ops: Ops, step: Step) -> Iterator[Op]:
-    """Reduce each unit's shard over the replicas at once, as FSDP2 does."""
+def _reduce_units(ops: Ops, step: Step, units: Mapping[str, Unit], *, is_last: bool) -> Iterator[Op]:
+    """Reduce each unit's last shard over the replicas at once, as FSDP2 does; what one rank has alone is a shard already."""
     for op in ops:
-        yield op
-        if op.kind is Kind.REDUCE_SCATTER:
-            size = op.size_bytes // step.layout.num_shards
-            yield replace(op, kind=Kind.ALL_REDUCE, axis=AXIS, size_bytes=size, after=(op.name,))
+        if op.kind is not Kind.REDUCE_SCATTER or op.owner not in units:
+            yield op
+            continue
+        parts = step.layout.num_shards // units[op.owner].ep
+        if parts > 1:
+            yield op
+        if is_last and step.layout.num_replicas > 1:
+            after = (op.name,) if parts > 1 else op.after
+            yield replace(op, kind=Kind.ALL_REDUCE, axis=AXIS, size_bytes=op.size_bytes // parts, after=after)
 
 
 def _tied_units(step: Step, units: tuple[Unit, ...]) -> Iterator[Op]:

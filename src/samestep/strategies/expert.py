@@ -1,7 +1,7 @@
 """Expert parallelism: each rank of `ep` holds some experts of every layer that has them, and rows travel to theirs.
 
 GShard (Lepikhin et al. 2020, arXiv:2006.16668, section 3.2). The ranks of `ep` are data ranks: they read different
-samples, and hold all other weights alike. A token chooses k of E experts; each choice is a row. With E/ep experts a rank:
+samples, or with `cp` slices of one, and hold all other weights alike. A token chooses k of E experts; each choice is a row. With E/ep experts a rank:
 
 ```
         k rows a token            rows of my experts            my own rows again
@@ -13,7 +13,8 @@ alike would make: rows x width. What all ranks of a group send is that in any ca
 gradients twice, the other way.
 
 A data axis of D ranks falls into `ep`, neighbours, and `dp_expert`, D/ep ranks that hold the same experts. Gradients of
-experts are summed over `dp_expert` alone: the samples of the others have come by all_to_all.
+experts are summed over `dp_expert` alone: the samples of the others have come by all_to_all. With zero=2 and 3 it is also
+the axis over which experts are sharded, in units of their own, while all else is sharded over the whole of `dp_shard`.
 
 A loss that wants all experts chosen alike (Fedus et al. 2021, arXiv:2101.03961, equation 4) is a product of two means over
 tokens, f the share of choices that an expert gets and P the mean of its probability:
@@ -26,12 +27,11 @@ all_reduce at the end of the forward, which therefore has to be that of all samp
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from samestep.model import Dealing, LayerSpec, ModelSpec, ParamSpec, Product
+from samestep.model import Dealing, LayerSpec, ModelSpec, ParamSpec, Product, remembered
 from samestep.program import BYTES_OF, Kind, Op, Ops, Program, Step, is_forward
 
 AXIS = "ep"
@@ -58,18 +58,11 @@ def refusal(step: Step) -> str | None:
     works = [str(n) for n in range(2, ranks + 1) if ranks % n == 0 and experts % n == 0]
     nearest = f"{'ep=' + ' or '.join(works) if works else 'only ep=1'} works"
     if ranks % layout.ep:
-        axis = "dp_shard" if step.zero else "dp_replicate"
+        axis = ("dp_shard" if step.zero else "dp_replicate") + (" x cp" if layout.cp > 1 else "")
         return f"ep={layout.ep} borrows data ranks, and does not divide {axis}={ranks}; {nearest}"
     if experts % layout.ep:
         uneven = next(param for param in dealt if param.experts % layout.ep)
         return f"ep={layout.ep} does not divide the {uneven.experts} experts of {uneven.name}; {nearest}"
-    if step.zero >= 2:
-        return (
-            f"ep={layout.ep} deals experts, and zero={layout.zero} would cut what is dealt once more: zero=1 with it "
-            "works, and so does ep=1"
-        )
-    if layout.cp > 1:
-        return f"ep={layout.ep} deals the tokens of whole sequences, and cp={layout.cp} cuts them: cp=1 works, and so does ep=1"
     if layout.reduce == "hierarchical":
         return (
             f"reduce=hierarchical sums over all data ranks, and experts differ with ep={layout.ep}: reduce=ring works"
@@ -103,7 +96,8 @@ def apply(program: Program) -> Program:
         return program
     local = replace(step, model=deal_model(step.model, degree))
     holders = step.innermost_data_ranks // degree
-    axes = {**program.axes, AXIS: degree, **({SAME: holders} if holders > 1 else {})}
+    # FSDP2 asks for a group of who shares experts, even where each has some alone.
+    axes = {**program.axes, AXIS: degree, **({SAME: holders} if holders > 1 or step.zero >= 2 else {})}
     return replace(program, step=local).with_bodies(lambda _, ops: tuple(_exchanged(ops, local)), axes=axes)
 
 
@@ -113,7 +107,7 @@ def _choices(ops: Ops, step: Step) -> Op:
     return op.sized(step.model.balanced_experts + 2)
 
 
-@functools.lru_cache(maxsize=64)
+@remembered
 def deal_model(model: ModelSpec, degree: int) -> ModelSpec:
     """Return the model that one rank holds."""
     params = tuple(_deal_param(param, degree) for param in model.params)

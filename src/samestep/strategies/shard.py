@@ -20,12 +20,11 @@ zero=3   forward    AG 0 | F 0, AG 1 | F 1, AG 2 | F 2
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from samestep.model import ModelSpec, ParamSpec, is_below
+from samestep.model import ModelSpec, ParamSpec, is_below, remembered
 from samestep.program import (
     Bucket,
     Kind,
@@ -38,6 +37,7 @@ from samestep.program import (
     ends_gradients,
     ends_step,
     is_backward,
+    is_dealt,
     is_forward,
     make_buckets,
     padded,
@@ -63,7 +63,7 @@ def refusal(step: Step) -> str | None:
     return _refuse_weights(step.model)
 
 
-@functools.lru_cache(maxsize=256)
+@remembered
 def _refuse_weights(model: ModelSpec) -> str | None:
     """Refuse weights that FSDP2 cannot cut, or gather apart from others."""
     for param in model.params:
@@ -101,9 +101,7 @@ def _stage_1(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops
         return ops
     gathers = tuple(
         replace(
-            _op(Kind.ALL_GATHER, b.name, b.dtype, b.padded_numel),
-            axis=b.shard_axis,
-            after=(f"{Kind.UPDATE}:optimizer",),
+            _op(Kind.ALL_GATHER, b.name, b.dtype, b.padded_numel, b.shard_axis), after=(f"{Kind.UPDATE}:optimizer",)
         )
         for b in buckets
         if b.ep < step.layout.num_shards
@@ -112,8 +110,7 @@ def _stage_1(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops
 
 
 def _scattered(step: Step, bucket: Bucket) -> Op:
-    op = _op(Kind.REDUCE_SCATTER, bucket.name, step.master_dtype, bucket.padded_numel)
-    return replace(op, axis=bucket.shard_axis)
+    return _op(Kind.REDUCE_SCATTER, bucket.name, step.master_dtype, bucket.padded_numel, bucket.shard_axis)
 
 
 def _stage_2_or_3(key: str, ops: Ops, step: Step, units: tuple[Unit, ...]) -> Ops:
@@ -127,7 +124,8 @@ def _stage_2_or_3(key: str, ops: Ops, step: Step, units: tuple[Unit, ...]) -> Op
 def _gathered_forward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...]) -> Iterator[Op]:
     # zero=2 keeps the weights until the step's last backward, so only the first micro-batch gathers them.
     gathers = step.zero == 3 or starts_step(key)
-    starting = _by_layer(units if gathers else (), "first_layer")
+    shared = [unit for unit in units if gathers and unit.ep < step.layout.num_shards]
+    starting = _by_layer(shared, "first_layer")
     done: list[str] = []
     for op in ops:
         needed = starting.get(op.layer, ())
@@ -154,7 +152,8 @@ def _scattered_backward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...])
     starting, ending = _by_layer(scattered, "first_layer"), _by_layer(mine, "last_layer")
 
     def gather(unit: Unit | None) -> Iterator[Op]:
-        if unit and unit.gather_in_backward and not unit.keep_after_forward and unit.name not in issued:
+        is_cut = unit is not None and unit.ep < step.layout.num_shards
+        if unit and is_cut and unit.gather_in_backward and not unit.keep_after_forward and unit.name not in issued:
             issued.add(unit.name)
             yield _gather(unit)
 
@@ -163,7 +162,11 @@ def _scattered_backward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...])
         yield from gather(named.get(unit.ahead or "?"))
 
     last = next(op for op in reversed(ops) if op.kind is Kind.BACKWARD)
+    behind: list[Op] = []  # a layer's backward, which what it exchanges is a part of
     for op in ops:
+        if op.axis is None:
+            yield from behind
+            behind.clear()
         over = [unit for unit in starting.get(op.layer, ()) if unit.ends_early]
         over.sort(key=lambda unit: unit.called[0])
         here = sorted(ending.get(op.layer, ()), key=_use, reverse=True)
@@ -177,9 +180,10 @@ def _scattered_backward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...])
         if op.kind is Kind.BACKWARD:
             for unit in late:
                 while over and _follows(over[-1], unit):
-                    yield _scatter(over.pop(), step, op)
-                yield from reach(unit)
-            yield from (_scatter(unit, step, op) for unit in reversed(over))
+                    behind.append(_scatter(over.pop(), step, op))
+                behind.extend(reach(unit))
+            behind.extend(_scatter(unit, step, op) for unit in reversed(over))
+    yield from behind
     yield from (_scatter(unit, step, last) for unit in scattered if not unit.ends_early)
 
 
@@ -197,16 +201,16 @@ def _follows(later: Unit, unit: Unit) -> bool:
 
 
 def _gather(unit: Unit) -> Op:
-    return replace(_op(Kind.ALL_GATHER, unit.name, unit.dtype, unit.padded_numel), implied=True)
+    return replace(_op(Kind.ALL_GATHER, unit.name, unit.dtype, unit.padded_numel, unit.shard_axis), implied=True)
 
 
 def _scatter(unit: Unit, step: Step, after: Op) -> Op:
-    op = _op(Kind.REDUCE_SCATTER, unit.name, step.master_dtype, unit.padded_grad_numel)
+    op = _op(Kind.REDUCE_SCATTER, unit.name, step.master_dtype, unit.padded_grad_numel, unit.shard_axis)
     return replace(op, implied=True, after=(after.name,))
 
 
-def _op(kind: Kind, owner: str, dtype: str, numel: int) -> Op:
-    return Op(kind=kind, owner=owner, axis=AXIS, dtype=dtype).sized(numel)
+def _op(kind: Kind, owner: str, dtype: str, numel: int, axis: str) -> Op:
+    return Op(kind=kind, owner=owner, axis=axis, dtype=dtype).sized(numel)
 
 
 def _units(step: Step, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
@@ -225,6 +229,9 @@ def _units(step: Step, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
             order.setdefault(owner, len(order))
         roots = _roots(step, param)
         if not param.numel:
+            continue
+        if is_dealt(step, param):
+            groups.setdefault(owners, []).append(param)
             continue
         if param.shared and not _moves_with_layer(step, param.layer):
             met = [known for known in groups if known != ("",) and set(known) & set(owners)]
@@ -270,12 +277,13 @@ def _with_ahead(units: list[Unit], chunks: tuple[range, ...]) -> tuple[Unit, ...
 
     One that is called several times gathers nothing ahead: at its second backward that would have been used already.
     """
-    by_use = sorted(units, key=_use)
     ahead: dict[str, str] = {}
-    for before, unit in itertools.pairwise(by_use):
-        together = not chunks or any({before.first_layer, unit.first_layer} <= {*chunk} for chunk in chunks)
-        if together and not unit.spans_calls:
-            ahead[unit.name] = before.name
+    for axis in ("dp_shard", "dp_expert"):
+        by_use = sorted((unit for unit in units if unit.shard_axis == axis), key=_use)
+        for before, unit in itertools.pairwise(by_use):
+            together = not chunks or any({before.first_layer, unit.first_layer} <= {*chunk} for chunk in chunks)
+            if together and not unit.spans_calls:
+                ahead[unit.name] = before.name
     return tuple(replace(unit, ahead=ahead.get(unit.name)) for unit in units)
 
 
@@ -294,6 +302,8 @@ def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec], chunks:
     has_backward = receives or any(param.trainable and param.layer <= last_layer for param in step.model.params)
     first_root = _first_root(step, params)
     entered = params if params[0].aliases else [p for p in params if _roots(step, p) == first_root]
+    ep = step.layout.ep if is_dealt(step, params[0]) else 1
+    parts = step.layout.num_shards // ep
     return Unit(
         name=", ".join(modules),  # FSDP2's own label of it; empty for what the root module owns itself
         modules=modules,
@@ -301,8 +311,8 @@ def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec], chunks:
         first_layer=first_layer,
         last_layer=last_layer,
         dtype=step.working_dtype(params[0]),
-        padded_numel=sum(_padded_rows(param, step.layout.num_shards) for param in params),
-        padded_grad_numel=sum(_padded_rows(param, step.layout.num_shards) for param in params if param.trainable),
+        padded_numel=sum(_padded_rows(param, parts) for param in params),
+        padded_grad_numel=sum(_padded_rows(param, parts) for param in params if param.trainable),
         # The last layer's backward follows at once, and a weight that first and last layer share is in use throughout.
         # A pipeline's other micro-batches may come between the two.
         keep_after_forward=step.zero == 2 or (last_layer == last and step.layout.pp == 1),
@@ -310,6 +320,7 @@ def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec], chunks:
         called=(min(param.called[0] for param in params), max(param.called[1] for param in params)),
         spans_calls=any(param.calls > 1 for param in params),
         ends_early=receives or (not is_root and all(param.takes_gradient for param in entered)),
+        ep=ep,
     )
 
 

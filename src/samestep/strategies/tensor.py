@@ -16,16 +16,18 @@ rest come as zeros, summed by h. So is the head, whose logits are never put toge
 of exponentials and the right logit of each row, three numbers. A weight that stays whole but works on what is cut (the
 norm of each head) has a gradient that is a sum too. The first layer that is cut after inputs that need no gradient has
 no g.
+
+Where there are fewer heads of keys and values than ranks, tp/heads ranks share one (Shazeer 2019, arXiv:1911.02150, has
+such heads): every rank keeps these weights whole, computes the one head that its queries need, and the gradients are
+summed over all ranks, as those of the norms.
 """
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from samestep.model import LayerSpec, ModelSpec, ParamSpec, PartialSum
+from samestep.model import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSum, remembered
 from samestep.program import Kind, Op, Ops, Program, Step
 
 AXIS = "tp"
@@ -33,24 +35,41 @@ AXIS = "tp"
 
 def refusal(step: Step) -> str | None:
     """Refuse a degree that cuts through a group, and models that nobody said how to cut."""
-    return _refuse_cut(step.model, step.layout.tp) if step.layout.tp > 1 else None
+    return _refuse_cut(step.model, step.layout.tp, step.splits_backward) if step.layout.tp > 1 else None
 
 
-@functools.lru_cache(maxsize=256)
-def _refuse_cut(model: ModelSpec, degree: int) -> str | None:
+@remembered
+def _refuse_cut(model: ModelSpec, degree: int, splits_backward: bool) -> str | None:
     if model.cut_refusal:
         return f"tp={degree}: {model.name} cannot be cut, {model.cut_refusal}; tp=1 works"
     for param in model.params:
         if param.cut is not None and param.read_outside:
             return f"tp={degree}: {param.name} is also read outside the layer that owns it, where it would be cut: tp=1 works"
-        if param.cut is not None and param.cut.style != "vocab" and param.cut.groups % degree:
-            common = math.gcd(*(p.cut.groups for p in model.params if p.cut is not None and p.cut.style != "vocab"))
-            works = [str(n) for n in range(2, common + 1) if common % n == 0]
+        if param.cut is not None and not _divides(degree, param.cut):
+            works = [str(n) for n in range(2, param.cut.groups + 1) if _divides_all(n, model)]
             return (
                 f"tp={degree} does not divide the {param.cut.groups} groups of {param.name}; "
                 f"{'tp=' + ' or '.join(works) + ' does' if works else 'only tp=1 does'}"
             )
+        if param.cut is not None and _is_shared(degree, param.cut) and splits_backward:
+            return (
+                f"tp={degree} sums the gradients of the {param.cut.groups} heads of {param.name}, which schedule=zero-bubble "
+                f"computes later: tp={param.cut.groups} works, and so does schedule=1f1b"
+            )
     return None
+
+
+def _divides(degree: int, cut: Cut) -> bool:
+    """Whether ranks get whole groups, or share them alike; a vocabulary may stay whole."""
+    return cut.style == "vocab" or cut.groups % degree == 0 or _is_shared(degree, cut)
+
+
+def _divides_all(degree: int, model: ModelSpec) -> bool:
+    return all(_divides(degree, param.cut) for param in model.params if param.cut is not None)
+
+
+def _is_shared(degree: int, cut: Cut) -> bool:
+    return cut.is_shareable and degree > cut.groups and degree % cut.groups == 0
 
 
 def apply(program: Program) -> Program:
@@ -64,11 +83,12 @@ def apply(program: Program) -> Program:
     return replace(program, step=local).with_bodies(lambda _, ops: tuple(_cut(ops, local)), axes=axes)
 
 
-@functools.lru_cache(maxsize=64)
+@remembered
 def cut_model(model: ModelSpec, degree: int) -> ModelSpec:
-    """Return the model that one rank holds. A vocabulary that the degree does not divide stays whole."""
-    whole = {p.name.rpartition(".")[0] for p in model.params if p.cut and p.cut.groups % degree}
-    whole |= {alias.rpartition(".")[0] for p in model.params if p.cut and p.cut.groups % degree for alias in p.aliases}
+    """Return the model that one rank holds. A vocabulary that the degree does not divide stays whole, and so do the
+    weights of heads that ranks share."""
+    uncut = [p for p in model.params if p.cut and p.cut.groups % degree and not _is_shared(degree, p.cut)]
+    whole = {name.rpartition(".")[0] for param in uncut for name in (param.name, *param.aliases)}
     params = tuple(_cut_param(param, degree) for param in model.params)
     layers = tuple(_cut_layer(layer, degree, whole) for layer in model.layers)
     cuts_logits = any(p.cut and p.cut.style == "vocab" for p in params)
@@ -84,7 +104,9 @@ def _cut_param(param: ParamSpec, degree: int) -> ParamSpec:
 
 def _cut_layer(layer: LayerSpec, degree: int, whole: set[str]) -> LayerSpec:
     forward = tuple(part for part in layer.forward_sums if part.owner not in whole)
-    backward = tuple(part for part in layer.backward_sums if part.owner not in whole)
+    backward = tuple(
+        part for part in layer.backward_sums if part.owner not in whole and (not part.groups or degree > part.groups)
+    )
     mine = layer.cut_by(degree) if forward or backward else layer
     return replace(mine, forward_sums=forward, backward_sums=backward)
 

@@ -1,0 +1,32 @@
+"""Cells of a published row as people write them: numbers with units, words, nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+Row = Mapping[str, str]
+
+
+class SkippedError(Exception):
+    """This row cannot be predicted; the text says why."""
+
+
+def number(row: Row, column: str) -> float | None:
+    """Read a cell: 1840000000.0, ~250k, 1.5e9; None where it is empty or holds no number."""
+    cell = (row.get(column) or "").strip().lstrip("~").replace(",", "")
+    found = re.match(r"([0-9]*\.?[0-9]+(?:e[+-]?\d+)?)\s*([kmbt]?)", cell, re.IGNORECASE)
+    if not found:
+        return None
+    return float(found[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[found[2].lower()]
+
+
+def whole(row: Row, column: str, default: int = 0) -> int:
+    """Read a cell that counts something."""
+    value = number(row, column)
+    return default if value is None or value < 1 else round(value)
+
+
+def joined(row: Row, *columns: str) -> str:
+    """Return what cells say, one after the other."""
+    return " ".join((row.get(column) or "") for column in columns)

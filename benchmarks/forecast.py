@@ -1,0 +1,138 @@
+"""One published row, forecast from its configuration alone: its programs, the clock, the memory model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cells import Row, SkippedError
+from published import Case, case_of
+
+from samestep import clock, memory
+from samestep.errors import SamestepError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.program import Kind, Op, Ops, Program
+from samestep.strategies import programs_of
+
+UNREADABLE = (SkippedError, SamestepError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
+"""What a row that makes no sense may end in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One row, predicted or skipped. Times in seconds, memory in bytes; zero where there is none."""
+
+    id: str
+    source: str
+    machine: str = ""
+    reason: str = ""
+    """Why it was skipped."""
+    group: tuple[str, ...] = ()
+    layout: str = ""
+    predicted_s: float = 0.0
+    measured_s: float = 0.0
+    predicted_bytes: int = 0
+    measured_bytes: float = 0.0
+    fits: bool = True
+    """Predicted: with what no tensor can have."""
+    out_of_memory: bool = False
+
+
+def programs_for(case: Case, recompute: str) -> tuple[Program, ...]:
+    """Write the step of a case on each stage.
+
+    Raises:
+        SamestepError: the layout is refused.
+    """
+    job = Job(train={"global_batch": case.global_batch}, numerics={"precision": case.precision})
+    layout = Layout.of({**case.words, "recompute": recompute})
+    per_node = min(case.machine.devices_per_node, layout.world_size)
+    programs = programs_of(case.model, job, layout, per_node)
+
+    def rewrite(_: str, ops: Ops) -> Ops:
+        return tuple(_in_its_numerics(op, case) for op in ops)
+
+    if case.products or case.chunks > 1 or case.sent_rows < 1:
+        programs = tuple(program.with_bodies(rewrite) for program in programs)
+    return programs
+
+
+def _in_its_numerics(op: Op, case: Case) -> Op:
+    if op.axis is None and op.flops and case.products:
+        return replace(op, dtype=case.products)
+    if op.axis == "ep" and op.kind is Kind.ALL_TO_ALL:
+        return replace(op, size_bytes=round(op.size_bytes * case.sent_rows))
+    return replace(op, size_bytes=op.size_bytes // case.chunks) if op.axis == "tp" else op
+
+
+def chosen_programs(case: Case) -> tuple[Program, ...]:
+    """Write the step with the row's recompute and micro-batch; what it does not name, as is least work and fits."""
+    recomputes = [case.recompute] if case.recompute else ["none", "selective", "full"]
+    choices = [(recomputes[0], size) for size in case.microbatches or (0,)]
+    choices += [(recompute, choices[-1][1]) for recompute in recomputes[1:]]
+    programs: tuple[Program, ...] = ()
+    for recompute, size in choices:
+        tried = replace(case, words={**case.words, "microbatch": size}) if size else case
+        programs = programs_for(tried, recompute)
+        if len(choices) == 1 or _fits(case, _peak(case, programs)):
+            return programs
+    # Some other way was found as well: by one device the host's memory, by many the least memory.
+    return programs if programs[0].step.layout.world_size > 1 else programs_for(case, recomputes[0])
+
+
+WORKSPACE_BYTES = 128 * 2**20
+"""What libraries of products and attention hold of a GPU's memory for themselves, allocated like any tensor."""
+
+
+def _peak(case: Case, programs: Sequence[Program]) -> int:
+    """Bytes of the fullest stage, the first or the last; or of the one that was measured."""
+    ends = (programs[0], programs[-1]) if case.stage is None and len(programs) > 1 else (programs[case.stage or 0],)
+    held = max(memory.during_step(program, case.states_per_param).total for program in map(_shortened, ends))
+    return held + WORKSPACE_BYTES * (case.machine.num_units > 0)
+
+
+def _shortened(program: Program) -> Program:
+    """Leave out the middle of a long step: what is held repeats itself."""
+    layout = program.step.layout
+    most = 4 * layout.pp * layout.virtual_stages + 4
+    tasks = program.stages[0]
+    return program if len(tasks) <= 2 * most else replace(program, stages=((*tasks[:most], *tasks[-most:]),))
+
+
+def _fits(case: Case, peak: int) -> bool:
+    return peak + case.machine.reserved_bytes <= case.machine.memory_bytes
+
+
+def predict(row: Row) -> Outcome:
+    """Predict one row."""
+    source = row.get("source") or row["file"]
+    try:
+        case = case_of(row)
+        programs = chosen_programs(case)
+        held = _peak(case, programs) if case.memory_bytes or case.out_of_memory else 0
+        predicted_s = clock.play(programs, case.machine).step_s if case.step_s else 0.0
+    except (SkippedError, SamestepError) as error:
+        return Outcome(id=row.get("id") or "", source=source, reason=str(error).partition("\n")[0])
+    except UNREADABLE as error:
+        return Outcome(id=row.get("id") or "", source=source, reason=f"cannot be read: {type(error).__name__}: {error}")
+    return Outcome(
+        id=case.id,
+        source=source,
+        machine=case.machine.name,
+        group=case.group,
+        layout=str(programs[0].step.layout),
+        predicted_s=predicted_s,
+        measured_s=case.step_s or 0.0,
+        # What ran has fitted, by whatever the row does not say: states in the host's memory, fewer bits.
+        predicted_bytes=held if case.out_of_memory else min(held, case.machine.memory_bytes),
+        measured_bytes=case.memory_bytes or 0.0,
+        fits=_fits(case, held),
+        out_of_memory=case.out_of_memory,
+        reason="" if case.step_s or held else "nothing was measured",
+    )
+
+
+def rounded(value: float) -> float:
+    """Round for a table."""
+    return round(value, 3)

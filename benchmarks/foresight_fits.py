@@ -1,0 +1,229 @@
+"""What fits can say of predictions: how well rows of a new source are met, and what measuring one node is worth.
+
+cross_validate   five constants start at values from before any fit; for each source they are fitted to all others,
+                 and then predict it
+calibrate        seven numbers of a profile are refitted to half of a source's rows on one node, as `measure` would
+                 find them, and predict the other half, and rows of 64 devices and more
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cells import Row, whole
+from forecast import UNREADABLE, chosen_programs, rounded
+from published import Case, case_of, is_timed
+from published_machines import SHIPPED, machine_of
+
+from samestep import clock, cost
+from samestep import hardware as machines
+from samestep.hardware import Hardware, Link
+from samestep.program import Program
+
+FAR = 64
+"""Devices from which on a row is far from one node."""
+LEAST_ROWS = 8
+"""Of one node, without which nothing is calibrated."""
+
+CONSTANTS: dict[str, tuple[float, ...]] = {
+    "launch_s": (10e-6, 20e-6, 30e-6, 40e-6, 60e-6),
+    "step_s": (5e-3, 2.5e-3, 10e-3, 20e-3),
+    "products": (1.0, 0.94, 0.88, 0.82, 0.76),
+    "attention": (1.0, 0.8, 0.65, 0.5),
+    "collective_s": (15e-6, 25e-6, 50e-6),
+}
+"""Name and levels, `launch_s` for the processors of a DGX A100; the first level of each is the value from before any fit: what the literature says, or no loss."""
+Setting = tuple[float, ...]
+BASE = machines.load("a100-80x8")
+"""The machine whose host others are compared with."""
+FIRST: Setting = tuple(levels[0] for levels in CONSTANTS.values())
+SWEEPS = 1
+"""Times that every constant is tried."""
+PER_SOURCE = 10
+"""Rows of a source that take part, evenly spaced: a fit of five constants needs no more."""
+
+
+def adjusted(machine: Hardware, shipped: Hardware, setting: Setting) -> Hardware:
+    """Return a machine with these constants; `products` and `attention` scale what its profile says is reached."""
+    launch_s, per_step_s, products, attention, collective_s = setting
+    # what the profile or the row says of this host and this run beside others stays as it is
+    host = machine.launch_s / BASE.launch_s
+    once = machine.step_s / shipped.step_s if shipped.step_s else 1.0
+    checked = machine.intra.collective_s / shipped.intra.collective_s if shipped.intra.collective_s else 1.0
+    reached = {
+        k: min(1.0, v * (attention / cost.ATTENTION_REACHED if k == "attention" else products / cost.REACHED))
+        for k, v in machine.efficiency.items()
+    }
+    return replace(
+        machine,
+        launch_s=launch_s * host,
+        step_s=per_step_s * once,
+        efficiency=reached,
+        intra=replace(machine.intra, collective_s=collective_s * checked),
+        inter=replace(machine.inter, collective_s=collective_s * checked),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A case with its programs written, to be priced again and again."""
+
+    source: str
+    case: Case
+    shipped: Hardware
+    programs: tuple[Program, ...]
+
+    def error(self, setting: Setting) -> float:
+        """Part by which a prediction with these constants is off, at most 1.5: one odd row shall not rule a fit."""
+        return min(self.off(adjusted(self.case.machine, self.shipped, setting)), 1.5)
+
+    def off(self, machine: Hardware) -> float:
+        """Part by which a prediction for this machine is off."""
+        assert self.case.step_s
+        return abs(clock.play(self.programs, machine).step_s / self.case.step_s - 1)
+
+
+def prepare(rows: Sequence[Row], most: int) -> list[Prepared]:
+    """Write the programs of at most so many rows of each source that can be predicted."""
+    by_source: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_source[row["file"]].append(row)
+    prepared = []
+    for source, alike in by_source.items():
+        for row in alike[:: max(1, len(alike) // most)]:
+            try:
+                case = case_of(row)
+                if case.step_s:
+                    prepared.append(Prepared(source, case, SHIPPED[case.machine.name], chosen_programs(case)))
+            except UNREADABLE:
+                continue
+    return prepared
+
+
+class Fits:
+    """Errors of prepared cases at settings that were tried, and the best setting for some of the cases."""
+
+    def __init__(self, prepared: Sequence[Prepared]) -> None:
+        self.prepared = prepared
+        self._errors: dict[Setting, list[float]] = {}
+
+    def errors(self, setting: Setting) -> list[float]:
+        """Errors of all cases at one setting."""
+        if setting not in self._errors:
+            self._errors[setting] = [one.error(setting) for one in self.prepared]
+        return self._errors[setting]
+
+    def best(self, weights: Sequence[float]) -> Setting:
+        """Walk along one constant after the other to the setting with the smallest weighted error."""
+
+        def score(setting: Setting) -> float:
+            return sum(w * e for w, e in zip(weights, self.errors(setting), strict=True))
+
+        setting = FIRST
+        for _ in range(SWEEPS):
+            for place, levels in enumerate(CONSTANTS.values()):
+                options = [(*setting[:place], level, *setting[place + 1 :]) for level in levels]
+                setting = min(options, key=score)
+        return setting
+
+
+def cross_validate(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Fit the constants to all sources but one, each counting the same, and predict that one; per source, per cent."""
+    prepared = prepare(rows, PER_SOURCE)
+    counts = Counter(one.source for one in prepared)
+    fits = Fits(prepared)
+    result: dict[str, dict[str, float]] = {}
+    for left_out in counts:
+        weights = [0.0 if one.source == left_out else 1 / counts[one.source] for one in prepared]
+        setting = fits.best(weights) if any(weights) else FIRST
+        mine = [100 * e for e, one in zip(fits.errors(setting), prepared, strict=True) if one.source == left_out]
+        result[left_out] = {
+            "rows": len(mine),
+            "mape": rounded(statistics.fmean(mine)),
+            "median_ape": rounded(statistics.median(mine)),
+            **dict(zip(CONSTANTS, setting, strict=True)),
+        }
+    return result
+
+
+NEAR_ROWS = 40
+"""Rows of one node that take part in a calibration, at most, evenly spaced; every second one is fitted to."""
+STEPS = (1.6, 1.25, 1.1)
+"""By which a constant is tried larger and smaller, one after the other."""
+SCALES = ("launch_s", "step_s", "products", "attention", "memory", "collective_s", "links")
+"""What `measure` finds of a machine, each as a factor of what its profile says."""
+
+
+def scaled(machine: Hardware, factors: Sequence[float]) -> Hardware:
+    """Return a machine whose numbers are multiplied by factors, those of SCALES."""
+    launch, once, products, attention, memory_part, collective, links = factors
+
+    def of(link: Link) -> Link:
+        return replace(link, collective_s=link.collective_s * collective, bytes_per_s=link.bytes_per_s * links)
+
+    reached = {k: min(1.0, v * (attention if k == "attention" else products)) for k, v in machine.efficiency.items()}
+    return replace(
+        machine,
+        launch_s=machine.launch_s * launch,
+        step_s=machine.step_s * once,
+        efficiency=reached,
+        memory_efficiency=min(1.0, machine.memory_efficiency * memory_part),
+        intra=of(machine.intra),
+        inter=of(machine.inter),
+    )
+
+
+def calibrated(prepared: Sequence[Prepared]) -> tuple[float, ...]:
+    """Return the factors of a machine with which these cases are met best, one constant after the other."""
+
+    def score(factors: Sequence[float]) -> float:
+        return statistics.fmean(one.off(scaled(one.case.machine, factors)) for one in prepared)
+
+    factors: tuple[float, ...] = (1.0,) * len(SCALES)
+    best = score(factors)
+    for step in STEPS:
+        for place in range(len(SCALES)):
+            for factor in (step, 1 / step):
+                tried = (*factors[:place], factors[place] * factor, *factors[place + 1 :])
+                if (found := score(tried)) < best:
+                    best, factors = found, tried
+    return factors
+
+
+def calibrate(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
+    """Refit the profile of each source's machine to half of its rows on one node; per cent of the rest, and beyond.
+
+    `near` are the other rows on one node, `far` those on 64 devices and more: nothing was fitted to either.
+    """
+    near: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    far: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        with contextlib.suppress(*UNREADABLE):
+            machine, devices = machine_of(row), whole(row, "n_gpus")
+            beyond = near if 0 < devices <= min(machine.devices_per_node, 16) else far if devices >= FAR else None
+            if beyond is not None and is_timed(row):
+                beyond[row["file"], machine.name].append(row)
+    result: dict[str, dict[str, float | None]] = {}
+    for key, alike in near.items():
+        cases = prepare(alike, NEAR_ROWS)
+        if len(cases) < LEAST_ROWS:
+            continue
+        factors = calibrated(cases[::2])
+        beyond_cases = prepare(far[key], NEAR_ROWS)
+        errors = {
+            name: [100 * one.off(scaled(one.case.machine, factors)) for one in found]
+            for name, found in (("near", cases[1::2]), ("far", beyond_cases))
+        }
+        before = [100 * one.off(one.case.machine) for one in cases[1::2]]
+        result[f"{key[0]}, {key[1]}"] = {
+            "before": rounded(statistics.fmean(before)),
+            **{name: rounded(statistics.fmean(found)) if found else None for name, found in errors.items()},
+            "near_rows": len(errors["near"]),
+            "far_rows": len(errors["far"]),
+            **dict(zip(SCALES, (rounded(f) for f in factors), strict=True)),
+        }
+    return result

@@ -1,0 +1,182 @@
+"""The machine of a published row, and what the row's software makes of it.
+
+A row names a device, seldom its nodes, and hardly ever what its libraries could do at the time. What is known of those:
+
+    before Hopper     Megatron-LM and DeepSpeed hid no communication; ZeRO-3 gathered through one port of a node
+    from Hopper on    Transformer Engine's attention is written for the device, PyTorch's own runs on it too
+    CUDA graphs       the host starts a graph, not its operations
+    checked runs      deterministic kernels that are started by Python op by op: a slower host, ranks that wait
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from cells import Row, SkippedError, joined, whole
+
+from samestep import hardware as machines
+from samestep.hardware import Hardware
+
+GRAPH_LAUNCH_S = 2e-6
+"""Host time of an operation that is part of a CUDA graph."""
+CHECKED = 2.8
+"""Host time of a run that its notes call a correctness test with deterministic kernels, over that of a plain one."""
+OWN_ATTENTION = 2.2
+"""What attention kernels written for a device reach over PyTorch's own (Shah et al. 2024, arXiv:2407.08608, figures 5 and 6)."""
+CHECKED_COLLECTIVE = 8.0
+"""The same of a collective: ranks that start kernels slowly and unevenly wait for each other."""
+_MACHINES = (
+    (r"GB300", "gb300-nvl72"),
+    (r"GB200", "gb200-nvl72"),
+    (r"B300", "b300x8"),
+    (r"B200|SM100", "b200x8"),
+    (r"GH200|H200", "h200x8"),
+    (r"H100.*500\s?W", "h100-500wx8"),
+    (r"H100.*(PCIe|NVL\b)", "h100-pciex8"),
+    (r"H100|H800|DGX.?H\b", "h100x8"),
+    (r"\bH20\b", "h20x8"),
+    (r"A100.*PCIe|A800.*PCIe", "a100-pciex8"),
+    (r"A100.*40|A800.*40", "a100-40x8"),
+    (r"A100|A800", "a100-80x8"),
+    (r"V100", "v100x8"),
+    (r"MI300", "mi300x8"),
+    (r"MI325", "mi325x8"),
+    (r"MI35[05]", "mi355x8"),
+    (r"MI2[15]0", "mi250x8"),
+    (r"L40S", "l40sx8"),
+    (r"L40", "l40x8"),
+    (r"\bL4\b", "l4x8"),
+    (r"\bA30\b", "a30x8"),
+    (r"\bA10G?\b", "a10x8"),
+    (r"A6000|\bA40\b|RTX 6000", "a6000x8"),
+    (r"\bT4\b", "t4x8"),
+    (r"3090", "rtx3090x8"),
+    (r"4090", "rtx4090x8"),
+    (r"5060", "rtx5060tix8"),
+    (r"5090", "rtx5090x8"),
+    (r"gaudi", "gaudi2x8"),
+    (r"v6e|trillium", "tpu-v6e"),
+    (r"v5p", "tpu-v5p"),
+    (r"v5e", "tpu-v5e"),
+    (r"TPU.*v4", "tpu-v4"),
+    (r"TPU.*v3", "tpu-v3"),
+)
+_FOLDER = Path(__file__).parent / "machines"
+SHIPPED: dict[str, Hardware] = {}
+"""Profiles as they are, by name: those of samestep, and those of devices it does not run on."""
+
+
+def machine_of(row: Row) -> Hardware:
+    """Return the profile of the row's device, with the row's own nodes and network."""
+    device = (row.get("gpu") or "").strip()
+    if not device:
+        device = "V100" if "16" in (row.get("precision") or "") and "BF" not in row["precision"].upper() else "A100"
+    name = next((name for pattern, name in _MACHINES if re.search(pattern, device, re.IGNORECASE)), None)
+    if name is None:
+        raise SkippedError(f"no profile of {device}")
+    if name not in SHIPPED:
+        file = _FOLDER / f"{name}.toml"
+        SHIPPED[name] = machines.load(file if file.exists() else name)
+    return _with_software(_on_its_network(SHIPPED[name], row), row)
+
+
+def _on_its_network(machine: Hardware, row: Row) -> Hardware:
+    """Give a machine the row's nodes and ports. Of a rack equal parts are used, where a job does not fit in one."""
+    per_node, count = whole(row, "gpus_per_node"), whole(row, "n_gpus")
+    if machine.devices_per_node > 16 and count > machine.devices_per_node < 1000:
+        used = max(n for n in range(1, machine.devices_per_node + 1) if count % n == 0)
+        machine = replace(machine, devices_per_node=used)
+    if per_node and per_node > 1 and machine.devices_per_node <= 16:
+        machine = replace(machine, devices_per_node=per_node)
+    port = _port_bytes_per_s(row.get("interconnect") or "", whole(row, "gpus_per_node", machine.devices_per_node))
+    if port and port > machine.inter.bytes_per_s / 5:  # slower ones are for storage and management
+        machine = replace(machine, inter=replace(machine.inter, bytes_per_s=port))
+    return machine
+
+
+def _with_software(machine: Hardware, row: Row) -> Hardware:
+    """Make of a machine what the row's software makes of it."""
+    if "deterministic kernels" in joined(row, "notes"):
+        near, far = (
+            replace(link, collective_s=CHECKED_COLLECTIVE * link.collective_s)
+            for link in (machine.intra, machine.inter)
+        )
+        host = {"launch_s": CHECKED * machine.launch_s, "step_s": CHECKED * machine.step_s}
+        machine = replace(machine, **host, intra=near, inter=far)
+    notes = joined(row, "notes")
+    covered = _in_graphs(notes)
+    if covered:
+        machine = replace(machine, launch_s=machine.launch_s + covered * (GRAPH_LAUNCH_S - machine.launch_s))
+    if _has_own_attention(row, machine):
+        reached = min(1.0, machine.efficiency["attention"] * OWN_ATTENTION)
+        machine = replace(machine, efficiency={**machine.efficiency, "attention": reached})
+    if not is_late(machine) and _hides_nothing(row):
+        machine = replace(machine, overlap=False)
+    if _gathers_through_one_port(row, machine):
+        inside = max(1, machine.devices_per_node // whole(row, "tp", 1))
+        port = machine.inter.bytes_per_s * (2 if machine.name.startswith("v100") else 1)  # two devices had one
+        machine = replace(machine, overlap=False, inter=replace(machine.inter, bytes_per_s=port / inside))
+    return machine
+
+
+def _in_graphs(notes: str) -> float:
+    """Part of the host's work that CUDA graphs take over: all of it, or a quarter for each kind of module they hold."""
+    if re.search(
+        r"full.cuda.graph=(?:1|true)|cuda.graph(?:.impl)?=(?:1|true|full_iteration|local)", notes, re.IGNORECASE
+    ):
+        return 1.0
+    scopes = re.search(r"cuda_graph_impl=transformer_engine; cuda_graph_scope=([^;]+)", notes)
+    if not scopes:
+        return 0.0
+    return 1.0 if "full" in scopes[1] else min(1.0, 0.25 * len(re.findall(r"\w+", scopes[1])))
+
+
+def _hides_nothing(row: Row) -> bool:
+    """Whether it is of Megatron-LM or DeepSpeed, which hid no communication behind compute before Hopper."""
+    said = joined(row, "schedule", "notes", "source")
+    if re.search(r"fsdp|overlap-grad|overlap.param", said, re.IGNORECASE):
+        return False
+    return is_by_engine(row) or re.search(r"deepspeed|\bDS=", said, re.IGNORECASE) is not None
+
+
+def _has_own_attention(row: Row, machine: Hardware) -> bool:
+    """Whether attention runs in kernels written for the device: those of Transformer Engine from Hopper on."""
+    late = re.match(r"h[12]|g?b[23]00|mi3", machine.name) is not None
+    return late and is_by_engine(row) and "attention" in machine.efficiency
+
+
+def is_by_engine(row: Row) -> bool:
+    """Whether the row is of Megatron-LM or a library around it, which run on Transformer Engine since Hopper."""
+    said = joined(row, "source", "model") + re.sub(r"dims: [^;]*", "", joined(row, "notes"))
+    return (
+        re.search(r"nemo\b|megatron|transformer.?engine|kernels=TE|dgx cloud|mlperf|maxtext|libai", said, re.I)
+        is not None
+    )
+
+
+def _gathers_through_one_port(row: Row, machine: Hardware) -> bool:
+    """DeepSpeed's ZeRO-3 before Hopper: gathers are not hidden, and the ranks that a node has of a group share one port."""
+    said = re.search(r"\bzero.?3|deepspeed|\bDS=", joined(row, "schedule", "notes", "source"), re.IGNORECASE)
+    return whole(row, "zero_stage") == 3 and said is not None and not is_late(machine)
+
+
+def _port_bytes_per_s(text: str, per_node: int) -> float | None:
+    """Bytes a second of one device to the network: `4x Omni-Path 100Gb/s per node` is 50 GB/s for all of the node."""
+    parts = [
+        part for part in re.split(r"[|;,+]", text) if not re.search(r"storage|management|NVLink|NVSwitch", part, re.I)
+    ]
+    speeds = []
+    for part in parts:
+        found = re.search(r"(\d+)\s*(?:Gb(?:/s|/Sec|ps|it))", part, re.IGNORECASE)
+        if found and "GB/s" not in part:
+            ports = re.search(r"(\d+)\s*x\s*\S", part)
+            speed = 0.95 * int(found[1]) * 1e9 / 8
+            speeds.append(speed if "per GPU" in part else speed * int(ports[1] if ports else 1) / per_node)
+    return max(speeds, default=None)
+
+
+def is_late(machine: Hardware) -> bool:
+    """Whether the device is of a time when libraries split all of a layer and fused what they could: from 2022 on."""
+    return not machine.name.startswith(("v100", "a100", "a30"))

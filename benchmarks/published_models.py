@@ -1,0 +1,127 @@
+"""The model of a published row: a preset that its name is close to, with the sizes that it prints."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from cells import Row, SkippedError, joined, number, whole
+
+from samestep.decoder import Decoder
+from samestep.hardware import Hardware
+from samestep.presets import DECODERS, sized
+
+_NAMES = (
+    (r"llama.?3(\.\d)?.?405b", "llama3-405b"),
+    (r"llama.?3(\.\d)?.?70b", "llama3-70b"),
+    (r"llama.?3(\.\d)?.?8b", "llama3-8b"),
+    (r"llama.?2.?70b|llama.like.70b", "llama2-70b"),
+    (r"llama.?2.?13b", "llama2-13b"),
+    (r"llama.?2.?7b|llama.like.7b", "llama2-7b"),
+    (r"llama.?4.?scout", "llama4-scout"),
+    (r"llama.?65b", "llama-65b"),
+    (r"llama.?7b", "llama-7b"),
+    (r"mixtral.?8x22b", "mixtral-8x22b"),
+    (r"mixtral", "mixtral-8x7b"),
+    (r"qwen.?3.*235b", "qwen3-235b-a22b"),
+    (r"qwen.?3.*30b", "qwen3-30b-a3b"),
+    (r"qwen.?2\.5.?32b", "qwen2.5-32b"),
+    (r"qwen.?2\.5.?7b", "qwen2.5-7b"),
+    (r"qwen.?2\.5.?3b", "qwen2.5-3b"),
+    (r"qwen.?2\.5.?1\.5b", "qwen2.5-1.5b"),
+    (r"qwen.?2\.5.?0\.5b", "qwen2.5-0.5b"),
+    (r"gpt.?oss.?120b", "gpt-oss-120b"),
+    (r"gpt.?oss.?20b", "gpt-oss-20b"),
+    (r"deepseek.?v?3(?!\d)", "deepseek-v3"),
+    (r"nemotron.?4.?340b", "nemotron4-340b"),
+    (r"nemotron.?4.?15b", "nemotron4-15b"),
+    (r"grok.?1", "grok1-314b"),
+    (r"bloom", "bloom-176b"),
+    (r"mt.nlg", "mt-nlg-530b"),
+    (r"gpt.?3.*175b", "gpt3-175b"),
+    (r"bert.large", "bert-large"),
+)
+_NO_DECODER = r"stable diffusion|retinanet|mask r-cnn|grouped gemm|hybrid|nemotron.?v?[3h]|multimodal|mimo|single moe|ultra.proxy|dlrm|unet|flux|maverick"
+
+
+def decoder_of(row: Row, machine: Hardware) -> tuple[Decoder, str]:
+    """Return the row's model and its name."""
+    name = row.get("model") or ""
+    if re.search(_NO_DECODER, name, re.IGNORECASE):
+        raise SkippedError("the model is no transformer of one kind of block, or part of one")
+    known = next((preset for pattern, preset in _NAMES if re.search(pattern, name, re.IGNORECASE)), None)
+    decoder = _of_its_kind(replace(_base(row, known), **_sizes(row, known)), row, machine)
+    return decoder, known or name
+
+
+def _base(row: Row, known: str | None) -> Decoder:
+    """Return the preset of a row; else a GPT with its layers, or of its number of weights."""
+    layers, hidden = _depth(row), whole(row, "hidden")
+    weights = number(row, "n_params") or _weights_in(row.get("model") or "")
+    if known:
+        return DECODERS[known]
+    if layers and hidden:
+        return replace(DECODERS["gpt3-175b"], layers=layers, hidden=hidden, heads=max(1, hidden // 128))
+    if weights:
+        return sized(weights, whole(row, "seq_len", 2048))
+    raise SkippedError("no sizes of the model, and its name is no preset's")
+
+
+def _depth(row: Row) -> int:
+    hidden = whole(row, "hidden")
+    weights = number(row, "n_params") or _weights_in(row.get("model") or "")
+    layers = whole(row, "n_layers")
+    return layers or (max(1, round(weights / (12 * hidden**2))) if hidden and weights else 0)
+
+
+def _sizes(row: Row, known: str | None) -> dict[str, Any]:
+    """Return the sizes that a row prints, over those of its preset."""
+    columns = {"vocab": "vocab", "sequence": "seq_len"}
+    given: dict[str, Any] = {field: whole(row, column) for field, column in columns.items() if whole(row, column)}
+    if not (_depth(row) and whole(row, "hidden")):
+        return given
+    given |= {"layers": _depth(row), "hidden": whole(row, "hidden")}
+    if whole(row, "heads"):
+        given |= {"heads": whole(row, "heads")}
+        given |= {"kv_heads": whole(row, "kv_heads")} if whole(row, "kv_heads") or not known else {}
+    if whole(row, "ffn"):
+        given["intermediate"] = whole(row, "ffn")
+    if whole(row, "moe_experts") and not known:
+        given |= {"experts": whole(row, "moe_experts"), "top_k": whole(row, "moe_topk", 1)}
+    return given
+
+
+def _of_its_kind(decoder: Decoder, row: Row, machine: Hardware) -> Decoder:
+    """Add what kind of model and of code it is."""
+    name = row.get("model") or ""
+    if re.search(r"\bt5", name, re.IGNORECASE):  # an encoder, and a decoder that attends to it as well as to itself
+        sequence = whole(row, "seq_len", 512)
+        decoder = replace(decoder, layers=5 * decoder.layers // 2, sequence=sequence, vocab=30592)
+    if re.search("bert", name, re.IGNORECASE):
+        decoder = replace(decoder, attention="attention", dropout=True, vocab=whole(row, "vocab", 30592))
+    if "unpadded" in name:  # half of MLPerf's 512 tokens are padding, and are left out
+        decoder = replace(decoder, sequence=decoder.sequence // 2)
+    if decoder.positions:
+        decoder = replace(decoder, positions=decoder.sequence)
+    if "FSDP2" in (row.get("schedule") or "") and (row.get("compile") or "").lower() != "true":
+        decoder = replace(decoder, fused=False)
+    if _is_plain(row, machine):
+        decoder = replace(decoder, attention="plain", dropout=not decoder.gated)
+    return decoder
+
+
+def _weights_in(name: str) -> float | None:
+    found = re.search(r"(\d+(?:\.\d+)?)\s*([MBT])\b", name)
+    return float(found[1]) * {"M": 1e6, "B": 1e9, "T": 1e12}[found[2]] if found else None
+
+
+def _is_plain(row: Row, machine: Hardware) -> bool:
+    """Whether attention keeps its scores: FlashAttention is of 2022 and for Ampere and later."""
+    if "unfused" in joined(row, "notes").lower() or machine.name.startswith("v100"):
+        return True
+    if not machine.name.startswith("a100") or "flash" in joined(row, "notes", "model", "source").lower():
+        return False
+    cut = whole(row, "tp", 1) > 1 or whole(row, "pp", 1) > 1
+    old = re.fullmatch(r"(?i)\s*fp16.*", row.get("precision") or "") is not None
+    return old or (cut and "full" in (row.get("recompute") or ""))

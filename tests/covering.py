@@ -1,0 +1,136 @@
+"""Layouts that together hold every pair, or triple, of features: a covering array, found greedily among legal layouts.
+
+A row is begun with a tuple of features that no row has yet, and filled up at random many times; the filling that covers
+most new tuples is kept (Cohen et al. 1997, doi:10.1109/32.605761, AETG). The draws are seeded, so the rows are always the
+same. A tuple of which no filling is legal is one that a strategy refuses, or that would have no effect.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from samestep import decoder
+from samestep.decoder import Decoder
+from samestep.errors import LayoutError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.model import ModelSpec
+from samestep.program import Step
+from samestep.strategies import refusal_of
+
+BATCH = 8
+FEATURES: dict[str, tuple[Any, ...]] = {
+    "model": ("deep_llama", "deep_tied", "deep_qwen3", "deep_gpt2", "parted", "deep_mixtral"),
+    "dp_replicate": (1, 2),
+    "dp_shard": (1, 2),
+    "cp": (1, 2),
+    "tp": (1, 2),
+    "pp": (1, 2),
+    "ep": (1, 2),
+    "zero": (0, 1, 2, 3),
+    "sequence_parallel": (False, True),
+    "schedule": ("1f1b", "gpipe", "interleaved", "zero-bubble"),
+    "microbatch": (None, 1, 3),
+    "recompute": ("none", "selective", "full"),
+    "accumulate": ("sharded", "full"),
+    "reduce": ("ring", "root"),
+    "offload": (False, True),
+}
+_ATTEMPTS = 60
+
+Row = dict[str, Any]
+
+
+@functools.cache
+def rows(strength: int, max_ranks: int) -> tuple[tuple[str, str], ...]:
+    """Return layouts and models in which every feasible tuple of so many features occurs."""
+    draw = random.Random(strength)
+    missing = list(_tuples(strength))
+    found: list[Row] = []
+    uncovered = dict.fromkeys(missing)
+    for wanted in missing:
+        if wanted not in uncovered:
+            continue
+        fillings = [row for row in (_filled(wanted, draw) for _ in range(_ATTEMPTS)) if is_legal(row, max_ranks)]
+        if not fillings:
+            del uncovered[wanted]
+            continue
+        best = max(fillings, key=lambda row: sum(one in uncovered for one in _tuples_of(row, strength)))
+        for one in _tuples_of(best, strength):
+            uncovered.pop(one, None)
+        found.append(best)
+    return tuple((str(layout_of(row)), row["model"]) for row in found)
+
+
+Tuple = tuple[tuple[str, Any], ...]
+
+
+def _tuples(strength: int) -> Iterator[Tuple]:
+    for names in itertools.combinations(FEATURES, strength):
+        for values in itertools.product(*(FEATURES[name] for name in names)):
+            yield tuple(zip(names, values, strict=True))
+
+
+def _tuples_of(row: Row, strength: int) -> Iterator[Tuple]:
+    for names in itertools.combinations(FEATURES, strength):
+        yield tuple((name, row[name]) for name in names)
+
+
+def _filled(wanted: Tuple, draw: random.Random) -> Row:
+    """Give the other features values, most degrees 1, so that few ranks suffice, and switches that they allow."""
+    row = dict(wanted)
+    for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp"):
+        row.setdefault(name, 2 if draw.random() < 0.35 else 1)
+    shards, replicas = row["dp_shard"] * row["cp"], row["dp_replicate"] * row["cp"]
+    able = {
+        "zero": shards > 1,
+        "ep": row.get("model", "deep_mixtral") == "deep_mixtral" and row["dp_replicate"] * shards > 1,
+        "schedule": row["pp"] > 1,
+        "sequence_parallel": row["tp"] > 1,
+    }
+    row.setdefault("zero", draw.choice(FEATURES["zero"][row["dp_shard"] - 1 :]) if able["zero"] else 0)
+    able |= {"accumulate": row["zero"] > 1, "reduce": row["zero"] == 0 and replicas > 1}
+    for name, values in FEATURES.items():
+        row.setdefault(name, draw.choice(values) if able.get(name, True) else values[0])
+    return row
+
+
+def layout_of(row: Row) -> Layout:
+    """Return the layout of a row."""
+    words = {name: value for name, value in row.items() if name != "model"}
+    return Layout(**words, virtual_stages=2 if row["schedule"] == "interleaved" else 1)
+
+
+def is_legal(row: Row, max_ranks: int) -> bool:
+    """Whether every feature of a row has an effect, and no strategy refuses it."""
+    if (row["schedule"] != "1f1b" and row["pp"] == 1) or (row["zero"] and row["dp_shard"] * row["cp"] == 1):
+        return False
+    if row["reduce"] != "ring" and row["dp_replicate"] * row["cp"] == 1:
+        return False
+    if row["model"] == "deep_mixtral" and row["sequence_parallel"]:
+        return False  # its blocks sort tokens, which the trace sees and the decoder's spec does not say
+    try:
+        layout = layout_of(row)
+    except LayoutError:
+        return False
+    if layout.world_size > max_ranks:
+        return False
+    job = Job(train={"global_batch": BATCH}, numerics={"precision": "float64"})
+    return refusal_of(Step.of(_spec(row["model"]), job, layout)) is None
+
+
+@functools.cache
+def _spec(model: str) -> ModelSpec:
+    """Return a decoder with the sizes of a model of `tests/models.py`, as far as rules look at them."""
+    experts = {"experts": 4, "top_k": 2} if model == "deep_mixtral" else {}
+    kv_heads = 0 if model in ("deep_gpt2", "parted") else 2
+    heads = 2 if model == "deep_gpt2" else 4
+    shape = Decoder(
+        layers=4, hidden=16, heads=heads, kv_heads=kv_heads, vocab=64, sequence=12, gated=True, intermediate=40,
+        tied=model in ("deep_gpt2", "deep_tied"), **experts,
+    )  # fmt: skip
+    return decoder.spec(shape, model)
