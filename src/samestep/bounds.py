@@ -148,6 +148,15 @@ class Bounds:
         self._last: tuple[Step | None, tuple[Costs, ...]] = (None, ())
         self._known_weights: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
 
+    @staticmethod
+    def _smallest(step: Step) -> Step:
+        """Return the step as if all its micro-batches were as small as the smallest, where they are not equal.
+
+        Only then has it `samples` of its own.
+        """
+        even, rest = divmod(step.rank_samples, step.num_microbatches)
+        return replace(step, samples=even) if rest and step.samples is None else step
+
     # -- costs ---------------------------------------------------------------------------------------------------------
 
     def _price(self, step: Step, plainly: bool = False) -> _Priced:
@@ -156,13 +165,18 @@ class Bounds:
         recompute, splits = ("none", False) if plainly else (layout.recompute, step.splits_backward)
         key = (
             layout.tp, layout.sequence_parallel, layout.cp, layout.ep, step.microbatch_samples, recompute, splits,
+            step.samples,
         )  # fmt: skip
         if key not in self._known_prices:
             if plainly:
                 layout = replace(layout, recompute="none", schedule="1f1b")
-            program = self._builder.before_stages(replace(step, layout=layout, model=self.few))
+            step = replace(step, layout=layout, model=self.few)
+            program = self._builder.before_stages(step)
             local = program.step
             kinds = tuple(self._kinds(program))
+            if step.samples is not None:  # more samples may even take less time: tiles are shared from some size on
+                more = self._builder.before_stages(replace(step, samples=step.samples + 1))
+                kinds = tuple(map(_quicker, kinds, self._kinds(more)))
             blocks = [index for index, layer in enumerate(local.model.layers) if layer.is_block] or [0]
             self._known_prices[key] = _Priced(
                 kinds,
@@ -236,7 +250,7 @@ class Bounds:
         layout = step.layout
         key = (
             layout.tp, layout.sequence_parallel, layout.cp, layout.ep, layout.recompute, step.microbatch_samples,
-            step.splits_backward, layout.pp * layout.virtual_stages,
+            step.splits_backward, layout.pp * layout.virtual_stages, step.samples,
         )  # fmt: skip
         if key not in self._known_costs:
             kinds, runs = self._price(step).kinds, self._runs(layout)
@@ -258,6 +272,7 @@ class Bounds:
     def least(self, step: Step) -> tuple[float, float]:
         """Bound memory and step of all layouts of these words, whatever ZeRO stage they have and however the data axis is
         split: bytes and seconds."""
+        step = self._smallest(step)
         layout = step.layout
         priced = self._price(step, plainly=True)
         whole, m, pp = priced.whole, step.num_microbatches, layout.pp
@@ -315,6 +330,7 @@ class Bounds:
 
     def closed_times(self, step: Step) -> Times:
         """Bound when stages end by what is before them."""
+        step = self._smallest(step)
         layout = step.layout
         bodies, m, pp = self._bodies(step), step.num_microbatches, layout.pp
         plain = layout.virtual_stages == 1 and layout.schedule != "zero-bubble"
@@ -335,6 +351,7 @@ class Bounds:
 
     def played_times(self, step: Step) -> Times:
         """Play the schedule with whole bodies, and nothing sent over the data axes but what bodies wait for."""
+        step = self._smallest(step)
         layout = step.layout
         if layout.pp == 1:
             return self.closed_times(step)
@@ -344,6 +361,7 @@ class Bounds:
 
     def step_s(self, step: Step, times: Times) -> float:
         """Bound the step of a layout whose stages come so far no sooner than that."""
+        step = self._smallest(step)
         layout, pp = step.layout, step.layout.pp
         runs = self._runs(layout)
         sendings: dict[tuple[object, ...], _Sending] = {}
@@ -439,6 +457,7 @@ class Bounds:
 
     def need(self, step: Step) -> Need:
         """Bound the memory of a layout by that of its first and its last stage."""
+        step = self._smallest(step)
         stages = {0, step.layout.pp - 1}
         return max((self._need_of(step, stage) for stage in stages), key=lambda need: need.total)
 
@@ -502,6 +521,16 @@ class _Sending(NamedTuple):
     """The update, and what is gathered behind it."""
 
 
+def _quicker(one: Costs, other: Costs) -> Costs:
+    """Return the first's costs, with the times that are the least of both."""
+    return one._replace(
+        forward_s=min(one.forward_s, other.forward_s),
+        backward_s=min(one.backward_s, other.backward_s),
+        weight_s=min(one.weight_s, other.weight_s),
+        behind_s=max(one.behind_s, other.behind_s),
+    )
+
+
 def _times(cost: Costs, number: int) -> Costs:
     return cost if number == 1 else Costs(*(number * part for part in cost))
 
@@ -511,7 +540,9 @@ def _weights(step: Step, layer: int) -> tuple[float, ...]:
     params = step.model.params_of(layer)
     trained = [param for param in params if param.trainable]
     dealt = [param for param in trained if is_dealt(step, param)]
-    alone = [param for param in params if not param.shared and not param.read_outside and _has_module(step, param)]
+    # Experts that are dealt have units of their own.
+    alone = [param for param in params if not param.shared and not param.read_outside and not is_dealt(step, param)]
+    alone = [param for param in alone if _has_module(step, param)]
 
     def apart(some: Sequence[ParamSpec]) -> int:
         return sum(param.numel for param in some if step.working_dtype(param) != step.master_dtype)

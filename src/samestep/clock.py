@@ -6,8 +6,8 @@ no more than one. Streams run their ops in the order of issue, beside each other
     start of an op = the later of   the end of the op before it on its stream
                                     the ends of the latest earlier ops of the names in `after`, of any task
 
-Compute waits for no collective that it does not name, but for those within a layer (`EXPOSED_AXES`): sums of a tensor cut,
-exchanges of sequences and of experts. Where communication does not run beside compute (`hardware.overlap` is false) all ops of a stage
+Compute waits for no collective that it does not name, but for those within a layer (`EXPOSED_AXES`): the next
+product needs what comes. Where communication does not run beside compute (`hardware.overlap` is false) all ops of a stage
 are one queue; where it does, compute beside it is slowed by `hardware.contention`, c: a compute op of T seconds, beside
 which collectives that were issued before it run for t of them, takes
 

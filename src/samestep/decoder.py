@@ -231,11 +231,8 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
         elif decoder.shared_experts:
             parts.append(("mlp.shared_experts", "up_proj", "down_proj"))
         forward = tuple(PartialSum(owner=f"{part}.{last}", elements=stream) for part, _, last in parts)
-        backward = (
-            *(PartialSum(owner=f"{part}.{first}", elements=stream) for part, first, _ in parts[1:]),
-            *_shared(decoder),
-            PartialSum(owner="self_attn.q_proj", elements=stream),
-        )
+        inputs = tuple(PartialSum(owner=f"{part}.{first}", elements=stream) for part, first, _ in reversed(parts))
+        backward = (*inputs[:-1], *_shared(decoder), inputs[-1])
         kinds: tuple[BorderKind, ...] = ("gather", "scatter")
         owners = [(part, f"{part}.{last}") for part, _, last in parts]
         borders = tuple(

@@ -234,12 +234,18 @@ def _most(program: Program) -> _Moment:
     return most
 
 
+_SHARDED = ("dp_shard", "dp_expert")
+"""Axes over which units are cut."""
+
+
 class _Walk:
     """Follows activations, gathered units and whole gradients through bodies of a program."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.step = program, program.step
-        self.starting, self.ending = _by_layer(program.units, "first_layer"), _by_layer(program.units, "last_layer")
+        # What is dealt to all ranks is cut no further: nobody gathers it, and its gradient is the rank's own.
+        cut = tuple(unit for unit in program.units if unit.ep < self.step.layout.num_shards)
+        self.starting, self.ending = _by_layer(cut, "first_layer"), _by_layer(cut, "last_layer")
         self.names = {unit.name for unit in program.units}
         self.saved = [saved_bytes(self.step, layer) for layer in self.step.model.layers]
 
@@ -251,7 +257,7 @@ class _Walk:
         worst = _Moment("", 0, 0, -1)
         frees = Kind.WEIGHT if step.splits_backward else Kind.BACKWARD
         for op in self.program.bodies[body]:
-            if op.axis is not None and (op.axis != "dp_shard" or op.owner not in self.names):
+            if op.axis is not None and (op.axis not in _SHARDED or op.owner not in self.names):
                 continue  # holds nothing of its own
             kept, whole = self.saved[op.layer] if op.layer is not None else (0, 0)
             if op.axis is None:

@@ -7,10 +7,13 @@ stand in the order in which the forward runs them: what comes before the blocks,
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, TypeVar
+from typing import ParamSpec as ParamSpecification
 
 FORMAT_VERSION = 5
 
@@ -320,10 +323,6 @@ class ModelSpec:
     slices: tuple[tuple[str, int], ...] = ()
     """Arguments of blocks that have a row for each token, by their place, and which dimension that is."""
 
-    def __hash__(self) -> int:
-        """Hash what is at hand: what is known of a model is remembered by it, and a whole one takes milliseconds."""
-        return hash((self.name, len(self.layers), len(self.params)))
-
     @property
     def num_params(self) -> int:
         """Number of weights, each tied one counted once."""
@@ -375,3 +374,29 @@ def _param_from(fields: dict[str, Any]) -> ParamSpec:
     cut = Cut(**fields["cut"]) if fields["cut"] else None
     tuples = {name: tuple(fields[name]) for name in ("shape", "aliases", "called")}
     return ParamSpec(**{**fields, **tuples, "cut": cut})
+
+
+_Rest = ParamSpecification("_Rest")
+_Found = TypeVar("_Found")
+_MOST_REMEMBERED = 64
+
+
+def remembered(
+    function: Callable[Concatenate[ModelSpec, _Rest], _Found],
+) -> Callable[Concatenate[ModelSpec, _Rest], _Found]:
+    """Remember the latest answers of a function of a model.
+
+    By the very model, not by what it says: to hash or to compare two of hundreds of layers takes longer than most answers.
+    """
+    known: dict[tuple[object, ...], tuple[ModelSpec, _Found]] = {}
+
+    @functools.wraps(function)
+    def ask(model: ModelSpec, /, *rest: _Rest.args, **named: _Rest.kwargs) -> _Found:
+        key = (id(model), rest, tuple(named.items()))
+        if key not in known:
+            while len(known) >= _MOST_REMEMBERED:
+                del known[next(iter(known))]
+            known[key] = (model, function(model, *rest, **named))  # with the model, so that its id stays its own
+        return known[key][1]
+
+    return ask

@@ -353,7 +353,7 @@ def _degrees(devices: int, model: ModelSpec) -> Iterator[Layout]:
                 cuts = cp == 1 and tp > 1 and not model.sequence_refusal and model.sequence % tp == 0
                 base = Layout(tp=tp, pp=pp, cp=cp, dp_replicate=ranks, sequence_parallel=cuts)
                 yield base
-                for ep in _divisors(ranks)[1:] if experts and cp == 1 else ():
+                for ep in _divisors(ranks * cp)[1:] if experts else ():
                     if experts % ep == 0:
                         yield replace(base, ep=ep)
 
@@ -362,12 +362,11 @@ def _splits(degrees: Layout, hardware: Hardware) -> Iterator[Layout]:
     """Yield the ways to replicate and shard over the data axis: all of it, or the part of it that lies in a node."""
     dp = degrees.dp
     inside = max(1, hardware.devices_per_node // degrees.tp // degrees.cp)
-    if dp % degrees.ep == 0:
+    if dp * degrees.cp % degrees.ep == 0:
         yield degrees
     for shard in sorted({dp, *([inside] if 1 <= inside < dp and dp % inside == 0 else [])}):
-        for zero in (1, 2, 3) if shard * degrees.cp > 1 and shard % degrees.ep == 0 else ():
-            if degrees.ep == 1 or zero == 1:
-                yield replace(degrees, dp_replicate=dp // shard, dp_shard=shard, zero=zero)
+        for zero in (1, 2, 3) if shard * degrees.cp > 1 and shard * degrees.cp % degrees.ep == 0 else ():
+            yield replace(degrees, dp_replicate=dp // shard, dp_shard=shard, zero=zero)
 
 
 def _switched(degrees: Layout, job: Job) -> Iterator[Layout]:

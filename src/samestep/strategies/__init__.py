@@ -41,7 +41,7 @@ def program_of(
     step = Step.of(model, job, layout, ranks_per_node, cuts_loss, stage, replica)
     if reason := refusal_of(step):
         raise LayoutError(reason)
-    return _of_all_sizes(step, lambda sized: _staged(_stacked(_on_one_rank(sized), STACK[:_STAGED])))
+    return _of_all_sizes(step, _program_for)
 
 
 def programs_of(
@@ -85,15 +85,18 @@ class ProgramBuilder:
         step = self.step(layout)
         if reason := refusal_of(step):
             raise LayoutError(reason)
-        stages = (replace(step, stage=stage) for stage in range(layout.pp))
-        return tuple(_of_all_sizes(one, lambda sized: _staged(self.before_stages(sized))) for one in stages)
+
+        def of_stage(sized: Step) -> Program:
+            return _stacked(_with_tasks(self.before_stages(sized)), STACK[_STAGED:])
+
+        return tuple(_of_all_sizes(replace(step, stage=stage), of_stage) for stage in range(layout.pp))
 
     def before_stages(self, step: Step) -> Program:
         """Apply what is the same for all stages: one body for each kind of task, and no tasks yet."""
         layout = step.layout
         key = (
             layout.tp, layout.sequence_parallel, layout.cp, layout.ep, step.microbatch_samples,
-            step.innermost_data_ranks if layout.ep > 1 else 1, layout.world_size > 1,
+            (step.innermost_data_ranks, step.zero) if layout.ep > 1 else (), layout.world_size > 1,
         )  # fmt: skip
         found = self._shared.get((*key, layout.recompute))
         if found is None:
@@ -132,9 +135,8 @@ def _of_all_sizes(step: Step, program_for: Callable[[Step], Program]) -> Program
 _REPEATED, _STAGED = STACK.index(recompute), STACK.index(pipeline)
 
 
-def _staged(program: Program) -> Program:
-    """Apply what differs between stages."""
-    return _stacked(_with_tasks(program), STACK[_STAGED:])
+def _program_for(step: Step) -> Program:
+    return _stacked(_with_tasks(_stacked(_on_one_rank(step), STACK[:_STAGED])), STACK[_STAGED:])
 
 
 def _stacked(program: Program, strategies: tuple[ModuleType, ...]) -> Program:

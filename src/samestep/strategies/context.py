@@ -17,12 +17,11 @@ tokens. Ranks of `cp` hold equal weights and see other tokens: to gradients they
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from samestep.model import Exchange, LayerSpec, ModelSpec
+from samestep.model import Exchange, LayerSpec, ModelSpec, remembered
 from samestep.program import Kind, Op, Ops, Program, Step, is_backward
 
 AXIS = "cp"
@@ -67,7 +66,7 @@ def apply(program: Program) -> Program:
     return replace(program, step=local).with_bodies(lambda key, ops: tuple(_sliced(key, ops, local)), axes=axes)
 
 
-@functools.lru_cache(maxsize=64)
+@remembered
 def slice_model(model: ModelSpec, degree: int) -> ModelSpec:
     """Return the model that works on one rank's slice."""
     first = next(index for index, layer in enumerate(model.layers) if layer.is_block)
@@ -109,7 +108,7 @@ def _sends(layer: LayerSpec, step: Step, after: Op, *, backward: bool) -> Iterat
         yield op.sized(numel)
 
 
-@functools.lru_cache(maxsize=64)
+@remembered
 def _query_heads(model: ModelSpec, tp: int) -> set[int]:
     """Heads that a rank of a tensor cut has of each attention."""
     exchanges = (exchange for layer in model.layers for exchange in layer.exchanges if exchange.role == "query")

@@ -27,12 +27,11 @@ all_reduce at the end of the forward, which therefore has to be that of all samp
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from samestep.model import Dealing, LayerSpec, ModelSpec, ParamSpec, Product
+from samestep.model import Dealing, LayerSpec, ModelSpec, ParamSpec, Product, remembered
 from samestep.program import BYTES_OF, Kind, Op, Ops, Program, Step, is_forward
 
 AXIS = "ep"
@@ -108,7 +107,7 @@ def _choices(ops: Ops, step: Step) -> Op:
     return op.sized(step.model.balanced_experts + 2)
 
 
-@functools.lru_cache(maxsize=64)
+@remembered
 def deal_model(model: ModelSpec, degree: int) -> ModelSpec:
     """Return the model that one rank holds."""
     params = tuple(_deal_param(param, degree) for param in model.params)

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from samestep import schedules
-from samestep.model import ModelSpec, ParamSpec
+from samestep.model import ModelSpec, ParamSpec, remembered
 from samestep.program import Kind, Op, Ops, Program, Step, Task, TaskKind, is_backward, position
 
 AXIS = "pp"
@@ -51,12 +51,12 @@ def refusal(step: Step) -> str | None:
     return _refuse_weights(step.model, runs)
 
 
-@functools.lru_cache(maxsize=64)
+@remembered
 def _num_blocks(model: ModelSpec) -> int:
     return sum(layer.is_block for layer in model.layers)
 
 
-@functools.lru_cache(maxsize=256)
+@remembered
 def _refuse_weights(model: ModelSpec, runs: int) -> str | None:
     """Refuse weights of no stage, and those that stages other than the first and the last share."""
     cuts = runs_of(model, runs)

@@ -17,11 +17,10 @@ after the blocks never knows.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from samestep.model import LayerSpec, ModelSpec, ParamSpec, is_below
+from samestep.model import LayerSpec, ModelSpec, ParamSpec, is_below, remembered
 from samestep.program import Kind, Op, Ops, Program, Step, is_backward, is_forward
 
 AXIS = "tp"
@@ -54,7 +53,7 @@ def apply(program: Program) -> Program:
     return replace(program, step=local).with_bodies(lambda key, ops: tuple(_bordered(key, ops, local)))
 
 
-@functools.lru_cache(maxsize=64)
+@remembered
 def _cut(model: ModelSpec, degree: int) -> ModelSpec:
     """Divide what blocks keep and hand on, but for the sequences that were gathered for their cut parts."""
     last = max(index for index, layer in enumerate(model.layers) if layer.is_block)

@@ -20,12 +20,11 @@ zero=3   forward    AG 0 | F 0, AG 1 | F 1, AG 2 | F 2
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from samestep.model import ModelSpec, ParamSpec, is_below
+from samestep.model import ModelSpec, ParamSpec, is_below, remembered
 from samestep.program import (
     Bucket,
     Kind,
@@ -64,7 +63,7 @@ def refusal(step: Step) -> str | None:
     return _refuse_weights(step.model)
 
 
-@functools.lru_cache(maxsize=256)
+@remembered
 def _refuse_weights(model: ModelSpec) -> str | None:
     """Refuse weights that FSDP2 cannot cut, or gather apart from others."""
     for param in model.params:
@@ -125,8 +124,8 @@ def _stage_2_or_3(key: str, ops: Ops, step: Step, units: tuple[Unit, ...]) -> Op
 def _gathered_forward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...]) -> Iterator[Op]:
     # zero=2 keeps the weights until the step's last backward, so only the first micro-batch gathers them.
     gathers = step.zero == 3 or starts_step(key)
-    shared = [unit for unit in units if unit.ep < step.layout.num_shards]
-    starting = _by_layer(shared if gathers else (), "first_layer")
+    shared = [unit for unit in units if gathers and unit.ep < step.layout.num_shards]
+    starting = _by_layer(shared, "first_layer")
     done: list[str] = []
     for op in ops:
         needed = starting.get(op.layer, ())

@@ -24,11 +24,10 @@ summed over all ranks, as those of the norms.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from samestep.model import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSum
+from samestep.model import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSum, remembered
 from samestep.program import Kind, Op, Ops, Program, Step
 
 AXIS = "tp"
@@ -39,7 +38,7 @@ def refusal(step: Step) -> str | None:
     return _refuse_cut(step.model, step.layout.tp, step.splits_backward) if step.layout.tp > 1 else None
 
 
-@functools.lru_cache(maxsize=256)
+@remembered
 def _refuse_cut(model: ModelSpec, degree: int, splits_backward: bool) -> str | None:
     if model.cut_refusal:
         return f"tp={degree}: {model.name} cannot be cut, {model.cut_refusal}; tp=1 works"
@@ -84,7 +83,7 @@ def apply(program: Program) -> Program:
     return replace(program, step=local).with_bodies(lambda _, ops: tuple(_cut(ops, local)), axes=axes)
 
 
-@functools.lru_cache(maxsize=64)
+@remembered
 def cut_model(model: ModelSpec, degree: int) -> ModelSpec:
     """Return the model that one rank holds. A vocabulary that the degree does not divide stays whole, and so do the
     weights of heads that ranks share."""
