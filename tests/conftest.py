@@ -9,10 +9,13 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: a fork with a u
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests import pool as pools
 
 torch.set_num_threads(1)
+settings.register_profile("samestep", deadline=None)  # no test asserts on the clock
+settings.load_profile("samestep")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

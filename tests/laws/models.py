@@ -16,7 +16,7 @@ from samestep.model import Dealing, LayerSpec, ModelSpec, ParamSpec
 from samestep.program import Program
 from samestep.strategies import program_of
 
-LAW = settings(max_examples=25, deadline=None, derandomize=True, database=None)
+LAW = settings(max_examples=25, derandomize=True, database=None)
 
 LENGTHS = st.sampled_from([1, 2, 3, 5, 8, 64, 1000, 4097])
 """Of dimensions: odd ones for padding, large ones so that a model has several buckets."""

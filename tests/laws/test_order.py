@@ -16,13 +16,11 @@ seeds = st.integers(0, 2**70)
 
 
 @given(lengths, keys)
-@settings(deadline=None)
 def test_it_is_a_bijection(length, key):
     assert sorted(permuted(np.arange(length), length, key)) == list(range(length))
 
 
 @given(st.integers(1, 2**60), keys, st.lists(st.integers(0, 2**60), min_size=1, max_size=20))
-@settings(deadline=None)
 def test_each_position_is_mapped_for_itself(length, key, numbers):
     positions = np.array(numbers) % length
     mapped = permuted(positions, length, key)
@@ -33,7 +31,7 @@ def test_each_position_is_mapped_for_itself(length, key, numbers):
 
 
 @given(st.integers(1, 60), st.integers(1, 50), seeds)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_epoch_holds_every_sample_once(length, global_batch, seed):
     num_steps = -(-3 * length // global_batch)
     stream = np.concatenate([sample_indices(step, global_batch, length, seed) for step in range(num_steps)])
@@ -42,7 +40,6 @@ def test_every_epoch_holds_every_sample_once(length, global_batch, seed):
 
 
 @given(st.integers(0, 10**12), st.integers(1, 64), st.integers(1, 10**9), seeds)
-@settings(deadline=None)
 def test_the_stream_does_not_depend_on_how_it_is_cut_into_batches(step, global_batch, length, seed):
     whole = sample_indices(step, 2 * global_batch, length, seed)
     halves = [sample_indices(2 * step + half, global_batch, length, seed) for half in (0, 1)]
@@ -51,7 +48,6 @@ def test_the_stream_does_not_depend_on_how_it_is_cut_into_batches(step, global_b
 
 
 @given(st.integers(0, 100), st.integers(1, 9), st.integers(1, 9))
-@settings(deadline=None)
 def test_shares_partition_the_batch(num_samples, num_ranks, num_microbatches):
     indices = np.arange(num_samples)
     parts = [shares(indices, rank, num_ranks, num_microbatches) for rank in range(num_ranks)]

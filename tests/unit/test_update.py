@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -413,7 +413,6 @@ def test_clipping_is_torchs_own(norm: float, limit: float) -> None:
     growth=st.integers(1, 4),
     overflows=st.lists(st.booleans(), max_size=40),
 )
-@settings(deadline=None)
 def test_the_loss_scale_halves_and_doubles(first: float, growth: int, overflows: list[bool]) -> None:
     scale, good = LossScale(first, growth), 0
     for overflowed in overflows:
