@@ -164,7 +164,7 @@ def _scattered_backward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...])
     last = next(op for op in reversed(ops) if op.kind is Kind.BACKWARD)
     behind: list[Op] = []  # a layer's backward, which what it exchanges is a part of
     for op in ops:
-        if op.axis is None:
+        if op.axis is None or op.layer not in waits:
             yield from behind
             behind.clear()
         over = [unit for unit in starting.get(op.layer, ()) if unit.ends_early]
