@@ -326,9 +326,12 @@ def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec], chunks:
 
 def _first_root(step: Step, params: list[ParamSpec]) -> list[str]:
     """The module of a layer that is entered first, of those with these weights."""
-    modules = step.model.layers[params[0].layer].modules
-    of_each = (_roots(step, param) for param in params)
-    return min(of_each, key=lambda roots: modules.index(roots[0]) if roots else -1)
+
+    def entered(param: ParamSpec) -> tuple[int, int]:
+        roots = _roots(step, param)
+        return param.layer, step.model.layers[param.layer].modules.index(roots[0]) if roots else -1
+
+    return _roots(step, min(params, key=entered))
 
 
 def _span(step: Step, modules: tuple[str, ...], params: list[ParamSpec]) -> tuple[int, int]:
