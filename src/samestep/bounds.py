@@ -412,9 +412,7 @@ class Bounds:
             sent_s(Kind.ALL_REDUCE, whole * master / shards, "dp_replicate", replicas),
         )
         size = (whole - apart) * master + apart * BYTES_OF[step.compute_dtype]
-        return _Sending(
-            0.0, reduced_s, 0.0, 0.0, update_s + sent_s(Kind.ALL_GATHER, size, "dp_shard", shards)
-        )  # fmt: skip
+        return _Sending(0.0, reduced_s, 0.0, 0.0, update_s + sent_s(Kind.ALL_GATHER, size, "dp_shard", shards))
 
     def _of_units(self, step: Step, stage: int, update_s: float) -> _Sending:
         layout, runs, kinds = step.layout, self._runs(step.layout), self._price(step).kinds
@@ -436,10 +434,8 @@ class Bounds:
                 all_s += number * (gathers * gather_s(kind) + m * scatter_s(kind))
         first = runs.first[stage]
         size = kinds[first].scattered * master / shards
-        behind_s = scatter_s(first) + self._sent_s(
-            Kind.ALL_REDUCE, size, "dp_replicate", layout.num_replicas, step
-        )  # fmt: skip
-        return _Sending(gather_s(first), 0.0, behind_s, all_s, update_s)
+        reduced_s = self._sent_s(Kind.ALL_REDUCE, size, "dp_replicate", layout.num_replicas, step)
+        return _Sending(gather_s(first), 0.0, scatter_s(first) + reduced_s, all_s, update_s)
 
     @staticmethod
     def _updated(step: Step, mine: Costs) -> float:

@@ -98,7 +98,8 @@ def in_layout(place: Place, subject: Subject) -> None:
     seen = _noted(run, subject, one)
     torch.save(seen, subject.note(f"rank-{place.rank}"))
     if one.updated:
-        shutil.rmtree(subject.folder / "checkpoints", ignore_errors=True) if place.rank == 0 else None
+        if place.rank == 0:
+            shutil.rmtree(subject.folder / "checkpoints", ignore_errors=True)
         checkpoint.save(run, subject.folder / "checkpoints", keep=1)
 
 
@@ -251,7 +252,7 @@ def _uses(run: Run, subject: Subject, names: Sequence[str], step: int) -> list[T
     try:
         for (path, leaf), param in zip(homes, single, strict=True):
             setattr(model.get_submodule(path), leaf, param)
-        run._forward_backward(_batch(subject, step))
+        run.forward_backward(_batch(subject, step))
     finally:
         for path, leaf in homes:
             setattr(model.get_submodule(path), leaf, tied)
@@ -263,7 +264,7 @@ def _gradients(run: Run, batch: Batch) -> tuple[Mapping[str, Tensor], float, flo
     pieces = run.updater.pieces
     if not len(batch.indices):
         return {piece.name: torch.zeros_like(piece.value) for piece in pieces}, 0.0, 0.0
-    totals = run._forward_backward(batch)
+    totals = run.forward_backward(batch)
     scale = run.made.nominal_count
     return {piece.name: piece.gradient().detach() * scale for piece in pieces}, float(totals[0]), float(totals[1])
 

@@ -217,7 +217,7 @@ def spied_step(rank: int, world: int, layout: str, precision: str) -> tuple[set[
     run.prepare(batch.samples(batch.indices))
     SPIED.clear()  # of the trace
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    run._forward_backward(batch)
+    run.forward_backward(batch)
     fits = {p.name: bool((p.gradient().to(dtype).float() == p.gradient()).all()) for p in run.updater.pieces}
     run.step(batch)
     wrong = [name for name, param in run.model.named_parameters() if not isinstance(param, nn.Parameter)]

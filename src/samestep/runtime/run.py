@@ -179,7 +179,7 @@ class Run:
         made = self.made
         _set_modes(made.modes)
         running = [(buffer, buffer.clone()) for buffer in made.running]
-        totals = self._forward_backward(batch)
+        totals = self.forward_backward(batch)
         loss_sum, count, norm_squared, stop = self._agree(totals)
         if count == 0:
             raise DataError(f"step {batch.step + 1} counts no token: every label of its batch is masked")
@@ -267,7 +267,7 @@ class Run:
 
     # -- inside a step -----------------------------------------------------------------------------
 
-    def _forward_backward(self, batch: StepBatch) -> Tensor:
+    def forward_backward(self, batch: StepBatch) -> Tensor:
         """Carry out the program's forwards and backwards; return this rank's sums (loss, count)."""
         made = self.made
         program = made.program
@@ -371,7 +371,7 @@ class Run:
             for others in self._gathered(masters):  # a rank may hold a part of a weight only
                 masters |= {name: max(most, masters.get(name, 0.0)) for name, most in others.items()}
         buffers = [(buffer, buffer.clone()) for buffer in self.made.model.buffers()]
-        text = first_nonfinite(lambda: self._forward_backward(batch)[0], self.made.model, masters)
+        text = first_nonfinite(lambda: self.forward_backward(batch)[0], self.made.model, masters)
         _put_back(buffers)
         found = self._gathered(text)
         named = [f"{text} (rank {rank})" for rank, text in enumerate(found) if text]
