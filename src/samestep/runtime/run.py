@@ -570,7 +570,7 @@ def prepare(source: Source, job: Job, example: Any) -> tuple[Blueprint, ModelSpe
         calls = stack.enter_context(sequence.watching(plan.module))
         masks = stack.enter_context(dropout.noting(plan.module, samples_traced(plan.module)))
         dealings = stack.enter_context(expert.watching(plan.module))
-        spec = trace(plan.module, one, source.name, value_of, seen.keep, cuts.styles)
+        spec = trace(plan.module, one, source.name, value_of, seen.keep, cuts.styles, seen.use)
     spec = expert.with_experts(spec, dealings, plan.module if source.loss is cross_entropy else None)
     spec = tensor.with_cuts(spec, plan.module, cuts, seen)
     return plan, replace(sequence.with_sequence(spec, plan.module, cuts.styles, calls), masks=tuple(masks))

@@ -45,6 +45,9 @@ from samestep.model import Cutting, Exchange, Factors, LayerSpec, ModelSpec, Par
 from samestep.runtime.build import call_model, model_source
 from samestep.runtime.init import blueprint
 
+OnUse = Callable[[str, set[str], bool], None]
+"""Told of the module that runs, the modules that own the weights it uses, and whether it does so on what is cut."""
+
 ValueOf = Callable[[str], Tensor]
 """Returns the value of the buffer of this name."""
 
@@ -74,27 +77,28 @@ def trace(
     value_of: ValueOf | None = None,
     on_keep: Callable[[str], None] = lambda block: None,
     styles: Mapping[str, str] | None = None,
+    on_use: OnUse = lambda path, owners, is_cut: None,
 ) -> ModelSpec:
     """Trace one forward of a module on the meta device; `sample` is a batch of one real sample.
 
     `value_of` serves code that looks at the values of buffers and weights; without it such code is refused.
     `on_keep` is told of each tensor that autograd keeps: the top-most module with weights that was entered last.
     `styles` says how modules may be cut, by their paths: what lies behind a column-cut one and before a row-cut one is
-    cut too.
+    cut too. `on_use` is told of every operation on trained weights and data.
 
     Raises:
         ModelError: the forward fails, or needs values that are not there.
     """
     num_samples = samples_traced(module)
     containers = _containers(module)
-    watch = _Watch(module, on_keep, styles or {})
+    watch = _Watch(module, on_keep, on_use, styles or {})
     try:
         _forward(module, sample, num_samples, name, containers, watch, value_of)
     except _NeedsValuesError:
         if value_of is None or _num_elements(module) > KNOWN_WEIGHTS:
             raise ModelError(_unseen(name, watch, module)) from None
         looked = watch.innermost or name
-        watch = _Watch(module, on_keep, styles or {}, of_everything=True)
+        watch = _Watch(module, on_keep, on_use, styles or {}, of_everything=True)
         watch.varies = looked
         try:
             _forward(module, sample, num_samples, name, containers, watch, value_of)
@@ -280,11 +284,12 @@ class _Watch(TorchDispatchMode):
         self,
         module: nn.Module,
         on_keep: Callable[[str], None],
+        on_use: OnUse,
         styles: Mapping[str, str],
         of_everything: bool = False,
     ) -> None:
         super().__init__()
-        self._on_keep = on_keep
+        self._on_keep, self._on_use = on_keep, on_use
         self.styles = styles
         self.cut: set[int] = set()
         """Storages of which a tensor cut leaves a rank its part."""
@@ -325,6 +330,12 @@ class _Watch(TorchDispatchMode):
         self._alive: dict[int, torch.UntypedStorage] = {}
         self._weights = {self.key(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._frozen = {self.key(param) for param in module.parameters() if not param.requires_grad}
+        self._owners: dict[int, set[str]] = {}
+        """For trained weights, and what is made of nothing else: the modules that own them."""
+        for path, part in module.named_modules():
+            for param in part.parameters(recurse=False):
+                if param.requires_grad:
+                    self._owners.setdefault(self.key(param), set()).add(path)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -411,8 +422,9 @@ class _Watch(TorchDispatchMode):
         keys = {self.key(tensor) for tensor in written}
         for key in keys - read:  # a view, or what is written in place, was made before
             self.makers.setdefault(key, self.region)
+        self._note_use(read, keys)
         is_cut = product.cut in ("columns", "count") if product else bool(read & self.cut)
-        if is_cut:
+        if is_cut and not (product and self.styles.get(product.owner) == "gather"):
             self.cut |= keys - read
         if flops is not None:
             region.flops += flops
@@ -425,6 +437,16 @@ class _Watch(TorchDispatchMode):
             region.moved += elements
             region.moved_cut += elements if is_cut else 0
             region.kernels += 1
+
+    def _note_use(self, read: set[int], written: set[int]) -> None:
+        """Tell of trained weights that meet data, and follow what is made of them before they do."""
+        owners = {path for key in read & self._owners.keys() for path in self._owners[key]}
+        if not owners:
+            return
+        if read <= self._owners.keys() | self._weights:
+            self._owners |= {key: owners for key in written - read}
+        else:
+            self._on_use(self._running[-1] if self._running else "", owners, bool(read & self.cut))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
         """Note what an attention reads and makes; one without heads has nothing to exchange."""
