@@ -163,6 +163,11 @@ def watching(model: nn.Module, cuts: Cuts) -> Iterator[Seen]:
     shareable = _shareable_heads(model, cuts)
     last: list[Tensor] = []
     handles = []
+    entered: dict[str, int] = {}
+    """How many copies there were when a module was entered: its own weights are copied before what is within."""
+
+    def enter(path: str, _: nn.Module, args: Any) -> None:
+        entered[path] = len(seen.copies)
 
     def note(path: str, style: str, module: nn.Module, args: Any, output: Any) -> None:
         if not style:
@@ -172,7 +177,8 @@ def watching(model: nn.Module, cuts: Cuts) -> Iterator[Seen]:
             seen.forward.append(PartialSum(owner=path, elements=output.numel()))
         if style == "sum":
             trained = [param for param in module.parameters(recurse=False) if param.requires_grad]
-            seen.copies.extend(PartialSum(owner=path, elements=param.numel(), weight=True) for param in trained)
+            sums = [PartialSum(owner=path, elements=param.numel(), weight=True) for param in trained]
+            seen.copies[entered[path] : entered[path]] = sums
         elif (style in ("column", "qkv", "gather") or _is_head(module, style)) and given.requires_grad:
             if not last or last[0] is not given:
                 seen.copies.append(PartialSum(owner=path, elements=given.numel()))
@@ -187,6 +193,7 @@ def watching(model: nn.Module, cuts: Cuts) -> Iterator[Seen]:
 
     for path, module in model.named_modules():
         if path in cuts.styles or any(True for _ in module.parameters(recurse=False)):
+            handles.append(module.register_forward_pre_hook(functools.partial(enter, path)))
             handles.append(module.register_forward_hook(functools.partial(note, path, cuts.styles.get(path, ""))))
     try:
         yield seen
