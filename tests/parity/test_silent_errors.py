@@ -30,13 +30,17 @@ def _job(precision: str = "float64"):
 
 
 def _assert_same(model: str, layout: str) -> None:
-    one = reference(model, "float64", BATCH, True, STEPS)  # first: ranks that are forked now have imported all they need
+    one = reference(
+        model, "float64", BATCH, True, STEPS
+    )  # first: ranks that are forked now have imported all they need
     ranks = pool(Layout.parse(layout).world_size).run(observe, model, layout, _job(), True)
     assert_same(ranks, one, TOLERANCE)
     assert_ledger(ranks)
 
 
-CASES = sorted({(FAULTS[name].model, FAULTS[name].layout) for row in SILENT for name in row.faults if PARITY in row.tests})
+CASES = sorted(
+    {(FAULTS[name].model, FAULTS[name].layout) for row in SILENT for name in row.faults if PARITY in row.tests}
+)
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
@@ -67,9 +71,15 @@ def test_whole_weights_on_cut_tensors_need_no_word_in_a_plan(layout: str) -> Non
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        ("used_both_ways", "a weight of blocks.0.attention.head_norm is used on what tp cuts, and on what it leaves whole"),
+        (
+            "used_both_ways",
+            "a weight of blocks.0.attention.head_norm is used on what tp cuts, and on what it leaves whole",
+        ),
         ("used_by_another", "a weight of blocks.0.attention.head_norm is used on what tp cuts by another module"),
-        ("used_behind_the_head", "a weight of last is used on what tp cuts behind the last block: use it before the head"),
+        (
+            "used_behind_the_head",
+            "a weight of last is used on what tp cuts behind the last block: use it before the head",
+        ),
     ],
 )
 def test_a_weight_whose_gradient_would_be_neither_whole_nor_a_part_is_refused(model: str, text: str) -> None:

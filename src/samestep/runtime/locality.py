@@ -116,7 +116,7 @@ class _Dependence(_Watch):
     """Watches a forward, and knows of every element on which tokens of the slice it may depend."""
 
     def __init__(self, module: nn.Module, blocks: list[str], size: int) -> None:
-        super().__init__(module, lambda block: None, {})
+        super().__init__(module, lambda block: None, lambda path, owners, is_cut: None, {})
         self.blocks, self.size, self.refusal = blocks, size, ""
         self.slices: dict[str, int | None] = {}
         """Arguments of blocks by their place: the dimension that is sliced, or none."""

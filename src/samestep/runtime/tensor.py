@@ -136,6 +136,8 @@ def _matched(model: nn.Module, plan: Plan) -> Cuts:
 class Seen:
     """Sums that a cut would need, in order of the forward: (path, elements, is a weight's)."""
 
+    shareable: dict[str, int] = field(default_factory=dict)
+    """Heads of projections that ranks may share, by their paths."""
     forward: list[PartialSum] = field(default_factory=list)
     copies: list[PartialSum] = field(default_factory=list)
     kept_after: set[str] = field(default_factory=set)
@@ -143,12 +145,40 @@ class Seen:
     logit_rows: int = 0
     uses: dict[str, set[str]] = field(default_factory=dict)
     """How the trained weights of a module are used: on what is "cut" or "whole"; "elsewhere" is on cut, by another."""
+    _last: list[Tensor] = field(default_factory=list)
+    """What the last column cut was given: several that are given one tensor share its sum."""
+    _entered: dict[str, int] = field(default_factory=dict)
 
     def use(self, path: str, owners: set[str], is_cut: bool) -> None:
         """Note that the code of a module uses weights."""
         for owner in {path} & owners or owners:
             where = ("cut" if owner == path else "elsewhere") if is_cut else "whole"
             self.uses.setdefault(owner, set()).add(where)
+
+    def enter(self, path: str, _: nn.Module, args: Any) -> None:
+        """Note that a module starts: its own weights are copied before what is within."""
+        self._entered[path] = len(self.copies)
+
+    def leave(self, path: str, style: str, module: nn.Module, args: Any, output: Any) -> None:
+        """Note what a module was given and gave."""
+        if not style and "cut" in self.uses.get(path, ()):
+            style = "sum"
+        if not style:
+            return
+        trained = [param for param in module.parameters(recurse=False) if param.requires_grad]
+        if style in ("row", "vocab") and not _is_head(module, style):
+            self.forward.append(PartialSum(owner=path, elements=output.numel()))
+        if style == "sum":
+            sums = [PartialSum(owner=path, elements=param.numel(), weight=True) for param in trained]
+            self.copies[self._entered[path] : self._entered[path]] = sums
+        elif (style in ("column", "qkv", "gather") or _is_head(module, style)) and args[0].requires_grad:
+            if not self._last or self._last[0] is not args[0]:
+                self.copies.append(PartialSum(owner=path, elements=args[0].numel()))
+            self._last[:] = [args[0]]
+        if groups := self.shareable.get(path):
+            self.copies += [PartialSum(owner=path, elements=p.numel(), weight=True, groups=groups) for p in trained]
+        if _is_head(module, style):
+            self.logit_rows = output.numel() // output.shape[-1]
 
     def keep(self, block: str) -> None:
         """Note that autograd keeps something in a block."""
@@ -158,43 +188,14 @@ class Seen:
 
 @contextmanager
 def watching(model: nn.Module, cuts: Cuts) -> Iterator[Seen]:
-    """Note, in the forward of one sample that runs meanwhile, what each planned module is given and gives."""
-    seen = Seen()
-    shareable = _shareable_heads(model, cuts)
-    last: list[Tensor] = []
+    """Note, in the forward of one sample that runs meanwhile, what each module with weights is given and gives."""
+    seen = Seen(_shareable_heads(model, cuts))
     handles = []
-    entered: dict[str, int] = {}
-    """How many copies there were when a module was entered: its own weights are copied before what is within."""
-
-    def enter(path: str, _: nn.Module, args: Any) -> None:
-        entered[path] = len(seen.copies)
-
-    def note(path: str, style: str, module: nn.Module, args: Any, output: Any) -> None:
-        if not style:
-            style = "sum" if "cut" in seen.uses.get(path, ()) else ""
-        given = args[0] if args else None
-        if style in ("row", "vocab") and not _is_head(module, style):
-            seen.forward.append(PartialSum(owner=path, elements=output.numel()))
-        if style == "sum":
-            trained = [param for param in module.parameters(recurse=False) if param.requires_grad]
-            sums = [PartialSum(owner=path, elements=param.numel(), weight=True) for param in trained]
-            seen.copies[entered[path] : entered[path]] = sums
-        elif (style in ("column", "qkv", "gather") or _is_head(module, style)) and given.requires_grad:
-            if not last or last[0] is not given:
-                seen.copies.append(PartialSum(owner=path, elements=given.numel()))
-            last[:] = [given]
-        if path in shareable:
-            trained = [param for param in module.parameters(recurse=False) if param.requires_grad]
-            seen.copies.extend(
-                PartialSum(owner=path, elements=param.numel(), weight=True, groups=shareable[path]) for param in trained
-            )
-        if _is_head(module, style):
-            seen.logit_rows = output.numel() // output.shape[-1]
-
     for path, module in model.named_modules():
         if path in cuts.styles or any(True for _ in module.parameters(recurse=False)):
-            handles.append(module.register_forward_pre_hook(functools.partial(enter, path)))
-            handles.append(module.register_forward_hook(functools.partial(note, path, cuts.styles.get(path, ""))))
+            handles.append(module.register_forward_pre_hook(functools.partial(seen.enter, path)))
+            leave = functools.partial(seen.leave, path, cuts.styles.get(path, ""))
+            handles.append(module.register_forward_hook(leave))
     try:
         yield seen
     finally:

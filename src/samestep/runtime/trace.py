@@ -444,7 +444,7 @@ class _Watch(TorchDispatchMode):
         if not owners:
             return
         if read <= self._owners.keys() | self._weights:
-            self._owners |= {key: owners for key in written - read}
+            self._owners |= dict.fromkeys(written - read, owners)
         else:
             self._on_use(self._running[-1] if self._running else "", owners, bool(read & self.cut))
 
