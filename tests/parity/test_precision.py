@@ -26,7 +26,6 @@ from samestep.runtime.precision import for_loss
 from samestep.runtime.run import Run, Source
 from tests.laboratory import Observed, follow, job_of, largest_error, perturbed, whole
 from tests.models import MODELS, VOCABULARY, Tokens
-from tests.parity.test_data_axis import LAYOUTS_2
 from tests.parity.test_odd_models import ODD, Odd, Pairs
 from tests.pool import pool
 
@@ -95,12 +94,16 @@ def allowed(model: str, precision: str) -> tuple[Observed, dict[str, float]]:
 
 
 EVERY = [
-    *LAYOUTS_2,
-    "dp=4",
-    "dp=4 zero=2 microbatch=1",
+    "dp=2",
+    "dp=2 reduce=root",
+    "dp=2 zero=1",
+    "dp=2 zero=2 microbatch=1",
+    "dp=2 zero=2 microbatch=2 accumulate=full",
+    "dp=2 zero=3 recompute=selective microbatch=2",
+    "dp=2 zero=3 offload",
     "dp_replicate=2 dp_shard=2 microbatch=1 accumulate=full recompute=full",
+    "dp_replicate=2 dp_shard=2 zero=1",
 ]
-EVERY += ["dp_replicate=2 dp_shard=2", "dp_replicate=2 dp_shard=2 zero=1"]
 SOME = [
     "dp=2 recompute=full",
     "dp=2 zero=1 microbatch=2",

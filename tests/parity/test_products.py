@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from samestep.layout import Layout
 from tests import covering
-from tests.laboratory import assert_ledger, assert_same, job_of, observe
-from tests.parity.test_data_axis import TOLERANCE, reference
-from tests.pool import pool
+from tests.laboratory import prove
 
 PAIRS, TRIPLES = (2, 4), (3, 8)
 """Features at once, and ranks that a layout may have."""
@@ -26,8 +23,4 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_features_compose(layout: str, model: str) -> None:
-    steps = 3
-    job = job_of("float64", steps, train={"global_batch": covering.BATCH}, optimizer={"clip_norm": 0.5})
-    ranks = pool(Layout.parse(layout).world_size).run(observe, model, layout, job, True)
-    assert_same(ranks, reference(model, "float64", covering.BATCH, True, steps), TOLERANCE)
-    assert_ledger(ranks)
+    prove(layout, model)
