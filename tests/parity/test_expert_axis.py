@@ -11,7 +11,6 @@ import pytest
 
 from samestep.datasets import batches
 from samestep.errors import LayoutError
-from samestep.layout import Layout
 from tests.laboratory import clipped, combinations, job_of, make_run, observe, prove, prove_ledger, reference
 from tests.models import Tokens
 from tests.pool import pool
@@ -40,9 +39,8 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("layout", "model"), combinations(LAYOUTS, MODELS))
 def test_experts_compute_what_one_device_computes(layout: str, model: str) -> None:
-    where = Layout.parse(layout)
-    if max(where.tp, where.cp) > 1 and model == "own_experts":
-        pytest.skip("it has no plan for tensor cuts, and its blocks mix tokens")
+    if "tp=2" in layout and model == "own_experts":
+        pytest.skip("it has no plan for tensor cuts")
     prove(layout, model)
 
 
