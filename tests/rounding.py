@@ -73,12 +73,12 @@ def assert_within(ranks: list[Observed], bound: tuple[Observed, Limits]) -> None
 
 @functools.cache
 def _allowed(model: str, precision: str) -> tuple[Observed, Limits]:
-    job = clipped(precision, 2)
+    job = clipped(precision)
     return allowed(functools.partial(make_run, 0, 1, model, "dp=1", job), Tokens(), job)
 
 
 def prove(layout: str, model: str, precision: str) -> None:
     """Hold the ranks of a layout against one device in a precision with roundings, and what they sent."""
-    ranks = pool(Layout.parse(layout).world_size).run(observe, model, layout, clipped(precision, 2), True)
+    ranks = pool(Layout.parse(layout).world_size).run(observe, model, layout, clipped(precision), True)
     assert_within(ranks, _allowed(model, precision))
     assert_ledger(ranks, layout)
