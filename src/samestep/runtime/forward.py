@@ -390,7 +390,7 @@ def watch_forward(
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(f"{name} cannot be traced: {watch.where} fails: {type(error).__name__}: {reason}") from error
-    watch.returned = {watch.key(tensor) for tensor in _tensors(outputs)}
+    watch.returned = {watch.key(tensor) for tensor in tensors_in(outputs)}
 
 
 @contextmanager
@@ -530,15 +530,16 @@ def _is_whole(tensor: Tensor) -> bool:
     return tensor.is_meta and not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors within what a model returns."""
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Walk the tensors in nested tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (tuple, list)):
+            yield from tensors_in(item)
+    elif isinstance(value, tuple | list):
         for item in value:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value):
-        yield from _tensors(list(vars(value).values()))
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
