@@ -14,30 +14,13 @@ from samestep import program
 from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.strategies import program_of
-from tests.laboratory import assert_ledger, assert_same, job_of, make_run, observe
+from tests.laboratory import clipped, make_run, observe, prove
 from tests.models import Tokens
-from tests.parity.test_data_axis import TOLERANCE, reference
 from tests.pool import pool
 from tests.proof.faults import FAULTS
 from tests.proof.silent import PARITY, SILENT
 
 ROOT = Path(__file__).parents[2]
-STEPS, BATCH = 3, 8
-
-
-def _job(precision: str = "float64"):
-    return job_of(precision, STEPS, train={"global_batch": BATCH}, optimizer={"clip_norm": 0.5})
-
-
-def _assert_same(model: str, layout: str) -> None:
-    one = reference(
-        model, "float64", BATCH, True, STEPS
-    )  # first: ranks that are forked now have imported all they need
-    ranks = pool(Layout.parse(layout).world_size).run(observe, model, layout, _job(), True)
-    assert_same(ranks, one, TOLERANCE)
-    assert_ledger(ranks)
-
-
 CASES = sorted(
     {(FAULTS[name].model, FAULTS[name].layout) for row in SILENT for name in row.faults if PARITY in row.tests}
 )
@@ -45,7 +28,7 @@ CASES = sorted(
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_the_right_way_computes_what_one_device_computes(model: str, layout: str) -> None:
-    _assert_same(model, layout)
+    prove(layout, model)
 
 
 def test_every_row_names_tests_and_faults_that_exist() -> None:
@@ -60,12 +43,12 @@ def test_every_row_names_tests_and_faults_that_exist() -> None:
 
 @pytest.mark.parametrize("layout", ["tp=2 sequence_parallel", "dp=2 tp=2 zero=3 recompute=full"])
 def test_learned_activations_are_summed_in_every_layout(layout: str) -> None:
-    _assert_same("apertus", layout)
+    prove(layout, "apertus")
 
 
 @pytest.mark.parametrize("layout", ["tp=2 microbatch=4", "tp=2 zero=2 dp=2 recompute=full"])
 def test_whole_weights_on_cut_tensors_need_no_word_in_a_plan(layout: str) -> None:
-    _assert_same("unsaid", layout)
+    prove(layout, "unsaid")
 
 
 @pytest.mark.parametrize(
@@ -83,16 +66,16 @@ def test_whole_weights_on_cut_tensors_need_no_word_in_a_plan(layout: str) -> Non
     ],
 )
 def test_a_weight_whose_gradient_would_be_neither_whole_nor_a_part_is_refused(model: str, text: str) -> None:
-    run = make_run(0, 1, model, "dp=1", _job())
+    run = make_run(0, 1, model, "dp=1", clipped())
     run.prepare({key: value[None] for key, value in Tokens()[0].items()})
     with pytest.raises(LayoutError, match=text):
-        program_of(run.made.spec, _job(), Layout.parse("tp=2"))
+        program_of(run.made.spec, clipped(), Layout.parse("tp=2"))
 
 
 def weights(rank: int, world: int, bucket_bytes: int) -> torch.Tensor:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "BUCKET_BYTES", bucket_bytes)
-        seen = observe(rank, world, "plain", "dp=4", _job("float32"))
+        seen = observe(rank, world, "plain", "dp=4", clipped("float32"))
     return torch.cat([tensor.flatten() for _, _, _, tensor in seen.weights])
 
 
