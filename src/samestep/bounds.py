@@ -22,61 +22,24 @@ all weights.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, get_args
 
-from samestep import schedules
 from samestep.clock import queue_of
 from samestep.cost import UPDATE_PASSES, collective_s, group_of, seconds
 from samestep.hardware import Hardware
 from samestep.job import Job
+from samestep.kinds import Costs, multiple, one_of_each, quicker, total, weights
 from samestep.layout import Layout, Recompute
 from samestep.memory import saved_bytes
-from samestep.model import LayerSpec, ModelSpec, ParamSpec
-from samestep.program import BUCKET_BYTES, BYTES_OF, STEP_SCALARS, Kind, Program, Step, is_dealt
-from samestep.schedules import ActionKind
+from samestep.model import ModelSpec
+from samestep.pace import Bodies, Times, in_flight, play_bodies
+from samestep.program import BUCKET_BYTES, BYTES_OF, STEP_SCALARS, Kind, Program, Step
 from samestep.strategies import ProgramBuilder
 from samestep.strategies.pipeline import runs_of, weights_apart
 from samestep.timeline import COMPUTE
-
-
-class Costs(NamedTuple):
-    """Of layers on one rank: seconds and bytes of a micro-batch, elements and bytes of their weights."""
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    """With what is computed again, and what is sent in the queue of compute."""
-    weight_s: float = 0.0
-    """Of gradients of weights, where the schedule takes them out of the backward."""
-    kept: float = 0.0
-    """Activations after the forward."""
-    again: float = 0.0
-    """Activations that are there once more when they have been computed again."""
-    weights: float = 0.0
-    """Bytes, as weights stand in the module."""
-    numel: float = 0.0
-    trained: float = 0.0
-    """Elements that are trained."""
-    dealt: float = 0.0
-    """The part of them that is dealt to the ranks of `ep`."""
-    apart: float = 0.0
-    """The part of them with masters of another dtype."""
-    dealt_apart: float = 0.0
-    gathered: float = 0.0
-    """Bytes of weights that are gathered with no other layer's, under zero=2 and 3."""
-    scattered: float = 0.0
-    """Elements of their gradients."""
-    block_trained: float = 0.0
-    """Elements that are trained and belong to blocks."""
-    behind_s: float = 0.0
-    """The part of `backward_s` that comes after the gradients of its weights."""
-
-
-def _total(costs: Sequence[Costs]) -> Costs:
-    return costs[0] if len(costs) == 1 else Costs(*map(sum, zip(*costs, strict=True)))
 
 
 class _Priced(NamedTuple):
@@ -101,23 +64,6 @@ class _Runs(NamedTuple):
     """Kind of the first layer."""
     tails: tuple[tuple[int, ...], ...]
     """Kinds of the last layers, from the end to the last block."""
-
-
-class _Bodies(NamedTuple):
-    """Seconds of a run's bodies, with what they wait for on their own rank."""
-
-    first_s: float
-    """The forward of the first micro-batch."""
-    forward_s: float
-    backward_s: float
-    weight_s: float
-
-
-class Times(NamedTuple):
-    """Of each stage, at the earliest: when its first gradients are whole, when its compute ends."""
-
-    whole_s: tuple[float, ...]
-    ends_s: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +122,11 @@ class Bounds:
             kinds = tuple(self._kinds(program))
             if step.samples is not None:  # more samples may even take less time: tiles are shared from some size on
                 more = self._builder.before_stages(replace(step, samples=step.samples + 1))
-                kinds = tuple(map(_quicker, kinds, self._kinds(more)))
+                kinds = tuple(map(quicker, kinds, self._kinds(more)))
             blocks = [index for index, layer in enumerate(local.model.layers) if layer.is_block] or [0]
             self._known_prices[key] = _Priced(
                 kinds,
-                _total([_times(cost, self._numbers[kind]) for kind, cost in enumerate(kinds)]),
+                total([multiple(cost, self._numbers[kind]) for kind, cost in enumerate(kinds)]),
                 max((param.numel for index in blocks for param in local.model.params_of(index)), default=0),
                 min((layer.output_elements for layer in local.model.layers[blocks[0] : blocks[-1]]), default=0)
                 * step.microbatch_samples
@@ -222,7 +168,7 @@ class Bounds:
         layout = step.layout
         key = (layout.tp, layout.cp, layout.ep)
         if key not in self._known_weights:
-            self._known_weights[key] = [_weights(step, index) for index in range(len(step.model.layers))]
+            self._known_weights[key] = [weights(step, index) for index in range(len(step.model.layers))]
         return self._known_weights[key]
 
     def _runs(self, layout: Layout) -> _Runs:
@@ -255,7 +201,7 @@ class Bounds:
         if key not in self._known_costs:
             kinds, runs = self._price(step).kinds, self._runs(layout)
             added = {
-                counts: _total([_times(kinds[kind], number) for kind, number in counts]) for counts in set(runs.counts)
+                counts: total([multiple(kinds[kind], number) for kind, number in counts]) for counts in set(runs.counts)
             }
             self._known_costs[key] = tuple(added[counts] for counts in runs.counts)
         self._last = (step, self._known_costs[key])
@@ -264,7 +210,7 @@ class Bounds:
     def _sent_s(self, kind: Kind, size_bytes: float, axis: str, ranks: int, step: Step) -> float:
         if ranks == 1 or size_bytes <= 0:
             return 0.0
-        group = group_of(axis, Program(step=step, bodies={}, stages=(), axes={axis: ranks}), self.hardware)
+        group = group_of(axis, ranks, step, self.hardware)
         return collective_s(kind, int(size_bytes), group, self.hardware)
 
     # -- time ----------------------------------------------------------------------------------------------------------
@@ -287,19 +233,19 @@ class Bounds:
             step, whole.trained / pp / ranks, 0.0
         )
 
-    def _bodies(self, step: Step) -> tuple[_Bodies, ...]:
+    def _bodies(self, step: Step) -> tuple[Bodies, ...]:
         """Return the bodies of each run; under zero=2 and 3 they wait for gathers."""
         costs = self._costs(step)
         if step.zero < 2 or not self.hardware.overlap:
-            return tuple(_Bodies(one.forward_s, one.forward_s, one.backward_s, one.weight_s) for one in costs)
+            return tuple(Bodies(one.forward_s, one.forward_s, one.backward_s, one.weight_s) for one in costs)
         runs = self._runs(step.layout)
-        known: dict[object, _Bodies] = {}
+        known: dict[object, Bodies] = {}
         for run, cost in zip(runs.counts, costs, strict=True):
             if run not in known:
                 known[run] = self._gathering(step, run, cost)
         return tuple(known[run] for run in runs.counts)
 
-    def _gathering(self, step: Step, run: tuple[tuple[int, int], ...], cost: Costs) -> _Bodies:
+    def _gathering(self, step: Step, run: tuple[tuple[int, int], ...], cost: Costs) -> Bodies:
         """Bound bodies that gather and scatter a layer at a time, one layer ahead: along the data axis' stream.
 
         A forward lasts as long as the gathers of its blocks but the first one, with the blocks' compute only before and
@@ -318,7 +264,7 @@ class Bounds:
         around_s = min((kinds[kind].forward_s for kind, _ in blocks), default=0.0)
         forward_s = max(cost.forward_s, gathered_s + around_s if count > 1 else 0.0)
         if step.zero == 2:
-            return _Bodies(forward_s, cost.forward_s, cost.backward_s, cost.weight_s)
+            return Bodies(forward_s, cost.forward_s, cost.backward_s, cost.weight_s)
         reads = all(self.few.layers[k].backward_reads_weights and kinds[k].scattered > 0 for k, _ in blocks)
         turns_s = sum(n * (g + s) for (_, n), g, s in zip(blocks, gathers_s, scatters_s, strict=True))
         turns_s -= 2 * (max(gathers_s, default=0.0) + max(scatters_s, default=0.0))
@@ -326,7 +272,7 @@ class Bounds:
         around_s += min((kinds[k].backward_s for k, _ in blocks), default=0.0)
         around_s += sum(one.backward_s for one in others)
         backward_s = max(cost.backward_s, turns_s + around_s if reads and count > 2 else 0.0)
-        return _Bodies(forward_s, forward_s, backward_s, cost.weight_s)
+        return Bodies(forward_s, forward_s, backward_s, cost.weight_s)
 
     def closed_times(self, step: Step) -> Times:
         """Bound when stages end by what is before them."""
@@ -357,7 +303,7 @@ class Bounds:
             return self.closed_times(step)
         size, pp = self._price(step).sent, layout.pp
         sends_s = [self._sent_s(Kind.SEND, size, "pp", pp, replace(step, stage=stage)) for stage in range(pp)]
-        return _play(layout, step.num_microbatches, self._bodies(step), sends_s)
+        return play_bodies(layout, step.num_microbatches, self._bodies(step), sends_s)
 
     def step_s(self, step: Step, times: Times) -> float:
         """Bound the step of a layout whose stages come so far no sooner than that."""
@@ -381,7 +327,7 @@ class Bounds:
             elif pp == 1:
                 met_s = end_s + sends.reduced_s + sends.all_s
             else:  # of several stages one may send while it waits for another
-                mine = _total(self._costs(step)[stage::pp])
+                mine = total(self._costs(step)[stage::pp])
                 busy_s = step.num_microbatches * (mine.forward_s + mine.backward_s + mine.weight_s)
                 met_s = max(met_s, end_s, times.whole_s[stage] + sends.reduced_s, busy_s + sends.all_s)
             last_s = max(last_s, sends.update_s)
@@ -390,7 +336,7 @@ class Bounds:
 
     def _sending(self, step: Step, stage: int) -> _Sending:
         """Return what a stage sends over the data axes."""
-        mine = _total(self._costs(step)[stage :: step.layout.pp])
+        mine = total(self._costs(step)[stage :: step.layout.pp])
         update_s = self._update_s(step, self._updated(step, mine), 0.0 if step.zero >= 2 else mine.apart)
         return self._of_units(step, stage, update_s) if step.zero >= 2 else self._of_buckets(step, mine, update_s)
 
@@ -459,8 +405,8 @@ class Bounds:
 
     def _need_of(self, step: Step, stage: int) -> Need:
         layout, costs = step.layout, self._costs(step)
-        mine = _total(costs[stage :: layout.pp])
-        held = _in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
+        mine = total(costs[stage :: layout.pp])
+        held = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
         kept = sum(count * costs[chunk * layout.pp + stage].kept for chunk, count in enumerate(held.counts))
         master = BYTES_OF[step.master_dtype]
         run = held.next_chunk * layout.pp + stage
@@ -515,187 +461,3 @@ class _Sending(NamedTuple):
     """In all, over one axis."""
     update_s: float
     """The update, and what is gathered behind it."""
-
-
-def _quicker(one: Costs, other: Costs) -> Costs:
-    """Return the first's costs, with the times that are the least of both."""
-    return one._replace(
-        forward_s=min(one.forward_s, other.forward_s),
-        backward_s=min(one.backward_s, other.backward_s),
-        weight_s=min(one.weight_s, other.weight_s),
-        behind_s=max(one.behind_s, other.behind_s),
-    )
-
-
-def _times(cost: Costs, number: int) -> Costs:
-    return cost if number == 1 else Costs(*(number * part for part in cost))
-
-
-def _weights(step: Step, layer: int) -> tuple[float, ...]:
-    """Return what `Costs` says of weights."""
-    params = step.model.params_of(layer)
-    trained = [param for param in params if param.trainable]
-    dealt = [param for param in trained if is_dealt(step, param)]
-    # Experts that are dealt have units of their own.
-    alone = [param for param in params if not param.shared and not param.read_outside and not is_dealt(step, param)]
-    alone = [param for param in alone if _has_module(step, param)]
-
-    def apart(some: Sequence[ParamSpec]) -> int:
-        return sum(param.numel for param in some if step.working_dtype(param) != step.master_dtype)
-
-    return (
-        sum(param.numel * BYTES_OF[step.working_dtype(param)] for param in params),
-        sum(param.numel for param in params),
-        sum(param.numel for param in trained),
-        sum(param.numel for param in dealt),
-        apart(trained),
-        apart(dealt),
-        sum(param.numel * BYTES_OF[step.working_dtype(param)] for param in alone),
-        sum(param.numel for param in alone if param.trainable),
-        sum(param.numel for param in trained) if step.model.layers[layer].is_block else 0,
-    )
-
-
-def _has_module(step: Step, param: ParamSpec) -> bool:
-    """Whether a module of its layer owns a weight, so that it is gathered with the layer and not with the root."""
-    return any(module and param.name.startswith(f"{module}.") for module in step.model.layers[param.layer].modules)
-
-
-# -- schedules ---------------------------------------------------------------------------------------------------------
-
-
-class _Held(NamedTuple):
-    """The moment at which a stage has most micro-batches in flight."""
-
-    counts: tuple[int, ...]
-    """Of each chunk."""
-    next_chunk: int
-    """Whose backward follows."""
-
-
-@functools.lru_cache(maxsize=2**12)
-def _in_flight(schedule: schedules.Schedule, stage: int, num_stages: int, microbatches: int, chunks: int) -> _Held:
-    """Find the moment."""
-    if num_stages == 1:
-        return _Held((1,), 0)
-    # Once these are full, more micro-batches change nothing; interleaved deals them into other rounds.
-    is_bounded = schedule in ("1f1b", "zero-bubble")
-    order = _order(
-        schedule, stage, num_stages, min(microbatches, num_stages + 1) if is_bounded else microbatches, chunks
-    )
-    frees = ActionKind.WEIGHT if schedule == "zero-bubble" else ActionKind.BACKWARD
-    counts = [0] * chunks
-    best, most, next_chunk, is_new = tuple(counts), 0, 0, False
-    for action in order:
-        if action.kind is ActionKind.BACKWARD and is_new:
-            next_chunk, is_new = action.chunk, False
-        counts[action.chunk] += (action.kind is ActionKind.FORWARD) - (action.kind is frees)
-        if sum(counts) > most:
-            best, most, is_new = tuple(counts), sum(counts), True
-    return _Held(best, next_chunk)
-
-
-def _play(layout: Layout, m: int, bodies: Sequence[_Bodies], sends_s: Sequence[float]) -> Times:
-    """Play bodies in the order of the schedule; each waits for what other stages send it, one after the other."""
-    pp, chunks = layout.pp, layout.virtual_stages
-    last = pp * chunks - 1
-    orders = [_order(layout.schedule, stage, pp, m, chunks) for stage in range(pp)]
-    reduces = ActionKind.WEIGHT if layout.schedule == "zero-bubble" else ActionKind.BACKWARD
-    forward = [[0.0] * m] + [[-1.0] * m for _ in range(last)]  # when what a run is given has come; -1: not yet
-    backward = [[-1.0] * m for _ in range(last)] + [[0.0] * m]
-    free, links = [0.0] * pp, [0.0] * pp
-    whole_s, at = [-1.0] * pp, [0] * pp
-    moved = True
-    while moved:
-        moved = False
-        for stage, order in enumerate(orders):
-            position, now, link, send_s = at[stage], free[stage], links[stage], sends_s[stage]
-            for kind, microbatch, chunk in order[position:]:
-                run = chunk * pp + stage
-                if kind is ActionKind.WEIGHT:
-                    came, took_s, to = 0.0, bodies[run].weight_s, None
-                elif kind is ActionKind.FORWARD:
-                    came, took_s = (
-                        forward[run][microbatch],
-                        bodies[run].forward_s if microbatch else bodies[run].first_s,
-                    )
-                    to = forward[run + 1] if run < last else None
-                else:
-                    came, took_s = backward[run][microbatch], bodies[run].backward_s
-                    to = backward[run - 1] if run else None
-                if came < 0.0:
-                    break
-                start_s = came if came > now else now
-                if microbatch == m - 1 and kind is reduces and whole_s[stage] < 0.0:
-                    whole_s[stage] = start_s
-                now = start_s + took_s
-                if to is not None:
-                    link = (now if now > link else link) + send_s
-                    to[microbatch] = link
-                position += 1
-            moved |= position > at[stage]
-            at[stage], free[stage], links[stage] = position, now, link
-    assert all(position == len(order) for position, order in zip(at, orders, strict=True)), "the schedule deadlocks"
-    return Times(tuple(whole_s), tuple(free))
-
-
-@functools.lru_cache(maxsize=2**10)
-def _order(
-    schedule: schedules.Schedule, stage: int, num_stages: int, microbatches: int, chunks: int
-) -> schedules.Order:
-    return schedules.order(schedule, stage, num_stages, microbatches, chunks)
-
-
-# -- layers of one kind ------------------------------------------------------------------------------------------------
-
-
-def one_of_each(model: ModelSpec) -> tuple[ModelSpec, list[int]]:
-    """Return a model of one layer of each kind, and the kind of every layer.
-
-    What is no block, the first block and the last are kinds of their own: strategies look at where they stand.
-    """
-    blocks = [index for index, layer in enumerate(model.layers) if layer.is_block]
-    owned: dict[int, list[ParamSpec]] = {}
-    for param in model.params:
-        owned.setdefault(param.layer, []).append(param)
-    known: dict[object, int] = {}
-    chosen: list[int] = []
-    kind_of: list[int] = []
-    for index, layer in enumerate(model.layers):
-        alone = not layer.is_block or index in (blocks[0], blocks[-1])
-        key = index if alone else _kind(layer, owned.get(index, []))
-        if key not in known:
-            known[key] = len(chosen)
-            chosen.append(index)
-        kind_of.append(known[key])
-    # A middle kind is met before the last block, so the order of the layers is kept.
-    place = {index: number for number, index in enumerate(chosen)}
-    params = tuple(
-        replace(param, layer=place[index], last_layer=None if param.last_layer is None else kind_of[param.last_layer])
-        for index in chosen
-        for param in owned.get(index, [])
-    )
-    return replace(model, layers=tuple(model.layers[index] for index in chosen), params=params), kind_of
-
-
-def _kind(layer: LayerSpec, params: Sequence[ParamSpec]) -> object:
-    """Return what tells kinds of layers apart: all but names."""
-    root = f"{layer.modules[0]}." if layer.modules else ""
-
-    def named(parts: tuple[object, ...]) -> tuple[object, ...]:
-        return tuple(replace(part, owner=part.owner.removeprefix(root)) for part in parts)  # type: ignore[type-var,attr-defined]
-
-    return (
-        replace(
-            layer, name="", modules=(), forward_sums=(), backward_sums=(), sequence_borders=(), dealings=(), products=()
-        ),
-        *(named(parts) for parts in (layer.forward_sums, layer.backward_sums, layer.sequence_borders, layer.dealings)),
-        named(layer.products),
-        tuple(
-            replace(
-                param, name=param.name.removeprefix(root), layer=0, called=(0, 0), last_layer=None,
-                aliases=tuple(alias.removeprefix(root) for alias in param.aliases),
-            )
-            for param in params
-        ),
-    )  # fmt: skip

@@ -142,12 +142,13 @@ def runs_of(model: ModelSpec, count: int) -> tuple[range, ...]:
     Costs are forward FLOPs, one more for each layer so that layers without FLOPs spread too.
     """
     costs = tuple(layer.forward_flops + 1 for layer in model.layers)
-    return _balanced(costs, tuple(layer.is_block for layer in model.layers), count)
+    return balanced(costs, tuple(layer.is_block for layer in model.layers), count)
 
 
 @functools.lru_cache(maxsize=256)
-def _balanced(costs: tuple[int, ...], is_block: tuple[bool, ...], count: int) -> tuple[range, ...]:
-    """Search the least cost of a run for which runs filled from the end suffice; halving it each time."""
+def balanced(costs: tuple[int, ...], is_block: tuple[bool, ...], count: int) -> tuple[range, ...]:
+    """Cut layers of these costs into runs: search the least cost of a run for which runs filled from the end suffice,
+    halving it each time."""
     before = (0, *itertools.accumulate(costs))
     blocks = [index for index, is_one in enumerate(is_block) if is_one]
 
