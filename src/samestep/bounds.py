@@ -31,14 +31,14 @@ from samestep.clock import queue_of
 from samestep.cost import UPDATE_PASSES, collective_s, group_of, seconds
 from samestep.hardware import Hardware
 from samestep.job import Job
-from samestep.kinds import Costs, multiple, one_of_each, quicker, total, weights
-from samestep.layout import Layout, Recompute
+from samestep.kinds import Costs, Units, multiple, one_of_each, quicker, total, units, weights
+from samestep.layout import Recompute
 from samestep.memory import saved_bytes
 from samestep.model import ModelSpec
 from samestep.pace import Bodies, Times, in_flight, play_bodies
 from samestep.program import BUCKET_BYTES, BYTES_OF, STEP_SCALARS, Kind, Program, Step
 from samestep.strategies import ProgramBuilder
-from samestep.strategies.pipeline import runs_of, weights_apart
+from samestep.strategies.pipeline import balanced, weights_apart
 from samestep.timeline import COMPUTE
 
 
@@ -53,6 +53,8 @@ class _Priced(NamedTuple):
     """Bytes of a micro-batch between two blocks, at least."""
     kept: dict[str, float]
     """Activations by recomputation, where it was priced without."""
+    flops: tuple[int, ...]
+    """Of the forward of each kind: runs are cut by them."""
 
 
 class _Runs(NamedTuple):
@@ -88,8 +90,10 @@ class Bounds:
         self.few, self._kind_of = one_of_each(model)
         self._builder = ProgramBuilder(self.few, job, hardware.devices_per_node)
         self._numbers = Counter(self._kind_of)
+        self._is_block = tuple(layer.is_block for layer in model.layers)
         self._known_prices: dict[tuple[object, ...], _Priced] = {}
-        self._known_runs: dict[int, _Runs] = {}
+        self._known_runs: dict[tuple[object, ...], _Runs] = {}
+        self._known_units: dict[tuple[int, ...], list[Units]] = {}
         self._known_costs: dict[tuple[object, ...], tuple[Costs, ...]] = {}
         self._last: tuple[Step | None, tuple[Costs, ...]] = (None, ())
         self._known_weights: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
@@ -132,6 +136,7 @@ class Bounds:
                 * step.microbatch_samples
                 * BYTES_OF[step.compute_dtype],
                 self._kept(local) if plainly else {},
+                tuple(layer.forward_flops for layer in local.model.layers),
             )
         return self._known_prices[key]
 
@@ -148,21 +153,25 @@ class Bounds:
         step = program.step
         layers = step.model.layers
         forward, backward, weight = ([0.0] * len(layers) for _ in range(3))
-        behind = [0.0] * len(layers)
+        behind, sent_forward, sent_backward = ([0.0] * len(layers) for _ in range(3))
         apart = tuple(weights_apart(program.bodies["B"], step)) if step.splits_backward else ()
-        for body, found in ((program.bodies["F"], forward), (program.bodies["B"], backward), (apart, weight)):
+        bodies = ((program.bodies["F"], forward, sent_forward), (program.bodies["B"], backward, sent_backward))
+        for body, found, sent in (*bodies, (apart, weight, [])):
             layer = 0
             for op in body:
                 layer = layer if op.layer is None else op.layer
                 if queue_of(op, self.hardware) in (COMPUTE, ""):
                     op_s = seconds(op, program, self.hardware)
                     found[layer] += op_s
+                    if op.axis is not None:
+                        sent[layer] += op_s
                     behind[layer] = 0.0 if op.kind is Kind.BACKWARD else behind[layer] + op_s
         weights = self._weights_of(step)
         for index, spec in enumerate(layers):
             kept, whole = saved_bytes(step, spec)
             times = (forward[index], backward[index], weight[index])
-            yield Costs._make((*times, kept, whole - kept, *weights[index], behind[index]))
+            sent_s = (sent_forward[index], sent_backward[index])
+            yield Costs._make((*times, kept, whole - kept, *weights[index], behind[index], *sent_s))
 
     def _weights_of(self, step: Step) -> list[tuple[float, ...]]:
         layout = step.layout
@@ -171,17 +180,35 @@ class Bounds:
             self._known_weights[key] = [weights(step, index) for index in range(len(step.model.layers))]
         return self._known_weights[key]
 
-    def _runs(self, layout: Layout) -> _Runs:
-        count = layout.pp * layout.virtual_stages
-        if count not in self._known_runs:
-            runs = runs_of(self.model, count)
+    def _units(self, step: Step) -> list[Units]:
+        """Return what of a layer of each kind is gathered and scattered."""
+        layout = step.layout
+        key = (layout.tp, layout.cp, layout.ep, layout.num_shards)
+        if key not in self._known_units:
+            local = self._builder.before_stages(replace(step, model=self.few)).step
+            self._known_units[key] = [units(local, index) for index in range(len(local.model.layers))]
+        return self._known_units[key]
+
+    def _units_of(self, step: Step, stage: int) -> Units:
+        """Add up those of a stage."""
+        kinds, counts = self._units(step), Counter[int]()
+        for run in self._runs(step).counts[stage :: step.layout.pp]:
+            counts.update(dict(run))
+        return Units(*(sum(counts[kind] * part[kind] for kind in counts) for part in zip(*kinds, strict=True)))
+
+    def _runs(self, step: Step) -> _Runs:
+        """Cut the layers into runs, by what a rank of a cut model computes of each."""
+        flops, count = self._price(step).flops, step.layout.pp * step.layout.virtual_stages
+        key = (flops, count)
+        if key not in self._known_runs:
+            runs = balanced(tuple(flops[kind] + 1 for kind in self._kind_of), self._is_block, count)
             kinds = [[self._kind_of[layer] for layer in run] for run in runs]
-            self._known_runs[count] = _Runs(
+            self._known_runs[key] = _Runs(
                 tuple(tuple(sorted(Counter(of_run).items())) for of_run in kinds),
                 tuple(of_run[0] for of_run in kinds),
                 tuple(tuple(self._tail(of_run)) for of_run in kinds),
             )
-        return self._known_runs[count]
+        return self._known_runs[key]
 
     def _tail(self, run: Sequence[int]) -> Iterator[int]:
         for kind in reversed(run):
@@ -199,7 +226,7 @@ class Bounds:
             step.splits_backward, layout.pp * layout.virtual_stages, step.samples,
         )  # fmt: skip
         if key not in self._known_costs:
-            kinds, runs = self._price(step).kinds, self._runs(layout)
+            kinds, runs = self._price(step).kinds, self._runs(step)
             added = {
                 counts: total([multiple(kinds[kind], number) for kind, number in counts]) for counts in set(runs.counts)
             }
@@ -238,7 +265,7 @@ class Bounds:
         costs = self._costs(step)
         if step.zero < 2 or not self.hardware.overlap:
             return tuple(Bodies(one.forward_s, one.forward_s, one.backward_s, one.weight_s) for one in costs)
-        runs = self._runs(step.layout)
+        runs = self._runs(step)
         known: dict[object, Bodies] = {}
         for run, cost in zip(runs.counts, costs, strict=True):
             if run not in known:
@@ -246,33 +273,50 @@ class Bounds:
         return tuple(known[run] for run in runs.counts)
 
     def _gathering(self, step: Step, run: tuple[tuple[int, int], ...], cost: Costs) -> Bodies:
-        """Bound bodies that gather and scatter a layer at a time, one layer ahead: along the data axis' stream.
+        """Bound bodies that gather and scatter a layer at a time, one layer ahead: along the data axis' stream, and that
+        of experts, which are dealt.
 
-        A forward lasts as long as the gathers of its blocks but the first one, with the blocks' compute only before and
+        A forward lasts as long as the gathers of its blocks but the first two, with the blocks' compute only before and
         behind them; a backward as long as its blocks' scatters but the last two and gathers but the first two, which
-        take turns.
+        take turns. These all run beside what was issued behind them, or beside nothing.
         """
-        kinds, master, shards = self._price(step).kinds, BYTES_OF[step.master_dtype], step.layout.num_shards
+        kinds = self._price(step).kinds
         blocks = [(kind, number) for kind, number in run if self.few.layers[kind].is_block]
-        others = [kinds[kind] for kind, _ in run if not self.few.layers[kind].is_block]
-        count = sum(number for _, number in blocks)
-        gathers_s = [self._sent_s(Kind.ALL_GATHER, kinds[k].gathered, "dp_shard", shards, step) for k, _ in blocks]
-        scatters_s = [
-            self._sent_s(Kind.REDUCE_SCATTER, kinds[k].scattered * master, "dp_shard", shards, step) for k, _ in blocks
-        ]
-        gathered_s = sum(n * g for (_, n), g in zip(blocks, gathers_s, strict=True)) - max(gathers_s, default=0.0)
-        around_s = min((kinds[kind].forward_s for kind, _ in blocks), default=0.0)
-        forward_s = max(cost.forward_s, gathered_s + around_s if count > 1 else 0.0)
-        if step.zero == 2:
-            return Bodies(forward_s, cost.forward_s, cost.backward_s, cost.weight_s)
-        reads = all(self.few.layers[k].backward_reads_weights and kinds[k].scattered > 0 for k, _ in blocks)
-        turns_s = sum(n * (g + s) for (_, n), g, s in zip(blocks, gathers_s, scatters_s, strict=True))
-        turns_s -= 2 * (max(gathers_s, default=0.0) + max(scatters_s, default=0.0))
-        around_s = min((kinds[k].backward_s - kinds[k].behind_s for k, _ in blocks), default=0.0)
-        around_s += min((kinds[k].backward_s for k, _ in blocks), default=0.0)
-        around_s += sum(one.backward_s for one in others)
-        backward_s = max(cost.backward_s, turns_s + around_s if reads and count > 2 else 0.0)
-        return Bodies(forward_s, forward_s, backward_s, cost.weight_s)
+        others_s = sum(kinds[kind].backward_s for kind, _ in run if not self.few.layers[kind].is_block)
+        forward_s, backward_s = cost.forward_s, cost.backward_s
+        for axis in ("dp_shard", "dp_expert"):
+            parts = [part for kind, number in blocks if (part := self._part(step, kind, number, axis)).gather_s]
+            if not parts or sum(part.number for part in parts) <= 2:
+                continue
+            gather_s, scatter_s = max(part.gather_s for part in parts), max(part.scatter_s for part in parts)
+            gathered_s = sum(part.number * part.gather_s for part in parts) - 2 * gather_s
+            mine = [kinds[part.kind] for part in parts]
+            forward_s = max(forward_s, gathered_s + 2 * min(kinds[kind].forward_s for kind, _ in blocks))
+            if step.zero == 3 and all(part.scatter_s and part.reads for part in parts):
+                turns_s = gathered_s + sum(part.number * part.scatter_s for part in parts) - 2 * scatter_s
+                around_s = min(one.backward_s - one.behind_s for one in mine) + min(one.backward_s for one in mine)
+                slowed_s = cost.backward_s + self._slowed_s(turns_s, cost.sent_backward_s)
+                backward_s = max(backward_s, turns_s + around_s + others_s, slowed_s)
+        plain_s = forward_s if step.zero == 3 else cost.forward_s
+        return Bodies(forward_s, plain_s, backward_s, cost.weight_s)
+
+    def _part(self, step: Step, kind: int, number: int, axis: str) -> _Part:
+        """Return what layers of a kind send over one of the axes along which units are cut."""
+        one, layout = self._units(step)[kind], step.layout
+        is_dealt = axis == "dp_expert"
+        gathered, scattered = (one.dealt_gathered, one.dealt_scattered) if is_dealt else (one.gathered, one.scattered)
+        ranks = layout.num_shards // (layout.ep if is_dealt else 1)
+        gather_s = self._sent_s(Kind.ALL_GATHER, gathered, axis, ranks, step)
+        scatter_s = self._sent_s(Kind.REDUCE_SCATTER, scattered * BYTES_OF[step.master_dtype], axis, ranks, step)
+        return _Part(kind, number, gather_s, scatter_s, self.few.layers[kind].backward_reads_weights)
+
+    def _slowed_s(self, sent_s: float, exposed_s: float) -> float:
+        """How much longer compute takes beside so many seconds of what is sent over one axis.
+
+        Of what is sent no second costs nothing: it slows the compute beside it, or there is none beside it. Only what
+        compute's own queue sends is not slowed.
+        """
+        return (1 - 1 / self.hardware.contention) * max(0.0, sent_s - exposed_s)
 
     def closed_times(self, step: Step) -> Times:
         """Bound when stages end by what is before them."""
@@ -309,7 +353,7 @@ class Bounds:
         """Bound the step of a layout whose stages come so far no sooner than that."""
         step = self._smallest(step)
         layout, pp = step.layout, step.layout.pp
-        runs = self._runs(layout)
+        runs = self._runs(step)
         sendings: dict[tuple[object, ...], _Sending] = {}
         met_s = last_s = 0.0
         first_s: float | None = None
@@ -321,8 +365,13 @@ class Bounds:
             first_s = sends.first_s if first_s is None else first_s  # all stages wait for the first one's first forward
             end_s = times.ends_s[stage]
             if self.hardware.overlap:
+                slowed_s = times.whole_s[stage] + sends.left_s + self._slowed_s(sends.reduced_s, sends.exposed_s)
                 met_s = max(
-                    met_s, first_s + end_s + sends.behind_s, times.whole_s[stage] + sends.reduced_s, sends.all_s
+                    met_s,
+                    first_s + end_s + sends.behind_s,
+                    times.whole_s[stage] + sends.reduced_s,
+                    sends.all_s,
+                    slowed_s,
                 )
             elif pp == 1:
                 met_s = end_s + sends.reduced_s + sends.all_s
@@ -336,52 +385,75 @@ class Bounds:
 
     def _sending(self, step: Step, stage: int) -> _Sending:
         """Return what a stage sends over the data axes."""
-        mine = total(self._costs(step)[stage :: step.layout.pp])
-        update_s = self._update_s(step, self._updated(step, mine), 0.0 if step.zero >= 2 else mine.apart)
-        return self._of_units(step, stage, update_s) if step.zero >= 2 else self._of_buckets(step, mine, update_s)
+        mine = self._costs(step)[stage :: step.layout.pp]
+        all_of = total(mine)
+        update_s = self._update_s(step, self._updated(step, all_of), 0.0 if step.zero >= 2 else all_of.apart)
+        if step.zero >= 2:
+            return self._of_units(step, stage, all_of, update_s)
+        # What runs behind the first gradients that are whole: the last micro-batch's, of every run where they alternate.
+        left_s = all_of.weight_s if step.splits_backward else all_of.backward_s
+        sent_s = 0.0 if step.splits_backward else all_of.sent_backward_s
+        return self._of_buckets(step, all_of, update_s)._replace(left_s=left_s, exposed_s=sent_s)
 
     def _of_buckets(self, step: Step, mine: Costs, update_s: float) -> _Sending:
         layout, master = step.layout, BYTES_OF[step.master_dtype]
         whole, apart = mine.trained - mine.dealt, mine.apart - mine.dealt_apart
-        limit = BUCKET_BYTES // master
         # A bucket is closed by the weight that fills it.
-        count = max(1, int((mine.block_trained - mine.dealt) / (limit + self._price(step).largest)))
+        limit = BUCKET_BYTES // master + self._price(step).largest
 
-        def sent_s(kind: Kind, size: float, axis: str, ranks: int) -> float:
+        def sent_s(kind: Kind, size: float, axis: str, ranks: int, numel: float) -> float:
+            count = max(1, int(numel / limit))
             return count * self._sent_s(kind, size / count, axis, ranks, step)
+
+        def whole_s(kind: Kind, size: float, axis: str, ranks: int) -> float:
+            return sent_s(kind, size, axis, ranks, mine.block_trained - mine.dealt)
+
+        def dealt_s(kind: Kind, size: float, ranks: int) -> float:
+            return sent_s(kind, size, "dp_expert", ranks // layout.ep, mine.dealt) if layout.ep > 1 else 0.0
 
         replicas, shards = layout.num_replicas, layout.num_shards
         if step.zero == 0:
-            return _Sending(0.0, sent_s(Kind.ALL_REDUCE, whole * master, "dp_replicate", replicas), 0.0, 0.0, update_s)
+            reduced_s = max(
+                whole_s(Kind.ALL_REDUCE, whole * master, "dp_replicate", replicas),
+                dealt_s(Kind.ALL_REDUCE, mine.dealt * master, layout.num_summed),
+            )
+            return _Sending(reduced_s=reduced_s, update_s=update_s)
         reduced_s = max(
-            sent_s(Kind.REDUCE_SCATTER, whole * master, "dp_shard", shards),
-            sent_s(Kind.ALL_REDUCE, whole * master / shards, "dp_replicate", replicas),
+            whole_s(Kind.REDUCE_SCATTER, whole * master, "dp_shard", shards),
+            whole_s(Kind.ALL_REDUCE, whole * master / shards, "dp_replicate", replicas)
+            + sent_s(Kind.ALL_REDUCE, mine.dealt * master * layout.ep / shards, "dp_replicate", replicas, mine.dealt),
+            dealt_s(Kind.REDUCE_SCATTER, mine.dealt * master, shards),
         )
-        size = (whole - apart) * master + apart * BYTES_OF[step.compute_dtype]
-        return _Sending(0.0, reduced_s, 0.0, 0.0, update_s + sent_s(Kind.ALL_GATHER, size, "dp_shard", shards))
+        size, dealt_size = (
+            (numel - part) * master + part * BYTES_OF[step.compute_dtype]
+            for numel, part in ((whole, apart), (mine.dealt, mine.dealt_apart))
+        )
+        gathered_s = max(
+            whole_s(Kind.ALL_GATHER, size, "dp_shard", shards), dealt_s(Kind.ALL_GATHER, dealt_size, shards)
+        )
+        return _Sending(reduced_s=reduced_s, update_s=update_s + gathered_s)
 
-    def _of_units(self, step: Step, stage: int, update_s: float) -> _Sending:
-        layout, runs, kinds = step.layout, self._runs(step.layout), self._price(step).kinds
-        master, shards, m = BYTES_OF[step.master_dtype], layout.num_shards, step.num_microbatches
-
-        def gather_s(kind: int) -> float:
-            return self._sent_s(Kind.ALL_GATHER, kinds[kind].gathered, "dp_shard", shards, step)
-
-        def scatter_s(kind: int) -> float:
-            return self._sent_s(Kind.REDUCE_SCATTER, kinds[kind].scattered * master, "dp_shard", shards, step)
-
+    def _of_units(self, step: Step, stage: int, mine: Costs, update_s: float) -> _Sending:
+        layout, runs, m = step.layout, self._runs(step), step.num_microbatches
         last = self._kind_of[-1]
-        all_s = 0.0
-        for run in runs.counts[stage :: layout.pp]:
-            for kind, number in run:
-                spec = self.few.layers[kind]
-                again = spec.is_block and spec.backward_reads_weights and kinds[kind].scattered > 0 and kind != last
-                gathers = m * (1 + again) if step.zero == 3 else 1
-                all_s += number * (gathers * gather_s(kind) + m * scatter_s(kind))
-        first = runs.first[stage]
-        size = kinds[first].scattered * master / shards
+        all_s = scattered_s = 0.0
+        for axis in ("dp_shard", "dp_expert"):
+            gathers_s = scatters_s = 0.0
+            for run in runs.counts[stage :: layout.pp]:
+                for kind, number in run:
+                    part = self._part(step, kind, number, axis)
+                    again = self.few.layers[kind].is_block and part.reads and part.scatter_s > 0 and kind != last
+                    gathers_s += number * part.gather_s * (m * (1 + again) if step.zero == 3 else 1)
+                    scatters_s += number * part.scatter_s * m
+            all_s, scattered_s = max(all_s, gathers_s + scatters_s), max(scattered_s, scatters_s)
+        first = self._part(step, runs.first[stage], 1, "dp_shard")
+        size = self._units(step)[first.kind].scattered * BYTES_OF[step.master_dtype] / layout.num_shards
         reduced_s = self._sent_s(Kind.ALL_REDUCE, size, "dp_replicate", layout.num_replicas, step)
-        return _Sending(gather_s(first), 0.0, scatter_s(first) + reduced_s, all_s, update_s)
+        busy_s = m * (mine.forward_s + mine.backward_s + mine.weight_s)
+        busy_s += self._slowed_s(scattered_s, m * (mine.sent_forward_s + mine.sent_backward_s))
+        if self.hardware.overlap:
+            all_s = max(all_s, first.gather_s + busy_s)
+        return _Sending(first.gather_s, 0.0, first.scatter_s + reduced_s, all_s, update_s)
 
     @staticmethod
     def _updated(step: Step, mine: Costs) -> float:
@@ -408,41 +480,47 @@ class Bounds:
         mine = total(costs[stage :: layout.pp])
         held = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
         kept = sum(count * costs[chunk * layout.pp + stage].kept for chunk, count in enumerate(held.counts))
-        master = BYTES_OF[step.master_dtype]
         run = held.next_chunk * layout.pp + stage
-        tail = self._runs(layout).tails[run]
-        kinds = self._price(step).kinds
+        runs = self._runs(step)
+        kinds, of_units = self._price(step).kinds, self._units(step) if step.zero >= 2 else None
         if step.splits_backward:  # nothing is freed before the gradients of weights
             again, unit = costs[run].again, 0.0
         else:
             again = unit = -float("inf")
             freed = 0.0
-            for kind in tail:
+            for kind in runs.tails[run]:
                 one = kinds[kind]
-                reads = step.zero == 3 and self.few.layers[kind].backward_reads_weights and one.scattered > 0
-                unit_bytes = one.scattered * master + one.gathered * reads if step.zero >= 2 else 0.0
-                if reads and self.few.layers[kind].is_block:
-                    unit_bytes += self._ahead(kinds, self._runs(layout).counts[run])
+                unit_bytes = self._unit_bytes(step, of_units, kind, runs.counts[run]) if of_units else 0.0
                 if one.again - freed + unit_bytes > again + unit:
                     again, unit = one.again - freed, unit_bytes
                 freed += one.kept
-        gathered = unit + (mine.gathered if step.zero == 2 else 0.0)
-        return Need(self._states(step, mine) + self.model.buffer_bytes, kept + again, gathered)
+        whole = self._units_of(step, stage) if of_units else Units()
+        gathered = unit + (whole.all_gathered if step.zero == 2 else 0.0)
+        return Need(self._states(step, mine, whole) + self.model.buffer_bytes, kept + again, gathered)
 
-    def _ahead(self, kinds: tuple[Costs, ...], run: tuple[tuple[int, int], ...]) -> float:
-        """Bytes of the block that is gathered while the last one of a run goes backward."""
+    def _unit_bytes(self, step: Step, of_units: Sequence[Units], kind: int, run: tuple[tuple[int, int], ...]) -> float:
+        """Bytes of whole gradients of a layer and, under zero=3, of what is gathered for its backward and ahead of it."""
+        one, layer = of_units[kind], self.few.layers[kind]
+        size = one.all_scattered * BYTES_OF[step.master_dtype]
+        if step.zero == 3 and layer.backward_reads_weights and one.all_scattered > 0:
+            size += one.all_gathered + (self._ahead(of_units, run) if layer.is_block else 0.0)
+        return size
+
+    def _ahead(self, of_units: Sequence[Units], run: tuple[tuple[int, int], ...]) -> float:
+        """Bytes of the block that is gathered while the last one of a run goes backward; of its experts it may be a part."""
         blocks = [(kind, number) for kind, number in run if self.few.layers[kind].is_block]
         if sum(number for _, number in blocks) < 2:
             return 0.0
-        trained = all(kinds[kind].scattered and self.few.layers[kind].backward_reads_weights for kind, _ in blocks)
-        return min(kinds[kind].gathered for kind, _ in blocks) if trained else 0.0
+        trained = all(of_units[kind].scattered and self.few.layers[kind].backward_reads_weights for kind, _ in blocks)
+        return min(of_units[kind].gathered for kind, _ in blocks) if trained else 0.0
 
-    def _states(self, step: Step, mine: Costs) -> float:
-        master, states, shards = BYTES_OF[step.master_dtype], self.states_per_param, step.layout.num_shards
+    def _states(self, step: Step, mine: Costs, whole: Units) -> float:
+        master, states = BYTES_OF[step.master_dtype], self.states_per_param
         if step.zero >= 2:
-            return (mine.numel + mine.trained * (1 + (0 if step.layout.offload else states))) * master / shards
+            return (whole.held + whole.held_trained * (1 + (0 if step.layout.offload else states))) * master
         kept = (mine.trained * states + mine.apart) * master
         if step.zero == 1:
+            shards = step.layout.num_shards
             dealt = (mine.dealt * states + mine.dealt_apart) * master
             kept = (kept - dealt) / shards + dealt * step.layout.ep / shards
         return mine.weights + mine.trained * master + (0.0 if step.layout.offload else kept)
@@ -451,13 +529,28 @@ class Bounds:
 class _Sending(NamedTuple):
     """Seconds that a stage sends over data axes."""
 
-    first_s: float
+    first_s: float = 0.0
     """Before its first forward."""
-    reduced_s: float
+    reduced_s: float = 0.0
     """From when the first gradients are whole."""
-    behind_s: float
+    behind_s: float = 0.0
     """Behind its last backward."""
-    all_s: float
-    """In all, over one axis."""
-    update_s: float
+    all_s: float = 0.0
+    """In all, over one axis, or with all that it computes."""
+    update_s: float = 0.0
     """The update, and what is gathered behind it."""
+    left_s: float = 0.0
+    """What is computed from when the first gradients are whole."""
+    exposed_s: float = 0.0
+    """The part of it that is sent in the queue of compute."""
+
+
+class _Part(NamedTuple):
+    """What layers of a kind send over an axis along which they are cut, seconds of one."""
+
+    kind: int
+    number: int
+    gather_s: float
+    scatter_s: float
+    reads: bool
+    """Their backward reads the weights, so that they are gathered for it."""

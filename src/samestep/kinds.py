@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from samestep.model import LayerSpec, ModelSpec, ParamSpec
 from samestep.program import BYTES_OF, Step, is_dealt
+from samestep.strategies.shard import padded_rows
 
 
 class Costs(NamedTuple):
@@ -28,7 +29,6 @@ class Costs(NamedTuple):
     """Activations that are there once more when they have been computed again."""
     weights: float = 0.0
     """Bytes, as weights stand in the module."""
-    numel: float = 0.0
     trained: float = 0.0
     """Elements that are trained."""
     dealt: float = 0.0
@@ -36,14 +36,38 @@ class Costs(NamedTuple):
     apart: float = 0.0
     """The part of them with masters of another dtype."""
     dealt_apart: float = 0.0
-    gathered: float = 0.0
-    """Bytes of weights that are gathered with no other layer's, under zero=2 and 3."""
-    scattered: float = 0.0
-    """Elements of their gradients."""
     block_trained: float = 0.0
     """Elements that are trained and belong to blocks."""
     behind_s: float = 0.0
     """The part of `backward_s` that comes after the gradients of its weights."""
+    sent_forward_s: float = 0.0
+    """The part of `forward_s` that is sent in the queue of compute."""
+    sent_backward_s: float = 0.0
+
+
+class Units(NamedTuple):
+    """Weights of layers that are cut over data axes, zero=2 and 3, with the rows that FSDP2 pads them with."""
+
+    gathered: float = 0.0
+    """Bytes of weights that are gathered with no other layer's."""
+    scattered: float = 0.0
+    """Elements of their gradients."""
+    dealt_gathered: float = 0.0
+    """The same of experts that are dealt, which have an axis of their own; 0 where no two ranks have the same."""
+    dealt_scattered: float = 0.0
+    held: float = 0.0
+    """Elements that a rank has of all weights."""
+    held_trained: float = 0.0
+
+    @property
+    def all_gathered(self) -> float:
+        """Bytes, over either axis."""
+        return self.gathered + self.dealt_gathered
+
+    @property
+    def all_scattered(self) -> float:
+        """Elements, over either axis."""
+        return self.scattered + self.dealt_scattered
 
 
 def total(costs: Sequence[Costs]) -> Costs:
@@ -58,6 +82,8 @@ def quicker(one: Costs, other: Costs) -> Costs:
         backward_s=min(one.backward_s, other.backward_s),
         weight_s=min(one.weight_s, other.weight_s),
         behind_s=max(one.behind_s, other.behind_s),
+        sent_forward_s=max(one.sent_forward_s, other.sent_forward_s),
+        sent_backward_s=max(one.sent_backward_s, other.sent_backward_s),
     )
 
 
@@ -71,24 +97,35 @@ def weights(step: Step, layer: int) -> tuple[float, ...]:
     params = step.model.params_of(layer)
     trained = [param for param in params if param.trainable]
     dealt = [param for param in trained if is_dealt(step, param)]
-    # Experts that are dealt have units of their own.
-    alone = [param for param in params if not param.shared and not param.read_outside and not is_dealt(step, param)]
-    alone = [param for param in alone if _has_module(step, param)]
 
     def apart(some: Sequence[ParamSpec]) -> int:
         return sum(param.numel for param in some if step.working_dtype(param) != step.master_dtype)
 
     return (
         sum(param.numel * BYTES_OF[step.working_dtype(param)] for param in params),
-        sum(param.numel for param in params),
         sum(param.numel for param in trained),
         sum(param.numel for param in dealt),
         apart(trained),
         apart(dealt),
-        sum(param.numel * BYTES_OF[step.working_dtype(param)] for param in alone),
-        sum(param.numel for param in alone if param.trainable),
         sum(param.numel for param in trained) if step.model.layers[layer].is_block else 0,
     )
+
+
+def units(step: Step, layer: int) -> Units:
+    """Return what of a layer is gathered and scattered."""
+    shards = step.layout.num_shards
+    sizes = [0.0] * 4
+    held = held_trained = 0.0
+    for param in step.model.params_of(layer):
+        dealt = is_dealt(step, param)
+        parts = shards // (step.layout.ep if dealt else 1)
+        numel = padded_rows(param, parts)
+        held += numel / parts
+        held_trained += numel / parts * param.trainable
+        if not param.shared and not param.read_outside and _has_module(step, param) and parts > 1:
+            sizes[2 * dealt] += numel * BYTES_OF[step.working_dtype(param)]
+            sizes[2 * dealt + 1] += numel * param.trainable
+    return Units._make((*sizes, held, held_trained))
 
 
 def _has_module(step: Step, param: ParamSpec) -> bool:

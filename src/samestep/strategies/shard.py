@@ -311,8 +311,8 @@ def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec], chunks:
         first_layer=first_layer,
         last_layer=last_layer,
         dtype=step.working_dtype(params[0]),
-        padded_numel=sum(_padded_rows(param, parts) for param in params),
-        padded_grad_numel=sum(_padded_rows(param, parts) for param in params if param.trainable),
+        padded_numel=sum(padded_rows(param, parts) for param in params),
+        padded_grad_numel=sum(padded_rows(param, parts) for param in params if param.trainable),
         # The last layer's backward follows at once, and a weight that first and last layer share is in use throughout.
         # A pipeline's other micro-batches may come between the two.
         keep_after_forward=step.zero == 2 or (last_layer == last and step.layout.pp == 1),
@@ -351,7 +351,7 @@ def _mixed_owner(model: ModelSpec) -> str | None:
     return next((s for s in sorted(sharing) if any(o == s or (s and is_below(o, s)) for o in others)), None)
 
 
-def _padded_rows(param: ParamSpec, multiple: int) -> int:
+def padded_rows(param: ParamSpec, multiple: int) -> int:
     """Elements of `param` with its first dimension padded to a multiple, as FSDP2 cuts it."""
     if not param.shape:
         return multiple
