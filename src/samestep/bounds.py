@@ -23,7 +23,7 @@ all weights.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, get_args
 
@@ -66,6 +66,8 @@ class _Runs(NamedTuple):
     """Kind of the first layer."""
     tails: tuple[tuple[int, ...], ...]
     """Kinds of the last layers, from the end to the last block."""
+    unlike: dict[int, tuple[int, ...]]
+    """By how many stages there are, those that differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class Bounds:
         self._known_runs: dict[tuple[object, ...], _Runs] = {}
         self._known_units: dict[tuple[int, ...], list[Units]] = {}
         self._known_costs: dict[tuple[object, ...], tuple[Costs, ...]] = {}
+        self._known_times: dict[tuple[object, ...], Times] = {}
         self._last: tuple[Step | None, tuple[Costs, ...]] = (None, ())
         self._known_weights: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
 
@@ -207,6 +210,7 @@ class Bounds:
                 tuple(tuple(sorted(Counter(of_run).items())) for of_run in kinds),
                 tuple(of_run[0] for of_run in kinds),
                 tuple(tuple(self._tail(of_run)) for of_run in kinds),
+                {},
             )
         return self._known_runs[key]
 
@@ -216,15 +220,19 @@ class Bounds:
             if self.few.layers[kind].is_block:
                 return
 
+    @staticmethod
+    def _key(step: Step) -> tuple[object, ...]:
+        layout = step.layout
+        return (
+            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, layout.recompute, step.microbatch_samples,
+            step.splits_backward, layout.pp * layout.virtual_stages, step.samples,
+        )  # fmt: skip
+
     def _costs(self, step: Step) -> tuple[Costs, ...]:
         """Add up the layers of each run; of one step it is asked for several times."""
         if step is self._last[0]:
             return self._last[1]
-        layout = step.layout
-        key = (
-            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, layout.recompute, step.microbatch_samples,
-            step.splits_backward, layout.pp * layout.virtual_stages, step.samples,
-        )  # fmt: skip
+        key = self._key(step)
         if key not in self._known_costs:
             kinds, runs = self._price(step).kinds, self._runs(step)
             added = {
@@ -243,27 +251,52 @@ class Bounds:
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def least(self, step: Step) -> tuple[float, float]:
-        """Bound memory and step of all layouts of these words, whatever ZeRO stage they have and however the data axis is
-        split: bytes and seconds."""
+        """Bound memory and step of all layouts of these degrees and this micro-batch: bytes and seconds."""
         step = self._smallest(step)
         layout = step.layout
         priced = self._price(step, plainly=True)
         whole, m, pp = priced.whole, step.num_microbatches, layout.pp
-        never_waits = layout.virtual_stages > 1 or layout.schedule == "zero-bubble"
-        filling = pp if never_waits else m * (1 - (1 - 1 / m) ** pp)
-        ranks = layout.dp * layout.cp
-        least_s = m * (whole.forward_s + whole.backward_s) / filling
-        states = (
-            whole.trained * BYTES_OF[step.master_dtype] * (2 + self.states_per_param * (not layout.offload)) / ranks
-        )
-        return (states + priced.kept[layout.recompute]) / pp, least_s + self._update_s(
-            step, whole.trained / pp / ranks, 0.0
-        )
+        updated = whole.trained / (layout.dp * layout.cp)
+        least_s = m * (whole.forward_s + whole.backward_s) / pp + self._update_s(step, updated / pp, 0.0)
+        return (self._least_states(step, whole, updated) + min(priced.kept.values())) / pp, least_s
+
+    def _least_states(self, step: Step, mine: Costs, updated: float) -> float:
+        """Bytes of weights, gradients and states, cut over all data ranks; on one rank weights may be of two bytes."""
+        master = BYTES_OF[step.master_dtype]
+        if step.layout.offload:
+            return min(2 * updated * master, mine.weights + mine.trained * master)
+        return (2 + self.states_per_param) * updated * master
+
+    def of_group(self, step: Step) -> tuple[float, float]:
+        """Bound the same of all layouts that differ in how the data axis is split, and in ZeRO stage, alone."""
+        step = self._smallest(step)
+        layout, times = step.layout, self.closed_times(step)
+        ranks, costs = layout.dp * layout.cp, self._costs(step)
+        needed = least_s = 0.0
+        for stage in self._unlike_stages(step):
+            mine = total(costs[stage :: layout.pp])
+            updated = (mine.trained + mine.dealt * (layout.ep - 1)) / ranks
+            kept, _ = self._activations(step, stage, None)
+            needed = max(needed, self._least_states(step, mine, updated) + kept)
+            least_s = max(least_s, self._update_s(step, updated, 0.0))
+        return needed, max(times.ends_s) + self._scalars_s(step) + least_s
+
+    def _unlike_stages(self, step: Step) -> Collection[int]:
+        """Return the first of equal stages, which holds most activations, and the last stage."""
+        runs, pp = self._runs(step), step.layout.pp
+        if pp not in runs.unlike:
+            found = {(runs.counts[stage::pp], stage == pp - 1): stage for stage in reversed(range(pp))}
+            runs.unlike[pp] = tuple(found.values())
+        return runs.unlike[pp]
+
+    def _scalars_s(self, step: Step) -> float:
+        size = BYTES_OF["float64"] * len(STEP_SCALARS)
+        return self._sent_s(Kind.ALL_REDUCE, size, "world", step.layout.world_size, step)
 
     def _bodies(self, step: Step) -> tuple[Bodies, ...]:
         """Return the bodies of each run; under zero=2 and 3 they wait for gathers."""
         costs = self._costs(step)
-        if step.zero < 2 or not self.hardware.overlap:
+        if not self._gathers(step):
             return tuple(Bodies(one.forward_s, one.forward_s, one.backward_s, one.weight_s) for one in costs)
         runs = self._runs(step)
         known: dict[object, Bodies] = {}
@@ -318,9 +351,23 @@ class Bounds:
         """
         return (1 - 1 / self.hardware.contention) * max(0.0, sent_s - exposed_s)
 
+    def _once(self, step: Step, bound: Callable[[Step], Times]) -> Times:
+        """Bound times once for all ways to split the data axis, where bodies do not gather."""
+        if self._gathers(step):
+            return bound(step)
+        key = (bound.__name__, *self._key(step), step.num_microbatches, step.layout.schedule)
+        if key not in self._known_times:
+            self._known_times[key] = bound(step)
+        return self._known_times[key]
+
+    def _gathers(self, step: Step) -> bool:
+        return step.zero >= 2 and self.hardware.overlap
+
     def closed_times(self, step: Step) -> Times:
         """Bound when stages end by what is before them."""
-        step = self._smallest(step)
+        return self._once(self._smallest(step), self._closed_times)
+
+    def _closed_times(self, step: Step) -> Times:
         layout = step.layout
         bodies, m, pp = self._bodies(step), step.num_microbatches, layout.pp
         plain = layout.virtual_stages == 1 and layout.schedule != "zero-bubble"
@@ -341,10 +388,12 @@ class Bounds:
 
     def played_times(self, step: Step) -> Times:
         """Play the schedule with whole bodies, and nothing sent over the data axes but what bodies wait for."""
-        step = self._smallest(step)
-        layout = step.layout
-        if layout.pp == 1:
+        if step.layout.pp == 1:
             return self.closed_times(step)
+        return self._once(self._smallest(step), self._played_times)
+
+    def _played_times(self, step: Step) -> Times:
+        layout = step.layout
         size, pp = self._price(step).sent, layout.pp
         sends_s = [self._sent_s(Kind.SEND, size, "pp", pp, replace(step, stage=stage)) for stage in range(pp)]
         return play_bodies(layout, step.num_microbatches, self._bodies(step), sends_s)
@@ -352,8 +401,7 @@ class Bounds:
     def step_s(self, step: Step, times: Times) -> float:
         """Bound the step of a layout whose stages come so far no sooner than that."""
         step = self._smallest(step)
-        layout, pp = step.layout, step.layout.pp
-        runs = self._runs(step)
+        runs, pp = self._runs(step), step.layout.pp
         sendings: dict[tuple[object, ...], _Sending] = {}
         met_s = last_s = 0.0
         first_s: float | None = None
@@ -365,7 +413,7 @@ class Bounds:
             first_s = sends.first_s if first_s is None else first_s  # all stages wait for the first one's first forward
             end_s = times.ends_s[stage]
             if self.hardware.overlap:
-                slowed_s = times.whole_s[stage] + sends.left_s + self._slowed_s(sends.reduced_s, sends.exposed_s)
+                slowed_s = times.whole_s[stage] + sends.left_s + self._slowed_s(sends.beside_s, sends.exposed_s)
                 met_s = max(
                     met_s,
                     first_s + end_s + sends.behind_s,
@@ -380,20 +428,21 @@ class Bounds:
                 busy_s = step.num_microbatches * (mine.forward_s + mine.backward_s + mine.weight_s)
                 met_s = max(met_s, end_s, times.whole_s[stage] + sends.reduced_s, busy_s + sends.all_s)
             last_s = max(last_s, sends.update_s)
-        scalars = BYTES_OF["float64"] * len(STEP_SCALARS)
-        return met_s + self._sent_s(Kind.ALL_REDUCE, scalars, "world", layout.world_size, step) + last_s
+        return met_s + self._scalars_s(step) + last_s
 
     def _sending(self, step: Step, stage: int) -> _Sending:
         """Return what a stage sends over the data axes."""
         mine = self._costs(step)[stage :: step.layout.pp]
         all_of = total(mine)
         update_s = self._update_s(step, self._updated(step, all_of), 0.0 if step.zero >= 2 else all_of.apart)
-        if step.zero >= 2:
-            return self._of_units(step, stage, all_of, update_s)
         # What runs behind the first gradients that are whole: the last micro-batch's, of every run where they alternate.
         left_s = all_of.weight_s if step.splits_backward else all_of.backward_s
         sent_s = 0.0 if step.splits_backward else all_of.sent_backward_s
-        return self._of_buckets(step, all_of, update_s)._replace(left_s=left_s, exposed_s=sent_s)
+        if step.zero >= 2:
+            sends = self._of_units(step, stage, all_of, update_s)
+        else:
+            sends = self._of_buckets(step, all_of, update_s)
+        return sends._replace(left_s=left_s, exposed_s=sent_s)
 
     def _of_buckets(self, step: Step, mine: Costs, update_s: float) -> _Sending:
         layout, master = step.layout, BYTES_OF[step.master_dtype]
@@ -417,12 +466,15 @@ class Bounds:
                 whole_s(Kind.ALL_REDUCE, whole * master, "dp_replicate", replicas),
                 dealt_s(Kind.ALL_REDUCE, mine.dealt * master, layout.num_summed),
             )
-            return _Sending(reduced_s=reduced_s, update_s=update_s)
-        reduced_s = max(
+            return _Sending(reduced_s=reduced_s, update_s=update_s, beside_s=reduced_s)
+        beside_s = max(
             whole_s(Kind.REDUCE_SCATTER, whole * master, "dp_shard", shards),
+            dealt_s(Kind.REDUCE_SCATTER, mine.dealt * master, shards),
+        )
+        reduced_s = max(
+            beside_s,
             whole_s(Kind.ALL_REDUCE, whole * master / shards, "dp_replicate", replicas)
             + sent_s(Kind.ALL_REDUCE, mine.dealt * master * layout.ep / shards, "dp_replicate", replicas, mine.dealt),
-            dealt_s(Kind.REDUCE_SCATTER, mine.dealt * master, shards),
         )
         size, dealt_size = (
             (numel - part) * master + part * BYTES_OF[step.compute_dtype]
@@ -431,7 +483,7 @@ class Bounds:
         gathered_s = max(
             whole_s(Kind.ALL_GATHER, size, "dp_shard", shards), dealt_s(Kind.ALL_GATHER, dealt_size, shards)
         )
-        return _Sending(reduced_s=reduced_s, update_s=update_s + gathered_s)
+        return _Sending(reduced_s=reduced_s, update_s=update_s + gathered_s, beside_s=beside_s)
 
     def _of_units(self, step: Step, stage: int, mine: Costs, update_s: float) -> _Sending:
         layout, runs, m = step.layout, self._runs(step), step.num_microbatches
@@ -447,13 +499,24 @@ class Bounds:
                     scatters_s += number * part.scatter_s * m
             all_s, scattered_s = max(all_s, gathers_s + scatters_s), max(scattered_s, scatters_s)
         first = self._part(step, runs.first[stage], 1, "dp_shard")
-        size = self._units(step)[first.kind].scattered * BYTES_OF[step.master_dtype] / layout.num_shards
-        reduced_s = self._sent_s(Kind.ALL_REDUCE, size, "dp_replicate", layout.num_replicas, step)
+        reduced_s = sum(
+            number * self._replicated_s(step, self._units(step)[kind].held_trained)
+            for run in runs.counts[stage :: layout.pp]
+            for kind, number in run
+        )
+        behind_s = first.scatter_s + self._replicated_s(
+            step, self._units(step)[first.kind].scattered / layout.num_shards
+        )
         busy_s = m * (mine.forward_s + mine.backward_s + mine.weight_s)
         busy_s += self._slowed_s(scattered_s, m * (mine.sent_forward_s + mine.sent_backward_s))
         if self.hardware.overlap:
             all_s = max(all_s, first.gather_s + busy_s)
-        return _Sending(first.gather_s, 0.0, first.scatter_s + reduced_s, all_s, update_s)
+        return _Sending(first.gather_s, reduced_s, behind_s, all_s, update_s, beside_s=reduced_s)
+
+    def _replicated_s(self, step: Step, numel: float) -> float:
+        """Sum so many elements of gradients over the replicas."""
+        size = numel * BYTES_OF[step.master_dtype]
+        return self._sent_s(Kind.ALL_REDUCE, size, "dp_replicate", step.layout.num_replicas, step)
 
     @staticmethod
     def _updated(step: Step, mine: Costs) -> float:
@@ -470,33 +533,36 @@ class Bounds:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def need(self, step: Step) -> Need:
-        """Bound the memory of a layout by that of its first and its last stage."""
+        """Bound the memory of a layout: of equal stages the first one holds most."""
         step = self._smallest(step)
-        stages = {0, step.layout.pp - 1}
-        return max((self._need_of(step, stage) for stage in stages), key=lambda need: need.total)
+        return max((self._need_of(step, stage) for stage in self._unlike_stages(step)), key=lambda need: need.total)
 
     def _need_of(self, step: Step, stage: int) -> Need:
+        mine = total(self._costs(step)[stage :: step.layout.pp])
+        of_units = self._units(step) if step.zero >= 2 else None
+        kept, unit = self._activations(step, stage, of_units)
+        whole = self._units_of(step, stage) if of_units else Units()
+        gathered = unit + (whole.all_gathered if step.zero == 2 else 0.0)
+        return Need(self._states(step, mine, whole) + self.model.buffer_bytes, kept, gathered)
+
+    def _activations(self, step: Step, stage: int, of_units: Sequence[Units] | None) -> tuple[float, float]:
+        """Bytes of activations, and of units, at the backward at which a stage holds most."""
         layout, costs = step.layout, self._costs(step)
-        mine = total(costs[stage :: layout.pp])
         held = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
         kept = sum(count * costs[chunk * layout.pp + stage].kept for chunk, count in enumerate(held.counts))
         run = held.next_chunk * layout.pp + stage
-        runs = self._runs(step)
-        kinds, of_units = self._price(step).kinds, self._units(step) if step.zero >= 2 else None
         if step.splits_backward:  # nothing is freed before the gradients of weights
-            again, unit = costs[run].again, 0.0
-        else:
-            again = unit = -float("inf")
-            freed = 0.0
-            for kind in runs.tails[run]:
-                one = kinds[kind]
-                unit_bytes = self._unit_bytes(step, of_units, kind, runs.counts[run]) if of_units else 0.0
-                if one.again - freed + unit_bytes > again + unit:
-                    again, unit = one.again - freed, unit_bytes
-                freed += one.kept
-        whole = self._units_of(step, stage) if of_units else Units()
-        gathered = unit + (whole.all_gathered if step.zero == 2 else 0.0)
-        return Need(self._states(step, mine, whole) + self.model.buffer_bytes, kept + again, gathered)
+            return kept + costs[run].again, 0.0
+        runs, kinds = self._runs(step), self._price(step).kinds
+        again = unit = -float("inf")
+        freed = 0.0
+        for kind in runs.tails[run]:
+            one = kinds[kind]
+            unit_bytes = self._unit_bytes(step, of_units, kind, runs.counts[run]) if of_units else 0.0
+            if one.again - freed + unit_bytes > again + unit:
+                again, unit = one.again - freed, unit_bytes
+            freed += one.kept
+        return kept + again, unit
 
     def _unit_bytes(self, step: Step, of_units: Sequence[Units], kind: int, run: tuple[tuple[int, int], ...]) -> float:
         """Bytes of whole gradients of a layer and, under zero=3, of what is gathered for its backward and ahead of it."""
@@ -543,6 +609,8 @@ class _Sending(NamedTuple):
     """What is computed from when the first gradients are whole."""
     exposed_s: float = 0.0
     """The part of it that is sent in the queue of compute."""
+    beside_s: float = 0.0
+    """The part of `reduced_s` that is issued between the last backwards: the clock lets it slow those behind it."""
 
 
 class _Part(NamedTuple):
