@@ -110,8 +110,9 @@ class Plan:
         return tuple(Rejection(layout, one.rule, one.reason) for one in self.fallen for layout in one.group.layouts())
 
 
-_Refusals = Mapping[tuple[str, tuple[int, int, int]], str | None]
-"""Of each schedule and each split: dp_replicate, dp_shard, zero."""
+_Split = tuple[int, int, int]
+_Refusals = Mapping[str, Mapping[str | None, Sequence[_Split]]]
+"""Of each schedule, the splits by the reason why they are refused; None where they are not."""
 
 
 class _Search:
@@ -148,19 +149,17 @@ class _Search:
 
     def _refusals(self, degrees: Layout) -> _Refusals:
         """Ask the strategies about every schedule and every split of the data axis: what else there is they hardly mind."""
-        return {
-            (base.schedule, (split.dp_replicate, split.dp_shard, split.zero)): refusal_of(self.builder.step(split))
-            for base in _scheduled(degrees)
-            for split in _splits(base, self.hardware)
-        }
+        found: dict[str, dict[str | None, list[_Split]]] = {}
+        for base in _scheduled(degrees):
+            reasons = found.setdefault(base.schedule, {})
+            for one in _splits(base, self.hardware):
+                reason = refusal_of(self.builder.step(one))
+                reasons.setdefault(reason, []).append((one.dp_replicate, one.dp_shard, one.zero))
+        return found
 
     def _legal(self, base: Layout, refusals: _Refusals) -> Iterator[Group]:
         """Yield the splits that are not refused, together."""
-        reasons: dict[str | None, list[tuple[int, int, int]]] = {}
-        for (schedule, split), reason in refusals.items():
-            if schedule == base.schedule:
-                reasons.setdefault(reason, []).append(split)
-        for reason, splits in reasons.items():
+        for reason, splits in refusals[base.schedule].items():
             self.considered += len(splits)
             group = Group(base, tuple(splits))
             if reason is None:
