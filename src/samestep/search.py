@@ -139,7 +139,7 @@ class _Search:
                 continue
             degrees = replace(degrees, offload=offload)
             refusals = self._refusals(degrees)
-            for sized in _sized(degrees, self.job):
+            for sized in _sized(degrees, self.job) if refusals else ():
                 groups = [group for base in _varied(sized) for group in self._legal(base, refusals)]
                 if groups:
                     self._open_family(_Family(tuple(groups)))
@@ -148,18 +148,22 @@ class _Search:
         self._close()
 
     def _refusals(self, degrees: Layout) -> _Refusals:
-        """Ask the strategies about every schedule and every split of the data axis: what else there is they hardly mind."""
+        """Ask the strategies about every split of the data axis and every schedule: what else there is they hardly mind."""
         found: dict[str, dict[str | None, list[_Split]]] = {}
-        for base in _scheduled(degrees):
-            reasons = found.setdefault(base.schedule, {})
-            for one in _splits(base, self.hardware):
-                reason = refusal_of(self.builder.step(one))
+        for plain in _splits(degrees, self.hardware):
+            if reason := refusal_of(self.builder.step(plain)):
+                self.considered += 1
+                self._throw_out(plain, "refused", reason)
+                continue
+            for one in _scheduled(plain):
+                reason = refusal_of(self.builder.step(one)) if one != plain else None
+                reasons = found.setdefault(one.schedule, {})
                 reasons.setdefault(reason, []).append((one.dp_replicate, one.dp_shard, one.zero))
         return found
 
     def _legal(self, base: Layout, refusals: _Refusals) -> Iterator[Group]:
         """Yield the splits that are not refused, together."""
-        for reason, splits in refusals[base.schedule].items():
+        for reason, splits in refusals.get(base.schedule, {}).items():
             self.considered += len(splits)
             group = Group(base, tuple(splits))
             if reason is None:
