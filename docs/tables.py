@@ -99,6 +99,22 @@ def faults() -> str:
     return "\n".join(lines)
 
 
+def silent() -> str:
+    """What raises nothing and is wrong: how much, how it is done here, and the tests and faults that prove it."""
+    sys.path.insert(0, str(ROOT))
+    rows = importlib.import_module("tests.proof.silent").SILENT
+    lines = [
+        "| silent error | loss | gradients | how samestep does it | proven by |",
+        "| --- | ---: | ---: | --- | --- |",
+    ]
+    for row in rows:
+        sizes = " | ".join("" if size is None else f"{size:.2g}" for size in (row.loss, row.gradients))
+        tests = [f"`{test.rpartition('::')[2]}`" for test in row.tests]
+        proofs = "; ".join([*tests, *(f"fault: {name.replace('_', ' ')}" for name in row.faults)])
+        lines.append(f"| {row.what} | {sizes} | {row.right} | {proofs} |")
+    return "\n".join(lines)
+
+
 TABLES = {
     "layouts": layouts,
     "switches": switches,
@@ -107,6 +123,7 @@ TABLES = {
     "memory": memory,
     "held": held,
     "faults": faults,
+    "silent": silent,
 }
 
 

@@ -39,15 +39,18 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "accumulate": ("sharded", "full"),
     "reduce": ("ring", "root"),
     "offload": (False, True),
+    "precision": ("float64", "bf16"),
 }
+ROUNDED = ("deep_llama", "deep_tied", "deep_gpt2")
+"""Models that are run in bf16 too; what one device may deviate by is measured for each."""
 _ATTEMPTS = 60
 
 Row = dict[str, Any]
 
 
 @functools.cache
-def rows(strength: int, max_ranks: int) -> tuple[tuple[str, str], ...]:
-    """Return layouts and models in which every feasible tuple of so many features occurs."""
+def rows(strength: int, max_ranks: int) -> tuple[tuple[str, str, str], ...]:
+    """Return layouts, models and precisions in which every feasible tuple of so many features occurs."""
     draw = random.Random(strength)
     missing = list(_tuples(strength))
     found: list[Row] = []
@@ -63,7 +66,7 @@ def rows(strength: int, max_ranks: int) -> tuple[tuple[str, str], ...]:
         for one in _tuples_of(best, strength):
             uncovered.pop(one, None)
         found.append(best)
-    return tuple((str(layout_of(row)), row["model"]) for row in found)
+    return tuple((str(layout_of(row)), row["model"], row["precision"]) for row in found)
 
 
 Tuple = tuple[tuple[str, Any], ...]
@@ -91,6 +94,7 @@ def _filled(wanted: Tuple, draw: random.Random) -> Row:
         "ep": row.get("model", "deep_mixtral") == "deep_mixtral" and row["dp_replicate"] * shards > 1,
         "schedule": row["pp"] > 1,
         "sequence_parallel": row["tp"] > 1,
+        "precision": row.get("model", ROUNDED[0]) in ROUNDED and draw.random() < 0.3,
     }
     row.setdefault("zero", draw.choice(FEATURES["zero"][row["dp_shard"] - 1 :]) if able["zero"] else 0)
     able |= {"accumulate": row["zero"] > 1, "reduce": row["zero"] == 0 and replicas > 1}
@@ -101,7 +105,7 @@ def _filled(wanted: Tuple, draw: random.Random) -> Row:
 
 def layout_of(row: Row) -> Layout:
     """Return the layout of a row."""
-    words = {name: value for name, value in row.items() if name != "model"}
+    words = {name: value for name, value in row.items() if name not in ("model", "precision")}
     return Layout(**words, virtual_stages=2 if row["schedule"] == "interleaved" else 1)
 
 
@@ -113,13 +117,15 @@ def is_legal(row: Row, max_ranks: int) -> bool:
         return False
     if row["model"] == "deep_mixtral" and row["sequence_parallel"]:
         return False  # its blocks sort tokens, which the trace sees and the decoder's spec does not say
+    if row["precision"] == "bf16" and row["model"] not in ROUNDED:
+        return False
     try:
         layout = layout_of(row)
     except LayoutError:
         return False
     if layout.world_size > max_ranks:
         return False
-    job = Job(train={"global_batch": BATCH}, numerics={"precision": "float64"})
+    job = Job(train={"global_batch": BATCH}, numerics={"precision": row["precision"]})
     return refusal_of(Step.of(_spec(row["model"]), job, layout)) is None
 
 

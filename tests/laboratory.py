@@ -6,10 +6,12 @@ norms, each rank's runs of every gradient and weight. `whole` puts the runs of a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -25,9 +27,12 @@ from samestep.runtime.run import Run, Source
 from samestep.runtime.tensor import joined
 from samestep.runtime.update import Piece
 from tests.models import MODELS, Tokens
+from tests.pool import pool
 
 Runs = list[tuple[str, int, int, Tensor]]
 """(name, start, stop, elements) of each run that a rank holds of a weight, or of its part of one that is cut."""
+TOLERANCE = 1e-9
+"""The design's limit in float64: what is left there is the order of sums."""
 Cuts = dict[str, tuple[Cut, tuple[int, ...]]]
 """For weights cut over tp: how, and the shape of what a rank holds."""
 
@@ -54,6 +59,20 @@ def job_of(precision: str = "float64", steps: int = 3, **tables: Any) -> Job:
     return Job(train=train, optimizer=optimizer, numerics=numerics, **tables)
 
 
+def clipped(precision: str = "float64") -> Job:
+    """A small job of two steps that clips, so that the norm has an effect."""
+    return job_of(precision, 2, optimizer={"clip_norm": 0.5})
+
+
+def combinations(layouts: Sequence[str], models: Sequence[str]) -> list[Any]:
+    """Every layout with every model; outside `make parity` each layout with one model, in turn."""
+    return [
+        pytest.param(layout, model, marks=() if index % len(models) == turn else pytest.mark.nightly)
+        for index, layout in enumerate(layouts)
+        for turn, model in enumerate(models)
+    ]
+
+
 def make_run(rank: int, world: int, model: str, layout: str, job: Job) -> Run:
     per_node = job.run.ranks_per_node or world
     place = Place(rank, rank % per_node, world, per_node, torch.device("cpu"))
@@ -78,6 +97,31 @@ def perturbed(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 def observe(rank: int, world: int, model: str, layout: str, job: Job, record: bool = False) -> Observed:
     """Take the job's steps; with `record`, keep the ledger of the last one."""
     return follow(make_run(rank, world, model, layout, job), Tokens(), job, record)
+
+
+def reference(model: str, job: Job | None = None) -> Observed:
+    """What one device computes."""
+    return _reference(model, (job or clipped()).model_dump_json())
+
+
+@functools.cache
+def _reference(model: str, job: str) -> Observed:
+    return observe(0, 1, model, "dp=1", Job.model_validate_json(job))
+
+
+def prove(layout: str, model: str, job: Job | None = None) -> None:
+    """Hold the ranks of a layout against one device in float64, and what they sent against the program."""
+    job = job or clipped()
+    ranks = pool(Layout.parse(layout).world_size).run(observe, model, layout, job, True)
+    assert_same(ranks, reference(model, job), TOLERANCE)
+    assert_ledger(ranks, layout)
+
+
+def prove_ledger(layout: str, model: str, precision: str = "bf16") -> list[Observed]:
+    """Hold what the ranks of a layout sent against the program, in another precision."""
+    ranks = pool(Layout.parse(layout).world_size).run(observe, model, layout, clipped(precision), True)
+    assert_ledger(ranks, layout)
+    return ranks
 
 
 def follow(run: Run, dataset: Dataset, job: Job, record: bool = False) -> Observed:
@@ -146,8 +190,12 @@ def largest_error(candidate: dict[str, Tensor], reference: dict[str, Tensor]) ->
     return errors[worst], worst
 
 
-def assert_ledger(ranks: list[Observed]) -> None:
+def assert_ledger(ranks: list[Observed], layout: str) -> None:
     """Every rank sent what its program lists; an exchange of experts as much over its group, whatever was chosen."""
+    if Layout.parse(layout).ep == 1:
+        for rank, seen in enumerate(ranks):
+            assert seen.ledger == seen.predicted, f"rank {rank}"
+        return
     exchanged: dict[str, list[list[int]]] = {}
     for seen in ranks:
         assert seen.ledger.keys() == seen.predicted.keys()

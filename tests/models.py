@@ -216,9 +216,93 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
+class Unsaid(Parted):
+    """A plan that says nothing of whole weights which the attentions use on what it cuts."""
+
+    tensor_plan: ClassVar[dict[str, str]] = {name: cut for name, cut in Parted.tensor_plan.items() if cut != "sum"}
+
+    def __init__(self) -> None:
+        super().__init__(blocks=2)
+        for block in self.blocks:
+            block.attention = Tempered(16, 4)
+
+
+class Tempered(Attention):
+    """The temperature is made something of before it meets what is cut."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.temperature = nn.Parameter(torch.zeros(width // heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in (self.q(x), self.k(x), self.v(x))
+        )
+        q = self.head_norm(q) * self.temperature.exp()
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class UsedBothWays(Unsaid):
+    """A norm of each head that norms the heads of the input too, which are whole."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x + block.attention.head_norm(x.unflatten(-1, (4, -1))).flatten(2))
+        return self.head(self.norm(x))
+
+
+class UsedByAnother(Unsaid):
+    """Attentions that use the weight of their norm without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.attention = Borrowing(16, 4)
+
+
+class Borrowing(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x) * self.head_norm.weight.repeat(self.q.out_features // self.head_norm.weight.numel())
+        return self.out(q + self.k(x) + self.v(x))
+
+
+class UsedBehindTheHead(Unsaid):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.PReLU()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.last(super().forward(input_ids))
+
+
+class BatchNormed(Plain):
+    """Batch norm in a user's own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = OwnBatchNorm(10)
+
+
+class OwnBatchNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(x, dim=(0, 1), correction=0)
+        return (x - mean) * (variance + 1e-5).rsqrt() * self.weight + self.bias
+
+
 EVEN = {"vocab_size": 64, "max_position_embeddings": 32}
 MODELS |= {
     "attentive": Attentive,
+    "unsaid": Unsaid,
+    "used_both_ways": UsedBothWays,
+    "used_by_another": UsedByAnother,
+    "used_behind_the_head": UsedBehindTheHead,
+    "own_batch_norm": BatchNormed,
     "llama_even": functools.partial(
         hf, "llama", hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, **EVEN,
@@ -234,6 +318,10 @@ MODELS |= {
     "qwen2": functools.partial(
         hf, "qwen2", hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, **EVEN,
+    ),
+    "apertus": functools.partial(
+        hf, "apertus", hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, hidden_act="xielu", rope_parameters={"rope_type": "default", "rope_theta": 1e4}, **EVEN,
     ),
     "gpt2_even": functools.partial(
         hf, "gpt2", vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0,

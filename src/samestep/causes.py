@@ -258,9 +258,7 @@ def _gradients(case: Case, first: Comparison) -> Found:
     if found is not None:
         return found[0], f"{affected}: {found[1]}"
     if axis := _copies_add_up(case, misfit.name, right[misfit.name].values, holders):
-        hint = '; a whole weight that is used on what tp cuts needs "sum" in the tensor_plan' if axis == "tp" else ""
-        text = f"{affected}: its copies over the {axis} ranks add up to the right gradient"
-        return Cause.MISSING_REDUCTION, text + hint
+        return Cause.MISSING_REDUCTION, f"{affected}: its copies over the {axis} ranks add up to the right gradient"
     if torch.allclose(values.sort().values, wanted.sort().values, rtol=CLOSE, atol=1e-12):
         return Cause.ROWS_SWAPPED, f"{affected}: it has the right elements in other places"
     if tied is not None and (found := _tied(case, tied, step)):
@@ -358,6 +356,8 @@ def _named(case: Case, parts: Sequence[Part], fits: Mapping[int, list[float]], e
         seen_by = {rank: {parts[i].dp_index for i in mine} for rank, mine in kept.items()}
         if all(by_rank[rank].indices["dp"] in mine for rank, mine in seen_by.items()):
             rank, mine = min(seen_by.items(), key=lambda item: len(item[1]))
+            if len(mine) == len({part.dp_index for part in parts}):
+                return Cause.MISSING_REDUCTION, f"{_lacking(parts, kept)}: it was not there when the sum was made"
             return (
                 Cause.MISSING_REDUCTION,
                 f"rank {rank} holds the sum over data ranks {sorted(mine)} alone{_axis_lacking(case, mine)}",
@@ -385,6 +385,14 @@ def _named(case: Case, parts: Sequence[Part], fits: Mapping[int, list[float]], e
     if all(abs(c - round(c)) <= CLOSE and round(c) >= 1 for c in fit):
         return Cause.DOUBLE_REDUCTION, f"parts of the batch count {listed} times"
     return Cause.WRONG_GROUP, f"parts of the batch weigh {listed}, where each weighs 1"
+
+
+def _lacking(parts: Sequence[Part], kept: Mapping[int, set[int]]) -> str:
+    """Say which micro-batches of other ranks the rank lacks that lacks most."""
+    rank, mine = min(kept.items(), key=lambda item: len(item[1]))
+    lacking = [part for index, part in enumerate(parts) if index not in mine]
+    microbatches = ", ".join(str(m + 1) for m in sorted({part.microbatch for part in lacking}))
+    return f"rank {rank} lacks micro-batch {microbatches} of data ranks {sorted({part.dp_index for part in lacking})}"
 
 
 def _axis_lacking(case: Case, data_ranks: set[int]) -> str:

@@ -8,6 +8,7 @@ import torch
 from samestep.datasets import batches
 from samestep.errors import DriftError
 from samestep.layout import Layout
+from samestep.runtime.data import Replicated
 from tests.laboratory import job_of, make_run
 from tests.models import Tokens
 from tests.pool import pool
@@ -40,6 +41,8 @@ def told(rank: int, world: int, model: str, layout: str, odd: int | None, name: 
         ("dp=1 tp=2", "attentive"),
         ("dp=2 tp=2", "qwen3"),
         ("dp=2 pp=2 microbatch=2", "deep_tied"),
+        ("dp=2 ep=2 zero=1", "mixtral"),
+        ("dp=1 cp=2", "llama"),
     ],
 )
 def test_nothing_is_said_of_a_clean_run(layout, model):
@@ -72,6 +75,35 @@ def other_samples(rank: int, world: int) -> str:
 
 def test_ranks_with_other_samples_are_told():
     assert all("the samples differs" in text for text in pool(2).run(other_samples))
+
+
+def with_other_things(rank: int, world: int, layout: str) -> str:
+    """Take the first step, watched; on rank 1 gradients are sent as if they were whole numbers."""
+    job = job_of("float32", 1, train={"watch_every": 1}, numerics={"on_nonfinite": "skip"})
+    run = make_run(rank, world, "plain", layout, job)
+    send = Replicated._send
+
+    def in_another_dtype(self, flat, op, whole):
+        return send(self, flat, op, whole.view(torch.int32))
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(Replicated, "_send", in_another_dtype)
+            run.step(next(iter(batches(Tokens(), job))))
+    except DriftError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=1"])
+def test_a_collective_with_different_things_is_named(layout):
+    said = pool(2).run(with_other_things, layout)
+    assert said[0] == said[1]
+    assert "in step 1 the ranks 0,1 took part in one collective with different things" in said[0]
+    assert "float32" in said[0]
+    assert "rank 1 with" in said[0]
+    assert "int32" in said[0]
 
 
 def test_a_fingerprint_sees_every_bit():

@@ -103,6 +103,7 @@ EXACT = [
     ("dp=2", "fp16", "llama"),
     ("dp=2 zero=2", "fp16", "gpt2"),
     ("dp=2 ep=2 zero=1", "bf16", "mixtral"),
+    ("dp=4", "float32", "plain"),
 ]
 
 

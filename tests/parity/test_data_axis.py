@@ -1,4 +1,4 @@
-"""Every data-axis layout gives the losses, norms, gradients and weights of one device.
+"""Every data-axis layout gives the losses, norms, gradients and weights of one device, and sends what it lists.
 
 float64 with the model's float32 islands raised: what is left is the order of sums, 1e-9 by the design's rule. SGD, so
 that weights can be compared after separate backward passes; uneven counts of tokens, clipping, uneven batches.
@@ -6,10 +6,8 @@ that weights can be compared after separate backward passes; uneven counts of to
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,12 +16,21 @@ from torch import nn
 from samestep.datasets import batches
 from samestep.runtime.build import call_model, loss_of
 from samestep.runtime.init import blueprint, fill_rest
-from tests.laboratory import Observed, assert_same, job_of, observe, perturbed
+from tests.laboratory import (
+    TOLERANCE,
+    assert_same,
+    clipped,
+    combinations,
+    job_of,
+    observe,
+    perturbed,
+    prove,
+    reference,
+)
 from tests.models import MODELS, Tokens
 from tests.pool import pool
 
-TOLERANCE = 1e-9
-
+MODELS_HERE = ("llama", "gpt2", "plain")
 LAYOUTS_2 = [
     "dp=2",
     "dp=2 microbatch=1",
@@ -45,7 +52,8 @@ LAYOUTS_2 = [
     "dp=2 zero=1 offload",
     "dp=2 zero=3 offload",
 ]
-LAYOUTS_4 = [
+LAYOUTS = [
+    *LAYOUTS_2,
     "dp=4",
     "dp=4 zero=1",
     "dp=4 zero=2 microbatch=1",
@@ -59,75 +67,56 @@ LAYOUTS_4 = [
 ]
 
 
-def combinations(
-    layouts: list[str], models: Sequence[str] = ("llama", "gpt2", "plain"), always: Sequence[str] = ("plain",)
-) -> list[Any]:
-    """Every layout with every model; outside `make parity` each layout with one model, in turn, and those of `always`."""
-    return [
-        pytest.param(layout, model, marks=() if index % len(models) == turn or model in always else pytest.mark.nightly)
-        for index, layout in enumerate(layouts)
-        for turn, model in enumerate(models)
-    ]
-
-
-@functools.cache
-def reference(model: str, precision: str, batch: int, clip: bool, steps: int = 5) -> Observed:
-    return observe(0, 1, model, "dp=1", _job(precision, batch, clip, steps))
-
-
-def _job(precision: str, batch: int, clip: bool, steps: int = 5):
-    return job_of(precision, steps, train={"global_batch": batch}, optimizer={"clip_norm": 0.5} if clip else {})
-
-
-@pytest.mark.parametrize(("layout", "model"), combinations(LAYOUTS_2))
-def test_two_ranks_compute_what_one_computes(model: str, layout: str) -> None:
-    ranks = pool(2).run(observe, model, layout, _job("float64", 8, True))
-    assert_same(ranks, reference(model, "float64", 8, True), TOLERANCE)
-
-
-@pytest.mark.parametrize(("layout", "model"), combinations(LAYOUTS_4))
-def test_four_ranks_compute_what_one_computes(model: str, layout: str) -> None:
-    ranks = pool(4).run(observe, model, layout, _job("float64", 8, True))
-    assert_same(ranks, reference(model, "float64", 8, True), TOLERANCE)
+@pytest.mark.parametrize(("layout", "model"), combinations(LAYOUTS, MODELS_HERE))
+def test_a_split_batch_computes_what_one_device_computes(layout: str, model: str) -> None:
+    prove(layout, model)
 
 
 def test_nodes_are_reduced_first() -> None:
     """Two nodes of two ranks: three collectives a bucket, over two axes, give the sum of four."""
-    job = job_of("float64", 3, optimizer={"clip_norm": 0.5}, run={"ranks_per_node": 2})
+    job = job_of("float64", 2, optimizer={"clip_norm": 0.5}, run={"ranks_per_node": 2})
     ranks = pool(4).run(observe, "plain", "dp=4 reduce=hierarchical", job, True)
-    assert_same(ranks, reference("plain", "float64", 8, True, 3), TOLERANCE)
+    assert_same(ranks, reference("plain"), TOLERANCE)
     for seen in ranks:
         assert seen.ledger == seen.predicted
         assert sorted(len(group.split(",")) for group in seen.ledger) == [2, 2, 4]
 
 
-@pytest.mark.parametrize("layout", ["dp=4", "dp=4 zero=1", "dp=4 zero=3 microbatch=1", "dp_replicate=2 dp_shard=2"])
-@pytest.mark.parametrize("batch", [7, 5, 3])
+@pytest.mark.parametrize(
+    ("layout", "batch"),
+    [("dp=4", 7), ("dp=4", 3), ("dp=4 zero=1", 5), ("dp=4 zero=3 microbatch=1", 7), ("dp_replicate=2 dp_shard=2", 3)],
+)
 def test_uneven_batches_are_legal(layout: str, batch: int) -> None:
-    ranks = pool(4).run(observe, "plain", layout, _job("float64", batch, False, 3))
-    assert_same(ranks, reference("plain", "float64", batch, False, 3), TOLERANCE)
+    prove(layout, "plain", job_of("float64", 3, train={"global_batch": batch}))
 
 
-@pytest.mark.parametrize("layout", ["dp=1 microbatch=1", "dp=1 microbatch=3", "dp=1 recompute=full", "dp=1 offload"])
-@pytest.mark.parametrize("model", ["llama", "gpt2", "plain"])
-def test_one_rank_in_pieces_computes_the_same(model: str, layout: str) -> None:
-    alone = observe(0, 1, model, layout, _job("float64", 8, True))
-    assert_same([alone], reference(model, "float64", 8, True), TOLERANCE)
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    combinations(["dp=1 microbatch=1", "dp=1 microbatch=3", "dp=1 recompute=full", "dp=1 offload"], MODELS_HERE),
+)
+def test_one_rank_in_pieces_computes_the_same(layout: str, model: str) -> None:
+    assert_same([observe(0, 1, model, layout, clipped())], reference(model), TOLERANCE)
 
 
-@pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=1 microbatch=1", "dp=2 zero=2", "dp=2 zero=3 microbatch=2"])
-@pytest.mark.parametrize("model", ["llama", "gpt2", "plain"])
-def test_float32_differs_by_the_order_of_sums_alone(model: str, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    combinations(["dp=2", "dp=2 zero=1 microbatch=1", "dp=2 zero=2", "dp=2 zero=3 microbatch=2"], MODELS_HERE),
+)
+def test_float32_differs_by_the_order_of_sums_alone(layout: str, model: str) -> None:
     """A sum of n float32 terms in another order differs by n roundings at most; n is in the hundreds here."""
-    ranks = pool(2).run(observe, model, layout, _job("float32", 8, True, 3))
-    assert_same(ranks, reference(model, "float32", 8, True, 3), 1000 * torch.finfo(torch.float32).eps)
+    ranks = pool(2).run(observe, model, layout, clipped("float32"))
+    assert_same(ranks, reference(model, clipped("float32")), 1000 * torch.finfo(torch.float32).eps)
 
 
-@pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=1", "dp=2 zero=3", "dp=2 zero=3 recompute=full microbatch=1"])
-@pytest.mark.parametrize("model", ["plain_with_dropout", "gpt2_with_dropout"])
-def test_dropout_masks_follow_the_sample_not_the_layout(model: str, layout: str) -> None:
-    ranks = pool(2).run(observe, model, layout, _job("float64", 8, False, 3))
-    assert_same(ranks, reference(model, "float64", 8, False, 3), TOLERANCE)
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    combinations(
+        ["dp=2", "dp=2 zero=1", "dp=2 zero=3", "dp=2 zero=3 recompute=full microbatch=1"],
+        ["plain_with_dropout", "gpt2_with_dropout"],
+    ),
+)
+def test_dropout_masks_follow_the_sample_not_the_layout(layout: str, model: str) -> None:
+    prove(layout, model)
 
 
 def _by_hand(build: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -147,8 +136,7 @@ def _by_hand(build: Callable[[], nn.Module], seed: int) -> nn.Module:
 @pytest.mark.parametrize("model", ["llama", "gpt2", "plain"])
 def test_one_rank_is_a_plain_pytorch_loop(model: str) -> None:
     """The reference itself is what anybody would write by hand: mean over all counted tokens, clip, SGD."""
-    job = _job("float64", 8, True)
-    seen = reference(model, "float64", 8, True)
+    job, seen = clipped(), reference(model)
     built = _by_hand(MODELS[model], job.train.seed).double()
     optimizer = torch.optim.SGD(built.parameters(), lr=0.1, momentum=0.9)
     loss_fn, dataset = loss_of(job), Tokens()

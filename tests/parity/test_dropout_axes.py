@@ -15,12 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import LayoutError
-from samestep.layout import Layout
 from samestep.runtime import dropout
 from samestep.runtime.masks import Part
-from tests.laboratory import Observed, assert_same, job_of, observe
+from tests.laboratory import TOLERANCE, Observed, assert_same, clipped, combinations, observe, prove, reference
 from tests.models import MODELS, Attentive
-from tests.parity.test_data_axis import TOLERANCE, combinations
 from tests.pool import pool
 
 DROPPING = ["dropping_gpt2", "dropping_gpt2_eager", "dropping_llama", "dropping_attentive"]
@@ -38,22 +36,9 @@ LAYOUTS = [
 ALL_THREE = ["dp=2 tp=2 pp=2 microbatch=2"]
 
 
-def _job() -> Any:
-    return job_of("float64", 3, train={"global_batch": 8}, optimizer={"clip_norm": 0.5})
-
-
-@functools.cache
-def reference(model: str) -> Observed:
-    return observe(0, 1, model, "dp=1", _job())
-
-
-@pytest.mark.parametrize(
-    ("layout", "model"), combinations(LAYOUTS, DROPPING, always=()) + combinations(ALL_THREE, DROPPING[::3], always=())
-)
+@pytest.mark.parametrize(("layout", "model"), combinations(LAYOUTS, DROPPING) + combinations(ALL_THREE, DROPPING[::3]))
 def test_masks_are_those_of_one_device(layout: str, model: str) -> None:
-    ranks = pool(Layout.parse(layout).world_size).run(observe, model, layout, _job(), True)
-    assert_same(ranks, reference(model), TOLERANCE)
-    assert all(seen.ledger == seen.predicted for seen in ranks)
+    prove(layout, model)
 
 
 class ByRank(dropout.DropoutMode):
@@ -71,7 +56,7 @@ class ByRank(dropout.DropoutMode):
 
 def observe_faulty(rank: int, world: int, fault: str, model: str, layout: str) -> Observed:
     with mock.patch.object(dropout, "DropoutMode", functools.partial(ByRank, fault, rank)):
-        return observe(rank, world, model, layout, _job())
+        return observe(rank, world, model, layout, clipped())
 
 
 @pytest.mark.parametrize(
@@ -152,8 +137,8 @@ MODELS |= {"shared_dropout": shared_dropout, "folded": functools.partial(Folded,
 )
 def test_what_cannot_be_placed_is_refused_by_name(model: str, layout: str, text: str) -> None:
     with pytest.raises(LayoutError, match=text):
-        pool(2).run(observe, model, layout, _job())
+        pool(2).run(observe, model, layout, clipped())
 
 
 def test_a_module_shared_by_layers_works_where_one_rank_runs_them_all() -> None:
-    assert_same(pool(2).run(observe, "shared_dropout", "tp=2", _job()), reference("shared_dropout"), TOLERANCE)
+    assert_same(pool(2).run(observe, "shared_dropout", "tp=2", clipped()), reference("shared_dropout"), TOLERANCE)

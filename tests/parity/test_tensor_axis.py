@@ -13,9 +13,8 @@ from samestep.datasets import batches
 from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.strategies import program_of
-from tests.laboratory import assert_same, job_of, make_run, observe
+from tests.laboratory import clipped, combinations, make_run, observe, prove, prove_ledger
 from tests.models import Tokens
-from tests.parity.test_data_axis import TOLERANCE, combinations, reference
 from tests.pool import pool
 
 MODELS = ["llama_even", "llama_tied", "qwen3", "gpt2_even", "attentive", "llama"]
@@ -25,11 +24,7 @@ LAYOUTS = [
     "tp=2 recompute=full",
     "tp=2 recompute=selective microbatch=4",
     "tp=2 offload",
-    "dp=2 tp=2",
-    "dp=2 tp=2 microbatch=1 reduce=root",
     "dp=2 tp=2 zero=1 microbatch=2",
-    "dp=2 tp=2 zero=2 microbatch=2",
-    "dp=2 tp=2 zero=3 recompute=full",
     "dp=2 tp=2 zero=3 microbatch=2 accumulate=full",
 ]
 SEQUENCES = ["deep_llama", "deep_qwen3", "deep_gpt2", "deep_gemma", "deep_tied", "parted"]
@@ -37,40 +32,17 @@ CUT_SEQUENCES = [
     "tp=2 sequence_parallel",
     "tp=2 sequence_parallel recompute=full microbatch=4",
     "tp=2 sequence_parallel recompute=selective",
-    "dp=2 tp=2 sequence_parallel zero=1 microbatch=2",
     "dp=2 tp=2 sequence_parallel zero=3 recompute=full",
-    "dp=2 tp=2 sequence_parallel zero=2 microbatch=2 accumulate=full",
-    "tp=2 pp=2 sequence_parallel microbatch=4 schedule=interleaved virtual_stages=2",
 ]
 
 
-def _job(precision: str = "float64", steps: int = 5):
-    return job_of(precision, steps, train={"global_batch": 8}, optimizer={"clip_norm": 0.5})
-
-
-@pytest.mark.parametrize(("layout", "model"), combinations(LAYOUTS, MODELS, always=()))
+@pytest.mark.parametrize(("layout", "model"), combinations(LAYOUTS, MODELS) + combinations(CUT_SEQUENCES, SEQUENCES))
 def test_a_tensor_cut_computes_what_one_device_computes(layout: str, model: str) -> None:
-    ranks = pool(4 if "dp=2" in layout else 2).run(observe, model, layout, _job(), True)
-    assert_same(ranks, reference(model, "float64", 8, True), TOLERANCE)
-    assert all(seen.ledger == seen.predicted for seen in ranks)
-
-
-@pytest.mark.parametrize(("layout", "model"), combinations(CUT_SEQUENCES, SEQUENCES, always=()))
-def test_a_cut_sequence_computes_what_one_device_computes(layout: str, model: str) -> None:
-    ranks = pool(Layout.parse(layout).world_size).run(observe, model, layout, _job(), True)
-    assert_same(ranks, reference(model, "float64", 8, True), TOLERANCE)
-    assert all(seen.ledger == seen.predicted for seen in ranks)
-
-
-@pytest.mark.parametrize("model", ["deep_gpt2", "parted"])
-def test_the_ledger_of_a_cut_sequence_holds_in_mixed_precision(model: str) -> None:
-    for seen in pool(2).run(observe, model, "tp=2 sequence_parallel", _job("bf16", 2), True):
-        assert seen.ledger == seen.predicted
+    prove(layout, model)
 
 
 def test_masks_of_a_cut_sequence_are_those_of_one_device() -> None:
-    ranks = pool(2).run(observe, "dropping_gpt2", "tp=2 sequence_parallel", _job())
-    assert_same(ranks, reference("dropping_gpt2", "float64", 8, True), TOLERANCE)
+    prove("tp=2 sequence_parallel", "dropping_gpt2")
 
 
 @pytest.mark.parametrize(
@@ -86,25 +58,29 @@ def test_masks_of_a_cut_sequence_are_those_of_one_device() -> None:
 )
 def test_a_sequence_that_cannot_be_cut_is_refused(model: str, layout: str, text: str) -> None:
     with pytest.raises(LayoutError, match=text):
-        pool(2).run(observe, model, layout, _job())
+        pool(2).run(observe, model, layout, clipped())
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", ["tp=2 recompute=full", "dp=2 tp=2 zero=3 microbatch=2"])
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        *combinations(["tp=2 recompute=full", "dp=2 tp=2 zero=3 microbatch=2", "tp=2 microbatch=4"], MODELS),
+        ("tp=2 sequence_parallel", "deep_gpt2"),
+        ("tp=2 sequence_parallel", "parted"),
+        ("tp=4", "qwen3"),
+    ],
+)
 def test_the_ledger_holds_in_mixed_precision(layout: str, model: str) -> None:
-    for seen in pool(4 if "dp=2" in layout else 2).run(observe, model, layout, _job("bf16", 2), True):
-        assert seen.ledger == seen.predicted
+    prove_ledger(layout, model)
 
 
 @pytest.mark.parametrize("model", ["llama_even", "gpt2_even", "attentive"])
 def test_four_ranks_cut_one_model(model: str) -> None:
     if model == "gpt2_even":
         with pytest.raises(LayoutError, match=r"tp=4 does not divide the 2 groups of .*c_attn.*; tp=2 does"):
-            pool(4).run(observe, model, "tp=4", _job())
+            pool(4).run(observe, model, "tp=4", clipped())
         return
-    ranks = pool(4).run(observe, model, "tp=4", _job(), True)
-    assert_same(ranks, reference(model, "float64", 8, True), TOLERANCE)
-    assert all(seen.ledger == seen.predicted for seen in ranks)
+    prove("tp=4", model)
 
 
 SHARED = [
@@ -118,21 +94,13 @@ SHARED_BY_EIGHT = ["tp=4 cp=2", "dp=2 tp=4 zero=3 microbatch=2", "dp=2 tp=4 zero
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
-        *combinations(SHARED, ["qwen2", "qwen3", "llama_tied"], always=()),
+        *combinations(SHARED, ["qwen2", "qwen3", "llama_tied"]),
         *(pytest.param(layout, "deep_qwen3", marks=pytest.mark.nightly) for layout in SHARED_BY_EIGHT),
     ],
 )
 def test_ranks_share_heads_of_keys_and_values(layout: str, model: str) -> None:
     """Four query heads on four ranks, two heads of keys and values: two ranks compute on each of these."""
-    ranks = pool(Layout.parse(layout).world_size).run(observe, model, layout, _job(), True)
-    assert_same(ranks, reference(model, "float64", 8, True), TOLERANCE)
-    assert all(seen.ledger == seen.predicted for seen in ranks)
-
-
-@pytest.mark.parametrize("model", ["qwen2", "qwen3"])
-def test_the_ledger_of_shared_heads_holds_in_mixed_precision(model: str) -> None:
-    for seen in pool(4).run(observe, model, "tp=4", _job("bf16", 2), True):
-        assert seen.ledger == seen.predicted
+    prove(layout, model)
 
 
 @pytest.mark.parametrize(
@@ -143,12 +111,12 @@ def test_the_ledger_of_shared_heads_holds_in_mixed_precision(model: str) -> None
     ],
 )
 def test_heads_that_cannot_be_shared_are_refused(layout: str, text: str) -> None:
-    run = make_run(0, 1, "deep_llama", "dp=1", _job())
-    run.prepare(next(batches(Tokens(), _job())).samples([0]))
+    run = make_run(0, 1, "deep_llama", "dp=1", clipped())
+    run.prepare(next(batches(Tokens(), clipped())).samples([0]))
     with pytest.raises(LayoutError, match=text):
-        program_of(run.made.spec, _job(), Layout.parse(layout))
+        program_of(run.made.spec, clipped(), Layout.parse(layout))
 
 
 def test_a_module_without_a_plan_is_refused() -> None:
     with pytest.raises(LayoutError, match="plain cannot be cut, it has no tensor_plan"):
-        pool(2).run(observe, "plain", "tp=2", _job())
+        pool(2).run(observe, "plain", "tp=2", clipped())

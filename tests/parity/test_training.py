@@ -19,6 +19,7 @@ STEPS = 20
 DEFAULT = {
     "model.config.hidden_size": 64,
     "model.config.intermediate_size": 176,
+    "model.config.num_hidden_layers": 4,
     "model.config.num_attention_heads": 4,
     "model.config.num_key_value_heads": 4,
     "model.config.max_position_embeddings": 256,
@@ -35,7 +36,7 @@ LAYOUTS = [
     "dp_replicate=2 dp_shard=2",
     "tp=2",
     "pp=2 microbatch=8",
-    "dp=2 tp=2 pp=2 microbatch=4",
+    "dp=2 tp=2 pp=2 zero=3 schedule=interleaved virtual_stages=2 microbatch=4",
 ]
 TOLERANCES = {"float64": 1e-6, "float32": 1e-4}  # Adam amplifies the noise of reordered sums
 # float64 costs more and leaves nothing to chance: a smaller batch of shorter samples will do.

@@ -10,7 +10,8 @@ import dataclasses
 import functools
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from samestep import proof, trial
 from samestep.datasets import Batch
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.program import TaskKind, ends_step
 from samestep.runtime import checkpoint, context, dropout, pipeline, run, sequence, tensor, update
 from samestep.runtime.build import cross_entropy, loss_of, optimizer_of
 from samestep.runtime.data import Replicated
+from samestep.runtime.deferred import Deferred
 from samestep.runtime.expert import Balance
 from samestep.runtime.init import Blueprint
 from samestep.runtime.launch import Place
@@ -538,6 +541,40 @@ def _naive_row(module: Any, path: str, mesh: Any, borders: Any) -> None:
     module.register_forward_hook(lambda _, args, output: tensor.reduce(output, mesh.groups["tp"], path))
 
 
+@fault(Cause.MISSING_REDUCTION, "dp=1 tp=2", "apertus")
+def learned_activations_are_not_summed_over_tp(patch: Patch) -> None:
+    def summed(original: Any, module: Any, path: str, *rest: Any) -> None:
+        if not path.endswith("act_fn"):
+            original(module, path, *rest)
+
+    around(patch, tensor, "_sum_gradients", summed)
+
+
+@fault(Cause.MISSING_REDUCTION, "dp=1 tp=2 sequence_parallel", "gpt2_even")
+def positions_are_not_summed_under_sequence_parallel(patch: Patch) -> None:
+    def apply(original: Any, model: Any, program: Any, mesh: Any, styles: Any) -> None:
+        def of_own_tokens(_: Any, args: Any, output: Tensor) -> Tensor:
+            length = output.shape[-2]
+            is_own = torch.arange(length) * mesh.tp // length == mesh.tp_index
+            return torch.where(is_own[:, None], output, output.detach())
+
+        original(model, program, mesh, styles)
+        model.get_submodule("transformer.wpe").register_forward_hook(of_own_tokens)
+
+    around(patch, sequence, "apply", apply)
+
+
+@fault(Cause.TIED, "dp=1 tp=2", "llama_tied")
+def a_tied_head_is_cut_for_itself(patch: Patch) -> None:
+    def fill(original: Any, self: Replicated, model: nn.Module, materialize: Any) -> None:
+        original(self, model, materialize)
+        for alias in (name for param in self.program.step.model.params for name in param.aliases):
+            path, _, leaf = alias.rpartition(".")
+            setattr(model.get_submodule(path), leaf, nn.Parameter(model.get_parameter(alias).detach().clone()))
+
+    around(patch, Replicated, "_fill", fill)
+
+
 # -- slices of sequences ---------------------------------------------------------------------------
 
 
@@ -601,6 +638,31 @@ def tied_weights_are_counted_twice(patch: Patch) -> None:
     around(patch, Replicated, "_send", send)
 
 
+@fault(Cause.MISSING_REDUCTION, "dp=2 pp=2 schedule=zero-bubble microbatch=1", "deep_llama")
+def split_off_weight_gradients_come_after_the_reduction(patch: Patch) -> None:
+    @contextmanager
+    def running(original: Any, self: Replicated, task: Any) -> Iterator[None]:
+        if task.kind is TaskKind.WEIGHT and ends_step(task.body):
+            self.finish_gradients()
+        with original(self, task):
+            yield
+
+    around(patch, Replicated, "running", running)
+
+
+@fault(Cause.MISSING_GRADIENT, "dp=2 pp=2 zero=1 schedule=zero-bubble microbatch=1", "deep_llama")
+def split_off_weight_gradients_are_lost(patch: Patch) -> None:
+    patch.setattr(Deferred, "add_up", lambda *args: None)
+
+
+# -- samples that influence each other -------------------------------------------------------------
+
+
+@fault(Cause.FORWARD, "dp=2", "own_batch_norm")
+def statistics_of_a_batch_are_those_of_the_rank(patch: Patch) -> None:
+    """The model's own code does it: a trace, which knows torch's norms, takes it for one of each sample."""
+
+
 # -- the job's own precision -----------------------------------------------------------------------
 
 
@@ -614,11 +676,26 @@ def gradients_are_reduced_in_bfloat16(patch: Patch) -> None:
     around(patch, Replicated, "_send", send)
 
 
-@fault(Cause.SKIP, "dp=2", own_precision=True, numerics={"precision": "fp16", "loss_scale": 2.0**10})
+FP16 = {"precision": "fp16", "loss_scale": 2.0**10}
+
+
+@fault(Cause.SKIP, "dp=2", own_precision=True, numerics=FP16)
 def a_rank_skips_by_itself(patch: Patch) -> None:
     def agree(original: Any, self: Run, totals: Tensor) -> list[float]:
         found = original(self, totals)
         return [*found[:2], float("inf"), found[3]] if rank() == 1 and self.steps_taken == 1 else found
+
+    around(patch, Run, "_agree", agree)
+    patch.setattr(Run, "_diagnose", lambda self, batch: "overflow")
+
+
+@fault(Cause.SKIP, "dp=1 pp=2 microbatch=4", "llama", own_precision=True, numerics=FP16)
+def a_stage_skips_by_itself(patch: Patch) -> None:
+    def agree(original: Any, self: Run, totals: Tensor) -> list[float]:
+        loss, count, norm, stop = original(self, totals)
+        assert self.made.stage is not None
+        overflows = self.made.stage.is_last(0) and self.steps_taken == 1
+        return [loss, count, float("inf") if overflows else norm, stop]
 
     around(patch, Run, "_agree", agree)
     patch.setattr(Run, "_diagnose", lambda self, batch: "overflow")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.proof.faults import FAULTS, prove
+from tests.proof.silent import SILENT
+
+MEASURED = {row.faults[0]: row for row in SILENT if row.faults and row.gradients is not None}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -14,3 +17,7 @@ def test_a_fault_is_caught_and_called_by_its_name(name):
     assert not verdict.proven, verdict.to_text()
     assert verdict.cause is fault.cause, verdict.to_text()
     assert verdict.explanation
+    if name in MEASURED:
+        errors = {check.what: check.error for check in verdict.checks}
+        assert errors["loss"] == pytest.approx(MEASURED[name].loss, rel=0.1, abs=1e-12)
+        assert errors["gradients"] == pytest.approx(MEASURED[name].gradients, rel=0.1)

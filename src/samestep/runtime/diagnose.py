@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from samestep.runtime.dropout import named_modules
+from samestep.runtime.forward import tensors_in
 
 LARGEST_FLOAT16 = 65504
 
@@ -105,7 +106,7 @@ class _Watch:
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.forward_fault:
             return None
-        call = _Call(name, module, args, kwargs, all(_is_finite(tensor) for tensor in _tensors((args, kwargs))))
+        call = _Call(name, module, args, kwargs, all(_is_finite(tensor) for tensor in tensors_in((args, kwargs))))
         if not self._running and not call.inputs_are_finite:
             self.forward_fault = f"{_label(name)}: its input is not finite"
             return None
@@ -122,14 +123,14 @@ class _Watch:
             return
         while (call := self._running.pop()).module is not module:
             pass
-        outputs = list(_tensors(output))
+        outputs = list(tensors_in(output))
         if bad := [tensor for tensor in outputs if not _is_finite(tensor)]:
             if call.inputs_are_finite:
                 self.forward_fault = "found"  # no hook may act while the module is computed again
                 self.forward_fault = _explain(call, bad, self._masters)
             return
         around = tuple(outer.name for outer in reversed(self._running))
-        call.handed_through = {id(tensor) for tensor in outputs} & {id(x) for x in _tensors((call.args, call.kwargs))}
+        call.handed_through = {id(tensor) for tensor in outputs} & {id(x) for x in tensors_in((call.args, call.kwargs))}
         call.args, call.kwargs = (), {}  # the hooks keep the call, which must not keep activations
         for tensor in outputs:
             if tensor.requires_grad:
@@ -202,7 +203,7 @@ def _explain(call: _Call, bad: list[Tensor], masters: Mapping[str, float]) -> st
         largest = masters.get(f"{call.name}.{name}".lstrip("."), 0.0)
         cast = f": {_overflow(largest)}" if LARGEST_FLOAT16 < largest < float("inf") else ""
         return f"{_label(call.name)}: {name} is not finite{cast}"
-    largest_input = _largest(_tensors((call.args, call.kwargs)))
+    largest_input = _largest(tensors_in((call.args, call.kwargs)))
     given = f" (max |input| {largest_input:.1e})" if largest_input is not None else ""
     text = f"{_label(call.name)}: forward output not finite{given}"
     if all(tensor.dtype != torch.float16 for tensor in bad):
@@ -233,7 +234,7 @@ def _largest_in_float32(call: _Call) -> float | None:
         with torch.no_grad():
             # Not through __call__: hooks would gather weights, or talk to other ranks.
             output = _in_float32(call.module).forward(*widen(call.args), **widen(call.kwargs))
-        outputs = list(_tensors(output))
+        outputs = list(tensors_in(output))
         return _largest(outputs) if all(_is_finite(tensor) for tensor in outputs) else None
     except Exception:  # the value is an extra: a module that cannot run in float32 is named without it
         return None
@@ -259,21 +260,6 @@ def _in_float32(module: nn.Module) -> nn.Module:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point else dtype
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Walk the tensors in nested tuples, lists, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name, None))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ an OpenMP pool in use by both sides, and without autograd's device threads; else
 When one worker fails, its peers fail too, a moment later, with a closed connection. The parent therefore waits a moment
 and reports the first failure that is not such an echo. A worker never outlives its parent.
 
-This is the only file that reads rank variables, and the only one that knows who launched us. Sources:
-torch.distributed.run (RANK, LOCAL_RANK, TORCHELASTIC_*), srun(1) (SLURM_PROCID, SLURM_STEP_*), prctl(2).
+Who launched us is read in `runtime/seat.py`. Source of the parent's death: prctl(2).
 """
 
 from __future__ import annotations
@@ -49,6 +48,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from samestep import errors
 from samestep.errors import JobError, SamestepError, WorkerError
+from samestep.runtime.seat import Seat, by_srun, by_torchrun, seat_from
 
 T = TypeVar("T")
 
@@ -72,24 +72,6 @@ class Place:
 
 
 @dataclass(frozen=True)
-class _Seat:
-    """What a launcher hands to one process before it joins."""
-
-    launcher: str
-    """samestep, torchrun, srun, or alone."""
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    ranks_per_node: int = 1
-    host: str = ""
-    port: int = 0
-    path: str = ""
-    """The file where our own workers meet; the others meet at host:port."""
-    agent_prefix: str | None = None
-    """Set where torchrun's agent holds the store: our keys go below this word."""
-
-
-@dataclass(frozen=True)
 class _Joined:
     place: Place
     made_group: bool
@@ -97,7 +79,7 @@ class _Joined:
     borrowed_variables: tuple[str, ...]
 
 
-_seat: _Seat | None = None  # handed over by run_workers, in a worker of ours
+_seat: Seat | None = None  # handed over by run_workers, in a worker of ours
 _joined: _Joined | None = None
 _stop = False
 
@@ -107,7 +89,7 @@ _stop = False
 
 def launched_from_outside() -> bool:
     """Return whether torchrun or srun started this process as one of several, so that it must only join."""
-    return _by_torchrun(os.environ) or _by_srun(os.environ)
+    return by_torchrun(os.environ) or by_srun(os.environ)
 
 
 def join(
@@ -131,7 +113,7 @@ def join(
     global _joined
     if _joined is not None and dist.is_initialized():
         return _joined.place
-    seat = _seat or _seat_from(os.environ)
+    seat = _seat or seat_from(os.environ)
     if threads is not None:
         torch.set_num_threads(threads)
     made_group = not dist.is_initialized()
@@ -226,117 +208,15 @@ def _restore(handlers: Mapping[int, Any]) -> None:
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-# ---------------------------------------------------------------- who launched us
+# ---------------------------------------------------------------- joining
 
 
-def _by_torchrun(env: Mapping[str, str]) -> bool:
-    return "RANK" in env and "WORLD_SIZE" in env
-
-
-def _by_srun(env: Mapping[str, str]) -> bool:
-    # Only a step has SLURM_STEP_NUM_TASKS: a batch script has SLURM_PROCID=0 and its job's SLURM_NTASKS, yet runs once.
-    return "SLURM_PROCID" in env and _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1
-
-
-def _seat_from(env: Mapping[str, str]) -> _Seat:
-    if _by_torchrun(env):
-        return _torchrun_seat(env)
-    return _srun_seat(env) if _by_srun(env) else _Seat("alone")
-
-
-def _torchrun_seat(env: Mapping[str, str]) -> _Seat:
-    """Read torchrun's variables, or the same ones written by hand."""
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
-    rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
-    if missing and world > 1:
-        raise JobError(f"RANK and WORLD_SIZE are set but {' and '.join(missing)} not; torchrun sets all of them")
-    if not 0 <= rank < world:
-        raise JobError(f"RANK={rank} is not a rank of WORLD_SIZE={world}; ranks are 0 to WORLD_SIZE - 1")
-    if world == 1:
-        return _Seat("torchrun")
-    per_node = _number(env, "LOCAL_WORLD_SIZE", world)
-    prefix = None
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # The agent keeps one store over all restarts, with the addresses of the dead in it (torch 2.13). Restarts are
-        # counted by each agent alone, so only on a single machine does the count name the attempt for everybody.
-        attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0") if per_node == world else "0"
-        prefix = f"samestep/{attempt}"
-    return _Seat(
-        "torchrun",
-        rank,
-        _number(env, "LOCAL_RANK", rank % per_node),
-        world,
-        per_node if world % per_node == 0 else 1,
-        host=env["MASTER_ADDR"],
-        port=_number(env, "MASTER_PORT"),
-        agent_prefix=prefix,
-    )
-
-
-def _resolves(host: str) -> bool:
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError:
-        return False
-    return True
-
-
-def _srun_seat(env: Mapping[str, str], resolves: Callable[[str], bool] = _resolves) -> _Seat:
-    """Read the variables that srun gives to each task of a step."""
-    rank, world = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS")
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
-    host = _first_host(nodes)  # rank 0 runs there, in every distribution but an arbitrary one
-    per_node = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    if not re.search(r"[,\[]", nodes):
-        host, per_node = "127.0.0.1", world
-    elif not resolves(host) and "SLURM_LAUNCH_NODE_IPADDR" in env:
-        host = env["SLURM_LAUNCH_NODE_IPADDR"]
-    if env.get("SLURM_DISTRIBUTION", "block").startswith(("cyclic", "plane", "arbitrary")) or world % per_node:
-        per_node = 1  # neighbouring ranks are not on one machine
-    # Each step needs a port of its own that all its tasks can work out.
-    port = 20000 + (_number(env, "SLURM_JOB_ID", 0) * 31 + _number(env, "SLURM_STEP_ID", 0)) % 10000
-    return _Seat(
-        "srun",
-        rank,
-        _number(env, "SLURM_LOCALID", 0),
-        world,
-        per_node,
-        host=env.get("MASTER_ADDR", host),
-        port=_number(env, "MASTER_PORT", port),
-    )
-
-
-def _first_host(nodes: str) -> str:
-    """Return the first host of a Slurm list: `n[03-05,7],m1` -> `n03`."""
-    head = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", head.group() if head else "")
-
-
-def _tasks_per_node(text: str) -> int:
-    """Return how many tasks every node has: `4(x2)` -> 4; 1 where they differ (`4(x2),3`) or it is not said."""
-    counts = {int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", text)}
-    return counts.pop() if len(counts) == 1 else 1
-
-
-def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Read a whole number from the environment."""
-    if name not in env and default is not None:
-        return default
-    try:
-        return int(env[name])
-    except ValueError:
-        raise JobError(f"{name}={env[name]} is not a whole number; the launcher (torchrun, srun) sets it") from None
-
-
-def _seat_in_existing_group(seat: _Seat) -> _Seat:
+def _seat_in_existing_group(seat: Seat) -> Seat:
     """Describe this process in the group that its user made, which knows no machines."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if (seat.rank, seat.world_size) == (rank, world):
         return seat
-    return _Seat("the user", rank, rank, world, world)
-
-
-# ---------------------------------------------------------------- joining
+    return Seat("the user", rank, rank, world, world)
 
 
 def resolve_device(device: str) -> str:
@@ -351,7 +231,7 @@ def resolve_device(device: str) -> str:
     return "cuda" if gpus else "cpu"
 
 
-def _device_of(seat: _Seat, device_type: str) -> torch.device:
+def _device_of(seat: Seat, device_type: str) -> torch.device:
     """Choose this rank's device and make it the current one."""
     if device_type == "cpu":
         return torch.device("cpu")
@@ -364,7 +244,7 @@ def _device_of(seat: _Seat, device_type: str) -> torch.device:
     return device
 
 
-def _init_process_group(seat: _Seat, device: torch.device, timeout_s: float, ranks_per_node: int) -> int:
+def _init_process_group(seat: Seat, device: torch.device, timeout_s: float, ranks_per_node: int) -> int:
     """Make the group; return the ranks per node that all ranks agree on."""
     timeout = datetime.timedelta(seconds=timeout_s)
     cuda = device.type == "cuda"
@@ -393,7 +273,7 @@ def _init_process_group(seat: _Seat, device: torch.device, timeout_s: float, ran
     return ranks_per_node if least == most else 1  # machines with unequal numbers of ranks
 
 
-def _store_of(seat: _Seat, timeout: datetime.timedelta) -> Store:
+def _store_of(seat: Seat, timeout: datetime.timedelta) -> Store:
     """Open the store where the ranks of `seat` meet."""
     if seat.path:
         return FileStore(seat.path, seat.world_size)
@@ -520,10 +400,10 @@ def _run_worker(
     leave()
 
 
-def _seat_of(order: _Order, rank: int) -> _Seat:
+def _seat_of(order: _Order, rank: int) -> Seat:
     if order.apart:
-        return _Seat("samestep", 0, rank, path=str(Path(order.folder, f"store-{rank}")))
-    return _Seat("samestep", rank, rank, order.ranks, order.ranks, path=str(Path(order.folder, "store")))
+        return Seat("samestep", 0, rank, path=str(Path(order.folder, f"store-{rank}")))
+    return Seat("samestep", rank, rank, order.ranks, order.ranks, path=str(Path(order.folder, "store")))
 
 
 def _say(pipe: connection.Connection, word: str, value: Any = None) -> None:

@@ -33,7 +33,8 @@ from samestep.errors import SamestepError
 from samestep.model import ModelSpec
 from samestep.runtime import expert
 from samestep.runtime.build import target_of
-from samestep.runtime.trace import ValueOf, _address, _containers, _forward, _NeedsValuesError, _operands, _Watch
+from samestep.runtime.forward import NeedsValuesError, ValueOf, Watch, address, operands, watch_forward
+from samestep.runtime.trace import containers_of
 
 LENGTHS = (7, 5, 3, 2)
 """Tokens of a slice that are tried: odd sizes, which a model has few of."""
@@ -100,8 +101,8 @@ def _refusal_of(watch: _Dependence, module: nn.Module, sample: Any, value_of: Va
         handles.append(part.register_forward_hook(watch.leave_experts))
     try:
         with _Reshaping(watch), expert.watching(module):
-            _forward(module, sample, 1, "the model", _containers(module), watch, value_of)
-    except _NeedsValuesError:
+            watch_forward(module, sample, 1, "the model", containers_of(module), watch, value_of)
+    except NeedsValuesError:
         return f"{watch.where} looks at values of its slice"
     except SamestepError as error:
         reason = str(error).removeprefix("the model cannot be traced: ")
@@ -112,11 +113,11 @@ def _refusal_of(watch: _Dependence, module: nn.Module, sample: Any, value_of: Va
     return watch.refusal
 
 
-class _Dependence(_Watch):
+class _Dependence(Watch):
     """Watches a forward, and knows of every element on which tokens of the slice it may depend."""
 
     def __init__(self, module: nn.Module, blocks: list[str], size: int) -> None:
-        super().__init__(module, lambda block: None, {})
+        super().__init__(module, lambda block: None, lambda path, owners, is_cut: None, {})
         self.blocks, self.size, self.refusal = blocks, size, ""
         self.slices: dict[str, int | None] = {}
         """Arguments of blocks by their place: the dimension that is sliced, or none."""
@@ -139,7 +140,7 @@ class _Dependence(_Watch):
 
     def tokens_of(self, tensor: Tensor) -> Tensor | None:
         """Return which tokens each element depends on, bool [tokens, *shape]; None where on none."""
-        twin = self._twins.get(_address(tensor))
+        twin = self._twins.get(address(tensor))
         if twin is None:
             return None
         return twin.as_strided((self.size, *tensor.shape), (twin.shape[1], *tensor.stride()), tensor.storage_offset())
@@ -247,13 +248,13 @@ class _Dependence(_Watch):
     ) -> Any:
         outcome = super().__torch_dispatch__(func, types, args, kwargs)
         if self._started and not self.refusal and self._of_rows is None:
-            self._carry_on(func, args, kwargs or {}, [t for t in _operands(outcome) if t.is_meta])
+            self._carry_on(func, args, kwargs or {}, [t for t in operands(outcome) if t.is_meta])
         return outcome
 
     def _carry_on(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: list[Tensor]) -> None:
         """Find on which tokens the results of an operation depend."""
         packet, writes = func.overloadpacket, func._schema.is_mutable
-        given = [tensor for tensor in _operands(*args, *kwargs.values()) if tensor.is_meta]
+        given = [tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta]
         met = [tensor for tensor in given if self.tokens_of(tensor) is not None]
         if packet in _FILLS or torch.Tag.nondeterministic_seeded in func.tags:
             self._say(func, args, kwargs)
@@ -267,7 +268,7 @@ class _Dependence(_Watch):
             elif writes:
                 self._even -= {self.key(tensor) for tensor in outcome}
             return
-        if not writes and all(_address(result) in {_address(t) for t in given} for result in outcome):
+        if not writes and all(address(result) in {address(t) for t in given} for result in outcome):
             return  # views
         if elementwise:
             self._say(func, args, kwargs)
@@ -295,7 +296,7 @@ class _Dependence(_Watch):
 
     def meet(self, constant: Tensor, tokens: Tensor) -> None:
         """A constant meets a result that depends on `tokens`: refuse it if it has a row for each of them."""
-        if constant.numel() == 1 or _address(constant) in self._even:
+        if constant.numel() == 1 or address(constant) in self._even:
             return
         for back in range(1, min(constant.dim(), tokens.dim() - 1) + 1):
             if constant.shape[-back] > 1 and not torch.equal(tokens, tokens.narrow(-back, 0, 1).expand_as(tokens)):
@@ -355,7 +356,7 @@ def _aligned(tokens: Tensor, dims: int) -> Tensor:
 
 
 def _pointwise(watch: _Dependence, func: Any, args: Any, kwargs: Any, outcome: list[Tensor]) -> Iterator[Tensor]:
-    given = [tensor for tensor in _operands(*args, *kwargs.values()) if tensor.is_meta]
+    given = [tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta]
     for result in outcome:
         total = torch.zeros(watch.size, *result.shape, dtype=torch.bool)
         for tensor in given:
@@ -371,7 +372,7 @@ def _pointwise(watch: _Dependence, func: Any, args: Any, kwargs: Any, outcome: l
 def _everything(watch: _Dependence, func: Any, args: Any, kwargs: Any, outcome: list[Tensor]) -> Iterator[Tensor]:
     """An operation without a rule: each element depends on all that was given."""
     total = torch.zeros(watch.size, dtype=torch.bool)
-    for tensor in (tensor for tensor in _operands(*args, *kwargs.values()) if tensor.is_meta):
+    for tensor in (tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta):
         tokens = watch.tokens_of(tensor)
         total |= False if tokens is None else tokens.flatten(1).any(1)
     for result in outcome:
@@ -382,7 +383,7 @@ def _along(watch: _Dependence, func: Any, args: Any, kwargs: Any, outcome: list[
     """Norms, sums, sorts along dimensions: the results depend on all along these."""
     tokens = watch.tokens_of(args[0])
     assert tokens is not None
-    for tensor in (tensor for tensor in _operands(*args[1:], *kwargs.values()) if tensor.is_meta):
+    for tensor in (tensor for tensor in operands(*args[1:], *kwargs.values()) if tensor.is_meta):
         if watch.tokens_of(tensor) is not None:  # weights of a norm that depend on tokens
             yield from _everything(watch, func, args, kwargs, outcome)
             return

@@ -54,7 +54,7 @@ from samestep.runtime.diagnose import first_nonfinite
 from samestep.runtime.init import Blueprint, blueprint, fill_rest
 from samestep.runtime.launch import Place
 from samestep.runtime.masks import Part
-from samestep.runtime.record import owned
+from samestep.runtime.record import Ledger, owned
 from samestep.runtime.trace import samples_traced, trace
 from samestep.runtime.update import (
     LARGEST_SUM,
@@ -174,8 +174,20 @@ class Run:
             NonFiniteError: loss or gradients are not finite, and the job says stop.
             DriftError: ranks that must agree do not, as every `train.watch_every` steps are looked at.
         """
-        began = time.perf_counter()
         self._prepare_from(batch)
+        every = self.job.train.watch_every
+        is_watched = every > 0 and (batch.step + 1) % every == 0 and self.layout.world_size > 1
+        with Ledger() if is_watched and self._watch is None else nullcontext() as sent:
+            report = self._step(batch)
+        if is_watched:
+            self._watch = self._watch or Watch(self)
+            if sent is not None:
+                self._watch.check_sent(report.step, sent)
+            self._watch.check(report, batch.shares(0, 1, 1)[0])
+        return report
+
+    def _step(self, batch: StepBatch) -> StepReport:
+        began = time.perf_counter()
         made = self.made
         _set_modes(made.modes)
         running = [(buffer, buffer.clone()) for buffer in made.running]
@@ -199,7 +211,7 @@ class Run:
             made.updater.loss_scale.after(overflowed=not finite)
         self.steps_taken = batch.step + 1
         step_s = time.perf_counter() - began
-        report = StepReport(
+        return StepReport(
             step=self.steps_taken,
             loss=loss,
             grad_norm=norm,
@@ -212,11 +224,6 @@ class Run:
             stop=stop > 0,
             note=note,
         )
-        every = self.job.train.watch_every
-        if every and self.steps_taken % every == 0 and self.layout.world_size > 1:
-            self._watch = self._watch or Watch(self)
-            self._watch.check(report, batch.shares(0, 1, 1)[0])
-        return report
 
     def evaluate(self, batch: StepBatch) -> tuple[float, float]:
         """Return the sum of the loss over a batch and its count, without gradients. Collective over the world."""
@@ -570,7 +577,7 @@ def prepare(source: Source, job: Job, example: Any) -> tuple[Blueprint, ModelSpe
         calls = stack.enter_context(sequence.watching(plan.module))
         masks = stack.enter_context(dropout.noting(plan.module, samples_traced(plan.module)))
         dealings = stack.enter_context(expert.watching(plan.module))
-        spec = trace(plan.module, one, source.name, value_of, seen.keep, cuts.styles)
+        spec = trace(plan.module, one, source.name, value_of, seen.keep, cuts.styles, seen.use)
     spec = expert.with_experts(spec, dealings, plan.module if source.loss is cross_entropy else None)
     spec = tensor.with_cuts(spec, plan.module, cuts, seen)
     return plan, replace(sequence.with_sequence(spec, plan.module, cuts.styles, calls), masks=tuple(masks))

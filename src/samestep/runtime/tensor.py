@@ -8,7 +8,8 @@ on the weights they are left with; `copy` and `reduce` stand at the borders:
     row      bias held back, output through `reduce`   then the bias is added, once
     vocab    tokens of other ranks give zeros          output through `reduce`; a head's logits stay cut
     gather   a column cut whose output is put together again
-    sum      a weight that stays whole on what is cut  used through `copy`, so its gradient is summed
+    sum      a weight that stays whole on what is cut  used through `copy`, so its gradient is summed; where a plan
+             does not name one, the forward on the meta device shows it
     shared   a column cut of fewer heads than ranks    the rows of one head of the whole weight, used through `copy`
 """
 
@@ -135,11 +136,49 @@ def _matched(model: nn.Module, plan: Plan) -> Cuts:
 class Seen:
     """Sums that a cut would need, in order of the forward: (path, elements, is a weight's)."""
 
+    shareable: dict[str, int] = field(default_factory=dict)
+    """Heads of projections that ranks may share, by their paths."""
     forward: list[PartialSum] = field(default_factory=list)
     copies: list[PartialSum] = field(default_factory=list)
     kept_after: set[str] = field(default_factory=set)
     """Of forward sums: owners after which the same block keeps something for its backward, as a mask."""
     logit_rows: int = 0
+    uses: dict[str, set[str]] = field(default_factory=dict)
+    """How the trained weights of a module are used: on what is "cut" or "whole"; "elsewhere" is on cut, by another."""
+    _last: list[Tensor] = field(default_factory=list)
+    """What the last column cut was given: several that are given one tensor share its sum."""
+    _entered: dict[str, int] = field(default_factory=dict)
+
+    def use(self, path: str, owners: set[str], is_cut: bool) -> None:
+        """Note that the code of a module uses weights."""
+        for owner in {path} & owners or owners:
+            where = ("cut" if owner == path else "elsewhere") if is_cut else "whole"
+            self.uses.setdefault(owner, set()).add(where)
+
+    def enter(self, path: str, _: nn.Module, args: Any) -> None:
+        """Note that a module starts: its own weights are copied before what is within."""
+        self._entered[path] = len(self.copies)
+
+    def leave(self, path: str, style: str, module: nn.Module, args: Any, output: Any) -> None:
+        """Note what a module was given and gave."""
+        if not style and "cut" in self.uses.get(path, ()):
+            style = "sum"
+        if not style:
+            return
+        trained = [param for param in module.parameters(recurse=False) if param.requires_grad]
+        if style in ("row", "vocab") and not _is_head(module, style):
+            self.forward.append(PartialSum(owner=path, elements=output.numel()))
+        if style == "sum":
+            sums = [PartialSum(owner=path, elements=param.numel(), weight=True) for param in trained]
+            self.copies[self._entered[path] : self._entered[path]] = sums
+        elif (style in ("column", "qkv", "gather") or _is_head(module, style)) and args[0].requires_grad:
+            if not self._last or self._last[0] is not args[0]:
+                self.copies.append(PartialSum(owner=path, elements=args[0].numel()))
+            self._last[:] = [args[0]]
+        if groups := self.shareable.get(path):
+            self.copies += [PartialSum(owner=path, elements=p.numel(), weight=True, groups=groups) for p in trained]
+        if _is_head(module, style):
+            self.logit_rows = output.numel() // output.shape[-1]
 
     def keep(self, block: str) -> None:
         """Note that autograd keeps something in a block."""
@@ -149,34 +188,14 @@ class Seen:
 
 @contextmanager
 def watching(model: nn.Module, cuts: Cuts) -> Iterator[Seen]:
-    """Note, in the forward of one sample that runs meanwhile, what each planned module is given and gives."""
-    seen = Seen()
-    shareable = _shareable_heads(model, cuts)
-    last: list[Tensor] = []
+    """Note, in the forward of one sample that runs meanwhile, what each module with weights is given and gives."""
+    seen = Seen(_shareable_heads(model, cuts))
     handles = []
-
-    def note(path: str, style: str, module: nn.Module, args: Any, output: Any) -> None:
-        given = args[0]
-        if style in ("row", "vocab") and not _is_head(module, style):
-            seen.forward.append(PartialSum(owner=path, elements=output.numel()))
-        if style == "sum":
-            trained = [param for param in module.parameters(recurse=False) if param.requires_grad]
-            seen.copies.extend(PartialSum(owner=path, elements=param.numel(), weight=True) for param in trained)
-        elif (style in ("column", "qkv", "gather") or _is_head(module, style)) and given.requires_grad:
-            if not last or last[0] is not given:
-                seen.copies.append(PartialSum(owner=path, elements=given.numel()))
-            last[:] = [given]
-        if path in shareable:
-            trained = [param for param in module.parameters(recurse=False) if param.requires_grad]
-            seen.copies.extend(
-                PartialSum(owner=path, elements=param.numel(), weight=True, groups=shareable[path]) for param in trained
-            )
-        if _is_head(module, style):
-            seen.logit_rows = output.numel() // output.shape[-1]
-
-    for path, style in cuts.styles.items():
-        module = model.get_submodule(path)
-        handles.append(module.register_forward_hook(functools.partial(note, path, style)))
+    for path, module in model.named_modules():
+        if path in cuts.styles or any(True for _ in module.parameters(recurse=False)):
+            handles.append(module.register_forward_pre_hook(functools.partial(seen.enter, path)))
+            leave = functools.partial(seen.leave, path, cuts.styles.get(path, ""))
+            handles.append(module.register_forward_hook(leave))
     try:
         yield seen
     finally:
@@ -185,14 +204,32 @@ def watching(model: nn.Module, cuts: Cuts) -> Iterator[Seen]:
 
 
 def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: Seen) -> ModelSpec:
-    """Write into a spec how its weights may be cut and what that costs."""
-    if cuts.refusal or spec.varies_at:
-        varies = f"the shapes at {spec.varies_at} depend on values"
-        return replace(spec, cut_refusal=cuts.refusal or varies)
+    """Write into a spec how its weights may be cut and what that costs, and into `cuts` which whole weights need sums."""
+    varies = f"the shapes at {spec.varies_at} depend on values" if spec.varies_at else ""
+    refusal = cuts.refusal or varies or _unclear_use(spec, cuts, seen)
+    if refusal:
+        return replace(spec, cut_refusal=refusal)
+    cuts.styles |= {path: "sum" for path, uses in seen.uses.items() if "cut" in uses and path not in cuts.styles}
     shareable = _shareable_heads(model, cuts)
     params = tuple(replace(param, cut=_cut_of(model, cuts, param, shareable)) for param in spec.params)
     layers = tuple(_layer_with(layer, seen) for layer in spec.layers)
     return replace(spec, params=params, layers=layers, cut_refusal="", logit_rows=seen.logit_rows)
+
+
+def _unclear_use(spec: ModelSpec, cuts: Cuts, seen: Seen) -> str:
+    """Say which weight is used on what is cut so that its gradient is neither whole on every rank nor a part on each."""
+    blocks = [path for layer in spec.layers if layer.is_block for path in layer.modules]
+    for path, uses in seen.uses.items():
+        if path in cuts.styles or uses == {"whole"}:
+            continue
+        where = f"a weight of {path or spec.name} is used on what tp cuts"
+        if "elsewhere" in uses:
+            return f"{where} by another module: use it in a module of its own"
+        if "whole" in uses:
+            return f"{where}, and on what it leaves whole: give each a module of its own"
+        if not any(is_below(path, block) for block in blocks):
+            return f"{where} behind the last block: use it before the head"
+    return ""
 
 
 def _layer_with(layer: LayerSpec, seen: Seen) -> LayerSpec:
@@ -287,6 +324,9 @@ def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
     if program.step.layout.tp == 1:
         return
     cuts = cuts_of(model)
+    summed = [part for layer in program.step.model.layers for part in layer.backward_sums if part.weight]
+    for part in summed:
+        cuts.styles.setdefault(part.owner, "sum")  # the plan may not know them
     cut = {p.name.rpartition(".")[0] for p in program.step.model.params if p.cut is not None}
     cut |= {a.rpartition(".")[0] for p in program.step.model.params if p.cut is not None for a in p.aliases}
     group = mesh.groups["tp"]

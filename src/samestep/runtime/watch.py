@@ -3,6 +3,8 @@
     by its bits     the weights of ranks that hold the same pieces: replicas see the same reduced gradients
                     step, samples, loss and gradient norm: all ranks
     by tolerance    weights that a tensor cut leaves whole: its ranks compute them redundantly
+    once            what the ranks of each group sent in the first step that is watched: kind, dtype and bytes of every
+                    collective, since a backend adds up what it is given, and checks nothing
 
 Bits are compared by fingerprints made where the weights lie: sums of the words of each column of a table, in whole
 numbers, weighted by fixed odd ones. max(x) = min(x) over a group is one all_reduce of (x, -x), so that a check sends a
@@ -22,7 +24,8 @@ import xxhash
 from torch import Tensor
 
 from samestep.errors import DriftError
-from samestep.program import is_dealt, is_replicated
+from samestep.program import Kind, LedgerRow, is_dealt, is_replicated
+from samestep.runtime.record import Ledger
 
 if TYPE_CHECKING:
     from samestep.runtime.run import Run, StepReport
@@ -87,10 +90,39 @@ class Watch:
             said = {name: (value,) for name, value in facts.items() if name in unequal}
             self._stop(report.step, said | dict(zip(names, map(tuple, values), strict=True)))
 
-    def _stop(self, step: int, mine: dict[str, tuple[Any, ...]]) -> None:
-        """Say which rank differs from most of those that hold the same."""
+    def check_sent(self, step: int, ledger: Ledger) -> None:
+        """Compare what the ranks of each group sent in a step. Collective over the world.
+
+        Raises:
+            DriftError: names the collective in which two ranks took part with different things.
+        """
+        mine = {group: _comparable(rows) for group, rows in ledger.rows.items()}
+        mine = {group: rows for group, rows in mine.items() if rows}
+        prints = self._said({group: xxhash.xxh3_64_intdigest(repr(rows).encode()) for group, rows in mine.items()})
+        groups = dict.fromkeys(group for one in prints for group in one)
+        odd = [group for group in groups if len({prints[rank].get(group) for rank in _ranks_of(group)}) > 1]
+        if not odd:
+            return
+        sent = self._said({group: [*rows, ("nothing more", "", 0)] for group, rows in mine.items() if group in odd})
+        ranks = _ranks_of(odd[0])
+        lists = [sent[rank].get(odd[0], [("nothing", "", 0)]) for rank in ranks]
+        differing = next(rows for rows in zip(*lists, strict=False) if len(set(rows)) > 1)
+        words = [f"{kind} {dtype} {size or ''}".strip() for kind, dtype, size in differing]
+        other = next(index for index, row in enumerate(words) if row != words[0])
+        raise DriftError(
+            f"in step {step} the ranks {odd[0]} took part in one collective with different things, so its result is "
+            f"wrong: rank {ranks[0]} with {words[0]}, rank {ranks[other]} with {words[other]} bytes"
+        )
+
+    def _said(self, mine: Any) -> list[Any]:
+        """Return what every rank says."""
         said: list[Any] = [None] * self._run.layout.world_size
         dist.all_gather_object(said, mine)
+        return said
+
+    def _stop(self, step: int, mine: dict[str, tuple[Any, ...]]) -> None:
+        """Say which rank differs from most of those that hold the same."""
+        said = self._said(mine)
         name = next(name for one in said for name in one)
         holders = {rank: one[name] for rank, one in enumerate(said) if name in one}
         most, count = Counter(holders.values()).most_common(1)[0]
@@ -100,6 +132,20 @@ class Watch:
         else:
             who = f"ranks {', '.join(map(str, holders))} from each other"
         raise DriftError(f"after step {step} {name} differs on {who}; samestep verify finds the cause")
+
+
+def _comparable(rows: list[LedgerRow]) -> list[tuple[str, str, int]]:
+    """Return what must be equal on all ranks of a group: no messages between two, no sizes where each has its own."""
+    return [
+        (row.kind, row.dtype, 0 if row.kind == Kind.ALL_TO_ALL else row.size_bytes)
+        for row in rows
+        if row.kind not in (Kind.SEND, Kind.RECV)
+    ]
+
+
+def _ranks_of(group: str) -> list[int]:
+    """Return the ranks of a ledger's list: it is named by them."""
+    return [int(rank) for rank in group.partition(" ")[0].split(",")]
 
 
 def _group_of_equals(run: Run, key: str) -> dist.ProcessGroup | None:

@@ -1,0 +1,137 @@
+"""Who launched this process, and where it stands in the run: the only file that reads rank variables.
+
+Sources: torch.distributed.run (RANK, LOCAL_RANK, TORCHELASTIC_*), srun(1) (SLURM_PROCID, SLURM_STEP_*).
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from samestep.errors import JobError
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a launcher hands to one process before it joins."""
+
+    launcher: str
+    """samestep, torchrun, srun, or alone."""
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    ranks_per_node: int = 1
+    host: str = ""
+    port: int = 0
+    path: str = ""
+    """The file where our own workers meet; the others meet at host:port."""
+    agent_prefix: str | None = None
+    """Set where torchrun's agent holds the store: our keys go below this word."""
+
+
+def by_torchrun(env: Mapping[str, str]) -> bool:
+    """Whether torchrun, or somebody by hand, set the rank variables."""
+    return "RANK" in env and "WORLD_SIZE" in env
+
+
+def by_srun(env: Mapping[str, str]) -> bool:
+    """Whether srun started this process as one task of several."""
+    # Only a step has SLURM_STEP_NUM_TASKS: a batch script has SLURM_PROCID=0 and its job's SLURM_NTASKS, yet runs once.
+    return "SLURM_PROCID" in env and _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1
+
+
+def seat_from(env: Mapping[str, str]) -> Seat:
+    """Read where a launcher has put this process.
+
+    Raises:
+        JobError: the variables are incomplete, or no whole numbers.
+    """
+    if by_torchrun(env):
+        return _torchrun_seat(env)
+    return _srun_seat(env) if by_srun(env) else Seat("alone")
+
+
+def _torchrun_seat(env: Mapping[str, str]) -> Seat:
+    """Read torchrun's variables, or the same ones written by hand."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+    if missing and world > 1:
+        raise JobError(f"RANK and WORLD_SIZE are set but {' and '.join(missing)} not; torchrun sets all of them")
+    if not 0 <= rank < world:
+        raise JobError(f"RANK={rank} is not a rank of WORLD_SIZE={world}; ranks are 0 to WORLD_SIZE - 1")
+    if world == 1:
+        return Seat("torchrun")
+    per_node = _number(env, "LOCAL_WORLD_SIZE", world)
+    prefix = None
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # The agent keeps one store over all restarts, with the addresses of the dead in it (torch 2.13). Restarts are
+        # counted by each agent alone, so only on a single machine does the count name the attempt for everybody.
+        attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0") if per_node == world else "0"
+        prefix = f"samestep/{attempt}"
+    return Seat(
+        "torchrun",
+        rank,
+        _number(env, "LOCAL_RANK", rank % per_node),
+        world,
+        per_node if world % per_node == 0 else 1,
+        host=env["MASTER_ADDR"],
+        port=_number(env, "MASTER_PORT"),
+        agent_prefix=prefix,
+    )
+
+
+def _resolves(host: str) -> bool:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return True
+
+
+def _srun_seat(env: Mapping[str, str], resolves: Callable[[str], bool] = _resolves) -> Seat:
+    """Read the variables that srun gives to each task of a step."""
+    rank, world = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS")
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+    host = _first_host(nodes)  # rank 0 runs there, in every distribution but an arbitrary one
+    per_node = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if not re.search(r"[,\[]", nodes):
+        host, per_node = "127.0.0.1", world
+    elif not resolves(host) and "SLURM_LAUNCH_NODE_IPADDR" in env:
+        host = env["SLURM_LAUNCH_NODE_IPADDR"]
+    if env.get("SLURM_DISTRIBUTION", "block").startswith(("cyclic", "plane", "arbitrary")) or world % per_node:
+        per_node = 1  # neighbouring ranks are not on one machine
+    # Each step needs a port of its own that all its tasks can work out.
+    port = 20000 + (_number(env, "SLURM_JOB_ID", 0) * 31 + _number(env, "SLURM_STEP_ID", 0)) % 10000
+    return Seat(
+        "srun",
+        rank,
+        _number(env, "SLURM_LOCALID", 0),
+        world,
+        per_node,
+        host=env.get("MASTER_ADDR", host),
+        port=_number(env, "MASTER_PORT", port),
+    )
+
+
+def _first_host(nodes: str) -> str:
+    """Return the first host of a Slurm list: `n[03-05,7],m1` -> `n03`."""
+    head = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", head.group() if head else "")
+
+
+def _tasks_per_node(text: str) -> int:
+    """Return how many tasks every node has: `4(x2)` -> 4; 1 where they differ (`4(x2),3`) or it is not said."""
+    counts = {int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", text)}
+    return counts.pop() if len(counts) == 1 else 1
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Read a whole number from the environment."""
+    if name not in env and default is not None:
+        return default
+    try:
+        return int(env[name])
+    except ValueError:
+        raise JobError(f"{name}={env[name]} is not a whole number; the launcher (torchrun, srun) sets it") from None

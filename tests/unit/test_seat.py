@@ -1,0 +1,60 @@
+"""Where launchers put a process: torchrun's variables, srun's, and half of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from samestep.errors import JobError
+from samestep.runtime.seat import Seat, _first_host, _srun_seat, _tasks_per_node, seat_from
+
+
+def test_torchruns_variables() -> None:
+    env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "h"}
+    env["MASTER_PORT"] = "29500"
+    assert seat_from(env) == Seat("torchrun", 5, 1, 8, 4, host="h", port=29500)
+    restarted = env | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert seat_from(restarted).agent_prefix == "samestep/0"  # agents of several machines count apart
+    alone = restarted | {"LOCAL_WORLD_SIZE": "8"}
+    assert seat_from(alone).agent_prefix == "samestep/2"
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT not; torchrun sets all of them"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "RANK=2 is not a rank"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "RANK=x is not a whole number"),
+    ],
+)
+def test_a_half_set_environment_is_refused(env: dict[str, str], words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        seat_from(env)
+
+
+_TASK = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "1234"}
+_TASK |= {"SLURM_STEP_ID": "3", "SLURM_STEP_NODELIST": "n[03-04]", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
+_TASK |= {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9"}
+
+
+def test_sruns_variables() -> None:
+    port = 20000 + (1234 * 31 + 3) % 10000
+    found = _srun_seat(_TASK, resolves=lambda host: True)
+    assert found == Seat("srun", 5, 1, 8, 4, host="n03", port=port)
+    assert _srun_seat(_TASK, resolves=lambda host: False).host == "10.0.0.9"
+    assert _srun_seat(_TASK | {"MASTER_ADDR": "m", "MASTER_PORT": "9"}).port == 9
+    one_node = _srun_seat(_TASK | {"SLURM_STEP_NODELIST": "n03", "SLURM_STEP_TASKS_PER_NODE": "8"})
+    assert (one_node.host, one_node.ranks_per_node) == ("127.0.0.1", 8)
+    dealt_out = _srun_seat(_TASK | {"SLURM_DISTRIBUTION": "cyclic"}, resolves=lambda host: True)
+    assert dealt_out.ranks_per_node == 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"), [("n1", "n1"), ("n[03-05,7],m1", "n03"), ("a,b", "a"), ("r[1-2]n[4,6]x", "r1n4x"), ("", "")]
+)
+def test_first_host_of_a_node_list(nodes: str, first: str) -> None:
+    assert _first_host(nodes) == first
+
+
+@pytest.mark.parametrize(("text", "tasks"), [("4(x2)", 4), ("4(x2),3", 1), ("2", 2), ("2,2", 2), ("", 1)])
+def test_tasks_per_node(text: str, tasks: int) -> None:
+    assert _tasks_per_node(text) == tasks
