@@ -22,61 +22,24 @@ all weights.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, get_args
 
-from samestep import schedules
 from samestep.clock import queue_of
 from samestep.cost import UPDATE_PASSES, collective_s, group_of, seconds
 from samestep.hardware import Hardware
 from samestep.job import Job
-from samestep.layout import Layout, Recompute
+from samestep.kinds import Costs, Units, multiple, one_of_each, quicker, total, units, weights
+from samestep.layout import Recompute
 from samestep.memory import saved_bytes
-from samestep.model import LayerSpec, ModelSpec, ParamSpec
-from samestep.program import BUCKET_BYTES, BYTES_OF, STEP_SCALARS, Kind, Program, Step, is_dealt
-from samestep.schedules import ActionKind
+from samestep.model import ModelSpec
+from samestep.pace import Bodies, Times, in_flight, play_bodies
+from samestep.program import BUCKET_BYTES, BYTES_OF, STEP_SCALARS, Kind, Program, Step
 from samestep.strategies import ProgramBuilder
-from samestep.strategies.pipeline import runs_of, weights_apart
+from samestep.strategies.pipeline import balanced, weights_apart
 from samestep.timeline import COMPUTE
-
-
-class Costs(NamedTuple):
-    """Of layers on one rank: seconds and bytes of a micro-batch, elements and bytes of their weights."""
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    """With what is computed again, and what is sent in the queue of compute."""
-    weight_s: float = 0.0
-    """Of gradients of weights, where the schedule takes them out of the backward."""
-    kept: float = 0.0
-    """Activations after the forward."""
-    again: float = 0.0
-    """Activations that are there once more when they have been computed again."""
-    weights: float = 0.0
-    """Bytes, as weights stand in the module."""
-    numel: float = 0.0
-    trained: float = 0.0
-    """Elements that are trained."""
-    dealt: float = 0.0
-    """The part of them that is dealt to the ranks of `ep`."""
-    apart: float = 0.0
-    """The part of them with masters of another dtype."""
-    dealt_apart: float = 0.0
-    gathered: float = 0.0
-    """Bytes of weights that are gathered with no other layer's, under zero=2 and 3."""
-    scattered: float = 0.0
-    """Elements of their gradients."""
-    block_trained: float = 0.0
-    """Elements that are trained and belong to blocks."""
-    behind_s: float = 0.0
-    """The part of `backward_s` that comes after the gradients of its weights."""
-
-
-def _total(costs: Sequence[Costs]) -> Costs:
-    return costs[0] if len(costs) == 1 else Costs(*map(sum, zip(*costs, strict=True)))
 
 
 class _Priced(NamedTuple):
@@ -90,6 +53,8 @@ class _Priced(NamedTuple):
     """Bytes of a micro-batch between two blocks, at least."""
     kept: dict[str, float]
     """Activations by recomputation, where it was priced without."""
+    flops: tuple[int, ...]
+    """Of the forward of each kind: runs are cut by them."""
 
 
 class _Runs(NamedTuple):
@@ -101,23 +66,8 @@ class _Runs(NamedTuple):
     """Kind of the first layer."""
     tails: tuple[tuple[int, ...], ...]
     """Kinds of the last layers, from the end to the last block."""
-
-
-class _Bodies(NamedTuple):
-    """Seconds of a run's bodies, with what they wait for on their own rank."""
-
-    first_s: float
-    """The forward of the first micro-batch."""
-    forward_s: float
-    backward_s: float
-    weight_s: float
-
-
-class Times(NamedTuple):
-    """Of each stage, at the earliest: when its first gradients are whole, when its compute ends."""
-
-    whole_s: tuple[float, ...]
-    ends_s: tuple[float, ...]
+    unlike: dict[int, tuple[int, ...]]
+    """By how many stages there are, those that differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +92,12 @@ class Bounds:
         self.few, self._kind_of = one_of_each(model)
         self._builder = ProgramBuilder(self.few, job, hardware.devices_per_node)
         self._numbers = Counter(self._kind_of)
+        self._is_block = tuple(layer.is_block for layer in model.layers)
         self._known_prices: dict[tuple[object, ...], _Priced] = {}
-        self._known_runs: dict[int, _Runs] = {}
+        self._known_runs: dict[tuple[object, ...], _Runs] = {}
+        self._known_units: dict[tuple[int, ...], list[Units]] = {}
         self._known_costs: dict[tuple[object, ...], tuple[Costs, ...]] = {}
+        self._known_times: dict[tuple[object, ...], Times] = {}
         self._last: tuple[Step | None, tuple[Costs, ...]] = (None, ())
         self._known_weights: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
 
@@ -176,16 +129,17 @@ class Bounds:
             kinds = tuple(self._kinds(program))
             if step.samples is not None:  # more samples may even take less time: tiles are shared from some size on
                 more = self._builder.before_stages(replace(step, samples=step.samples + 1))
-                kinds = tuple(map(_quicker, kinds, self._kinds(more)))
+                kinds = tuple(map(quicker, kinds, self._kinds(more)))
             blocks = [index for index, layer in enumerate(local.model.layers) if layer.is_block] or [0]
             self._known_prices[key] = _Priced(
                 kinds,
-                _total([_times(cost, self._numbers[kind]) for kind, cost in enumerate(kinds)]),
+                total([multiple(cost, self._numbers[kind]) for kind, cost in enumerate(kinds)]),
                 max((param.numel for index in blocks for param in local.model.params_of(index)), default=0),
                 min((layer.output_elements for layer in local.model.layers[blocks[0] : blocks[-1]]), default=0)
                 * step.microbatch_samples
                 * BYTES_OF[step.compute_dtype],
                 self._kept(local) if plainly else {},
+                tuple(layer.forward_flops for layer in local.model.layers),
             )
         return self._known_prices[key]
 
@@ -202,40 +156,63 @@ class Bounds:
         step = program.step
         layers = step.model.layers
         forward, backward, weight = ([0.0] * len(layers) for _ in range(3))
-        behind = [0.0] * len(layers)
+        behind, sent_forward, sent_backward = ([0.0] * len(layers) for _ in range(3))
         apart = tuple(weights_apart(program.bodies["B"], step)) if step.splits_backward else ()
-        for body, found in ((program.bodies["F"], forward), (program.bodies["B"], backward), (apart, weight)):
+        bodies = ((program.bodies["F"], forward, sent_forward), (program.bodies["B"], backward, sent_backward))
+        for body, found, sent in (*bodies, (apart, weight, [])):
             layer = 0
             for op in body:
                 layer = layer if op.layer is None else op.layer
                 if queue_of(op, self.hardware) in (COMPUTE, ""):
                     op_s = seconds(op, program, self.hardware)
                     found[layer] += op_s
+                    if op.axis is not None:
+                        sent[layer] += op_s
                     behind[layer] = 0.0 if op.kind is Kind.BACKWARD else behind[layer] + op_s
         weights = self._weights_of(step)
         for index, spec in enumerate(layers):
             kept, whole = saved_bytes(step, spec)
             times = (forward[index], backward[index], weight[index])
-            yield Costs._make((*times, kept, whole - kept, *weights[index], behind[index]))
+            sent_s = (sent_forward[index], sent_backward[index])
+            yield Costs._make((*times, kept, whole - kept, *weights[index], behind[index], *sent_s))
 
     def _weights_of(self, step: Step) -> list[tuple[float, ...]]:
         layout = step.layout
         key = (layout.tp, layout.cp, layout.ep)
         if key not in self._known_weights:
-            self._known_weights[key] = [_weights(step, index) for index in range(len(step.model.layers))]
+            self._known_weights[key] = [weights(step, index) for index in range(len(step.model.layers))]
         return self._known_weights[key]
 
-    def _runs(self, layout: Layout) -> _Runs:
-        count = layout.pp * layout.virtual_stages
-        if count not in self._known_runs:
-            runs = runs_of(self.model, count)
+    def _units(self, step: Step) -> list[Units]:
+        """Return what of a layer of each kind is gathered and scattered."""
+        layout = step.layout
+        key = (layout.tp, layout.cp, layout.ep, layout.num_shards)
+        if key not in self._known_units:
+            local = self._builder.before_stages(replace(step, model=self.few)).step
+            self._known_units[key] = [units(local, index) for index in range(len(local.model.layers))]
+        return self._known_units[key]
+
+    def _units_of(self, step: Step, stage: int) -> Units:
+        """Add up those of a stage."""
+        kinds, counts = self._units(step), Counter[int]()
+        for run in self._runs(step).counts[stage :: step.layout.pp]:
+            counts.update(dict(run))
+        return Units(*(sum(counts[kind] * part[kind] for kind in counts) for part in zip(*kinds, strict=True)))
+
+    def _runs(self, step: Step) -> _Runs:
+        """Cut the layers into runs, by what a rank of a cut model computes of each."""
+        flops, count = self._price(step).flops, step.layout.pp * step.layout.virtual_stages
+        key = (flops, count)
+        if key not in self._known_runs:
+            runs = balanced(tuple(flops[kind] + 1 for kind in self._kind_of), self._is_block, count)
             kinds = [[self._kind_of[layer] for layer in run] for run in runs]
-            self._known_runs[count] = _Runs(
+            self._known_runs[key] = _Runs(
                 tuple(tuple(sorted(Counter(of_run).items())) for of_run in kinds),
                 tuple(of_run[0] for of_run in kinds),
                 tuple(tuple(self._tail(of_run)) for of_run in kinds),
+                {},
             )
-        return self._known_runs[count]
+        return self._known_runs[key]
 
     def _tail(self, run: Sequence[int]) -> Iterator[int]:
         for kind in reversed(run):
@@ -243,19 +220,23 @@ class Bounds:
             if self.few.layers[kind].is_block:
                 return
 
+    @staticmethod
+    def _key(step: Step) -> tuple[object, ...]:
+        layout = step.layout
+        return (
+            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, layout.recompute, step.microbatch_samples,
+            step.splits_backward, layout.pp * layout.virtual_stages, step.samples,
+        )  # fmt: skip
+
     def _costs(self, step: Step) -> tuple[Costs, ...]:
         """Add up the layers of each run; of one step it is asked for several times."""
         if step is self._last[0]:
             return self._last[1]
-        layout = step.layout
-        key = (
-            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, layout.recompute, step.microbatch_samples,
-            step.splits_backward, layout.pp * layout.virtual_stages, step.samples,
-        )  # fmt: skip
+        key = self._key(step)
         if key not in self._known_costs:
-            kinds, runs = self._price(step).kinds, self._runs(layout)
+            kinds, runs = self._price(step).kinds, self._runs(step)
             added = {
-                counts: _total([_times(kinds[kind], number) for kind, number in counts]) for counts in set(runs.counts)
+                counts: total([multiple(kinds[kind], number) for kind, number in counts]) for counts in set(runs.counts)
             }
             self._known_costs[key] = tuple(added[counts] for counts in runs.counts)
         self._last = (step, self._known_costs[key])
@@ -264,73 +245,129 @@ class Bounds:
     def _sent_s(self, kind: Kind, size_bytes: float, axis: str, ranks: int, step: Step) -> float:
         if ranks == 1 or size_bytes <= 0:
             return 0.0
-        group = group_of(axis, Program(step=step, bodies={}, stages=(), axes={axis: ranks}), self.hardware)
+        group = group_of(axis, ranks, step, self.hardware)
         return collective_s(kind, int(size_bytes), group, self.hardware)
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def least(self, step: Step) -> tuple[float, float]:
-        """Bound memory and step of all layouts of these words, whatever ZeRO stage they have and however the data axis is
-        split: bytes and seconds."""
+        """Bound memory and step of all layouts of these degrees and this micro-batch: bytes and seconds."""
         step = self._smallest(step)
         layout = step.layout
         priced = self._price(step, plainly=True)
         whole, m, pp = priced.whole, step.num_microbatches, layout.pp
-        never_waits = layout.virtual_stages > 1 or layout.schedule == "zero-bubble"
-        filling = pp if never_waits else m * (1 - (1 - 1 / m) ** pp)
-        ranks = layout.dp * layout.cp
-        least_s = m * (whole.forward_s + whole.backward_s) / filling
-        states = (
-            whole.trained * BYTES_OF[step.master_dtype] * (2 + self.states_per_param * (not layout.offload)) / ranks
-        )
-        return (states + priced.kept[layout.recompute]) / pp, least_s + self._update_s(
-            step, whole.trained / pp / ranks, 0.0
-        )
+        updated = whole.trained / (layout.dp * layout.cp)
+        least_s = m * (whole.forward_s + whole.backward_s) / pp + self._update_s(step, updated / pp, 0.0)
+        return (self._least_states(step, whole, updated) + min(priced.kept.values())) / pp, least_s
 
-    def _bodies(self, step: Step) -> tuple[_Bodies, ...]:
+    def _least_states(self, step: Step, mine: Costs, updated: float) -> float:
+        """Bytes of weights, gradients and states, cut over all data ranks; on one rank weights may be of two bytes."""
+        master = BYTES_OF[step.master_dtype]
+        if step.layout.offload:
+            return min(2 * updated * master, mine.weights + mine.trained * master)
+        return (2 + self.states_per_param) * updated * master
+
+    def of_group(self, step: Step) -> tuple[float, float]:
+        """Bound the same of all layouts that differ in how the data axis is split, and in ZeRO stage, alone."""
+        step = self._smallest(step)
+        layout, times = step.layout, self.closed_times(step)
+        ranks, costs = layout.dp * layout.cp, self._costs(step)
+        needed = least_s = 0.0
+        for stage in self._unlike_stages(step):
+            mine = total(costs[stage :: layout.pp])
+            updated = (mine.trained + mine.dealt * (layout.ep - 1)) / ranks
+            kept, _ = self._activations(step, stage, None)
+            needed = max(needed, self._least_states(step, mine, updated) + kept)
+            least_s = max(least_s, self._update_s(step, updated, 0.0))
+        return needed, max(times.ends_s) + self._scalars_s(step) + least_s
+
+    def _unlike_stages(self, step: Step) -> Collection[int]:
+        """Return the first of equal stages, which holds most activations, and the last stage."""
+        runs, pp = self._runs(step), step.layout.pp
+        if pp not in runs.unlike:
+            found = {(runs.counts[stage::pp], stage == pp - 1): stage for stage in reversed(range(pp))}
+            runs.unlike[pp] = tuple(found.values())
+        return runs.unlike[pp]
+
+    def _scalars_s(self, step: Step) -> float:
+        size = BYTES_OF["float64"] * len(STEP_SCALARS)
+        return self._sent_s(Kind.ALL_REDUCE, size, "world", step.layout.world_size, step)
+
+    def _bodies(self, step: Step) -> tuple[Bodies, ...]:
         """Return the bodies of each run; under zero=2 and 3 they wait for gathers."""
         costs = self._costs(step)
-        if step.zero < 2 or not self.hardware.overlap:
-            return tuple(_Bodies(one.forward_s, one.forward_s, one.backward_s, one.weight_s) for one in costs)
-        runs = self._runs(step.layout)
-        known: dict[object, _Bodies] = {}
+        if not self._gathers(step):
+            return tuple(Bodies(one.forward_s, one.forward_s, one.backward_s, one.weight_s) for one in costs)
+        runs = self._runs(step)
+        known: dict[object, Bodies] = {}
         for run, cost in zip(runs.counts, costs, strict=True):
             if run not in known:
                 known[run] = self._gathering(step, run, cost)
         return tuple(known[run] for run in runs.counts)
 
-    def _gathering(self, step: Step, run: tuple[tuple[int, int], ...], cost: Costs) -> _Bodies:
-        """Bound bodies that gather and scatter a layer at a time, one layer ahead: along the data axis' stream.
+    def _gathering(self, step: Step, run: tuple[tuple[int, int], ...], cost: Costs) -> Bodies:
+        """Bound bodies that gather and scatter a layer at a time, one layer ahead: along the data axis' stream, and that
+        of experts, which are dealt.
 
-        A forward lasts as long as the gathers of its blocks but the first one, with the blocks' compute only before and
+        A forward lasts as long as the gathers of its blocks but the first two, with the blocks' compute only before and
         behind them; a backward as long as its blocks' scatters but the last two and gathers but the first two, which
-        take turns.
+        take turns. These all run beside what was issued behind them, or beside nothing.
         """
-        kinds, master, shards = self._price(step).kinds, BYTES_OF[step.master_dtype], step.layout.num_shards
+        kinds = self._price(step).kinds
         blocks = [(kind, number) for kind, number in run if self.few.layers[kind].is_block]
-        others = [kinds[kind] for kind, _ in run if not self.few.layers[kind].is_block]
-        count = sum(number for _, number in blocks)
-        gathers_s = [self._sent_s(Kind.ALL_GATHER, kinds[k].gathered, "dp_shard", shards, step) for k, _ in blocks]
-        scatters_s = [
-            self._sent_s(Kind.REDUCE_SCATTER, kinds[k].scattered * master, "dp_shard", shards, step) for k, _ in blocks
-        ]
-        gathered_s = sum(n * g for (_, n), g in zip(blocks, gathers_s, strict=True)) - max(gathers_s, default=0.0)
-        around_s = min((kinds[kind].forward_s for kind, _ in blocks), default=0.0)
-        forward_s = max(cost.forward_s, gathered_s + around_s if count > 1 else 0.0)
-        if step.zero == 2:
-            return _Bodies(forward_s, cost.forward_s, cost.backward_s, cost.weight_s)
-        reads = all(self.few.layers[k].backward_reads_weights and kinds[k].scattered > 0 for k, _ in blocks)
-        turns_s = sum(n * (g + s) for (_, n), g, s in zip(blocks, gathers_s, scatters_s, strict=True))
-        turns_s -= 2 * (max(gathers_s, default=0.0) + max(scatters_s, default=0.0))
-        around_s = min((kinds[k].backward_s - kinds[k].behind_s for k, _ in blocks), default=0.0)
-        around_s += min((kinds[k].backward_s for k, _ in blocks), default=0.0)
-        around_s += sum(one.backward_s for one in others)
-        backward_s = max(cost.backward_s, turns_s + around_s if reads and count > 2 else 0.0)
-        return _Bodies(forward_s, forward_s, backward_s, cost.weight_s)
+        others_s = sum(kinds[kind].backward_s for kind, _ in run if not self.few.layers[kind].is_block)
+        forward_s, backward_s = cost.forward_s, cost.backward_s
+        for axis in ("dp_shard", "dp_expert"):
+            parts = [part for kind, number in blocks if (part := self._part(step, kind, number, axis)).gather_s]
+            if not parts or sum(part.number for part in parts) <= 2:
+                continue
+            gather_s, scatter_s = max(part.gather_s for part in parts), max(part.scatter_s for part in parts)
+            gathered_s = sum(part.number * part.gather_s for part in parts) - 2 * gather_s
+            mine = [kinds[part.kind] for part in parts]
+            forward_s = max(forward_s, gathered_s + 2 * min(kinds[kind].forward_s for kind, _ in blocks))
+            if step.zero == 3 and all(part.scatter_s and part.reads for part in parts):
+                turns_s = gathered_s + sum(part.number * part.scatter_s for part in parts) - 2 * scatter_s
+                around_s = min(one.backward_s - one.behind_s for one in mine) + min(one.backward_s for one in mine)
+                slowed_s = cost.backward_s + self._slowed_s(turns_s, cost.sent_backward_s)
+                backward_s = max(backward_s, turns_s + around_s + others_s, slowed_s)
+        plain_s = forward_s if step.zero == 3 else cost.forward_s
+        return Bodies(forward_s, plain_s, backward_s, cost.weight_s)
+
+    def _part(self, step: Step, kind: int, number: int, axis: str) -> _Part:
+        """Return what layers of a kind send over one of the axes along which units are cut."""
+        one, layout = self._units(step)[kind], step.layout
+        is_dealt = axis == "dp_expert"
+        gathered, scattered = (one.dealt_gathered, one.dealt_scattered) if is_dealt else (one.gathered, one.scattered)
+        ranks = layout.num_shards // (layout.ep if is_dealt else 1)
+        gather_s = self._sent_s(Kind.ALL_GATHER, gathered, axis, ranks, step)
+        scatter_s = self._sent_s(Kind.REDUCE_SCATTER, scattered * BYTES_OF[step.master_dtype], axis, ranks, step)
+        return _Part(kind, number, gather_s, scatter_s, self.few.layers[kind].backward_reads_weights)
+
+    def _slowed_s(self, sent_s: float, exposed_s: float) -> float:
+        """How much longer compute takes beside so many seconds of what is sent over one axis.
+
+        Of what is sent no second costs nothing: it slows the compute beside it, or there is none beside it. Only what
+        compute's own queue sends is not slowed.
+        """
+        return (1 - 1 / self.hardware.contention) * max(0.0, sent_s - exposed_s)
+
+    def _once(self, step: Step, bound: Callable[[Step], Times]) -> Times:
+        """Bound times once for all ways to split the data axis, where bodies do not gather."""
+        if self._gathers(step):
+            return bound(step)
+        key = (bound.__name__, *self._key(step), step.num_microbatches, step.layout.schedule)
+        if key not in self._known_times:
+            self._known_times[key] = bound(step)
+        return self._known_times[key]
+
+    def _gathers(self, step: Step) -> bool:
+        return step.zero >= 2 and self.hardware.overlap
 
     def closed_times(self, step: Step) -> Times:
         """Bound when stages end by what is before them."""
-        step = self._smallest(step)
+        return self._once(self._smallest(step), self._closed_times)
+
+    def _closed_times(self, step: Step) -> Times:
         layout = step.layout
         bodies, m, pp = self._bodies(step), step.num_microbatches, layout.pp
         plain = layout.virtual_stages == 1 and layout.schedule != "zero-bubble"
@@ -351,19 +388,20 @@ class Bounds:
 
     def played_times(self, step: Step) -> Times:
         """Play the schedule with whole bodies, and nothing sent over the data axes but what bodies wait for."""
-        step = self._smallest(step)
-        layout = step.layout
-        if layout.pp == 1:
+        if step.layout.pp == 1:
             return self.closed_times(step)
+        return self._once(self._smallest(step), self._played_times)
+
+    def _played_times(self, step: Step) -> Times:
+        layout = step.layout
         size, pp = self._price(step).sent, layout.pp
         sends_s = [self._sent_s(Kind.SEND, size, "pp", pp, replace(step, stage=stage)) for stage in range(pp)]
-        return _play(layout, step.num_microbatches, self._bodies(step), sends_s)
+        return play_bodies(layout, step.num_microbatches, self._bodies(step), sends_s)
 
     def step_s(self, step: Step, times: Times) -> float:
         """Bound the step of a layout whose stages come so far no sooner than that."""
         step = self._smallest(step)
-        layout, pp = step.layout, step.layout.pp
-        runs = self._runs(layout)
+        runs, pp = self._runs(step), step.layout.pp
         sendings: dict[tuple[object, ...], _Sending] = {}
         met_s = last_s = 0.0
         first_s: float | None = None
@@ -375,67 +413,110 @@ class Bounds:
             first_s = sends.first_s if first_s is None else first_s  # all stages wait for the first one's first forward
             end_s = times.ends_s[stage]
             if self.hardware.overlap:
+                slowed_s = times.whole_s[stage] + sends.left_s + self._slowed_s(sends.beside_s, sends.exposed_s)
                 met_s = max(
-                    met_s, first_s + end_s + sends.behind_s, times.whole_s[stage] + sends.reduced_s, sends.all_s
+                    met_s,
+                    first_s + end_s + sends.behind_s,
+                    times.whole_s[stage] + sends.reduced_s,
+                    sends.all_s,
+                    slowed_s,
                 )
             elif pp == 1:
                 met_s = end_s + sends.reduced_s + sends.all_s
             else:  # of several stages one may send while it waits for another
-                mine = _total(self._costs(step)[stage::pp])
+                mine = total(self._costs(step)[stage::pp])
                 busy_s = step.num_microbatches * (mine.forward_s + mine.backward_s + mine.weight_s)
                 met_s = max(met_s, end_s, times.whole_s[stage] + sends.reduced_s, busy_s + sends.all_s)
             last_s = max(last_s, sends.update_s)
-        scalars = BYTES_OF["float64"] * len(STEP_SCALARS)
-        return met_s + self._sent_s(Kind.ALL_REDUCE, scalars, "world", layout.world_size, step) + last_s
+        return met_s + self._scalars_s(step) + last_s
 
     def _sending(self, step: Step, stage: int) -> _Sending:
         """Return what a stage sends over the data axes."""
-        mine = _total(self._costs(step)[stage :: step.layout.pp])
-        update_s = self._update_s(step, self._updated(step, mine), 0.0 if step.zero >= 2 else mine.apart)
-        return self._of_units(step, stage, update_s) if step.zero >= 2 else self._of_buckets(step, mine, update_s)
+        mine = self._costs(step)[stage :: step.layout.pp]
+        all_of = total(mine)
+        update_s = self._update_s(step, self._updated(step, all_of), 0.0 if step.zero >= 2 else all_of.apart)
+        # What runs behind the first gradients that are whole: the last micro-batch's, of every run where they alternate.
+        left_s = all_of.weight_s if step.splits_backward else all_of.backward_s
+        sent_s = 0.0 if step.splits_backward else all_of.sent_backward_s
+        if step.zero >= 2:
+            sends = self._of_units(step, stage, all_of, update_s)
+        else:
+            sends = self._of_buckets(step, all_of, update_s)
+        return sends._replace(left_s=left_s, exposed_s=sent_s)
 
     def _of_buckets(self, step: Step, mine: Costs, update_s: float) -> _Sending:
         layout, master = step.layout, BYTES_OF[step.master_dtype]
         whole, apart = mine.trained - mine.dealt, mine.apart - mine.dealt_apart
-        limit = BUCKET_BYTES // master
         # A bucket is closed by the weight that fills it.
-        count = max(1, int((mine.block_trained - mine.dealt) / (limit + self._price(step).largest)))
+        limit = BUCKET_BYTES // master + self._price(step).largest
 
-        def sent_s(kind: Kind, size: float, axis: str, ranks: int) -> float:
+        def sent_s(kind: Kind, size: float, axis: str, ranks: int, numel: float) -> float:
+            count = max(1, int(numel / limit))
             return count * self._sent_s(kind, size / count, axis, ranks, step)
+
+        def whole_s(kind: Kind, size: float, axis: str, ranks: int) -> float:
+            return sent_s(kind, size, axis, ranks, mine.block_trained - mine.dealt)
+
+        def dealt_s(kind: Kind, size: float, ranks: int) -> float:
+            return sent_s(kind, size, "dp_expert", ranks // layout.ep, mine.dealt) if layout.ep > 1 else 0.0
 
         replicas, shards = layout.num_replicas, layout.num_shards
         if step.zero == 0:
-            return _Sending(0.0, sent_s(Kind.ALL_REDUCE, whole * master, "dp_replicate", replicas), 0.0, 0.0, update_s)
-        reduced_s = max(
-            sent_s(Kind.REDUCE_SCATTER, whole * master, "dp_shard", shards),
-            sent_s(Kind.ALL_REDUCE, whole * master / shards, "dp_replicate", replicas),
+            reduced_s = max(
+                whole_s(Kind.ALL_REDUCE, whole * master, "dp_replicate", replicas),
+                dealt_s(Kind.ALL_REDUCE, mine.dealt * master, layout.num_summed),
+            )
+            return _Sending(reduced_s=reduced_s, update_s=update_s, beside_s=reduced_s)
+        beside_s = max(
+            whole_s(Kind.REDUCE_SCATTER, whole * master, "dp_shard", shards),
+            dealt_s(Kind.REDUCE_SCATTER, mine.dealt * master, shards),
         )
-        size = (whole - apart) * master + apart * BYTES_OF[step.compute_dtype]
-        return _Sending(0.0, reduced_s, 0.0, 0.0, update_s + sent_s(Kind.ALL_GATHER, size, "dp_shard", shards))
+        reduced_s = max(
+            beside_s,
+            whole_s(Kind.ALL_REDUCE, whole * master / shards, "dp_replicate", replicas)
+            + sent_s(Kind.ALL_REDUCE, mine.dealt * master * layout.ep / shards, "dp_replicate", replicas, mine.dealt),
+        )
+        size, dealt_size = (
+            (numel - part) * master + part * BYTES_OF[step.compute_dtype]
+            for numel, part in ((whole, apart), (mine.dealt, mine.dealt_apart))
+        )
+        gathered_s = max(
+            whole_s(Kind.ALL_GATHER, size, "dp_shard", shards), dealt_s(Kind.ALL_GATHER, dealt_size, shards)
+        )
+        return _Sending(reduced_s=reduced_s, update_s=update_s + gathered_s, beside_s=beside_s)
 
-    def _of_units(self, step: Step, stage: int, update_s: float) -> _Sending:
-        layout, runs, kinds = step.layout, self._runs(step.layout), self._price(step).kinds
-        master, shards, m = BYTES_OF[step.master_dtype], layout.num_shards, step.num_microbatches
-
-        def gather_s(kind: int) -> float:
-            return self._sent_s(Kind.ALL_GATHER, kinds[kind].gathered, "dp_shard", shards, step)
-
-        def scatter_s(kind: int) -> float:
-            return self._sent_s(Kind.REDUCE_SCATTER, kinds[kind].scattered * master, "dp_shard", shards, step)
-
+    def _of_units(self, step: Step, stage: int, mine: Costs, update_s: float) -> _Sending:
+        layout, runs, m = step.layout, self._runs(step), step.num_microbatches
         last = self._kind_of[-1]
-        all_s = 0.0
-        for run in runs.counts[stage :: layout.pp]:
-            for kind, number in run:
-                spec = self.few.layers[kind]
-                again = spec.is_block and spec.backward_reads_weights and kinds[kind].scattered > 0 and kind != last
-                gathers = m * (1 + again) if step.zero == 3 else 1
-                all_s += number * (gathers * gather_s(kind) + m * scatter_s(kind))
-        first = runs.first[stage]
-        size = kinds[first].scattered * master / shards
-        reduced_s = self._sent_s(Kind.ALL_REDUCE, size, "dp_replicate", layout.num_replicas, step)
-        return _Sending(gather_s(first), 0.0, scatter_s(first) + reduced_s, all_s, update_s)
+        all_s = scattered_s = 0.0
+        for axis in ("dp_shard", "dp_expert"):
+            gathers_s = scatters_s = 0.0
+            for run in runs.counts[stage :: layout.pp]:
+                for kind, number in run:
+                    part = self._part(step, kind, number, axis)
+                    again = self.few.layers[kind].is_block and part.reads and part.scatter_s > 0 and kind != last
+                    gathers_s += number * part.gather_s * (m * (1 + again) if step.zero == 3 else 1)
+                    scatters_s += number * part.scatter_s * m
+            all_s, scattered_s = max(all_s, gathers_s + scatters_s), max(scattered_s, scatters_s)
+        first = self._part(step, runs.first[stage], 1, "dp_shard")
+        reduced_s = sum(
+            number * self._replicated_s(step, self._units(step)[kind].held_trained)
+            for run in runs.counts[stage :: layout.pp]
+            for kind, number in run
+        )
+        behind_s = first.scatter_s + self._replicated_s(
+            step, self._units(step)[first.kind].scattered / layout.num_shards
+        )
+        busy_s = m * (mine.forward_s + mine.backward_s + mine.weight_s)
+        busy_s += self._slowed_s(scattered_s, m * (mine.sent_forward_s + mine.sent_backward_s))
+        if self.hardware.overlap:
+            all_s = max(all_s, first.gather_s + busy_s)
+        return _Sending(first.gather_s, reduced_s, behind_s, all_s, update_s, beside_s=reduced_s)
+
+    def _replicated_s(self, step: Step, numel: float) -> float:
+        """Sum so many elements of gradients over the replicas."""
+        size = numel * BYTES_OF[step.master_dtype]
+        return self._sent_s(Kind.ALL_REDUCE, size, "dp_replicate", step.layout.num_replicas, step)
 
     @staticmethod
     def _updated(step: Step, mine: Costs) -> float:
@@ -452,51 +533,60 @@ class Bounds:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def need(self, step: Step) -> Need:
-        """Bound the memory of a layout by that of its first and its last stage."""
+        """Bound the memory of a layout: of equal stages the first one holds most."""
         step = self._smallest(step)
-        stages = {0, step.layout.pp - 1}
-        return max((self._need_of(step, stage) for stage in stages), key=lambda need: need.total)
+        return max((self._need_of(step, stage) for stage in self._unlike_stages(step)), key=lambda need: need.total)
 
     def _need_of(self, step: Step, stage: int) -> Need:
-        layout, costs = step.layout, self._costs(step)
-        mine = _total(costs[stage :: layout.pp])
-        held = _in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
-        kept = sum(count * costs[chunk * layout.pp + stage].kept for chunk, count in enumerate(held.counts))
-        master = BYTES_OF[step.master_dtype]
-        run = held.next_chunk * layout.pp + stage
-        tail = self._runs(layout).tails[run]
-        kinds = self._price(step).kinds
-        if step.splits_backward:  # nothing is freed before the gradients of weights
-            again, unit = costs[run].again, 0.0
-        else:
-            again = unit = -float("inf")
-            freed = 0.0
-            for kind in tail:
-                one = kinds[kind]
-                reads = step.zero == 3 and self.few.layers[kind].backward_reads_weights and one.scattered > 0
-                unit_bytes = one.scattered * master + one.gathered * reads if step.zero >= 2 else 0.0
-                if reads and self.few.layers[kind].is_block:
-                    unit_bytes += self._ahead(kinds, self._runs(layout).counts[run])
-                if one.again - freed + unit_bytes > again + unit:
-                    again, unit = one.again - freed, unit_bytes
-                freed += one.kept
-        gathered = unit + (mine.gathered if step.zero == 2 else 0.0)
-        return Need(self._states(step, mine) + self.model.buffer_bytes, kept + again, gathered)
+        mine = total(self._costs(step)[stage :: step.layout.pp])
+        of_units = self._units(step) if step.zero >= 2 else None
+        kept, unit = self._activations(step, stage, of_units)
+        whole = self._units_of(step, stage) if of_units else Units()
+        gathered = unit + (whole.all_gathered if step.zero == 2 else 0.0)
+        return Need(self._states(step, mine, whole) + self.model.buffer_bytes, kept, gathered)
 
-    def _ahead(self, kinds: tuple[Costs, ...], run: tuple[tuple[int, int], ...]) -> float:
-        """Bytes of the block that is gathered while the last one of a run goes backward."""
+    def _activations(self, step: Step, stage: int, of_units: Sequence[Units] | None) -> tuple[float, float]:
+        """Bytes of activations, and of units, at the backward at which a stage holds most."""
+        layout, costs = step.layout, self._costs(step)
+        held = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
+        kept = sum(count * costs[chunk * layout.pp + stage].kept for chunk, count in enumerate(held.counts))
+        run = held.next_chunk * layout.pp + stage
+        if step.splits_backward:  # nothing is freed before the gradients of weights
+            return kept + costs[run].again, 0.0
+        runs, kinds = self._runs(step), self._price(step).kinds
+        again = unit = -float("inf")
+        freed = 0.0
+        for kind in runs.tails[run]:
+            one = kinds[kind]
+            unit_bytes = self._unit_bytes(step, of_units, kind, runs.counts[run]) if of_units else 0.0
+            if one.again - freed + unit_bytes > again + unit:
+                again, unit = one.again - freed, unit_bytes
+            freed += one.kept
+        return kept + again, unit
+
+    def _unit_bytes(self, step: Step, of_units: Sequence[Units], kind: int, run: tuple[tuple[int, int], ...]) -> float:
+        """Bytes of whole gradients of a layer and, under zero=3, of what is gathered for its backward and ahead of it."""
+        one, layer = of_units[kind], self.few.layers[kind]
+        size = one.all_scattered * BYTES_OF[step.master_dtype]
+        if step.zero == 3 and layer.backward_reads_weights and one.all_scattered > 0:
+            size += one.all_gathered + (self._ahead(of_units, run) if layer.is_block else 0.0)
+        return size
+
+    def _ahead(self, of_units: Sequence[Units], run: tuple[tuple[int, int], ...]) -> float:
+        """Bytes of the block that is gathered while the last one of a run goes backward; of its experts it may be a part."""
         blocks = [(kind, number) for kind, number in run if self.few.layers[kind].is_block]
         if sum(number for _, number in blocks) < 2:
             return 0.0
-        trained = all(kinds[kind].scattered and self.few.layers[kind].backward_reads_weights for kind, _ in blocks)
-        return min(kinds[kind].gathered for kind, _ in blocks) if trained else 0.0
+        trained = all(of_units[kind].scattered and self.few.layers[kind].backward_reads_weights for kind, _ in blocks)
+        return min(of_units[kind].gathered for kind, _ in blocks) if trained else 0.0
 
-    def _states(self, step: Step, mine: Costs) -> float:
-        master, states, shards = BYTES_OF[step.master_dtype], self.states_per_param, step.layout.num_shards
+    def _states(self, step: Step, mine: Costs, whole: Units) -> float:
+        master, states = BYTES_OF[step.master_dtype], self.states_per_param
         if step.zero >= 2:
-            return (mine.numel + mine.trained * (1 + (0 if step.layout.offload else states))) * master / shards
+            return (whole.held + whole.held_trained * (1 + (0 if step.layout.offload else states))) * master
         kept = (mine.trained * states + mine.apart) * master
         if step.zero == 1:
+            shards = step.layout.num_shards
             dealt = (mine.dealt * states + mine.dealt_apart) * master
             kept = (kept - dealt) / shards + dealt * step.layout.ep / shards
         return mine.weights + mine.trained * master + (0.0 if step.layout.offload else kept)
@@ -505,197 +595,30 @@ class Bounds:
 class _Sending(NamedTuple):
     """Seconds that a stage sends over data axes."""
 
-    first_s: float
+    first_s: float = 0.0
     """Before its first forward."""
-    reduced_s: float
+    reduced_s: float = 0.0
     """From when the first gradients are whole."""
-    behind_s: float
+    behind_s: float = 0.0
     """Behind its last backward."""
-    all_s: float
-    """In all, over one axis."""
-    update_s: float
+    all_s: float = 0.0
+    """In all, over one axis, or with all that it computes."""
+    update_s: float = 0.0
     """The update, and what is gathered behind it."""
+    left_s: float = 0.0
+    """What is computed from when the first gradients are whole."""
+    exposed_s: float = 0.0
+    """The part of it that is sent in the queue of compute."""
+    beside_s: float = 0.0
+    """The part of `reduced_s` that is issued between the last backwards: the clock lets it slow those behind it."""
 
 
-def _quicker(one: Costs, other: Costs) -> Costs:
-    """Return the first's costs, with the times that are the least of both."""
-    return one._replace(
-        forward_s=min(one.forward_s, other.forward_s),
-        backward_s=min(one.backward_s, other.backward_s),
-        weight_s=min(one.weight_s, other.weight_s),
-        behind_s=max(one.behind_s, other.behind_s),
-    )
+class _Part(NamedTuple):
+    """What layers of a kind send over an axis along which they are cut, seconds of one."""
 
-
-def _times(cost: Costs, number: int) -> Costs:
-    return cost if number == 1 else Costs(*(number * part for part in cost))
-
-
-def _weights(step: Step, layer: int) -> tuple[float, ...]:
-    """Return what `Costs` says of weights."""
-    params = step.model.params_of(layer)
-    trained = [param for param in params if param.trainable]
-    dealt = [param for param in trained if is_dealt(step, param)]
-    # Experts that are dealt have units of their own.
-    alone = [param for param in params if not param.shared and not param.read_outside and not is_dealt(step, param)]
-    alone = [param for param in alone if _has_module(step, param)]
-
-    def apart(some: Sequence[ParamSpec]) -> int:
-        return sum(param.numel for param in some if step.working_dtype(param) != step.master_dtype)
-
-    return (
-        sum(param.numel * BYTES_OF[step.working_dtype(param)] for param in params),
-        sum(param.numel for param in params),
-        sum(param.numel for param in trained),
-        sum(param.numel for param in dealt),
-        apart(trained),
-        apart(dealt),
-        sum(param.numel * BYTES_OF[step.working_dtype(param)] for param in alone),
-        sum(param.numel for param in alone if param.trainable),
-        sum(param.numel for param in trained) if step.model.layers[layer].is_block else 0,
-    )
-
-
-def _has_module(step: Step, param: ParamSpec) -> bool:
-    """Whether a module of its layer owns a weight, so that it is gathered with the layer and not with the root."""
-    return any(module and param.name.startswith(f"{module}.") for module in step.model.layers[param.layer].modules)
-
-
-# -- schedules ---------------------------------------------------------------------------------------------------------
-
-
-class _Held(NamedTuple):
-    """The moment at which a stage has most micro-batches in flight."""
-
-    counts: tuple[int, ...]
-    """Of each chunk."""
-    next_chunk: int
-    """Whose backward follows."""
-
-
-@functools.lru_cache(maxsize=2**12)
-def _in_flight(schedule: schedules.Schedule, stage: int, num_stages: int, microbatches: int, chunks: int) -> _Held:
-    """Find the moment."""
-    if num_stages == 1:
-        return _Held((1,), 0)
-    # Once these are full, more micro-batches change nothing; interleaved deals them into other rounds.
-    is_bounded = schedule in ("1f1b", "zero-bubble")
-    order = _order(
-        schedule, stage, num_stages, min(microbatches, num_stages + 1) if is_bounded else microbatches, chunks
-    )
-    frees = ActionKind.WEIGHT if schedule == "zero-bubble" else ActionKind.BACKWARD
-    counts = [0] * chunks
-    best, most, next_chunk, is_new = tuple(counts), 0, 0, False
-    for action in order:
-        if action.kind is ActionKind.BACKWARD and is_new:
-            next_chunk, is_new = action.chunk, False
-        counts[action.chunk] += (action.kind is ActionKind.FORWARD) - (action.kind is frees)
-        if sum(counts) > most:
-            best, most, is_new = tuple(counts), sum(counts), True
-    return _Held(best, next_chunk)
-
-
-def _play(layout: Layout, m: int, bodies: Sequence[_Bodies], sends_s: Sequence[float]) -> Times:
-    """Play bodies in the order of the schedule; each waits for what other stages send it, one after the other."""
-    pp, chunks = layout.pp, layout.virtual_stages
-    last = pp * chunks - 1
-    orders = [_order(layout.schedule, stage, pp, m, chunks) for stage in range(pp)]
-    reduces = ActionKind.WEIGHT if layout.schedule == "zero-bubble" else ActionKind.BACKWARD
-    forward = [[0.0] * m] + [[-1.0] * m for _ in range(last)]  # when what a run is given has come; -1: not yet
-    backward = [[-1.0] * m for _ in range(last)] + [[0.0] * m]
-    free, links = [0.0] * pp, [0.0] * pp
-    whole_s, at = [-1.0] * pp, [0] * pp
-    moved = True
-    while moved:
-        moved = False
-        for stage, order in enumerate(orders):
-            position, now, link, send_s = at[stage], free[stage], links[stage], sends_s[stage]
-            for kind, microbatch, chunk in order[position:]:
-                run = chunk * pp + stage
-                if kind is ActionKind.WEIGHT:
-                    came, took_s, to = 0.0, bodies[run].weight_s, None
-                elif kind is ActionKind.FORWARD:
-                    came, took_s = (
-                        forward[run][microbatch],
-                        bodies[run].forward_s if microbatch else bodies[run].first_s,
-                    )
-                    to = forward[run + 1] if run < last else None
-                else:
-                    came, took_s = backward[run][microbatch], bodies[run].backward_s
-                    to = backward[run - 1] if run else None
-                if came < 0.0:
-                    break
-                start_s = came if came > now else now
-                if microbatch == m - 1 and kind is reduces and whole_s[stage] < 0.0:
-                    whole_s[stage] = start_s
-                now = start_s + took_s
-                if to is not None:
-                    link = (now if now > link else link) + send_s
-                    to[microbatch] = link
-                position += 1
-            moved |= position > at[stage]
-            at[stage], free[stage], links[stage] = position, now, link
-    assert all(position == len(order) for position, order in zip(at, orders, strict=True)), "the schedule deadlocks"
-    return Times(tuple(whole_s), tuple(free))
-
-
-@functools.lru_cache(maxsize=2**10)
-def _order(
-    schedule: schedules.Schedule, stage: int, num_stages: int, microbatches: int, chunks: int
-) -> schedules.Order:
-    return schedules.order(schedule, stage, num_stages, microbatches, chunks)
-
-
-# -- layers of one kind ------------------------------------------------------------------------------------------------
-
-
-def one_of_each(model: ModelSpec) -> tuple[ModelSpec, list[int]]:
-    """Return a model of one layer of each kind, and the kind of every layer.
-
-    What is no block, the first block and the last are kinds of their own: strategies look at where they stand.
-    """
-    blocks = [index for index, layer in enumerate(model.layers) if layer.is_block]
-    owned: dict[int, list[ParamSpec]] = {}
-    for param in model.params:
-        owned.setdefault(param.layer, []).append(param)
-    known: dict[object, int] = {}
-    chosen: list[int] = []
-    kind_of: list[int] = []
-    for index, layer in enumerate(model.layers):
-        alone = not layer.is_block or index in (blocks[0], blocks[-1])
-        key = index if alone else _kind(layer, owned.get(index, []))
-        if key not in known:
-            known[key] = len(chosen)
-            chosen.append(index)
-        kind_of.append(known[key])
-    # A middle kind is met before the last block, so the order of the layers is kept.
-    place = {index: number for number, index in enumerate(chosen)}
-    params = tuple(
-        replace(param, layer=place[index], last_layer=None if param.last_layer is None else kind_of[param.last_layer])
-        for index in chosen
-        for param in owned.get(index, [])
-    )
-    return replace(model, layers=tuple(model.layers[index] for index in chosen), params=params), kind_of
-
-
-def _kind(layer: LayerSpec, params: Sequence[ParamSpec]) -> object:
-    """Return what tells kinds of layers apart: all but names."""
-    root = f"{layer.modules[0]}." if layer.modules else ""
-
-    def named(parts: tuple[object, ...]) -> tuple[object, ...]:
-        return tuple(replace(part, owner=part.owner.removeprefix(root)) for part in parts)  # type: ignore[type-var,attr-defined]
-
-    return (
-        replace(
-            layer, name="", modules=(), forward_sums=(), backward_sums=(), sequence_borders=(), dealings=(), products=()
-        ),
-        *(named(parts) for parts in (layer.forward_sums, layer.backward_sums, layer.sequence_borders, layer.dealings)),
-        named(layer.products),
-        tuple(
-            replace(
-                param, name=param.name.removeprefix(root), layer=0, called=(0, 0), last_layer=None,
-                aliases=tuple(alias.removeprefix(root) for alias in param.aliases),
-            )
-            for param in params
-        ),
-    )  # fmt: skip
+    kind: int
+    number: int
+    gather_s: float
+    scatter_s: float
+    reads: bool
+    """Their backward reads the weights, so that they are gathered for it."""

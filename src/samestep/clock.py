@@ -259,7 +259,8 @@ class _Lines:
         self.names: dict[str, int] = {}
         known: dict[int, _Priced] = {}  # by the op's identity: bodies share most of theirs
         queued: dict[str, set[str]] = {}
-        bodies = {body: [self._price(op, known) for op in ops] for body, ops in program.bodies.items()}
+        # By the identity of a body's ops too: tasks at other places in the step share them.
+        bodies = {id(ops): [self._price(op, known) for op in ops] for ops in program.bodies.values()}
         for one in known.values():
             self.names.setdefault(one.op.name, len(self.names))
             queued.setdefault(one.op.name, set()).add(one.queue)
@@ -271,7 +272,8 @@ class _Lines:
             if one.op.after
         }
         needed = {name for names in waits.values() for name in names}
-        self.parts = {body: tuple(self._cut(ops, waits, needed)) for body, ops in bodies.items()}
+        parts = {key: tuple(self._cut(ops, waits, needed)) for key, ops in bodies.items()}
+        self.parts = {body: parts[id(ops)] for body, ops in program.bodies.items()}
 
     def _price(self, op: Op, known: dict[int, _Priced]) -> _Priced:
         if id(op) not in known:
@@ -316,12 +318,13 @@ class _Lines:
 def _check_waits(program: Program, stage: int) -> None:
     """Refuse a wait for what no earlier op of the step is."""
     issued: set[str] = set()
-    met: set[str] = set()
+    met: set[int] = set()
     for task in program.stages[0]:
-        if task.body in met:
+        ops = program.bodies[task.body]
+        if id(ops) in met:
             continue
-        met.add(task.body)
-        for op in program.bodies[task.body]:
+        met.add(id(ops))
+        for op in ops:
             for awaited in op.after:
                 if awaited not in issued:
                     label = f"{task.kind}{task.microbatch}"

@@ -262,8 +262,8 @@ class Group(NamedTuple):
 def _collective_s(op: Op, program: Program, hardware: Hardware) -> float:
     if op.kind is Kind.RECV:
         return 0.0
-    group = group_of(op.axis or "", program, hardware)
-    return collective_s(op.kind, op.size_bytes, group, hardware)
+    axis = op.axis or ""
+    return collective_s(op.kind, op.size_bytes, group_of(axis, program.axes[axis], program.step, hardware), hardware)
 
 
 @lru_cache(maxsize=2**16)
@@ -318,10 +318,9 @@ def _reached(hardware: Hardware) -> float:
     return NETWORK_REACHED if hardware.efficiency else 1.0  # a profile without efficiencies has achieved rates
 
 
-def group_of(axis: str, program: Program, hardware: Hardware) -> Group:
-    """Return how the ranks of one group of an axis lie on the nodes."""
-    step, per_node = program.step, hardware.devices_per_node
-    size, stride = program.axes[axis], stride_of(axis, step)
+def group_of(axis: str, size: int, step: Step, hardware: Hardware) -> Group:
+    """Return how the ranks of one group of an axis, so many of them, lie on the nodes."""
+    per_node, stride = hardware.devices_per_node, stride_of(axis, step)
     if axis == "pp":
         # A stage passes on to the next one, which is most often on the same node where several stages share it.
         crosses = step.layout.world_size > per_node and (step.stage + 1) * stride % per_node == 0
@@ -335,19 +334,22 @@ def group_of(axis: str, program: Program, hardware: Hardware) -> Group:
 
 def stride_of(axis: str, step: Step) -> int:
     """Distance between two neighbours on an axis, in ranks."""
-    tp, stage_ranks = step.layout.tp, step.layout.num_summed * step.layout.tp
-    strides = {
-        "cp": tp,
-        "dp_shard": tp,
-        "dp_intra": tp,
-        "ep": tp,
-        "dp_expert": tp * step.layout.ep,
-        "dp_replicate": tp * step.layout.num_shards,
-        "dp_inter": step.ranks_per_node,
-        "pp": stage_ranks,
-        "tie": stage_ranks * (step.layout.pp - 1),
-    }
-    return strides.get(axis, 1)
+    layout = step.layout
+    match axis:
+        case "cp" | "dp_shard" | "dp_intra" | "ep":
+            return layout.tp
+        case "dp_expert":
+            return layout.tp * layout.ep
+        case "dp_replicate":
+            return layout.tp * layout.num_shards
+        case "dp_inter":
+            return step.ranks_per_node
+        case "pp":
+            return layout.num_summed * layout.tp
+        case "tie":
+            return layout.num_summed * layout.tp * (layout.pp - 1)
+        case _:
+            return 1
 
 
 # -- update ------------------------------------------------------------------------------------------------------------

@@ -123,19 +123,21 @@ def predict(model: ModelSpec, job: Job, layout: Layout, hardware: Hardware, stat
         LayoutError: a strategy refuses it.
     """
     per_node = job.run.ranks_per_node or hardware.devices_per_node
-    return predict_programs(programs_of(model, job, layout, per_node), model, job, hardware, states_per_param)
+    programs = programs_of(model, job, layout, per_node)
+    uses = tuple(memory.during_step(program, states_per_param) for program in programs)
+    return predict_programs(programs, model, job, hardware, uses)
 
 
 def predict_programs(
-    programs: tuple[Program, ...], model: ModelSpec, job: Job, hardware: Hardware, states_per_param: int = 2
+    programs: tuple[Program, ...], model: ModelSpec, job: Job, hardware: Hardware, uses: tuple[MemoryUse, ...]
 ) -> Prediction:
-    """Predict a layout whose programs are made already."""
+    """Predict a layout whose programs are made already, and their memory added up."""
     return Prediction(
         layout=programs[0].step.layout,
         hardware=hardware,
         programs=programs,
         timeline=clock.play(programs, hardware),
-        memory=tuple(memory.during_step(program, states_per_param) for program in programs),
+        memory=uses,
         tokens=job.train.global_batch * job.data.sequence_length,
         model_flops=PASSES * model.forward_flops * job.train.global_batch,
         dtype=programs[0].step.compute_dtype,

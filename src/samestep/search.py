@@ -2,9 +2,10 @@
 
 Three tiers, so that tens of thousands of layouts take a second or two:
 
-    rules       the strategies' own refusals, once for each combination of degrees
+    rules       the strategies' own refusals, once for each combination of degrees and schedule
     bounds      memory that no layout of these words can do without, and a step time that none can beat (`bounds.py`):
-                first of all ways to split the data axis together, then of each, then with the schedule played
+                first of all layouts with these degrees and this micro-batch, then of all ways to split the data axis, then
+                of each, then with the schedule played
     the clock   op by op, in the order of the bounds, until no bound is left that could still be among the best
 
 so that what is found is the best there is, unless the search has played `MOST_PLAYED` layouts before; then it says so.
@@ -23,14 +24,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from samestep import memory
 from samestep.bounds import Bounds, Need
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.job import Job
-from samestep.layout import Layout
+from samestep.layout import Layout, Recompute
 from samestep.memory import MemoryUse
 from samestep.model import ModelSpec
 from samestep.prediction import Prediction, labels, predict, predict_programs
@@ -72,6 +73,12 @@ class Group:
             yield Layout(**{**words, "dp_replicate": replicate, "dp_shard": shard, "zero": zero})
 
 
+class _Family(NamedTuple):
+    """Groups of the same degrees and the same micro-batch, of which the first one stands for all."""
+
+    groups: tuple[Group, ...]
+
+
 class Fallen(NamedTuple):
     """Layouts that fell out together."""
 
@@ -103,6 +110,11 @@ class Plan:
         return tuple(Rejection(layout, one.rule, one.reason) for one in self.fallen for layout in one.group.layouts())
 
 
+_Split = tuple[int, int, int]
+_Refusals = Mapping[str, Mapping[str | None, Sequence[_Split]]]
+"""Of each schedule, the splits by the reason why they are refused; None where they are not."""
+
+
 class _Search:
     """Looks for the fastest layouts that fit, the least bound first."""
 
@@ -114,7 +126,7 @@ class _Search:
         self.best: list[Prediction] = []
         self.fallen: list[Fallen] = []
         self.considered = self.played = 0
-        self._open: list[tuple[float, int, Group | Layout, bool]] = []
+        self._open: list[tuple[float, int, _Family | Group | Layout, bool]] = []
         self._number = itertools.count()
 
     def run(self, devices: int, *, offload: bool = False) -> None:
@@ -126,22 +138,38 @@ class _Search:
                 self._throw_out(degrees, "refused", reason)
                 continue
             degrees = replace(degrees, offload=offload)
-            splits = tuple((one.dp_replicate, one.dp_shard, one.zero) for one in self._legal(degrees))
-            for base in _switched(degrees, self.job) if splits else ():
-                self.considered += len(splits)
-                self._open_group(Group(base, splits))
+            refusals = self._refusals(degrees)
+            for sized in _sized(degrees, self.job) if refusals else ():
+                groups = [group for base in _varied(sized) for group in self._legal(base, refusals)]
+                if groups:
+                    self._open_family(_Family(tuple(groups)))
         while self._open and self._open[0][0] < self._limit_s() and self.played < MOST_PLAYED:
             self._look(*heapq.heappop(self._open))
         self._close()
 
-    def _legal(self, degrees: Layout) -> Iterator[Layout]:
-        """Yield the ways to split the data axis that no strategy refuses."""
-        for split in _splits(degrees, self.hardware):
-            if reason := refusal_of(self.builder.step(split)):
+    def _refusals(self, degrees: Layout) -> _Refusals:
+        """Ask the strategies about every split of the data axis and every schedule: what else there is they hardly mind."""
+        found: dict[str, dict[str | None, list[_Split]]] = {}
+        for plain in _splits(degrees, self.hardware):
+            if reason := refusal_of(self.builder.step(plain)):
                 self.considered += 1
-                self._throw_out(split, "refused", reason)
+                self._throw_out(plain, "refused", reason)
+                continue
+            for one in _scheduled(plain):
+                reason = refusal_of(self.builder.step(one)) if one != plain else None
+                reasons = found.setdefault(one.schedule, {})
+                reasons.setdefault(reason, []).append((one.dp_replicate, one.dp_shard, one.zero))
+        return found
+
+    def _legal(self, base: Layout, refusals: _Refusals) -> Iterator[Group]:
+        """Yield the splits that are not refused, together."""
+        for reason, splits in refusals.get(base.schedule, {}).items():
+            self.considered += len(splits)
+            group = Group(base, tuple(splits))
+            if reason is None:
+                yield group
             else:
-                yield split
+                self.fallen.append(Fallen(group, "refused", reason))
 
     def _throw_out(self, layout: Layout, rule: str, reason: str) -> None:
         self.fallen.append(Fallen(Group.of(layout), rule, reason))
@@ -150,29 +178,44 @@ class _Search:
         """What a layout has to be faster than."""
         return self.best[-1].step_s if len(self.best) == self.top else float("inf")
 
-    def _open_group(self, group: Group) -> None:
-        needed, bound_s = self.bounds.least(self.builder.step(group.base))
-        if needed > self.hardware.memory_bytes:
-            reason = f"needs at least {_gib(needed)} GiB of {_gib(self.hardware.memory_bytes)}"
-            self.fallen.append(Fallen(group, "memory", reason))
-        else:
-            self._put(bound_s, group, False)
+    def _open_family(self, family: _Family) -> None:
+        needed, bound_s = self.bounds.least(self.builder.step(family.groups[0].base))
+        if self._fits(needed, *family.groups):
+            self._put(bound_s, family, False)
 
-    def _put(self, bound_s: float, what: Group | Layout, is_played: bool) -> None:
+    def _open_group(self, group: Group, bound_s: float) -> None:
+        needed, closer_s = self.bounds.of_group(self.builder.step(group.base))
+        if self._fits(needed, group):
+            self._put(max(bound_s, closer_s), group, False)
+
+    def _fits(self, needed: float, *groups: Group) -> bool:
+        if needed <= self.hardware.memory_bytes:
+            return True
+        reason = f"needs at least {_gib(needed)} GiB of {_gib(self.hardware.memory_bytes)}"
+        self.fallen += [Fallen(group, "memory", reason) for group in groups]
+        return False
+
+    def _open_layout(self, layout: Layout, bound_s: float) -> None:
+        step = self.builder.step(layout)
+        if reason := refusal_of(step):
+            self._throw_out(layout, "refused", reason)
+        elif (need := self.bounds.need(step)).total > self.hardware.memory_bytes:
+            self._throw_out(layout, "memory", _at_least(need, self.hardware))
+        else:
+            closer_s = self.bounds.step_s(step, self.bounds.closed_times(step))
+            self._put(max(bound_s, closer_s), layout, layout.pp == 1)
+
+    def _put(self, bound_s: float, what: _Family | Group | Layout, is_played: bool) -> None:
         heapq.heappush(self._open, (bound_s, next(self._number), what, is_played))
 
-    def _look(self, bound_s: float, _: int, what: Group | Layout, is_played: bool) -> None:
+    def _look(self, bound_s: float, _: int, what: _Family | Group | Layout, is_played: bool) -> None:
         """Bound something more closely, or play it."""
-        if isinstance(what, Group):
+        if isinstance(what, _Family):
+            for group in what.groups:
+                self._open_group(group, bound_s)
+        elif isinstance(what, Group):
             for layout in what.layouts():
-                step = self.builder.step(layout)
-                if reason := refusal_of(step):
-                    self._throw_out(layout, "refused", reason)
-                elif (need := self.bounds.need(step)).total > self.hardware.memory_bytes:
-                    self._throw_out(layout, "memory", _at_least(need, self.hardware))
-                else:
-                    closer_s = self.bounds.step_s(step, self.bounds.closed_times(step))
-                    self._put(max(bound_s, closer_s), layout, layout.pp == 1)
+                self._open_layout(layout, bound_s)
         elif not is_played:
             step = self.builder.step(what)
             closer_s = self.bounds.step_s(step, self.bounds.played_times(step))
@@ -187,13 +230,12 @@ class _Search:
         except LayoutError as error:
             self._throw_out(layout, "refused", str(error))
             return
-        use = max(
-            (memory.during_step(program, self.states_per_param) for program in programs), key=lambda one: one.total
-        )
+        uses = tuple(memory.during_step(program, self.states_per_param) for program in programs)
+        use = max(uses, key=lambda one: one.total)
         if use.total > self.hardware.memory_bytes:
             self._throw_out(layout, "memory", needs(use, self.hardware))
             return
-        found = predict_programs(programs, self.model, self.job, self.hardware, self.states_per_param)
+        found = predict_programs(programs, self.model, self.job, self.hardware, uses)
         self.best = sorted([*self.best, found], key=lambda one: one.step_s)
         for left in self.best[self.top :]:
             self._throw_out(left.layout, "slower", f"{left.step_s:.4g} s a step")
@@ -205,7 +247,10 @@ class _Search:
         for bound_s, _, what, _ in self._open:
             rule = "slower" if bound_s >= limit_s else "unplayed"
             reason = f"at least {bound_s:.4g} s a step"
-            self.fallen.append(Fallen(what if isinstance(what, Group) else Group.of(what), rule, reason))
+            groups = (
+                what.groups if isinstance(what, _Family) else (what if isinstance(what, Group) else Group.of(what),)
+            )
+            self.fallen += [Fallen(group, rule, reason) for group in groups]
 
 
 def plan(
@@ -371,13 +416,21 @@ def _splits(degrees: Layout, hardware: Hardware) -> Iterator[Layout]:
 
 def _switched(degrees: Layout, job: Job) -> Iterator[Layout]:
     """Yield a split with every choice of micro-batch, schedule and recomputation."""
+    for sized in _sized(degrees, job):
+        yield from _varied(sized)
+
+
+def _sized(degrees: Layout, job: Job) -> Iterator[Layout]:
+    """Yield a split with every micro-batch that is tried."""
     share = -(-job.train.global_batch // degrees.dp)
     for microbatch in sorted({size for size in MICROBATCHES if size < share} | {share}):
-        sized = replace(degrees, microbatch=microbatch if microbatch < share else None)
-        for scheduled in _scheduled(sized):
-            yield scheduled
-            yield replace(scheduled, recompute="selective")
-            yield replace(scheduled, recompute="full")
+        yield replace(degrees, microbatch=microbatch if microbatch < share else None)
+
+
+def _varied(sized: Layout) -> Iterator[Layout]:
+    for scheduled in _scheduled(sized):
+        for recompute in get_args(Recompute):
+            yield replace(scheduled, recompute=recompute)
 
 
 def _scheduled(layout: Layout) -> Iterator[Layout]:

@@ -217,9 +217,9 @@ def test_thousands_of_devices_play_in_a_fraction_of_a_second() -> None:
     program = case(model, "dp_replicate=64 dp_shard=64 microbatch=1", global_batch=4096 * 16).program
     taken = []
     for _ in range(2):
-        start = time.perf_counter()
+        start = time.process_time()
         play([program], load("h100x8"))
-        taken.append(time.perf_counter() - start)
+        taken.append(time.process_time() - start)
     assert min(taken) < 0.5
 
 

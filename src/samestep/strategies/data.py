@@ -76,7 +76,7 @@ def apply(program: Program) -> Program:
     if step.layout.world_size > 1:
         axes["world"] = step.layout.world_size
         waits = tuple(_reductions_of(program))
-        program = program.with_bodies(lambda _, ops: _agreed(ops, waits))
+        program = program.with_bodies(lambda key, ops: _agreed(ops, waits) if key == TaskKind.UPDATE else ops)
     return replace(program, buckets=buckets, axes=axes)
 
 
@@ -87,7 +87,10 @@ def _reduced(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...], units:
         return _reductions(step, bucket)
 
     if units and is_backward(key):
-        return tuple(_reduce_units(ops, step, {unit.name: unit for unit in units}, is_last=ends_gradients(key, step)))
+        is_last = ends_gradients(key, step)
+        if not is_last and all(unit.ep < step.layout.num_shards for unit in units):
+            return ops
+        return tuple(_reduce_units(ops, step, {unit.name: unit for unit in units}, is_last=is_last))
     if ends_gradients(key, step):
         # Under zero=1 a bucket's first collective is that of the shards, but for experts of which no two ranks of a replica
         # hold the same.

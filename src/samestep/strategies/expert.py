@@ -55,6 +55,9 @@ def refusal(step: Step) -> str | None:
             "(a module called with rows, the experts chosen for them and their weights): ep=1 works"
         )
     ranks, experts = step.innermost_data_ranks, math.gcd(*(param.experts for param in dealt))
+    if ranks % layout.ep == 0 and experts % layout.ep == 0 and layout.reduce != "hierarchical":
+        shared = next((param.name for param in dealt if param.shared or param.read_outside), None)
+        return f"ep={layout.ep}: {shared} is used by several modules: ep=1 works" if shared else None
     works = [str(n) for n in range(2, ranks + 1) if ranks % n == 0 and experts % n == 0]
     nearest = f"{'ep=' + ' or '.join(works) if works else 'only ep=1'} works"
     if ranks % layout.ep:
@@ -63,13 +66,7 @@ def refusal(step: Step) -> str | None:
     if experts % layout.ep:
         uneven = next(param for param in dealt if param.experts % layout.ep)
         return f"ep={layout.ep} does not divide the {uneven.experts} experts of {uneven.name}; {nearest}"
-    if layout.reduce == "hierarchical":
-        return (
-            f"reduce=hierarchical sums over all data ranks, and experts differ with ep={layout.ep}: reduce=ring works"
-        )
-    if shared := next((param.name for param in dealt if param.shared or param.read_outside), None):
-        return f"ep={layout.ep}: {shared} is used by several modules: ep=1 works"
-    return None
+    return f"reduce=hierarchical sums over all data ranks, and experts differ with ep={layout.ep}: reduce=ring works"
 
 
 def _refuse_balance(step: Step) -> str | None:

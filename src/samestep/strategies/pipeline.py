@@ -93,14 +93,21 @@ def apply(program: Program) -> Program:
     mine = tuple(_params_of(step.model, cuts, step.stage, layout.pp))
     local = replace(step, model=replace(step.model, params=mine))
     bodies: dict[str, Ops] = {str(TaskKind.UPDATE): program.bodies[str(TaskKind.UPDATE)]}
+    known: dict[
+        tuple[int, int], tuple[Ops, Ops]
+    ] = {}  # positions in the step share ops, and so do what is made of them
     for key, ops in program.bodies.items():
         if key != TaskKind.UPDATE:
             for index, chunk in enumerate(chunks):
                 kind, where = key.split(".")
-                run = tuple(_run(ops, local, cuts, chunk, is_backward(key)))
-                if step.splits_backward and is_backward(key):
-                    bodies[f"{TaskKind.WEIGHT}.{index}.{where}"] = tuple(weights_apart(run, local))
-                    run = tuple(_without_weights(op, local) for op in run)
+                splits = step.splits_backward and is_backward(key)
+                if (id(ops), index) not in known:
+                    run = tuple(_run(ops, local, cuts, chunk, is_backward(key)))
+                    apart = tuple(weights_apart(run, local)) if splits else ()
+                    known[id(ops), index] = (tuple(_without_weights(op, local) for op in run) if splits else run, apart)
+                run, apart = known[id(ops), index]
+                if splits:
+                    bodies[f"{TaskKind.WEIGHT}.{index}.{where}"] = apart
                 bodies[f"{kind}.{index}.{where}"] = run
     return replace(
         program,
@@ -142,12 +149,13 @@ def runs_of(model: ModelSpec, count: int) -> tuple[range, ...]:
     Costs are forward FLOPs, one more for each layer so that layers without FLOPs spread too.
     """
     costs = tuple(layer.forward_flops + 1 for layer in model.layers)
-    return _balanced(costs, tuple(layer.is_block for layer in model.layers), count)
+    return balanced(costs, tuple(layer.is_block for layer in model.layers), count)
 
 
 @functools.lru_cache(maxsize=256)
-def _balanced(costs: tuple[int, ...], is_block: tuple[bool, ...], count: int) -> tuple[range, ...]:
-    """Search the least cost of a run for which runs filled from the end suffice; halving it each time."""
+def balanced(costs: tuple[int, ...], is_block: tuple[bool, ...], count: int) -> tuple[range, ...]:
+    """Cut layers of these costs into runs: search the least cost of a run for which runs filled from the end suffice,
+    halving it each time."""
     before = (0, *itertools.accumulate(costs))
     blocks = [index for index, is_one in enumerate(is_block) if is_one]
 

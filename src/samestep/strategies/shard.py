@@ -90,7 +90,8 @@ def apply(program: Program) -> Program:
         buckets = make_buckets(step, program.chunks)
         return program.with_bodies(lambda key, ops: _stage_1(key, ops, step, buckets), buckets=buckets, axes=axes)
     units = _units(step, program.chunks)
-    return program.with_bodies(lambda key, ops: _stage_2_or_3(key, ops, step, units), units=units, axes=axes)
+    known: dict[tuple[int, bool], Ops] = {}
+    return program.with_bodies(lambda key, ops: _stage_2_or_3(key, ops, step, units, known), units=units, axes=axes)
 
 
 def _stage_1(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops:
@@ -113,17 +114,25 @@ def _scattered(step: Step, bucket: Bucket) -> Op:
     return _op(Kind.REDUCE_SCATTER, bucket.name, step.master_dtype, bucket.padded_numel, bucket.shard_axis)
 
 
-def _stage_2_or_3(key: str, ops: Ops, step: Step, units: tuple[Unit, ...]) -> Ops:
-    if is_forward(key):
-        return tuple(_gathered_forward(key, ops, step, units))
-    if is_backward(key):
-        return tuple(_scattered_backward(key, ops, step, units))
-    return ops
-
-
-def _gathered_forward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...]) -> Iterator[Op]:
+def _stage_2_or_3(key: str, ops: Ops, step: Step, units: tuple[Unit, ...], known: dict[tuple[int, bool], Ops]) -> Ops:
+    """Rewrite ops that several positions in the step share once, where they stay equal."""
+    if not (is_forward(key) or is_backward(key)):
+        return ops
     # zero=2 keeps the weights until the step's last backward, so only the first micro-batch gathers them.
     gathers = step.zero == 3 or starts_step(key)
+    reduces = step.layout.accumulate == "sharded" or ends_step(key)
+    same = (id(ops), gathers if is_forward(key) else reduces)
+    if same not in known:
+        rewritten = (
+            _gathered_forward(ops, step, units, gathers=gathers)
+            if is_forward(key)
+            else _scattered_backward(ops, step, units, reduces=reduces)
+        )
+        known[same] = tuple(rewritten)
+    return known[same]
+
+
+def _gathered_forward(ops: Ops, step: Step, units: tuple[Unit, ...], *, gathers: bool) -> Iterator[Op]:
     shared = [unit for unit in units if gathers and unit.ep < step.layout.num_shards]
     starting = _by_layer(shared, "first_layer")
     done: list[str] = []
@@ -137,14 +146,13 @@ def _gathered_forward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...]) -
             done.append(op.name)
 
 
-def _scattered_backward(key: str, ops: Ops, step: Step, units: tuple[Unit, ...]) -> Iterator[Op]:
+def _scattered_backward(ops: Ops, step: Step, units: tuple[Unit, ...], *, reduces: bool) -> Iterator[Op]:
     """Start a unit's backward with the gather of the unit ahead, and end it with its scatter.
 
     Where the gradient of a unit's input does not show that its backward is over, it is scattered at the very end.
     """
     reached = {op.layer for op in ops if op.layer is not None}  # of several virtual stages a body has one's layers
     mine = [unit for unit in units if unit.first_layer in reached]
-    reduces = step.layout.accumulate == "sharded" or ends_step(key)
     scattered = [unit for unit in mine if reduces and unit.padded_grad_numel]
     named = {unit.name: unit for unit in mine}
     issued: set[str] = set()
@@ -311,8 +319,8 @@ def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec], chunks:
         first_layer=first_layer,
         last_layer=last_layer,
         dtype=step.working_dtype(params[0]),
-        padded_numel=sum(_padded_rows(param, parts) for param in params),
-        padded_grad_numel=sum(_padded_rows(param, parts) for param in params if param.trainable),
+        padded_numel=sum(padded_rows(param, parts) for param in params),
+        padded_grad_numel=sum(padded_rows(param, parts) for param in params if param.trainable),
         # The last layer's backward follows at once, and a weight that first and last layer share is in use throughout.
         # A pipeline's other micro-batches may come between the two.
         keep_after_forward=step.zero == 2 or (last_layer == last and step.layout.pp == 1),
@@ -351,7 +359,7 @@ def _mixed_owner(model: ModelSpec) -> str | None:
     return next((s for s in sorted(sharing) if any(o == s or (s and is_below(o, s)) for o in others)), None)
 
 
-def _padded_rows(param: ParamSpec, multiple: int) -> int:
+def padded_rows(param: ParamSpec, multiple: int) -> int:
     """Elements of `param` with its first dimension padded to a multiple, as FSDP2 cuts it."""
     if not param.shape:
         return multiple

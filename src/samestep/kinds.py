@@ -1,0 +1,185 @@
+"""Kinds of layers: layers of one kind cost the same on a rank, so of each kind one is priced, and the rest is sums.
+
+A model of hundreds of layers has a few kinds. What a rank needs for a run of layers is, for each kind, the number of its
+layers times what one of them needs (`Costs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from samestep.model import LayerSpec, ModelSpec, ParamSpec
+from samestep.program import BYTES_OF, Step, is_dealt
+from samestep.strategies.shard import padded_rows
+
+
+class Costs(NamedTuple):
+    """Of layers on one rank: seconds and bytes of a micro-batch, elements and bytes of their weights."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    """With what is computed again, and what is sent in the queue of compute."""
+    weight_s: float = 0.0
+    """Of gradients of weights, where the schedule takes them out of the backward."""
+    kept: float = 0.0
+    """Activations after the forward."""
+    again: float = 0.0
+    """Activations that are there once more when they have been computed again."""
+    weights: float = 0.0
+    """Bytes, as weights stand in the module."""
+    trained: float = 0.0
+    """Elements that are trained."""
+    dealt: float = 0.0
+    """The part of them that is dealt to the ranks of `ep`."""
+    apart: float = 0.0
+    """The part of them with masters of another dtype."""
+    dealt_apart: float = 0.0
+    block_trained: float = 0.0
+    """Elements that are trained and belong to blocks."""
+    behind_s: float = 0.0
+    """The part of `backward_s` that comes after the gradients of its weights."""
+    sent_forward_s: float = 0.0
+    """The part of `forward_s` that is sent in the queue of compute."""
+    sent_backward_s: float = 0.0
+
+
+class Units(NamedTuple):
+    """Weights of layers that are cut over data axes, zero=2 and 3, with the rows that FSDP2 pads them with."""
+
+    gathered: float = 0.0
+    """Bytes of weights that are gathered with no other layer's."""
+    scattered: float = 0.0
+    """Elements of their gradients."""
+    dealt_gathered: float = 0.0
+    """The same of experts that are dealt, which have an axis of their own; 0 where no two ranks have the same."""
+    dealt_scattered: float = 0.0
+    held: float = 0.0
+    """Elements that a rank has of all weights."""
+    held_trained: float = 0.0
+
+    @property
+    def all_gathered(self) -> float:
+        """Bytes, over either axis."""
+        return self.gathered + self.dealt_gathered
+
+    @property
+    def all_scattered(self) -> float:
+        """Elements, over either axis."""
+        return self.scattered + self.dealt_scattered
+
+
+def total(costs: Sequence[Costs]) -> Costs:
+    """Add up."""
+    return costs[0] if len(costs) == 1 else Costs(*map(sum, zip(*costs, strict=True)))
+
+
+def quicker(one: Costs, other: Costs) -> Costs:
+    """Return the first's costs, with the times that are the least of both."""
+    return one._replace(
+        forward_s=min(one.forward_s, other.forward_s),
+        backward_s=min(one.backward_s, other.backward_s),
+        weight_s=min(one.weight_s, other.weight_s),
+        behind_s=max(one.behind_s, other.behind_s),
+        sent_forward_s=max(one.sent_forward_s, other.sent_forward_s),
+        sent_backward_s=max(one.sent_backward_s, other.sent_backward_s),
+    )
+
+
+def multiple(cost: Costs, number: int) -> Costs:
+    """Return the costs of so many layers."""
+    return cost if number == 1 else Costs(*(number * part for part in cost))
+
+
+def weights(step: Step, layer: int) -> tuple[float, ...]:
+    """Return what `Costs` says of weights."""
+    params = step.model.params_of(layer)
+    trained = [param for param in params if param.trainable]
+    dealt = [param for param in trained if is_dealt(step, param)]
+
+    def apart(some: Sequence[ParamSpec]) -> int:
+        return sum(param.numel for param in some if step.working_dtype(param) != step.master_dtype)
+
+    return (
+        sum(param.numel * BYTES_OF[step.working_dtype(param)] for param in params),
+        sum(param.numel for param in trained),
+        sum(param.numel for param in dealt),
+        apart(trained),
+        apart(dealt),
+        sum(param.numel for param in trained) if step.model.layers[layer].is_block else 0,
+    )
+
+
+def units(step: Step, layer: int) -> Units:
+    """Return what of a layer is gathered and scattered."""
+    shards = step.layout.num_shards
+    sizes = [0.0] * 4
+    held = held_trained = 0.0
+    for param in step.model.params_of(layer):
+        dealt = is_dealt(step, param)
+        parts = shards // (step.layout.ep if dealt else 1)
+        numel = padded_rows(param, parts)
+        held += numel / parts
+        held_trained += numel / parts * param.trainable
+        if not param.shared and not param.read_outside and _has_module(step, param) and parts > 1:
+            sizes[2 * dealt] += numel * BYTES_OF[step.working_dtype(param)]
+            sizes[2 * dealt + 1] += numel * param.trainable
+    return Units._make((*sizes, held, held_trained))
+
+
+def _has_module(step: Step, param: ParamSpec) -> bool:
+    """Whether a module of its layer owns a weight, so that it is gathered with the layer and not with the root."""
+    return any(module and param.name.startswith(f"{module}.") for module in step.model.layers[param.layer].modules)
+
+
+def one_of_each(model: ModelSpec) -> tuple[ModelSpec, list[int]]:
+    """Return a model of one layer of each kind, and the kind of every layer.
+
+    What is no block, the first block and the last are kinds of their own: strategies look at where they stand.
+    """
+    blocks = [index for index, layer in enumerate(model.layers) if layer.is_block]
+    owned: dict[int, list[ParamSpec]] = {}
+    for param in model.params:
+        owned.setdefault(param.layer, []).append(param)
+    known: dict[object, int] = {}
+    chosen: list[int] = []
+    kind_of: list[int] = []
+    for index, layer in enumerate(model.layers):
+        alone = not layer.is_block or index in (blocks[0], blocks[-1])
+        key = index if alone else _kind(layer, owned.get(index, []))
+        if key not in known:
+            known[key] = len(chosen)
+            chosen.append(index)
+        kind_of.append(known[key])
+    # A middle kind is met before the last block, so the order of the layers is kept.
+    place = {index: number for number, index in enumerate(chosen)}
+    params = tuple(
+        replace(param, layer=place[index], last_layer=None if param.last_layer is None else kind_of[param.last_layer])
+        for index in chosen
+        for param in owned.get(index, [])
+    )
+    return replace(model, layers=tuple(model.layers[index] for index in chosen), params=params), kind_of
+
+
+def _kind(layer: LayerSpec, params: Sequence[ParamSpec]) -> object:
+    """Return what tells kinds of layers apart: all but names."""
+    root = f"{layer.modules[0]}." if layer.modules else ""
+
+    def named(parts: tuple[object, ...]) -> tuple[object, ...]:
+        return tuple(replace(part, owner=part.owner.removeprefix(root)) for part in parts)  # type: ignore[type-var,attr-defined]
+
+    return (
+        replace(
+            layer, name="", modules=(), forward_sums=(), backward_sums=(), sequence_borders=(), dealings=(), products=()
+        ),
+        *(named(parts) for parts in (layer.forward_sums, layer.backward_sums, layer.sequence_borders, layer.dealings)),
+        named(layer.products),
+        tuple(
+            replace(
+                param, name=param.name.removeprefix(root), layer=0, called=(0, 0), last_layer=None,
+                aliases=tuple(alias.removeprefix(root) for alias in param.aliases),
+            )
+            for param in params
+        ),
+    )  # fmt: skip

@@ -1,0 +1,114 @@
+"""The pace of a pipeline: its schedule played with whole bodies, and what a stage holds meanwhile.
+
+Between `schedules.py`, which says in which order a stage runs, and the clock, which plays every op: here a body is a number
+of seconds, so that thousands of layouts can be tried.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from samestep import schedules
+from samestep.layout import Layout
+from samestep.schedules import ActionKind
+
+
+class Bodies(NamedTuple):
+    """Seconds of a run's bodies, with what they wait for on their own rank."""
+
+    first_s: float
+    """The forward of the first micro-batch."""
+    forward_s: float
+    backward_s: float
+    weight_s: float
+
+
+class Times(NamedTuple):
+    """Of each stage, at the earliest: when its first gradients are whole, when its compute ends."""
+
+    whole_s: tuple[float, ...]
+    ends_s: tuple[float, ...]
+
+
+class Held(NamedTuple):
+    """The moment at which a stage has most micro-batches in flight."""
+
+    counts: tuple[int, ...]
+    """Of each chunk."""
+    next_chunk: int
+    """Whose backward follows."""
+
+
+@functools.lru_cache(maxsize=2**12)
+def in_flight(schedule: schedules.Schedule, stage: int, num_stages: int, microbatches: int, chunks: int) -> Held:
+    """Find the moment."""
+    if num_stages == 1:
+        return Held((1,), 0)
+    # Once these are full, more micro-batches change nothing; interleaved deals them into other rounds.
+    is_bounded = schedule in ("1f1b", "zero-bubble")
+    order = _order(
+        schedule, stage, num_stages, min(microbatches, num_stages + 1) if is_bounded else microbatches, chunks
+    )
+    frees = ActionKind.WEIGHT if schedule == "zero-bubble" else ActionKind.BACKWARD
+    counts = [0] * chunks
+    best, most, next_chunk, is_new = tuple(counts), 0, 0, False
+    for action in order:
+        if action.kind is ActionKind.BACKWARD and is_new:
+            next_chunk, is_new = action.chunk, False
+        counts[action.chunk] += (action.kind is ActionKind.FORWARD) - (action.kind is frees)
+        if sum(counts) > most:
+            best, most, is_new = tuple(counts), sum(counts), True
+    return Held(best, next_chunk)
+
+
+def play_bodies(layout: Layout, m: int, bodies: Sequence[Bodies], sends_s: Sequence[float]) -> Times:
+    """Play bodies in the order of the schedule; each waits for what other stages send it, one after the other."""
+    pp, chunks = layout.pp, layout.virtual_stages
+    last = pp * chunks - 1
+    orders = [_order(layout.schedule, stage, pp, m, chunks) for stage in range(pp)]
+    reduces = ActionKind.WEIGHT if layout.schedule == "zero-bubble" else ActionKind.BACKWARD
+    forward = [[0.0] * m] + [[-1.0] * m for _ in range(last)]  # when what a run is given has come; -1: not yet
+    backward = [[-1.0] * m for _ in range(last)] + [[0.0] * m]
+    free, links = [0.0] * pp, [0.0] * pp
+    whole_s, at = [-1.0] * pp, [0] * pp
+    moved = True
+    while moved:
+        moved = False
+        for stage, order in enumerate(orders):
+            position, now, link, send_s = at[stage], free[stage], links[stage], sends_s[stage]
+            for kind, microbatch, chunk in order[position:]:
+                run = chunk * pp + stage
+                if kind is ActionKind.WEIGHT:
+                    came, took_s, to = 0.0, bodies[run].weight_s, None
+                elif kind is ActionKind.FORWARD:
+                    came, took_s = (
+                        forward[run][microbatch],
+                        bodies[run].forward_s if microbatch else bodies[run].first_s,
+                    )
+                    to = forward[run + 1] if run < last else None
+                else:
+                    came, took_s = backward[run][microbatch], bodies[run].backward_s
+                    to = backward[run - 1] if run else None
+                if came < 0.0:
+                    break
+                start_s = came if came > now else now
+                if microbatch == m - 1 and kind is reduces and whole_s[stage] < 0.0:
+                    whole_s[stage] = start_s
+                now = start_s + took_s
+                if to is not None:
+                    link = (now if now > link else link) + send_s
+                    to[microbatch] = link
+                position += 1
+            moved |= position > at[stage]
+            at[stage], free[stage], links[stage] = position, now, link
+    assert all(position == len(order) for position, order in zip(at, orders, strict=True)), "the schedule deadlocks"
+    return Times(tuple(whole_s), tuple(free))
+
+
+@functools.lru_cache(maxsize=2**10)
+def _order(
+    schedule: schedules.Schedule, stage: int, num_stages: int, microbatches: int, chunks: int
+) -> schedules.Order:
+    return schedules.order(schedule, stage, num_stages, microbatches, chunks)
