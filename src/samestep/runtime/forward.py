@@ -335,7 +335,7 @@ class Watch(TorchDispatchMode):
         return found
 
     @property
-    def where(self) -> str:
+    def reached(self) -> str:
         """Say how far the forward has come."""
         return f"the forward at {self.innermost}" if self.innermost else "the forward"
 
@@ -410,7 +410,7 @@ def watch_forward(
         raise
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ModelError(f"{name} cannot be traced: {watch.where} fails: {type(error).__name__}: {reason}") from error
+        raise ModelError(f"{name} cannot be traced: {watch.reached} fails: {type(error).__name__}: {reason}") from error
     watch.returned = {watch.key(tensor) for tensor in tensors_in(outputs)}
 
 

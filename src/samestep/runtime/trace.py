@@ -118,7 +118,7 @@ def _couples_samples(module: nn.Module) -> bool:
 def _unseen(name: str, watch: Watch, module: nn.Module) -> str:
     """Say that code looks at values that a trace does not have."""
     return (
-        f"{name} cannot be traced: {watch.where} looks at the values of a tensor (as .item(), `if`, x[mask] or a loop over "
+        f"{name} cannot be traced: {watch.reached} looks at the values of a tensor (as .item(), `if`, x[mask] or a loop over "
         f"experts do), and the {_num_elements(module):,} weights of a model on the meta device have none; models of up "
         f"to {KNOWN_WEIGHTS:,} weights are run once to see, and a form that does not look, as torch.where, always works"
     )
