@@ -110,6 +110,13 @@ class Bounds:
         even, rest = divmod(step.rank_samples, step.num_microbatches)
         return replace(step, samples=even) if rest and step.samples is None else step
 
+    @staticmethod
+    def _larger(step: Step) -> tuple[Step, int]:
+        """Return the smallest step's twin of the micro-batches with one sample more, which come first, and their number."""
+        if step.samples is None:
+            return step, 0
+        return replace(step, samples=step.samples + 1), step.rank_samples - step.num_microbatches * step.samples
+
     # -- costs ---------------------------------------------------------------------------------------------------------
 
     def _price(self, step: Step, plainly: bool = False) -> _Priced:
@@ -138,7 +145,7 @@ class Bounds:
                 min((layer.output_elements for layer in local.model.layers[blocks[0] : blocks[-1]]), default=0)
                 * step.microbatch_samples
                 * BYTES_OF[step.compute_dtype],
-                self._kept(local) if plainly else {},
+                self._kept(local) if (recompute, splits) == ("none", False) else {},
                 tuple(layer.forward_flops for layer in local.model.layers),
             )
         return self._known_prices[key]
@@ -255,9 +262,13 @@ class Bounds:
         step = self._smallest(step)
         layout = step.layout
         priced = self._price(step, plainly=True)
-        whole, m, pp = priced.whole, step.num_microbatches, layout.pp
+        whole, pp = priced.whole, layout.pp
         updated = whole.trained / (layout.dp * layout.cp)
-        least_s = m * (whole.forward_s + whole.backward_s) / pp + self._update_s(step, updated / pp, 0.0)
+        larger, rest = self._larger(step)
+        more = self._price(larger, plainly=True).whole if rest else whole
+        busy_s = rest * (more.forward_s + more.backward_s)
+        busy_s += (step.num_microbatches - rest) * (whole.forward_s + whole.backward_s)
+        least_s = busy_s / pp + self._update_s(step, updated / pp, 0.0)
         return (self._least_states(step, whole, updated) + min(priced.kept.values())) / pp, least_s
 
     def _least_states(self, step: Step, mine: Costs, updated: float) -> float:
@@ -355,7 +366,7 @@ class Bounds:
         """Bound times once for all ways to split the data axis, where bodies do not gather."""
         if self._gathers(step):
             return bound(step)
-        key = (bound.__name__, *self._key(step), step.num_microbatches, step.layout.schedule)
+        key = (bound.__name__, *self._key(step), step.num_microbatches, self._larger(step)[1], step.layout.schedule)
         if key not in self._known_times:
             self._known_times[key] = bound(step)
         return self._known_times[key]
@@ -369,21 +380,27 @@ class Bounds:
 
     def _closed_times(self, step: Step) -> Times:
         layout = step.layout
-        bodies, m, pp = self._bodies(step), step.num_microbatches, layout.pp
+        m, pp = step.num_microbatches, layout.pp
+        small, (larger, rest) = self._bodies(step), self._larger(step)
+        large = self._bodies(larger) if rest else small
+        first = max(1, rest)
         plain = layout.virtual_stages == 1 and layout.schedule != "zero-bubble"
         whole_s, ends_s = [], []
         before_s = back_s = 0.0
         for stage in range(pp):
-            mine = bodies[stage::pp]
-            forward_s = sum(one.first_s + (m - 1) * one.forward_s for one in mine)
-            end_s = before_s + forward_s + m * sum(one.backward_s + one.weight_s for one in mine)
+            mine, more = small[stage::pp], large[stage::pp]
+            forward_s = sum(one.first_s + (first - 1) * one.forward_s for one in more)
+            forward_s += sum((m - first) * one.forward_s for one in mine)
+            end_s = before_s + forward_s + rest * sum(one.backward_s + one.weight_s for one in more)
+            end_s += (m - rest) * sum(one.backward_s + one.weight_s for one in mine)
             ends_s.append(end_s)
-            whole_s.append(end_s - mine[0].backward_s if plain else before_s + forward_s)
+            last_s = (mine[0].backward_s, more[0].backward_s)
+            whole_s.append(end_s - max(last_s) if plain else before_s + forward_s)
             if plain:  # behind the last backward of a stage come those of the stages before it
                 ends_s[0] = max(ends_s[0], end_s + back_s)
-                whole_s[0] = max(whole_s[0], ends_s[0] - bodies[0].backward_s)
-                back_s += mine[0].backward_s
-            before_s += bodies[stage].first_s
+                whole_s[0] = max(whole_s[0], ends_s[0] - max(small[0].backward_s, large[0].backward_s))
+                back_s += min(last_s)
+            before_s += more[0].first_s
         return Times(tuple(whole_s), tuple(ends_s))
 
     def played_times(self, step: Step) -> Times:
@@ -396,7 +413,10 @@ class Bounds:
         layout = step.layout
         size, pp = self._price(step).sent, layout.pp
         sends_s = [self._sent_s(Kind.SEND, size, "pp", pp, replace(step, stage=stage)) for stage in range(pp)]
-        return play_bodies(layout, step.num_microbatches, self._bodies(step), sends_s)
+        bodies, (larger, rest) = self._bodies(step), self._larger(step)
+        return play_bodies(
+            layout, step.num_microbatches, bodies, sends_s, self._bodies(larger) if rest else bodies, rest
+        )
 
     def step_s(self, step: Step, times: Times) -> float:
         """Bound the step of a layout whose stages come so far no sooner than that."""
@@ -547,8 +567,11 @@ class Bounds:
 
     def _activations(self, step: Step, stage: int, of_units: Sequence[Units] | None) -> tuple[float, float]:
         """Bytes of activations, and of units, at the backward at which a stage holds most."""
-        layout, costs = step.layout, self._costs(step)
+        layout = step.layout
         held = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
+        larger, rest = self._larger(step)
+        step = larger if held.latest < rest else step
+        costs = self._costs(step)
         kept = sum(count * costs[chunk * layout.pp + stage].kept for chunk, count in enumerate(held.counts))
         run = held.next_chunk * layout.pp + stage
         if step.splits_backward:  # nothing is freed before the gradients of weights

@@ -39,13 +39,15 @@ class Held(NamedTuple):
     """Of each chunk."""
     next_chunk: int
     """Whose backward follows."""
+    latest: int
+    """The last micro-batch of those that are or were in flight: none behind it has begun."""
 
 
 @functools.lru_cache(maxsize=2**12)
 def in_flight(schedule: schedules.Schedule, stage: int, num_stages: int, microbatches: int, chunks: int) -> Held:
     """Find the moment."""
     if num_stages == 1:
-        return Held((1,), 0)
+        return Held((1,), 0, 0)
     # Once these are full, more micro-batches change nothing; interleaved deals them into other rounds.
     is_bounded = schedule in ("1f1b", "zero-bubble")
     order = _order(
@@ -54,17 +56,29 @@ def in_flight(schedule: schedules.Schedule, stage: int, num_stages: int, microba
     frees = ActionKind.WEIGHT if schedule == "zero-bubble" else ActionKind.BACKWARD
     counts = [0] * chunks
     best, most, next_chunk, is_new = tuple(counts), 0, 0, False
+    latest = begun = 0
     for action in order:
         if action.kind is ActionKind.BACKWARD and is_new:
             next_chunk, is_new = action.chunk, False
+        begun = max(begun, action.microbatch)
         counts[action.chunk] += (action.kind is ActionKind.FORWARD) - (action.kind is frees)
         if sum(counts) > most:
-            best, most, is_new = tuple(counts), sum(counts), True
-    return Held(best, next_chunk)
+            best, most, is_new, latest = tuple(counts), sum(counts), True, begun
+    return Held(best, next_chunk, latest)
 
 
-def play_bodies(layout: Layout, m: int, bodies: Sequence[Bodies], sends_s: Sequence[float]) -> Times:
-    """Play bodies in the order of the schedule; each waits for what other stages send it, one after the other."""
+def play_bodies(
+    layout: Layout,
+    m: int,
+    bodies: Sequence[Bodies],
+    sends_s: Sequence[float],
+    larger: Sequence[Bodies] = (),
+    num_larger: int = 0,
+) -> Times:
+    """Play bodies in the order of the schedule; each waits for what other stages send it, one after the other.
+
+    The first `num_larger` of the m micro-batches have bodies of their own.
+    """
     pp, chunks = layout.pp, layout.virtual_stages
     last = pp * chunks - 1
     orders = [_order(layout.schedule, stage, pp, m, chunks) for stage in range(pp)]
@@ -80,16 +94,14 @@ def play_bodies(layout: Layout, m: int, bodies: Sequence[Bodies], sends_s: Seque
             position, now, link, send_s = at[stage], free[stage], links[stage], sends_s[stage]
             for kind, microbatch, chunk in order[position:]:
                 run = chunk * pp + stage
+                body = larger[run] if microbatch < num_larger else bodies[run]
                 if kind is ActionKind.WEIGHT:
-                    came, took_s, to = 0.0, bodies[run].weight_s, None
+                    came, took_s, to = 0.0, body.weight_s, None
                 elif kind is ActionKind.FORWARD:
-                    came, took_s = (
-                        forward[run][microbatch],
-                        bodies[run].forward_s if microbatch else bodies[run].first_s,
-                    )
+                    came, took_s = forward[run][microbatch], body.forward_s if microbatch else body.first_s
                     to = forward[run + 1] if run < last else None
                 else:
-                    came, took_s = backward[run][microbatch], bodies[run].backward_s
+                    came, took_s = backward[run][microbatch], body.backward_s
                     to = backward[run - 1] if run else None
                 if came < 0.0:
                     break
