@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from samestep.datasets import Dataset, batches
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.model import Cut
+from samestep.model import Cut, ModelSpec
 from samestep.program import LedgerRow, is_dealt
 from samestep.runtime.build import loss_of, optimizer_of
+from samestep.runtime.init import Blueprint, blueprint
 from samestep.runtime.launch import Place
 from samestep.runtime.record import Ledger
-from samestep.runtime.run import Run, Source
+from samestep.runtime.run import Run, Source, prepare
 from samestep.runtime.tensor import joined
 from samestep.runtime.update import Piece
 from tests.models import MODELS, Tokens
@@ -73,10 +74,25 @@ def combinations(layouts: Sequence[str], models: Sequence[str]) -> list[Any]:
     ]
 
 
-def make_run(rank: int, world: int, model: str, layout: str, job: Job) -> Run:
+_TRACED: dict[tuple[str, str, int], ModelSpec] = {}
+
+
+def _prepared(source: Source, job: Job) -> tuple[Blueprint, ModelSpec]:
+    """Trace a model once: a worker of the pool runs it in many layouts, and the trace is the same in all of them."""
+    key = (source.name, job.train.loss, job.train.seed)
+    if key in _TRACED:
+        return blueprint(source.model, job.train.seed), _TRACED[key]
+    prepared = prepare(source, job, next(batches(Tokens(), job)).samples([0]))
+    _TRACED[key] = prepared[1]
+    return prepared
+
+
+def make_run(rank: int, world: int, model: str, layout: str, job: Job, is_traced: bool = False) -> Run:
     per_node = job.run.ranks_per_node or world
     place = Place(rank, rank % per_node, world, per_node, torch.device("cpu"))
     source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
+    if is_traced:
+        source = replace(source, prepared=_prepared(source, job))
     return Run(source, Layout.parse(layout), job, place)
 
 
@@ -96,7 +112,7 @@ def perturbed(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 def observe(rank: int, world: int, model: str, layout: str, job: Job, record: bool = False) -> Observed:
     """Take the job's steps; with `record`, keep the ledger of the last one."""
-    return follow(make_run(rank, world, model, layout, job), Tokens(), job, record)
+    return follow(make_run(rank, world, model, layout, job, is_traced=True), Tokens(), job, record)
 
 
 def reference(model: str, job: Job | None = None) -> Observed:

@@ -16,9 +16,10 @@ from tests.parity.test_data_axis import LAYOUTS, MODELS_HERE
 from tests.pool import pool
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("layout", "model"), combinations(LAYOUTS, MODELS_HERE))
 def test_what_was_sent_is_what_the_program_lists(layout: str, model: str) -> None:
-    """In mixed precision; in float64 every parity test holds it."""
+    """In mixed precision, beside those of `test_precision.py`; in float64 every parity test holds it."""
     assert all(seen.ledger for seen in prove_ledger(layout, model))
 
 

@@ -69,6 +69,7 @@ def test_slices_compute_what_one_device_computes(layout: str, model: str) -> Non
     prove(layout, model)
 
 
+@pytest.mark.nightly  # by default the rows of `test_products.py` in bf16 hold it
 @pytest.mark.parametrize(
     ("layout", "model"), combinations(["cp=2 recompute=full", "dp=2 cp=2 zero=3 microbatch=2"], MODELS)
 )

@@ -50,6 +50,7 @@ def test_a_pipeline_computes_what_one_device_computes(layout: str, model: str) -
     prove(layout, model)
 
 
+@pytest.mark.nightly  # by default the rows of `test_products.py` in bf16 hold it
 @pytest.mark.parametrize(
     ("layout", "model"),
     combinations(

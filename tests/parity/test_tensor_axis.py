@@ -61,6 +61,7 @@ def test_a_sequence_that_cannot_be_cut_is_refused(model: str, layout: str, text:
         pool(2).run(observe, model, layout, clipped())
 
 
+@pytest.mark.nightly  # by default the rows of `test_products.py` in bf16 hold it
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
