@@ -124,7 +124,6 @@ def predict(row: Row) -> Outcome:
         layout=str(programs[0].step.layout),
         predicted_s=predicted_s,
         measured_s=case.step_s or 0.0,
-        # What ran has fitted, by whatever the row does not say: states in the host's memory, fewer bits.
         predicted_bytes=held,
         measured_bytes=case.memory_bytes or 0.0,
         fits=_fits(case, held),

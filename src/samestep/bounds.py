@@ -6,11 +6,11 @@ is played. Layers of one kind cost the same, so one of each kind is priced, thro
 
 Time. Stage i of p has m micro-batches of f_i + b_i seconds, and starts and ends the later the more is before it:
 
-    T >= m c_i + c_1 + ... + c_(i-1), c = f + b       with several runs a stage only the f of the first ones
-    T >= (c / m) m / (1 - (1 - 1/m)^p)                which is that for all i, however c = c_1 + ... + c_p is cut
-    T >= the schedule, played with f, b and sends     where these do not throw the layout out
+    T >= m c / p, c = c_1 + ... + c_p, c_i = f_i + b_i    of all layouts with these degrees and this micro-batch
+    T >= m c_i + c_1 + ... + c_(i-1)                      with several runs a stage only the f of the first ones
+    T >= the schedule, played with f, b and sends         where these do not throw the layout out
 
-The second is m c for one stage, and c for one micro-batch; where a schedule never lets stages wait it is m c / p.
+Where micro-batches differ by a sample the larger ones, which come first, have an f and a b of their own.
 
 What a stage sends over a data axis is a stream of its own: it takes as long as all of it, and longer than compute by what
 comes before the first forward and behind the last backward. Step scalars and update come on top.
@@ -36,7 +36,7 @@ from samestep.layout import Recompute
 from samestep.memory import saved_bytes
 from samestep.model import ModelSpec
 from samestep.pace import Bodies, Times, in_flight, play_bodies
-from samestep.program import BUCKET_BYTES, BYTES_OF, STEP_SCALARS, Kind, Program, Step
+from samestep.program import BUCKET_BYTES, BYTES_OF, SHARD_AXES, STEP_SCALARS, Kind, Program, Step
 from samestep.strategies import ProgramBuilder
 from samestep.strategies.pipeline import balanced, weights_apart
 from samestep.timeline import COMPUTE
@@ -328,7 +328,7 @@ class Bounds:
         blocks = [(kind, number) for kind, number in run if self.few.layers[kind].is_block]
         others_s = sum(kinds[kind].backward_s for kind, _ in run if not self.few.layers[kind].is_block)
         forward_s, backward_s = cost.forward_s, cost.backward_s
-        for axis in ("dp_shard", "dp_expert"):
+        for axis in SHARD_AXES:
             parts = [part for kind, number in blocks if (part := self._part(step, kind, number, axis)).gather_s]
             if not parts or sum(part.number for part in parts) <= 2:
                 continue
@@ -509,7 +509,7 @@ class Bounds:
         layout, runs, m = step.layout, self._runs(step), step.num_microbatches
         last = self._kind_of[-1]
         all_s = scattered_s = 0.0
-        for axis in ("dp_shard", "dp_expert"):
+        for axis in SHARD_AXES:
             gathers_s = scatters_s = 0.0
             for run in runs.counts[stage :: layout.pp]:
                 for kind, number in run:

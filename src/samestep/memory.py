@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from samestep.job import Job
 from samestep.model import LayerSpec, ParamSpec
-from samestep.program import BYTES_OF, Kind, Program, Step, Unit, is_dealt
+from samestep.program import BYTES_OF, SHARD_AXES, Kind, Program, Step, Unit, is_dealt
 
 _STATES = {"adadelta": 2, "adafactor": 0, "adagrad": 1, "asgd": 1, "muon": 1, "rmsprop": 1, "rprop": 2, "sgd": 0}
 _MORE_STATES = {"adam": ("amsgrad",), "adamw": ("amsgrad",), "rmsprop": ("momentum", "centered"), "sgd": ("momentum",)}
@@ -234,10 +234,6 @@ def _most(program: Program) -> _Moment:
     return most
 
 
-_SHARDED = ("dp_shard", "dp_expert")
-"""Axes over which units are cut."""
-
-
 class _Walk:
     """Follows activations, gathered units and whole gradients through bodies of a program."""
 
@@ -257,7 +253,7 @@ class _Walk:
         worst = _Moment("", 0, 0, -1)
         frees = Kind.WEIGHT if step.splits_backward else Kind.BACKWARD
         for op in self.program.bodies[body]:
-            if op.axis is not None and (op.axis not in _SHARDED or op.owner not in self.names):
+            if op.axis is not None and (op.axis not in SHARD_AXES or op.owner not in self.names):
                 continue  # holds nothing of its own
             kept, whole = self.saved[op.layer] if op.layer is not None else (0, 0)
             if op.axis is None:

@@ -44,7 +44,8 @@ COMPUTE_DTYPE: dict[Precision, str] = {
 STEP_SCALARS = ("loss", "count", "norm_squared", "stop")
 """What one all_reduce at the end of a step agrees on, as float64."""
 
-
+SHARD_AXES = ("dp_shard", "dp_expert")
+"""Axes over which buckets and units are cut: of experts that are dealt, what `ep` leaves of `dp_shard`."""
 EXPOSED_AXES = ("tp", "cp", "ep")
 """Axes whose collectives the next compute needs: sums of a tensor cut, heads of an attention, rows of experts."""
 

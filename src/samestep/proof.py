@@ -170,7 +170,7 @@ def _proof_bytes(subject: Subject, index: int) -> int:
     weights = sum(param.numel for param in subject.spec.params_of(index))
     ranks = subject.layout.num_summed if subject.layout.zero == 0 else subject.layout.dp_replicate
     # Ranks of a CPU share its memory.
-    replicas = max(ranks, _workers(subject.job.run)) if launch.resolve_device(subject.job.run.device) == "cpu" else 1
+    replicas = max(ranks, _workers(subject.job.run)) if _on_cpu(subject.job.run.device) else 1
     saved = subject.spec.layers[index].saved_elements * subject.job.train.global_batch
     return 8 * (weights * _COPIES * replicas + saved)
 
@@ -183,8 +183,12 @@ def _depth_key(job: Job) -> str | None:
     return next((key for key in _DEPTHS if hasattr(config, key)), None)
 
 
+def _on_cpu(device: str) -> bool:
+    return launch.resolve_device(device) == "cpu"
+
+
 def _free_bytes(device: str) -> int:
-    return psutil.virtual_memory().available if launch.resolve_device(device) == "cpu" else torch.cuda.mem_get_info()[0]
+    return psutil.virtual_memory().available if _on_cpu(device) else torch.cuda.mem_get_info()[0]
 
 
 # -- the course of a proof -------------------------------------------------------------------------
@@ -239,11 +243,7 @@ def _on_one_device(exact: Subject | None, rounded: Subject | None) -> None:
 
 def _workers(run: RunTable) -> int:
     """Return how many workers this machine has devices for, at most two: more of them start later than they help."""
-    devices = (
-        (os.cpu_count() or 1) // run.threads
-        if launch.resolve_device(run.device) == "cpu"
-        else torch.cuda.device_count()
-    )
+    devices = (os.cpu_count() or 1) // run.threads if _on_cpu(run.device) else torch.cuda.device_count()
     return min(2, max(1, devices))
 
 

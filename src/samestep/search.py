@@ -79,6 +79,12 @@ class _Family(NamedTuple):
     groups: tuple[Group, ...]
 
 
+def _groups_of(what: _Family | Group | Layout) -> tuple[Group, ...]:
+    if isinstance(what, _Family):
+        return what.groups
+    return (what if isinstance(what, Group) else Group.of(what),)
+
+
 class Fallen(NamedTuple):
     """Layouts that fell out together."""
 
@@ -247,10 +253,7 @@ class _Search:
         for bound_s, _, what, _ in self._open:
             rule = "slower" if bound_s >= limit_s else "unplayed"
             reason = f"at least {bound_s:.4g} s a step"
-            groups = (
-                what.groups if isinstance(what, _Family) else (what if isinstance(what, Group) else Group.of(what),)
-            )
-            self.fallen += [Fallen(group, rule, reason) for group in groups]
+            self.fallen += [Fallen(group, rule, reason) for group in _groups_of(what)]
 
 
 def plan(

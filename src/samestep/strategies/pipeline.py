@@ -93,9 +93,8 @@ def apply(program: Program) -> Program:
     mine = tuple(_params_of(step.model, cuts, step.stage, layout.pp))
     local = replace(step, model=replace(step.model, params=mine))
     bodies: dict[str, Ops] = {str(TaskKind.UPDATE): program.bodies[str(TaskKind.UPDATE)]}
-    known: dict[
-        tuple[int, int], tuple[Ops, Ops]
-    ] = {}  # positions in the step share ops, and so do what is made of them
+    # Positions in the step share ops, and so they share what is made of them: a run, and its gradients of weights.
+    known: dict[tuple[int, int], tuple[Ops, Ops]] = {}
     for key, ops in program.bodies.items():
         if key != TaskKind.UPDATE:
             for index, chunk in enumerate(chunks):

@@ -26,6 +26,7 @@ from dataclasses import replace
 
 from samestep.model import ModelSpec, ParamSpec, is_below, remembered
 from samestep.program import (
+    SHARD_AXES,
     Bucket,
     Kind,
     Op,
@@ -286,7 +287,7 @@ def _with_ahead(units: list[Unit], chunks: tuple[range, ...]) -> tuple[Unit, ...
     One that is called several times gathers nothing ahead: at its second backward that would have been used already.
     """
     ahead: dict[str, str] = {}
-    for axis in ("dp_shard", "dp_expert"):
+    for axis in SHARD_AXES:
         by_use = sorted((unit for unit in units if unit.shard_axis == axis), key=_use)
         for before, unit in itertools.pairwise(by_use):
             together = not chunks or any({before.first_layer, unit.first_layer} <= {*chunk} for chunk in chunks)
