@@ -39,7 +39,7 @@ from samestep.errors import SamestepError
 from samestep.memory import at_rest, states_per_param
 from samestep.prediction import predict
 from samestep.runtime import launch
-from samestep.runtime.launch import Place
+from samestep.runtime.joining import Place
 from samestep.runtime.run import Run
 from samestep.training import Workload
 

@@ -43,7 +43,8 @@ from foresight import as_lines
 from samestep import Job, Layout, schedules
 from samestep.datasets import batches
 from samestep.program import Program, Task
-from samestep.runtime.launch import LOOPBACK, Place, die_with_parent
+from samestep.runtime.joining import LOOPBACK, Place
+from samestep.runtime.launch import die_with_parent
 from samestep.runtime.run import Run
 from samestep.runtime.update import Updater
 from samestep.schedules import Action, ActionKind

@@ -22,7 +22,7 @@ from samestep.model import Cut, ModelSpec
 from samestep.program import LedgerRow, is_dealt
 from samestep.runtime.build import loss_of, optimizer_of
 from samestep.runtime.init import Blueprint, blueprint
-from samestep.runtime.launch import Place
+from samestep.runtime.joining import Place
 from samestep.runtime.record import Ledger
 from samestep.runtime.run import Run, Source, prepare
 from samestep.runtime.tensor import joined

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from samestep.runtime import launch
+from samestep.runtime import joining, launch
 
 ECHO_GRACE_S = 1.0  # how long to wait for the cause when one rank only says that its peer has gone
 
@@ -148,7 +148,7 @@ def _is_echo(error: BaseException) -> bool:
 def _serve(rank: int, world: int, folder: str, pipe: connection.Connection, parent_pid: int) -> None:
     launch.die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest's Ctrl-C is pytest's affair, which then kills us
-    os.environ["GLOO_SOCKET_IFNAME"] = launch.LOOPBACK
+    os.environ["GLOO_SOCKET_IFNAME"] = joining.LOOPBACK
     torch.set_num_threads(1)
     stack = open(Path(folder, f"stack-{rank}"), "w")  # noqa: SIM115 - faulthandler keeps its descriptor
     faulthandler.register(signal.SIGUSR2, file=stack)

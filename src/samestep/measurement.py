@@ -37,7 +37,7 @@ from samestep.errors import SamestepError
 from samestep.hardware import Hardware
 from samestep.report import write_whole
 from samestep.runtime import launch
-from samestep.runtime.launch import Place
+from samestep.runtime.joining import Place
 
 DTYPES = {
     "float64": torch.float64,

@@ -30,7 +30,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program import Task
 from samestep.runtime.dropout import Draw, DropoutMode
-from samestep.runtime.launch import Place
+from samestep.runtime.joining import Place
 from samestep.runtime.placement import part_of
 from samestep.runtime.routes import RouteMode, Routes
 from samestep.runtime.run import Run, Source

@@ -34,9 +34,9 @@ from samestep.datasets import Batch, Dataset, open_dataset
 from samestep.errors import JobError, WorkerError
 from samestep.job import Job, RunTable, ScheduleTable
 from samestep.layout import Layout
-from samestep.runtime import launch
+from samestep.runtime import joining, launch
 from samestep.runtime.build import loss_of, model_source, optimizer_of
-from samestep.runtime.launch import Place
+from samestep.runtime.joining import Place
 from samestep.runtime.run import Loss, Source, holder_of, prepare
 from samestep.runtime.update import optimizer_source
 from samestep.trial import Subject
@@ -184,7 +184,7 @@ def _depth_key(job: Job) -> str | None:
 
 
 def _on_cpu(device: str) -> bool:
-    return launch.resolve_device(device) == "cpu"
+    return joining.resolve_device(device) == "cpu"
 
 
 def _free_bytes(device: str) -> int:

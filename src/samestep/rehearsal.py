@@ -27,8 +27,8 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.prediction import Prediction
 from samestep.report import write_whole
-from samestep.runtime import launch
-from samestep.runtime.launch import Place
+from samestep.runtime import joining, launch
+from samestep.runtime.joining import Place
 from samestep.runtime.run import Run
 from samestep.runtime.update import check_optimizer
 from samestep.strategies import programs_of
@@ -59,7 +59,7 @@ def rehearse(job: Job, best: Sequence[Prediction], machine: Hardware) -> tuple[l
     Raises:
         SamestepError: a layout needs more devices than there are, or the job cannot run.
     """
-    device = launch.resolve_device(job.run.device)
+    device = joining.resolve_device(job.run.device)
     workload = Workload(job)
     measured: list[tuple[Layout, float, float]] = []
     for one in best:

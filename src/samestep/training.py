@@ -44,9 +44,9 @@ from samestep.layout import Layout
 from samestep.model import ModelSpec
 from samestep.prediction import predict
 from samestep.report import Metrics, Screen, write_whole
-from samestep.runtime import checkpoint, launch, shortage
+from samestep.runtime import checkpoint, joining, launch, shortage
 from samestep.runtime.build import loss_of, model_source, optimizer_of
-from samestep.runtime.launch import Place
+from samestep.runtime.joining import Place
 from samestep.runtime.run import Run, Source, StepReport, holder_of, prepare, with_slices
 from samestep.runtime.update import check_optimizer
 from samestep.strategies import program_of
@@ -165,8 +165,10 @@ def train(
     """
     run = job.run
     place = None
-    if launch.launched_from_outside():
-        place = launch.join(run.device, timeout_s=run.timeout_s, ranks_per_node=run.ranks_per_node, threads=run.threads)
+    if joining.launched_from_outside():
+        place = joining.join(
+            run.device, timeout_s=run.timeout_s, ranks_per_node=run.ranks_per_node, threads=run.threads
+        )
     checked = check(job, layout=layout, ranks=ranks, steps=steps, out=out, resume=resume, place=place)
     if place is None or place.rank == 0:
         if checked.why:
@@ -177,7 +179,7 @@ def train(
         try:
             return _work(place, checked)
         finally:
-            launch.leave()
+            joining.leave()
     holder_of(checked.layout)
     try:
         return launch.run_workers(
@@ -194,7 +196,7 @@ def train(
             raise
         cause = str(error)
     # The kernel kills without a word: what was foreseen is all there is to say.
-    raise WorkerError(f"{cause}\n{_less_memory(checked, launch.resolve_device(run.device))}")
+    raise WorkerError(f"{cause}\n{_less_memory(checked, joining.resolve_device(run.device))}")
 
 
 def check(

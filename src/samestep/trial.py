@@ -34,7 +34,7 @@ from samestep.model import ModelSpec
 from samestep.observation import Observation
 from samestep.program import Program
 from samestep.runtime import checkpoint, dropout
-from samestep.runtime.launch import Place
+from samestep.runtime.joining import Place
 from samestep.runtime.precision import DTYPES
 from samestep.runtime.run import Run, Source, prepare, with_slices
 from samestep.runtime.update import Updater

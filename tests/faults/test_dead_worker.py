@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from samestep.errors import LayoutError, NonFiniteError, WorkerError
 from samestep.runtime import launch
-from samestep.runtime.launch import Place, run_workers
+from samestep.runtime.joining import Place
+from samestep.runtime.launch import run_workers
 
 FAR_BELOW_THE_TIMEOUT_S = 30.0  # of the collectives, which is 120 s in these tests
 

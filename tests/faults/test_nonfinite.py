@@ -19,7 +19,7 @@ from samestep.errors import NonFiniteError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.build import cross_entropy, optimizer_of
-from samestep.runtime.launch import Place
+from samestep.runtime.joining import Place
 from samestep.runtime.run import Run, Source
 from tests.laboratory import Runs, job_of, largest_error, whole
 from tests.models import VOCABULARY, Tokens

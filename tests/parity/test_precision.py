@@ -19,7 +19,7 @@ from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.build import cross_entropy, loss_of, optimizer_of
-from samestep.runtime.launch import Place
+from samestep.runtime.joining import Place
 from samestep.runtime.precision import for_loss
 from samestep.runtime.run import Run, Source
 from tests import rounding

@@ -32,7 +32,7 @@ from samestep.runtime.data import Replicated
 from samestep.runtime.deferred import Deferred
 from samestep.runtime.expert import Balance
 from samestep.runtime.init import Blueprint
-from samestep.runtime.launch import Place
+from samestep.runtime.joining import Place
 from samestep.runtime.run import Run, Source, prepare
 from samestep.runtime.update import Updater
 from samestep.schedules import Action, ActionKind

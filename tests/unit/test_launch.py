@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import JobError
-from samestep.runtime import launch
-from samestep.runtime.launch import Place, join, leave, run_workers
+from samestep.runtime import joining, launch
+from samestep.runtime.joining import Place, join, leave
+from samestep.runtime.launch import run_workers
 from tests.pool import Pool, pool
 
 # ---------------------------------------------------------------- run_workers
@@ -133,13 +134,13 @@ def test_workers_listen_on_loopback_only() -> None:
 
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    before = {number: signal.getsignal(number) for number in launch._STOP_SIGNALS}
+    before = {number: signal.getsignal(number) for number in joining.STOP_SIGNALS}
     variables = dict(os.environ)
     children = psutil.Process().children()
     run_workers(_nothing, ranks=2, timeout_s=60)
     assert list(tmp_path.iterdir()) == []
     assert psutil.Process().children() == children
-    assert {number: signal.getsignal(number) for number in launch._STOP_SIGNALS} == before
+    assert {number: signal.getsignal(number) for number in joining.STOP_SIGNALS} == before
     assert dict(os.environ) == variables
 
 
@@ -150,7 +151,7 @@ def _until_stopped(place: Place) -> str:
     stop = torch.zeros(1)
     while not stop.item():
         time.sleep(0.01)
-        stop[0] = float(launch.stop_requested())
+        stop[0] = float(joining.stop_requested())
         dist.all_reduce(stop, op=dist.ReduceOp.MIN)  # all of them must have heard it
     return "stopped"
 
@@ -160,11 +161,11 @@ def test_a_stop_signal_asks_every_worker_to_stop(number: signal.Signals) -> None
     # At once, so that it may come before the workers listen: it must reach them all the same.
     threading.Timer(0.02, os.kill, (os.getpid(), number)).start()
     assert run_workers(_until_stopped, ranks=2, timeout_s=60) == "stopped"
-    assert not launch.stop_requested()
+    assert not joining.stop_requested()
 
 
 def _never_stops(place: Place, heard: Path) -> None:
-    while not launch.stop_requested():
+    while not joining.stop_requested():
         time.sleep(0.01)
     heard.touch()
     time.sleep(600)
@@ -189,7 +190,7 @@ def test_a_second_signal_kills(number: signal.Signals, end: type[BaseException],
 
 
 def test_alone_is_a_run_of_one_rank_without_network() -> None:
-    assert not launch.launched_from_outside()
+    assert not joining.launched_from_outside()
     handler = signal.getsignal(signal.SIGINT)
     place = join("cpu", timeout_s=60)
     try:
@@ -207,7 +208,7 @@ def test_alone_is_a_run_of_one_rank_without_network() -> None:
 
 
 def test_a_group_that_exists_is_used_and_left_alone() -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = launch.LOOPBACK
+    os.environ["GLOO_SOCKET_IFNAME"] = joining.LOOPBACK
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert join("cpu").world_size == 1
@@ -228,14 +229,14 @@ def _join_by_environment(rank: int, world: int, variables: list[dict[str, str]])
     """Join as a launcher's process would, in a rank that the pool had joined already."""
     dist.destroy_process_group()
     os.environ.update(variables[rank])
-    outside = launch.launched_from_outside()
+    outside = joining.launched_from_outside()
     place = join("cpu", timeout_s=30)
     total = torch.ones(1)
     dist.all_reduce(total)
     listening = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
     os.kill(os.getpid(), signal.SIGUSR1)
     dist.barrier()
-    heard = launch.stop_requested()
+    heard = joining.stop_requested()
     leave()
     return outside, place.rank, place.ranks_per_node, total.item(), heard, {address.ip for address in listening}
 
@@ -266,7 +267,7 @@ def test_a_batch_script_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "4")
-    assert not launch.launched_from_outside()
+    assert not joining.launched_from_outside()
 
 
 def test_default_ranks_and_the_warning_of_too_many() -> None:

@@ -19,7 +19,7 @@ from samestep.job import Job, NumericsTable
 from samestep.layout import Layout
 from samestep.model import LayerSpec, ModelSpec, ParamSpec
 from samestep.runtime.build import loss_of, optimizer_of
-from samestep.runtime.launch import Place
+from samestep.runtime.joining import Place
 from samestep.runtime.run import Run, Source
 from samestep.runtime.update import (
     LossScale,

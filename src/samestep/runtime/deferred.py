@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.program import Program
-from samestep.runtime.tensor import is_transposed
+from samestep.runtime.cuts import is_transposed
 
 
 class _Left(NamedTuple):

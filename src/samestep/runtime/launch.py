@@ -1,4 +1,4 @@
-"""Starting worker processes on this machine, and joining those that somebody else started.
+"""Starting worker processes on this machine, and hearing how each of them ends.
 
 ```
 run_workers ─┬─ fork ─> worker 0: ready, join, joined, main(place, ...), done + value ─┐
@@ -11,15 +11,13 @@ an OpenMP pool in use by both sides, and without autograd's device threads; else
 When one worker fails, its peers fail too, a moment later, with a closed connection. The parent therefore waits a moment
 and reports the first failure that is not such an echo. A worker never outlives its parent.
 
-Who launched us is read in `runtime/seat.py`. Source of the parent's death: prctl(2).
+What a worker does to join is in `runtime/joining.py`. Source of the parent's death: prctl(2).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import datetime
-import errno
 import faulthandler
 import multiprocessing
 import os
@@ -27,7 +25,6 @@ import pickle
 import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -44,115 +41,29 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from samestep import errors
 from samestep.errors import JobError, SamestepError, WorkerError
-from samestep.runtime.seat import Seat, by_srun, by_torchrun, seat_from
+from samestep.runtime.joining import (
+    STOP_SIGNALS,
+    checked_ranks_per_node,
+    join,
+    launched_from_outside,
+    leave,
+    loopback_variables,
+    resolve_device,
+    restore_signals,
+    set_defaults,
+    sit_down,
+)
+from samestep.runtime.seat import Seat
 
 T = TypeVar("T")
 
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # USR1: Slurm's --signal=USR1@SECONDS before the limit
 _LAST_WORDS = 15  # lines of a dead worker's stderr and traceback that its parent shows
 _CAUSE_GRACE_S = 0.2  # an earlier cause may still be in another pipe
 _ECHO_GRACE_S = 3.0  # only echoes so far: the cause, most often a death, must show up yet
 _LEAVE_GRACE_S = 30.0  # a worker tears its process group down
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this process stands among all ranks of the run."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    ranks_per_node: int
-    device: torch.device
-
-
-@dataclass(frozen=True)
-class _Joined:
-    place: Place
-    made_group: bool
-    old_handlers: Mapping[int, Any]
-    borrowed_variables: tuple[str, ...]
-
-
-_seat: Seat | None = None  # handed over by run_workers, in a worker of ours
-_joined: _Joined | None = None
-_stop = False
-
-
-# ---------------------------------------------------------------- this process
-
-
-def launched_from_outside() -> bool:
-    """Return whether torchrun or srun started this process as one of several, so that it must only join."""
-    return by_torchrun(os.environ) or by_srun(os.environ)
-
-
-def join(
-    device: str = "auto", *, timeout_s: float = 600.0, ranks_per_node: int | None = None, threads: int | None = None
-) -> Place:
-    """Make this process a rank of its run, and return its place; every rank must call it once.
-
-    The process group is gloo on CPUs and nccl on GPUs. It is nccl alone there: the few scalars of a step live on the
-    device. A group that exists already is used as it is. A process that nobody launched is a run of one rank.
-
-    Args:
-        device: cpu, cuda or auto (GPUs where there are any).
-        timeout_s: how long to wait for the other ranks, and later for any collective.
-        ranks_per_node: overrides the launcher's number.
-        threads: CPU threads of this process; without it they stay as they are.
-
-    Raises:
-        JobError: the launcher's variables are incomplete, or there is no such device.
-        WorkerError: the other ranks were not met in time.
-    """
-    global _joined
-    if _joined is not None and dist.is_initialized():
-        return _joined.place
-    seat = _seat or seat_from(os.environ)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    made_group = not dist.is_initialized()
-    if not made_group:
-        seat = _seat_in_existing_group(seat)
-    per_node = _divides(ranks_per_node or seat.ranks_per_node, seat.world_size)
-    where = _device_of(seat, resolve_device(device))
-    borrowed: tuple[str, ...] = ()
-    if made_group:
-        # Who is alone opens no port to the network: gloo listens even then, on the interface of this variable.
-        borrowed = _set_defaults(_loopback()) if seat.world_size == 1 and not seat.path else ()
-        per_node = _init_process_group(seat, where, timeout_s, per_node)
-    # A process of the user's own keeps its signals: only there does nobody promise to ask stop_requested().
-    handlers = _listen_for_stop() if seat.launcher in ("torchrun", "srun") else {}
-    local_rank = seat.local_rank if per_node == seat.ranks_per_node else seat.rank % per_node
-    place = Place(seat.rank, local_rank, seat.world_size, per_node, where)
-    _joined = _Joined(place, made_group, handlers, borrowed)
-    return place
-
-
-def leave() -> None:
-    """Undo what `join` did; a process group that was there before stays."""
-    global _joined
-    if _joined is None:
-        return
-    joined, _joined = _joined, None
-    if joined.made_group and dist.is_initialized():
-        dist.destroy_process_group()
-    for name in joined.borrowed_variables:
-        os.environ.pop(name, None)
-    _restore(joined.old_handlers)
-
-
-def stop_requested() -> bool:
-    """Return whether this rank was asked to stop (SIGTERM, SIGINT, or Slurm's SIGUSR1).
-
-    Ranks learn of it at different times, so they must agree (one all_reduce a step) before they act on it.
-    """
-    return _stop
 
 
 def default_ranks(device: str = "auto") -> int:
@@ -187,140 +98,6 @@ def _exit_after_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-def _on_stop(signal_number: int, _frame: FrameType | None) -> None:
-    global _stop
-    _stop = True
-    if signal_number == signal.SIGINT:  # whoever asks twice means it
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _listen_for_stop() -> dict[int, Any]:
-    """Let the stop signals set a flag from now on; return the handlers they had."""
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    return {number: signal.signal(number, _on_stop) for number in _STOP_SIGNALS}
-
-
-def _restore(handlers: Mapping[int, Any]) -> None:
-    for number, handler in handlers.items():
-        signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-# ---------------------------------------------------------------- joining
-
-
-def _seat_in_existing_group(seat: Seat) -> Seat:
-    """Describe this process in the group that its user made, which knows no machines."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if (seat.rank, seat.world_size) == (rank, world):
-        return seat
-    return Seat("the user", rank, rank, world, world)
-
-
-def resolve_device(device: str) -> str:
-    """Return cpu or cuda; only counts GPUs, which starts no CUDA in this process."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise JobError(f"device={device!r} is not a device; cpu, cuda and auto are")
-    if device == "cpu":
-        return "cpu"
-    gpus = torch.cuda.device_count()
-    if device == "cuda" and not gpus:
-        raise JobError("device=cuda, but torch sees no GPU here; device=cpu works")
-    return "cuda" if gpus else "cpu"
-
-
-def _device_of(seat: Seat, device_type: str) -> torch.device:
-    """Choose this rank's device and make it the current one."""
-    if device_type == "cpu":
-        return torch.device("cpu")
-    gpus = torch.cuda.device_count()
-    index = 0 if gpus == 1 else seat.local_rank  # a launcher may show each task only its own GPU
-    if index >= gpus:
-        raise JobError(f"local rank {index} has no GPU: {gpus} on this machine; at most {gpus} ranks on it work")
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    return device
-
-
-def _init_process_group(seat: Seat, device: torch.device, timeout_s: float, ranks_per_node: int) -> int:
-    """Make the group; return the ranks per node that all ranks agree on."""
-    timeout = datetime.timedelta(seconds=timeout_s)
-    cuda = device.type == "cuda"
-    try:
-        store = _store_of(seat, timeout)
-        store.set_timeout(timeout)
-        dist.init_process_group(
-            "nccl" if cuda else "gloo",
-            store=store,
-            rank=seat.rank,
-            world_size=seat.world_size,
-            timeout=timeout,
-            device_id=device if cuda else None,
-        )
-        # Until all have met, none may leave again: gloo would report a closed connection to who is still connecting.
-        agreed = torch.tensor([ranks_per_node, -ranks_per_node], device=device)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
-    except RuntimeError as error:
-        if seat.launcher == "samestep":
-            raise  # its parent knows better who is missing
-        raise WorkerError(
-            f"rank {seat.rank} of {seat.world_size} ({seat.launcher}) did not meet the other ranks at "
-            f"{seat.host}:{seat.port} within {timeout_s:g} s: {str(error).splitlines()[0]}"
-        ) from error
-    least, most = agreed[0].item(), -agreed[1].item()
-    return ranks_per_node if least == most else 1  # machines with unequal numbers of ranks
-
-
-def _store_of(seat: Seat, timeout: datetime.timedelta) -> Store:
-    """Open the store where the ranks of `seat` meet."""
-    if seat.path:
-        return FileStore(seat.path, seat.world_size)
-    if seat.world_size == 1:
-        return HashStore()
-    if seat.agent_prefix is not None:
-        agents = TCPStore(seat.host, seat.port, seat.world_size, is_master=False, timeout=timeout)
-        return PrefixStore(seat.agent_prefix, agents)
-    listening = _listen_on(seat.host, seat.port) if seat.rank == 0 else None
-    return TCPStore(
-        seat.host,
-        seat.port,
-        seat.world_size,
-        is_master=seat.rank == 0,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listening,
-    )
-
-
-def _listen_on(host: str, port: int) -> int | None:
-    """Listen on the one address of `host`, where torch's own store would listen on every interface."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server((address[0], port), family=family).detach()
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise WorkerError(f"port {port} of {host} is taken; another MASTER_PORT works") from None
-        return None  # a name in front of this machine (a Kubernetes service) is no address of it
-
-
-def _loopback() -> dict[str, str]:
-    return {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
-
-
-def _set_defaults(variables: Mapping[str, str]) -> tuple[str, ...]:
-    """Set those variables that the user has not set; return their names."""
-    new = tuple(name for name in variables if name not in os.environ)
-    os.environ.update({name: variables[name] for name in new})
-    return new
-
-
-def _divides(ranks_per_node: int, world_size: int) -> int:
-    if world_size % ranks_per_node:
-        works = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        raise JobError(f"ranks_per_node={ranks_per_node} does not divide the {world_size} ranks; {works} work")
-    return ranks_per_node
 
 
 # ---------------------------------------------------------------- a worker
@@ -369,17 +146,14 @@ def _run_worker(
     order: _Order, rank: int, pipe: connection.Connection, main: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     """Be the worker `rank`: join, run `main`, tell the parent how it went."""
-    global _seat, _joined, _stop
     os.setpgid(0, 0)  # Ctrl-C in the terminal reaches the parent only, which passes it on once
     die_with_parent(order.parent_pid)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # rank 0 may write to the terminal all the same
     if rank or order.quiet:
         _write_to_files(order.folder, rank)
     faulthandler.enable(file=2)
-    _joined, _stop = None, False
-    _listen_for_stop()
     torch.set_num_threads(order.threads)
-    _seat = _seat_of(order, rank)
+    sit_down(_seat_of(order, rank))
     try:
         _say(pipe, "ready")
         per_node = None if order.apart else order.ranks_per_node
@@ -511,7 +285,7 @@ def run_workers(
     if device_type == "cuda" and ranks > torch.cuda.device_count():
         gpus = torch.cuda.device_count()
         raise JobError(f"{ranks} ranks on {gpus} GPUs: each rank needs its own; ranks={gpus} or device=cpu works")
-    per_node = _divides(ranks_per_node or ranks, ranks)
+    per_node = checked_ranks_per_node(ranks_per_node or ranks, ranks)
     folder = tempfile.mkdtemp(prefix="samestep-")
     order = _Order(os.getpid(), folder, ranks, per_node, device_type, threads, timeout_s, quiet, apart)
     crew = _Crew(order)
@@ -551,7 +325,7 @@ def _environment(variables: Mapping[str, str], defaults: Mapping[str, str]) -> I
     """Set variables for the processes started inside."""
     old = {name: os.environ.get(name) for name in (*variables, *defaults)}
     os.environ.update(variables)
-    _set_defaults(defaults)
+    set_defaults(defaults)
     try:
         yield
     finally:
@@ -567,13 +341,13 @@ def _forwarding_signals_to(crew: _Crew) -> Iterator[None]:
     """Hand this process's stop signals to the workers; a signal that is ignored here stays so."""
     handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for number in _STOP_SIGNALS:
+        for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 handlers[number] = signal.signal(number, crew.on_signal)
     try:
         yield
     finally:
-        _restore(handlers)
+        restore_signals(handlers)
 
 
 class _Crew:
@@ -596,7 +370,7 @@ class _Crew:
         """Start all workers."""
         order = self.order
         context: Any = multiprocessing.get_context(_start_method(order.device_type, order.threads))
-        with _environment({"OMP_NUM_THREADS": str(order.threads)}, _loopback()), warnings.catch_warnings():
+        with _environment({"OMP_NUM_THREADS": str(order.threads)}, loopback_variables()), warnings.catch_warnings():
             # Python 3.12 warns of threads at a fork; those of an imported torch are idle.
             warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
             for rank in range(order.ranks):

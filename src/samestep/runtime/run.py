@@ -36,9 +36,10 @@ from samestep.model import ModelSpec
 from samestep.program import Program, Task, TaskKind, is_dealt
 from samestep.runtime import (
     context,
+    cuts,
     dropout,
     expert,
-    launch,
+    joining,
     locality,
     pipeline,
     precision,
@@ -52,7 +53,7 @@ from samestep.runtime.data import Replicated
 from samestep.runtime.deferred import Deferred
 from samestep.runtime.diagnose import first_nonfinite
 from samestep.runtime.init import Blueprint, blueprint, fill_rest
-from samestep.runtime.launch import Place
+from samestep.runtime.joining import Place
 from samestep.runtime.masks import Part
 from samestep.runtime.record import Ledger, owned
 from samestep.runtime.trace import samples_traced, trace
@@ -352,7 +353,7 @@ class Run:
 
     def _agree(self, totals: Tensor) -> list[float]:
         """Sum the step's scalars over the world: loss, count, squared norm, stop flag."""
-        stop = torch.tensor([float(launch.stop_requested())], dtype=torch.float64, device=self.place.device)
+        stop = torch.tensor([float(joining.stop_requested())], dtype=torch.float64, device=self.place.device)
         norm_squared = self.made.holder.norm_squared() + self.made.updater.overflow(self.place.device)
         scalars = torch.cat([totals, norm_squared.view(1), stop])
         if self.layout.world_size > 1:
@@ -570,17 +571,17 @@ def prepare(source: Source, job: Job, example: Any) -> tuple[Blueprint, ModelSpe
         plan.module.train()  # loaded for inference as a whole; in a model that trains, a part in evaluation mode is meant
     dtype = next((param.dtype for param in plan.module.parameters() if param.is_floating_point()), torch.float32)
     one = _first_of(example, dtype)
-    cuts = tensor.cuts_of(plan.module)
+    planned = cuts.cuts_of(plan.module)
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
     with ExitStack() as stack:
-        seen = stack.enter_context(tensor.watching(plan.module, cuts))
+        seen = stack.enter_context(cuts.watching(plan.module, planned))
         calls = stack.enter_context(sequence.watching(plan.module))
         masks = stack.enter_context(dropout.noting(plan.module, samples_traced(plan.module)))
         dealings = stack.enter_context(expert.watching(plan.module))
-        spec = trace(plan.module, one, source.name, value_of, seen.keep, cuts.styles, seen.use)
+        spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, seen.use)
     spec = expert.with_experts(spec, dealings, plan.module if source.loss is cross_entropy else None)
-    spec = tensor.with_cuts(spec, plan.module, cuts, seen)
-    return plan, replace(sequence.with_sequence(spec, plan.module, cuts.styles, calls), masks=tuple(masks))
+    spec = cuts.with_cuts(spec, plan.module, planned, seen)
+    return plan, replace(sequence.with_sequence(spec, plan.module, planned.styles, calls), masks=tuple(masks))
 
 
 def with_slices(prepared: tuple[Blueprint, ModelSpec], layout: Layout, example: Any) -> tuple[Blueprint, ModelSpec]:
@@ -621,7 +622,7 @@ def parallelize(
         SamestepError: what was given cannot run; the text says what would.
     """
     job = job or Job()
-    place = launch.join(job.run.device, timeout_s=job.run.timeout_s, ranks_per_node=job.run.ranks_per_node)
+    place = joining.join(job.run.device, timeout_s=job.run.timeout_s, ranks_per_node=job.run.ranks_per_node)
     where = Layout.parse(layout) if isinstance(layout, str) else layout
     if layout == "":
         where = Layout(dp_replicate=place.world_size)

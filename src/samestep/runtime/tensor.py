@@ -1,308 +1,39 @@
 """Tensor parallelism on real modules (twin of `strategies/tensor.py`): hooks around modules that keep their classes.
 
-A plan names modules by patterns and says how each is cut: `{"blocks.*.q": "column", "blocks.*.out": "row"}`. It comes
-from transformers (`base_model_tp_plan`) or from the user (`module.tensor_plan`). The modules compute with their own code
-on the weights they are left with; `copy` and `reduce` stand at the borders:
+`runtime/cuts.py` says which modules a plan cuts, and how. They compute with their own code on the weights they are left
+with; `copy` and `reduce` stand at the borders:
 
     column   input through `copy`                      output cut along its last dimension
     row      bias held back, output through `reduce`   then the bias is added, once
     vocab    tokens of other ranks give zeros          output through `reduce`; a head's logits stay cut
     gather   a column cut whose output is put together again
-    sum      a weight that stays whole on what is cut  used through `copy`, so its gradient is summed; where a plan
-             does not name one, the forward on the meta device shows it
+    sum      a weight that stays whole on what is cut  used through `copy`, so its gradient is summed
     shared   a column cut of fewer heads than ranks    the rows of one head of the whole weight, used through `copy`
 """
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.errors import ModelError
-from samestep.model import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSum, is_below
+from samestep.model import Cut, ParamSpec, is_below
 from samestep.program import Program
 from samestep.runtime import sequence
 from samestep.runtime.build import IGNORED_LABEL, at_least_float32, target_of
-from samestep.runtime.expert import experts_of
+from samestep.runtime.cuts import cuts_of, is_head, is_transposed, shareable_heads
 from samestep.runtime.mesh import Mesh
 from samestep.runtime.precision import DTYPES
 from samestep.runtime.record import owned
 
-Plan = Mapping[str, str]
-"""Patterns of module paths, and how they are cut: column, row, vocab, gather, sum."""
-
-_OWN_PLANS: dict[str, dict[str, str]] = {
-    "gpt2": {"h.*.attn.c_attn": "qkv", "h.*.attn.c_proj": "row", "h.*.mlp.c_fc": "column", "h.*.mlp.c_proj": "row"},
-}
-"""For families that transformers has no plan for, below the base model."""
-
 _COUNTS = ("num_heads", "split_size", "embed_dim")
 """What an attention keeps of its own width, of which a rank has a part."""
-
-_FROM_TRANSFORMERS = {
-    "colwise": "column",
-    "rowwise": "row",
-    "embedding_rowwise": "vocab",
-    "replicated_with_grad_allreduce": "sum",
-    "colwise_gather_output": "gather",
-    **{style: style for style in ("column", "row", "qkv")},
-}
-
-
-# -- the plan --------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Cuts:
-    """Modules of one model that its plan cuts, or why it has none."""
-
-    styles: dict[str, str] = field(default_factory=dict)
-    """How each planned module is cut, by its path."""
-    refusal: str = ""
-
-
-def cuts_of(model: nn.Module) -> Cuts:
-    """Find how a model may be cut: by its own `tensor_plan`, or by what transformers says of its family."""
-    own = getattr(model, "tensor_plan", None)
-    if own is not None:
-        return _matched(model, dict(own))
-    plan = _transformers_plan(model)
-    if plan is None:
-        return Cuts(refusal="it has no tensor_plan, and transformers has none for it")
-    plan = {pattern: style for pattern, style in plan.items() if not _is_of_experts(model, pattern)}
-    unknown = sorted({style for style in plan.values() if style not in _FROM_TRANSFORMERS})
-    if unknown:
-        return Cuts(refusal=f"its plan asks for {', '.join(unknown)}, which is not built")
-    cuts = _matched(model, {pattern: _FROM_TRANSFORMERS[style] for pattern, style in plan.items()})
-    for part in (model.get_input_embeddings(), model.get_output_embeddings()):  # type: ignore[operator]
-        path = next((path for path, module in model.named_modules() if module is part), None)
-        if path is not None:
-            cuts.styles[path] = "vocab"
-    return cuts
-
-
-def _transformers_plan(model: nn.Module) -> dict[str, str] | None:
-    """Return the plan of a transformers model with whole paths, without the head's."""
-    config = getattr(model, "config", None)
-    family = getattr(config, "model_type", "")
-    plan = getattr(config, "base_model_tp_plan", None) or _OWN_PLANS.get(family)
-    prefix = getattr(model, "base_model_prefix", "")
-    if not plan or not prefix:
-        return None
-    return {f"{prefix}.{pattern}": style for pattern, style in plan.items()}
-
-
-def _is_of_experts(model: nn.Module, pattern: str) -> bool:
-    """Whether a pattern names experts, which stay whole on each rank of a tensor cut: `ep` deals them."""
-    names = [
-        [path, *(f"{path}.{leaf}" for leaf, _ in model.get_submodule(path).named_parameters())]
-        for path in experts_of(model)
-    ]
-    return any(fnmatch.fnmatch(name, pattern) for below in names for name in below)
-
-
-def _matched(model: nn.Module, plan: Plan) -> Cuts:
-    """Match the plan's patterns with the model's modules."""
-    cuts = Cuts()
-    paths = [path for path, _ in model.named_modules()]
-    for pattern, style in plan.items():
-        if style not in (*_AROUND, "sum"):
-            raise ModelError(f"tensor_plan: {pattern!r} is {style!r}; {', '.join(_AROUND)} and sum work")
-        found = fnmatch.filter(paths, pattern)
-        for path in found:
-            module = model.get_submodule(path)
-            if style == "sum" or isinstance(module, nn.Linear | nn.Embedding) or is_transposed(module):
-                cuts.styles[path] = style
-            else:
-                cuts.refusal = f"{path} is a {type(module).__name__}, and only Linear and Embedding can be cut"
-    if not cuts.styles:
-        cuts.refusal = cuts.refusal or f"its plan names no module of it (it has {', '.join(plan)})"
-    return cuts
-
-
-# -- what a cut costs, seen in a forward on the meta device ----------------------------------------
-
-
-@dataclass(slots=True)
-class Seen:
-    """Sums that a cut would need, in order of the forward: (path, elements, is a weight's)."""
-
-    shareable: dict[str, int] = field(default_factory=dict)
-    """Heads of projections that ranks may share, by their paths."""
-    forward: list[PartialSum] = field(default_factory=list)
-    copies: list[PartialSum] = field(default_factory=list)
-    kept_after: set[str] = field(default_factory=set)
-    """Of forward sums: owners after which the same block keeps something for its backward, as a mask."""
-    logit_rows: int = 0
-    uses: dict[str, set[str]] = field(default_factory=dict)
-    """How the trained weights of a module are used: on what is "cut" or "whole"; "elsewhere" is on cut, by another."""
-    _last: list[Tensor] = field(default_factory=list)
-    """What the last column cut was given: several that are given one tensor share its sum."""
-    _entered: dict[str, int] = field(default_factory=dict)
-
-    def use(self, path: str, owners: set[str], is_cut: bool) -> None:
-        """Note that the code of a module uses weights."""
-        for owner in {path} & owners or owners:
-            where = ("cut" if owner == path else "elsewhere") if is_cut else "whole"
-            self.uses.setdefault(owner, set()).add(where)
-
-    def enter(self, path: str, _: nn.Module, args: Any) -> None:
-        """Note that a module starts: its own weights are copied before what is within."""
-        self._entered[path] = len(self.copies)
-
-    def leave(self, path: str, style: str, module: nn.Module, args: Any, output: Any) -> None:
-        """Note what a module was given and gave."""
-        if not style and "cut" in self.uses.get(path, ()):
-            style = "sum"
-        if not style:
-            return
-        trained = [param for param in module.parameters(recurse=False) if param.requires_grad]
-        if style in ("row", "vocab") and not _is_head(module, style):
-            self.forward.append(PartialSum(owner=path, elements=output.numel()))
-        if style == "sum":
-            sums = [PartialSum(owner=path, elements=param.numel(), weight=True) for param in trained]
-            self.copies[self._entered[path] : self._entered[path]] = sums
-        elif (style in ("column", "qkv", "gather") or _is_head(module, style)) and args[0].requires_grad:
-            if not self._last or self._last[0] is not args[0]:
-                self.copies.append(PartialSum(owner=path, elements=args[0].numel()))
-            self._last[:] = [args[0]]
-        if groups := self.shareable.get(path):
-            self.copies += [PartialSum(owner=path, elements=p.numel(), weight=True, groups=groups) for p in trained]
-        if _is_head(module, style):
-            self.logit_rows = output.numel() // output.shape[-1]
-
-    def keep(self, block: str) -> None:
-        """Note that autograd keeps something in a block."""
-        if self.forward and is_below(self.forward[-1].owner, block):
-            self.kept_after.add(self.forward[-1].owner)
-
-
-@contextmanager
-def watching(model: nn.Module, cuts: Cuts) -> Iterator[Seen]:
-    """Note, in the forward of one sample that runs meanwhile, what each module with weights is given and gives."""
-    seen = Seen(_shareable_heads(model, cuts))
-    handles = []
-    for path, module in model.named_modules():
-        if path in cuts.styles or any(True for _ in module.parameters(recurse=False)):
-            handles.append(module.register_forward_pre_hook(functools.partial(seen.enter, path)))
-            leave = functools.partial(seen.leave, path, cuts.styles.get(path, ""))
-            handles.append(module.register_forward_hook(leave))
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: Seen) -> ModelSpec:
-    """Write into a spec how its weights may be cut and what that costs, and into `cuts` which whole weights need sums."""
-    varies = f"the shapes at {spec.varies_at} depend on values" if spec.varies_at else ""
-    refusal = cuts.refusal or varies or _unclear_use(spec, cuts, seen)
-    if refusal:
-        return replace(spec, cut_refusal=refusal)
-    cuts.styles |= {path: "sum" for path, uses in seen.uses.items() if "cut" in uses and path not in cuts.styles}
-    shareable = _shareable_heads(model, cuts)
-    params = tuple(replace(param, cut=_cut_of(model, cuts, param, shareable)) for param in spec.params)
-    layers = tuple(_layer_with(layer, seen) for layer in spec.layers)
-    return replace(spec, params=params, layers=layers, cut_refusal="", logit_rows=seen.logit_rows)
-
-
-def _unclear_use(spec: ModelSpec, cuts: Cuts, seen: Seen) -> str:
-    """Say which weight is used on what is cut so that its gradient is neither whole on every rank nor a part on each."""
-    blocks = [path for layer in spec.layers if layer.is_block for path in layer.modules]
-    for path, uses in seen.uses.items():
-        if path in cuts.styles or uses == {"whole"}:
-            continue
-        where = f"a weight of {path or spec.name} is used on what tp cuts"
-        if "elsewhere" in uses:
-            return f"{where} by another module: use it in a module of its own"
-        if "whole" in uses:
-            return f"{where}, and on what it leaves whole: give each a module of its own"
-        if not any(is_below(path, block) for block in blocks):
-            return f"{where} behind the last block: use it before the head"
-    return ""
-
-
-def _layer_with(layer: LayerSpec, seen: Seen) -> LayerSpec:
-    forward = tuple(part for part in seen.forward if _is_within(part.owner, layer))
-    backward = tuple(part for part in reversed(seen.copies) if _is_within(part.owner, layer))
-    repeats = bool(forward) and forward[-1].owner in seen.kept_after
-    return replace(layer, forward_sums=forward, backward_sums=backward, repeats_last_sum=repeats)
-
-
-def _is_within(path: str, layer: LayerSpec) -> bool:
-    return any(is_below(path, root) for root in layer.modules)
-
-
-def _shareable_heads(model: nn.Module, cuts: Cuts) -> dict[str, int]:
-    """Count the heads of keys and values that several ranks may share, by the projection's path.
-
-    The attention's code repeats them `num_key_value_groups` times, which a rank with fewer queries is told.
-    """
-    found: dict[str, int] = {}
-    projections: dict[str, dict[str, int]] = {}
-    for path, style in cuts.styles.items():
-        module = model.get_submodule(path)
-        if style == "column" and isinstance(module, nn.Linear):
-            parent = path.rpartition(".")[0]
-            heads = _heads(model.get_submodule(parent), module.out_features)
-            projections.setdefault(parent, {})[path] = heads
-    for parent, heads_of in projections.items():
-        times = getattr(model.get_submodule(parent), "num_key_value_groups", 1)
-        if isinstance(times, int) and times > 1:
-            queries = max(heads_of.values())
-            found |= {path: heads for path, heads in heads_of.items() if heads * times == queries}
-    return found
-
-
-def _cut_of(model: nn.Module, cuts: Cuts, param: ParamSpec, shareable: Mapping[str, int]) -> Cut | None:
-    """Say along which dimension a weight is cut, and between which groups of its elements."""
-    path, _, leaf = param.name.rpartition(".")
-    style = cuts.styles.get(path)
-    if style in (None, "sum"):
-        return None
-    module = model.get_submodule(path)
-    if style == "vocab":
-        return Cut(style="vocab", dim=0, groups=param.shape[0])
-    if style == "row" and leaf == "bias":
-        return None
-    across = 0 if is_transposed(module) and leaf == "weight" else 1  # the dimension of the input
-    dim = across if style == "row" else (1 - across) * (len(param.shape) > 1)
-    parts = 3 if style == "qkv" else 1
-    size = param.shape[dim] // parts
-    heads = _heads(model.get_submodule(path.rpartition(".")[0]), size)
-    return Cut(
-        style="row" if style == "row" else "column", dim=dim, groups=heads, parts=parts, is_shareable=path in shareable
-    )
-
-
-def _heads(attention: nn.Module, size: int) -> int:
-    """Count the heads that a projection of an attention is made of; elsewhere every neuron is one of its own."""
-    width, count = getattr(attention, "head_dim", None), getattr(attention, "num_heads", None)
-    if isinstance(width, int) and width and size % width == 0:
-        return size // width
-    return count if isinstance(count, int) and count and size % count == 0 else size
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether a module is a linear layer that keeps its weight as [in, out], as GPT-2's do."""
-    return type(module).__name__ == "Conv1D" and "weight" in module._parameters
-
-
-def _is_head(module: nn.Module, style: str) -> bool:
-    return style == "vocab" and isinstance(module, nn.Linear)
-
-
-# -- carrying it out -------------------------------------------------------------------------------
 
 
 def local_part(whole: Tensor, param: ParamSpec, mesh: Mesh) -> Tensor:
@@ -334,13 +65,13 @@ def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
     within = _Borders(lambda _, x: x, lambda path, x: sequence.scatter(x, group, path))
     blocks = [path for layer in program.step.model.layers if layer.is_block for path in layer.modules]
     projected: set[str] = set()
-    shared = {path: heads for path, heads in _shareable_heads(model, cuts).items() if heads < mesh.tp}
+    shared = {path: heads for path, heads in shareable_heads(model, cuts).items() if heads < mesh.tp}
     for path, style in cuts.styles.items():
         module = model.get_submodule(path)
         if style == "sum":
             _sum_gradients(module, path, group, DTYPES[program.step.master_dtype])
         elif path in cut or path in shared:
-            if _is_head(module, style) and not program.step.cuts_loss:
+            if is_head(module, style) and not program.step.cuts_loss:
                 style = "gather"
             if style in ("column", "qkv"):
                 projected.add(path.rpartition(".")[0])
