@@ -20,11 +20,12 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.model import Cut, ModelSpec
 from samestep.program import LedgerRow, is_dealt
+from samestep.runtime.assembly import Source, prepare
 from samestep.runtime.build import loss_of, optimizer_of
 from samestep.runtime.init import Blueprint, blueprint
 from samestep.runtime.joining import Place
 from samestep.runtime.record import Ledger
-from samestep.runtime.run import Run, Source, prepare
+from samestep.runtime.run import Run
 from samestep.runtime.tensor import joined
 from samestep.runtime.update import Piece
 from tests.models import MODELS, Tokens

@@ -29,11 +29,12 @@ from samestep.datasets.batch import read_samples
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program import Task
+from samestep.runtime.assembly import Source
 from samestep.runtime.dropout import Draw, DropoutMode
 from samestep.runtime.joining import Place
 from samestep.runtime.placement import part_of
 from samestep.runtime.routes import RouteMode, Routes
-from samestep.runtime.run import Run, Source
+from samestep.runtime.run import Run
 from samestep.runtime.update import Piece
 
 Share = tuple[int, int, tuple[int, ...]]

@@ -35,9 +35,9 @@ from samestep.errors import JobError, WorkerError
 from samestep.job import Job, RunTable, ScheduleTable
 from samestep.layout import Layout
 from samestep.runtime import joining, launch
+from samestep.runtime.assembly import Loss, Source, holder_of, prepare
 from samestep.runtime.build import loss_of, model_source, optimizer_of
 from samestep.runtime.joining import Place
-from samestep.runtime.run import Loss, Source, holder_of, prepare
 from samestep.runtime.update import optimizer_source
 from samestep.trial import Subject
 from samestep.verdict import Check, Verdict

@@ -45,9 +45,10 @@ from samestep.model import ModelSpec
 from samestep.prediction import predict
 from samestep.report import Metrics, Screen, write_whole
 from samestep.runtime import checkpoint, joining, launch, shortage
+from samestep.runtime.assembly import Source, holder_of, prepare, with_slices
 from samestep.runtime.build import loss_of, model_source, optimizer_of
 from samestep.runtime.joining import Place
-from samestep.runtime.run import Run, Source, StepReport, holder_of, prepare, with_slices
+from samestep.runtime.run import Run, StepReport
 from samestep.runtime.update import check_optimizer
 from samestep.strategies import program_of
 

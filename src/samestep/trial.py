@@ -34,9 +34,10 @@ from samestep.model import ModelSpec
 from samestep.observation import Observation
 from samestep.program import Program
 from samestep.runtime import checkpoint, dropout
+from samestep.runtime.assembly import Source, prepare, with_slices
 from samestep.runtime.joining import Place
 from samestep.runtime.precision import DTYPES
-from samestep.runtime.run import Run, Source, prepare, with_slices
+from samestep.runtime.run import Run
 from samestep.runtime.update import Updater
 from samestep.strategies import programs_of
 from samestep.verdict import Cause, Check

@@ -18,9 +18,10 @@ from samestep.datasets import batches
 from samestep.errors import NonFiniteError
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.runtime.assembly import Source
 from samestep.runtime.build import cross_entropy, optimizer_of
 from samestep.runtime.joining import Place
-from samestep.runtime.run import Run, Source
+from samestep.runtime.run import Run
 from tests.laboratory import Runs, job_of, largest_error, whole
 from tests.models import VOCABULARY, Tokens
 from tests.pool import pool

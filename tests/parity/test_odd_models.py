@@ -20,9 +20,10 @@ from samestep.datasets import batches
 from samestep.errors import LayoutError, ModelError
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.runtime.assembly import Source
 from samestep.runtime.build import loss_of, optimizer_of
 from samestep.runtime.joining import Place
-from samestep.runtime.run import Run, Source
+from samestep.runtime.run import Run
 from tests.laboratory import Observed, Runs, assert_same, follow, job_of, largest_error, perturbed, whole
 from tests.models import LENGTH, VOCABULARY, Plain, Tokens
 from tests.pool import pool

@@ -18,10 +18,11 @@ from samestep.datasets import batches
 from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.runtime.assembly import Source
 from samestep.runtime.build import cross_entropy, loss_of, optimizer_of
 from samestep.runtime.joining import Place
 from samestep.runtime.precision import for_loss
-from samestep.runtime.run import Run, Source
+from samestep.runtime.run import Run
 from tests import rounding
 from tests.laboratory import Observed, follow, job_of, largest_error, perturbed, whole
 from tests.models import MODELS, VOCABULARY, Tokens

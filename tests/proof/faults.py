@@ -26,14 +26,15 @@ from samestep.datasets import Batch
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program import TaskKind, ends_step
-from samestep.runtime import checkpoint, context, dropout, pipeline, run, sequence, tensor, update
+from samestep.runtime import assembly, checkpoint, context, dropout, pipeline, sequence, tensor, update
+from samestep.runtime.assembly import Source, prepare
 from samestep.runtime.build import cross_entropy, loss_of, optimizer_of
 from samestep.runtime.data import Replicated
 from samestep.runtime.deferred import Deferred
 from samestep.runtime.expert import Balance
 from samestep.runtime.init import Blueprint
 from samestep.runtime.joining import Place
-from samestep.runtime.run import Run, Source, prepare
+from samestep.runtime.run import Run
 from samestep.runtime.update import Updater
 from samestep.schedules import Action, ActionKind
 from samestep.verdict import Cause, Verdict
@@ -367,7 +368,7 @@ def rotary_frequencies_are_garbage(patch: Patch) -> None:
             if "inv_freq" in name and rank() == 1:
                 buffer.mul_(1.01)
 
-    around(patch, run, "fill_rest", fill)
+    around(patch, assembly, "fill_rest", fill)
 
 
 @fault(Cause.BUFFER, "dp=2", "plain_with_statistics")

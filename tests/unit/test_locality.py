@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from samestep.datasets import Batch
 from samestep.layout import Layout
 from samestep.model import ModelSpec
+from samestep.runtime.assembly import Source, prepare, with_slices
 from samestep.runtime.build import cross_entropy
-from samestep.runtime.run import Source, prepare, with_slices
 from tests.laboratory import job_of
 from tests.models import EVEN, MODELS, AttentiveBlock, Tokens, hf
 

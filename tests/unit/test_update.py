@@ -18,9 +18,10 @@ from samestep.errors import LayoutError, ModelError
 from samestep.job import Job, NumericsTable
 from samestep.layout import Layout
 from samestep.model import LayerSpec, ModelSpec, ParamSpec
+from samestep.runtime.assembly import Source
 from samestep.runtime.build import loss_of, optimizer_of
 from samestep.runtime.joining import Place
-from samestep.runtime.run import Run, Source
+from samestep.runtime.run import Run
 from samestep.runtime.update import (
     LossScale,
     OptimizerSource,

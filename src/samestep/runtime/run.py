@@ -13,12 +13,11 @@ mean of means, and a user's loss need not know its count before its forward.
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -32,46 +31,28 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from samestep.errors import DataError, LayoutError, NonFiniteError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.model import ModelSpec
-from samestep.program import Program, Task, TaskKind, is_dealt
+from samestep.program import Program, Task, TaskKind
 from samestep.runtime import (
-    context,
-    cuts,
     dropout,
-    expert,
     joining,
-    locality,
-    pipeline,
     precision,
-    recompute,
-    sequence,
     tensor,
 )
-from samestep.runtime import mesh as meshes
-from samestep.runtime.build import call_model, cross_entropy, learning_rate_factor
-from samestep.runtime.data import Replicated
-from samestep.runtime.deferred import Deferred
+from samestep.runtime.assembly import Assembly, Loss, Source, assemble
+from samestep.runtime.build import call_model
 from samestep.runtime.diagnose import first_nonfinite
-from samestep.runtime.init import Blueprint, blueprint, fill_rest
 from samestep.runtime.joining import Place
-from samestep.runtime.masks import Part
 from samestep.runtime.record import Ledger, owned
-from samestep.runtime.trace import samples_traced, trace
 from samestep.runtime.update import (
     LARGEST_SUM,
-    OptimizerSource,
     Updater,
-    check_optimizer,
     clip_factor,
     optimizer_source,
 )
 from samestep.runtime.watch import Watch
-from samestep.strategies import program_of
 
 if TYPE_CHECKING:
-    from samestep.runtime.shard import Sharded
-
-Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
+    pass
 
 
 class StepBatch(Protocol):
@@ -113,18 +94,6 @@ class StepReport:
     """What went wrong in a step that is not finite."""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What a run is made from."""
-
-    model: Callable[[], nn.Module] | nn.Module
-    loss: Loss
-    optimizer: OptimizerSource
-    name: str = "model"
-    prepared: tuple[Blueprint, ModelSpec] | None = None
-    """Built and traced already: a forked worker inherits it."""
-
-
 class Run:
     """A model in a layout, ready to take steps. Every rank makes one and calls it alike."""
 
@@ -132,7 +101,7 @@ class Run:
         self.job, self.layout, self.place = job, layout, place
         self.steps_taken = 0
         self._source = source
-        self._made: _Made | None = None
+        self._made: Assembly | None = None
         self._watch: Watch | None = None
         self._reading: _Reading | None = None
 
@@ -157,7 +126,7 @@ class Run:
         return self.made.updater
 
     @property
-    def made(self) -> _Made:
+    def made(self) -> Assembly:
         """What `prepare` made."""
         if self._made is None:
             raise LayoutError("the run is not prepared yet: call run.prepare(sample), or take a step")
@@ -166,7 +135,7 @@ class Run:
     def prepare(self, example: Any) -> None:
         """Build the model in its layout, if that has not been done. `example` holds samples, as a batch reads them."""
         if self._made is None:
-            self._made = _make(self._source, self.layout, self.job, self.place, example)
+            self._made = assemble(self._source, self.layout, self.job, self.place, example)
 
     def step(self, batch: StepBatch) -> StepReport:
         """Take one optimizer step on the global batch. Collective: every rank calls it with the same batch.
@@ -457,147 +426,6 @@ class _Reading:
         return self._shapes[microbatch]
 
 
-@dataclass(slots=True)
-class _Made:
-    """What a prepared run consists of."""
-
-    model: nn.Module
-    spec: ModelSpec
-    """The whole model."""
-    program: Program
-    mesh: meshes.Mesh
-    holder: Replicated | Sharded
-    updater: Updater
-    stage: pipeline.Stage | None
-    """What passes between pipeline stages; None where one rank runs all layers."""
-    slicing: context.Slicing | None
-    """This rank's slice of sequences; None where it has them whole."""
-    deferred: Deferred
-    """Gradients of weights that backwards leave for later."""
-    loss: Loss
-    balance: expert.Balance | None
-    """What the job adds to its loss so that experts are chosen alike; None where it asks for nothing."""
-    lr_factor: Callable[[int], float]
-    nominal_count: float
-    """A power of two near the count of a whole step: dividing by it costs no bit."""
-    master: torch.dtype
-    modes: dict[nn.Module, bool]
-    """Which modules train: a batch norm that was built frozen stays so."""
-    running: list[Tensor]
-    """Running statistics, which a skipped step leaves as they were."""
-    draws: bool | None
-    """Whether forwards draw dropout masks; None until the first step has shown it."""
-    mask_part: Part | None
-    """Which part of each mask this rank of a tensor cut, or of a cut of the sequence, draws."""
-
-
-def _make(source: Source, layout: Layout, job: Job, place: Place, example: Any) -> _Made:
-    """Build, cut and fill the model: precision inside recompute inside sharding, each by its twin's words."""
-    plan, spec = with_slices(source.prepared or prepare(source, job, example), layout, example)
-    stage = meshes.stage_of(place.rank, layout.world_size, layout.pp)
-    replica = meshes.replica_of(place.rank, layout)
-    program = program_of(spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica)
-    check_optimizer(source.optimizer, spec, layout)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = job.numerics.tf32
-    mesh = meshes.build(program, place.device)
-    model = plan.module
-    assert all(param.is_meta for param in model.parameters()), "a blueprint is cut and filled by one run alone"
-    precision.apply(model, program)
-    if layout.pp > 1:
-        pipeline.check(model, program)
-    tensor.apply(model, program, mesh)
-    slicing = context.Slicing(model, program, mesh) if layout.cp > 1 else None
-    expert.apply(model, program, mesh)
-    dropout.track_modules(model)
-    deferred = Deferred(model, program)
-    recompute.apply(model, program, functools.partial(_recompute_contexts, model, job, slicing))
-
-    def materialize(name: str, dtype: torch.dtype) -> Tensor:
-        whole = plan.materialize(name, place.device, dtype)
-        if is_dealt(program.step, params[name]):
-            return expert.local_part(whole, mesh)
-        return tensor.local_part(whole, params[name], mesh)
-
-    params = {param.name: param for param in program.step.model.params}
-    holder = holder_of(layout)(model, program, mesh, materialize)
-    fill_rest(plan, place.device, torch.float64 if job.numerics.precision == "float64" else None)
-    return _Made(
-        model=model,
-        spec=spec,
-        program=program,
-        mesh=mesh,
-        holder=holder,
-        updater=Updater.over(holder.pieces, source.optimizer, job.numerics),
-        stage=pipeline.Stage(model, program, mesh, slicing) if layout.pp > 1 else None,
-        slicing=slicing,
-        deferred=deferred,
-        loss=functools.partial(tensor.cut_loss, mesh) if tensor.cuts_logits(program) else source.loss,
-        balance=expert.Balance.of(model, program, mesh),
-        lr_factor=learning_rate_factor(job.schedule, job.train.steps),
-        nominal_count=_nominal_count(example, job.train.global_batch),
-        master=precision.DTYPES[program.step.master_dtype],
-        modes={module: module.training for module in model.modules()},
-        running=[buffer for path in spec.coupled_modules for buffer in model.get_submodule(path).buffers()],
-        draws=True if spec.masks or dropout.has_dropout(model) else None,
-        mask_part=Part(spec, mesh.tp, mesh.tp_index, layout.sequence_parallel, mesh.cp, mesh.cp_index)
-        if mesh.tp * mesh.cp > 1
-        else None,
-    )
-
-
-def holder_of(layout: Layout) -> type[Replicated] | type[Sharded]:
-    """Return what holds the weights. FSDP2 and DTensor take a second to import, which replicated runs need not pay.
-
-    A process that forks workers calls it first, so that they need not pay either.
-    """
-    if layout.zero < 2 or layout.num_shards == 1:
-        return Replicated
-    from samestep.runtime.shard import Sharded  # noqa: PLC0415
-
-    return Sharded
-
-
-def _recompute_contexts(model: nn.Module, job: Job, slicing: context.Slicing | None) -> recompute.Contexts:
-    """Surround a forward, and its repetition inside backward, where the modes of the forward are not active."""
-    first, again = dropout.recompute_contexts(model)
-    inner = again if slicing is None else recompute.nested(again, slicing.again())
-    return first, recompute.nested(precision.RaiseIslands(), inner) if job.numerics.precision == "float64" else inner
-
-
-def prepare(source: Source, job: Job, example: Any) -> tuple[Blueprint, ModelSpec]:
-    """Build the model on the meta device and trace it on one sample."""
-    plan = blueprint(source.model, job.train.seed)
-    if not plan.module.training:
-        plan.module.train()  # loaded for inference as a whole; in a model that trains, a part in evaluation mode is meant
-    dtype = next((param.dtype for param in plan.module.parameters() if param.is_floating_point()), torch.float32)
-    one = _first_of(example, dtype)
-    planned = cuts.cuts_of(plan.module)
-    value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
-    with ExitStack() as stack:
-        seen = stack.enter_context(cuts.watching(plan.module, planned))
-        calls = stack.enter_context(sequence.watching(plan.module))
-        masks = stack.enter_context(dropout.noting(plan.module, samples_traced(plan.module)))
-        dealings = stack.enter_context(expert.watching(plan.module))
-        spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, seen.use)
-    spec = expert.with_experts(spec, dealings, plan.module if source.loss is cross_entropy else None)
-    spec = cuts.with_cuts(spec, plan.module, planned, seen)
-    return plan, replace(sequence.with_sequence(spec, plan.module, planned.styles, calls), masks=tuple(masks))
-
-
-def with_slices(prepared: tuple[Blueprint, ModelSpec], layout: Layout, example: Any) -> tuple[Blueprint, ModelSpec]:
-    """Find out how sequences can be sliced, where the layout does so and nobody has found out yet."""
-    plan, spec = prepared
-    if layout.cp == 1 or spec.length:
-        return prepared
-    value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
-    return plan, locality.prove(plan.module, _first_of(example, torch.float32), spec, value_of)
-
-
-def _first_of(example: Any, dtype: torch.dtype) -> Any:
-    """Return a batch of one sample."""
-    return precision.cast_floating(tree_map_only(Tensor, lambda tensor: tensor[:1], example), dtype)
-
-
 def parallelize(
     model: Callable[[], nn.Module] | nn.Module,
     loss: Loss,
@@ -636,15 +464,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return int(psutil.Process().memory_info().rss)
-
-
-def _nominal_count(example: Any, global_batch: int) -> float:
-    """Return a power of two near the count of a step, from shapes alone: the same in every layout."""
-    labels = example.get("labels") if isinstance(example, dict) else None
-    if labels is None:
-        labels = tree_leaves(example)[-1]
-    each = labels.numel() / max(1, labels.shape[0]) if isinstance(labels, Tensor) and labels.dim() else 1.0
-    return float(2 ** round(math.log2(max(1.0, global_batch * each))))
 
 
 def _set_modes(modes: dict[nn.Module, bool]) -> None:
