@@ -114,16 +114,11 @@ def build(program: Program, device: torch.device) -> Mesh:
         )
     groups: dict[str, dist.ProcessGroup] = {}
     mine: dict[str, tuple[int, ...]] = {}
-    made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-    if dist.group.WORLD is not None:
-        made["", tuple(range(world_size))] = dist.group.WORLD
     for axis in sorted({*program.axes, *_links(program)}):
         for ranks in _groups_of(axis, program, world_size):
-            key = (axis if axis in (*OWN_GROUPS, *_LINKS) else "", ranks)
-            if key not in made:
-                made[key] = dist.new_group(list(ranks), group_desc=key[0] or None)  # every rank makes all, in one order
+            group = group_over(ranks, axis if axis in (*OWN_GROUPS, *_LINKS) else "")
             if rank in ranks:
-                groups[axis], mine[axis] = made[key], ranks
+                groups[axis], mine[axis] = group, ranks
     return Mesh(
         rank=rank,
         world_size=world_size,
@@ -137,6 +132,27 @@ def build(program: Program, device: torch.device) -> Mesh:
         ranks=mine,
         ep=layout.ep,
     )
+
+
+_made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+"""Groups of this process by name and ranks, the world among them."""
+
+
+def group_over(ranks: tuple[int, ...], name: str = "") -> dist.ProcessGroup:
+    """Return the group of some ranks, made once for all runs of a process: each has threads that never sleep for long.
+
+    Collective over the world: every rank asks for all groups, also those of others, in one order.
+    """
+    everyone = ("", tuple(range(dist.get_world_size())))
+    world = dist.group.WORLD
+    assert world is not None
+    if _made.get(everyone) is not world:  # those of a world that was left
+        _made.clear()
+        _made[everyone] = world
+    key = (name, ranks)
+    if key not in _made:
+        _made[key] = dist.new_group(list(ranks), group_desc=name or None)
+    return _made[key]
 
 
 def _groups_of(axis: str, program: Program, world_size: int) -> Iterable[tuple[int, ...]]:

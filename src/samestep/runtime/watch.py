@@ -25,6 +25,7 @@ from torch import Tensor
 
 from samestep.errors import DriftError
 from samestep.program import Kind, LedgerRow, is_dealt, is_replicated
+from samestep.runtime.mesh import group_over
 from samestep.runtime.record import Ledger
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ def _group_of_equals(run: Run, key: str) -> dist.ProcessGroup | None:
     for one in dict.fromkeys(keys):
         ranks = [rank for rank, other in enumerate(keys) if other == one]
         if len(ranks) > 1:
-            group = dist.new_group(ranks)
+            group = group_over(tuple(ranks), "watch")
             mine = group if one == key else mine
     return mine
 
