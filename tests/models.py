@@ -350,7 +350,7 @@ MODELS |= {
     "dropping_attentive": functools.partial(Attentive, blocks=4, dropout=0.3),
     "dropping_llama": functools.partial(hf, "llama", num_key_value_heads=2, attention_dropout=0.2, **DEEP),
     "dropping_gpt2": functools.partial(
-        hf, "gpt2", vocab_size=64, n_embd=16, n_layer=4, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0,
+        hf, "gpt2", vocab_size=64, n_embd=16, n_layer=4, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0,
     ),
     "dropping_gpt2_eager": functools.partial(
         hf, "gpt2", vocab_size=64, n_embd=16, n_layer=4, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0,

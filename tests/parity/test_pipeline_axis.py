@@ -40,12 +40,15 @@ PRODUCTS = [
     "dp_replicate=2 dp_shard=2 pp=2 zero=3 microbatch=1 recompute=selective",
     "tp=2 pp=2 schedule=interleaved virtual_stages=2 microbatch=4 recompute=full",
     "dp=2 tp=2 pp=2 microbatch=1 zero=3 schedule=interleaved virtual_stages=2",
-    "dp=2 tp=2 pp=2 sequence_parallel microbatch=1 schedule=zero-bubble offload",
 ]
 """Beside those of `test_products.py`."""
+SEQUENCE_CUT = ["dp=2 tp=2 pp=2 sequence_parallel microbatch=1 schedule=zero-bubble offload"]
+WITH_PARTS = [*MODELS[:-1], "parted"]
 
 
-@pytest.mark.parametrize(("layout", "model"), combinations(ALONE + PRODUCTS, MODELS))
+@pytest.mark.parametrize(
+    ("layout", "model"), [*combinations(ALONE + PRODUCTS, MODELS), *combinations(SEQUENCE_CUT, WITH_PARTS)]
+)
 def test_a_pipeline_computes_what_one_device_computes(layout: str, model: str) -> None:
     prove(layout, model)
 
