@@ -334,6 +334,9 @@ MODELS |= {
     "deep_llama": functools.partial(hf, "llama", num_key_value_heads=2, **DEEP),
     "deep_tied": functools.partial(hf, "llama", num_key_value_heads=2, tie_word_embeddings=True, **DEEP),
     "deep_qwen3": functools.partial(hf, "qwen3", num_key_value_heads=2, head_dim=8, **DEEP),
+    "many_heads": functools.partial(
+        hf, "qwen3", num_key_value_heads=2, head_dim=4, **{**DEEP, "num_attention_heads": 8}
+    ),
     "deep_gemma": functools.partial(
         hf, "gemma", num_key_value_heads=2, head_dim=4, tie_word_embeddings=True, pad_token_id=0, **DEEP
     ),
