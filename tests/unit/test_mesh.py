@@ -8,6 +8,8 @@ import psutil
 import torch.distributed as dist
 
 from samestep.datasets import batches
+from samestep.runtime.joining import Place, leave
+from samestep.runtime.launch import run_workers
 from samestep.runtime.mesh import group_over
 from tests.laboratory import clipped, make_run
 from tests.models import Tokens
@@ -45,3 +47,16 @@ def groups_of_two_names(rank: int, world: int) -> tuple[bool, bool, bool]:
 
 def test_a_name_asks_for_a_group_of_its_own() -> None:
     assert pool(2).run(groups_of_two_names) == [(True, False, True)] * 2
+
+
+def threads_after_leaving(place: Place) -> tuple[int, int]:
+    with_world = psutil.Process().num_threads()
+    group_over((0, 1), "cp")
+    dist.barrier()
+    leave()
+    return with_world, psutil.Process().num_threads()
+
+
+def test_who_leaves_keeps_no_group() -> None:
+    before, after = run_workers(threads_after_leaving, ranks=2)
+    assert after < before

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from samestep.errors import JobError, WorkerError
+from samestep.runtime.mesh import forget_groups
 from samestep.runtime.seat import Seat, by_srun, by_torchrun, seat_from
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -115,6 +116,7 @@ def leave() -> None:
     joined, _joined = _joined, None
     if joined.made_group and dist.is_initialized():
         dist.destroy_process_group()
+        forget_groups()
     for name in joined.borrowed_variables:
         os.environ.pop(name, None)
     restore_signals(joined.old_handlers)

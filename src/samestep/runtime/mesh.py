@@ -136,6 +136,7 @@ def build(program: Program, device: torch.device) -> Mesh:
 
 _made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 """Groups of this process by name and ranks, the world among them."""
+_WORLD = ("world", ())
 
 
 def group_over(ranks: tuple[int, ...], name: str = "") -> dist.ProcessGroup:
@@ -143,16 +144,20 @@ def group_over(ranks: tuple[int, ...], name: str = "") -> dist.ProcessGroup:
 
     Collective over the world: every rank asks for all groups, also those of others, in one order.
     """
-    everyone = ("", tuple(range(dist.get_world_size())))
     world = dist.group.WORLD
     assert world is not None
-    if _made.get(everyone) is not world:  # those of a world that was left
-        _made.clear()
-        _made[everyone] = world
+    if _made.get(_WORLD) is not world:  # those of a world that its user left
+        forget_groups()
+        _made[_WORLD] = _made["", tuple(range(world.size()))] = world
     key = (name, ranks)
     if key not in _made:
         _made[key] = dist.new_group(list(ranks), group_desc=name or None)
     return _made[key]
+
+
+def forget_groups() -> None:
+    """Let go of all groups, after the world was left: their threads end with them."""
+    _made.clear()
 
 
 def _groups_of(axis: str, program: Program, world_size: int) -> Iterable[tuple[int, ...]]:
