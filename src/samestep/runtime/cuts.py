@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -170,17 +170,13 @@ class Seen:
 def watching(model: nn.Module, cuts: Cuts) -> Iterator[Seen]:
     """Note, in the forward of one sample that runs meanwhile, what each module with weights is given and gives."""
     seen = Seen(shareable_heads(model, cuts))
-    handles = []
-    for path, module in model.named_modules():
-        if path in cuts.styles or any(True for _ in module.parameters(recurse=False)):
-            handles.append(module.register_forward_pre_hook(functools.partial(seen.enter, path)))
-            leave = functools.partial(seen.leave, path, cuts.styles.get(path, ""))
-            handles.append(module.register_forward_hook(leave))
-    try:
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            if path in cuts.styles or any(True for _ in module.parameters(recurse=False)):
+                hooks.enter_context(module.register_forward_pre_hook(functools.partial(seen.enter, path)))
+                leave = functools.partial(seen.leave, path, cuts.styles.get(path, ""))
+                hooks.enter_context(module.register_forward_hook(leave))
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: Seen) -> ModelSpec:

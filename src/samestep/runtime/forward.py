@@ -417,20 +417,16 @@ def watch_forward(
 @contextmanager
 def _hooks(module: nn.Module, containers: tuple[str, ...], watch: Watch) -> Iterator[None]:
     """Tell `watch` of every module that is entered and left."""
-    handles = []
-    for path, part in module.named_modules():
-        outside = is_outside(path, containers)
-        enter = functools.partial(
-            lambda path, outside, part, *given: watch.enter(path, part, outside, given), path, outside
-        )
-        leave = functools.partial(lambda outside, part, args, output: watch.leave(outside), outside)
-        handles.append(part.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(part.register_forward_hook(leave))
-    try:
+    with ExitStack() as hooks:
+        for path, part in module.named_modules():
+            outside = is_outside(path, containers)
+            enter = functools.partial(
+                lambda path, outside, part, *given: watch.enter(path, part, outside, given), path, outside
+            )
+            leave = functools.partial(lambda outside, part, args, output: watch.leave(outside), outside)
+            hooks.enter_context(part.register_forward_pre_hook(enter, with_kwargs=True))
+            hooks.enter_context(part.register_forward_hook(leave))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def is_outside(path: str, containers: tuple[str, ...]) -> bool:

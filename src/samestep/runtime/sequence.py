@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,15 +55,11 @@ def watching(model: nn.Module) -> Iterator[Calls]:
     def leave(path: str, _: nn.Module, args: Any, output: Any) -> None:
         calls.left.setdefault(path, []).append(_first(output))
 
-    handles = []
-    for path, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(functools.partial(enter, path), with_kwargs=True))
-        handles.append(module.register_forward_hook(functools.partial(leave, path)))
-    try:
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(functools.partial(enter, path), with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(functools.partial(leave, path)))
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def with_sequence(spec: ModelSpec, model: nn.Module, styles: Styles, calls: Calls) -> ModelSpec:
