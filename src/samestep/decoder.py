@@ -15,7 +15,6 @@ Latent attention (DeepSeek-V2, arXiv:2405.04434) has low-rank queries, keys and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -30,6 +29,7 @@ from samestep.model import (
     LayerSpec,
     ModelSpec,
     ParamSpec,
+    Partial,
     PartialSum,
     Product,
 )
@@ -158,7 +158,7 @@ def spec(decoder: Decoder, name: str) -> ModelSpec:
         is_sparse = decoder.is_sparse(index)
         path = f"model.layers.{index}"
         layers.append(_named(work[is_sparse], path))
-        params += _params(sparse if is_sparse and sparse else dense, index + 1, path)
+        params += _params(sparse if is_sparse and sparse else dense, index + 1, path, is_block=True)
     layers.append(_layer(decoder, head, "norm+lm_head", ("model.norm", "lm_head"), False))
     params += _params(head, decoder.layers + 1, "")
     if decoder.tied:
@@ -203,18 +203,13 @@ def _named(layer: LayerSpec, path: str) -> LayerSpec:
     )
 
 
-def _shared(decoder: Decoder) -> Iterator[PartialSum]:
-    """Gradients of the weights of key-value heads that several ranks of a tensor cut share."""
-    if not decoder.bias and not decoder.latent_rank and decoder.kv < decoder.heads:
-        for name in ("v_proj", "k_proj"):
-            elements = decoder.kv * decoder.dim * decoder.hidden
-            yield PartialSum(owner=f"self_attn.{name}", elements=elements, weight=True, groups=decoder.kv)
-
-
-def _params(block: _Block, layer: int, path: str) -> Iterator[ParamSpec]:
+def _params(block: _Block, layer: int, path: str, is_block: bool = False) -> Iterator[ParamSpec]:
     for name, shape, cut, trainable, experts in block.params:
         full = f"{path}.{name}" if path else name
-        yield ParamSpec(name=full, shape=shape, layer=layer, cut=cut, trainable=trainable, experts=experts)
+        partial: Partial = "sequence" if is_block and cut is None else ""
+        yield ParamSpec(
+            name=full, shape=shape, layer=layer, cut=cut, partial=partial, trainable=trainable, experts=experts
+        )
 
 
 def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], is_block: bool) -> LayerSpec:
@@ -231,8 +226,7 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
         elif decoder.shared_experts:
             parts.append(("mlp.shared_experts", "up_proj", "down_proj"))
         forward = tuple(PartialSum(owner=f"{part}.{last}", elements=stream) for part, _, last in parts)
-        inputs = tuple(PartialSum(owner=f"{part}.{first}", elements=stream) for part, first, _ in reversed(parts))
-        backward = (*inputs[:-1], *_shared(decoder), inputs[-1])
+        backward = tuple(PartialSum(owner=f"{part}.{first}", elements=stream) for part, first, _ in reversed(parts))
         kinds: tuple[BorderKind, ...] = ("gather", "scatter")
         owners = [(part, f"{part}.{last}") for part, _, last in parts]
         borders = tuple(
@@ -260,9 +254,6 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
         forward_sums=forward,
         backward_sums=backward,
         sequence_borders=borders,
-        sequence_weights=sum(
-            math.prod(shape) for _, shape, cut, trainable, _ in made.params if is_block and trainable and cut is None
-        ),
         products=tuple(made.products),
         moved_elements=round(made.moved),
         moved_cut_elements=round(made.moved_cut),
@@ -320,7 +311,10 @@ def _linear(
     made.weight(f"{name}.weight", shape, spec_cut, experts=experts)
     if decoder.bias:
         made.weight(f"{name}.bias", shape[:-1], spec_cut if cut == "columns" else None)
-    product = Product(rows=rows, inner=inner, columns=columns, groups=max(experts, 1), cut=cut, owner=name)
+    product = Product(
+        rows=rows, inner=inner, columns=columns, groups=max(experts, 1), cut=cut, owner=name,
+        most_parts=groups if is_shareable else 0,
+    )  # fmt: skip
     made.products.append(product)
     made.result(0 if cut == "columns" else rows * columns, rows * columns if cut == "columns" else 0)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Literal, TypeVar
 from typing import ParamSpec as ParamSpecification
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 Cutting = Literal["", "columns", "inner", "count"]
 Factors = Literal["weight", "frozen", "pair", "attention", "causal"]
@@ -39,6 +39,8 @@ class Product:
     """Rows that share an element of the first factor: of a convolution, the size of its kernel."""
     cut: Cutting = ""
     """What a tensor cut divides."""
+    most_parts: int = 0
+    """Parts that it divides at most: heads of keys and values, which ranks share where there are more; 0: any number."""
     owner: str = ""
     """Path of the module that runs it."""
 
@@ -54,7 +56,8 @@ class Product:
 
     def cut_by(self, degree: int) -> Product:
         """Return one rank's part of it under a tensor cut."""
-        return replace(self, **{self.cut: -(-getattr(self, self.cut) // degree)}) if self.cut else self
+        parts = min(degree, self.most_parts or degree)
+        return replace(self, **{self.cut: -(-getattr(self, self.cut) // parts)}) if self.cut else self
 
     def sliced_by(self, degree: int) -> Product:
         """Return one rank's part of it under a cut of the sequence: rows, or of an attention heads."""
@@ -88,11 +91,10 @@ class PartialSum:
     owner: str
     """Path of the module that makes it (forward) or reads it (backward)."""
     elements: int
-    weight: bool = False
-    """The gradient of a weight that every rank holds, used on what is cut."""
-    groups: int = 0
-    """A sum that is made only where there are more ranks than groups of that weight, which they share; 0: always."""
 
+
+Partial = Literal["", "cut", "sequence"]
+"""A weight is used on what a tensor cut divides, as the norm of each head; on a rank's tokens, under sequence parallelism."""
 
 BorderKind = Literal["gather", "scatter"]
 
@@ -175,6 +177,8 @@ class ParamSpec:
     trainable: bool = True
     cut: Cut | None = None
     """How tensor parallelism may cut it; None keeps it whole on every rank."""
+    partial: Partial = ""
+    """Where the gradient of a weight that is whole on every rank of a tensor cut is that of a part, to be summed."""
     experts: int = 0
     """Experts that lie along its first dimension; 0 where it belongs to none."""
     tied_stages: bool = False
@@ -229,8 +233,6 @@ class LayerSpec:
     """The part of `saved_elements` that a cut of the sequence leaves whole: masks of pairs of tokens."""
     sequence_borders: tuple[Border, ...] = ()
     """Of a block whose sequence can be cut too: borders of its tensor-cut parts, in order of the forward."""
-    sequence_weights: int = 0
-    """Elements of the trained weights outside those parts, which work on a part of the sequence then."""
     dealings: tuple[Dealing, ...] = ()
     """Rows that go to its experts, in order of the forward."""
 
@@ -246,8 +248,7 @@ class LayerSpec:
 
     def cut_by(self, degree: int) -> LayerSpec:
         """Return one rank's part of a layer that is cut: its work and what it keeps, not its sums."""
-        shared = {part.owner: part.groups for part in self.backward_sums if part.groups}
-        products = tuple(p.cut_by(min(degree, shared.get(p.owner, degree))) for p in self.products)
+        products = tuple(product.cut_by(degree) for product in self.products)
         whole, mine = (sum(product.flops for product in parts) for parts in (self.products, products))
 
         def rest(part: int) -> int:
@@ -272,7 +273,7 @@ class LayerSpec:
             return -(-elements // degree)
 
         def sums(parts: tuple[PartialSum, ...]) -> tuple[PartialSum, ...]:
-            return tuple(one if one.weight else replace(one, elements=part(one.elements)) for one in parts)
+            return tuple(replace(one, elements=part(one.elements)) for one in parts)
 
         return replace(
             self,

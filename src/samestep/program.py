@@ -156,6 +156,8 @@ class Bucket:
     """Ranks that hold the same, of a tensor cut or of two tied stages: the norm counts them once."""
     is_tied: bool = False
     """Its gradient is summed with that of another pipeline stage."""
+    is_partial: bool = False
+    """Its gradient is summed over the ranks of a tensor cut, each of which has that of a part."""
     ep: int = 1
     """Parts in which its weights are dealt to the ranks of the innermost data axis: of experts."""
 
@@ -410,12 +412,13 @@ def make_buckets(step: Step, chunks: tuple[range, ...] = ()) -> tuple[Bucket, ..
     def chunk_of(param: ParamSpec) -> int:
         return next((index for index, layers in enumerate(chunks) if param.layer in layers), 0)
 
-    # Weights that a tensor cut leaves whole come last, in buckets of their own: their norm is counted once.
+    # Weights that a tensor cut leaves whole have buckets of their own: their norm is counted once.
     order = sorted(
         (param for param in step.model.params if param.trainable),
         # stable: the module's own order within a layer
         key=lambda param: (
-            -chunk_of(param), is_replicated(step, param), param.tied_stages, is_dealt(step, param), -param.layer,
+            -chunk_of(param), is_replicated(step, param), is_partial(step, param), param.tied_stages,
+            is_dealt(step, param), -param.layer,
         ),
     )  # fmt: skip
     limit = BUCKET_BYTES // BYTES_OF[step.master_dtype]
@@ -429,8 +432,7 @@ def make_buckets(step: Step, chunks: tuple[range, ...] = ()) -> tuple[Bucket, ..
             size = 0
         runs[-1].append(param)
         size += param.numel
-    # Experts have buckets of their own, which backward finishes between the others.
-    runs.sort(key=lambda run: (-chunk_of(run[0]), *_kind(step, run[0])[1:3], -min(param.layer for param in run)))
+    runs.sort(key=lambda run: (-chunk_of(run[0]), -min(param.layer for param in run)))  # as backward finishes them
     return tuple(_bucket(step, index, run) for index, run in enumerate(runs))
 
 
@@ -439,13 +441,32 @@ def is_replicated(step: Step, param: ParamSpec) -> bool:
     return step.layout.tp > 1 and param.cut is None
 
 
+def is_partial(step: Step, param: ParamSpec) -> bool:
+    """Whether a rank of a tensor cut has of the gradient of `param`, which it holds whole, that of a part."""
+    return step.layout.tp > 1 and (
+        param.partial == "cut" or (param.partial == "sequence" and step.layout.sequence_parallel)
+    )
+
+
+def partial_sizes(step: Step, unit: Unit) -> dict[str, int]:
+    """Elements, with the padding of their rows, of a rank's shards of a unit's gradients that are parts."""
+    shards = step.layout.num_shards // unit.ep
+    mine = {*unit.params}
+    return {
+        param.name: padded(param.shape[0], shards) // shards * (param.numel // param.shape[0])
+        for param in step.model.params
+        if param.name in mine and param.trainable and param.numel and is_partial(step, param)
+    }
+
+
 def is_dealt(step: Step, param: ParamSpec) -> bool:
     """Whether a rank holds only some of the experts of `param`."""
     return step.layout.ep > 1 and param.experts > 0
 
 
-def _kind(step: Step, param: ParamSpec) -> tuple[str, bool, bool, bool]:
-    return step.working_dtype(param), is_replicated(step, param), param.tied_stages, is_dealt(step, param)
+def _kind(step: Step, param: ParamSpec) -> tuple[object, ...]:
+    of_tp = is_replicated(step, param), is_partial(step, param)
+    return step.working_dtype(param), *of_tp, param.tied_stages, is_dealt(step, param)
 
 
 def _bucket(step: Step, index: int, params: list[ParamSpec]) -> Bucket:
@@ -462,6 +483,7 @@ def _bucket(step: Step, index: int, params: list[ParamSpec]) -> Bucket:
         padded_numel=padded(offset, step.layout.num_summed // ep),
         replicas=(step.layout.tp if is_replicated(step, params[0]) else 1) * (2 if params[0].tied_stages else 1),
         is_tied=params[0].tied_stages,
+        is_partial=is_partial(step, params[0]),
         ep=ep,
     )
 

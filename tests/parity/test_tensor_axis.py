@@ -12,6 +12,7 @@ import pytest
 from samestep.datasets import batches
 from samestep.errors import LayoutError
 from samestep.layout import Layout
+from samestep.program import BYTES_OF, Kind, TaskKind
 from samestep.strategies import program_of
 from tests.laboratory import clipped, combinations, make_run, observe, prove, prove_ledger
 from tests.models import Tokens
@@ -105,18 +106,34 @@ def test_ranks_share_heads_of_keys_and_values(layout: str, model: str) -> None:
     prove(layout, model)
 
 
-@pytest.mark.parametrize(
-    ("layout", "text"),
-    [
-        ("tp=4 pp=2 schedule=zero-bubble", "zero-bubble computes later: tp=2 works, and so does schedule=1f1b"),
-        ("tp=8", "tp=8 does not divide the 4 groups of .*q_proj.weight; tp=2 or 4 does"),
-    ],
-)
-def test_heads_that_cannot_be_shared_are_refused(layout: str, text: str) -> None:
+def test_heads_that_cannot_be_shared_are_refused() -> None:
     run = make_run(0, 1, "deep_llama", "dp=1", clipped())
     run.prepare(next(batches(Tokens(), clipped())).samples([0]))
-    with pytest.raises(LayoutError, match=text):
-        program_of(run.made.spec, clipped(), Layout.parse(layout))
+    with pytest.raises(LayoutError, match=r"tp=8 does not divide the 4 groups of .*q_proj.weight; tp=2 or 4 does"):
+        program_of(run.made.spec, clipped(), Layout.parse("tp=8"))
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp=2 sequence_parallel microbatch=2", "dp=2 tp=2 zero=3 sequence_parallel microbatch=2"]
+)
+def test_gradients_of_parts_are_summed_once_a_step(layout: str) -> None:
+    run = make_run(0, 1, "llama_even", "dp=1", clipped())
+    run.prepare(next(batches(Tokens(), clipped())).samples([0]))
+    program = program_of(run.made.spec, clipped(), Layout.parse(layout))
+    sums = [(task.kind, op) for task, op in program.ops() if op.kind is Kind.ALL_REDUCE and op.axis == "tp"]
+    in_blocks = [(kind, op) for kind, op in sums if op.owner.startswith(("bucket", "model.layers"))]
+    assert program.step.num_microbatches > 1
+    assert {kind for kind, _ in in_blocks} == {TaskKind.UPDATE}
+    between = sum(param.numel for param in program.step.model.params if param.partial == "sequence")
+    ranks = program.step.layout.num_shards
+    assert sum(op.size_bytes for _, op in in_blocks) == between // ranks * BYTES_OF[program.step.master_dtype]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", ["deep_qwen3", "deep_llama"])
+def test_parts_of_gradients_that_are_computed_later(model: str) -> None:
+    prove("tp=4 pp=2 schedule=zero-bubble microbatch=2", model)
+    prove("dp=2 tp=2 pp=2 schedule=zero-bubble sequence_parallel microbatch=2", model)
 
 
 def test_a_module_without_a_plan_is_refused() -> None:

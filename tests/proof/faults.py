@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep import proof, trial
+from samestep import program, proof, trial
 from samestep.datasets import Batch
 from samestep.job import Job
 from samestep.layout import Layout
@@ -497,7 +497,12 @@ def a_checkpoint_holds_rounded_weights(patch: Patch) -> None:
 
 @fault(Cause.MISSING_REDUCTION, "dp=1 tp=2", "qwen3")
 def norms_of_heads_are_not_summed_over_tp(patch: Patch) -> None:
-    patch.setattr(tensor, "_sum_gradients", lambda *args: None)
+    _leave_parts(patch, lambda name: name.endswith("_norm.weight"))
+
+
+def _leave_parts(patch: Patch, is_left: Callable[[str], bool]) -> None:
+    """Take such weights for whole ones, whose gradients need no sum over tp."""
+    around(patch, program, "is_partial", lambda known, step, param: known(step, param) and not is_left(param.name))
 
 
 @fault(Cause.MISSING_REDUCTION, "dp=1 tp=2", "llama_even")
@@ -520,17 +525,12 @@ def every_rank_takes_the_first_key_value_head(patch: Patch) -> None:
 
 @fault(Cause.MISSING_REDUCTION, "dp=1 tp=4", "qwen3")
 def key_value_heads_that_ranks_share_are_not_summed(patch: Patch) -> None:
-    def copied(original: Any, x: Tensor, group: Any, owner: str, dtype: Any = None) -> Tensor:
-        is_shared = dtype is not None and owner.endswith(("k_proj", "v_proj"))
-        found: Tensor = x if is_shared else original(x, group, owner, dtype)
-        return found
-
-    around(patch, tensor, "copy", copied)
+    _leave_parts(patch, lambda name: name.endswith(("k_proj.weight", "v_proj.weight")))
 
 
 @fault(Cause.MISSING_REDUCTION, "dp=1 tp=2 sequence_parallel", "llama_even")
 def norms_are_not_summed_under_sequence_parallel(patch: Patch) -> None:
-    patch.setattr(sequence, "_sum_gradients", lambda *args: None)
+    _leave_parts(patch, lambda name: name.endswith("layernorm.weight"))
 
 
 @fault(Cause.FORWARD, "dp=1 tp=2", "gpt2_even")
@@ -544,11 +544,7 @@ def _naive_row(module: Any, path: str, mesh: Any, borders: Any) -> None:
 
 @fault(Cause.MISSING_REDUCTION, "dp=1 tp=2", "apertus")
 def learned_activations_are_not_summed_over_tp(patch: Patch) -> None:
-    def summed(original: Any, module: Any, path: str, *rest: Any) -> None:
-        if not path.endswith("act_fn"):
-            original(module, path, *rest)
-
-    around(patch, tensor, "_sum_gradients", summed)
+    _leave_parts(patch, lambda name: ".act_fn." in name)
 
 
 @fault(Cause.MISSING_REDUCTION, "dp=1 tp=2 sequence_parallel", "gpt2_even")

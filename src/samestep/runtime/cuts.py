@@ -114,10 +114,8 @@ def _matched(model: nn.Module, plan: Plan) -> Cuts:
 
 @dataclass(slots=True)
 class Seen:
-    """Sums that a cut would need, in order of the forward: (path, elements, is a weight's)."""
+    """Sums that a cut would need, in order of the forward."""
 
-    shareable: dict[str, int] = field(default_factory=dict)
-    """Heads of projections that ranks may share, by their paths."""
     forward: list[PartialSum] = field(default_factory=list)
     copies: list[PartialSum] = field(default_factory=list)
     kept_after: set[str] = field(default_factory=set)
@@ -127,7 +125,6 @@ class Seen:
     """How the trained weights of a module are used: on what is "cut" or "whole"; "elsewhere" is on cut, by another."""
     _last: list[Tensor] = field(default_factory=list)
     """What the last column cut was given: several that are given one tensor share its sum."""
-    _entered: dict[str, int] = field(default_factory=dict)
 
     def use(self, path: str, owners: set[str], is_cut: bool) -> None:
         """Note that the code of a module uses weights."""
@@ -135,28 +132,14 @@ class Seen:
             where = ("cut" if owner == path else "elsewhere") if is_cut else "whole"
             self.uses.setdefault(owner, set()).add(where)
 
-    def enter(self, path: str, _: nn.Module, args: Any) -> None:
-        """Note that a module starts: its own weights are copied before what is within."""
-        self._entered[path] = len(self.copies)
-
     def leave(self, path: str, style: str, module: nn.Module, args: Any, output: Any) -> None:
         """Note what a module was given and gave."""
-        if not style and "cut" in self.uses.get(path, ()):
-            style = "sum"
-        if not style:
-            return
-        trained = [param for param in module.parameters(recurse=False) if param.requires_grad]
         if style in ("row", "vocab") and not is_head(module, style):
             self.forward.append(PartialSum(owner=path, elements=output.numel()))
-        if style == "sum":
-            sums = [PartialSum(owner=path, elements=param.numel(), weight=True) for param in trained]
-            self.copies[self._entered[path] : self._entered[path]] = sums
-        elif (style in ("column", "qkv", "gather") or is_head(module, style)) and args[0].requires_grad:
+        if (style in ("column", "qkv", "gather") or is_head(module, style)) and args[0].requires_grad:
             if not self._last or self._last[0] is not args[0]:
                 self.copies.append(PartialSum(owner=path, elements=args[0].numel()))
             self._last[:] = [args[0]]
-        if groups := self.shareable.get(path):
-            self.copies += [PartialSum(owner=path, elements=p.numel(), weight=True, groups=groups) for p in trained]
         if is_head(module, style):
             self.logit_rows = output.numel() // output.shape[-1]
 
@@ -168,14 +151,12 @@ class Seen:
 
 @contextmanager
 def watching(model: nn.Module, cuts: Cuts) -> Iterator[Seen]:
-    """Note, in the forward of one sample that runs meanwhile, what each module with weights is given and gives."""
-    seen = Seen(shareable_heads(model, cuts))
+    """Note, in the forward of one sample that runs meanwhile, what each module that is cut is given and gives."""
+    seen = Seen()
     with ExitStack() as hooks:
-        for path, module in model.named_modules():
-            if path in cuts.styles or any(True for _ in module.parameters(recurse=False)):
-                hooks.enter_context(module.register_forward_pre_hook(functools.partial(seen.enter, path)))
-                leave = functools.partial(seen.leave, path, cuts.styles.get(path, ""))
-                hooks.enter_context(module.register_forward_hook(leave))
+        for path, style in cuts.styles.items():
+            leave = functools.partial(seen.leave, path, style)
+            hooks.enter_context(model.get_submodule(path).register_forward_hook(leave))
         yield seen
 
 
@@ -186,9 +167,14 @@ def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: Seen) -> Mode
     if refusal:
         return replace(spec, cut_refusal=refusal)
     cuts.styles |= {path: "sum" for path, uses in seen.uses.items() if "cut" in uses and path not in cuts.styles}
+    if name := _half_summed(spec, cuts):
+        return replace(spec, cut_refusal=f"{name} is shared by modules, and used on what tp cuts in some of them only")
     shareable = shareable_heads(model, cuts)
-    params = tuple(replace(param, cut=_cut_of(model, cuts, param, shareable)) for param in spec.params)
-    layers = tuple(_layer_with(layer, seen) for layer in spec.layers)
+    params = tuple(
+        replace(param, cut=_cut_of(model, cuts, param, shareable), partial="cut" if _is_summed(cuts, param) else "")
+        for param in spec.params
+    )
+    layers = tuple(_layer_with(layer, seen, shareable) for layer in spec.layers)
     return replace(spec, params=params, layers=layers, cut_refusal="", logit_rows=seen.logit_rows)
 
 
@@ -208,11 +194,25 @@ def _unclear_use(spec: ModelSpec, cuts: Cuts, seen: Seen) -> str:
     return ""
 
 
-def _layer_with(layer: LayerSpec, seen: Seen) -> LayerSpec:
+def _half_summed(spec: ModelSpec, cuts: Cuts) -> str | None:
+    """Name a weight of which one gradient is whole on every rank, and another that of a part."""
+    for param in spec.params:
+        if len({cuts.styles.get(name.rpartition(".")[0]) == "sum" for name in (param.name, *param.aliases)}) > 1:
+            return param.name
+    return None
+
+
+def _is_summed(cuts: Cuts, param: ParamSpec) -> bool:
+    """Whether a weight that stays whole is used on what is cut."""
+    return cuts.styles.get(param.name.rpartition(".")[0]) == "sum"
+
+
+def _layer_with(layer: LayerSpec, seen: Seen, shareable: Mapping[str, int]) -> LayerSpec:
     forward = tuple(part for part in seen.forward if _is_within(part.owner, layer))
     backward = tuple(part for part in reversed(seen.copies) if _is_within(part.owner, layer))
     repeats = bool(forward) and forward[-1].owner in seen.kept_after
-    return replace(layer, forward_sums=forward, backward_sums=backward, repeats_last_sum=repeats)
+    products = tuple(replace(p, most_parts=shareable.get(p.owner, 0)) for p in layer.products)
+    return replace(layer, products=products, forward_sums=forward, backward_sums=backward, repeats_last_sum=repeats)
 
 
 def _is_within(path: str, layer: LayerSpec) -> bool:

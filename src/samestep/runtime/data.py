@@ -38,7 +38,10 @@ class _Flat:
 
     bucket: Bucket
     gradients: Tensor
-    ops: list[Op]
+    starts: list[Op]
+    """What is sent behind the backward that finishes it: one collective, or none."""
+    finishes: list[Op]
+    """What follows after the step's last backward."""
     gathers: list[Op]
     weights: Tensor | None = None
     missing: set[str] = field(default_factory=set)
@@ -72,15 +75,16 @@ class Replicated:
         device = self.mesh.device
         bodies = self.program.bodies
         last = [op for key, ops in bodies.items() if ends_gradients(key, step) for op in ops]
-        mine = [op for op in (*last, *bodies[TaskKind.UPDATE]) if op.owner == bucket.name]
+        final = [op for op in bodies[TaskKind.UPDATE] if op.owner == bucket.name]
         weights = None
         if step.zero == 1:
             weights = torch.zeros(bucket.padded_numel, dtype=DTYPES[bucket.dtype], device=device)
         return _Flat(
             bucket=bucket,
             gradients=torch.zeros(bucket.padded_numel, dtype=DTYPES[step.master_dtype], device=device),
-            ops=[op for op in mine if not op.after or not op.after[0].startswith(Kind.UPDATE)],
-            gathers=[op for op in mine if op.after and op.after[0].startswith(Kind.UPDATE)],
+            starts=[op for op in last if op.owner == bucket.name],
+            finishes=[op for op in final if not op.after[0].startswith(Kind.UPDATE)],
+            gathers=[op for op in final if op.after[0].startswith(Kind.UPDATE)],
             weights=weights,
         )
 
@@ -180,8 +184,8 @@ class Replicated:
         for member in flat.bucket.members:
             if member.name in flat.untouched:
                 flat.gradients[member.offset : member.offset + member.numel].zero_()
-        if flat.ops:
-            flat.work = self._send(flat, flat.ops[0], flat.gradients)
+        for op in flat.starts:
+            flat.work = self._send(flat, op, flat.gradients)
 
     def finish_gradients(self) -> None:
         """Start what no backward reached, wait for all, and issue what follows a bucket's first collective."""
@@ -189,7 +193,7 @@ class Replicated:
             self._start(flat)
         self._next = len(self._flats)
         for flat in self._flats:
-            for op in flat.ops[1:]:
+            for op in flat.finishes:
                 _wait(flat)
                 flat.work = self._send(flat, op, flat.gradients)
         for flat in self._flats:

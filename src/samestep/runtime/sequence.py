@@ -23,7 +23,6 @@ from samestep.errors import LayoutError
 from samestep.model import Border, LayerSpec, ModelSpec, is_below
 from samestep.program import Program
 from samestep.runtime.mesh import Mesh, all_gather, reduce_scatter
-from samestep.runtime.precision import DTYPES
 from samestep.runtime.record import owned
 
 Styles = Mapping[str, str]
@@ -71,14 +70,17 @@ def with_sequence(spec: ModelSpec, model: nn.Module, styles: Styles, calls: Call
         return replace(spec, sequence_refusal=f"{spec.name} has no blocks")
     try:
         _check_row(spec, blocks, calls)
-        layers = tuple(
-            _bordered(layer, model, spec, styles, calls) if layer.is_block else layer for layer in spec.layers
-        )
+        found = [
+            _bordered(layer, model, spec, styles, calls) if layer.is_block else (layer, set()) for layer in spec.layers
+        ]
     except _CannotCutError as reason:
         return replace(spec, sequence_refusal=str(reason))
     given = calls.entered[blocks[0].modules[0]][0]
     assert given is not None
-    return replace(spec, layers=layers, sequence=given.shape[1], sequence_refusal="")
+    between = set().union(*(names for _, names in found))
+    params = tuple(replace(p, partial=p.partial or ("sequence" if p.name in between else "")) for p in spec.params)
+    layers = tuple(layer for layer, _ in found)
+    return replace(spec, layers=layers, params=params, sequence=given.shape[1], sequence_refusal="")
 
 
 class _CannotCutError(Exception):
@@ -103,7 +105,10 @@ def _check_row(spec: ModelSpec, blocks: list[LayerSpec], calls: Calls) -> None:
         handed = gave
 
 
-def _bordered(layer: LayerSpec, model: nn.Module, spec: ModelSpec, styles: Styles, calls: Calls) -> LayerSpec:
+def _bordered(
+    layer: LayerSpec, model: nn.Module, spec: ModelSpec, styles: Styles, calls: Calls
+) -> tuple[LayerSpec, set[str]]:
+    """Find the borders of a block, and the weights between its cut parts."""
     path = layer.modules[0]
     parts = _parts(path, model, styles)
     order = sorted(parts, key=lambda part: list(calls.entered).index(part))
@@ -125,8 +130,7 @@ def _bordered(layer: LayerSpec, model: nn.Module, spec: ModelSpec, styles: Style
     ]
     if shared := next((param.name for param in between if param.shared), None):
         raise _CannotCutError(f"{shared} is shared, and would be used on a part of the sequence")
-    weights = sum(param.numel for param in between)
-    return replace(layer, sequence_borders=tuple(borders), sequence_weights=weights)
+    return replace(layer, sequence_borders=tuple(borders)), {param.name for param in between}
 
 
 def _parts(block: str, model: nn.Module, styles: Styles) -> list[str]:
@@ -190,14 +194,13 @@ def apply(model: nn.Module, program: Program, mesh: Mesh, styles: Styles) -> Non
     step = program.step
     if not step.layout.sequence_parallel:
         return
-    group, dtype = mesh.groups["tp"], DTYPES[step.master_dtype]
+    group = mesh.groups["tp"]
     blocks = [layer.modules[0] for layer in step.model.layers if layer.is_block]
     first, last = model.get_submodule(blocks[0]), model.get_submodule(blocks[-1])
     split = functools.partial(_split, group=group, owner=blocks[0])
     first.register_forward_pre_hook(lambda _, args, kwargs: with_given(args, kwargs, split), with_kwargs=True)
     for path in blocks:
         parts = _parts(path, model, styles)
-        _sum_gradients(model, path, parts, styles, group, dtype)
         gathered = _Gathered(group)
         for part in parts:
             gather = functools.partial(gathered, part)
@@ -223,34 +226,6 @@ class _Gathered:
         if self._last is None or self._last[0] is not x:
             self._last = (x, gather(x, self._group, part))
         return self._last[1]
-
-
-def _sum_gradients(
-    model: nn.Module, block: str, parts: list[str], styles: Styles, group: dist.ProcessGroup, dtype: torch.dtype
-) -> None:
-    """Use the weights between a block's parts through one function, whose backward sums their gradients together."""
-    module = model.get_submodule(block)
-    places = [
-        (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
-        for name, param in module.named_parameters(prefix=block)
-        if param.requires_grad and _stands_between(name, parts, styles)
-    ]
-    held: list[nn.Parameter] = []
-
-    def before(_: nn.Module, args: Any) -> None:
-        if not places or not torch.is_grad_enabled():
-            return
-        held[:] = [owner._parameters[leaf] for owner, leaf in places]  # type: ignore[misc]
-        for (owner, leaf), copy in zip(places, _SumTogether.apply(group, block, dtype, *held), strict=True):
-            owner._parameters[leaf] = copy
-
-    def after(_: nn.Module, args: Any, output: Any) -> None:
-        for (owner, leaf), param in zip(places, held, strict=False):
-            owner._parameters[leaf] = param
-        held.clear()
-
-    module.register_forward_pre_hook(before)
-    module.register_forward_hook(after, always_call=True, prepend=True)
 
 
 def with_given(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> Any:
@@ -297,21 +272,6 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return ctx.back(gradients[0], ctx.group, ctx.owner), None, None, None, None
-
-
-class _SumTogether(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, owner: str, dtype: torch.dtype, *weights: Tensor) -> Any:
-        ctx.group, ctx.owner, ctx.dtype = group, owner, dtype
-        return tuple(weight.view_as(weight) for weight in weights)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        flat = torch.cat([gradient.flatten().to(ctx.dtype) for gradient in gradients])
-        with owned(ctx.owner):
-            dist.all_reduce(flat, group=ctx.group)
-        sums = flat.split([gradient.numel() for gradient in gradients])
-        return None, None, None, *(s.view_as(g).to(g.dtype) for s, g in zip(sums, gradients, strict=True))
 
 
 def gather(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:

@@ -9,7 +9,7 @@ follows: in a pipeline those of other micro-batches and of other virtual stages 
 ```
 task      F of chunk 0           B of chunk 1                                    end of the step
 FSDP2     gather, run, free      gather, gather ahead, run
-ours                             complete each unit: free, reduce_scatter        sums over tied stages
+ours                             complete each unit: free, reduce_scatter        sums over tied stages, tp
 ```
 Gradients are summed, never averaged. Each rank updates the rows of every weight that FSDP2 gave it, as plain tensors.
 
@@ -28,7 +28,7 @@ import functools
 import itertools
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,7 +42,19 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.errors import LayoutError
 from samestep.model import ParamSpec
-from samestep.program import Kind, Op, Program, Task, TaskKind, Unit, ends_step, is_dealt, is_replicated
+from samestep.program import (
+    BYTES_OF,
+    Kind,
+    Op,
+    Program,
+    Task,
+    TaskKind,
+    Unit,
+    ends_step,
+    is_dealt,
+    is_replicated,
+    partial_sizes,
+)
 from samestep.runtime.data import Materialize
 from samestep.runtime.mesh import Mesh
 from samestep.runtime.precision import DTYPES
@@ -140,7 +152,7 @@ class Sharded:
                 unit.complete(task.microbatch)
 
     def finish_gradients(self) -> None:
-        """Wait for FSDP2's reductions, and sum the gradients of weights that two pipeline stages share.
+        """Wait for FSDP2's reductions; sum over stages that share a weight, and over `tp` what is that of a part.
 
         Raises:
             LayoutError: a unit took no part in a backward, so this rank did not reduce its gradients with the others.
@@ -150,19 +162,27 @@ class Sharded:
         self._root.set_is_last_backward(True)
         self._root._get_fsdp_state()._root_post_backward_final_callback()
         self._root.set_is_last_backward(False)
+        step = self.program.step
+        units = {unit.name: unit for unit in self.program.units}
         for op in self.program.bodies[TaskKind.UPDATE]:
-            if op.owner in self._params and op.kind is Kind.ALL_REDUCE:
-                self._sum_tied(op, _gradient(self._params[op.owner]))
+            if op.axis == "tp":
+                self._sum_shards(op, partial_sizes(step, units[op.owner]))
+            elif op.kind is Kind.ALL_REDUCE and op.owner in self._params:
+                self._sum_shards(op, {op.owner: op.size_bytes // BYTES_OF[op.dtype]})
 
-    def _sum_tied(self, op: Op, gradient: Tensor) -> None:
-        """All_reduce a weight's gradient, padded as every rank pads it, over the stages that share the weight."""
+    def _sum_shards(self, op: Op, sizes: Mapping[str, int]) -> None:
+        """All_reduce this rank's shards of some gradients, padded as every rank pads them."""
         assert op.axis is not None
-        whole = torch.zeros(op.size_bytes // gradient.element_size(), dtype=gradient.dtype, device=gradient.device)
-        mine = whole[: gradient.numel()].view_as(gradient)
-        mine.copy_(gradient)
+        gradients = [_gradient(self._params[name]) for name in sizes]
+        whole = torch.zeros(sum(sizes.values()), dtype=gradients[0].dtype, device=gradients[0].device)
+        places = [
+            place[: gradient.numel()].view_as(gradient)
+            for place, gradient in zip(whole.split([*sizes.values()]), gradients, strict=True)
+        ]
+        torch._foreach_copy_(places, gradients)
         with owned(op.owner):
             dist.all_reduce(whole, group=self.mesh.groups[op.axis])
-        gradient.copy_(mine)
+        torch._foreach_copy_(gradients, places)
 
     def norm_squared(self) -> Tensor:
         """This rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""

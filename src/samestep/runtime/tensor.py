@@ -7,8 +7,8 @@ with; `copy` and `reduce` stand at the borders:
     row      bias held back, output through `reduce`   then the bias is added, once
     vocab    tokens of other ranks give zeros          output through `reduce`; a head's logits stay cut
     gather   a column cut whose output is put together again
-    sum      a weight that stays whole on what is cut  used through `copy`, so its gradient is summed
-    shared   a column cut of fewer heads than ranks    the rows of one head of the whole weight, used through `copy`
+    sum      a weight that stays whole on what is cut  used as it is: its gradient is summed once a step
+    shared   a column cut of fewer heads than ranks    the rows of one head of the whole weight
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from samestep.runtime import sequence
 from samestep.runtime.build import IGNORED_LABEL, at_least_float32, target_of
 from samestep.runtime.cuts import cuts_of, is_head, is_transposed, shareable_heads
 from samestep.runtime.mesh import Mesh
-from samestep.runtime.precision import DTYPES
 from samestep.runtime.record import owned
 
 _COUNTS = ("num_heads", "split_size", "embed_dim")
@@ -55,9 +54,6 @@ def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
     if program.step.layout.tp == 1:
         return
     cuts = cuts_of(model)
-    summed = [part for layer in program.step.model.layers for part in layer.backward_sums if part.weight]
-    for part in summed:
-        cuts.styles.setdefault(part.owner, "sum")  # the plan may not know them
     cut = {p.name.rpartition(".")[0] for p in program.step.model.params if p.cut is not None}
     cut |= {a.rpartition(".")[0] for p in program.step.model.params if p.cut is not None for a in p.aliases}
     group = mesh.groups["tp"]
@@ -68,9 +64,7 @@ def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
     shared = {path: heads for path, heads in shareable_heads(model, cuts).items() if heads < mesh.tp}
     for path, style in cuts.styles.items():
         module = model.get_submodule(path)
-        if style == "sum":
-            _sum_gradients(module, path, group, DTYPES[program.step.master_dtype])
-        elif path in cut or path in shared:
+        if path in cut or path in shared:
             if is_head(module, style) and not program.step.cuts_loss:
                 style = "gather"
             if style in ("column", "qkv"):
@@ -78,7 +72,7 @@ def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
             cuts_sequence = program.step.layout.sequence_parallel and any(is_below(path, block) for block in blocks)
             borders = within if cuts_sequence else whole
             if path in shared:
-                _around_shared(module, path, mesh, borders, shared[path], DTYPES[program.step.master_dtype])
+                _around_shared(module, path, mesh, borders, shared[path])
             else:
                 _AROUND[style](module, path, mesh, borders)
     for path in projected:
@@ -116,12 +110,12 @@ def _around_column(module: nn.Module, path: str, mesh: Mesh, borders: _Borders) 
         module.nf //= mesh.tp  # type: ignore[operator, assignment]
 
 
-def _around_shared(module: nn.Module, path: str, mesh: Mesh, borders: _Borders, heads: int, dtype: torch.dtype) -> None:
+def _around_shared(module: nn.Module, path: str, mesh: Mesh, borders: _Borders, heads: int) -> None:
     """Compute the one head of keys or values that this rank's queries need, by its rows of the whole weight."""
     assert isinstance(module, nn.Linear)
-    group, index = mesh.groups["tp"], mesh.tp_index * heads // mesh.tp
+    index = mesh.tp_index * heads // mesh.tp
     module.register_forward_pre_hook(lambda _, args: (borders.enter(path, args[0]), *args[1:]))
-    _replace_weights(module, lambda param: copy(param, group, path, dtype).chunk(heads)[index])
+    _replace_weights(module, lambda param: param.chunk(heads)[index])
     module.out_features //= heads
 
 
@@ -181,11 +175,6 @@ def _around_vocab(module: nn.Module, path: str, mesh: Mesh, borders: _Borders) -
     module.register_forward_hook(after, prepend=True)
 
 
-def _sum_gradients(module: nn.Module, path: str, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    """Use a module's weights through `copy`; their gradients are summed in master precision, as all are."""
-    _replace_weights(module, lambda param: copy(param, group, path, dtype))
-
-
 def _replace_weights(module: nn.Module, used: Callable[[nn.Parameter], Tensor]) -> None:
     """Let a module compute with what is made of its weights each time."""
     held: dict[str, nn.Parameter | None] = {}
@@ -240,14 +229,13 @@ class _Copies:
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str, dtype: torch.dtype) -> Tensor:
-        ctx.group, ctx.owner, ctx.dtype = group, owner, dtype
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+        ctx.group, ctx.owner = group, owner
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        total = _summed(gradients[0].to(ctx.dtype), ctx.group, ctx.owner)
-        return total.to(gradients[0].dtype), None, None, None
+        return _summed(gradients[0], ctx.group, ctx.owner), None, None
 
 
 class _Reduce(torch.autograd.Function):
@@ -275,9 +263,9 @@ class _GatherLast(torch.autograd.Function):
         return parts[dist.get_rank(ctx.group)].contiguous(), None, None
 
 
-def copy(x: Tensor, group: dist.ProcessGroup, owner: str, dtype: torch.dtype | None = None) -> Tensor:
-    """Hand x on as it is; sum its gradient over the group, in `dtype` where it is given."""
-    return _Copy.apply(x, group, owner, dtype or x.dtype)
+def copy(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Hand x on as it is; sum its gradient over the group."""
+    return _Copy.apply(x, group, owner)
 
 
 def reduce(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:

@@ -9,7 +9,9 @@ step, so gradients are summed, never averaged. With N ranks and S bytes:
     reduce=root           reduce to one rank, then broadcast: the naive way, N-1 times S through one link
 
 Where the gradients are sharded already (zero >= 1) what is left to do is an all_reduce of the shards over
-`dp_replicate`. One all_reduce of a few scalars ends the step: loss, count, gradient norm and stop flag.
+`dp_replicate`. Then come the weights that a tensor cut leaves whole and uses on a part: an all_reduce of what is left of
+their gradients over `tp`, once a step. One all_reduce of a few scalars ends the step: loss, count, gradient norm and stop
+flag.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ from samestep.program import (
     ends_gradients,
     finish_reductions,
     is_backward,
+    is_partial,
     make_buckets,
     padded,
+    partial_sizes,
     start_reductions,
 )
 
@@ -65,7 +69,9 @@ def apply(program: Program) -> Program:
     axes = dict(program.axes)
     buckets = program.buckets
     tied = any(param.tied_stages for param in step.model.params)
-    if step.zero == 0 and (step.layout.num_summed > 1 or step.compute_dtype != step.master_dtype or tied):
+    has_partial = any(is_partial(step, param) for param in step.model.params if param.trainable)
+    sums = step.layout.num_summed > 1 or tied or has_partial
+    if step.zero == 0 and (sums or step.compute_dtype != step.master_dtype):
         buckets = make_buckets(step, program.chunks)  # mixed precision adds up in their float32 buffers on one rank too
     if step.layout.num_replicas > 1:
         axes |= _axes(step)
@@ -73,6 +79,9 @@ def apply(program: Program) -> Program:
     if program.units and tied:
         ties = tuple(_tied_units(step, program.units))
         program = program.with_bodies(lambda key, ops: (*ties, *ops) if key == TaskKind.UPDATE else ops)
+    if has_partial:
+        parts = tuple(_partial_sums(program, buckets))
+        program = program.with_bodies(lambda key, ops: _before_update(ops, parts) if key == TaskKind.UPDATE else ops)
     if step.layout.world_size > 1:
         axes["world"] = step.layout.world_size
         waits = tuple(_reductions_of(program))
@@ -185,6 +194,31 @@ def _tied_units(step: Step, units: tuple[Unit, ...]) -> Iterator[Op]:
                 yield replace(op, after=(f"{reduced}:{unit.name}",)).sized(
                     rows * params[name].numel // params[name].shape[0]
                 )
+
+
+def _partial_sums(program: Program, buckets: tuple[Bucket, ...]) -> Iterator[Op]:
+    """Sum what a rank is left with of gradients that are parts over the ranks of the tensor cut."""
+    step = program.step
+    final = [op for key, ops in program.bodies.items() if ends_gradients(key, step) for op in ops]
+    final += program.bodies[TaskKind.UPDATE]
+    last = {op.owner: op.name for op in final if op.kind in (*_REDUCING, Kind.BROADCAST, Kind.ALL_GATHER)}
+    done = next(op.name for op in reversed(final) if op.kind in (Kind.BACKWARD, Kind.WEIGHT))
+    sizes = {bucket.name: _left_of(step, bucket) for bucket in buckets if bucket.is_partial}
+    sizes |= {unit.name: sum(partial_sizes(step, unit).values()) for unit in program.units}
+    for name, numel in sizes.items():
+        if numel:
+            op = Op(kind=Kind.ALL_REDUCE, owner=name, axis="tp", dtype=step.master_dtype, after=(last.get(name, done),))
+            yield op.sized(numel)
+
+
+def _left_of(step: Step, bucket: Bucket) -> int:
+    """Elements of a bucket that a rank holds once it is reduced."""
+    return bucket.padded_numel * bucket.ep // step.layout.num_shards if step.zero else bucket.padded_numel
+
+
+def _before_update(ops: Ops, sums: tuple[Op, ...]) -> Ops:
+    place = next(index for index, op in enumerate(ops) if op.kind is Kind.UPDATE)
+    return (*ops[:place], *sums, *ops[place:])
 
 
 def _agreed(ops: Ops, waits: tuple[str, ...]) -> Ops:

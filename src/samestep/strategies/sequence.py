@@ -9,10 +9,10 @@ sequence there, and the two borders of a cut part become
    into it   nothing     ◄ all_reduce         all_gather      ◄ reduce_scatter
    out       all_reduce  ◄ nothing            reduce_scatter  ◄ all_gather
 ```
-which moves the same bytes. A weight between the parts (of a norm, the bias of a row cut) sees a rank's tokens only: the
-gradients of those of one block are summed over `tp` together, at the end of its backward. The first block takes its
-tokens out of the whole sequence, and behind the last one the whole is put together again, so that the code before and
-after the blocks never knows.
+which moves the same bytes. A weight between the parts (of a norm, the bias of a row cut) sees a rank's tokens only: its
+gradient is summed over `tp` once a step, with the bucket or unit that it lies in. The first block takes its tokens out
+of the whole sequence, and behind the last one the whole is put together again, so that the code before and after the
+blocks never knows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from samestep.model import LayerSpec, ModelSpec, ParamSpec, is_below, remembered
+from samestep.model import LayerSpec, ModelSpec, ParamSpec, remembered
 from samestep.program import Kind, Op, Ops, Program, Step, is_backward, is_forward
 
 AXIS = "tp"
@@ -105,16 +105,10 @@ def _forward(step: Step, layer: LayerSpec, after: Op, *, first: bool, last: bool
 
 
 def _backward(step: Step, layer: LayerSpec, after: Op, *, first: bool, last: bool) -> Iterator[Op]:
-    sums = [part for part in layer.backward_sums if part.weight]  # of weights that are used on what is cut
     for border in reversed(layer.sequence_borders):
-        for part in [part for part in sums if border.kind == "gather" and is_below(part.owner, border.owner)]:
-            sums.remove(part)
-            yield _sum(part.owner, part.elements, step, after)
         if border.has_gradient:
             kind = Kind.REDUCE_SCATTER if border.kind == "gather" else Kind.ALL_GATHER
             yield _exchange(kind, border.owner, border.elements, step, after)
-    if layer.sequence_weights:
-        yield _sum(layer.modules[0], layer.sequence_weights, step, after)
     if first and any(param.trainable for param in _before_blocks(step)):
         whole = layer.output_elements * (1 if last else step.layout.tp)
         yield _exchange(Kind.ALL_GATHER, layer.modules[0], whole, step, after)
@@ -123,11 +117,6 @@ def _backward(step: Step, layer: LayerSpec, after: Op, *, first: bool, last: boo
 def _before_blocks(step: Step) -> Iterator[ParamSpec]:
     first = next(index for index, layer in enumerate(step.model.layers) if layer.is_block)
     return (param for param in step.model.params if param.layer < first)
-
-
-def _sum(owner: str, elements: int, step: Step, after: Op) -> Op:
-    op = Op(kind=Kind.ALL_REDUCE, owner=owner, axis=AXIS, dtype=step.master_dtype, after=(after.name,))
-    return op.sized(elements)
 
 
 def _exchange(kind: Kind, owner: str, elements: int, step: Step, after: Op) -> Op:

@@ -13,9 +13,9 @@ columns, B by rows, and what is between them (heads, neurons) stays with its ran
 ```
 q, k and v read one x, so they share one g. An embedding is cut by vocabulary: a rank looks up the tokens it has and the
 rest come as zeros, summed by h. So is the head, whose logits are never put together: the loss needs the largest, the sum
-of exponentials and the right logit of each row, three numbers. A weight that stays whole but works on what is cut (the
-norm of each head) has a gradient that is a sum too. The first layer that is cut after inputs that need no gradient has
-no g.
+of exponentials and the right logit of each row, three numbers. The first layer that is cut after inputs that need no
+gradient has no g. A weight that stays whole but works on what is cut (the norm of each head) has on each rank the
+gradient of a part: these are added up once a step, over all micro-batches, with the buckets or units that they lie in.
 
 Where there are fewer heads of keys and values than ranks, tp/heads ranks share one (Shazeer 2019, arXiv:1911.02150, has
 such heads): every rank keeps these weights whole, computes the one head that its queries need, and the gradients are
@@ -35,11 +35,11 @@ AXIS = "tp"
 
 def refusal(step: Step) -> str | None:
     """Refuse a degree that cuts through a group, and models that nobody said how to cut."""
-    return _refuse_cut(step.model, step.layout.tp, step.splits_backward) if step.layout.tp > 1 else None
+    return _refuse_cut(step.model, step.layout.tp) if step.layout.tp > 1 else None
 
 
 @remembered
-def _refuse_cut(model: ModelSpec, degree: int, splits_backward: bool) -> str | None:
+def _refuse_cut(model: ModelSpec, degree: int) -> str | None:
     if model.cut_refusal:
         return f"tp={degree}: {model.name} cannot be cut, {model.cut_refusal}; tp=1 works"
     for param in model.params:
@@ -50,11 +50,6 @@ def _refuse_cut(model: ModelSpec, degree: int, splits_backward: bool) -> str | N
             return (
                 f"tp={degree} does not divide the {param.cut.groups} groups of {param.name}; "
                 f"{'tp=' + ' or '.join(works) + ' does' if works else 'only tp=1 does'}"
-            )
-        if param.cut is not None and _is_shared(degree, param.cut) and splits_backward:
-            return (
-                f"tp={degree} sums the gradients of the {param.cut.groups} heads of {param.name}, which schedule=zero-bubble "
-                f"computes later: tp={param.cut.groups} works, and so does schedule=1f1b"
             )
     return None
 
@@ -96,17 +91,17 @@ def cut_model(model: ModelSpec, degree: int) -> ModelSpec:
 
 
 def _cut_param(param: ParamSpec, degree: int) -> ParamSpec:
-    if param.cut is None or param.cut.groups % degree:
-        return replace(param, cut=None)
+    if param.cut is None:
+        return param
+    if param.cut.groups % degree:
+        return replace(param, cut=None, partial="cut" if _is_shared(degree, param.cut) else param.partial)
     shape = tuple(size // degree if dim == param.cut.dim else size for dim, size in enumerate(param.shape))
     return replace(param, shape=shape)
 
 
 def _cut_layer(layer: LayerSpec, degree: int, whole: set[str]) -> LayerSpec:
     forward = tuple(part for part in layer.forward_sums if part.owner not in whole)
-    backward = tuple(
-        part for part in layer.backward_sums if part.owner not in whole and (not part.groups or degree > part.groups)
-    )
+    backward = tuple(part for part in layer.backward_sums if part.owner not in whole)
     mine = layer.cut_by(degree) if forward or backward else layer
     return replace(mine, forward_sums=forward, backward_sums=backward)
 
@@ -132,9 +127,8 @@ def _cut(ops: Ops, step: Step) -> Iterator[Op]:
 
 def _sums(parts: tuple[PartialSum, ...], step: Step, after: Op) -> Iterator[Op]:
     for part in parts:
-        dtype = step.master_dtype if part.weight else step.compute_dtype
-        numel = part.elements if part.weight else part.elements * step.microbatch_samples
-        yield Op(kind=Kind.ALL_REDUCE, owner=part.owner, axis=AXIS, dtype=dtype, after=(after.name,)).sized(numel)
+        op = Op(kind=Kind.ALL_REDUCE, owner=part.owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
+        yield op.sized(part.elements * step.microbatch_samples)
 
 
 def _loss(step: Step, after: Op) -> Iterator[Op]:
