@@ -16,6 +16,7 @@ flag.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
@@ -200,7 +201,7 @@ def _partial_sums(program: Program, buckets: tuple[Bucket, ...]) -> Iterator[Op]
     """Sum what a rank is left with of gradients that are parts over the ranks of the tensor cut."""
     step = program.step
     final = [op for key, ops in program.bodies.items() if ends_gradients(key, step) for op in ops]
-    final += program.bodies[TaskKind.UPDATE]
+    final += itertools.takewhile(lambda op: op.kind is not Kind.UPDATE, program.bodies[TaskKind.UPDATE])
     last = {op.owner: op.name for op in final if op.kind in (*_REDUCING, Kind.BROADCAST, Kind.ALL_GATHER)}
     done = next(op.name for op in reversed(final) if op.kind in (Kind.BACKWARD, Kind.WEIGHT))
     sizes = {bucket.name: _left_of(step, bucket) for bucket in buckets if bucket.is_partial}
