@@ -307,7 +307,7 @@ def _legal_layouts(job: jobs.Job, devices: int) -> list[Layout]:
 
 
 def _plan(words: argparse.Namespace) -> int:
-    from samestep import catalog, memory, search
+    from samestep import advice, catalog, memory, search
 
     job = _job(words)
     if words.measure_top:
@@ -325,6 +325,14 @@ def _plan(words: argparse.Namespace) -> int:
         for line in search.answers(found.best[0], words.days_for_tokens, words.cost_per_hour):
             print(line)
     record = search.as_record(found)
+    if found.best:
+        saved = advice.savings(found.best[0], model, job, machine, states)
+        print(
+            *(f"with other numerics, the job's to choose: {saving.to_line()}" for saving in saved),
+            sep="\n",
+            end="\n" * bool(saved),
+        )
+        record["other_numerics"] = [saving.to_record() for saving in saved]
     if words.measure_top and found.best:
         record["measured"] = _rehearse(job, found.best[: words.measure_top], machine)
     if words.json:

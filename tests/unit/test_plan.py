@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from samestep import cli
+from samestep import Job, Layout, advice, cli, hardware, presets
+from samestep.prediction import predict
 
 GPT2 = ("--set", "model.source=preset:gpt2", "--set", "train.global_batch=8")
 A100 = ("--hardware", "a100-80x8", "--set", "numerics.precision=bf16")
@@ -38,6 +41,40 @@ def test_the_table_and_the_json_say_the_same(tmp_path: Path, capsys: pytest.Capt
     assert all(one["layout"] and one["rule"] and one["reason"] for one in record["rejections"])
     days = 1e9 / (first["tokens_per_s_per_device"] * 2) / 86400
     assert f"1e+09 tokens take {days:,.2f} days on 2 devices" in said
+
+
+def test_other_numerics_are_priced_and_never_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(*words: str) -> dict[str, Any]:
+        file = tmp_path / "plan.json"
+        assert run("plan", *GPT2, "--hardware", "a100-80x8", "--devices", 2, "--top", 1, "--json", file, *words) == 0
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
+
+    plain = planned()
+    said = capsys.readouterr().out
+    (half,) = [one for one in plain["other_numerics"] if one["change"] == "numerics.precision=bf16"]
+    assert "with other numerics, the job's to choose: numerics.precision=bf16: " in said
+    file = tmp_path / "simulation.json"
+    assert run("simulate", *GPT2, *A100, "--layout", plain["best"][0]["layout"], "--json", file) == 0
+    asked = json.loads(file.read_text())
+    assert half["step_s"] == pytest.approx(asked["step_s"])
+    assert half["step_s"] < 0.97 * plain["best"][0]["step_s"]
+    assert half["peak_bytes"] == max(use["peak"] for use in asked["memory_bytes"])
+    assert not [
+        one for one in planned("--set", "numerics.precision=bf16")["other_numerics"] if "precision" in one["change"]
+    ]
+
+
+def test_gradients_of_a_byte_save_no_more_than_what_is_exposed(tmp_path: Path) -> None:
+    job = Job(model={"source": "preset:gpt2"}, train={"global_batch": 64}, numerics={"precision": "bf16"})
+    model, machine = presets.preset("gpt2", job.data.sequence_length), hardware.load("v100x8")
+    machine = replace(machine, flops_per_s={**machine.flops_per_s, "bfloat16": 1e14})
+    for text in ("dp=16", "dp=16 zero=1", "dp=16 zero=2", "dp=1", "tp=4", "dp=1 pp=2 microbatch=8"):
+        said = predict(model, job, Layout.parse(text), machine)
+        found = advice.savings(said, model, job, machine)
+        assert [one.change for one in found] == ["gradients sent as int8, which is not built"] * ("dp=16" in text), text
+        for one in found:
+            assert said.step_s - said.exposed_comm_s <= one.step_s < said.step_s, text
 
 
 def test_what_fits_nowhere_fails_and_names_what_comes_nearest(capsys: pytest.CaptureFixture[str]) -> None:
