@@ -14,11 +14,13 @@ from samestep.errors import SamestepError, did_you_mean
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.memory import classic_bytes_per_param, held_bytes_per_param
+from samestep.memory import at_rest, classic_bytes_per_param, held_bytes_per_param
 from samestep.prediction import Prediction, predict
 from samestep.program import Kind
 
 A100 = "a100-80x8"
+ALONE = 64
+"""Sequences of a step of one device alone: enough for the update to weigh little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +52,16 @@ class Run:
         model, where = presets.preset(self.model, self.sequence), machine or hardware.load(self.machine)
         return predict(model, self.job(), Layout.parse(self.layout), where)
 
+    def alone(self) -> Prediction:
+        """Play the run's sequences one after the other on one device, as if they and the model had room there."""
+        words = Layout.parse(self.layout)
+        few = replace(self, layout=f"dp=1 microbatch=1 recompute={words.recompute}", global_batch=ALONE)
+        return few.predict()
+
     def lines(self) -> list[str]:
         """Say what is played, what it takes, and what was published."""
-        found = self.predict()
+        found, alone = self.predict(), self.alone()
+        years = self.tokens / alone.tokens_per_s_per_device / 86_400 / 365.25
         days = self.tokens / (found.tokens_per_s_per_device * found.devices) / 86_400
         fits = "fits" if found.fits else "DOES NOT FIT"
         return [
@@ -63,6 +72,7 @@ class Run:
             f"{found.tflops_per_device:.0f} TFLOP/s a device, MFU {found.mfu:.1%}, bubbles {found.bubble_fraction:.1%}",
             f"peak {found.peak.total / 2**30:.1f} GiB of {found.hardware.memory_bytes / 2**30:.1f}: {fits}",
             f"{self.tokens:.3g} tokens take {days:.1f} days",
+            f"one device would take {years:,.0f} years, and {alone.peak.total / 2**30:,.0f} GiB of memory: sequence by sequence",
             f"published: {self.published}",
         ]
 
@@ -132,6 +142,42 @@ def _zero_memory() -> list[str]:
             + "  ".join(f"zero={z} {params * s / 1e9:6.1f} ({whole / s:.1f}x)" for z, s in enumerate(sizes))
         )
     return [*lines, "published: 120, 31.4, 16.6 and 1.9 GB; for many ranks 4x, 8x and N-fold"]
+
+
+def _spread() -> list[str]:
+    """The same weights on 64 devices: cut into layers and columns, or sharded; neither repeats any of them."""
+    model, devices = presets.preset("llama2-70b", 4096), 64
+    job = Job(data={"sequence_length": 4096}, train={"global_batch": devices}, numerics={"precision": "bf16"})
+    lines = [
+        f"Llama 2 70B, {model.num_params / 1e9:.1f} B weights, on {devices} of {A100}; {devices} sequences of 4,096 a step"
+    ]
+    for words in (
+        "dp=64 zero=3 microbatch=1",
+        "tp=8 pp=8 microbatch=1",
+        "dp=8 zero=3 tp=8 microbatch=1",
+        "dp=64 microbatch=1",
+    ):
+        found = predict(model, job, Layout.parse(f"{words} recompute=full"), hardware.load(A100))
+        held = max((at_rest(program) for program in found.programs), key=lambda use: use.total)
+        room = "fits" if found.fits else "DOES NOT FIT"
+        lines.append(
+            f"{words:<30} {_mean_params(found) / 1e9:5.2f} B weights a device; {held.total / 2**30:7.1f} GiB of weights, "
+            f"gradients and Adam's states, {found.peak.total / 2**30:7.1f} GiB at the peak: {room}"
+        )
+    return [
+        *lines,
+        f"{model.num_params / 1e9:.1f} B weights / {devices} devices = {model.num_params / devices / 1e9:.2f} B",
+    ]
+
+
+def _mean_params(found: Prediction) -> float:
+    """Weights that a rank keeps between steps, on the mean over stages."""
+    held = [
+        sum(param.numel for param in program.step.model.params)
+        / (program.step.layout.num_shards if program.step.zero == 3 else 1)
+        for program in found.programs
+    ]
+    return sum(held) / len(held)
 
 
 def _data_parallel() -> list[str]:
@@ -214,6 +260,7 @@ def _best_microbatch(model: str, batch: int, zero: int, machine: Hardware) -> Pr
 
 COMPARISONS: dict[str, tuple[str, Callable[[], list[str]]]] = {
     "zero-memory": ("what ZeRO saves: 4x, 8x, N-fold", _zero_memory),
+    "spread": ("70B weights on 64 devices: what each of them holds", _spread),
     "data-parallel": ("speed-up on 2, 4 and 8 devices, by ring and by root", _data_parallel),
     "naive-or-pipeline": ("layers spread over devices, naively and as a pipeline", _naive_pipeline),
     "two-sizes": ("an all_reduce takes 2 x size / bandwidth", _two_sizes),

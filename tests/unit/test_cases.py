@@ -41,6 +41,23 @@ def test_a_famous_run_says_batch_tokens_days_and_what_was_published(
     found = run.predict()
     assert days == pytest.approx(run.tokens / found.tokens * found.step_s / 86400, abs=0.06)
     assert "\npublished: " in said
+    years = float(re.search(r"one device would take ([\d,]+) years", said)[1].replace(",", ""))  # type: ignore[index]
+    alone = run.alone()
+    assert years == pytest.approx(run.tokens / alone.tokens * alone.step_s / 86400 / 365.25, abs=0.51)
+    assert years <= days * devices / 365.25  # no devices are faster than their number
+    assert 0.4 < alone.mfu < 0.869, "of a product's own efficiency"
+
+
+def test_weights_are_spread_and_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "--case", "spread"]) == 0
+    said = capsys.readouterr().out
+    held = {
+        words.strip(): float(size) for words, size in re.findall(r"^(\S.*?) +([\d.]+) B weights a device", said, re.M)
+    }
+    whole = preset("llama2-70b", 4096).num_params / 1e9
+    assert held["dp=64 microbatch=1"] == pytest.approx(whole, abs=0.01)
+    for words, size in held.items():
+        assert words == "dp=64 microbatch=1" or size == pytest.approx(whole / 64, rel=0.01), words
 
 
 def test_zero_saves_what_the_paper_says(capsys: pytest.CaptureFixture[str]) -> None:
