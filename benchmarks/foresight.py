@@ -1,6 +1,6 @@
 """Predict published step times and memory from each row's configuration alone, and publish the error.
 
-    python benchmarks/foresight.py --rows DIR [--json FILE] [--markdown FILE] [--calibrate] [--quick]
+    python benchmarks/foresight.py --rows DIR [--json FILE] [--markdown FILE] [--record FILE] [--calibrate] [--quick]
 
 DIR holds CSV files with the columns of measured rows (model and layout, `metric_step_time_s`, ...; `published.py` says
 what a row must and may have). Each row is predicted as `samestep simulate` would: a model spec from hyperparameters,
@@ -166,6 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=Path, required=True, metavar="DIR", help="a folder of CSV files")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables for a document")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write the intervals that predictions carry")
     parser.add_argument("--outcomes", type=Path, metavar="FILE", help="write every row's prediction as CSV")
     parser.add_argument("--calibrate", action="store_true", help="print the table of refitted machines as well")
     parser.add_argument("--quick", action="store_true", help="leave out the cross-validation")
@@ -190,9 +191,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if words.markdown:
         words.markdown.write_text(as_document(record, tables), encoding="utf-8")
+    if words.record:
+        words.record.write_text(as_intervals(rows, outcomes), encoding="utf-8")
     if words.outcomes:
         _write_outcomes(words.outcomes, outcomes)
     return 0
+
+
+_RECORD = """# Measured over predicted: between these parts lay 8 of 10 published rows, every source counting alike.
+# Written by `python benchmarks/foresight.py --rows DIR --record FILE`.
+"""
+
+
+def as_intervals(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> str:
+    """Write between what parts of the prediction the middle 8 of 10 rows lie, of steps and of peaks of memory."""
+    files = [(row["file"], o) for row, o in zip(rows, outcomes, strict=True)]
+    ratios = {
+        "time": [(file, o.measured_s / o.predicted_s) for file, o in files if o.measured_s and o.predicted_s],
+        "memory": [
+            (file, o.measured_bytes / o.predicted_bytes) for file, o in files if o.measured_bytes and o.predicted_bytes
+        ],
+    }
+    lines = [_RECORD.rstrip()]
+    for name, found in ratios.items():
+        low, high = (rounded(weighted_quantile(found, part)) for part in (0.1, 0.9))
+        lines += ["", f"[{name}]", f"rows = {len(found)}", f"low = {low}", f"high = {high}"]
+    return "\n".join(lines) + "\n"
+
+
+def weighted_quantile(found: Sequence[tuple[str, float]], part: float) -> float:
+    """Return the value below which this part lies of (source, value), all of a source weighing as much as of another."""
+    counts = Counter(source for source, _ in found)
+    reached = 0.0
+    for source, value in sorted(found, key=lambda one: one[1]):
+        reached += 1 / counts[source] / len(counts)
+        if reached >= part:
+            return value
+    return max(value for _, value in found)
 
 
 _DOCUMENT = """# The record of predictions

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
 
 from samestep import clock, memory
 from samestep.hardware import Hardware, origins
@@ -26,6 +29,26 @@ def labels(job: Job, hardware: Hardware) -> dict[str, str]:
         "time": "analytical: played on a clock",
         "memory": "analytical: added up over the program",
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Between what parts of a prediction the measured lay, for 8 of 10 published rows; every source counts alike."""
+
+    rows: int
+    low: float
+    high: float
+
+    def of(self, predicted: float) -> tuple[float, float]:
+        """Return between what the measured is to be expected."""
+        return self.low * predicted, self.high * predicted
+
+
+@functools.cache
+def intervals() -> dict[str, Interval]:
+    """Read what the record of predictions (docs/foresight.md) says of `time` and of `memory`."""
+    found = tomllib.loads(resources.files("samestep").joinpath("record.toml").read_text(encoding="utf-8"))
+    return {name: Interval(**figures) for name, figures in found.items()}
 
 
 PASSES = 3
@@ -105,12 +128,14 @@ class Prediction:
             "hardware": self.hardware.name,
             "devices": self.devices,
             "step_s": self.step_s,
+            "step_s_interval": intervals()["time"].of(self.step_s),
             "tokens_per_s_per_device": self.tokens_per_s_per_device,
             "tflops_per_device": self.tflops_per_device,
             "mfu": self.mfu,
             "bubble_fraction": self.bubble_fraction,
             "exposed_comm_s": self.exposed_comm_s,
             "memory_bytes": [use.to_record() for use in self.memory],
+            "peak_bytes_interval": [round(size) for size in intervals()["memory"].of(self.peak.total)],
             "fits": self.fits,
             "labels": dict(self.labels),
         }

@@ -34,7 +34,7 @@ from samestep.job import Job
 from samestep.layout import Layout, Recompute
 from samestep.memory import MemoryUse
 from samestep.model import ModelSpec
-from samestep.prediction import Prediction, labels, predict, predict_programs
+from samestep.prediction import Prediction, intervals, labels, predict, predict_programs
 from samestep.strategies import ProgramBuilder, refusal_of
 
 MOST_PLAYED = 200
@@ -496,8 +496,18 @@ def as_text(found: Plan) -> str:
         f"{found.considered} layouts of {found.devices} device{'s' * (found.devices > 1)} in {found.seconds:.2f} s: {counts}"
     )
     lines.append(f"model: {found.labels['model']}; {found.hardware.name}: {found.labels['hardware']}")
+    lines.append(expected())
     lines += [f'  "{next(one.group.layouts())}" {one.reason}' for one in examples(found.fallen)]
     return "\n".join(lines)
+
+
+def expected() -> str:
+    """Say how far predictions have been from what was measured."""
+    time, memory = intervals()["time"], intervals()["memory"]
+    return (
+        f"of {time.rows:,} published steps 8 in 10 took {time.low:.2f} to {time.high:.2f} times the foreseen, "
+        f"of {memory.rows:,} peaks {memory.low:.2f} to {memory.high:.2f} times (docs/foresight.md)"
+    )
 
 
 def examples(fallen: Sequence[Fallen]) -> list[Fallen]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from samestep.prediction import intervals
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -124,6 +127,18 @@ def test_columns_may_be_missing_and_others_may_be_there(tmp_path: Path) -> None:
         writer.writerow(["Llama 3 8B", "H100", "8", "9000", "fine"])
     assert foresight.main(["--rows", str(tmp_path), "--quick", "--json", str(tmp_path / "f.json")]) == 0
     assert json.loads((tmp_path / "f.json").read_text())["total"]["rows"] == 1
+
+
+def test_predictions_carry_the_interval_of_the_record(tmp_path: Path) -> None:
+    assert foresight.weighted_quantile([("a", 1.0), ("a", 2.0), ("a", 3.0), ("a", 4.0), ("b", 10.0)], 0.5) == 4.0
+    assert foresight.weighted_quantile([("a", 1.0), ("b", 10.0)], 0.6) == 10.0
+    file = tmp_path / "record.toml"
+    assert foresight.main(["--rows", str(SAMPLE), "--quick", "--jobs", "1", "--record", str(file)]) == 0
+    made, shipped = tomllib.loads(file.read_text()), intervals()
+    assert made.keys() == shipped.keys() == {"time", "memory"}
+    assert all(0 < one["low"] < one["high"] and one["rows"] for one in made.values())
+    assert shipped["time"].low < 1 < shipped["time"].high
+    assert shipped["time"].of(2.0) == (2 * shipped["time"].low, 2 * shipped["time"].high)
 
 
 def test_order_is_measured_by_pairs() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from samestep import Job, Layout, advice, cli, hardware, presets
-from samestep.prediction import predict
+from samestep.prediction import intervals, predict
 
 GPT2 = ("--set", "model.source=preset:gpt2", "--set", "train.global_batch=8")
 A100 = ("--hardware", "a100-80x8", "--set", "numerics.precision=bf16")
@@ -39,6 +39,8 @@ def test_the_table_and_the_json_say_the_same(tmp_path: Path, capsys: pytest.Capt
     assert f"{first['step_s']:.4g}" in said.splitlines()[1]
     assert record["considered"] == len(record["best"]) + len(record["rejections"])
     assert all(one["layout"] and one["rule"] and one["reason"] for one in record["rejections"])
+    assert first["step_s_interval"] == pytest.approx(intervals()["time"].of(first["step_s"]))
+    assert f"times the foreseen, of {intervals()['memory'].rows:,} peaks" in said
     days = 1e9 / (first["tokens_per_s_per_device"] * 2) / 86400
     assert f"1e+09 tokens take {days:,.2f} days on 2 devices" in said
 
