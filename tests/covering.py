@@ -115,8 +115,6 @@ def is_legal(row: Row, max_ranks: int) -> bool:
         return False
     if row["reduce"] != "ring" and row["dp_replicate"] * row["cp"] == 1:
         return False
-    if row["model"] == "deep_mixtral" and row["sequence_parallel"]:
-        return False  # its blocks sort tokens, which the trace sees and the decoder's spec does not say
     if row["precision"] == "bf16" and row["model"] not in ROUNDED:
         return False
     try:

@@ -313,7 +313,7 @@ def _linear(
         made.weight(f"{name}.bias", shape[:-1], spec_cut if cut == "columns" else None)
     product = Product(
         rows=rows, inner=inner, columns=columns, groups=max(experts, 1), cut=cut, owner=name,
-        most_parts=groups if is_shareable else 0,
+        most_parts=groups if is_shareable else 0, is_between=experts > 0,
     )  # fmt: skip
     made.products.append(product)
     made.result(0 if cut == "columns" else rows * columns, rows * columns if cut == "columns" else 0)
@@ -409,7 +409,7 @@ def _experts(decoder: Decoder, made: _Block) -> None:
     s, h, f, e = decoder.sequence, decoder.hidden, decoder.expert_ffn, decoder.experts
     rows = s * decoder.top_k
     made.weight("mlp.gate.weight", (e, h))
-    made.products.append(Product(rows=s, inner=h, columns=e, owner="mlp.gate"))
+    made.products.append(Product(rows=s, inner=h, columns=e, owner="mlp.gate", is_between=True))
     made.result(s * e, 0)
     plain = replace(decoder, bias=False)
     # A tensor cut leaves experts whole: they are dealt, by `ep`.

@@ -43,6 +43,8 @@ class Product:
     """Parts that it divides at most: heads of keys and values, which ranks share where there are more; 0: any number."""
     owner: str = ""
     """Path of the module that runs it."""
+    is_between: bool = False
+    """It runs between the tensor-cut parts of a block: under sequence parallelism on a rank's tokens."""
 
     @property
     def is_deferrable(self) -> bool:

@@ -11,11 +11,15 @@ import pytest
 
 from samestep.datasets import batches
 from samestep.errors import LayoutError
+from samestep.layout import Layout
+from samestep.runtime.assembly import Source, prepare, with_slices
+from samestep.runtime.build import loss_of, optimizer_of
+from samestep.strategies import program_of
 from tests.laboratory import clipped, combinations, job_of, make_run, observe, prove, prove_ledger, reference
-from tests.models import Tokens
+from tests.models import MODELS, Tokens
 from tests.pool import pool
 
-MODELS = ["mixtral", "qwen2_moe", "qwen3_moe", "own_experts"]
+FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "own_experts"]
 LAYOUTS = [
     "dp=2 zero=3 microbatch=2",
     "tp=2 recompute=full microbatch=4",
@@ -37,16 +41,50 @@ LAYOUTS = [
 """Beside the products of `test_products.py`."""
 
 
-@pytest.mark.parametrize(("layout", "model"), combinations(LAYOUTS, MODELS))
+@pytest.mark.parametrize(("layout", "model"), combinations(LAYOUTS, FAMILIES))
 def test_experts_compute_what_one_device_computes(layout: str, model: str) -> None:
     if "tp=2" in layout and model == "own_experts":
         pytest.skip("it has no plan for tensor cuts")
     prove(layout, model)
 
 
+BETWEEN = [
+    "tp=2 sequence_parallel",
+    "tp=2 sequence_parallel recompute=full microbatch=3",
+    "dp=2 tp=2 sequence_parallel ep=2 zero=1 microbatch=2",
+    "dp=2 tp=2 sequence_parallel ep=2 zero=3 recompute=selective",
+    "dp=2 tp=2 sequence_parallel zero=2 microbatch=2",
+]
+
+
+@pytest.mark.parametrize(("layout", "model"), combinations(BETWEEN, ["mixtral", "qwen2_moe", "qwen3_moe"]))
+def test_experts_compute_rows_of_a_rank_s_own_tokens(layout: str, model: str) -> None:
+    prove(layout, model)
+
+
+def test_experts_are_divided_with_the_sequence() -> None:
+    """Under tp alone every rank repeats the rows of all tokens."""
+    source = Source(MODELS["mixtral"], loss_of(clipped()), optimizer_of(clipped()), "mixtral")
+    example = next(batches(Tokens(), clipped())).samples([0])
+    _, spec = with_slices(prepare(source, clipped(), example), Layout.parse("cp=2"), example)
+    whole, alone, cut = (
+        program_of(spec, clipped(), Layout.parse(words)).step.model.layers[1]
+        for words in ("dp=1", "tp=2", "tp=2 sequence_parallel")
+    )
+    (rows,), (halves,) = whole.dealings, cut.dealings
+    assert alone.dealings == (rows,)
+    assert (halves.rows, halves.width) == (rows.rows // 2, rows.width)
+    flops = {
+        name: sum(p.flops for p in layer.products if p.groups > 1)
+        for name, layer in (("whole", whole), ("alone", alone), ("cut", cut))
+    }
+    assert flops == {"whole": flops["whole"], "alone": flops["whole"], "cut": flops["whole"] // 2}
+    assert cut.forward_flops == sum(product.flops for product in cut.products)
+
+
 @pytest.mark.parametrize(
     ("layout", "model"),
-    combinations(["dp=2 ep=2 recompute=full", "dp=2 zero=3", "dp=2 ep=2 zero=3 microbatch=2", "dp=4 ep=2"], MODELS),
+    combinations(["dp=2 ep=2 recompute=full", "dp=2 zero=3", "dp=2 ep=2 zero=3 microbatch=2", "dp=4 ep=2"], FAMILIES),
 )
 def test_the_ledger_holds_in_mixed_precision(layout: str, model: str) -> None:
     ranks = prove_ledger(layout, model)
@@ -77,7 +115,7 @@ def test_uneven_batches_are_legal(model: str, layout: str, batch: int) -> None:
         ("dp=2 ep=4", "mixtral", r"ep=4 borrows data ranks, and does not divide dp_replicate=2; ep=2 works"),
         ("dp=1 cp=2 ep=4", "mixtral", r"ep=4 borrows data ranks, and does not divide dp_replicate x cp=2; ep=2 works"),
         ("dp=2 ep=2 reduce=hierarchical", "mixtral", r"experts differ with ep=2: reduce=ring works"),
-        ("tp=2 sequence_parallel", "mixtral", r"may mix tokens; tp=2 alone works"),
+        ("tp=2 sequence_parallel", "mixtral_balanced", r"counted from whole samples, .* tp=2 alone works"),
         ("dp=2 ep=2", "three_experts", r"ep=2 does not divide the 3 experts of blocks.0.experts.up; only ep=1 works"),
     ],
 )

@@ -118,9 +118,10 @@ def prepare(source: Source, job: Job, example: Any) -> tuple[Blueprint, ModelSpe
 
 
 def with_slices(prepared: tuple[Blueprint, ModelSpec], layout: Layout, example: Any) -> tuple[Blueprint, ModelSpec]:
-    """Find out how sequences can be sliced, where the layout does so and nobody has found out yet."""
+    """Find out whether blocks work token by token, where the layout asks it of them and nobody has found out yet."""
     plan, spec = prepared
-    if layout.cp == 1 or spec.length:
+    gives_experts_parts = layout.sequence_parallel and any(layer.dealings for layer in spec.layers)
+    if spec.length or (layout.cp == 1 and not gives_experts_parts):
         return prepared
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
     return plan, locality.prove(plan.module, _first_of(example, torch.float32), spec, value_of)

@@ -2,15 +2,15 @@
 
 What is cut stands between two borders of a block's children: a child that holds tensor-cut modules (attention, MLP) is
 given the whole sequence, `gather`, and its row-cut modules give a rank its tokens of their sum, `scatter`. Everything
-else in a block must work on each token by itself, which is known of norms, dropouts and plain linear layers; the residual
-sums are the block's own code. All of it is found out on the meta device, in the forward of one sample: whether the column
+else in a block must work on each token by itself, which is known of norms, dropouts and plain linear layers, and of experts
+and routers where `runtime/locality.py` has shown it; the residual sums are the block's own code. All of it is found out on the meta device, in the forward of one sample: whether the column
 cuts read what their part is given, and whether a block hands on what it is given the shape of.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from samestep.errors import LayoutError
 from samestep.model import Border, LayerSpec, ModelSpec, is_below
 from samestep.program import Program
+from samestep.runtime.expert import experts_of
 from samestep.runtime.mesh import Mesh, all_gather, reduce_scatter
 from samestep.runtime.record import owned
 
@@ -130,12 +131,14 @@ def _bordered(
     ]
     if shared := next((param.name for param in between if param.shared), None):
         raise _CannotCutError(f"{shared} is shared, and would be used on a part of the sequence")
-    return replace(layer, sequence_borders=tuple(borders)), {param.name for param in between}
+    products = tuple(replace(p, is_between=not any(is_below(p.owner, part) for part in parts)) for p in layer.products)
+    return replace(layer, products=products, sequence_borders=tuple(borders)), {param.name for param in between}
 
 
 def _parts(block: str, model: nn.Module, styles: Styles) -> list[str]:
     """Children of a block that hold cut modules; the others must work on each token by itself."""
     parts: list[str] = []
+    experts = experts_of(model)
     for name, child in model.get_submodule(block).named_children():
         path = f"{block}.{name}"
         if path in styles:
@@ -144,9 +147,16 @@ def _parts(block: str, model: nn.Module, styles: Styles) -> list[str]:
             )
         if any(is_below(inner, path) for inner in styles):
             parts.append(path)
-        elif not all(_is_pointwise(module) for module in child.modules() if not any(True for _ in module.children())):
+        elif not _works_alone(child, path, experts):
             raise _CannotCutError(f"{path}, a {type(child).__name__}, may mix tokens")
     return parts
+
+
+def _works_alone(child: nn.Module, path: str, experts: Collection[str]) -> bool:
+    """Whether a child of a block works on each token by itself: all its parts do, or it holds experts."""
+    if any(is_below(inner, path) for inner in experts):
+        return True  # which tokens they are is shown by `locality`
+    return all(_is_pointwise(module) for module in child.modules() if not any(True for _ in module.children()))
 
 
 def _is_pointwise(module: nn.Module) -> bool:

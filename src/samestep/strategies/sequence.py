@@ -13,6 +13,8 @@ which moves the same bytes. A weight between the parts (of a norm, the bias of a
 gradient is summed over `tp` once a step, with the bucket or unit that it lies in. The first block takes its tokens out
 of the whole sequence, and behind the last one the whole is put together again, so that the code before and after the
 blocks never knows.
+
+Experts and their routers stand between the cut parts too: under tp alone every rank computes all rows, here each its own.
 """
 
 from __future__ import annotations
@@ -35,6 +37,16 @@ def refusal(step: Step) -> str | None:
         return "sequence_parallel cuts the sequence between tensor-cut parts, and tp=1 cuts none: tp=2 works, or leave it out"
     if model.sequence_refusal:
         return f"sequence_parallel: {model.sequence_refusal}; tp={layout.tp} alone works"
+    if model.balanced_experts:
+        return (
+            "sequence_parallel: the loss that balances experts is counted from whole samples, of which a rank would route "
+            f"a part; tp={layout.tp} alone works, and so does a job without it (output_router_logits = false)"
+        )
+    if model.slice_refusal and any(layer.dealings for layer in model.layers):
+        return (
+            f"sequence_parallel: the experts of {model.name} would be given a part of the tokens, and "
+            f"{model.slice_refusal}; tp={layout.tp} alone works"
+        )
     if model.sequence % layout.tp:
         return (
             f"sequence_parallel: tp={layout.tp} does not divide the {model.sequence} tokens of a sample; "
@@ -69,8 +81,13 @@ def _cut_block(layer: LayerSpec, degree: int, is_last: bool) -> LayerSpec:
     kept = layer.saved_cut_elements + min(gathered, layer.saved_elements - layer.saved_cut_elements)
     selective = layer.saved_selective_cut_elements
     handed = layer.output_elements  # as much as it is given of a sequence; positions and masks stay whole
+    products = tuple(p.sliced_by(degree) if p.is_between else p for p in layer.products)
+    whole, mine = (sum(product.flops for product in parts) for parts in (layer.products, products))
     return replace(
         layer,
+        forward_flops=layer.forward_flops * mine // whole if whole else layer.forward_flops,
+        products=products,
+        dealings=tuple(replace(dealing, rows=-(-dealing.rows // degree)) for dealing in layer.dealings),
         input_elements=layer.input_elements - handed + handed // degree,
         output_elements=handed if is_last else handed // degree,
         saved_elements=kept + (layer.saved_elements - kept) // degree,
