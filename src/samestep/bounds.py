@@ -22,16 +22,18 @@ all weights.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, get_args
 
+from samestep.beside import Reduced, longer_s
 from samestep.clock import queue_of
 from samestep.cost import UPDATE_PASSES, collective_s, group_of, seconds
 from samestep.hardware import Hardware
 from samestep.job import Job
-from samestep.kinds import Costs, Units, multiple, one_of_each, quicker, total, units, weights
+from samestep.kinds import Costs, Units, multiple, one_of_each, quicker, reduced_early, total, units, weights
 from samestep.layout import Recompute
 from samestep.memory import saved_bytes
 from samestep.model import ModelSpec
@@ -62,8 +64,8 @@ class _Runs(NamedTuple):
 
     counts: tuple[tuple[tuple[int, int], ...], ...]
     """How many layers of each kind."""
-    first: tuple[int, ...]
-    """Kind of the first layer."""
+    kinds: tuple[tuple[int, ...], ...]
+    """Kind of each layer."""
     tails: tuple[tuple[int, ...], ...]
     """Kinds of the last layers, from the end to the last block."""
     unlike: dict[int, tuple[int, ...]]
@@ -95,6 +97,7 @@ class Bounds:
         self._is_block = tuple(layer.is_block for layer in model.layers)
         self._known_prices: dict[tuple[object, ...], _Priced] = {}
         self._known_runs: dict[tuple[object, ...], _Runs] = {}
+        self._known_early: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         self._known_units: dict[tuple[int, ...], list[Units]] = {}
         self._known_costs: dict[tuple[object, ...], tuple[Costs, ...]] = {}
         self._known_times: dict[tuple[object, ...], Times] = {}
@@ -215,7 +218,7 @@ class Bounds:
             kinds = [[self._kind_of[layer] for layer in run] for run in runs]
             self._known_runs[key] = _Runs(
                 tuple(tuple(sorted(Counter(of_run).items())) for of_run in kinds),
-                tuple(of_run[0] for of_run in kinds),
+                tuple(map(tuple, kinds)),
                 tuple(tuple(self._tail(of_run)) for of_run in kinds),
                 {},
             )
@@ -307,14 +310,16 @@ class Bounds:
     def _bodies(self, step: Step) -> tuple[Bodies, ...]:
         """Return the bodies of each run; under zero=2 and 3 they wait for gathers."""
         costs = self._costs(step)
-        if not self._gathers(step):
-            return tuple(Bodies(one.forward_s, one.forward_s, one.backward_s, one.weight_s) for one in costs)
-        runs = self._runs(step)
+        runs, gathers = self._runs(step), self._gathers(step)
         known: dict[object, Bodies] = {}
         for run, cost in zip(runs.counts, costs, strict=True):
             if run not in known:
-                known[run] = self._gathering(step, run, cost)
+                known[run] = self._gathering(step, run, cost) if gathers else self._plain(step, cost)
         return tuple(known[run] for run in runs.counts)
+
+    def _plain(self, step: Step, cost: Costs) -> Bodies:
+        last_s = cost.weight_s if step.splits_backward else cost.backward_s
+        return Bodies(cost.forward_s, cost.forward_s, cost.backward_s, cost.weight_s, last_s)
 
     def _gathering(self, step: Step, run: tuple[tuple[int, int], ...], cost: Costs) -> Bodies:
         """Bound bodies that gather and scatter a layer at a time, one layer ahead: along the data axis' stream, and that
@@ -342,7 +347,7 @@ class Bounds:
                 slowed_s = cost.backward_s + self._slowed_s(turns_s, cost.sent_backward_s)
                 backward_s = max(backward_s, turns_s + around_s + others_s, slowed_s)
         plain_s = forward_s if step.zero == 3 else cost.forward_s
-        return Bodies(forward_s, plain_s, backward_s, cost.weight_s)
+        return Bodies(forward_s, plain_s, backward_s, cost.weight_s, backward_s)
 
     def _part(self, step: Step, kind: int, number: int, axis: str) -> _Part:
         """Return what layers of a kind send over one of the axes along which units are cut."""
@@ -380,27 +385,35 @@ class Bounds:
 
     def _closed_times(self, step: Step) -> Times:
         layout = step.layout
-        m, pp = step.num_microbatches, layout.pp
+        m, pp, chunks = step.num_microbatches, layout.pp, layout.virtual_stages
         small, (larger, rest) = self._bodies(step), self._larger(step)
         large = self._bodies(larger) if rest else small
         first = max(1, rest)
-        plain = layout.virtual_stages == 1 and layout.schedule != "zero-bubble"
-        whole_s, ends_s = [], []
-        before_s = back_s = 0.0
-        for stage in range(pp):
-            mine, more = small[stage::pp], large[stage::pp]
-            forward_s = sum(one.first_s + (first - 1) * one.forward_s for one in more)
-            forward_s += sum((m - first) * one.forward_s for one in mine)
-            end_s = before_s + forward_s + rest * sum(one.backward_s + one.weight_s for one in more)
-            end_s += (m - rest) * sum(one.backward_s + one.weight_s for one in mine)
-            ends_s.append(end_s)
-            last_s = (mine[0].backward_s, more[0].backward_s)
-            whole_s.append(end_s - max(last_s) if plain else before_s + forward_s)
-            if plain:  # behind the last backward of a stage come those of the stages before it
-                ends_s[0] = max(ends_s[0], end_s + back_s)
-                whole_s[0] = max(whole_s[0], ends_s[0] - max(small[0].backward_s, large[0].backward_s))
-                back_s += min(last_s)
-            before_s += more[0].first_s
+        busy = {
+            (one, more): (
+                more.first_s + (first - 1) * more.forward_s + (m - first) * one.forward_s,
+                rest * (more.backward_s + more.weight_s) + (m - rest) * (one.backward_s + one.weight_s),
+            )
+            for one, more in set(zip(small, large, strict=True))
+        }
+        of_run = [busy[pair] for pair in zip(small, large, strict=True)]
+        begins_s = [0.0, *itertools.accumulate(body.first_s for body in large[: pp - 1])]
+        whole_s, ends_s = [0.0] * (pp * chunks), [0.0] * pp
+        after_s = 0.0  # when the gradient of the last micro-batch comes that goes through all stages to the first one
+        for stage in reversed(range(pp)):
+            forward_s = backward_s = 0.0
+            for run in range(stage, pp * chunks, pp):
+                forward_s += of_run[run][0]
+                backward_s += of_run[run][1]
+            forward_s += begins_s[stage]
+            end_s, last = forward_s + backward_s, small[stage]
+            # What weights have left to do behind that gradient, where they have tasks of their own.
+            left_s = min(stage + 1, m) * last.weight_s
+            after_s = max(after_s + last.backward_s, end_s - left_s)
+            ends_s[stage] = max(end_s, after_s + left_s)
+            for run in range(stage, pp * chunks, pp):
+                whole_s[run] = forward_s
+            whole_s[stage] = max(forward_s, ends_s[stage] - last.last_s)
         return Times(tuple(whole_s), tuple(ends_s))
 
     def played_times(self, step: Step) -> Times:
@@ -410,13 +423,88 @@ class Bounds:
         return self._once(self._smallest(step), self._played_times)
 
     def _played_times(self, step: Step) -> Times:
-        layout = step.layout
-        size, pp = self._price(step).sent, layout.pp
-        sends_s = [self._sent_s(Kind.SEND, size, "pp", pp, replace(step, stage=stage)) for stage in range(pp)]
-        bodies, (larger, rest) = self._bodies(step), self._larger(step)
-        return play_bodies(
-            layout, step.num_microbatches, bodies, sends_s, self._bodies(larger) if rest else bodies, rest
+        return self._play(step, self._bodies(step))
+
+    def slowed_times(self, step: Step) -> Times:
+        """Play it with last backwards that are slowed by the reductions beside them."""
+        step = self._smallest(step)
+        bodies = self._bodies(step)
+        if not self.hardware.overlap or self.hardware.contention == 1:
+            return self.played_times(step)
+        longer: dict[tuple[int, ...], float] = {}
+        kinds = self._runs(step).kinds
+        for run in kinds:
+            if run not in longer:
+                longer[run] = self._longer_s(step, run)
+        bodies = tuple(
+            body._replace(
+                last_s=max(body.last_s, (cost.weight_s if step.splits_backward else cost.backward_s) + longer[run])
+            )
+            for body, cost, run in zip(bodies, self._costs(step), kinds, strict=True)
         )
+        if step.layout.pp > 1:
+            return self._play(step, bodies)
+        times = self.closed_times(step)
+        return Times(times.whole_s, (times.whole_s[0] + bodies[0].last_s,))
+
+    def _play(self, step: Step, bodies: Sequence[Bodies]) -> Times:
+        layout = step.layout
+        size, pp, (larger, rest) = self._price(step).sent, layout.pp, self._larger(step)
+        sends_s = [self._sent_s(Kind.SEND, size, "pp", pp, replace(step, stage=stage)) for stage in range(pp)]
+        large = self._bodies(larger) if rest else bodies
+        return play_bodies(layout, step.num_microbatches, bodies, sends_s, large, rest)
+
+    def _longer_s(self, step: Step, run: tuple[int, ...]) -> float:
+        """How much longer a run's last backward takes beside the reductions of its own gradients."""
+        kinds = self._price(step).kinds
+        found_s = 0.0
+        for stream, waiting_s in self._streams(step):
+            layers = []
+            for kind in reversed(run):
+                one = kinds[kind]
+                backward_s, sent_s = (
+                    (one.weight_s, 0.0) if step.splits_backward else (one.backward_s, one.sent_backward_s)
+                )
+                layers.append(Reduced(backward_s - sent_s, sent_s, stream[kind]))
+            found_s = max(found_s, longer_s(layers, waiting_s, self.hardware.contention))
+        return found_s
+
+    def _streams(self, step: Step) -> list[tuple[list[float], float]]:
+        """Return of each stream that reduces gradients behind their backward what it takes for each kind of layer, and for
+        what waits in a bucket."""
+        layout, master = step.layout, BYTES_OF[step.master_dtype]
+        count, replicas, shards = len(self.few.layers), layout.num_replicas, layout.num_shards
+        if step.zero >= 2:
+            early = [self._replicated_s(step, one.reduced_early) for one in self._units(step)]
+            scatters = [
+                [
+                    self._part(step, kind, 1, axis).scatter_s * (self._units(step)[kind].reduced_early > 0)
+                    for kind in range(count)
+                ]
+                for axis in SHARD_AXES
+            ]
+            return [(one, 0.0) for one in (early, *scatters)]
+        kind = Kind.REDUCE_SCATTER if step.zero else Kind.ALL_REDUCE
+        axis, ranks = ("dp_shard", shards) if step.zero else ("dp_replicate", replicas)
+        dealt_ranks = (shards if step.zero else layout.num_summed) // layout.ep
+        found = []
+        for part, (name, size) in enumerate(((axis, ranks), ("dp_expert", dealt_ranks))):
+            begun_s = self._sent_s(kind, 1, name, size, step)  # without any bytes; buckets may hold several layers
+            sent_s = [
+                max(0.0, self._sent_s(kind, numel[part] * master, name, size, step) - begun_s)
+                for numel in self._early(step)
+            ]
+            found.append((sent_s, max(0.0, self._sent_s(kind, BUCKET_BYTES + master, name, size, step) - begun_s)))
+        return found
+
+    def _early(self, step: Step) -> list[tuple[int, int]]:
+        """Return of a layer of each kind how many elements are reduced behind its backward."""
+        layout = step.layout
+        key = (layout.tp, layout.cp, layout.ep)
+        if key not in self._known_early:
+            local = self._builder.before_stages(replace(step, model=self.few)).step
+            self._known_early[key] = [reduced_early(local, index) for index in range(len(local.model.layers))]
+        return self._known_early[key]
 
     def step_s(self, step: Step, times: Times) -> float:
         """Bound the step of a layout whose stages come so far no sooner than that."""
@@ -426,29 +514,36 @@ class Bounds:
         met_s = last_s = 0.0
         first_s: float | None = None
         for stage in range(pp):
-            same = (runs.counts[stage::pp], runs.first[stage])
+            same = runs.kinds[stage::pp]
             if same not in sendings:
                 sendings[same] = self._sending(step, stage)
             sends = sendings[same]
             first_s = sends.first_s if first_s is None else first_s  # all stages wait for the first one's first forward
             end_s = times.ends_s[stage]
             if self.hardware.overlap:
-                slowed_s = times.whole_s[stage] + sends.left_s + self._slowed_s(sends.beside_s, sends.exposed_s)
-                met_s = max(
-                    met_s,
-                    first_s + end_s + sends.behind_s,
-                    times.whole_s[stage] + sends.reduced_s,
-                    sends.all_s,
-                    slowed_s,
-                )
+                whole_s = times.whole_s[stage::pp]
+                slowed_s = whole_s[-1] + sends.left_s + self._slowed_s(sends.beside_s, sends.exposed_s)
+                summed_s = self._summed_s(whole_s, sends.of_runs)
+                met_s = max(met_s, first_s + end_s + sends.behind_s, summed_s, sends.all_s, slowed_s)
             elif pp == 1:
                 met_s = end_s + sends.reduced_s + sends.all_s
             else:  # of several stages one may send while it waits for another
                 mine = total(self._costs(step)[stage::pp])
                 busy_s = step.num_microbatches * (mine.forward_s + mine.backward_s + mine.weight_s)
-                met_s = max(met_s, end_s, times.whole_s[stage] + sends.reduced_s, busy_s + sends.all_s)
+                summed_s = self._summed_s(times.whole_s[stage::pp], sends.of_runs)
+                met_s = max(met_s, end_s, summed_s, busy_s + sends.all_s)
             last_s = max(last_s, sends.update_s)
         return met_s + self._scalars_s(step) + last_s
+
+    @staticmethod
+    def _summed_s(whole_s: Sequence[float], of_runs: Sequence[_Reductions]) -> float:
+        """When the last gradients of a stage are summed: those of its last run of layers come first, on any stream."""
+        ends_s = [0.0] * len(of_runs[0].streams_s)
+        for begun_s, one in zip(reversed(whole_s), reversed(of_runs), strict=True):
+            ends_s = [
+                max(end_s, begun_s + one.behind_s) + took_s for end_s, took_s in zip(ends_s, one.streams_s, strict=True)
+            ]
+        return max(ends_s)
 
     def _sending(self, step: Step, stage: int) -> _Sending:
         """Return what a stage sends over the data axes."""
@@ -462,48 +557,68 @@ class Bounds:
             sends = self._of_units(step, stage, all_of, update_s)
         else:
             sends = self._of_buckets(step, all_of, update_s)
-        return sends._replace(left_s=left_s, exposed_s=sent_s)
+        of_runs = tuple(
+            self._reductions(step, run)
+            for run in range(stage, step.layout.pp * step.layout.virtual_stages, step.layout.pp)
+        )
+        return sends._replace(left_s=left_s, exposed_s=sent_s, of_runs=of_runs)
+
+    def _reductions(self, step: Step, run: int) -> _Reductions:
+        runs = self._runs(step)
+        first = self._price(step).kinds[runs.kinds[run][-1]]
+        behind_s = first.weight_s if step.splits_backward else first.backward_s - first.behind_s
+        if step.zero < 2:
+            streams_s = self._bucket_streams(step, self._costs(step)[run])
+        else:
+            each = (
+                number * self._replicated_s(step, self._units(step)[kind].held_trained)
+                for kind, number in runs.counts[run]
+            )
+            streams_s = (sum(each),)
+        return _Reductions(behind_s, streams_s)
 
     def _of_buckets(self, step: Step, mine: Costs, update_s: float) -> _Sending:
         layout, master = step.layout, BYTES_OF[step.master_dtype]
-        whole, apart = mine.trained - mine.dealt, mine.apart - mine.dealt_apart
-        # A bucket is closed by the weight that fills it.
-        limit = BUCKET_BYTES // master + self._price(step).largest
-
-        def sent_s(kind: Kind, size: float, axis: str, ranks: int, numel: float) -> float:
-            count = max(1, int(numel / limit))
-            return count * self._sent_s(kind, size / count, axis, ranks, step)
-
-        def whole_s(kind: Kind, size: float, axis: str, ranks: int) -> float:
-            return sent_s(kind, size, axis, ranks, mine.block_trained - mine.dealt)
-
-        def dealt_s(kind: Kind, size: float, ranks: int) -> float:
-            return sent_s(kind, size, "dp_expert", ranks // layout.ep, mine.dealt) if layout.ep > 1 else 0.0
-
-        replicas, shards = layout.num_replicas, layout.num_shards
+        streams_s = self._bucket_streams(step, mine)
+        reduced_s, beside_s = max(streams_s), max(streams_s[:2])
         if step.zero == 0:
-            reduced_s = max(
-                whole_s(Kind.ALL_REDUCE, whole * master, "dp_replicate", replicas),
-                dealt_s(Kind.ALL_REDUCE, mine.dealt * master, layout.num_summed),
-            )
-            return _Sending(reduced_s=reduced_s, update_s=update_s, beside_s=reduced_s)
-        beside_s = max(
-            whole_s(Kind.REDUCE_SCATTER, whole * master, "dp_shard", shards),
-            dealt_s(Kind.REDUCE_SCATTER, mine.dealt * master, shards),
-        )
-        reduced_s = max(
-            beside_s,
-            whole_s(Kind.ALL_REDUCE, whole * master / shards, "dp_replicate", replicas)
-            + sent_s(Kind.ALL_REDUCE, mine.dealt * master * layout.ep / shards, "dp_replicate", replicas, mine.dealt),
-        )
+            return _Sending(reduced_s=reduced_s, update_s=update_s, beside_s=beside_s)
+        whole, apart = mine.trained - mine.dealt, mine.apart - mine.dealt_apart
         size, dealt_size = (
             (numel - part) * master + part * BYTES_OF[step.compute_dtype]
             for numel, part in ((whole, apart), (mine.dealt, mine.dealt_apart))
         )
+        shards, own = layout.num_shards, mine.block_trained - mine.dealt
         gathered_s = max(
-            whole_s(Kind.ALL_GATHER, size, "dp_shard", shards), dealt_s(Kind.ALL_GATHER, dealt_size, shards)
+            self._in_buckets_s(step, Kind.ALL_GATHER, size, "dp_shard", shards, own),
+            self._in_buckets_s(step, Kind.ALL_GATHER, dealt_size, "dp_expert", shards // layout.ep, mine.dealt),
         )
         return _Sending(reduced_s=reduced_s, update_s=update_s + gathered_s, beside_s=beside_s)
+
+    def _bucket_streams(self, step: Step, mine: Costs) -> tuple[float, ...]:
+        """Seconds that reductions take of each stream: of weights that all ranks have, of experts, of shards."""
+        layout, master = step.layout, BYTES_OF[step.master_dtype]
+        whole, own, dealt = mine.trained - mine.dealt, mine.block_trained - mine.dealt, mine.dealt
+        replicas, shards = layout.num_replicas, layout.num_shards
+        if step.zero == 0:
+            kind, ranks = Kind.ALL_REDUCE, layout.num_summed // layout.ep
+            return (
+                self._in_buckets_s(step, kind, whole * master, "dp_replicate", replicas, own),
+                self._in_buckets_s(step, kind, dealt * master, "dp_expert", ranks, dealt) if layout.ep > 1 else 0.0,
+            )
+        kind, ranks = Kind.REDUCE_SCATTER, shards // layout.ep
+        return (
+            self._in_buckets_s(step, kind, whole * master, "dp_shard", shards, own),
+            self._in_buckets_s(step, kind, dealt * master, "dp_expert", ranks, dealt) if layout.ep > 1 else 0.0,
+            self._in_buckets_s(step, Kind.ALL_REDUCE, whole * master / shards, "dp_replicate", replicas, own)
+            + self._in_buckets_s(step, Kind.ALL_REDUCE, dealt * master / ranks, "dp_replicate", replicas, dealt),
+        )
+
+    def _in_buckets_s(self, step: Step, kind: Kind, size: float, axis: str, ranks: int, numel: float) -> float:
+        """Send what buckets of so many elements hold: each is closed by the weight that fills it."""
+        limit = BUCKET_BYTES // BYTES_OF[step.master_dtype] + self._price(step).largest
+        count = max(1, int(numel / limit))
+        return count * self._sent_s(kind, size / count, axis, ranks, step)
 
     def _of_units(self, step: Step, stage: int, mine: Costs, update_s: float) -> _Sending:
         layout, runs, m = step.layout, self._runs(step), step.num_microbatches
@@ -518,7 +633,7 @@ class Bounds:
                     gathers_s += number * part.gather_s * (m * (1 + again) if step.zero == 3 else 1)
                     scatters_s += number * part.scatter_s * m
             all_s, scattered_s = max(all_s, gathers_s + scatters_s), max(scattered_s, scatters_s)
-        first = self._part(step, runs.first[stage], 1, "dp_shard")
+        first = self._part(step, runs.kinds[stage][0], 1, "dp_shard")
         reduced_s = sum(
             number * self._replicated_s(step, self._units(step)[kind].held_trained)
             for run in runs.counts[stage :: layout.pp]
@@ -615,6 +730,15 @@ class Bounds:
         return mine.weights + mine.trained * master + (0.0 if step.layout.offload else kept)
 
 
+class _Reductions(NamedTuple):
+    """Gradients of a run of layers."""
+
+    behind_s: float
+    """From the start of its last backward until the first ones are whole."""
+    streams_s: tuple[float, ...]
+    """Seconds of each stream."""
+
+
 class _Sending(NamedTuple):
     """Seconds that a stage sends over data axes."""
 
@@ -632,6 +756,7 @@ class _Sending(NamedTuple):
     """What is computed from when the first gradients are whole."""
     exposed_s: float = 0.0
     """The part of it that is sent in the queue of compute."""
+    of_runs: tuple[_Reductions, ...] = ()
     beside_s: float = 0.0
     """The part of `reduced_s` that is issued between the last backwards: the clock lets it slow those behind it."""
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from samestep.model import LayerSpec, ModelSpec, ParamSpec
-from samestep.program import BYTES_OF, Step, is_dealt
+from samestep.program import BYTES_OF, Step, is_dealt, is_replicated
 from samestep.strategies.shard import padded_rows
 
 
@@ -58,6 +58,8 @@ class Units(NamedTuple):
     held: float = 0.0
     """Elements that a rank has of all weights."""
     held_trained: float = 0.0
+    reduced_early: float = 0.0
+    """The part of them whose gradients are reduced as soon as the backward of their layer is over."""
 
     @property
     def all_gathered(self) -> float:
@@ -115,17 +117,34 @@ def units(step: Step, layer: int) -> Units:
     """Return what of a layer is gathered and scattered."""
     shards = step.layout.num_shards
     sizes = [0.0] * 4
-    held = held_trained = 0.0
-    for param in step.model.params_of(layer):
+    held = held_trained = early = 0.0
+    params = step.model.params_of(layer)
+    is_shown = all(param.takes_gradient for param in params)  # where that backward is over
+    for param in params:
         dealt = is_dealt(step, param)
         parts = shards // (step.layout.ep if dealt else 1)
         numel = padded_rows(param, parts)
         held += numel / parts
         held_trained += numel / parts * param.trainable
-        if not param.shared and not param.read_outside and _has_module(step, param) and parts > 1:
-            sizes[2 * dealt] += numel * BYTES_OF[step.working_dtype(param)]
-            sizes[2 * dealt + 1] += numel * param.trainable
-    return Units._make((*sizes, held, held_trained))
+        if not param.shared and not param.read_outside and _has_module(step, param):
+            early += numel / parts * param.trainable * is_shown
+            if parts > 1:
+                sizes[2 * dealt] += numel * BYTES_OF[step.working_dtype(param)]
+                sizes[2 * dealt + 1] += numel * param.trainable
+    return Units._make((*sizes, held, held_trained, early))
+
+
+def reduced_early(step: Step, layer: int) -> tuple[int, int]:
+    """Return of how many elements gradients are reduced as soon as the layer's backward has filled a bucket: of its own
+    weights, and of those that are dealt to the ranks of `ep`.
+
+    What ranks of a tensor cut hold alike, and what several layers share, comes later.
+    """
+    numel = [0, 0]
+    for param in step.model.params_of(layer):
+        if param.trainable and not param.shared and not is_replicated(step, param):
+            numel[is_dealt(step, param)] += param.numel
+    return numel[0], numel[1]
 
 
 def _has_module(step: Step, param: ParamSpec) -> bool:

@@ -132,7 +132,7 @@ class _Search:
         self.best: list[Prediction] = []
         self.fallen: list[Fallen] = []
         self.considered = self.played = 0
-        self._open: list[tuple[float, int, _Family | Group | Layout, bool]] = []
+        self._open: list[tuple[float, int, _Family | Group | Layout, int]] = []
         self._number = itertools.count()
 
     def run(self, devices: int, *, offload: bool = False) -> None:
@@ -187,12 +187,12 @@ class _Search:
     def _open_family(self, family: _Family) -> None:
         needed, bound_s = self.bounds.least(self.builder.step(family.groups[0].base))
         if self._fits(needed, *family.groups):
-            self._put(bound_s, family, False)
+            self._put(bound_s, family)
 
     def _open_group(self, group: Group, bound_s: float) -> None:
         needed, closer_s = self.bounds.of_group(self.builder.step(group.base))
         if self._fits(needed, group):
-            self._put(max(bound_s, closer_s), group, False)
+            self._put(max(bound_s, closer_s), group)
 
     def _fits(self, needed: float, *groups: Group) -> bool:
         if needed <= self.hardware.memory_bytes:
@@ -209,12 +209,12 @@ class _Search:
             self._throw_out(layout, "memory", _at_least(need, self.hardware))
         else:
             closer_s = self.bounds.step_s(step, self.bounds.closed_times(step))
-            self._put(max(bound_s, closer_s), layout, layout.pp == 1)
+            self._put(max(bound_s, closer_s), layout, int(layout.pp == 1))
 
-    def _put(self, bound_s: float, what: _Family | Group | Layout, is_played: bool) -> None:
-        heapq.heappush(self._open, (bound_s, next(self._number), what, is_played))
+    def _put(self, bound_s: float, what: _Family | Group | Layout, closeness: int = 0) -> None:
+        heapq.heappush(self._open, (bound_s, next(self._number), what, closeness))
 
-    def _look(self, bound_s: float, _: int, what: _Family | Group | Layout, is_played: bool) -> None:
+    def _look(self, bound_s: float, _: int, what: _Family | Group | Layout, closeness: int) -> None:
         """Bound something more closely, or play it."""
         if isinstance(what, _Family):
             for group in what.groups:
@@ -222,10 +222,10 @@ class _Search:
         elif isinstance(what, Group):
             for layout in what.layouts():
                 self._open_layout(layout, bound_s)
-        elif not is_played:
+        elif closeness < 2:
             step = self.builder.step(what)
-            closer_s = self.bounds.step_s(step, self.bounds.played_times(step))
-            self._put(max(bound_s, closer_s), what, True)
+            closer = self.bounds.slowed_times if closeness else self.bounds.played_times
+            self._put(max(bound_s, self.bounds.step_s(step, closer(step))), what, closeness + 1)
         else:
             self._play(what)
 

@@ -122,10 +122,11 @@ def test_a_bound_is_never_above_what_it_bounds(
         return
     step = Step.of(model, given_job, layout, hardware.devices_per_node)
     least_bytes, least_s = bounds.least(step)
-    closed, close = (bounds.step_s(step, times(step)) for times in (bounds.closed_times, bounds.played_times))
+    every_times = (bounds.closed_times, bounds.played_times, bounds.slowed_times)
+    closed, played_s, slowed = (bounds.step_s(step, times(step)) for times in every_times)
     base = replace(layout, dp_replicate=layout.dp, dp_shard=1, zero=0)
     group_bytes, group_s = bounds.of_group(Step.of(model, given_job, base, hardware.devices_per_node))
-    assert max(least_s, group_s, closed, close) <= played.step_s * (1 + 1e-9)
+    assert max(least_s, group_s, closed, played_s, slowed) <= played.step_s * (1 + 1e-9)
     assert max(least_bytes, group_bytes, bounds.need(step).total) <= played.peak.total * (1 + 1e-9)
 
 
@@ -146,7 +147,7 @@ def test_bounds_hold_where_communication_slows_compute(what: str, words: str) ->
         layout = replace(layout, ep=2, pp=min(layout.pp, 2))
     step = Step.of(MODELS[what], job(48), layout, hardware.devices_per_node)
     bounds, played = Bounds(MODELS[what], job(48), hardware, 2), predict(MODELS[what], job(48), layout, hardware)
-    for times in (bounds.closed_times(step), bounds.played_times(step)):
+    for times in (bounds.closed_times(step), bounds.played_times(step), bounds.slowed_times(step)):
         assert bounds.step_s(step, times) <= played.step_s * (1 + 1e-9)
     assert bounds.need(step).total <= played.peak.total * (1 + 1e-9)
 
