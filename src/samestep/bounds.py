@@ -23,53 +23,20 @@ all weights.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, get_args
 
 from samestep.beside import Reduced, longer_s
-from samestep.clock import queue_of
-from samestep.cost import UPDATE_PASSES, collective_s, group_of, seconds
+from samestep.cost import UPDATE_PASSES, collective_s, group_of
 from samestep.hardware import Hardware
 from samestep.job import Job
-from samestep.kinds import Costs, Units, multiple, one_of_each, quicker, reduced_early, total, units, weights
+from samestep.kinds import Seconds, Sizes, Units, total
 from samestep.layout import Recompute
-from samestep.memory import saved_bytes
 from samestep.model import ModelSpec
 from samestep.pace import Bodies, Times, in_flight, play_bodies
-from samestep.program import BUCKET_BYTES, BYTES_OF, SHARD_AXES, STEP_SCALARS, Kind, Program, Step
-from samestep.strategies import ProgramBuilder
-from samestep.strategies.pipeline import balanced, weights_apart
-from samestep.timeline import COMPUTE
-
-
-class _Priced(NamedTuple):
-    """A layer of each kind under a cut of the model, and what cannot be added up."""
-
-    kinds: tuple[Costs, ...]
-    whole: Costs
-    largest: int
-    """Elements of the largest weight of a block."""
-    sent: int
-    """Bytes of a micro-batch between two blocks, at least."""
-    kept: dict[str, float]
-    """Activations by recomputation, where it was priced without."""
-    flops: tuple[int, ...]
-    """Of the forward of each kind: runs are cut by them."""
-
-
-class _Runs(NamedTuple):
-    """The runs of layers of a pipeline, in the order of the layers: number i, i + pp, ... are those of stage i."""
-
-    counts: tuple[tuple[tuple[int, int], ...], ...]
-    """How many layers of each kind."""
-    kinds: tuple[tuple[int, ...], ...]
-    """Kind of each layer."""
-    tails: tuple[tuple[int, ...], ...]
-    """Kinds of the last layers, from the end to the last block."""
-    unlike: dict[int, tuple[int, ...]]
-    """By how many stages there are, those that differ."""
+from samestep.prices import Prices
+from samestep.program import BUCKET_BYTES, BYTES_OF, SHARD_AXES, STEP_SCALARS, Kind, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +58,8 @@ class Bounds:
 
     def __init__(self, model: ModelSpec, job: Job, hardware: Hardware, states_per_param: int) -> None:
         self.model, self.hardware, self.states_per_param = model, hardware, states_per_param
-        self.few, self._kind_of = one_of_each(model)
-        self._builder = ProgramBuilder(self.few, job, hardware.devices_per_node)
-        self._numbers = Counter(self._kind_of)
-        self._is_block = tuple(layer.is_block for layer in model.layers)
-        self._known_prices: dict[tuple[object, ...], _Priced] = {}
-        self._known_runs: dict[tuple[object, ...], _Runs] = {}
-        self._known_early: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        self._known_units: dict[tuple[int, ...], list[Units]] = {}
-        self._known_costs: dict[tuple[object, ...], tuple[Costs, ...]] = {}
+        self.prices = Prices(model, job, hardware)
         self._known_times: dict[tuple[object, ...], Times] = {}
-        self._last: tuple[Step | None, tuple[Costs, ...]] = (None, ())
-        self._known_weights: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
 
     @staticmethod
     def _smallest(step: Step) -> Step:
@@ -120,138 +77,6 @@ class Bounds:
             return step, 0
         return replace(step, samples=step.samples + 1), step.rank_samples - step.num_microbatches * step.samples
 
-    # -- costs ---------------------------------------------------------------------------------------------------------
-
-    def _price(self, step: Step, plainly: bool = False) -> _Priced:
-        """Price the layers; plainly as if nothing were computed again and no backward were split, which costs no more."""
-        layout = step.layout
-        recompute, splits = ("none", False) if plainly else (layout.recompute, step.splits_backward)
-        key = (
-            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, step.microbatch_samples, recompute, splits,
-            step.samples,
-        )  # fmt: skip
-        if key not in self._known_prices:
-            if plainly:
-                layout = replace(layout, recompute="none", schedule="1f1b")
-            step = replace(step, layout=layout, model=self.few)
-            program = self._builder.before_stages(step)
-            local = program.step
-            kinds = tuple(self._kinds(program))
-            if step.samples is not None:  # more samples may even take less time: tiles are shared from some size on
-                more = self._builder.before_stages(replace(step, samples=step.samples + 1))
-                kinds = tuple(map(quicker, kinds, self._kinds(more)))
-            blocks = [index for index, layer in enumerate(local.model.layers) if layer.is_block] or [0]
-            self._known_prices[key] = _Priced(
-                kinds,
-                total([multiple(cost, self._numbers[kind]) for kind, cost in enumerate(kinds)]),
-                max((param.numel for index in blocks for param in local.model.params_of(index)), default=0),
-                min((layer.output_elements for layer in local.model.layers[blocks[0] : blocks[-1]]), default=0)
-                * step.microbatch_samples
-                * BYTES_OF[step.compute_dtype],
-                self._kept(local) if (recompute, splits) == ("none", False) else {},
-                tuple(layer.forward_flops for layer in local.model.layers),
-            )
-        return self._known_prices[key]
-
-    def _kept(self, step: Step) -> dict[str, float]:
-        """Add up what all layers keep, by recomputation."""
-        found = {}
-        for policy in get_args(Recompute):
-            local = replace(step, layout=replace(step.layout, recompute=policy))
-            each = [saved_bytes(local, layer)[0] for layer in step.model.layers]
-            found[policy] = float(sum(size * self._numbers[kind] for kind, size in enumerate(each)))
-        return found
-
-    def _kinds(self, program: Program) -> Iterator[Costs]:
-        step = program.step
-        layers = step.model.layers
-        forward, backward, weight = ([0.0] * len(layers) for _ in range(3))
-        behind, sent_forward, sent_backward = ([0.0] * len(layers) for _ in range(3))
-        apart = tuple(weights_apart(program.bodies["B"], step)) if step.splits_backward else ()
-        bodies = ((program.bodies["F"], forward, sent_forward), (program.bodies["B"], backward, sent_backward))
-        for body, found, sent in (*bodies, (apart, weight, [])):
-            layer = 0
-            for op in body:
-                layer = layer if op.layer is None else op.layer
-                if queue_of(op, self.hardware) in (COMPUTE, ""):
-                    op_s = seconds(op, program, self.hardware)
-                    found[layer] += op_s
-                    if op.axis is not None:
-                        sent[layer] += op_s
-                    behind[layer] = 0.0 if op.kind is Kind.BACKWARD else behind[layer] + op_s
-        weights = self._weights_of(step)
-        for index, spec in enumerate(layers):
-            kept, whole = saved_bytes(step, spec)
-            times = (forward[index], backward[index], weight[index])
-            sent_s = (sent_forward[index], sent_backward[index])
-            yield Costs._make((*times, kept, whole - kept, *weights[index], behind[index], *sent_s))
-
-    def _weights_of(self, step: Step) -> list[tuple[float, ...]]:
-        layout = step.layout
-        key = (layout.tp, layout.cp, layout.ep)
-        if key not in self._known_weights:
-            self._known_weights[key] = [weights(step, index) for index in range(len(step.model.layers))]
-        return self._known_weights[key]
-
-    def _units(self, step: Step) -> list[Units]:
-        """Return what of a layer of each kind is gathered and scattered."""
-        layout = step.layout
-        key = (layout.tp, layout.cp, layout.ep, layout.num_shards)
-        if key not in self._known_units:
-            local = self._builder.before_stages(replace(step, model=self.few)).step
-            self._known_units[key] = [units(local, index) for index in range(len(local.model.layers))]
-        return self._known_units[key]
-
-    def _units_of(self, step: Step, stage: int) -> Units:
-        """Add up those of a stage."""
-        kinds, counts = self._units(step), Counter[int]()
-        for run in self._runs(step).counts[stage :: step.layout.pp]:
-            counts.update(dict(run))
-        return Units(*(sum(counts[kind] * part[kind] for kind in counts) for part in zip(*kinds, strict=True)))
-
-    def _runs(self, step: Step) -> _Runs:
-        """Cut the layers into runs, by what a rank of a cut model computes of each."""
-        flops, count = self._price(step).flops, step.layout.pp * step.layout.virtual_stages
-        key = (flops, count)
-        if key not in self._known_runs:
-            runs = balanced(tuple(flops[kind] + 1 for kind in self._kind_of), self._is_block, count)
-            kinds = [[self._kind_of[layer] for layer in run] for run in runs]
-            self._known_runs[key] = _Runs(
-                tuple(tuple(sorted(Counter(of_run).items())) for of_run in kinds),
-                tuple(map(tuple, kinds)),
-                tuple(tuple(self._tail(of_run)) for of_run in kinds),
-                {},
-            )
-        return self._known_runs[key]
-
-    def _tail(self, run: Sequence[int]) -> Iterator[int]:
-        for kind in reversed(run):
-            yield kind
-            if self.few.layers[kind].is_block:
-                return
-
-    @staticmethod
-    def _key(step: Step) -> tuple[object, ...]:
-        layout = step.layout
-        return (
-            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, layout.recompute, step.microbatch_samples,
-            step.splits_backward, layout.pp * layout.virtual_stages, step.samples,
-        )  # fmt: skip
-
-    def _costs(self, step: Step) -> tuple[Costs, ...]:
-        """Add up the layers of each run; of one step it is asked for several times."""
-        if step is self._last[0]:
-            return self._last[1]
-        key = self._key(step)
-        if key not in self._known_costs:
-            kinds, runs = self._price(step).kinds, self._runs(step)
-            added = {
-                counts: total([multiple(kinds[kind], number) for kind, number in counts]) for counts in set(runs.counts)
-            }
-            self._known_costs[key] = tuple(added[counts] for counts in runs.counts)
-        self._last = (step, self._known_costs[key])
-        return self._last[1]
-
     def _sent_s(self, kind: Kind, size_bytes: float, axis: str, ranks: int, step: Step) -> float:
         if ranks == 1 or size_bytes <= 0:
             return 0.0
@@ -260,48 +85,24 @@ class Bounds:
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
-    def least(self, step: Step) -> tuple[float, float]:
-        """Bound memory and step of all layouts of these degrees and this micro-batch: bytes and seconds."""
+    def least_s(self, step: Step) -> float:
+        """Bound the step of all layouts of these degrees and this micro-batch: as if nothing were computed again and no
+        backward were split, which takes no less."""
         step = self._smallest(step)
-        layout = step.layout
-        priced = self._price(step, plainly=True)
-        whole, pp = priced.whole, layout.pp
-        updated = whole.trained / (layout.dp * layout.cp)
-        larger, rest = self._larger(step)
-        more = self._price(larger, plainly=True).whole if rest else whole
+        step = replace(step, layout=replace(step.layout, recompute="none", schedule="1f1b", virtual_stages=1))
+        pp, whole, (larger, rest) = step.layout.pp, self.prices.whole_seconds(step), self._larger(step)
+        more = self.prices.whole_seconds(larger) if rest else whole
         busy_s = rest * (more.forward_s + more.backward_s)
         busy_s += (step.num_microbatches - rest) * (whole.forward_s + whole.backward_s)
-        least_s = busy_s / pp + self._update_s(step, updated / pp, 0.0)
-        return (self._least_states(step, whole, updated) + min(priced.kept.values())) / pp, least_s
+        trained = self.prices.whole_sizes(step).trained
+        return busy_s / pp + self._update_s(step, trained / (step.layout.dp * step.layout.cp) / pp, 0.0)
 
-    def _least_states(self, step: Step, mine: Costs, updated: float) -> float:
-        """Bytes of weights, gradients and states, cut over all data ranks; on one rank weights may be of two bytes."""
-        master = BYTES_OF[step.master_dtype]
-        if step.layout.offload:
-            return min(2 * updated * master, mine.weights + mine.trained * master)
-        return (2 + self.states_per_param) * updated * master
-
-    def of_group(self, step: Step) -> tuple[float, float]:
-        """Bound the same of all layouts that differ in how the data axis is split, and in ZeRO stage, alone."""
+    def group_s(self, step: Step) -> float:
+        """Bound the step of all layouts that differ in how the data axis is split, and in ZeRO stage, alone."""
         step = self._smallest(step)
-        layout, times = step.layout, self.closed_times(step)
-        ranks, costs = layout.dp * layout.cp, self._costs(step)
-        needed = least_s = 0.0
-        for stage in self._unlike_stages(step):
-            mine = total(costs[stage :: layout.pp])
-            updated = (mine.trained + mine.dealt * (layout.ep - 1)) / ranks
-            kept, _ = self._activations(step, stage, None)
-            needed = max(needed, self._least_states(step, mine, updated) + kept)
-            least_s = max(least_s, self._update_s(step, updated, 0.0))
-        return needed, max(times.ends_s) + self._scalars_s(step) + least_s
-
-    def _unlike_stages(self, step: Step) -> Collection[int]:
-        """Return the first of equal stages, which holds most activations, and the last stage."""
-        runs, pp = self._runs(step), step.layout.pp
-        if pp not in runs.unlike:
-            found = {(runs.counts[stage::pp], stage == pp - 1): stage for stage in reversed(range(pp))}
-            runs.unlike[pp] = tuple(found.values())
-        return runs.unlike[pp]
+        sizes, pp = self.prices.run_sizes(step), step.layout.pp
+        updated = max(self._least_updated(step, total(sizes[stage::pp])) for stage in self.prices.runs(step).unlike)
+        return max(self.closed_times(step).ends_s) + self._scalars_s(step) + self._update_s(step, updated, 0.0)
 
     def _scalars_s(self, step: Step) -> float:
         size = BYTES_OF["float64"] * len(STEP_SCALARS)
@@ -309,19 +110,19 @@ class Bounds:
 
     def _bodies(self, step: Step) -> tuple[Bodies, ...]:
         """Return the bodies of each run; under zero=2 and 3 they wait for gathers."""
-        costs = self._costs(step)
-        runs, gathers = self._runs(step), self._gathers(step)
+        costs = self.prices.run_seconds(step)
+        runs, gathers = self.prices.runs(step), self._gathers(step)
         known: dict[object, Bodies] = {}
         for run, cost in zip(runs.counts, costs, strict=True):
             if run not in known:
                 known[run] = self._gathering(step, run, cost) if gathers else self._plain(step, cost)
         return tuple(known[run] for run in runs.counts)
 
-    def _plain(self, step: Step, cost: Costs) -> Bodies:
+    def _plain(self, step: Step, cost: Seconds) -> Bodies:
         last_s = cost.weight_s if step.splits_backward else cost.backward_s
         return Bodies(cost.forward_s, cost.forward_s, cost.backward_s, cost.weight_s, last_s)
 
-    def _gathering(self, step: Step, run: tuple[tuple[int, int], ...], cost: Costs) -> Bodies:
+    def _gathering(self, step: Step, run: tuple[tuple[int, int], ...], cost: Seconds) -> Bodies:
         """Bound bodies that gather and scatter a layer at a time, one layer ahead: along the data axis' stream, and that
         of experts, which are dealt.
 
@@ -329,9 +130,9 @@ class Bounds:
         behind them; a backward as long as its blocks' scatters but the last two and gathers but the first two, which
         take turns. These all run beside what was issued behind them, or beside nothing.
         """
-        kinds = self._price(step).kinds
-        blocks = [(kind, number) for kind, number in run if self.few.layers[kind].is_block]
-        others_s = sum(kinds[kind].backward_s for kind, _ in run if not self.few.layers[kind].is_block)
+        kinds = self.prices.seconds(step)
+        blocks = [(kind, number) for kind, number in run if self.prices.few.layers[kind].is_block]
+        others_s = sum(kinds[kind].backward_s for kind, _ in run if not self.prices.few.layers[kind].is_block)
         forward_s, backward_s = cost.forward_s, cost.backward_s
         for axis in SHARD_AXES:
             parts = [part for kind, number in blocks if (part := self._part(step, kind, number, axis)).gather_s]
@@ -351,13 +152,13 @@ class Bounds:
 
     def _part(self, step: Step, kind: int, number: int, axis: str) -> _Part:
         """Return what layers of a kind send over one of the axes along which units are cut."""
-        one, layout = self._units(step)[kind], step.layout
+        one, layout = self.prices.units(step)[kind], step.layout
         is_dealt = axis == "dp_expert"
         gathered, scattered = (one.dealt_gathered, one.dealt_scattered) if is_dealt else (one.gathered, one.scattered)
         ranks = layout.num_shards // (layout.ep if is_dealt else 1)
         gather_s = self._sent_s(Kind.ALL_GATHER, gathered, axis, ranks, step)
         scatter_s = self._sent_s(Kind.REDUCE_SCATTER, scattered * BYTES_OF[step.master_dtype], axis, ranks, step)
-        return _Part(kind, number, gather_s, scatter_s, self.few.layers[kind].backward_reads_weights)
+        return _Part(kind, number, gather_s, scatter_s, self.prices.few.layers[kind].backward_reads_weights)
 
     def _slowed_s(self, sent_s: float, exposed_s: float) -> float:
         """How much longer compute takes beside so many seconds of what is sent over one axis.
@@ -371,7 +172,11 @@ class Bounds:
         """Bound times once for all ways to split the data axis, where bodies do not gather."""
         if self._gathers(step):
             return bound(step)
-        key = (bound.__name__, *self._key(step), step.num_microbatches, self._larger(step)[1], step.layout.schedule)
+        layout, larger = step.layout, self._larger(step)[1]
+        key = (
+            bound.__name__, *self.prices.key(step), step.num_microbatches, larger, layout.schedule, layout.pp,
+            layout.virtual_stages,
+        )  # fmt: skip
         if key not in self._known_times:
             self._known_times[key] = bound(step)
         return self._known_times[key]
@@ -432,7 +237,7 @@ class Bounds:
         if not self.hardware.overlap or self.hardware.contention == 1:
             return self.played_times(step)
         longer: dict[tuple[int, ...], float] = {}
-        kinds = self._runs(step).kinds
+        kinds = self.prices.runs(step).kinds
         for run in kinds:
             if run not in longer:
                 longer[run] = self._longer_s(step, run)
@@ -440,7 +245,7 @@ class Bounds:
             body._replace(
                 last_s=max(body.last_s, (cost.weight_s if step.splits_backward else cost.backward_s) + longer[run])
             )
-            for body, cost, run in zip(bodies, self._costs(step), kinds, strict=True)
+            for body, cost, run in zip(bodies, self.prices.run_seconds(step), kinds, strict=True)
         )
         if step.layout.pp > 1:
             return self._play(step, bodies)
@@ -449,14 +254,14 @@ class Bounds:
 
     def _play(self, step: Step, bodies: Sequence[Bodies]) -> Times:
         layout = step.layout
-        size, pp, (larger, rest) = self._price(step).sent, layout.pp, self._larger(step)
+        size, pp, (larger, rest) = self.prices.sent_bytes(step), layout.pp, self._larger(step)
         sends_s = [self._sent_s(Kind.SEND, size, "pp", pp, replace(step, stage=stage)) for stage in range(pp)]
         large = self._bodies(larger) if rest else bodies
         return play_bodies(layout, step.num_microbatches, bodies, sends_s, large, rest)
 
     def _longer_s(self, step: Step, run: tuple[int, ...]) -> float:
         """How much longer a run's last backward takes beside the reductions of its own gradients."""
-        kinds = self._price(step).kinds
+        kinds = self.prices.seconds(step)
         found_s = 0.0
         for stream, waiting_s in self._streams(step):
             layers = []
@@ -473,12 +278,12 @@ class Bounds:
         """Return of each stream that reduces gradients behind their backward what it takes for each kind of layer, and for
         what waits in a bucket."""
         layout, master = step.layout, BYTES_OF[step.master_dtype]
-        count, replicas, shards = len(self.few.layers), layout.num_replicas, layout.num_shards
+        count, replicas, shards = len(self.prices.few.layers), layout.num_replicas, layout.num_shards
         if step.zero >= 2:
-            early = [self._replicated_s(step, one.reduced_early) for one in self._units(step)]
+            early = [self._replicated_s(step, one.reduced_early) for one in self.prices.units(step)]
             scatters = [
                 [
-                    self._part(step, kind, 1, axis).scatter_s * (self._units(step)[kind].reduced_early > 0)
+                    self._part(step, kind, 1, axis).scatter_s * (self.prices.units(step)[kind].reduced_early > 0)
                     for kind in range(count)
                 ]
                 for axis in SHARD_AXES
@@ -492,24 +297,15 @@ class Bounds:
             begun_s = self._sent_s(kind, 1, name, size, step)  # without any bytes; buckets may hold several layers
             sent_s = [
                 max(0.0, self._sent_s(kind, numel[part] * master, name, size, step) - begun_s)
-                for numel in self._early(step)
+                for numel in self.prices.cut(step).early
             ]
             found.append((sent_s, max(0.0, self._sent_s(kind, BUCKET_BYTES + master, name, size, step) - begun_s)))
         return found
 
-    def _early(self, step: Step) -> list[tuple[int, int]]:
-        """Return of a layer of each kind how many elements are reduced behind its backward."""
-        layout = step.layout
-        key = (layout.tp, layout.cp, layout.ep)
-        if key not in self._known_early:
-            local = self._builder.before_stages(replace(step, model=self.few)).step
-            self._known_early[key] = [reduced_early(local, index) for index in range(len(local.model.layers))]
-        return self._known_early[key]
-
     def step_s(self, step: Step, times: Times) -> float:
         """Bound the step of a layout whose stages come so far no sooner than that."""
         step = self._smallest(step)
-        runs, pp = self._runs(step), step.layout.pp
+        runs, pp = self.prices.runs(step), step.layout.pp
         sendings: dict[tuple[object, ...], _Sending] = {}
         met_s = last_s = 0.0
         first_s: float | None = None
@@ -528,7 +324,7 @@ class Bounds:
             elif pp == 1:
                 met_s = end_s + sends.reduced_s + sends.all_s
             else:  # of several stages one may send while it waits for another
-                mine = total(self._costs(step)[stage::pp])
+                mine = total(self.prices.run_seconds(step)[stage::pp])
                 busy_s = step.num_microbatches * (mine.forward_s + mine.backward_s + mine.weight_s)
                 summed_s = self._summed_s(times.whole_s[stage::pp], sends.of_runs)
                 met_s = max(met_s, end_s, summed_s, busy_s + sends.all_s)
@@ -547,16 +343,16 @@ class Bounds:
 
     def _sending(self, step: Step, stage: int) -> _Sending:
         """Return what a stage sends over the data axes."""
-        mine = self._costs(step)[stage :: step.layout.pp]
-        all_of = total(mine)
-        update_s = self._update_s(step, self._updated(step, all_of), 0.0 if step.zero >= 2 else all_of.apart)
+        pp = step.layout.pp
+        took, mine = total(self.prices.run_seconds(step)[stage::pp]), total(self.prices.run_sizes(step)[stage::pp])
+        update_s = self._update_s(step, self._updated(step, mine), 0.0 if step.zero >= 2 else mine.apart)
         # What runs behind the first gradients that are whole: the last micro-batch's, of every run where they alternate.
-        left_s = all_of.weight_s if step.splits_backward else all_of.backward_s
-        sent_s = 0.0 if step.splits_backward else all_of.sent_backward_s
+        left_s = took.weight_s if step.splits_backward else took.backward_s
+        sent_s = 0.0 if step.splits_backward else took.sent_backward_s
         if step.zero >= 2:
-            sends = self._of_units(step, stage, all_of, update_s)
+            sends = self._of_units(step, stage, took, update_s)
         else:
-            sends = self._of_buckets(step, all_of, update_s)
+            sends = self._of_buckets(step, mine, update_s)
         of_runs = tuple(
             self._reductions(step, run)
             for run in range(stage, step.layout.pp * step.layout.virtual_stages, step.layout.pp)
@@ -564,20 +360,20 @@ class Bounds:
         return sends._replace(left_s=left_s, exposed_s=sent_s, of_runs=of_runs)
 
     def _reductions(self, step: Step, run: int) -> _Reductions:
-        runs = self._runs(step)
-        first = self._price(step).kinds[runs.kinds[run][-1]]
+        runs = self.prices.runs(step)
+        first = self.prices.seconds(step)[runs.kinds[run][-1]]
         behind_s = first.weight_s if step.splits_backward else first.backward_s - first.behind_s
         if step.zero < 2:
-            streams_s = self._bucket_streams(step, self._costs(step)[run])
+            streams_s = self._bucket_streams(step, self.prices.run_sizes(step)[run])
         else:
             each = (
-                number * self._replicated_s(step, self._units(step)[kind].held_trained)
+                number * self._replicated_s(step, self.prices.units(step)[kind].held_trained)
                 for kind, number in runs.counts[run]
             )
             streams_s = (sum(each),)
         return _Reductions(behind_s, streams_s)
 
-    def _of_buckets(self, step: Step, mine: Costs, update_s: float) -> _Sending:
+    def _of_buckets(self, step: Step, mine: Sizes, update_s: float) -> _Sending:
         layout, master = step.layout, BYTES_OF[step.master_dtype]
         streams_s = self._bucket_streams(step, mine)
         reduced_s, beside_s = max(streams_s), max(streams_s[:2])
@@ -595,7 +391,7 @@ class Bounds:
         )
         return _Sending(reduced_s=reduced_s, update_s=update_s + gathered_s, beside_s=beside_s)
 
-    def _bucket_streams(self, step: Step, mine: Costs) -> tuple[float, ...]:
+    def _bucket_streams(self, step: Step, mine: Sizes) -> tuple[float, ...]:
         """Seconds that reductions take of each stream: of weights that all ranks have, of experts, of shards."""
         layout, master = step.layout, BYTES_OF[step.master_dtype]
         whole, own, dealt = mine.trained - mine.dealt, mine.block_trained - mine.dealt, mine.dealt
@@ -616,31 +412,31 @@ class Bounds:
 
     def _in_buckets_s(self, step: Step, kind: Kind, size: float, axis: str, ranks: int, numel: float) -> float:
         """Send what buckets of so many elements hold: each is closed by the weight that fills it."""
-        limit = BUCKET_BYTES // BYTES_OF[step.master_dtype] + self._price(step).largest
+        limit = BUCKET_BYTES // BYTES_OF[step.master_dtype] + self.prices.cut(step).largest
         count = max(1, int(numel / limit))
         return count * self._sent_s(kind, size / count, axis, ranks, step)
 
-    def _of_units(self, step: Step, stage: int, mine: Costs, update_s: float) -> _Sending:
-        layout, runs, m = step.layout, self._runs(step), step.num_microbatches
-        last = self._kind_of[-1]
+    def _of_units(self, step: Step, stage: int, mine: Seconds, update_s: float) -> _Sending:
+        layout, runs, m = step.layout, self.prices.runs(step), step.num_microbatches
+        last = self.prices.kind_of[-1]
         all_s = scattered_s = 0.0
         for axis in SHARD_AXES:
             gathers_s = scatters_s = 0.0
             for run in runs.counts[stage :: layout.pp]:
                 for kind, number in run:
                     part = self._part(step, kind, number, axis)
-                    again = self.few.layers[kind].is_block and part.reads and part.scatter_s > 0 and kind != last
+                    again = self.prices.few.layers[kind].is_block and part.reads and part.scatter_s > 0 and kind != last
                     gathers_s += number * part.gather_s * (m * (1 + again) if step.zero == 3 else 1)
                     scatters_s += number * part.scatter_s * m
             all_s, scattered_s = max(all_s, gathers_s + scatters_s), max(scattered_s, scatters_s)
         first = self._part(step, runs.kinds[stage][0], 1, "dp_shard")
         reduced_s = sum(
-            number * self._replicated_s(step, self._units(step)[kind].held_trained)
+            number * self._replicated_s(step, self.prices.units(step)[kind].held_trained)
             for run in runs.counts[stage :: layout.pp]
             for kind, number in run
         )
         behind_s = first.scatter_s + self._replicated_s(
-            step, self._units(step)[first.kind].scattered / layout.num_shards
+            step, self.prices.units(step)[first.kind].scattered / layout.num_shards
         )
         busy_s = m * (mine.forward_s + mine.backward_s + mine.weight_s)
         busy_s += self._slowed_s(scattered_s, m * (mine.sent_forward_s + mine.sent_backward_s))
@@ -654,7 +450,7 @@ class Bounds:
         return self._sent_s(Kind.ALL_REDUCE, size, "dp_replicate", step.layout.num_replicas, step)
 
     @staticmethod
-    def _updated(step: Step, mine: Costs) -> float:
+    def _updated(step: Step, mine: Sizes) -> float:
         """Elements that the optimizer of a rank updates."""
         if not step.zero:
             return mine.trained
@@ -667,16 +463,47 @@ class Bounds:
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
+    def least_bytes(self, step: Step) -> float:
+        """Bound the memory of all layouts of these degrees and this micro-batch."""
+        step, pp = self._smallest(step), step.layout.pp
+        policies = (replace(step, layout=replace(step.layout, recompute=one)) for one in get_args(Recompute))
+        each = [self.prices.whole_sizes(one) for one in policies]
+        updated = each[0].trained / (step.layout.dp * step.layout.cp)
+        return (self._least_states(step, each[0], updated) + min(one.kept for one in each)) / pp
+
+    def group_bytes(self, step: Step) -> float:
+        """Bound the memory of all layouts that differ in how the data axis is split, and in ZeRO stage, alone."""
+        step, pp = self._smallest(step), step.layout.pp
+        sizes, needed = self.prices.run_sizes(step), 0.0
+        for stage in self.prices.runs(step).unlike:
+            mine = total(sizes[stage::pp])
+            kept, _ = self._activations(step, stage, None)
+            needed = max(needed, self._least_states(step, mine, self._least_updated(step, mine)) + kept)
+        return needed
+
+    def _least_states(self, step: Step, mine: Sizes, updated: float) -> float:
+        """Bytes of weights, gradients and states, cut over all data ranks; on one rank weights may be of two bytes."""
+        master = BYTES_OF[step.master_dtype]
+        if step.layout.offload:
+            return min(2 * updated * master, mine.weights + mine.trained * master)
+        return (2 + self.states_per_param) * updated * master
+
+    @staticmethod
+    def _least_updated(step: Step, mine: Sizes) -> float:
+        """Elements that the optimizer of a rank updates, at least."""
+        layout = step.layout
+        return (mine.trained + mine.dealt * (layout.ep - 1)) / (layout.dp * layout.cp)
+
     def need(self, step: Step) -> Need:
         """Bound the memory of a layout: of equal stages the first one holds most."""
         step = self._smallest(step)
-        return max((self._need_of(step, stage) for stage in self._unlike_stages(step)), key=lambda need: need.total)
+        return max((self._need_of(step, stage) for stage in self.prices.runs(step).unlike), key=lambda need: need.total)
 
     def _need_of(self, step: Step, stage: int) -> Need:
-        mine = total(self._costs(step)[stage :: step.layout.pp])
-        of_units = self._units(step) if step.zero >= 2 else None
+        mine = total(self.prices.run_sizes(step)[stage :: step.layout.pp])
+        of_units = self.prices.units(step) if step.zero >= 2 else None
         kept, unit = self._activations(step, stage, of_units)
-        whole = self._units_of(step, stage) if of_units else Units()
+        whole = self.prices.stage_units(step, stage) if of_units else Units()
         gathered = unit + (whole.all_gathered if step.zero == 2 else 0.0)
         return Need(self._states(step, mine, whole) + self.model.buffer_bytes, kept, gathered)
 
@@ -686,12 +513,12 @@ class Bounds:
         held = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
         larger, rest = self._larger(step)
         step = larger if held.latest < rest else step
-        costs = self._costs(step)
+        costs = self.prices.run_sizes(step)
         kept = sum(count * costs[chunk * layout.pp + stage].kept for chunk, count in enumerate(held.counts))
         run = held.next_chunk * layout.pp + stage
         if step.splits_backward:  # nothing is freed before the gradients of weights
             return kept + costs[run].again, 0.0
-        runs, kinds = self._runs(step), self._price(step).kinds
+        runs, kinds = self.prices.runs(step), self.prices.sizes(step)
         again = unit = -float("inf")
         freed = 0.0
         for kind in runs.tails[run]:
@@ -704,7 +531,7 @@ class Bounds:
 
     def _unit_bytes(self, step: Step, of_units: Sequence[Units], kind: int, run: tuple[tuple[int, int], ...]) -> float:
         """Bytes of whole gradients of a layer and, under zero=3, of what is gathered for its backward and ahead of it."""
-        one, layer = of_units[kind], self.few.layers[kind]
+        one, layer = of_units[kind], self.prices.few.layers[kind]
         size = one.all_scattered * BYTES_OF[step.master_dtype]
         if step.zero == 3 and layer.backward_reads_weights and one.all_scattered > 0:
             size += one.all_gathered + (self._ahead(of_units, run) if layer.is_block else 0.0)
@@ -712,13 +539,15 @@ class Bounds:
 
     def _ahead(self, of_units: Sequence[Units], run: tuple[tuple[int, int], ...]) -> float:
         """Bytes of the block that is gathered while the last one of a run goes backward; of its experts it may be a part."""
-        blocks = [(kind, number) for kind, number in run if self.few.layers[kind].is_block]
+        blocks = [(kind, number) for kind, number in run if self.prices.few.layers[kind].is_block]
         if sum(number for _, number in blocks) < 2:
             return 0.0
-        trained = all(of_units[kind].scattered and self.few.layers[kind].backward_reads_weights for kind, _ in blocks)
+        trained = all(
+            of_units[kind].scattered and self.prices.few.layers[kind].backward_reads_weights for kind, _ in blocks
+        )
         return min(of_units[kind].gathered for kind, _ in blocks) if trained else 0.0
 
-    def _states(self, step: Step, mine: Costs, whole: Units) -> float:
+    def _states(self, step: Step, mine: Sizes, whole: Units) -> float:
         master, states = BYTES_OF[step.master_dtype], self.states_per_param
         if step.zero >= 2:
             return (whole.held + whole.held_trained * (1 + (0 if step.layout.offload else states))) * master

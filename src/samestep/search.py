@@ -185,14 +185,14 @@ class _Search:
         return self.best[-1].step_s if len(self.best) == self.top else float("inf")
 
     def _open_family(self, family: _Family) -> None:
-        needed, bound_s = self.bounds.least(self.builder.step(family.groups[0].base))
-        if self._fits(needed, *family.groups):
-            self._put(bound_s, family)
+        step = self.builder.step(family.groups[0].base)
+        if self._fits(self.bounds.least_bytes(step), *family.groups):
+            self._put(self.bounds.least_s(step), family)
 
     def _open_group(self, group: Group, bound_s: float) -> None:
-        needed, closer_s = self.bounds.of_group(self.builder.step(group.base))
-        if self._fits(needed, group):
-            self._put(max(bound_s, closer_s), group)
+        step = self.builder.step(group.base)
+        if self._fits(self.bounds.group_bytes(step), group):
+            self._put(max(bound_s, self.bounds.group_s(step)), group)
 
     def _fits(self, needed: float, *groups: Group) -> bool:
         if needed <= self.hardware.memory_bytes:

@@ -121,11 +121,12 @@ def test_a_bound_is_never_above_what_it_bounds(
     except LayoutError:
         return
     step = Step.of(model, given_job, layout, hardware.devices_per_node)
-    least_bytes, least_s = bounds.least(step)
+    least_bytes, least_s = bounds.least_bytes(step), bounds.least_s(step)
     every_times = (bounds.closed_times, bounds.played_times, bounds.slowed_times)
     closed, played_s, slowed = (bounds.step_s(step, times(step)) for times in every_times)
     base = replace(layout, dp_replicate=layout.dp, dp_shard=1, zero=0)
-    group_bytes, group_s = bounds.of_group(Step.of(model, given_job, base, hardware.devices_per_node))
+    group = Step.of(model, given_job, base, hardware.devices_per_node)
+    group_bytes, group_s = bounds.group_bytes(group), bounds.group_s(group)
     assert max(least_s, group_s, closed, played_s, slowed) <= played.step_s * (1 + 1e-9)
     assert max(least_bytes, group_bytes, bounds.need(step).total) <= played.peak.total * (1 + 1e-9)
 

@@ -87,7 +87,7 @@ def _sliced(key: str, ops: Ops, step: Step) -> Iterator[Op]:
             continue
         layer = step.model.layers[op.layer]
         flops = layer.forward_flops if op.kind is Kind.FORWARD else layer.backward_flops
-        yield replace(op, flops=flops * step.microbatch_samples)
+        yield op.but(flops=flops * step.microbatch_samples)
         yield from _sends(layer, step, op, backward=is_backward(key))
 
 

@@ -150,7 +150,7 @@ def _exchanged(ops: Ops, step: Step) -> Iterator[Op]:
 def _exchange(exchange: Dealing, step: Step, after: Op) -> Iterator[Op]:
     rows = Op(kind=Kind.ALL_TO_ALL, owner=exchange.owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
     if after.kind is Kind.FORWARD:
-        yield replace(rows, dtype="int64", size_bytes=exchange.experts * _COUNT_BYTES)
+        yield rows.but(dtype="int64", size_bytes=exchange.experts * _COUNT_BYTES)
     size = exchange.rows * exchange.width * step.microbatch_samples * BYTES_OF[step.compute_dtype]
-    yield replace(rows, size_bytes=size)
-    yield replace(rows, size_bytes=size)
+    yield rows.but(size_bytes=size)
+    yield rows.but(size_bytes=size)

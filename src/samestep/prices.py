@@ -1,0 +1,253 @@
+"""What layers take and need on a rank, for the bounds of a search: worked out once for all layouts that share it.
+
+One layer of each kind (`kinds.py`) goes through the strategies that stand before the pipeline, and `cost.py` prices what
+they make of it. A run of layers, what a stage has between two borders, is then a sum over its kinds. Of a layout matters
+here how it cuts layers (tp, cp, ep), how large a micro-batch is, what is computed again, and where runs are cut; sizes
+need no program, so that what does not fit is never priced.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from samestep.clock import queue_of
+from samestep.cost import Group, collective_s, group_of, seconds
+from samestep.hardware import Hardware
+from samestep.job import Job
+from samestep.kinds import (
+    Parts,
+    Seconds,
+    Sizes,
+    Units,
+    multiple,
+    one_of_each,
+    quicker,
+    reduced_early,
+    total,
+    units,
+    weights,
+)
+from samestep.memory import saved_bytes
+from samestep.model import ModelSpec
+from samestep.program import BYTES_OF, Kind, Op, Ops, Program, Step
+from samestep.strategies import ProgramBuilder
+from samestep.strategies.pipeline import balanced, weights_apart
+from samestep.timeline import COMPUTE
+
+
+class Runs(NamedTuple):
+    """The runs of layers of a pipeline, in the order of the layers: number i, i + pp, ... are those of stage i."""
+
+    counts: tuple[tuple[tuple[int, int], ...], ...]
+    """How many layers of each kind."""
+    kinds: tuple[tuple[int, ...], ...]
+    """Kind of each layer."""
+    tails: tuple[tuple[int, ...], ...]
+    """Kinds of the last layers, from the end to the last block."""
+    unlike: tuple[int, ...]
+    """Of equal stages the first one, which holds most activations, and the last stage."""
+
+
+class _Cut(NamedTuple):
+    """A layer of each kind as a rank has it."""
+
+    model: ModelSpec
+    weights: tuple[tuple[float, ...], ...]
+    """What `Sizes` says of weights."""
+    largest: int
+    """Elements of the largest weight of a block."""
+    sent: int
+    """Elements of a sample between two blocks, at least."""
+    flops: tuple[int, ...]
+    """Of the forward of each kind: runs are cut by them."""
+    early: tuple[tuple[int, int], ...]
+    """Elements that are reduced behind the backward of each kind."""
+
+
+class Prices:
+    """Seconds and sizes of layers, of the steps of one model, job and machine."""
+
+    def __init__(self, model: ModelSpec, job: Job, hardware: Hardware) -> None:
+        self.hardware = hardware
+        self.few, self.kind_of = one_of_each(model)
+        self._builder = ProgramBuilder(self.few, job, hardware.devices_per_node)
+        self._numbers = sorted(Counter(self.kind_of).items())
+        self._is_block = tuple(layer.is_block for layer in model.layers)
+        self._known_cuts: dict[tuple[object, ...], _Cut] = {}
+        self._known_seconds: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
+        self._known_sizes: dict[tuple[object, ...], tuple[Sizes, ...]] = {}
+        self._known_runs: dict[tuple[object, ...], Runs] = {}
+        self._known_units: dict[tuple[int, ...], list[Units]] = {}
+        self._known_run_seconds: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
+        self._known_run_sizes: dict[tuple[object, ...], tuple[Sizes, ...]] = {}
+
+    # -- one layer of each kind ----------------------------------------------------------------------------------------
+
+    def cut(self, step: Step) -> _Cut:
+        """Return a layer of each kind as a rank has it."""
+        layout = step.layout
+        key = (layout.tp, layout.sequence_parallel, layout.cp, layout.ep)
+        if key not in self._known_cuts:
+            one = replace(step, model=self.few, samples=1, layout=replace(layout, recompute="none"))
+            local = self._builder.before_stages(one).step
+            layers = local.model.layers
+            blocks = [index for index, layer in enumerate(layers) if layer.is_block] or [0]
+            indices = range(len(layers))
+            self._known_cuts[key] = _Cut(
+                local.model,
+                tuple(weights(local, index) for index in indices),
+                max((param.numel for index in blocks for param in local.model.params_of(index)), default=0),
+                min((layer.output_elements for layer in layers[blocks[0] : blocks[-1]]), default=0),
+                tuple(layer.forward_flops for layer in layers),
+                tuple(reduced_early(local, index) for index in indices),
+            )
+        return self._known_cuts[key]
+
+    @staticmethod
+    def key(step: Step) -> tuple[object, ...]:
+        """Return what prices depend on."""
+        layout = step.layout
+        return (
+            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, layout.recompute, step.microbatch_samples,
+            step.splits_backward, step.samples,
+        )  # fmt: skip
+
+    def seconds(self, step: Step) -> tuple[Seconds, ...]:
+        """Price a layer of each kind."""
+        key = self.key(step)
+        if key not in self._known_seconds:
+            step = replace(step, model=self.few)
+            found = self._priced(step)
+            if step.samples is not None:  # more samples may even take less time: tiles are shared from some size on
+                found = tuple(map(quicker, found, self._priced(replace(step, samples=step.samples + 1))))
+            self._known_seconds[key] = found
+        return self._known_seconds[key]
+
+    def _priced(self, step: Step) -> tuple[Seconds, ...]:
+        program = self._builder.before_stages(step)
+        step, count = program.step, len(self.few.layers)
+        forward, backward, weight = ([0.0] * count for _ in range(3))
+        behind, sent_forward, sent_backward = ([0.0] * count for _ in range(3))
+        for layer, op, op_s in self._of_compute(program, program.bodies["F"]):
+            forward[layer] += op_s
+            sent_forward[layer] += op_s if op.axis else 0.0
+        for layer, op, op_s in self._of_compute(program, program.bodies["B"]):
+            backward[layer] += op_s
+            sent_backward[layer] += op_s if op.axis else 0.0
+            behind[layer] = 0.0 if op.kind is Kind.BACKWARD else behind[layer] + op_s
+        if step.splits_backward:
+            for layer, _, op_s in self._of_compute(program, tuple(weights_apart(program.bodies["B"], step))):
+                weight[layer] += op_s
+        return tuple(map(Seconds, forward, backward, weight, behind, sent_forward, sent_backward))
+
+    def _of_compute(self, program: Program, ops: Ops) -> Iterator[tuple[int, Op, float]]:
+        """Yield what runs in the queue of compute: its layer, the op, its seconds."""
+        groups: dict[str, Group] = {}
+        layer = 0
+        for op in ops:
+            layer = layer if op.layer is None else op.layer
+            if queue_of(op, self.hardware) not in (COMPUTE, ""):
+                continue
+            if op.axis is None:
+                yield layer, op, seconds(op, program, self.hardware)
+                continue
+            if op.axis not in program.axes:
+                continue  # of strategies behind the pipeline
+            if op.axis not in groups:
+                groups[op.axis] = group_of(op.axis, program.axes[op.axis], program.step, self.hardware)
+            yield layer, op, collective_s(op.kind, op.size_bytes, groups[op.axis], self.hardware)
+
+    def sizes(self, step: Step) -> tuple[Sizes, ...]:
+        """Return what a layer of each kind needs."""
+        layout = step.layout
+        key = (
+            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, layout.recompute, step.microbatch_samples,
+        )  # fmt: skip
+        if key not in self._known_sizes:
+            cut = self.cut(step)
+            saved = (saved_bytes(step, layer) for layer in cut.model.layers)
+            self._known_sizes[key] = tuple(
+                Sizes._make((kept, whole - kept, *held)) for (kept, whole), held in zip(saved, cut.weights, strict=True)
+            )
+        return self._known_sizes[key]
+
+    def units(self, step: Step) -> list[Units]:
+        """Return what of a layer of each kind is gathered and scattered."""
+        layout = step.layout
+        key = (layout.tp, layout.cp, layout.ep, layout.num_shards)
+        if key not in self._known_units:
+            local = replace(step, model=self.cut(step).model)
+            self._known_units[key] = [units(local, index) for index in range(len(local.model.layers))]
+        return self._known_units[key]
+
+    # -- all layers, and runs of them ----------------------------------------------------------------------------------
+
+    def whole_seconds(self, step: Step) -> Seconds:
+        """Add up all layers."""
+        return self._whole(self.seconds(step))
+
+    def whole_sizes(self, step: Step) -> Sizes:
+        """Add up all layers."""
+        return self._whole(self.sizes(step))
+
+    def _whole(self, kinds: Sequence[Parts]) -> Parts:
+        return total([multiple(kinds[kind], number) for kind, number in self._numbers])
+
+    def runs(self, step: Step) -> Runs:
+        """Cut the layers into runs, by what a rank of a cut model computes of each."""
+        flops, layout = self.cut(step).flops, step.layout
+        key = (flops, layout.pp, layout.virtual_stages)
+        if key not in self._known_runs:
+            costs = tuple(flops[kind] + 1 for kind in self.kind_of)
+            runs = balanced(costs, self._is_block, layout.pp * layout.virtual_stages)
+            kinds = tuple(tuple(self.kind_of[layer] for layer in run) for run in runs)
+            known = {run: tuple(sorted(Counter(run).items())) for run in set(kinds)}
+            counts = tuple(known[run] for run in kinds)
+            last = layout.pp - 1
+            unlike = {(counts[stage :: layout.pp], stage == last): stage for stage in reversed(range(layout.pp))}
+            tails = {run: tuple(self._tail(run)) for run in known}
+            self._known_runs[key] = Runs(counts, kinds, tuple(tails[run] for run in kinds), tuple(unlike.values()))
+        return self._known_runs[key]
+
+    def _tail(self, run: Sequence[int]) -> Iterator[int]:
+        for kind in reversed(run):
+            yield kind
+            if self.few.layers[kind].is_block:
+                return
+
+    def run_seconds(self, step: Step) -> tuple[Seconds, ...]:
+        """Add up the layers of each run."""
+        key = (*self.key(step), step.layout.pp, step.layout.virtual_stages)
+        if key not in self._known_run_seconds:
+            self._known_run_seconds[key] = self._of_runs(step, self.seconds(step))
+        return self._known_run_seconds[key]
+
+    def run_sizes(self, step: Step) -> tuple[Sizes, ...]:
+        """Add up the layers of each run."""
+        layout = step.layout
+        key = (
+            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, layout.recompute, step.microbatch_samples,
+            layout.pp, layout.virtual_stages,
+        )  # fmt: skip
+        if key not in self._known_run_sizes:
+            self._known_run_sizes[key] = self._of_runs(step, self.sizes(step))
+        return self._known_run_sizes[key]
+
+    def _of_runs(self, step: Step, kinds: Sequence[Parts]) -> tuple[Parts, ...]:
+        counts = self.runs(step).counts
+        added = {run: total([multiple(kinds[kind], number) for kind, number in run]) for run in set(counts)}
+        return tuple(added[run] for run in counts)
+
+    def stage_units(self, step: Step, stage: int) -> Units:
+        """Add up what of a stage is gathered and scattered."""
+        kinds, counts = self.units(step), Counter[int]()
+        for run in self.runs(step).counts[stage :: step.layout.pp]:
+            counts.update(dict(run))
+        return total([multiple(kinds[kind], number) for kind, number in counts.items()])
+
+    def sent_bytes(self, step: Step) -> int:
+        """Return what of a micro-batch is sent between two stages, at least."""
+        return self.cut(step).sent * step.microbatch_samples * BYTES_OF[step.compute_dtype]
