@@ -25,14 +25,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from samestep.beside import Reduced, longer_s
 from samestep.cost import UPDATE_PASSES, collective_s, group_of
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.kinds import Seconds, Sizes, Units, total
-from samestep.layout import Recompute
 from samestep.model import ModelSpec
 from samestep.pace import Bodies, Times, in_flight, play_bodies
 from samestep.prices import Prices
@@ -89,7 +88,8 @@ class Bounds:
         """Bound the step of all layouts of these degrees and this micro-batch: as if nothing were computed again and no
         backward were split, which takes no less."""
         step = self._smallest(step)
-        step = replace(step, layout=replace(step.layout, recompute="none", schedule="1f1b", virtual_stages=1))
+        if step.layout.recompute != "none" or step.splits_backward:
+            step = replace(step, layout=replace(step.layout, recompute="none", schedule="1f1b"))
         pp, whole, (larger, rest) = step.layout.pp, self.prices.whole_seconds(step), self._larger(step)
         more = self.prices.whole_seconds(larger) if rest else whole
         busy_s = rest * (more.forward_s + more.backward_s)
@@ -465,11 +465,10 @@ class Bounds:
 
     def least_bytes(self, step: Step) -> float:
         """Bound the memory of all layouts of these degrees and this micro-batch."""
-        step, pp = self._smallest(step), step.layout.pp
-        policies = (replace(step, layout=replace(step.layout, recompute=one)) for one in get_args(Recompute))
-        each = [self.prices.whole_sizes(one) for one in policies]
-        updated = each[0].trained / (step.layout.dp * step.layout.cp)
-        return (self._least_states(step, each[0], updated) + min(one.kept for one in each)) / pp
+        step, layout = self._smallest(step), step.layout
+        whole = self.prices.whole_sizes(step)
+        states = self._least_states(step, whole, whole.trained / (layout.dp * layout.cp))
+        return (states + whole.kept * step.microbatch_samples) / layout.pp
 
     def group_bytes(self, step: Step) -> float:
         """Bound the memory of all layouts that differ in how the data axis is split, and in ZeRO stage, alone."""
@@ -513,19 +512,19 @@ class Bounds:
         held = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
         larger, rest = self._larger(step)
         step = larger if held.latest < rest else step
-        costs = self.prices.run_sizes(step)
-        kept = sum(count * costs[chunk * layout.pp + stage].kept for chunk, count in enumerate(held.counts))
+        sizes, samples = self.prices.run_sizes(step), step.microbatch_samples
+        kept = samples * sum(count * sizes[chunk * layout.pp + stage].kept for chunk, count in enumerate(held.counts))
         run = held.next_chunk * layout.pp + stage
         if step.splits_backward:  # nothing is freed before the gradients of weights
-            return kept + costs[run].again, 0.0
+            return kept + samples * sizes[run].again, 0.0
         runs, kinds = self.prices.runs(step), self.prices.sizes(step)
         again = unit = -float("inf")
         freed = 0.0
         for kind in runs.tails[run]:
             one = kinds[kind]
             unit_bytes = self._unit_bytes(step, of_units, kind, runs.counts[run]) if of_units else 0.0
-            if one.again - freed + unit_bytes > again + unit:
-                again, unit = one.again - freed, unit_bytes
+            if samples * (one.again - freed) + unit_bytes > again + unit:
+                again, unit = samples * (one.again - freed), unit_bytes
             freed += one.kept
         return kept + again, unit
 

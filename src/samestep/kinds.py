@@ -31,7 +31,7 @@ class Seconds(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of layers on one rank: bytes of a micro-batch, elements and bytes of their weights."""
+    """Of layers on one rank: bytes of a sample, elements and bytes of their weights."""
 
     kept: float = 0.0
     """Activations after the forward."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from samestep.clock import queue_of
 from samestep.cost import Group, collective_s, group_of, seconds
@@ -30,6 +30,7 @@ from samestep.kinds import (
     units,
     weights,
 )
+from samestep.layout import Recompute
 from samestep.memory import saved_bytes
 from samestep.model import ModelSpec
 from samestep.program import BYTES_OF, Kind, Op, Ops, Program, Step
@@ -79,6 +80,7 @@ class Prices:
         self._known_cuts: dict[tuple[object, ...], _Cut] = {}
         self._known_seconds: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
         self._known_sizes: dict[tuple[object, ...], tuple[Sizes, ...]] = {}
+        self._known_whole: dict[tuple[object, ...], Sizes] = {}
         self._known_runs: dict[tuple[object, ...], Runs] = {}
         self._known_units: dict[tuple[int, ...], list[Units]] = {}
         self._known_run_seconds: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
@@ -163,12 +165,10 @@ class Prices:
     def sizes(self, step: Step) -> tuple[Sizes, ...]:
         """Return what a layer of each kind needs."""
         layout = step.layout
-        key = (
-            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, layout.recompute, step.microbatch_samples,
-        )  # fmt: skip
+        key = (layout.tp, layout.sequence_parallel, layout.cp, layout.ep, layout.recompute)
         if key not in self._known_sizes:
-            cut = self.cut(step)
-            saved = (saved_bytes(step, layer) for layer in cut.model.layers)
+            cut, one = self.cut(step), replace(step, samples=1)
+            saved = (saved_bytes(one, layer) for layer in cut.model.layers)
             self._known_sizes[key] = tuple(
                 Sizes._make((kept, whole - kept, *held)) for (kept, whole), held in zip(saved, cut.weights, strict=True)
             )
@@ -190,8 +190,13 @@ class Prices:
         return self._whole(self.seconds(step))
 
     def whole_sizes(self, step: Step) -> Sizes:
-        """Add up all layers."""
-        return self._whole(self.sizes(step))
+        """Add up all layers; of their activations those of what is computed again if the most is."""
+        layout = step.layout
+        key = (layout.tp, layout.sequence_parallel, layout.cp, layout.ep)
+        if key not in self._known_whole:
+            steps = (replace(step, layout=replace(layout, recompute=policy)) for policy in get_args(Recompute))
+            self._known_whole[key] = min((self._whole(self.sizes(one)) for one in steps), key=lambda sizes: sizes.kept)
+        return self._known_whole[key]
 
     def _whole(self, kinds: Sequence[Parts]) -> Parts:
         return total([multiple(kinds[kind], number) for kind, number in self._numbers])
@@ -229,8 +234,7 @@ class Prices:
         """Add up the layers of each run."""
         layout = step.layout
         key = (
-            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, layout.recompute, step.microbatch_samples,
-            layout.pp, layout.virtual_stages,
+            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, layout.recompute, layout.pp, layout.virtual_stages,
         )  # fmt: skip
         if key not in self._known_run_sizes:
             self._known_run_sizes[key] = self._of_runs(step, self.sizes(step))

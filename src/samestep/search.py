@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from samestep import memory
 from samestep.bounds import Bounds, Need
@@ -53,29 +53,38 @@ class Rejection:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """Layouts that differ in the words of the data axis alone."""
 
-    base: Layout
+    sized: Layout
+    """Their degrees and their micro-batch."""
+    words: Mapping[str, Any]
+    """Their schedule and what is computed again."""
     splits: tuple[tuple[int, int, int], ...]
     """Of each dp_replicate, dp_shard and zero."""
 
     @classmethod
     def of(cls, layout: Layout) -> Group:
         """Return a single one."""
-        return cls(layout, ((layout.dp_replicate, layout.dp_shard, layout.zero),))
+        return cls(layout, {}, ((layout.dp_replicate, layout.dp_shard, layout.zero),))
+
+    @property
+    def base(self) -> Layout:
+        """What they have in common; most groups fall out before it is asked for."""
+        return replace(self.sized, **self.words)
 
     def layouts(self) -> Iterator[Layout]:
         """Yield each of them."""
-        words = {field.name: getattr(self.base, field.name) for field in fields(Layout)}
+        base = self.base
+        words = {field.name: getattr(base, field.name) for field in fields(Layout)}
         for replicate, shard, zero in self.splits:
             yield Layout(**{**words, "dp_replicate": replicate, "dp_shard": shard, "zero": zero})
 
 
 class _Family(NamedTuple):
-    """Groups of the same degrees and the same micro-batch, of which the first one stands for all."""
+    """Groups of the same degrees and the same micro-batch."""
 
+    sized: Layout
     groups: tuple[Group, ...]
 
 
@@ -117,7 +126,7 @@ class Plan:
 
 
 _Split = tuple[int, int, int]
-_Refusals = Mapping[str, Mapping[str | None, Sequence[_Split]]]
+_Refusals = Mapping[str, Mapping[str | None, tuple[_Split, ...]]]
 """Of each schedule, the splits by the reason why they are refused; None where they are not."""
 
 
@@ -146,16 +155,16 @@ class _Search:
             degrees = replace(degrees, offload=offload)
             refusals = self._refusals(degrees)
             for sized in _sized(degrees, self.job) if refusals else ():
-                groups = [group for base in _varied(sized) for group in self._legal(base, refusals)]
+                groups = tuple(group for words in _variants(sized) for group in self._legal(sized, words, refusals))
                 if groups:
-                    self._open_family(_Family(tuple(groups)))
+                    self._open_family(_Family(sized, groups))
         while self._open and self._open[0][0] < self._limit_s() and self.played < MOST_PLAYED:
             self._look(*heapq.heappop(self._open))
         self._close()
 
     def _refusals(self, degrees: Layout) -> _Refusals:
         """Ask the strategies about every split of the data axis and every schedule: what else there is they hardly mind."""
-        found: dict[str, dict[str | None, list[_Split]]] = {}
+        found: dict[str, dict[str | None, tuple[_Split, ...]]] = {}
         for plain in _splits(degrees, self.hardware):
             if reason := refusal_of(self.builder.step(plain)):
                 self.considered += 1
@@ -164,14 +173,14 @@ class _Search:
             for one in _scheduled(plain):
                 reason = refusal_of(self.builder.step(one)) if one != plain else None
                 reasons = found.setdefault(one.schedule, {})
-                reasons.setdefault(reason, []).append((one.dp_replicate, one.dp_shard, one.zero))
+                reasons[reason] = (*reasons.get(reason, ()), (one.dp_replicate, one.dp_shard, one.zero))
         return found
 
-    def _legal(self, base: Layout, refusals: _Refusals) -> Iterator[Group]:
+    def _legal(self, sized: Layout, words: Mapping[str, Any], refusals: _Refusals) -> Iterator[Group]:
         """Yield the splits that are not refused, together."""
-        for reason, splits in refusals.get(base.schedule, {}).items():
+        for reason, splits in refusals.get(words["schedule"], {}).items():
             self.considered += len(splits)
-            group = Group(base, tuple(splits))
+            group = Group(sized, words, splits)
             if reason is None:
                 yield group
             else:
@@ -185,7 +194,7 @@ class _Search:
         return self.best[-1].step_s if len(self.best) == self.top else float("inf")
 
     def _open_family(self, family: _Family) -> None:
-        step = self.builder.step(family.groups[0].base)
+        step = self.builder.step(family.sized)
         if self._fits(self.bounds.least_bytes(step), *family.groups):
             self._put(self.bounds.least_s(step), family)
 
@@ -420,7 +429,8 @@ def _splits(degrees: Layout, hardware: Hardware) -> Iterator[Layout]:
 def _switched(degrees: Layout, job: Job) -> Iterator[Layout]:
     """Yield a split with every choice of micro-batch, schedule and recomputation."""
     for sized in _sized(degrees, job):
-        yield from _varied(sized)
+        for words in _variants(sized):
+            yield replace(sized, **words)
 
 
 def _sized(degrees: Layout, job: Job) -> Iterator[Layout]:
@@ -430,17 +440,23 @@ def _sized(degrees: Layout, job: Job) -> Iterator[Layout]:
         yield replace(degrees, microbatch=microbatch if microbatch < share else None)
 
 
-def _varied(sized: Layout) -> Iterator[Layout]:
-    for scheduled in _scheduled(sized):
-        for recompute in get_args(Recompute):
-            yield replace(scheduled, recompute=recompute)
+_SCHEDULES: tuple[Mapping[str, Any], ...] = (
+    {"schedule": "1f1b"},
+    {"schedule": "interleaved", "virtual_stages": 2},
+    {"schedule": "zero-bubble"},
+)
+_VARIANTS = tuple({**words, "recompute": recompute} for words in _SCHEDULES for recompute in get_args(Recompute))
+
+
+def _variants(layout: Layout) -> tuple[Mapping[str, Any], ...]:
+    """Return the words of every schedule and every recomputation: without stages there is one schedule."""
+    return _VARIANTS if layout.pp > 1 else _VARIANTS[: len(get_args(Recompute))]
 
 
 def _scheduled(layout: Layout) -> Iterator[Layout]:
     yield layout
-    if layout.pp > 1:
-        yield replace(layout, schedule="interleaved", virtual_stages=2)
-        yield replace(layout, schedule="zero-bubble")
+    for words in _SCHEDULES[1:] if layout.pp > 1 else ():
+        yield replace(layout, **words)
 
 
 def _at_least(need: Need, hardware: Hardware) -> str:

@@ -48,7 +48,7 @@ def refusal(step: Step) -> str | None:
         return reason
     if layout.ep == 1:
         return None
-    dealt = [param for param in model.params if param.experts]
+    dealt = _dealt(model)
     if not dealt:
         return (
             f"ep={layout.ep}: {model.name} has no experts that lie side by side in one weight "
@@ -67,6 +67,11 @@ def refusal(step: Step) -> str | None:
         uneven = next(param for param in dealt if param.experts % layout.ep)
         return f"ep={layout.ep} does not divide the {uneven.experts} experts of {uneven.name}; {nearest}"
     return f"reduce=hierarchical sums over all data ranks, and experts differ with ep={layout.ep}: reduce=ring works"
+
+
+@remembered
+def _dealt(model: ModelSpec) -> list[ParamSpec]:
+    return [param for param in model.params if param.experts]
 
 
 def _refuse_balance(step: Step) -> str | None:
