@@ -88,10 +88,18 @@ class _Family(NamedTuple):
     groups: tuple[Group, ...]
 
 
-def _groups_of(what: _Family | Group | Layout) -> tuple[Group, ...]:
-    if isinstance(what, _Family):
-        return what.groups
-    return (what if isinstance(what, Group) else Group.of(what),)
+class _Chain(NamedTuple):
+    """Groups that differ in what is computed again alone, and take the longer the more that is: bounded by the first."""
+
+    groups: tuple[Group, ...]
+
+
+_Open = _Family | _Chain | Layout
+"""What is looked at, in the order of bounds."""
+
+
+def _groups_of(what: _Open) -> tuple[Group, ...]:
+    return (Group.of(what),) if isinstance(what, Layout) else what.groups
 
 
 class Fallen(NamedTuple):
@@ -141,7 +149,7 @@ class _Search:
         self.best: list[Prediction] = []
         self.fallen: list[Fallen] = []
         self.considered = self.played = 0
-        self._open: list[tuple[float, int, _Family | Group | Layout, int]] = []
+        self._open: list[tuple[float, int, _Open, int]] = []
         self._number = itertools.count()
 
     def run(self, devices: int, *, offload: bool = False) -> None:
@@ -198,10 +206,14 @@ class _Search:
         if self._fits(self.bounds.least_bytes(step), *family.groups):
             self._put(self.bounds.least_s(step), family)
 
-    def _open_group(self, group: Group, bound_s: float) -> None:
-        step = self.builder.step(group.base)
-        if self._fits(self.bounds.group_bytes(step), group):
-            self._put(max(bound_s, self.bounds.group_s(step)), group)
+    def _open_groups(self, groups: Iterator[Group], bound_s: float) -> None:
+        fit = [group for group in groups if self._fits(self.bounds.group_bytes(self.builder.step(group.base)), group)]
+        self._open_chain(tuple(fit), bound_s)
+
+    def _open_chain(self, groups: tuple[Group, ...], bound_s: float) -> None:
+        if groups:
+            closer_s = self.bounds.group_s(self.builder.step(groups[0].base))
+            self._put(max(bound_s, closer_s), _Chain(groups))
 
     def _fits(self, needed: float, *groups: Group) -> bool:
         if needed <= self.hardware.memory_bytes:
@@ -220,17 +232,18 @@ class _Search:
             closer_s = self.bounds.step_s(step, self.bounds.closed_times(step))
             self._put(max(bound_s, closer_s), layout, int(layout.pp == 1))
 
-    def _put(self, bound_s: float, what: _Family | Group | Layout, closeness: int = 0) -> None:
+    def _put(self, bound_s: float, what: _Open, closeness: int = 0) -> None:
         heapq.heappush(self._open, (bound_s, next(self._number), what, closeness))
 
-    def _look(self, bound_s: float, _: int, what: _Family | Group | Layout, closeness: int) -> None:
+    def _look(self, bound_s: float, _: int, what: _Open, closeness: int) -> None:
         """Bound something more closely, or play it."""
         if isinstance(what, _Family):
-            for group in what.groups:
-                self._open_group(group, bound_s)
-        elif isinstance(what, Group):
-            for layout in what.layouts():
+            for _, groups in itertools.groupby(what.groups, lambda group: group.words["schedule"]):
+                self._open_groups(groups, bound_s)
+        elif isinstance(what, _Chain):
+            for layout in what.groups[0].layouts():
                 self._open_layout(layout, bound_s)
+            self._open_chain(what.groups[1:], bound_s)
         elif closeness < 2:
             step = self.builder.step(what)
             closer = self.bounds.slowed_times if closeness else self.bounds.played_times
@@ -446,6 +459,7 @@ _SCHEDULES: tuple[Mapping[str, Any], ...] = (
     {"schedule": "zero-bubble"},
 )
 _VARIANTS = tuple({**words, "recompute": recompute} for words in _SCHEDULES for recompute in get_args(Recompute))
+"""Of each schedule the quickest recomputation first."""
 
 
 def _variants(layout: Layout) -> tuple[Mapping[str, Any], ...]:
