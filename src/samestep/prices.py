@@ -1,7 +1,8 @@
 """What layers take and need on a rank, for the bounds of a search: worked out once for all layouts that share it.
 
 One layer of each kind (`kinds.py`) goes through the strategies that stand before the pipeline, and `cost.py` prices what
-they make of it. A run of layers, what a stage has between two borders, is then a sum over its kinds. Of a layout matters
+they make of it: the programs of one sample and of two, from which those of more follow, since each sample adds the same
+FLOPs and bytes. A run of layers, what a stage has between two borders, is then a sum over its kinds. Of a layout matters
 here how it cuts layers (tp, cp, ep), how large a micro-batch is, what is computed again, and where runs are cut; sizes
 need no program, so that what does not fit is never priced.
 """
@@ -14,7 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple, get_args
 
 from samestep.clock import queue_of
-from samestep.cost import Group, collective_s, group_of, seconds
+from samestep.cost import collective_s, group_of, seconds
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.kinds import (
@@ -68,6 +69,16 @@ class _Cut(NamedTuple):
     """Elements that are reduced behind the backward of each kind."""
 
 
+class _Part(NamedTuple):
+    """An op for one sample, and what each more adds to it."""
+
+    body: str
+    layer: int
+    op: Op
+    flops: int
+    size_bytes: int
+
+
 class Prices:
     """Seconds and sizes of layers, of the steps of one model, job and machine."""
 
@@ -78,6 +89,7 @@ class Prices:
         self._numbers = sorted(Counter(self.kind_of).items())
         self._is_block = tuple(layer.is_block for layer in model.layers)
         self._known_cuts: dict[tuple[object, ...], _Cut] = {}
+        self._known_parts: dict[tuple[object, ...], tuple[Program, list[_Part]]] = {}
         self._known_seconds: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
         self._known_sizes: dict[tuple[object, ...], tuple[Sizes, ...]] = {}
         self._known_whole: dict[tuple[object, ...], Sizes] = {}
@@ -121,7 +133,6 @@ class Prices:
         """Price a layer of each kind."""
         key = self.key(step)
         if key not in self._known_seconds:
-            step = replace(step, model=self.few)
             found = self._priced(step)
             if step.samples is not None:  # more samples may even take less time: tiles are shared from some size on
                 found = tuple(map(quicker, found, self._priced(replace(step, samples=step.samples + 1))))
@@ -129,38 +140,47 @@ class Prices:
         return self._known_seconds[key]
 
     def _priced(self, step: Step) -> tuple[Seconds, ...]:
-        program = self._builder.before_stages(step)
-        step, count = program.step, len(self.few.layers)
-        forward, backward, weight = ([0.0] * count for _ in range(3))
-        behind, sent_forward, sent_backward = ([0.0] * count for _ in range(3))
-        for layer, op, op_s in self._of_compute(program, program.bodies["F"]):
-            forward[layer] += op_s
-            sent_forward[layer] += op_s if op.axis else 0.0
-        for layer, op, op_s in self._of_compute(program, program.bodies["B"]):
-            backward[layer] += op_s
-            sent_backward[layer] += op_s if op.axis else 0.0
-            behind[layer] = 0.0 if op.kind is Kind.BACKWARD else behind[layer] + op_s
-        if step.splits_backward:
-            for layer, _, op_s in self._of_compute(program, tuple(weights_apart(program.bodies["B"], step))):
-                weight[layer] += op_s
-        return tuple(map(Seconds, forward, backward, weight, behind, sent_forward, sent_backward))
+        program, parts = self._of_compute(step)
+        step = replace(step, model=program.step.model)
+        program, more, count = replace(program, step=step), step.microbatch_samples - 1, len(self.few.layers)
+        took_s = {kind: [0.0] * count for kind in ("F", "B", "W")}
+        sent_s = {kind: [0.0] * count for kind in ("F", "B", "W")}
+        behind_s = [0.0] * count
+        groups = {axis: group_of(axis, size, step, self.hardware) for axis, size in program.axes.items()}
+        for body, layer, op, flops, size_bytes in parts:
+            if op.axis is not None:
+                size = op.size_bytes + more * size_bytes
+                op_s = collective_s(op.kind, size, groups[op.axis], self.hardware)
+                sent_s[body][layer] += op_s
+            else:
+                op_s = seconds(op.but(flops=op.flops + more * flops), program, self.hardware)
+            took_s[body][layer] += op_s
+            if body == "B":
+                behind_s[layer] = 0.0 if op.kind is Kind.BACKWARD else behind_s[layer] + op_s
+        return tuple(map(Seconds, took_s["F"], took_s["B"], took_s["W"], behind_s, sent_s["F"], sent_s["B"]))
 
-    def _of_compute(self, program: Program, ops: Ops) -> Iterator[tuple[int, Op, float]]:
-        """Yield what runs in the queue of compute: its layer, the op, its seconds."""
-        groups: dict[str, Group] = {}
+    def _of_compute(self, step: Step) -> tuple[Program, list[_Part]]:
+        """Return the program of micro-batches of one sample, and what of it runs in the queue of compute."""
+        layout = step.layout
+        key = (
+            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, layout.recompute, step.splits_backward,
+        )  # fmt: skip
+        if key not in self._known_parts:
+            one, two = (self._builder.before_stages(replace(step, model=self.few, samples=count)) for count in (1, 2))
+            bodies = [(body, one.bodies[body], two.bodies[body]) for body in ("F", "B")]
+            if step.splits_backward:
+                apart, of_two = (tuple(weights_apart(each.bodies["B"], each.step)) for each in (one, two))
+                bodies.append(("W", apart, of_two))
+            self._known_parts[key] = (one, [part for body in bodies for part in self._parts(one, *body)])
+        return self._known_parts[key]
+
+    def _parts(self, program: Program, body: str, ops: Ops, of_two: Ops) -> Iterator[_Part]:
         layer = 0
-        for op in ops:
+        for op, twice in zip(ops, of_two, strict=True):
             layer = layer if op.layer is None else op.layer
-            if queue_of(op, self.hardware) not in (COMPUTE, ""):
-                continue
-            if op.axis is None:
-                yield layer, op, seconds(op, program, self.hardware)
-                continue
-            if op.axis not in program.axes:
-                continue  # of strategies behind the pipeline
-            if op.axis not in groups:
-                groups[op.axis] = group_of(op.axis, program.axes[op.axis], program.step, self.hardware)
-            yield layer, op, collective_s(op.kind, op.size_bytes, groups[op.axis], self.hardware)
+            # An axis of a strategy behind the pipeline is not known yet.
+            if queue_of(op, self.hardware) in (COMPUTE, "") and (op.axis is None or op.axis in program.axes):
+                yield _Part(body, layer, op, twice.flops - op.flops, twice.size_bytes - op.size_bytes)
 
     def sizes(self, step: Step) -> tuple[Sizes, ...]:
         """Return what a layer of each kind needs."""

@@ -24,6 +24,7 @@ from samestep.prediction import Prediction, predict
 from samestep.presets import preset
 from samestep.program import Step
 from samestep.search import Plan, plan
+from samestep.strategies import ProgramBuilder, refusal_of
 from tests.laws.models import LAW, blocks, machine
 
 TINY = Decoder(layers=4, hidden=64, heads=4, vocab=512, sequence=64)
@@ -133,6 +134,27 @@ def test_a_bound_is_never_above_what_it_bounds(
     group_s = max(bounds.group_s(replace(group, layout=replace(base, recompute=one))) for one in policies)
     assert max(least_s, group_s, closed, played_s, slowed) <= played.step_s * (1 + 1e-9)
     assert max(least_bytes, group_bytes, bounds.need(step).total) <= played.peak.total * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("what", sorted(MODELS))
+@pytest.mark.parametrize("recompute", get_args(Recompute))
+@pytest.mark.parametrize(
+    "words", ["dp=4", "dp=2 tp=2", "dp=2 tp=2 sequence_parallel", "dp=2 cp=2", "dp=8 ep=4", "dp=8 zero=3 tp=2 ep=2"]
+)
+def test_each_sample_adds_the_same_to_a_program(what: str, recompute: Recompute, words: str) -> None:
+    """From the programs of one sample and of two those of more follow."""
+    model, layout = MODELS[what], replace(Layout.parse(words), recompute=recompute)
+    step = Step.of(model, job(64), layout, 4)
+    if refusal_of(step):
+        return
+    one, two, seven = (
+        ProgramBuilder(model, job(64), 4).before_stages(replace(step, samples=count)) for count in (1, 2, 7)
+    )
+    assert one.bodies.keys() == two.bodies.keys() == seven.bodies.keys()
+    for body in one.bodies:
+        for op, twice, often in zip(one.bodies[body], two.bodies[body], seven.bodies[body], strict=True):
+            flops, size_bytes = twice.flops - op.flops, twice.size_bytes - op.size_bytes
+            assert op.but(flops=op.flops + 6 * flops, size_bytes=op.size_bytes + 6 * size_bytes) == often
 
 
 @pytest.mark.parametrize(
