@@ -1,80 +1,44 @@
-"""What no layout of given words can do without: seconds of a step and bytes of a rank, without building its program.
+"""What no layout of given words can do without of time: seconds of a step, without building its program.
 
 Search by such bounds is branch and bound (Land and Doig 1960): what is slower at best than what was found, or too large
-at best, is never played. So a bound must never be above what the clock and the memory say, and the closer it is, the less
-is played. Layers of one kind cost the same, so one of each kind is priced, through the strategies and `cost.py`.
+at best (`needs.py`), is never played. So a bound must never be above what the clock says, and the closer it is, the less
+is played. Layers of one kind cost the same, so one of each kind is priced (`prices.py`).
 
-Time. Stage i of p has m micro-batches of f_i + b_i seconds, and starts and ends the later the more is before it:
+Stage i of p has m micro-batches of f_i + b_i seconds, and starts and ends the later the more is before it:
 
     T >= m c / p, c = c_1 + ... + c_p, c_i = f_i + b_i    of all layouts with these degrees and this micro-batch
-    T >= m c_i + c_1 + ... + c_(i-1)                      with several runs a stage only the f of the first ones
+    T >= m c_i + c_1 + ... + c_(i-1)                      with several runs a stage, their first ones
     T >= the schedule, played with f, b and sends         where these do not throw the layout out
+    T >= the same, with the last b of each run slowed     by the reductions of its own gradients (`beside.py`)
 
 Where micro-batches differ by a sample the larger ones, which come first, have an f and a b of their own.
 
 What a stage sends over a data axis is a stream of its own: it takes as long as all of it, and longer than compute by what
-comes before the first forward and behind the last backward. Step scalars and update come on top.
-
-Memory. States by what of them is cut over which axis; activations of as many micro-batches as the schedule has in
-flight, and what is computed again for a backward; of gathered weights and gradients those of one layer, or under zero=2
-all weights.
+comes before the first forward and behind the last backward. Gradients of a stage's last run are whole first, and their
+reductions come first. Step scalars and update come on top.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from samestep.beside import Reduced, longer_s
 from samestep.cost import UPDATE_PASSES, collective_s, group_of
-from samestep.hardware import Hardware
-from samestep.job import Job
-from samestep.kinds import Seconds, Sizes, Units, total
-from samestep.model import ModelSpec
-from samestep.pace import Bodies, Times, in_flight, play_bodies
-from samestep.prices import Prices
+from samestep.kinds import Seconds, Sizes, total
+from samestep.pace import Bodies, Times, play_bodies
+from samestep.prices import Prices, larger_twin, least_updated, smallest
 from samestep.program import BUCKET_BYTES, BYTES_OF, SHARD_AXES, STEP_SCALARS, Kind, Step
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """Bytes that the stage which needs most cannot do without."""
-
-    states: float
-    activations: float
-    gathered: float
-
-    @property
-    def total(self) -> float:
-        """All of them."""
-        return self.states + self.activations + self.gathered
 
 
 class Bounds:
     """Bounds of the layouts of one model, job and machine, each given as its `Step`; what they share is worked out once."""
 
-    def __init__(self, model: ModelSpec, job: Job, hardware: Hardware, states_per_param: int) -> None:
-        self.model, self.hardware, self.states_per_param = model, hardware, states_per_param
-        self.prices = Prices(model, job, hardware)
+    def __init__(self, prices: Prices) -> None:
+        self.prices, self.hardware = prices, prices.hardware
         self._known_times: dict[tuple[object, ...], Times] = {}
-
-    @staticmethod
-    def _smallest(step: Step) -> Step:
-        """Return the step as if all its micro-batches were as small as the smallest, where they are not equal.
-
-        Only then has it `samples` of its own.
-        """
-        even, rest = divmod(step.rank_samples, step.num_microbatches)
-        return replace(step, samples=even) if rest and step.samples is None else step
-
-    @staticmethod
-    def _larger(step: Step) -> tuple[Step, int]:
-        """Return the smallest step's twin of the micro-batches with one sample more, which come first, and their number."""
-        if step.samples is None:
-            return step, 0
-        return replace(step, samples=step.samples + 1), step.rank_samples - step.num_microbatches * step.samples
 
     def _sent_s(self, kind: Kind, size_bytes: float, axis: str, ranks: int, step: Step) -> float:
         if ranks == 1 or size_bytes <= 0:
@@ -82,15 +46,13 @@ class Bounds:
         group = group_of(axis, ranks, step, self.hardware)
         return collective_s(kind, int(size_bytes), group, self.hardware)
 
-    # -- time ----------------------------------------------------------------------------------------------------------
-
     def least_s(self, step: Step) -> float:
         """Bound the step of all layouts of these degrees and this micro-batch: as if nothing were computed again and no
         backward were split, which takes no less."""
-        step = self._smallest(step)
+        step = smallest(step)
         if step.layout.recompute != "none" or step.splits_backward:
             step = replace(step, layout=replace(step.layout, recompute="none", schedule="1f1b"))
-        pp, whole, (larger, rest) = step.layout.pp, self.prices.whole_seconds(step), self._larger(step)
+        pp, whole, (larger, rest) = step.layout.pp, self.prices.whole_seconds(step), larger_twin(step)
         more = self.prices.whole_seconds(larger) if rest else whole
         busy_s = rest * (more.forward_s + more.backward_s)
         busy_s += (step.num_microbatches - rest) * (whole.forward_s + whole.backward_s)
@@ -99,9 +61,9 @@ class Bounds:
 
     def group_s(self, step: Step) -> float:
         """Bound the step of all layouts that differ in how the data axis is split, and in ZeRO stage, alone."""
-        step = self._smallest(step)
+        step = smallest(step)
         sizes, pp = self.prices.run_sizes(step), step.layout.pp
-        updated = max(self._least_updated(step, total(sizes[stage::pp])) for stage in self.prices.runs(step).unlike)
+        updated = max(least_updated(step, total(sizes[stage::pp])) for stage in self.prices.runs(step).unlike)
         return max(self.closed_times(step).ends_s) + self._scalars_s(step) + self._update_s(step, updated, 0.0)
 
     def _scalars_s(self, step: Step) -> float:
@@ -172,7 +134,7 @@ class Bounds:
         """Bound times once for all ways to split the data axis, where bodies do not gather."""
         if self._gathers(step):
             return bound(step)
-        layout, larger = step.layout, self._larger(step)[1]
+        layout, larger = step.layout, larger_twin(step)[1]
         key = (
             bound.__name__, *self.prices.key(step), step.num_microbatches, larger, layout.schedule, layout.pp,
             layout.virtual_stages,
@@ -186,12 +148,12 @@ class Bounds:
 
     def closed_times(self, step: Step) -> Times:
         """Bound when stages end by what is before them."""
-        return self._once(self._smallest(step), self._closed_times)
+        return self._once(smallest(step), self._closed_times)
 
     def _closed_times(self, step: Step) -> Times:
         layout = step.layout
         m, pp, chunks = step.num_microbatches, layout.pp, layout.virtual_stages
-        small, (larger, rest) = self._bodies(step), self._larger(step)
+        small, (larger, rest) = self._bodies(step), larger_twin(step)
         large = self._bodies(larger) if rest else small
         first = max(1, rest)
         busy = {
@@ -225,14 +187,14 @@ class Bounds:
         """Play the schedule with whole bodies, and nothing sent over the data axes but what bodies wait for."""
         if step.layout.pp == 1:
             return self.closed_times(step)
-        return self._once(self._smallest(step), self._played_times)
+        return self._once(smallest(step), self._played_times)
 
     def _played_times(self, step: Step) -> Times:
         return self._play(step, self._bodies(step))
 
     def slowed_times(self, step: Step) -> Times:
         """Play it with last backwards that are slowed by the reductions beside them."""
-        step = self._smallest(step)
+        step = smallest(step)
         bodies = self._bodies(step)
         if not self.hardware.overlap or self.hardware.contention == 1:
             return self.played_times(step)
@@ -254,7 +216,7 @@ class Bounds:
 
     def _play(self, step: Step, bodies: Sequence[Bodies]) -> Times:
         layout = step.layout
-        size, pp, (larger, rest) = self.prices.sent_bytes(step), layout.pp, self._larger(step)
+        size, pp, (larger, rest) = self.prices.sent_bytes(step), layout.pp, larger_twin(step)
         sends_s = [self._sent_s(Kind.SEND, size, "pp", pp, replace(step, stage=stage)) for stage in range(pp)]
         large = self._bodies(larger) if rest else bodies
         return play_bodies(layout, step.num_microbatches, bodies, sends_s, large, rest)
@@ -304,7 +266,7 @@ class Bounds:
 
     def step_s(self, step: Step, times: Times) -> float:
         """Bound the step of a layout whose stages come so far no sooner than that."""
-        step = self._smallest(step)
+        step = smallest(step)
         runs, pp = self.prices.runs(step), step.layout.pp
         sendings: dict[tuple[object, ...], _Sending] = {}
         met_s = last_s = 0.0
@@ -460,102 +422,6 @@ class Bounds:
         moved = numel * UPDATE_PASSES * BYTES_OF[step.master_dtype]
         moved += apart / (step.layout.num_shards if step.zero else 1) * BYTES_OF[step.compute_dtype]
         return moved / self.hardware.memory_bytes_per_s / self.hardware.memory_efficiency + self.hardware.step_s
-
-    # -- memory --------------------------------------------------------------------------------------------------------
-
-    def least_bytes(self, step: Step) -> float:
-        """Bound the memory of all layouts of these degrees and this micro-batch."""
-        step, layout = self._smallest(step), step.layout
-        whole = self.prices.whole_sizes(step)
-        states = self._least_states(step, whole, whole.trained / (layout.dp * layout.cp))
-        return (states + whole.kept * step.microbatch_samples) / layout.pp
-
-    def group_bytes(self, step: Step) -> float:
-        """Bound the memory of all layouts that differ in how the data axis is split, and in ZeRO stage, alone."""
-        step, pp = self._smallest(step), step.layout.pp
-        sizes, needed = self.prices.run_sizes(step), 0.0
-        for stage in self.prices.runs(step).unlike:
-            mine = total(sizes[stage::pp])
-            kept, _ = self._activations(step, stage, None)
-            needed = max(needed, self._least_states(step, mine, self._least_updated(step, mine)) + kept)
-        return needed
-
-    def _least_states(self, step: Step, mine: Sizes, updated: float) -> float:
-        """Bytes of weights, gradients and states, cut over all data ranks; on one rank weights may be of two bytes."""
-        master = BYTES_OF[step.master_dtype]
-        if step.layout.offload:
-            return min(2 * updated * master, mine.weights + mine.trained * master)
-        return (2 + self.states_per_param) * updated * master
-
-    @staticmethod
-    def _least_updated(step: Step, mine: Sizes) -> float:
-        """Elements that the optimizer of a rank updates, at least."""
-        layout = step.layout
-        return (mine.trained + mine.dealt * (layout.ep - 1)) / (layout.dp * layout.cp)
-
-    def need(self, step: Step) -> Need:
-        """Bound the memory of a layout: of equal stages the first one holds most."""
-        step = self._smallest(step)
-        return max((self._need_of(step, stage) for stage in self.prices.runs(step).unlike), key=lambda need: need.total)
-
-    def _need_of(self, step: Step, stage: int) -> Need:
-        mine = total(self.prices.run_sizes(step)[stage :: step.layout.pp])
-        of_units = self.prices.units(step) if step.zero >= 2 else None
-        kept, unit = self._activations(step, stage, of_units)
-        whole = self.prices.stage_units(step, stage) if of_units else Units()
-        gathered = unit + (whole.all_gathered if step.zero == 2 else 0.0)
-        return Need(self._states(step, mine, whole) + self.model.buffer_bytes, kept, gathered)
-
-    def _activations(self, step: Step, stage: int, of_units: Sequence[Units] | None) -> tuple[float, float]:
-        """Bytes of activations, and of units, at the backward at which a stage holds most."""
-        layout = step.layout
-        held = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
-        larger, rest = self._larger(step)
-        step = larger if held.latest < rest else step
-        sizes, samples = self.prices.run_sizes(step), step.microbatch_samples
-        kept = samples * sum(count * sizes[chunk * layout.pp + stage].kept for chunk, count in enumerate(held.counts))
-        run = held.next_chunk * layout.pp + stage
-        if step.splits_backward:  # nothing is freed before the gradients of weights
-            return kept + samples * sizes[run].again, 0.0
-        runs, kinds = self.prices.runs(step), self.prices.sizes(step)
-        again = unit = -float("inf")
-        freed = 0.0
-        for kind in runs.tails[run]:
-            one = kinds[kind]
-            unit_bytes = self._unit_bytes(step, of_units, kind, runs.counts[run]) if of_units else 0.0
-            if samples * (one.again - freed) + unit_bytes > again + unit:
-                again, unit = samples * (one.again - freed), unit_bytes
-            freed += one.kept
-        return kept + again, unit
-
-    def _unit_bytes(self, step: Step, of_units: Sequence[Units], kind: int, run: tuple[tuple[int, int], ...]) -> float:
-        """Bytes of whole gradients of a layer and, under zero=3, of what is gathered for its backward and ahead of it."""
-        one, layer = of_units[kind], self.prices.few.layers[kind]
-        size = one.all_scattered * BYTES_OF[step.master_dtype]
-        if step.zero == 3 and layer.backward_reads_weights and one.all_scattered > 0:
-            size += one.all_gathered + (self._ahead(of_units, run) if layer.is_block else 0.0)
-        return size
-
-    def _ahead(self, of_units: Sequence[Units], run: tuple[tuple[int, int], ...]) -> float:
-        """Bytes of the block that is gathered while the last one of a run goes backward; of its experts it may be a part."""
-        blocks = [(kind, number) for kind, number in run if self.prices.few.layers[kind].is_block]
-        if sum(number for _, number in blocks) < 2:
-            return 0.0
-        trained = all(
-            of_units[kind].scattered and self.prices.few.layers[kind].backward_reads_weights for kind, _ in blocks
-        )
-        return min(of_units[kind].gathered for kind, _ in blocks) if trained else 0.0
-
-    def _states(self, step: Step, mine: Sizes, whole: Units) -> float:
-        master, states = BYTES_OF[step.master_dtype], self.states_per_param
-        if step.zero >= 2:
-            return (whole.held + whole.held_trained * (1 + (0 if step.layout.offload else states))) * master
-        kept = (mine.trained * states + mine.apart) * master
-        if step.zero == 1:
-            shards = step.layout.num_shards
-            dealt = (mine.dealt * states + mine.dealt_apart) * master
-            kept = (kept - dealt) / shards + dealt * step.layout.ep / shards
-        return mine.weights + mine.trained * master + (0.0 if step.layout.offload else kept)
 
 
 class _Reductions(NamedTuple):

@@ -83,7 +83,7 @@ class Prices:
     """Seconds and sizes of layers, of the steps of one model, job and machine."""
 
     def __init__(self, model: ModelSpec, job: Job, hardware: Hardware) -> None:
-        self.hardware = hardware
+        self.model, self.hardware = model, hardware
         self.few, self.kind_of = one_of_each(model)
         self._builder = ProgramBuilder(self.few, job, hardware.devices_per_node)
         self._numbers = sorted(Counter(self.kind_of).items())
@@ -275,3 +275,25 @@ class Prices:
     def sent_bytes(self, step: Step) -> int:
         """Return what of a micro-batch is sent between two stages, at least."""
         return self.cut(step).sent * step.microbatch_samples * BYTES_OF[step.compute_dtype]
+
+
+def smallest(step: Step) -> Step:
+    """Return the step as if all its micro-batches were as small as the smallest, where they are not equal.
+
+    Only then has it `samples` of its own.
+    """
+    even, rest = divmod(step.rank_samples, step.num_microbatches)
+    return replace(step, samples=even) if rest and step.samples is None else step
+
+
+def larger_twin(step: Step) -> tuple[Step, int]:
+    """Return the smallest step's twin of the micro-batches with one sample more, which come first, and their number."""
+    if step.samples is None:
+        return step, 0
+    return replace(step, samples=step.samples + 1), step.rank_samples - step.num_microbatches * step.samples
+
+
+def least_updated(step: Step, mine: Sizes) -> float:
+    """Return how many elements the optimizer of a rank updates, however the data axis is split."""
+    layout = step.layout
+    return (mine.trained + mine.dealt * (layout.ep - 1)) / (layout.dp * layout.cp)

@@ -3,9 +3,9 @@
 Three tiers, so that tens of thousands of layouts take a second or two:
 
     rules       the strategies' own refusals, once for each combination of degrees and schedule
-    bounds      memory that no layout of these words can do without, and a step time that none can beat (`bounds.py`):
-                first of all layouts with these degrees and this micro-batch, then of all ways to split the data axis, then
-                of each, then with the schedule played
+    bounds      memory that no layout of these words can do without (`needs.py`), and a step time that none can beat
+                (`bounds.py`): first of all layouts with these degrees and this micro-batch, then of all ways to split the
+                data axis, then of each, then with the schedule played, then with what reductions slow
     the clock   op by op, in the order of the bounds, until no bound is left that could still be among the best
 
 so that what is found is the best there is, unless the search has played `MOST_PLAYED` layouts before; then it says so.
@@ -27,14 +27,16 @@ from functools import cached_property
 from typing import Any, NamedTuple, get_args
 
 from samestep import memory
-from samestep.bounds import Bounds, Need
+from samestep.bounds import Bounds
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout, Recompute
 from samestep.memory import MemoryUse
 from samestep.model import ModelSpec
+from samestep.needs import Need, Needs
 from samestep.prediction import Prediction, labels, predict, predict_programs
+from samestep.prices import Prices
 from samestep.strategies import ProgramBuilder, refusal_of
 
 MOST_PLAYED = 200
@@ -144,7 +146,8 @@ class _Search:
     def __init__(self, model: ModelSpec, job: Job, hardware: Hardware, top: int, states_per_param: int) -> None:
         self.model, self.job, self.hardware, self.top = model, job, hardware, top
         self.states_per_param = states_per_param
-        self.bounds = Bounds(model, job, hardware, states_per_param)
+        prices = Prices(model, job, hardware)
+        self.bounds, self.needs = Bounds(prices), Needs(prices, states_per_param)
         self.builder = ProgramBuilder(model, job, job.run.ranks_per_node or hardware.devices_per_node)
         self.best: list[Prediction] = []
         self.fallen: list[Fallen] = []
@@ -203,11 +206,11 @@ class _Search:
 
     def _open_family(self, family: _Family) -> None:
         step = self.builder.step(family.sized)
-        if self._fits(self.bounds.least_bytes(step), *family.groups):
+        if self._fits(self.needs.least_bytes(step), *family.groups):
             self._put(self.bounds.least_s(step), family)
 
     def _open_groups(self, groups: Iterator[Group], bound_s: float) -> None:
-        fit = [group for group in groups if self._fits(self.bounds.group_bytes(self.builder.step(group.base)), group)]
+        fit = [group for group in groups if self._fits(self.needs.group_bytes(self.builder.step(group.base)), group)]
         self._open_chain(tuple(fit), bound_s)
 
     def _open_chain(self, groups: tuple[Group, ...], bound_s: float) -> None:
@@ -226,7 +229,7 @@ class _Search:
         step = self.builder.step(layout)
         if reason := refusal_of(step):
             self._throw_out(layout, "refused", reason)
-        elif (need := self.bounds.need(step)).total > self.hardware.memory_bytes:
+        elif (need := self.needs.need(step)).total > self.hardware.memory_bytes:
             self._throw_out(layout, "memory", _at_least(need, self.hardware))
         else:
             closer_s = self.bounds.step_s(step, self.bounds.closed_times(step))

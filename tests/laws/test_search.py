@@ -20,8 +20,10 @@ from samestep.hardware import Hardware, load
 from samestep.job import Job
 from samestep.layout import Layout, Recompute
 from samestep.model import ModelSpec
+from samestep.needs import Needs
 from samestep.prediction import Prediction, predict
 from samestep.presets import preset
+from samestep.prices import Prices
 from samestep.program import Step
 from samestep.search import Plan, plan
 from samestep.strategies import ProgramBuilder, refusal_of
@@ -115,7 +117,8 @@ def test_a_bound_is_never_above_what_it_bounds(
 ) -> None:
     model, hardware = MODELS[what], MACHINES[where]
     given_job = job(data.draw(st.integers(1, 40)), precision)
-    bounds = Bounds(model, given_job, hardware, 2)
+    prices = Prices(model, given_job, hardware)
+    bounds, needs = Bounds(prices), Needs(prices, 2)
     splits = [one for degrees in search._degrees(devices, model) for one in search._splits(degrees, hardware)]
     layout = data.draw(st.sampled_from([one for split in splits for one in search._switched(split, given_job)]))
     try:
@@ -123,17 +126,17 @@ def test_a_bound_is_never_above_what_it_bounds(
     except LayoutError:
         return
     step = Step.of(model, given_job, layout, hardware.devices_per_node)
-    least_bytes, least_s = bounds.least_bytes(step), bounds.least_s(step)
+    least_bytes, least_s = needs.least_bytes(step), bounds.least_s(step)
     every_times = (bounds.closed_times, bounds.played_times, bounds.slowed_times)
     closed, played_s, slowed = (bounds.step_s(step, times(step)) for times in every_times)
     base = replace(layout, dp_replicate=layout.dp, dp_shard=1, zero=0)
     group = Step.of(model, given_job, base, hardware.devices_per_node)
-    group_bytes = bounds.group_bytes(group)
+    group_bytes = needs.group_bytes(group)
     # What computes less again bounds what computes more again.
     policies = get_args(Recompute)[: get_args(Recompute).index(layout.recompute) + 1]
     group_s = max(bounds.group_s(replace(group, layout=replace(base, recompute=one))) for one in policies)
     assert max(least_s, group_s, closed, played_s, slowed) <= played.step_s * (1 + 1e-9)
-    assert max(least_bytes, group_bytes, bounds.need(step).total) <= played.peak.total * (1 + 1e-9)
+    assert max(least_bytes, group_bytes, needs.need(step).total) <= played.peak.total * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("what", sorted(MODELS))
@@ -173,10 +176,11 @@ def test_bounds_hold_where_communication_slows_compute(what: str, words: str) ->
     if what == "experts":
         layout = replace(layout, ep=2, pp=min(layout.pp, 2))
     step = Step.of(MODELS[what], job(48), layout, hardware.devices_per_node)
-    bounds, played = Bounds(MODELS[what], job(48), hardware, 2), predict(MODELS[what], job(48), layout, hardware)
+    prices, played = Prices(MODELS[what], job(48), hardware), predict(MODELS[what], job(48), layout, hardware)
+    bounds, needs = Bounds(prices), Needs(prices, 2)
     for times in (bounds.closed_times(step), bounds.played_times(step), bounds.slowed_times(step)):
         assert bounds.step_s(step, times) <= played.step_s * (1 + 1e-9)
-    assert bounds.need(step).total <= played.peak.total * (1 + 1e-9)
+    assert needs.need(step).total <= played.peak.total * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -198,9 +202,10 @@ def test_bounds_are_close_on_models_that_are_rented_for(words: str, global_batch
         data={"sequence_length": 4096}, train={"global_batch": global_batch}, numerics={"precision": "bf16"}
     )
     step = Step.of(model, given_job, layout, hardware.devices_per_node)
-    bounds, played = Bounds(model, given_job, hardware, 2), predict(model, given_job, layout, hardware)
+    prices, played = Prices(model, given_job, hardware), predict(model, given_job, layout, hardware)
+    bounds, needs = Bounds(prices), Needs(prices, 2)
     assert bounds.step_s(step, bounds.played_times(step)) > 0.85 * played.step_s
-    assert bounds.need(step).total > 0.95 * played.peak.total
+    assert needs.need(step).total > 0.95 * played.peak.total
 
 
 @pytest.mark.parametrize("devices", [1, 6, 8])
