@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from samestep.beside import Reduced, longer_s
 from samestep.cost import UPDATE_PASSES, collective_s, group_of
-from samestep.kinds import Seconds, Sizes, total
+from samestep.kinds import Seconds, Sizes
 from samestep.pace import Bodies, Times, play_bodies
 from samestep.prices import Prices, larger_twin, least_updated, smallest
 from samestep.program import BUCKET_BYTES, BYTES_OF, SHARD_AXES, STEP_SCALARS, Kind, Step
@@ -62,8 +62,8 @@ class Bounds:
     def group_s(self, step: Step) -> float:
         """Bound the step of all layouts that differ in how the data axis is split, and in ZeRO stage, alone."""
         step = smallest(step)
-        sizes, pp = self.prices.run_sizes(step), step.layout.pp
-        updated = max(least_updated(step, total(sizes[stage::pp])) for stage in self.prices.runs(step).unlike)
+        stages = self.prices.runs(step).unlike
+        updated = max(least_updated(step, self.prices.stage_sizes(step, stage)) for stage in stages)
         return max(self.closed_times(step).ends_s) + self._scalars_s(step) + self._update_s(step, updated, 0.0)
 
     def _scalars_s(self, step: Step) -> float:
@@ -286,7 +286,7 @@ class Bounds:
             elif pp == 1:
                 met_s = end_s + sends.reduced_s + sends.all_s
             else:  # of several stages one may send while it waits for another
-                mine = total(self.prices.run_seconds(step)[stage::pp])
+                mine = self.prices.stage_seconds(step, stage)
                 busy_s = step.num_microbatches * (mine.forward_s + mine.backward_s + mine.weight_s)
                 summed_s = self._summed_s(times.whole_s[stage::pp], sends.of_runs)
                 met_s = max(met_s, end_s, summed_s, busy_s + sends.all_s)
@@ -306,7 +306,7 @@ class Bounds:
     def _sending(self, step: Step, stage: int) -> _Sending:
         """Return what a stage sends over the data axes."""
         pp = step.layout.pp
-        took, mine = total(self.prices.run_seconds(step)[stage::pp]), total(self.prices.run_sizes(step)[stage::pp])
+        took, mine = self.prices.stage_seconds(step, stage), self.prices.stage_sizes(step, stage)
         update_s = self._update_s(step, self._updated(step, mine), 0.0 if step.zero >= 2 else mine.apart)
         # What runs behind the first gradients that are whole: the last micro-batch's, of every run where they alternate.
         left_s = took.weight_s if step.splits_backward else took.backward_s

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from samestep.kinds import Sizes, Units, total
+from samestep.kinds import Sizes, Units
 from samestep.pace import in_flight
 from samestep.prices import Prices, larger_twin, least_updated, smallest
 from samestep.program import BYTES_OF, Step
@@ -46,10 +46,9 @@ class Needs:
 
     def group_bytes(self, step: Step) -> float:
         """Bound the memory of all layouts that differ in how the data axis is split, and in ZeRO stage, alone."""
-        step, pp = smallest(step), step.layout.pp
-        sizes, needed = self.prices.run_sizes(step), 0.0
+        step, needed = smallest(step), 0.0
         for stage in self.prices.runs(step).unlike:
-            mine = total(sizes[stage::pp])
+            mine = self.prices.stage_sizes(step, stage)
             kept, _ = self._activations(step, stage, None)
             needed = max(needed, self._least_states(step, mine, least_updated(step, mine)) + kept)
         return needed
@@ -67,7 +66,7 @@ class Needs:
         return max((self._need_of(step, stage) for stage in self.prices.runs(step).unlike), key=lambda need: need.total)
 
     def _need_of(self, step: Step, stage: int) -> Need:
-        mine = total(self.prices.run_sizes(step)[stage :: step.layout.pp])
+        mine = self.prices.stage_sizes(step, stage)
         of_units = self.prices.units(step) if step.zero >= 2 else None
         kept, unit = self._activations(step, stage, of_units)
         whole = self.prices.stage_units(step, stage) if of_units else Units()

@@ -94,6 +94,7 @@ class Prices:
         self._known_sizes: dict[tuple[object, ...], tuple[Sizes, ...]] = {}
         self._known_whole: dict[tuple[object, ...], Sizes] = {}
         self._known_runs: dict[tuple[object, ...], Runs] = {}
+        self._known_stage_units: dict[tuple[object, ...], Units] = {}
         self._known_units: dict[tuple[int, ...], list[Units]] = {}
         self._known_run_seconds: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
         self._known_run_sizes: dict[tuple[object, ...], tuple[Sizes, ...]] = {}
@@ -265,12 +266,27 @@ class Prices:
         added = {run: total([multiple(kinds[kind], number) for kind, number in run]) for run in set(counts)}
         return tuple(added[run] for run in counts)
 
+    def stage_seconds(self, step: Step, stage: int) -> Seconds:
+        """Add up the layers of a stage."""
+        return total(self.run_seconds(step)[stage :: step.layout.pp])
+
+    def stage_sizes(self, step: Step, stage: int) -> Sizes:
+        """Add up the layers of a stage."""
+        return total(self.run_sizes(step)[stage :: step.layout.pp])
+
     def stage_units(self, step: Step, stage: int) -> Units:
         """Add up what of a stage is gathered and scattered."""
-        kinds, counts = self.units(step), Counter[int]()
-        for run in self.runs(step).counts[stage :: step.layout.pp]:
-            counts.update(dict(run))
-        return total([multiple(kinds[kind], number) for kind, number in counts.items()])
+        layout = step.layout
+        key = (
+            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, layout.num_shards, layout.pp,
+            layout.virtual_stages, stage,
+        )  # fmt: skip
+        if key not in self._known_stage_units:
+            kinds, runs = self.units(step), self.runs(step).counts[stage :: layout.pp]
+            self._known_stage_units[key] = total(
+                [multiple(kinds[kind], number) for run in runs for kind, number in run]
+            )
+        return self._known_stage_units[key]
 
     def sent_bytes(self, step: Step) -> int:
         """Return what of a micro-batch is sent between two stages, at least."""

@@ -209,14 +209,13 @@ class _Search:
         if self._fits(self.needs.least_bytes(step), *family.groups):
             self._put(self.bounds.least_s(step), family)
 
-    def _open_groups(self, groups: Iterator[Group], bound_s: float) -> None:
-        fit = [group for group in groups if self._fits(self.needs.group_bytes(self.builder.step(group.base)), group)]
-        self._open_chain(tuple(fit), bound_s)
-
     def _open_chain(self, groups: tuple[Group, ...], bound_s: float) -> None:
-        if groups:
-            closer_s = self.bounds.group_s(self.builder.step(groups[0].base))
-            self._put(max(bound_s, closer_s), _Chain(groups))
+        """Bound the first group that fits; those behind it take longer."""
+        for number, group in enumerate(groups):
+            step = self.builder.step(group.base)
+            if self._fits(self.needs.group_bytes(step), group):
+                self._put(max(bound_s, self.bounds.group_s(step)), _Chain(groups[number:]))
+                return
 
     def _fits(self, needed: float, *groups: Group) -> bool:
         if needed <= self.hardware.memory_bytes:
@@ -242,7 +241,7 @@ class _Search:
         """Bound something more closely, or play it."""
         if isinstance(what, _Family):
             for _, groups in itertools.groupby(what.groups, lambda group: group.words["schedule"]):
-                self._open_groups(groups, bound_s)
+                self._open_chain(tuple(groups), bound_s)
         elif isinstance(what, _Chain):
             for layout in what.groups[0].layouts():
                 self._open_layout(layout, bound_s)
