@@ -305,7 +305,6 @@ class Bounds:
 
     def _sending(self, step: Step, stage: int) -> _Sending:
         """Return what a stage sends over the data axes."""
-        pp = step.layout.pp
         took, mine = self.prices.stage_seconds(step, stage), self.prices.stage_sizes(step, stage)
         update_s = self._update_s(step, self._updated(step, mine), 0.0 if step.zero >= 2 else mine.apart)
         # What runs behind the first gradients that are whole: the last micro-batch's, of every run where they alternate.
