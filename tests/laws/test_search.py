@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep import search
+from samestep.beside import Reduced, longer_s
 from samestep.bounds import Bounds
 from samestep.decoder import Decoder, spec
 from samestep.errors import LayoutError
@@ -206,6 +207,32 @@ def test_bounds_are_close_on_models_that_are_rented_for(words: str, global_batch
     bounds, needs = Bounds(prices), Needs(prices, 2)
     assert bounds.step_s(step, bounds.played_times(step)) > 0.85 * played.step_s
     assert needs.need(step).total > 0.95 * played.peak.total
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "dp=256 pp=2 ep=8 schedule=interleaved virtual_stages=2 zero=1 microbatch=1",
+        "dp_replicate=16 dp_shard=8 pp=4 ep=8 schedule=interleaved virtual_stages=2 zero=2 microbatch=1",
+        "dp=128 pp=4 ep=8 schedule=zero-bubble zero=1 microbatch=1",
+    ],
+)
+def test_bounds_of_experts_are_close_enough_to_play_few(words: str) -> None:
+    """What their gradients take beside the last backwards is most of what pipelines of experts differ in."""
+    model, layout, hardware = preset("mixtral-8x7b", 4096), Layout.parse(words), load("h100x8")
+    given_job = Job(data={"sequence_length": 4096}, train={"global_batch": 1024}, numerics={"precision": "bf16"})
+    step = Step.of(model, given_job, layout, hardware.devices_per_node)
+    bounds, played = Bounds(Prices(model, given_job, hardware)), predict(model, given_job, layout, hardware)
+    assert 0.99 * played.step_s < bounds.step_s(step, bounds.slowed_times(step)) <= played.step_s * (1 + 1e-9)
+
+
+def test_reductions_slow_what_is_behind_them() -> None:
+    """Long ones all compute behind the first layer's; short ones as much as is done with before the last layer's."""
+    long, short = ([Reduced(1.0, 0.0, reduced_s)] * 4 for reduced_s in (10.0, 0.1))
+    assert longer_s(long, 0.0, 1.25) == pytest.approx(0.25 * 3)
+    assert longer_s(short, 0.0, 1.25) == pytest.approx(0.2 * 0.3)
+    assert longer_s(short, 0.4, 1.25) == 0.0
+    assert longer_s([Reduced(1.0, 0.1, 0.1)] * 4, 0.0, 1.25) == 0.0
 
 
 @pytest.mark.parametrize("devices", [1, 6, 8])
