@@ -77,6 +77,8 @@ class _Part(NamedTuple):
     op: Op
     flops: int
     size_bytes: int
+    like: int
+    """Number of the first one that takes as long: blocks differ at their borders alone."""
 
 
 class Prices:
@@ -148,14 +150,19 @@ class Prices:
         sent_s = {kind: [0.0] * count for kind in ("F", "B", "W")}
         behind_s = [0.0] * count
         groups = {axis: group_of(axis, size, step, self.hardware) for axis, size in program.axes.items()}
-        for body, layer, op, flops, size_bytes in parts:
-            if op.axis is not None:
+        each_s: list[float] = []
+        for body, layer, op, flops, size_bytes, like in parts:
+            if like < len(each_s):
+                op_s = each_s[like]
+            elif op.axis is not None:
                 size = op.size_bytes + more * size_bytes
                 op_s = collective_s(op.kind, size, groups[op.axis], self.hardware)
-                sent_s[body][layer] += op_s
             else:
                 op_s = seconds(op.but(flops=op.flops + more * flops), program, self.hardware)
+            each_s.append(op_s)
             took_s[body][layer] += op_s
+            if op.axis is not None:
+                sent_s[body][layer] += op_s
             if body == "B":
                 behind_s[layer] = 0.0 if op.kind is Kind.BACKWARD else behind_s[layer] + op_s
         return tuple(map(Seconds, took_s["F"], took_s["B"], took_s["W"], behind_s, sent_s["F"], sent_s["B"]))
@@ -172,16 +179,26 @@ class Prices:
             if step.splits_backward:
                 apart, of_two = (tuple(weights_apart(each.bodies["B"], each.step)) for each in (one, two))
                 bodies.append(("W", apart, of_two))
-            self._known_parts[key] = (one, [part for body in bodies for part in self._parts(one, *body)])
+            self._known_parts[key] = (one, list(self._parts(one, bodies)))
         return self._known_parts[key]
 
-    def _parts(self, program: Program, body: str, ops: Ops, of_two: Ops) -> Iterator[_Part]:
-        layer = 0
-        for op, twice in zip(ops, of_two, strict=True):
-            layer = layer if op.layer is None else op.layer
-            # An axis of a strategy behind the pipeline is not known yet.
-            if queue_of(op, self.hardware) in (COMPUTE, "") and (op.axis is None or op.axis in program.axes):
-                yield _Part(body, layer, op, twice.flops - op.flops, twice.size_bytes - op.size_bytes)
+    def _parts(self, program: Program, bodies: Sequence[tuple[str, Ops, Ops]]) -> Iterator[_Part]:
+        first: dict[object, int] = {}
+        number = 0
+        for body, ops, of_two in bodies:
+            layer = 0
+            for op, twice in zip(ops, of_two, strict=True):
+                layer = layer if op.layer is None else op.layer
+                # An axis of a strategy behind the pipeline is not known yet.
+                if queue_of(op, self.hardware) not in (COMPUTE, "") or not (op.axis is None or op.axis in program.axes):
+                    continue
+                flops, size_bytes = twice.flops - op.flops, twice.size_bytes - op.size_bytes
+                spec = program.step.model.layers[layer]
+                work = (spec.products, spec.moved_elements, spec.kernels, spec.backward_reads_weights)
+                what = (work, op.layer is None) if op.axis is None else op.axis
+                like = first.setdefault((op.kind, op.dtype, op.flops, flops, op.size_bytes, size_bytes, what), number)
+                yield _Part(body, layer, op, flops, size_bytes, like)
+                number += 1
 
     def sizes(self, step: Step) -> tuple[Sizes, ...]:
         """Return what a layer of each kind needs."""
