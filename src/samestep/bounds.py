@@ -1,253 +1,44 @@
-"""What no layout of given words can do without: seconds of a step and bytes of a rank, without building its program.
+"""What no layout of given words can do without of time: seconds of a step, without building its program.
 
 Search by such bounds is branch and bound (Land and Doig 1960): what is slower at best than what was found, or too large
-at best, is never played. So a bound must never be above what the clock and the memory say, and the closer it is, the less
-is played. Layers of one kind cost the same, so one of each kind is priced, through the strategies and `cost.py`.
+at best (`needs.py`), is never played. So a bound must never be above what the clock says, and the closer it is, the less
+is played. Layers of one kind cost the same, so one of each kind is priced (`prices.py`).
 
-Time. Stage i of p has m micro-batches of f_i + b_i seconds, and starts and ends the later the more is before it:
+Stage i of p has m micro-batches of f_i + b_i seconds, and starts and ends the later the more is before it:
 
     T >= m c / p, c = c_1 + ... + c_p, c_i = f_i + b_i    of all layouts with these degrees and this micro-batch
-    T >= m c_i + c_1 + ... + c_(i-1)                      with several runs a stage only the f of the first ones
+    T >= m c_i + c_1 + ... + c_(i-1)                      with several runs a stage, their first ones
     T >= the schedule, played with f, b and sends         where these do not throw the layout out
+    T >= the same, with the last b of each run slowed     by the reductions of its own gradients (`beside.py`)
 
 Where micro-batches differ by a sample the larger ones, which come first, have an f and a b of their own.
 
 What a stage sends over a data axis is a stream of its own: it takes as long as all of it, and longer than compute by what
-comes before the first forward and behind the last backward. Step scalars and update come on top.
-
-Memory. States by what of them is cut over which axis; activations of as many micro-batches as the schedule has in
-flight, and what is computed again for a backward; of gathered weights and gradients those of one layer, or under zero=2
-all weights.
+comes before the first forward and behind the last backward. Gradients of a stage's last run are whole first, and their
+reductions come first. Step scalars and update come on top.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, get_args
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
-from samestep.clock import queue_of
-from samestep.cost import UPDATE_PASSES, collective_s, group_of, seconds
-from samestep.hardware import Hardware
-from samestep.job import Job
-from samestep.kinds import Costs, Units, multiple, one_of_each, quicker, total, units, weights
-from samestep.layout import Recompute
-from samestep.memory import saved_bytes
-from samestep.model import ModelSpec
-from samestep.pace import Bodies, Times, in_flight, play_bodies
-from samestep.program import BUCKET_BYTES, BYTES_OF, SHARD_AXES, STEP_SCALARS, Kind, Program, Step
-from samestep.strategies import ProgramBuilder
-from samestep.strategies.pipeline import balanced, weights_apart
-from samestep.timeline import COMPUTE
-
-
-class _Priced(NamedTuple):
-    """A layer of each kind under a cut of the model, and what cannot be added up."""
-
-    kinds: tuple[Costs, ...]
-    whole: Costs
-    largest: int
-    """Elements of the largest weight of a block."""
-    sent: int
-    """Bytes of a micro-batch between two blocks, at least."""
-    kept: dict[str, float]
-    """Activations by recomputation, where it was priced without."""
-    flops: tuple[int, ...]
-    """Of the forward of each kind: runs are cut by them."""
-
-
-class _Runs(NamedTuple):
-    """The runs of layers of a pipeline, in the order of the layers: number i, i + pp, ... are those of stage i."""
-
-    counts: tuple[tuple[tuple[int, int], ...], ...]
-    """How many layers of each kind."""
-    first: tuple[int, ...]
-    """Kind of the first layer."""
-    tails: tuple[tuple[int, ...], ...]
-    """Kinds of the last layers, from the end to the last block."""
-    unlike: dict[int, tuple[int, ...]]
-    """By how many stages there are, those that differ."""
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """Bytes that the stage which needs most cannot do without."""
-
-    states: float
-    activations: float
-    gathered: float
-
-    @property
-    def total(self) -> float:
-        """All of them."""
-        return self.states + self.activations + self.gathered
+from samestep.beside import Reduced, longer_s
+from samestep.cost import UPDATE_PASSES, collective_s, group_of
+from samestep.kinds import Seconds, Sizes
+from samestep.pace import Bodies, Times, play_bodies
+from samestep.prices import Prices, larger_twin, least_updated, smallest
+from samestep.program import BUCKET_BYTES, BYTES_OF, SHARD_AXES, STEP_SCALARS, Kind, Step
 
 
 class Bounds:
     """Bounds of the layouts of one model, job and machine, each given as its `Step`; what they share is worked out once."""
 
-    def __init__(self, model: ModelSpec, job: Job, hardware: Hardware, states_per_param: int) -> None:
-        self.model, self.hardware, self.states_per_param = model, hardware, states_per_param
-        self.few, self._kind_of = one_of_each(model)
-        self._builder = ProgramBuilder(self.few, job, hardware.devices_per_node)
-        self._numbers = Counter(self._kind_of)
-        self._is_block = tuple(layer.is_block for layer in model.layers)
-        self._known_prices: dict[tuple[object, ...], _Priced] = {}
-        self._known_runs: dict[tuple[object, ...], _Runs] = {}
-        self._known_units: dict[tuple[int, ...], list[Units]] = {}
-        self._known_costs: dict[tuple[object, ...], tuple[Costs, ...]] = {}
+    def __init__(self, prices: Prices) -> None:
+        self.prices, self.hardware = prices, prices.hardware
         self._known_times: dict[tuple[object, ...], Times] = {}
-        self._last: tuple[Step | None, tuple[Costs, ...]] = (None, ())
-        self._known_weights: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
-
-    @staticmethod
-    def _smallest(step: Step) -> Step:
-        """Return the step as if all its micro-batches were as small as the smallest, where they are not equal.
-
-        Only then has it `samples` of its own.
-        """
-        even, rest = divmod(step.rank_samples, step.num_microbatches)
-        return replace(step, samples=even) if rest and step.samples is None else step
-
-    @staticmethod
-    def _larger(step: Step) -> tuple[Step, int]:
-        """Return the smallest step's twin of the micro-batches with one sample more, which come first, and their number."""
-        if step.samples is None:
-            return step, 0
-        return replace(step, samples=step.samples + 1), step.rank_samples - step.num_microbatches * step.samples
-
-    # -- costs ---------------------------------------------------------------------------------------------------------
-
-    def _price(self, step: Step, plainly: bool = False) -> _Priced:
-        """Price the layers; plainly as if nothing were computed again and no backward were split, which costs no more."""
-        layout = step.layout
-        recompute, splits = ("none", False) if plainly else (layout.recompute, step.splits_backward)
-        key = (
-            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, step.microbatch_samples, recompute, splits,
-            step.samples,
-        )  # fmt: skip
-        if key not in self._known_prices:
-            if plainly:
-                layout = replace(layout, recompute="none", schedule="1f1b")
-            step = replace(step, layout=layout, model=self.few)
-            program = self._builder.before_stages(step)
-            local = program.step
-            kinds = tuple(self._kinds(program))
-            if step.samples is not None:  # more samples may even take less time: tiles are shared from some size on
-                more = self._builder.before_stages(replace(step, samples=step.samples + 1))
-                kinds = tuple(map(quicker, kinds, self._kinds(more)))
-            blocks = [index for index, layer in enumerate(local.model.layers) if layer.is_block] or [0]
-            self._known_prices[key] = _Priced(
-                kinds,
-                total([multiple(cost, self._numbers[kind]) for kind, cost in enumerate(kinds)]),
-                max((param.numel for index in blocks for param in local.model.params_of(index)), default=0),
-                min((layer.output_elements for layer in local.model.layers[blocks[0] : blocks[-1]]), default=0)
-                * step.microbatch_samples
-                * BYTES_OF[step.compute_dtype],
-                self._kept(local) if (recompute, splits) == ("none", False) else {},
-                tuple(layer.forward_flops for layer in local.model.layers),
-            )
-        return self._known_prices[key]
-
-    def _kept(self, step: Step) -> dict[str, float]:
-        """Add up what all layers keep, by recomputation."""
-        found = {}
-        for policy in get_args(Recompute):
-            local = replace(step, layout=replace(step.layout, recompute=policy))
-            each = [saved_bytes(local, layer)[0] for layer in step.model.layers]
-            found[policy] = float(sum(size * self._numbers[kind] for kind, size in enumerate(each)))
-        return found
-
-    def _kinds(self, program: Program) -> Iterator[Costs]:
-        step = program.step
-        layers = step.model.layers
-        forward, backward, weight = ([0.0] * len(layers) for _ in range(3))
-        behind, sent_forward, sent_backward = ([0.0] * len(layers) for _ in range(3))
-        apart = tuple(weights_apart(program.bodies["B"], step)) if step.splits_backward else ()
-        bodies = ((program.bodies["F"], forward, sent_forward), (program.bodies["B"], backward, sent_backward))
-        for body, found, sent in (*bodies, (apart, weight, [])):
-            layer = 0
-            for op in body:
-                layer = layer if op.layer is None else op.layer
-                if queue_of(op, self.hardware) in (COMPUTE, ""):
-                    op_s = seconds(op, program, self.hardware)
-                    found[layer] += op_s
-                    if op.axis is not None:
-                        sent[layer] += op_s
-                    behind[layer] = 0.0 if op.kind is Kind.BACKWARD else behind[layer] + op_s
-        weights = self._weights_of(step)
-        for index, spec in enumerate(layers):
-            kept, whole = saved_bytes(step, spec)
-            times = (forward[index], backward[index], weight[index])
-            sent_s = (sent_forward[index], sent_backward[index])
-            yield Costs._make((*times, kept, whole - kept, *weights[index], behind[index], *sent_s))
-
-    def _weights_of(self, step: Step) -> list[tuple[float, ...]]:
-        layout = step.layout
-        key = (layout.tp, layout.cp, layout.ep)
-        if key not in self._known_weights:
-            self._known_weights[key] = [weights(step, index) for index in range(len(step.model.layers))]
-        return self._known_weights[key]
-
-    def _units(self, step: Step) -> list[Units]:
-        """Return what of a layer of each kind is gathered and scattered."""
-        layout = step.layout
-        key = (layout.tp, layout.cp, layout.ep, layout.num_shards)
-        if key not in self._known_units:
-            local = self._builder.before_stages(replace(step, model=self.few)).step
-            self._known_units[key] = [units(local, index) for index in range(len(local.model.layers))]
-        return self._known_units[key]
-
-    def _units_of(self, step: Step, stage: int) -> Units:
-        """Add up those of a stage."""
-        kinds, counts = self._units(step), Counter[int]()
-        for run in self._runs(step).counts[stage :: step.layout.pp]:
-            counts.update(dict(run))
-        return Units(*(sum(counts[kind] * part[kind] for kind in counts) for part in zip(*kinds, strict=True)))
-
-    def _runs(self, step: Step) -> _Runs:
-        """Cut the layers into runs, by what a rank of a cut model computes of each."""
-        flops, count = self._price(step).flops, step.layout.pp * step.layout.virtual_stages
-        key = (flops, count)
-        if key not in self._known_runs:
-            runs = balanced(tuple(flops[kind] + 1 for kind in self._kind_of), self._is_block, count)
-            kinds = [[self._kind_of[layer] for layer in run] for run in runs]
-            self._known_runs[key] = _Runs(
-                tuple(tuple(sorted(Counter(of_run).items())) for of_run in kinds),
-                tuple(of_run[0] for of_run in kinds),
-                tuple(tuple(self._tail(of_run)) for of_run in kinds),
-                {},
-            )
-        return self._known_runs[key]
-
-    def _tail(self, run: Sequence[int]) -> Iterator[int]:
-        for kind in reversed(run):
-            yield kind
-            if self.few.layers[kind].is_block:
-                return
-
-    @staticmethod
-    def _key(step: Step) -> tuple[object, ...]:
-        layout = step.layout
-        return (
-            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, layout.recompute, step.microbatch_samples,
-            step.splits_backward, layout.pp * layout.virtual_stages, step.samples,
-        )  # fmt: skip
-
-    def _costs(self, step: Step) -> tuple[Costs, ...]:
-        """Add up the layers of each run; of one step it is asked for several times."""
-        if step is self._last[0]:
-            return self._last[1]
-        key = self._key(step)
-        if key not in self._known_costs:
-            kinds, runs = self._price(step).kinds, self._runs(step)
-            added = {
-                counts: total([multiple(kinds[kind], number) for kind, number in counts]) for counts in set(runs.counts)
-            }
-            self._known_costs[key] = tuple(added[counts] for counts in runs.counts)
-        self._last = (step, self._known_costs[key])
-        return self._last[1]
 
     def _sent_s(self, kind: Kind, size_bytes: float, axis: str, ranks: int, step: Step) -> float:
         if ranks == 1 or size_bytes <= 0:
@@ -255,50 +46,25 @@ class Bounds:
         group = group_of(axis, ranks, step, self.hardware)
         return collective_s(kind, int(size_bytes), group, self.hardware)
 
-    # -- time ----------------------------------------------------------------------------------------------------------
-
-    def least(self, step: Step) -> tuple[float, float]:
-        """Bound memory and step of all layouts of these degrees and this micro-batch: bytes and seconds."""
-        step = self._smallest(step)
-        layout = step.layout
-        priced = self._price(step, plainly=True)
-        whole, pp = priced.whole, layout.pp
-        updated = whole.trained / (layout.dp * layout.cp)
-        larger, rest = self._larger(step)
-        more = self._price(larger, plainly=True).whole if rest else whole
+    def least_s(self, step: Step) -> float:
+        """Bound the step of all layouts of these degrees and this micro-batch: as if nothing were computed again and no
+        backward were split, which takes no less."""
+        step = smallest(step)
+        if step.layout.recompute != "none" or step.splits_backward:
+            step = replace(step, layout=replace(step.layout, recompute="none", schedule="1f1b"))
+        pp, whole, (larger, rest) = step.layout.pp, self.prices.whole_seconds(step), larger_twin(step)
+        more = self.prices.whole_seconds(larger) if rest else whole
         busy_s = rest * (more.forward_s + more.backward_s)
         busy_s += (step.num_microbatches - rest) * (whole.forward_s + whole.backward_s)
-        least_s = busy_s / pp + self._update_s(step, updated / pp, 0.0)
-        return (self._least_states(step, whole, updated) + min(priced.kept.values())) / pp, least_s
+        trained = self.prices.whole_sizes(step).trained
+        return busy_s / pp + self._update_s(step, trained / (step.layout.dp * step.layout.cp) / pp, 0.0)
 
-    def _least_states(self, step: Step, mine: Costs, updated: float) -> float:
-        """Bytes of weights, gradients and states, cut over all data ranks; on one rank weights may be of two bytes."""
-        master = BYTES_OF[step.master_dtype]
-        if step.layout.offload:
-            return min(2 * updated * master, mine.weights + mine.trained * master)
-        return (2 + self.states_per_param) * updated * master
-
-    def of_group(self, step: Step) -> tuple[float, float]:
-        """Bound the same of all layouts that differ in how the data axis is split, and in ZeRO stage, alone."""
-        step = self._smallest(step)
-        layout, times = step.layout, self.closed_times(step)
-        ranks, costs = layout.dp * layout.cp, self._costs(step)
-        needed = least_s = 0.0
-        for stage in self._unlike_stages(step):
-            mine = total(costs[stage :: layout.pp])
-            updated = (mine.trained + mine.dealt * (layout.ep - 1)) / ranks
-            kept, _ = self._activations(step, stage, None)
-            needed = max(needed, self._least_states(step, mine, updated) + kept)
-            least_s = max(least_s, self._update_s(step, updated, 0.0))
-        return needed, max(times.ends_s) + self._scalars_s(step) + least_s
-
-    def _unlike_stages(self, step: Step) -> Collection[int]:
-        """Return the first of equal stages, which holds most activations, and the last stage."""
-        runs, pp = self._runs(step), step.layout.pp
-        if pp not in runs.unlike:
-            found = {(runs.counts[stage::pp], stage == pp - 1): stage for stage in reversed(range(pp))}
-            runs.unlike[pp] = tuple(found.values())
-        return runs.unlike[pp]
+    def group_s(self, step: Step) -> float:
+        """Bound the step of all layouts that differ in how the data axis is split, and in ZeRO stage, alone."""
+        step = smallest(step)
+        stages = self.prices.runs(step).unlike
+        updated = max(least_updated(step, self.prices.stage_sizes(step, stage)) for stage in stages)
+        return max(self.closed_times(step).ends_s) + self._scalars_s(step) + self._update_s(step, updated, 0.0)
 
     def _scalars_s(self, step: Step) -> float:
         size = BYTES_OF["float64"] * len(STEP_SCALARS)
@@ -306,17 +72,19 @@ class Bounds:
 
     def _bodies(self, step: Step) -> tuple[Bodies, ...]:
         """Return the bodies of each run; under zero=2 and 3 they wait for gathers."""
-        costs = self._costs(step)
-        if not self._gathers(step):
-            return tuple(Bodies(one.forward_s, one.forward_s, one.backward_s, one.weight_s) for one in costs)
-        runs = self._runs(step)
+        costs = self.prices.run_seconds(step)
+        runs, gathers = self.prices.runs(step), self._gathers(step)
         known: dict[object, Bodies] = {}
         for run, cost in zip(runs.counts, costs, strict=True):
             if run not in known:
-                known[run] = self._gathering(step, run, cost)
+                known[run] = self._gathering(step, run, cost) if gathers else self._plain(step, cost)
         return tuple(known[run] for run in runs.counts)
 
-    def _gathering(self, step: Step, run: tuple[tuple[int, int], ...], cost: Costs) -> Bodies:
+    def _plain(self, step: Step, cost: Seconds) -> Bodies:
+        last_s = cost.weight_s if step.splits_backward else cost.backward_s
+        return Bodies(cost.forward_s, cost.forward_s, cost.backward_s, cost.weight_s, last_s)
+
+    def _gathering(self, step: Step, run: tuple[tuple[int, int], ...], cost: Seconds) -> Bodies:
         """Bound bodies that gather and scatter a layer at a time, one layer ahead: along the data axis' stream, and that
         of experts, which are dealt.
 
@@ -324,9 +92,9 @@ class Bounds:
         behind them; a backward as long as its blocks' scatters but the last two and gathers but the first two, which
         take turns. These all run beside what was issued behind them, or beside nothing.
         """
-        kinds = self._price(step).kinds
-        blocks = [(kind, number) for kind, number in run if self.few.layers[kind].is_block]
-        others_s = sum(kinds[kind].backward_s for kind, _ in run if not self.few.layers[kind].is_block)
+        kinds = self.prices.seconds(step)
+        blocks = [(kind, number) for kind, number in run if self.prices.few.layers[kind].is_block]
+        others_s = sum(kinds[kind].backward_s for kind, _ in run if not self.prices.few.layers[kind].is_block)
         forward_s, backward_s = cost.forward_s, cost.backward_s
         for axis in SHARD_AXES:
             parts = [part for kind, number in blocks if (part := self._part(step, kind, number, axis)).gather_s]
@@ -342,17 +110,17 @@ class Bounds:
                 slowed_s = cost.backward_s + self._slowed_s(turns_s, cost.sent_backward_s)
                 backward_s = max(backward_s, turns_s + around_s + others_s, slowed_s)
         plain_s = forward_s if step.zero == 3 else cost.forward_s
-        return Bodies(forward_s, plain_s, backward_s, cost.weight_s)
+        return Bodies(forward_s, plain_s, backward_s, cost.weight_s, backward_s)
 
     def _part(self, step: Step, kind: int, number: int, axis: str) -> _Part:
         """Return what layers of a kind send over one of the axes along which units are cut."""
-        one, layout = self._units(step)[kind], step.layout
+        one, layout = self.prices.units(step)[kind], step.layout
         is_dealt = axis == "dp_expert"
         gathered, scattered = (one.dealt_gathered, one.dealt_scattered) if is_dealt else (one.gathered, one.scattered)
         ranks = layout.num_shards // (layout.ep if is_dealt else 1)
         gather_s = self._sent_s(Kind.ALL_GATHER, gathered, axis, ranks, step)
         scatter_s = self._sent_s(Kind.REDUCE_SCATTER, scattered * BYTES_OF[step.master_dtype], axis, ranks, step)
-        return _Part(kind, number, gather_s, scatter_s, self.few.layers[kind].backward_reads_weights)
+        return _Part(kind, number, gather_s, scatter_s, self.prices.few.layers[kind].backward_reads_weights)
 
     def _slowed_s(self, sent_s: float, exposed_s: float) -> float:
         """How much longer compute takes beside so many seconds of what is sent over one axis.
@@ -366,7 +134,11 @@ class Bounds:
         """Bound times once for all ways to split the data axis, where bodies do not gather."""
         if self._gathers(step):
             return bound(step)
-        key = (bound.__name__, *self._key(step), step.num_microbatches, self._larger(step)[1], step.layout.schedule)
+        layout, larger = step.layout, larger_twin(step)[1]
+        key = (
+            bound.__name__, *self.prices.key(step), step.num_microbatches, larger, layout.schedule, layout.pp,
+            layout.virtual_stages,
+        )  # fmt: skip
         if key not in self._known_times:
             self._known_times[key] = bound(step)
         return self._known_times[key]
@@ -376,156 +148,256 @@ class Bounds:
 
     def closed_times(self, step: Step) -> Times:
         """Bound when stages end by what is before them."""
-        return self._once(self._smallest(step), self._closed_times)
+        return self._once(smallest(step), self._closed_times)
 
     def _closed_times(self, step: Step) -> Times:
         layout = step.layout
-        m, pp = step.num_microbatches, layout.pp
-        small, (larger, rest) = self._bodies(step), self._larger(step)
+        m, pp, chunks = step.num_microbatches, layout.pp, layout.virtual_stages
+        small, (larger, rest) = self._bodies(step), larger_twin(step)
         large = self._bodies(larger) if rest else small
         first = max(1, rest)
-        plain = layout.virtual_stages == 1 and layout.schedule != "zero-bubble"
-        whole_s, ends_s = [], []
-        before_s = back_s = 0.0
-        for stage in range(pp):
-            mine, more = small[stage::pp], large[stage::pp]
-            forward_s = sum(one.first_s + (first - 1) * one.forward_s for one in more)
-            forward_s += sum((m - first) * one.forward_s for one in mine)
-            end_s = before_s + forward_s + rest * sum(one.backward_s + one.weight_s for one in more)
-            end_s += (m - rest) * sum(one.backward_s + one.weight_s for one in mine)
-            ends_s.append(end_s)
-            last_s = (mine[0].backward_s, more[0].backward_s)
-            whole_s.append(end_s - max(last_s) if plain else before_s + forward_s)
-            if plain:  # behind the last backward of a stage come those of the stages before it
-                ends_s[0] = max(ends_s[0], end_s + back_s)
-                whole_s[0] = max(whole_s[0], ends_s[0] - max(small[0].backward_s, large[0].backward_s))
-                back_s += min(last_s)
-            before_s += more[0].first_s
+        busy = {
+            (one, more): (
+                more.first_s + (first - 1) * more.forward_s + (m - first) * one.forward_s,
+                rest * (more.backward_s + more.weight_s) + (m - rest) * (one.backward_s + one.weight_s),
+            )
+            for one, more in set(zip(small, large, strict=True))
+        }
+        of_run = [busy[pair] for pair in zip(small, large, strict=True)]
+        begins_s = [0.0, *itertools.accumulate(body.first_s for body in large[: pp - 1])]
+        whole_s, ends_s = [0.0] * (pp * chunks), [0.0] * pp
+        after_s = 0.0  # when the gradient of the last micro-batch comes that goes through all stages to the first one
+        for stage in reversed(range(pp)):
+            forward_s = backward_s = 0.0
+            for run in range(stage, pp * chunks, pp):
+                forward_s += of_run[run][0]
+                backward_s += of_run[run][1]
+            forward_s += begins_s[stage]
+            end_s, last = forward_s + backward_s, small[stage]
+            # What weights have left to do behind that gradient, where they have tasks of their own.
+            left_s = min(stage + 1, m) * last.weight_s
+            after_s = max(after_s + last.backward_s, end_s - left_s)
+            ends_s[stage] = max(end_s, after_s + left_s)
+            for run in range(stage, pp * chunks, pp):
+                whole_s[run] = forward_s
+            whole_s[stage] = max(forward_s, ends_s[stage] - last.last_s)
         return Times(tuple(whole_s), tuple(ends_s))
 
     def played_times(self, step: Step) -> Times:
         """Play the schedule with whole bodies, and nothing sent over the data axes but what bodies wait for."""
         if step.layout.pp == 1:
             return self.closed_times(step)
-        return self._once(self._smallest(step), self._played_times)
+        return self._once(smallest(step), self._played_times)
 
     def _played_times(self, step: Step) -> Times:
-        layout = step.layout
-        size, pp = self._price(step).sent, layout.pp
-        sends_s = [self._sent_s(Kind.SEND, size, "pp", pp, replace(step, stage=stage)) for stage in range(pp)]
-        bodies, (larger, rest) = self._bodies(step), self._larger(step)
-        return play_bodies(
-            layout, step.num_microbatches, bodies, sends_s, self._bodies(larger) if rest else bodies, rest
+        return self._play(step, self._bodies(step))
+
+    def slowed_times(self, step: Step) -> Times:
+        """Play it with last backwards that are slowed by the reductions beside them."""
+        step = smallest(step)
+        bodies = self._bodies(step)
+        if not self.hardware.overlap or self.hardware.contention == 1:
+            return self.played_times(step)
+        longer: dict[tuple[int, ...], float] = {}
+        kinds = self.prices.runs(step).kinds
+        for run in kinds:
+            if run not in longer:
+                longer[run] = self._longer_s(step, run)
+        bodies = tuple(
+            body._replace(
+                last_s=max(body.last_s, (cost.weight_s if step.splits_backward else cost.backward_s) + longer[run])
+            )
+            for body, cost, run in zip(bodies, self.prices.run_seconds(step), kinds, strict=True)
         )
+        if step.layout.pp > 1:
+            return self._play(step, bodies)
+        times = self.closed_times(step)
+        return Times(times.whole_s, (times.whole_s[0] + bodies[0].last_s,))
+
+    def _play(self, step: Step, bodies: Sequence[Bodies]) -> Times:
+        layout = step.layout
+        size, pp, (larger, rest) = self.prices.sent_bytes(step), layout.pp, larger_twin(step)
+        sends_s = [self._sent_s(Kind.SEND, size, "pp", pp, replace(step, stage=stage)) for stage in range(pp)]
+        large = self._bodies(larger) if rest else bodies
+        return play_bodies(layout, step.num_microbatches, bodies, sends_s, large, rest)
+
+    def _longer_s(self, step: Step, run: tuple[int, ...]) -> float:
+        """How much longer a run's last backward takes beside the reductions of its own gradients."""
+        kinds = self.prices.seconds(step)
+        found_s = 0.0
+        for stream, waiting_s in self._streams(step):
+            layers = []
+            for kind in reversed(run):
+                one = kinds[kind]
+                backward_s, sent_s = (
+                    (one.weight_s, 0.0) if step.splits_backward else (one.backward_s, one.sent_backward_s)
+                )
+                layers.append(Reduced(backward_s - sent_s, sent_s, stream[kind]))
+            found_s = max(found_s, longer_s(layers, waiting_s, self.hardware.contention))
+        return found_s
+
+    def _streams(self, step: Step) -> list[tuple[list[float], float]]:
+        """Return of each stream that reduces gradients behind their backward what it takes for each kind of layer, and for
+        what waits in a bucket."""
+        layout, master = step.layout, BYTES_OF[step.master_dtype]
+        count, replicas, shards = len(self.prices.few.layers), layout.num_replicas, layout.num_shards
+        if step.zero >= 2:
+            early = [self._replicated_s(step, one.reduced_early) for one in self.prices.units(step)]
+            scatters = [
+                [
+                    self._part(step, kind, 1, axis).scatter_s * (self.prices.units(step)[kind].reduced_early > 0)
+                    for kind in range(count)
+                ]
+                for axis in SHARD_AXES
+            ]
+            return [(one, 0.0) for one in (early, *scatters)]
+        kind = Kind.REDUCE_SCATTER if step.zero else Kind.ALL_REDUCE
+        axis, ranks = ("dp_shard", shards) if step.zero else ("dp_replicate", replicas)
+        dealt_ranks = (shards if step.zero else layout.num_summed) // layout.ep
+        found = []
+        for part, (name, size) in enumerate(((axis, ranks), ("dp_expert", dealt_ranks))):
+            begun_s = self._sent_s(kind, 1, name, size, step)  # without any bytes; buckets may hold several layers
+            sent_s = [
+                max(0.0, self._sent_s(kind, numel[part] * master, name, size, step) - begun_s)
+                for numel in self.prices.cut(step).early
+            ]
+            found.append((sent_s, max(0.0, self._sent_s(kind, BUCKET_BYTES + master, name, size, step) - begun_s)))
+        return found
 
     def step_s(self, step: Step, times: Times) -> float:
         """Bound the step of a layout whose stages come so far no sooner than that."""
-        step = self._smallest(step)
-        runs, pp = self._runs(step), step.layout.pp
+        step = smallest(step)
+        runs, pp = self.prices.runs(step), step.layout.pp
         sendings: dict[tuple[object, ...], _Sending] = {}
         met_s = last_s = 0.0
         first_s: float | None = None
         for stage in range(pp):
-            same = (runs.counts[stage::pp], runs.first[stage])
+            same = runs.kinds[stage::pp]
             if same not in sendings:
                 sendings[same] = self._sending(step, stage)
             sends = sendings[same]
             first_s = sends.first_s if first_s is None else first_s  # all stages wait for the first one's first forward
             end_s = times.ends_s[stage]
             if self.hardware.overlap:
-                slowed_s = times.whole_s[stage] + sends.left_s + self._slowed_s(sends.beside_s, sends.exposed_s)
-                met_s = max(
-                    met_s,
-                    first_s + end_s + sends.behind_s,
-                    times.whole_s[stage] + sends.reduced_s,
-                    sends.all_s,
-                    slowed_s,
-                )
+                whole_s = times.whole_s[stage::pp]
+                slowed_s = whole_s[-1] + sends.left_s + self._slowed_s(sends.beside_s, sends.exposed_s)
+                summed_s = self._summed_s(whole_s, sends.of_runs)
+                met_s = max(met_s, first_s + end_s + sends.behind_s, summed_s, sends.all_s, slowed_s)
             elif pp == 1:
                 met_s = end_s + sends.reduced_s + sends.all_s
             else:  # of several stages one may send while it waits for another
-                mine = total(self._costs(step)[stage::pp])
+                mine = self.prices.stage_seconds(step, stage)
                 busy_s = step.num_microbatches * (mine.forward_s + mine.backward_s + mine.weight_s)
-                met_s = max(met_s, end_s, times.whole_s[stage] + sends.reduced_s, busy_s + sends.all_s)
+                summed_s = self._summed_s(times.whole_s[stage::pp], sends.of_runs)
+                met_s = max(met_s, end_s, summed_s, busy_s + sends.all_s)
             last_s = max(last_s, sends.update_s)
         return met_s + self._scalars_s(step) + last_s
 
+    @staticmethod
+    def _summed_s(whole_s: Sequence[float], of_runs: Sequence[_Reductions]) -> float:
+        """When the last gradients of a stage are summed: those of its last run of layers come first, on any stream."""
+        ends_s = [0.0] * len(of_runs[0].streams_s)
+        for begun_s, one in zip(reversed(whole_s), reversed(of_runs), strict=True):
+            ends_s = [
+                max(end_s, begun_s + one.behind_s) + took_s for end_s, took_s in zip(ends_s, one.streams_s, strict=True)
+            ]
+        return max(ends_s)
+
     def _sending(self, step: Step, stage: int) -> _Sending:
         """Return what a stage sends over the data axes."""
-        mine = self._costs(step)[stage :: step.layout.pp]
-        all_of = total(mine)
-        update_s = self._update_s(step, self._updated(step, all_of), 0.0 if step.zero >= 2 else all_of.apart)
+        took, mine = self.prices.stage_seconds(step, stage), self.prices.stage_sizes(step, stage)
+        update_s = self._update_s(step, self._updated(step, mine), 0.0 if step.zero >= 2 else mine.apart)
         # What runs behind the first gradients that are whole: the last micro-batch's, of every run where they alternate.
-        left_s = all_of.weight_s if step.splits_backward else all_of.backward_s
-        sent_s = 0.0 if step.splits_backward else all_of.sent_backward_s
+        left_s = took.weight_s if step.splits_backward else took.backward_s
+        sent_s = 0.0 if step.splits_backward else took.sent_backward_s
         if step.zero >= 2:
-            sends = self._of_units(step, stage, all_of, update_s)
+            sends = self._of_units(step, stage, took, update_s)
         else:
-            sends = self._of_buckets(step, all_of, update_s)
-        return sends._replace(left_s=left_s, exposed_s=sent_s)
+            sends = self._of_buckets(step, mine, update_s)
+        of_runs = tuple(
+            self._reductions(step, run)
+            for run in range(stage, step.layout.pp * step.layout.virtual_stages, step.layout.pp)
+        )
+        return sends._replace(left_s=left_s, exposed_s=sent_s, of_runs=of_runs)
 
-    def _of_buckets(self, step: Step, mine: Costs, update_s: float) -> _Sending:
-        layout, master = step.layout, BYTES_OF[step.master_dtype]
-        whole, apart = mine.trained - mine.dealt, mine.apart - mine.dealt_apart
-        # A bucket is closed by the weight that fills it.
-        limit = BUCKET_BYTES // master + self._price(step).largest
-
-        def sent_s(kind: Kind, size: float, axis: str, ranks: int, numel: float) -> float:
-            count = max(1, int(numel / limit))
-            return count * self._sent_s(kind, size / count, axis, ranks, step)
-
-        def whole_s(kind: Kind, size: float, axis: str, ranks: int) -> float:
-            return sent_s(kind, size, axis, ranks, mine.block_trained - mine.dealt)
-
-        def dealt_s(kind: Kind, size: float, ranks: int) -> float:
-            return sent_s(kind, size, "dp_expert", ranks // layout.ep, mine.dealt) if layout.ep > 1 else 0.0
-
-        replicas, shards = layout.num_replicas, layout.num_shards
-        if step.zero == 0:
-            reduced_s = max(
-                whole_s(Kind.ALL_REDUCE, whole * master, "dp_replicate", replicas),
-                dealt_s(Kind.ALL_REDUCE, mine.dealt * master, layout.num_summed),
+    def _reductions(self, step: Step, run: int) -> _Reductions:
+        runs = self.prices.runs(step)
+        first = self.prices.seconds(step)[runs.kinds[run][-1]]
+        behind_s = first.weight_s if step.splits_backward else first.backward_s - first.behind_s
+        if step.zero < 2:
+            streams_s = self._bucket_streams(step, self.prices.run_sizes(step)[run])
+        else:
+            each = (
+                number * self._replicated_s(step, self.prices.units(step)[kind].held_trained)
+                for kind, number in runs.counts[run]
             )
-            return _Sending(reduced_s=reduced_s, update_s=update_s, beside_s=reduced_s)
-        beside_s = max(
-            whole_s(Kind.REDUCE_SCATTER, whole * master, "dp_shard", shards),
-            dealt_s(Kind.REDUCE_SCATTER, mine.dealt * master, shards),
-        )
-        reduced_s = max(
-            beside_s,
-            whole_s(Kind.ALL_REDUCE, whole * master / shards, "dp_replicate", replicas)
-            + sent_s(Kind.ALL_REDUCE, mine.dealt * master * layout.ep / shards, "dp_replicate", replicas, mine.dealt),
-        )
+            streams_s = (sum(each),)
+        return _Reductions(behind_s, streams_s)
+
+    def _of_buckets(self, step: Step, mine: Sizes, update_s: float) -> _Sending:
+        layout, master = step.layout, BYTES_OF[step.master_dtype]
+        streams_s = self._bucket_streams(step, mine)
+        reduced_s, beside_s = max(streams_s), max(streams_s[:2])
+        if step.zero == 0:
+            return _Sending(reduced_s=reduced_s, update_s=update_s, beside_s=beside_s)
+        whole, apart = mine.trained - mine.dealt, mine.apart - mine.dealt_apart
         size, dealt_size = (
             (numel - part) * master + part * BYTES_OF[step.compute_dtype]
             for numel, part in ((whole, apart), (mine.dealt, mine.dealt_apart))
         )
+        shards, own = layout.num_shards, mine.block_trained - mine.dealt
         gathered_s = max(
-            whole_s(Kind.ALL_GATHER, size, "dp_shard", shards), dealt_s(Kind.ALL_GATHER, dealt_size, shards)
+            self._in_buckets_s(step, Kind.ALL_GATHER, size, "dp_shard", shards, own),
+            self._in_buckets_s(step, Kind.ALL_GATHER, dealt_size, "dp_expert", shards // layout.ep, mine.dealt),
         )
         return _Sending(reduced_s=reduced_s, update_s=update_s + gathered_s, beside_s=beside_s)
 
-    def _of_units(self, step: Step, stage: int, mine: Costs, update_s: float) -> _Sending:
-        layout, runs, m = step.layout, self._runs(step), step.num_microbatches
-        last = self._kind_of[-1]
+    def _bucket_streams(self, step: Step, mine: Sizes) -> tuple[float, ...]:
+        """Seconds that reductions take of each stream: of weights that all ranks have, of experts, of shards."""
+        layout, master = step.layout, BYTES_OF[step.master_dtype]
+        whole, own, dealt = mine.trained - mine.dealt, mine.block_trained - mine.dealt, mine.dealt
+        replicas, shards = layout.num_replicas, layout.num_shards
+        if step.zero == 0:
+            kind, ranks = Kind.ALL_REDUCE, layout.num_summed // layout.ep
+            return (
+                self._in_buckets_s(step, kind, whole * master, "dp_replicate", replicas, own),
+                self._in_buckets_s(step, kind, dealt * master, "dp_expert", ranks, dealt) if layout.ep > 1 else 0.0,
+            )
+        kind, ranks = Kind.REDUCE_SCATTER, shards // layout.ep
+        return (
+            self._in_buckets_s(step, kind, whole * master, "dp_shard", shards, own),
+            self._in_buckets_s(step, kind, dealt * master, "dp_expert", ranks, dealt) if layout.ep > 1 else 0.0,
+            self._in_buckets_s(step, Kind.ALL_REDUCE, whole * master / shards, "dp_replicate", replicas, own)
+            + self._in_buckets_s(step, Kind.ALL_REDUCE, dealt * master / ranks, "dp_replicate", replicas, dealt),
+        )
+
+    def _in_buckets_s(self, step: Step, kind: Kind, size: float, axis: str, ranks: int, numel: float) -> float:
+        """Send what buckets of so many elements hold: each is closed by the weight that fills it."""
+        limit = BUCKET_BYTES // BYTES_OF[step.master_dtype] + self.prices.cut(step).largest
+        count = max(1, int(numel / limit))
+        return count * self._sent_s(kind, size / count, axis, ranks, step)
+
+    def _of_units(self, step: Step, stage: int, mine: Seconds, update_s: float) -> _Sending:
+        layout, runs, m = step.layout, self.prices.runs(step), step.num_microbatches
+        last = self.prices.kind_of[-1]
         all_s = scattered_s = 0.0
         for axis in SHARD_AXES:
             gathers_s = scatters_s = 0.0
             for run in runs.counts[stage :: layout.pp]:
                 for kind, number in run:
                     part = self._part(step, kind, number, axis)
-                    again = self.few.layers[kind].is_block and part.reads and part.scatter_s > 0 and kind != last
+                    again = self.prices.few.layers[kind].is_block and part.reads and part.scatter_s > 0 and kind != last
                     gathers_s += number * part.gather_s * (m * (1 + again) if step.zero == 3 else 1)
                     scatters_s += number * part.scatter_s * m
             all_s, scattered_s = max(all_s, gathers_s + scatters_s), max(scattered_s, scatters_s)
-        first = self._part(step, runs.first[stage], 1, "dp_shard")
+        first = self._part(step, runs.kinds[stage][0], 1, "dp_shard")
         reduced_s = sum(
-            number * self._replicated_s(step, self._units(step)[kind].held_trained)
+            number * self._replicated_s(step, self.prices.units(step)[kind].held_trained)
             for run in runs.counts[stage :: layout.pp]
             for kind, number in run
         )
         behind_s = first.scatter_s + self._replicated_s(
-            step, self._units(step)[first.kind].scattered / layout.num_shards
+            step, self.prices.units(step)[first.kind].scattered / layout.num_shards
         )
         busy_s = m * (mine.forward_s + mine.backward_s + mine.weight_s)
         busy_s += self._slowed_s(scattered_s, m * (mine.sent_forward_s + mine.sent_backward_s))
@@ -539,7 +411,7 @@ class Bounds:
         return self._sent_s(Kind.ALL_REDUCE, size, "dp_replicate", step.layout.num_replicas, step)
 
     @staticmethod
-    def _updated(step: Step, mine: Costs) -> float:
+    def _updated(step: Step, mine: Sizes) -> float:
         """Elements that the optimizer of a rank updates."""
         if not step.zero:
             return mine.trained
@@ -550,69 +422,14 @@ class Bounds:
         moved += apart / (step.layout.num_shards if step.zero else 1) * BYTES_OF[step.compute_dtype]
         return moved / self.hardware.memory_bytes_per_s / self.hardware.memory_efficiency + self.hardware.step_s
 
-    # -- memory --------------------------------------------------------------------------------------------------------
 
-    def need(self, step: Step) -> Need:
-        """Bound the memory of a layout: of equal stages the first one holds most."""
-        step = self._smallest(step)
-        return max((self._need_of(step, stage) for stage in self._unlike_stages(step)), key=lambda need: need.total)
+class _Reductions(NamedTuple):
+    """Gradients of a run of layers."""
 
-    def _need_of(self, step: Step, stage: int) -> Need:
-        mine = total(self._costs(step)[stage :: step.layout.pp])
-        of_units = self._units(step) if step.zero >= 2 else None
-        kept, unit = self._activations(step, stage, of_units)
-        whole = self._units_of(step, stage) if of_units else Units()
-        gathered = unit + (whole.all_gathered if step.zero == 2 else 0.0)
-        return Need(self._states(step, mine, whole) + self.model.buffer_bytes, kept, gathered)
-
-    def _activations(self, step: Step, stage: int, of_units: Sequence[Units] | None) -> tuple[float, float]:
-        """Bytes of activations, and of units, at the backward at which a stage holds most."""
-        layout = step.layout
-        held = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
-        larger, rest = self._larger(step)
-        step = larger if held.latest < rest else step
-        costs = self._costs(step)
-        kept = sum(count * costs[chunk * layout.pp + stage].kept for chunk, count in enumerate(held.counts))
-        run = held.next_chunk * layout.pp + stage
-        if step.splits_backward:  # nothing is freed before the gradients of weights
-            return kept + costs[run].again, 0.0
-        runs, kinds = self._runs(step), self._price(step).kinds
-        again = unit = -float("inf")
-        freed = 0.0
-        for kind in runs.tails[run]:
-            one = kinds[kind]
-            unit_bytes = self._unit_bytes(step, of_units, kind, runs.counts[run]) if of_units else 0.0
-            if one.again - freed + unit_bytes > again + unit:
-                again, unit = one.again - freed, unit_bytes
-            freed += one.kept
-        return kept + again, unit
-
-    def _unit_bytes(self, step: Step, of_units: Sequence[Units], kind: int, run: tuple[tuple[int, int], ...]) -> float:
-        """Bytes of whole gradients of a layer and, under zero=3, of what is gathered for its backward and ahead of it."""
-        one, layer = of_units[kind], self.few.layers[kind]
-        size = one.all_scattered * BYTES_OF[step.master_dtype]
-        if step.zero == 3 and layer.backward_reads_weights and one.all_scattered > 0:
-            size += one.all_gathered + (self._ahead(of_units, run) if layer.is_block else 0.0)
-        return size
-
-    def _ahead(self, of_units: Sequence[Units], run: tuple[tuple[int, int], ...]) -> float:
-        """Bytes of the block that is gathered while the last one of a run goes backward; of its experts it may be a part."""
-        blocks = [(kind, number) for kind, number in run if self.few.layers[kind].is_block]
-        if sum(number for _, number in blocks) < 2:
-            return 0.0
-        trained = all(of_units[kind].scattered and self.few.layers[kind].backward_reads_weights for kind, _ in blocks)
-        return min(of_units[kind].gathered for kind, _ in blocks) if trained else 0.0
-
-    def _states(self, step: Step, mine: Costs, whole: Units) -> float:
-        master, states = BYTES_OF[step.master_dtype], self.states_per_param
-        if step.zero >= 2:
-            return (whole.held + whole.held_trained * (1 + (0 if step.layout.offload else states))) * master
-        kept = (mine.trained * states + mine.apart) * master
-        if step.zero == 1:
-            shards = step.layout.num_shards
-            dealt = (mine.dealt * states + mine.dealt_apart) * master
-            kept = (kept - dealt) / shards + dealt * step.layout.ep / shards
-        return mine.weights + mine.trained * master + (0.0 if step.layout.offload else kept)
+    behind_s: float
+    """From the start of its last backward until the first ones are whole."""
+    streams_s: tuple[float, ...]
+    """Seconds of each stream."""
 
 
 class _Sending(NamedTuple):
@@ -632,6 +449,7 @@ class _Sending(NamedTuple):
     """What is computed from when the first gradients are whole."""
     exposed_s: float = 0.0
     """The part of it that is sent in the queue of compute."""
+    of_runs: tuple[_Reductions, ...] = ()
     beside_s: float = 0.0
     """The part of `reduced_s` that is issued between the last backwards: the clock lets it slow those behind it."""
 

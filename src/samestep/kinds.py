@@ -1,28 +1,38 @@
 """Kinds of layers: layers of one kind cost the same on a rank, so of each kind one is priced, and the rest is sums.
 
 A model of hundreds of layers has a few kinds. What a rank needs for a run of layers is, for each kind, the number of its
-layers times what one of them needs (`Costs`).
+layers times what one of them takes (`Seconds`) and needs (`Sizes`, `Units`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from samestep.model import LayerSpec, ModelSpec, ParamSpec
-from samestep.program import BYTES_OF, Step, is_dealt
+from samestep.program import BYTES_OF, Step, is_dealt, is_replicated
 from samestep.strategies.shard import padded_rows
 
 
-class Costs(NamedTuple):
-    """Of layers on one rank: seconds and bytes of a micro-batch, elements and bytes of their weights."""
+class Seconds(NamedTuple):
+    """Of layers on one rank: what a micro-batch takes."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     """With what is computed again, and what is sent in the queue of compute."""
     weight_s: float = 0.0
     """Of gradients of weights, where the schedule takes them out of the backward."""
+    behind_s: float = 0.0
+    """The part of `backward_s` that comes after the gradients of its weights."""
+    sent_forward_s: float = 0.0
+    """The part of `forward_s` that is sent in the queue of compute."""
+    sent_backward_s: float = 0.0
+
+
+class Sizes(NamedTuple):
+    """Of layers on one rank: bytes of a sample, elements and bytes of their weights."""
+
     kept: float = 0.0
     """Activations after the forward."""
     again: float = 0.0
@@ -38,11 +48,6 @@ class Costs(NamedTuple):
     dealt_apart: float = 0.0
     block_trained: float = 0.0
     """Elements that are trained and belong to blocks."""
-    behind_s: float = 0.0
-    """The part of `backward_s` that comes after the gradients of its weights."""
-    sent_forward_s: float = 0.0
-    """The part of `forward_s` that is sent in the queue of compute."""
-    sent_backward_s: float = 0.0
 
 
 class Units(NamedTuple):
@@ -58,6 +63,8 @@ class Units(NamedTuple):
     held: float = 0.0
     """Elements that a rank has of all weights."""
     held_trained: float = 0.0
+    reduced_early: float = 0.0
+    """The part of them whose gradients are reduced as soon as the backward of their layer is over."""
 
     @property
     def all_gathered(self) -> float:
@@ -70,14 +77,22 @@ class Units(NamedTuple):
         return self.scattered + self.dealt_scattered
 
 
-def total(costs: Sequence[Costs]) -> Costs:
+Parts = TypeVar("Parts", Seconds, Sizes, Units)
+
+
+def total(parts: Sequence[Parts]) -> Parts:
     """Add up."""
-    return costs[0] if len(costs) == 1 else Costs(*map(sum, zip(*costs, strict=True)))
+    return parts[0] if len(parts) == 1 else type(parts[0])(*map(sum, zip(*parts, strict=True)))
 
 
-def quicker(one: Costs, other: Costs) -> Costs:
-    """Return the first's costs, with the times that are the least of both."""
-    return one._replace(
+def multiple(part: Parts, number: int) -> Parts:
+    """Return that of so many layers."""
+    return part if number == 1 else type(part)(*[number * one for one in part])
+
+
+def quicker(one: Seconds, other: Seconds) -> Seconds:
+    """Return the times that are the least of both."""
+    return Seconds(
         forward_s=min(one.forward_s, other.forward_s),
         backward_s=min(one.backward_s, other.backward_s),
         weight_s=min(one.weight_s, other.weight_s),
@@ -87,13 +102,8 @@ def quicker(one: Costs, other: Costs) -> Costs:
     )
 
 
-def multiple(cost: Costs, number: int) -> Costs:
-    """Return the costs of so many layers."""
-    return cost if number == 1 else Costs(*(number * part for part in cost))
-
-
 def weights(step: Step, layer: int) -> tuple[float, ...]:
-    """Return what `Costs` says of weights."""
+    """Return what `Sizes` says of weights."""
     params = step.model.params_of(layer)
     trained = [param for param in params if param.trainable]
     dealt = [param for param in trained if is_dealt(step, param)]
@@ -115,17 +125,34 @@ def units(step: Step, layer: int) -> Units:
     """Return what of a layer is gathered and scattered."""
     shards = step.layout.num_shards
     sizes = [0.0] * 4
-    held = held_trained = 0.0
-    for param in step.model.params_of(layer):
+    held = held_trained = early = 0.0
+    params = step.model.params_of(layer)
+    is_shown = all(param.takes_gradient for param in params)  # where that backward is over
+    for param in params:
         dealt = is_dealt(step, param)
         parts = shards // (step.layout.ep if dealt else 1)
         numel = padded_rows(param, parts)
         held += numel / parts
         held_trained += numel / parts * param.trainable
-        if not param.shared and not param.read_outside and _has_module(step, param) and parts > 1:
-            sizes[2 * dealt] += numel * BYTES_OF[step.working_dtype(param)]
-            sizes[2 * dealt + 1] += numel * param.trainable
-    return Units._make((*sizes, held, held_trained))
+        if not param.shared and not param.read_outside and _has_module(step, param):
+            early += numel / parts * param.trainable * is_shown
+            if parts > 1:
+                sizes[2 * dealt] += numel * BYTES_OF[step.working_dtype(param)]
+                sizes[2 * dealt + 1] += numel * param.trainable
+    return Units._make((*sizes, held, held_trained, early))
+
+
+def reduced_early(step: Step, layer: int) -> tuple[int, int]:
+    """Return of how many elements gradients are reduced as soon as the layer's backward has filled a bucket: of its own
+    weights, and of those that are dealt to the ranks of `ep`.
+
+    What ranks of a tensor cut hold alike, and what several layers share, comes later.
+    """
+    numel = [0, 0]
+    for param in step.model.params_of(layer):
+        if param.trainable and not param.shared and not is_replicated(step, param):
+            numel[is_dealt(step, param)] += param.numel
+    return numel[0], numel[1]
 
 
 def _has_module(step: Step, param: ParamSpec) -> bool:

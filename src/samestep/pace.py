@@ -23,13 +23,17 @@ class Bodies(NamedTuple):
     forward_s: float
     backward_s: float
     weight_s: float
+    last_s: float
+    """The body that leaves the last gradients: the last micro-batch's backward, or where it is split that of weights."""
 
 
 class Times(NamedTuple):
-    """Of each stage, at the earliest: when its first gradients are whole, when its compute ends."""
+    """At the earliest."""
 
     whole_s: tuple[float, ...]
+    """When the body that leaves a run's last gradients starts, of each run."""
     ends_s: tuple[float, ...]
+    """When compute ends, of each stage."""
 
 
 class Held(NamedTuple):
@@ -86,7 +90,7 @@ def play_bodies(
     forward = [[0.0] * m] + [[-1.0] * m for _ in range(last)]  # when what a run is given has come; -1: not yet
     backward = [[-1.0] * m for _ in range(last)] + [[0.0] * m]
     free, links = [0.0] * pp, [0.0] * pp
-    whole_s, at = [-1.0] * pp, [0] * pp
+    whole_s, at = [0.0] * (last + 1), [0] * pp
     moved = True
     while moved:
         moved = False
@@ -106,8 +110,8 @@ def play_bodies(
                 if came < 0.0:
                     break
                 start_s = came if came > now else now
-                if microbatch == m - 1 and kind is reduces and whole_s[stage] < 0.0:
-                    whole_s[stage] = start_s
+                if microbatch == m - 1 and kind is reduces:
+                    whole_s[run], took_s = start_s, body.last_s
                 now = start_s + took_s
                 if to is not None:
                     link = (now if now > link else link) + send_s

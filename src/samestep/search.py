@@ -3,9 +3,9 @@
 Three tiers, so that tens of thousands of layouts take a second or two:
 
     rules       the strategies' own refusals, once for each combination of degrees and schedule
-    bounds      memory that no layout of these words can do without, and a step time that none can beat (`bounds.py`):
-                first of all layouts with these degrees and this micro-batch, then of all ways to split the data axis, then
-                of each, then with the schedule played
+    bounds      memory that no layout of these words can do without (`needs.py`), and a step time that none can beat
+                (`bounds.py`): first of all layouts with these degrees and this micro-batch, then of all ways to split the
+                data axis, then of each, then with the schedule played, then with what reductions slow
     the clock   op by op, in the order of the bounds, until no bound is left that could still be among the best
 
 so that what is found is the best there is, unless the search has played `MOST_PLAYED` layouts before; then it says so.
@@ -24,17 +24,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from samestep import memory
-from samestep.bounds import Bounds, Need
+from samestep.bounds import Bounds
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout, Recompute
 from samestep.memory import MemoryUse
 from samestep.model import ModelSpec
+from samestep.needs import Need, Needs
 from samestep.prediction import Prediction, intervals, labels, predict, predict_programs
+from samestep.prices import Prices
 from samestep.strategies import ProgramBuilder, refusal_of
 
 MOST_PLAYED = 200
@@ -53,36 +55,53 @@ class Rejection:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """Layouts that differ in the words of the data axis alone."""
 
-    base: Layout
+    sized: Layout
+    """Their degrees and their micro-batch."""
+    words: Mapping[str, Any]
+    """Their schedule and what is computed again."""
     splits: tuple[tuple[int, int, int], ...]
     """Of each dp_replicate, dp_shard and zero."""
 
     @classmethod
     def of(cls, layout: Layout) -> Group:
         """Return a single one."""
-        return cls(layout, ((layout.dp_replicate, layout.dp_shard, layout.zero),))
+        return cls(layout, {}, ((layout.dp_replicate, layout.dp_shard, layout.zero),))
+
+    @property
+    def base(self) -> Layout:
+        """What they have in common; most groups fall out before it is asked for."""
+        return replace(self.sized, **self.words)
 
     def layouts(self) -> Iterator[Layout]:
         """Yield each of them."""
-        words = {field.name: getattr(self.base, field.name) for field in fields(Layout)}
+        base = self.base
+        words = {field.name: getattr(base, field.name) for field in fields(Layout)}
         for replicate, shard, zero in self.splits:
             yield Layout(**{**words, "dp_replicate": replicate, "dp_shard": shard, "zero": zero})
 
 
 class _Family(NamedTuple):
-    """Groups of the same degrees and the same micro-batch, of which the first one stands for all."""
+    """Groups of the same degrees and the same micro-batch."""
+
+    sized: Layout
+    groups: tuple[Group, ...]
+
+
+class _Chain(NamedTuple):
+    """Groups that differ in what is computed again alone, and take the longer the more that is: bounded by the first."""
 
     groups: tuple[Group, ...]
 
 
-def _groups_of(what: _Family | Group | Layout) -> tuple[Group, ...]:
-    if isinstance(what, _Family):
-        return what.groups
-    return (what if isinstance(what, Group) else Group.of(what),)
+_Open = _Family | _Chain | Layout
+"""What is looked at, in the order of bounds."""
+
+
+def _groups_of(what: _Open) -> tuple[Group, ...]:
+    return (Group.of(what),) if isinstance(what, Layout) else what.groups
 
 
 class Fallen(NamedTuple):
@@ -117,7 +136,7 @@ class Plan:
 
 
 _Split = tuple[int, int, int]
-_Refusals = Mapping[str, Mapping[str | None, Sequence[_Split]]]
+_Refusals = Mapping[str, Mapping[str | None, tuple[_Split, ...]]]
 """Of each schedule, the splits by the reason why they are refused; None where they are not."""
 
 
@@ -127,12 +146,13 @@ class _Search:
     def __init__(self, model: ModelSpec, job: Job, hardware: Hardware, top: int, states_per_param: int) -> None:
         self.model, self.job, self.hardware, self.top = model, job, hardware, top
         self.states_per_param = states_per_param
-        self.bounds = Bounds(model, job, hardware, states_per_param)
+        prices = Prices(model, job, hardware)
+        self.bounds, self.needs = Bounds(prices), Needs(prices, states_per_param)
         self.builder = ProgramBuilder(model, job, job.run.ranks_per_node or hardware.devices_per_node)
         self.best: list[Prediction] = []
         self.fallen: list[Fallen] = []
         self.considered = self.played = 0
-        self._open: list[tuple[float, int, _Family | Group | Layout, bool]] = []
+        self._open: list[tuple[float, int, _Open, int]] = []
         self._number = itertools.count()
 
     def run(self, devices: int, *, offload: bool = False) -> None:
@@ -146,16 +166,16 @@ class _Search:
             degrees = replace(degrees, offload=offload)
             refusals = self._refusals(degrees)
             for sized in _sized(degrees, self.job) if refusals else ():
-                groups = [group for base in _varied(sized) for group in self._legal(base, refusals)]
+                groups = tuple(group for words in _variants(sized) for group in self._legal(sized, words, refusals))
                 if groups:
-                    self._open_family(_Family(tuple(groups)))
+                    self._open_family(_Family(sized, groups))
         while self._open and self._open[0][0] < self._limit_s() and self.played < MOST_PLAYED:
             self._look(*heapq.heappop(self._open))
         self._close()
 
     def _refusals(self, degrees: Layout) -> _Refusals:
         """Ask the strategies about every split of the data axis and every schedule: what else there is they hardly mind."""
-        found: dict[str, dict[str | None, list[_Split]]] = {}
+        found: dict[str, dict[str | None, tuple[_Split, ...]]] = {}
         for plain in _splits(degrees, self.hardware):
             if reason := refusal_of(self.builder.step(plain)):
                 self.considered += 1
@@ -164,14 +184,14 @@ class _Search:
             for one in _scheduled(plain):
                 reason = refusal_of(self.builder.step(one)) if one != plain else None
                 reasons = found.setdefault(one.schedule, {})
-                reasons.setdefault(reason, []).append((one.dp_replicate, one.dp_shard, one.zero))
+                reasons[reason] = (*reasons.get(reason, ()), (one.dp_replicate, one.dp_shard, one.zero))
         return found
 
-    def _legal(self, base: Layout, refusals: _Refusals) -> Iterator[Group]:
+    def _legal(self, sized: Layout, words: Mapping[str, Any], refusals: _Refusals) -> Iterator[Group]:
         """Yield the splits that are not refused, together."""
-        for reason, splits in refusals.get(base.schedule, {}).items():
+        for reason, splits in refusals.get(words["schedule"], {}).items():
             self.considered += len(splits)
-            group = Group(base, tuple(splits))
+            group = Group(sized, words, splits)
             if reason is None:
                 yield group
             else:
@@ -185,14 +205,17 @@ class _Search:
         return self.best[-1].step_s if len(self.best) == self.top else float("inf")
 
     def _open_family(self, family: _Family) -> None:
-        needed, bound_s = self.bounds.least(self.builder.step(family.groups[0].base))
-        if self._fits(needed, *family.groups):
-            self._put(bound_s, family, False)
+        step = self.builder.step(family.sized)
+        if self._fits(self.needs.least_bytes(step), *family.groups):
+            self._put(self.bounds.least_s(step), family)
 
-    def _open_group(self, group: Group, bound_s: float) -> None:
-        needed, closer_s = self.bounds.of_group(self.builder.step(group.base))
-        if self._fits(needed, group):
-            self._put(max(bound_s, closer_s), group, False)
+    def _open_chain(self, groups: tuple[Group, ...], bound_s: float) -> None:
+        """Bound the first group that fits; those behind it take longer."""
+        for number, group in enumerate(groups):
+            step = self.builder.step(group.base)
+            if self._fits(self.needs.group_bytes(step), group):
+                self._put(max(bound_s, self.bounds.group_s(step)), _Chain(groups[number:]))
+                return
 
     def _fits(self, needed: float, *groups: Group) -> bool:
         if needed <= self.hardware.memory_bytes:
@@ -205,27 +228,28 @@ class _Search:
         step = self.builder.step(layout)
         if reason := refusal_of(step):
             self._throw_out(layout, "refused", reason)
-        elif (need := self.bounds.need(step)).total > self.hardware.memory_bytes:
+        elif (need := self.needs.need(step)).total > self.hardware.memory_bytes:
             self._throw_out(layout, "memory", _at_least(need, self.hardware))
         else:
             closer_s = self.bounds.step_s(step, self.bounds.closed_times(step))
-            self._put(max(bound_s, closer_s), layout, layout.pp == 1)
+            self._put(max(bound_s, closer_s), layout, int(layout.pp == 1))
 
-    def _put(self, bound_s: float, what: _Family | Group | Layout, is_played: bool) -> None:
-        heapq.heappush(self._open, (bound_s, next(self._number), what, is_played))
+    def _put(self, bound_s: float, what: _Open, closeness: int = 0) -> None:
+        heapq.heappush(self._open, (bound_s, next(self._number), what, closeness))
 
-    def _look(self, bound_s: float, _: int, what: _Family | Group | Layout, is_played: bool) -> None:
+    def _look(self, bound_s: float, _: int, what: _Open, closeness: int) -> None:
         """Bound something more closely, or play it."""
         if isinstance(what, _Family):
-            for group in what.groups:
-                self._open_group(group, bound_s)
-        elif isinstance(what, Group):
-            for layout in what.layouts():
+            for _, groups in itertools.groupby(what.groups, lambda group: group.words["schedule"]):
+                self._open_chain(tuple(groups), bound_s)
+        elif isinstance(what, _Chain):
+            for layout in what.groups[0].layouts():
                 self._open_layout(layout, bound_s)
-        elif not is_played:
+            self._open_chain(what.groups[1:], bound_s)
+        elif closeness < 2:
             step = self.builder.step(what)
-            closer_s = self.bounds.step_s(step, self.bounds.played_times(step))
-            self._put(max(bound_s, closer_s), what, True)
+            closer = self.bounds.slowed_times if closeness else self.bounds.played_times
+            self._put(max(bound_s, self.bounds.step_s(step, closer(step))), what, closeness + 1)
         else:
             self._play(what)
 
@@ -420,7 +444,8 @@ def _splits(degrees: Layout, hardware: Hardware) -> Iterator[Layout]:
 def _switched(degrees: Layout, job: Job) -> Iterator[Layout]:
     """Yield a split with every choice of micro-batch, schedule and recomputation."""
     for sized in _sized(degrees, job):
-        yield from _varied(sized)
+        for words in _variants(sized):
+            yield replace(sized, **words)
 
 
 def _sized(degrees: Layout, job: Job) -> Iterator[Layout]:
@@ -430,17 +455,24 @@ def _sized(degrees: Layout, job: Job) -> Iterator[Layout]:
         yield replace(degrees, microbatch=microbatch if microbatch < share else None)
 
 
-def _varied(sized: Layout) -> Iterator[Layout]:
-    for scheduled in _scheduled(sized):
-        for recompute in get_args(Recompute):
-            yield replace(scheduled, recompute=recompute)
+_SCHEDULES: tuple[Mapping[str, Any], ...] = (
+    {"schedule": "1f1b"},
+    {"schedule": "interleaved", "virtual_stages": 2},
+    {"schedule": "zero-bubble"},
+)
+_VARIANTS = tuple({**words, "recompute": recompute} for words in _SCHEDULES for recompute in get_args(Recompute))
+"""Of each schedule the quickest recomputation first."""
+
+
+def _variants(layout: Layout) -> tuple[Mapping[str, Any], ...]:
+    """Return the words of every schedule and every recomputation: without stages there is one schedule."""
+    return _VARIANTS if layout.pp > 1 else _VARIANTS[: len(get_args(Recompute))]
 
 
 def _scheduled(layout: Layout) -> Iterator[Layout]:
     yield layout
-    if layout.pp > 1:
-        yield replace(layout, schedule="interleaved", virtual_stages=2)
-        yield replace(layout, schedule="zero-bubble")
+    for words in _SCHEDULES[1:] if layout.pp > 1 else ():
+        yield replace(layout, **words)
 
 
 def _at_least(need: Need, hardware: Hardware) -> str:

@@ -47,9 +47,9 @@ def refusal(step: Step) -> str | None:
         )
     heads = _query_heads(model, step.layout.tp)
     most = math.gcd(model.length, *heads)
-    works = [n for n in range(2, most + 1) if most % n == 0 and model.length // n >= LEAST_TOKENS]
-    if degree in works:
+    if most % degree == 0 and model.length // degree >= LEAST_TOKENS:
         return None
+    works = [n for n in range(2, most + 1) if most % n == 0 and model.length // n >= LEAST_TOKENS]
     said = " and ".join([f"{model.length} tokens", *(f"{count} heads" for count in sorted(heads))])
     cut = f" that tp={step.layout.tp} leaves a rank" if step.layout.tp > 1 else ""
     near = f"cp={' or '.join(map(str, works))} does" if works else "only cp=1 does"
@@ -87,7 +87,7 @@ def _sliced(key: str, ops: Ops, step: Step) -> Iterator[Op]:
             continue
         layer = step.model.layers[op.layer]
         flops = layer.forward_flops if op.kind is Kind.FORWARD else layer.backward_flops
-        yield replace(op, flops=flops * step.microbatch_samples)
+        yield op.but(flops=flops * step.microbatch_samples)
         yield from _sends(layer, step, op, backward=is_backward(key))
 
 

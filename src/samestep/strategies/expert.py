@@ -48,15 +48,14 @@ def refusal(step: Step) -> str | None:
         return reason
     if layout.ep == 1:
         return None
-    dealt = [param for param in model.params if param.experts]
-    if not dealt:
+    experts, shared = _dealt(model)
+    if not experts:
         return (
             f"ep={layout.ep}: {model.name} has no experts that lie side by side in one weight "
             "(a module called with rows, the experts chosen for them and their weights): ep=1 works"
         )
-    ranks, experts = step.innermost_data_ranks, math.gcd(*(param.experts for param in dealt))
+    ranks = step.innermost_data_ranks
     if ranks % layout.ep == 0 and experts % layout.ep == 0 and layout.reduce != "hierarchical":
-        shared = next((param.name for param in dealt if param.shared or param.read_outside), None)
         return f"ep={layout.ep}: {shared} is used by several modules: ep=1 works" if shared else None
     works = [str(n) for n in range(2, ranks + 1) if ranks % n == 0 and experts % n == 0]
     nearest = f"{'ep=' + ' or '.join(works) if works else 'only ep=1'} works"
@@ -64,9 +63,17 @@ def refusal(step: Step) -> str | None:
         axis = ("dp_shard" if step.zero else "dp_replicate") + (" x cp" if layout.cp > 1 else "")
         return f"ep={layout.ep} borrows data ranks, and does not divide {axis}={ranks}; {nearest}"
     if experts % layout.ep:
-        uneven = next(param for param in dealt if param.experts % layout.ep)
+        uneven = next(param for param in model.params if param.experts % layout.ep)
         return f"ep={layout.ep} does not divide the {uneven.experts} experts of {uneven.name}; {nearest}"
     return f"reduce=hierarchical sums over all data ranks, and experts differ with ep={layout.ep}: reduce=ring works"
+
+
+@remembered
+def _dealt(model: ModelSpec) -> tuple[int, str | None]:
+    """Return the largest number that divides all experts, and the name of a weight of theirs that several modules use."""
+    dealt = [param for param in model.params if param.experts]
+    shared = next((param.name for param in dealt if param.shared or param.read_outside), None)
+    return math.gcd(*(param.experts for param in dealt)), shared
 
 
 def _refuse_balance(step: Step) -> str | None:
@@ -150,7 +157,7 @@ def _exchanged(ops: Ops, step: Step) -> Iterator[Op]:
 def _exchange(exchange: Dealing, step: Step, after: Op) -> Iterator[Op]:
     rows = Op(kind=Kind.ALL_TO_ALL, owner=exchange.owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
     if after.kind is Kind.FORWARD:
-        yield replace(rows, dtype="int64", size_bytes=exchange.experts * _COUNT_BYTES)
+        yield rows.but(dtype="int64", size_bytes=exchange.experts * _COUNT_BYTES)
     size = exchange.rows * exchange.width * step.microbatch_samples * BYTES_OF[step.compute_dtype]
-    yield replace(rows, size_bytes=size)
-    yield replace(rows, size_bytes=size)
+    yield rows.but(size_bytes=size)
+    yield rows.but(size_bytes=size)

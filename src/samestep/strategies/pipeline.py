@@ -212,13 +212,13 @@ def weights_apart(ops: Ops, step: Step) -> Iterator[Op]:
     for op in ops:
         if op.kind is Kind.BACKWARD and op.layer is not None:
             flops = step.model.layers[op.layer].deferred_flops * step.microbatch_samples
-            yield replace(op, kind=Kind.WEIGHT, flops=flops, after=(op.name,))
+            yield op.but(kind=Kind.WEIGHT, flops=flops, after=(op.name,))
 
 
 def _without_weights(op: Op, step: Step) -> Op:
     if op.kind is not Kind.BACKWARD or op.layer is None:
         return op
-    return replace(op, flops=op.flops - step.model.layers[op.layer].deferred_flops * step.microbatch_samples)
+    return op.but(flops=op.flops - step.model.layers[op.layer].deferred_flops * step.microbatch_samples)
 
 
 def _run(ops: Ops, step: Step, cuts: tuple[range, ...], chunk: range, backward: bool) -> Iterator[Op]:
@@ -233,7 +233,7 @@ def _run(ops: Ops, step: Step, cuts: tuple[range, ...], chunk: range, backward: 
     for op in ops:
         layer = layer if op.layer is None else op.layer
         if layer in chunk:
-            yield replace(op, after=(*op.after, *before)) if before else op
+            yield op.but(after=(*op.after, *before)) if before else op
             before, name = (), op.name
     if goes_out not in ends:
         yield _passed(Kind.SEND, step, goes_out, (name,))

@@ -7,8 +7,6 @@ reductions run in float32, so the rule is the same in every layout, one device i
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from samestep.program import Ops, Program, Step
 
 
@@ -22,8 +20,6 @@ def apply(program: Program) -> Program:
     dtype = program.step.compute_dtype
 
     def rewrite(_: str, ops: Ops) -> Ops:
-        return tuple(
-            replace(op, dtype=dtype) if op.axis is None and op.flops and op.dtype != dtype else op for op in ops
-        )
+        return tuple(op.but(dtype=dtype) if op.axis is None and op.flops and op.dtype != dtype else op for op in ops)
 
     return program.with_bodies(rewrite)

@@ -8,9 +8,9 @@ arXiv:2205.05198). Blocks are recomputed inside their unit, so no weight is gath
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
+from samestep.model import LayerSpec
 from samestep.program import Kind, Op, Ops, Program, Step, TaskKind, is_backward
 
 
@@ -35,21 +35,21 @@ def apply(program: Program) -> Program:
         return tuple(_with_forwards(key, ops)) if is_backward(key) else ops
 
     def _with_forwards(key: str, ops: Ops) -> Iterator[Op]:
+        sums_of = _sums_of(program.bodies[key.replace(TaskKind.BACKWARD, TaskKind.FORWARD)], layers)
         early: list[Op] = []
         for number, op in enumerate(ops):
             if op.kind is Kind.BACKWARD and op.layer is not None and layers[op.layer].is_block:
                 flops = layers[op.layer].forward_flops * program.step.microbatch_samples
-                again = replace(op, kind=Kind.RECOMPUTE, flops=flops if recompute == "full" else 0)
+                again = op.but(kind=Kind.RECOMPUTE, flops=flops if recompute == "full" else 0)
                 # The repetition ends once backward has what it needs: most often without the block's last sum,
                 # and backward asks for the first of that only when it has gone back through that sum.
-                forward = program.bodies[key.replace(TaskKind.BACKWARD, TaskKind.FORWARD)]
-                sums = _sums_of(forward, op.layer, layers[op.layer].modules)
+                sums = sums_of.get(op.layer, [])
                 tensor_sums = [part for part in sums if part.kind is not Kind.ALL_TO_ALL]
                 last = None if layers[op.layer].repeats_last_sum or not tensor_sums else tensor_sums[-1]
                 early = [part for part in _following(ops, number) if last and part.owner == last.owner]
-                yield from (replace(part, layer=op.layer, after=op.after) for part in early)
+                yield from (part.but(layer=op.layer, after=op.after) for part in early)
                 yield again
-                yield from (replace(part, after=(again.name,)) for part in sums if part is not last)
+                yield from (part.but(after=(again.name,)) for part in sums if part is not last)
             if op not in early:
                 yield op
 
@@ -61,13 +61,13 @@ def _following(ops: Ops, number: int) -> Iterator[Op]:
     return itertools.takewhile(lambda op: op.axis is not None, ops[number + 1 :])
 
 
-def _sums_of(forward: Ops, layer: int, modules: tuple[str, ...]) -> Ops:
-    """Collectives within a layer's forward; those that the layer's own module owns stand around it."""
-    inside = False
-    found: list[Op] = []
+def _sums_of(forward: Ops, layers: Sequence[LayerSpec]) -> dict[int, list[Op]]:
+    """Collectives within each layer's forward; those that the layer's own module owns stand around it."""
+    found: dict[int, list[Op]] = {}
+    layer: int | None = None
     for op in forward:
         if op.kind is Kind.FORWARD:
-            inside = op.layer == layer
-        elif inside and op.axis is not None and op.owner not in modules:
-            found.append(op)
-    return tuple(found)
+            layer = op.layer
+        elif layer is not None and op.axis is not None and op.owner not in layers[layer].modules:
+            found.setdefault(layer, []).append(op)
+    return found

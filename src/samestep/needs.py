@@ -1,0 +1,125 @@
+"""What no layout of given words can do without of memory: bytes of a rank, without building its program.
+
+Never above what `memory.py` finds, and first of all layouts with these degrees and this micro-batch, then of all ways to
+split the data axis, then of each. States by what of them is cut over which axis; activations of as many micro-batches as
+the schedule has in flight, and what is computed again for a backward; of gathered weights and gradients those of one
+layer, or under zero=2 all weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from samestep.kinds import Sizes, Units
+from samestep.pace import in_flight
+from samestep.prices import Prices, larger_twin, least_updated, smallest
+from samestep.program import BYTES_OF, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes that the stage which needs most cannot do without."""
+
+    states: float
+    activations: float
+    gathered: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.states + self.activations + self.gathered
+
+
+class Needs:
+    """Bounds of the memory of layouts, each given as its `Step`."""
+
+    def __init__(self, prices: Prices, states_per_param: int) -> None:
+        self.prices, self.states_per_param = prices, states_per_param
+
+    def least_bytes(self, step: Step) -> float:
+        """Bound the memory of all layouts of these degrees and this micro-batch."""
+        step, layout = smallest(step), step.layout
+        whole = self.prices.whole_sizes(step)
+        states = self._least_states(step, whole, whole.trained / (layout.dp * layout.cp))
+        return (states + whole.kept * step.microbatch_samples) / layout.pp
+
+    def group_bytes(self, step: Step) -> float:
+        """Bound the memory of all layouts that differ in how the data axis is split, and in ZeRO stage, alone."""
+        step, needed = smallest(step), 0.0
+        for stage in self.prices.runs(step).unlike:
+            mine = self.prices.stage_sizes(step, stage)
+            kept, _ = self._activations(step, stage, None)
+            needed = max(needed, self._least_states(step, mine, least_updated(step, mine)) + kept)
+        return needed
+
+    def _least_states(self, step: Step, mine: Sizes, updated: float) -> float:
+        """Bytes of weights, gradients and states, cut over all data ranks; on one rank weights may be of two bytes."""
+        master = BYTES_OF[step.master_dtype]
+        if step.layout.offload:
+            return min(2 * updated * master, mine.weights + mine.trained * master)
+        return (2 + self.states_per_param) * updated * master
+
+    def need(self, step: Step) -> Need:
+        """Bound the memory of a layout: of equal stages the first one holds most."""
+        step = smallest(step)
+        return max((self._need_of(step, stage) for stage in self.prices.runs(step).unlike), key=lambda need: need.total)
+
+    def _need_of(self, step: Step, stage: int) -> Need:
+        mine = self.prices.stage_sizes(step, stage)
+        of_units = self.prices.units(step) if step.zero >= 2 else None
+        kept, unit = self._activations(step, stage, of_units)
+        whole = self.prices.stage_units(step, stage) if of_units else Units()
+        gathered = unit + (whole.all_gathered if step.zero == 2 else 0.0)
+        return Need(self._states(step, mine, whole) + self.prices.model.buffer_bytes, kept, gathered)
+
+    def _activations(self, step: Step, stage: int, of_units: Sequence[Units] | None) -> tuple[float, float]:
+        """Bytes of activations, and of units, at the backward at which a stage holds most."""
+        layout = step.layout
+        held = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
+        larger, rest = larger_twin(step)
+        step = larger if held.latest < rest else step
+        sizes, samples = self.prices.run_sizes(step), step.microbatch_samples
+        kept = samples * sum(count * sizes[chunk * layout.pp + stage].kept for chunk, count in enumerate(held.counts))
+        run = held.next_chunk * layout.pp + stage
+        if step.splits_backward:  # nothing is freed before the gradients of weights
+            return kept + samples * sizes[run].again, 0.0
+        runs, kinds = self.prices.runs(step), self.prices.sizes(step)
+        again = unit = -float("inf")
+        freed = 0.0
+        for kind in runs.tails[run]:
+            one = kinds[kind]
+            unit_bytes = self._unit_bytes(step, of_units, kind, runs.counts[run]) if of_units else 0.0
+            if samples * (one.again - freed) + unit_bytes > again + unit:
+                again, unit = samples * (one.again - freed), unit_bytes
+            freed += one.kept
+        return kept + again, unit
+
+    def _unit_bytes(self, step: Step, of_units: Sequence[Units], kind: int, run: tuple[tuple[int, int], ...]) -> float:
+        """Bytes of whole gradients of a layer and, under zero=3, of what is gathered for its backward and ahead of it."""
+        one, layer = of_units[kind], self.prices.few.layers[kind]
+        size = one.all_scattered * BYTES_OF[step.master_dtype]
+        if step.zero == 3 and layer.backward_reads_weights and one.all_scattered > 0:
+            size += one.all_gathered + (self._ahead(of_units, run) if layer.is_block else 0.0)
+        return size
+
+    def _ahead(self, of_units: Sequence[Units], run: tuple[tuple[int, int], ...]) -> float:
+        """Bytes of the block that is gathered while the last one of a run goes backward; of its experts it may be a part."""
+        blocks = [(kind, number) for kind, number in run if self.prices.few.layers[kind].is_block]
+        if sum(number for _, number in blocks) < 2:
+            return 0.0
+        trained = all(
+            of_units[kind].scattered and self.prices.few.layers[kind].backward_reads_weights for kind, _ in blocks
+        )
+        return min(of_units[kind].gathered for kind, _ in blocks) if trained else 0.0
+
+    def _states(self, step: Step, mine: Sizes, whole: Units) -> float:
+        master, states = BYTES_OF[step.master_dtype], self.states_per_param
+        if step.zero >= 2:
+            return (whole.held + whole.held_trained * (1 + (0 if step.layout.offload else states))) * master
+        kept = (mine.trained * states + mine.apart) * master
+        if step.zero == 1:
+            shards = step.layout.num_shards
+            dealt = (mine.dealt * states + mine.dealt_apart) * master
+            kept = (kept - dealt) / shards + dealt * step.layout.ep / shards
+        return mine.weights + mine.trained * master + (0.0 if step.layout.offload else kept)
