@@ -19,6 +19,7 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | precision                   | bf16; FP8 products in entries to MLPerf on devices that have them                        |
 | kind of attention           | plain before FlashAttention: V100, or FP16, or full recompute under tp or pp before H100 |
 | network of a node           | the profile's, unless the row prints ports and speed                                    |
+| all of a finetuning recipe  | torchtune's: 2 samples of 2048 tokens, full recompute, all in bf16 with no masters, logits in chunks, 4 bits a frozen weight under QLoRA; states, then gradients, go where they fit |
 
 What software made of a machine is in `published_machines.py`. Mapped to the nearest thing: context parallelism (a sample
 is a part of a sequence), zero=2 and 3 inside a pipeline (zero=1), experts that layout words cannot deal (each rank holds
@@ -34,11 +35,11 @@ from dataclasses import dataclass, replace
 
 from cells import Row, SkippedError, joined, number, whole
 from published_machines import is_by_engine, is_late, machine_of
-from published_models import decoder_of
+from published_models import TUNED_SAMPLES, decoder_of, is_finetuning
 
 from samestep.decoder import Decoder, spec
 from samestep.hardware import Hardware
-from samestep.model import LayerSpec, ModelSpec
+from samestep.model import LayerSpec, ModelSpec, ParamSpec
 from samestep.presets import resnet
 
 _YES = ("true", "yes", "1", "on", "1.0")
@@ -47,6 +48,8 @@ COLUMNS = ("model", "gpu", "metric_memory_gib", *TARGETS)
 """What a file must have one of to hold rows of this kind."""
 
 
+QUANTIZED = 0.516
+"""Bytes of a weight in NF4: half a byte, and a scale of 64 weights that is quantized too (arXiv:2305.14314, section 3)."""
 CHUNKS = 4
 """Into so many parts Transformer Engine and asynchronous tensor parallelism cut a sum; all but one hide."""
 _ADAPTERS = r"\bq?lora\b|task=lora"
@@ -86,6 +89,8 @@ class Case:
     stage: int | None = None
     """The one whose memory was measured; None: the one that holds most."""
     states_per_param: int = 2
+    is_finetuned: bool = False
+    """By torchtune's recipes: weights, gradients and states in the compute dtype, on the host what does not fit."""
 
 
 def case_of(row: Row) -> Case:
@@ -126,7 +131,7 @@ def case_of(row: Row) -> Case:
         unit = 128 * tp  # vocabularies are padded, so that they can be cut and rows are aligned
         decoder = replace(decoder, vocab=-(-decoder.vocab // unit) * unit)
         decoder = _on_a_rank(row, decoder, cp)
-        model = spec(decoder, name)
+        model = _finetuned(row, spec(decoder, name))
     assert model is not None
     splits = _splits_sequence(row, machine, decoder, tp)
     if splits:
@@ -150,7 +155,7 @@ def case_of(row: Row) -> Case:
         machine=machine,
         words=words,
         recompute=_recompute(row, machine, model),
-        microbatches=() if whole(row, "micro_batch") or per_rank == 1 else _halves(per_rank),
+        microbatches=() if whole(row, "micro_batch") or is_finetuning(row) else _halves(per_rank),
         sent_rows=_sent_rows(row, machine, decoder, ep),
         chunks=CHUNKS if _hides_sums(row, machine) else 1,
         precision=precision,
@@ -163,6 +168,7 @@ def case_of(row: Row) -> Case:
         out_of_memory=_failed(row),
         stage=-1 if "on the logging rank" in joined(row, "notes") else None,  # the last one logs
         states_per_param=1 if name == "resnet50" else 2,
+        is_finetuned=is_finetuning(row),
     )
 
 
@@ -218,6 +224,8 @@ def _microbatch(row: Row, tokens: int, pp: int, dp: int) -> int:
         return total // (dp * int(said[1] or said[2]))
     if pp > 1:
         return 1
+    if is_finetuning(row):
+        return TUNED_SAMPLES
     size = 256
     while size > 1 and (size * tokens > 2**14 or (total and total // dp < size)):
         size //= 2
@@ -235,6 +243,24 @@ def _on_a_rank(row: Row, decoder: Decoder, cp: int) -> Decoder:
     if re.search(_ADAPTERS, joined(row, "model", "notes"), re.IGNORECASE):
         decoder = replace(decoder, adapter_rank=16)
     return decoder
+
+
+def _finetuned(row: Row, model: ModelSpec) -> ModelSpec:
+    """Make of a model what torchtune does: float32 of one chunk of the logits at a time, and NF4 under QLoRA.
+
+    Of all logits the loss keeps them and their gradient. Two bytes hold the fewer elements that are left of a weight.
+    """
+    if not is_finetuning(row):
+        return model
+    *others, head = model.layers
+    kept, cut = (part - head.output_elements for part in (head.saved_elements, head.saved_cut_elements))
+    model = replace(model, layers=(*others, replace(head, saved_elements=kept, saved_cut_elements=cut)))
+
+    def packed(param: ParamSpec) -> ParamSpec:
+        is_product = not param.trainable and len(param.shape) > 1 and model.layers[param.layer].is_block
+        return replace(param, shape=(round(param.shape[0] * QUANTIZED / 2), *param.shape[1:])) if is_product else param
+
+    return replace(model, params=tuple(map(packed, model.params))) if "qlora" in row["model"].lower() else model
 
 
 def _splits_sequence(row: Row, machine: Hardware, decoder: Decoder | None, tp: int) -> bool:
@@ -341,6 +367,8 @@ def _recompute(row: Row, machine: Hardware, model: ModelSpec) -> str:
     text = (row.get("recompute") or "").lower()
     if "not set" in text:
         text = ""
+    if not text and is_finetuning(row):
+        return "full"
     if not text and "FSDP2" in (row.get("schedule") or ""):
         return "selective"  # torchtitan's own default
     if not text and is_by_engine(row) and "FSDP" not in joined(row, "notes"):

@@ -42,6 +42,8 @@ _NAMES = (
     (r"gpt.?3.*175b", "gpt3-175b"),
     (r"bert.large", "bert-large"),
 )
+TUNED_SAMPLES, TUNED_TOKENS = 2, 2048
+"""Samples of a micro-batch, and tokens of each, in torchtune's recipes (its README: "batch size 2", packed to 2048)."""
 _NO_DECODER = r"stable diffusion|retinanet|mask r-cnn|grouped gemm|hybrid|nemotron.?v?[3h]|multimodal|mimo|single moe|ultra.proxy|dlrm|unet|flux|maverick"
 
 
@@ -53,6 +55,11 @@ def decoder_of(row: Row, machine: Hardware) -> tuple[Decoder, str]:
     known = next((preset for pattern, preset in _NAMES if re.search(pattern, name, re.IGNORECASE)), None)
     decoder = _of_its_kind(replace(_base(row, known), **_sizes(row, known)), row, machine)
     return decoder, known or name
+
+
+def is_finetuning(row: Row) -> bool:
+    """Whether the row is of torchtune, whose recipes are alike (recipes/configs of pytorch/torchtune)."""
+    return "torchtune" in joined(row, "source").lower()
 
 
 def _base(row: Row, known: str | None) -> Decoder:
@@ -78,7 +85,8 @@ def _depth(row: Row) -> int:
 def _sizes(row: Row, known: str | None) -> dict[str, Any]:
     """Return the sizes that a row prints, over those of its preset."""
     columns = {"vocab": "vocab", "sequence": "seq_len"}
-    given: dict[str, Any] = {field: whole(row, column) for field, column in columns.items() if whole(row, column)}
+    given: dict[str, Any] = {"sequence": TUNED_TOKENS} if is_finetuning(row) else {}
+    given |= {field: whole(row, column) for field, column in columns.items() if whole(row, column)}
     if not (_depth(row) and whole(row, "hidden")):
         return given
     given |= {"layers": _depth(row), "hidden": whole(row, "hidden")}
