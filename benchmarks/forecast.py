@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from cells import Row, SkippedError
 from published import Case, case_of
 
-from samestep import clock, memory
+from samestep import clock, cost, memory
 from samestep.errors import SamestepError
 from samestep.job import Job
 from samestep.layout import Layout
@@ -60,6 +60,20 @@ def programs_for(case: Case, recompute: str) -> tuple[Program, ...]:
         if case.is_finetuned
         else programs
     )
+
+
+def _beside_compute(program: Program, case: Case) -> Program:
+    """Leave of the rows that travel what takes longer than the blocks' compute, which another micro-batch does meanwhile."""
+    ops = [op for task in program.stages[0] for op in program.bodies[task.body]]
+    travels = [op for op in ops if op.axis == "ep"]
+    works = [op for op in ops if op.axis is None and op.layer is not None]
+    sent_s, busy_s = (sum(cost.seconds(op, program, case.machine) for op in part) for part in (travels, works))
+    shown = max(0.0, 1 - busy_s / sent_s) if sent_s else 0.0
+
+    def rewrite(_: str, body: Ops) -> Ops:
+        return tuple(replace(op, size_bytes=round(op.size_bytes * shown)) if op.axis == "ep" else op for op in body)
+
+    return program.with_bodies(rewrite)
 
 
 class _PlainStep(Step):

@@ -7,9 +7,9 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 |-----------------------------|-----------------------------------------------------------------------------------------|
 | sizes of the model          | those of the preset its name is close to; else a GPT of its number of weights            |
 | the device                  | V100 where it says FP16 (no bfloat16 yet), else A100                                      |
-| number of devices           | one node, or as many as the layout and its experts need                                 |
+| number of devices           | one node, or as many as the layout and its experts need; 64 in Megatron-LM's release runs |
 | degrees tp and pp           | what the replicas leave: tp within a node, then pp; 1 where no replicas are printed      |
-| data-parallel degree        | devices / (tp pp cp), whatever is printed, if that is a whole number                     |
+| data-parallel degree        | devices / (tp pp cp), whatever is printed; too many cuts for the devices: fewer stages     |
 | micro-batch                 | by the steps of accumulation in the notes; 1 in a pipeline; else the largest power of two that makes at most 2^14 tokens and fits |
 | global batch                | by the tokens of a step in the notes; one micro-batch a rank; four for each stage of a pipeline |
 | ZeRO stage                  | 1 from six billion weights on, 3 where weights and gradients alone fill a device, else 0 |
@@ -39,7 +39,7 @@ from published_models import TUNED_SAMPLES, decoder_of, is_finetuning
 
 from samestep.decoder import Decoder, spec
 from samestep.hardware import Hardware
-from samestep.model import LayerSpec, ModelSpec, ParamSpec
+from samestep.model import Border, Cut, LayerSpec, ModelSpec, ParamSpec, Product
 from samestep.presets import resnet
 
 _YES = ("true", "yes", "1", "on", "1.0")
@@ -48,6 +48,8 @@ COLUMNS = ("model", "gpu", "metric_memory_gib", *TARGETS)
 """What a file must have one of to hold rows of this kind."""
 
 
+RELEASE_DEVICES = 64
+"""Of Megatron-LM's release runs: what bert_release needs (tp 8, pp 8), and t5_release for one micro-batch a step (512 / 32 x 4)."""
 QUANTIZED = 0.516
 """Bytes of a weight in NF4: half a byte, and a scale of 64 weights that is quantized too (arXiv:2305.14314, section 3)."""
 CHUNKS = 4
@@ -77,6 +79,8 @@ class Case:
     """Sizes to try, where the row does not say; the last one is taken if none fits."""
     sent_rows: float
     """Part of the rows that leave for experts: one for all experts of a node, where a dispatcher sees to that."""
+    hides_exchange: bool
+    """Rows travel to experts beside the compute of another micro-batch: only what takes longer than that shows."""
     chunks: int
     """Parts into which sums over tp are cut to hide behind products; 1: not at all."""
     precision: str
@@ -113,9 +117,6 @@ def case_of(row: Row) -> Case:
         model = None
     tp, pp, cp = _cuts(row, machine)
     devices = whole(row, "n_gpus") or _devices(row, machine, tp * pp * cp)
-    if devices % (tp * pp * cp):
-        printed = max(whole(row, "dp_replicate", 1) * whole(row, "dp_shard", 1), 1)
-        devices = tp * pp * cp * printed
     dp = devices // (tp * pp * cp)
     tokens = decoder.sequence if decoder else 196
     per_rank = whole(row, "micro_batch") or _microbatch(row, tokens // cp, pp, dp)
@@ -142,10 +143,9 @@ def case_of(row: Row) -> Case:
     products = products if decoder else ""
     words = _words(row, tp, pp, cp * dp, per_rank, model, machine) | ({"sequence_parallel": True} if splits else {})
     ep = min(whole(row, "ep", 1), cp * dp * tp)
-    if ep > 1 and _can_be_dealt(model, words, ep) and not _hides_exchange(row, machine, tp):
-        words["ep"] = ep
-    elif ep > 1 and any(param.experts for param in model.params):
-        model = _without_exchange(model, ep)
+    if decoder and decoder.experts:
+        model, dealt = _with_experts(row, model, words, tp if splits else 1, ep)
+        words |= {"ep": dealt} if dealt > 1 else {}
     tokens_of_step = global_batch * tokens
     return Case(
         id=row.get("id") or "",
@@ -157,6 +157,7 @@ def case_of(row: Row) -> Case:
         recompute=_recompute(row, machine, model),
         microbatches=() if whole(row, "micro_batch") or is_finetuning(row) else _halves(per_rank),
         sent_rows=_sent_rows(row, machine, decoder, ep),
+        hides_exchange=re.search(r"a2a_overlap=True", joined(row, "notes")) is not None,
         chunks=CHUNKS if _hides_sums(row, machine) else 1,
         precision=precision,
         products=products,
@@ -190,18 +191,27 @@ def _memory_bytes(row: Row) -> float | None:
 
 def _devices(row: Row, machine: Hardware, needed: int) -> int:
     printed = whole(row, "dp_replicate") or whole(row, "dp_shard")
+    if "_release" in (row.get("model") or "") and not printed:
+        return max(RELEASE_DEVICES // needed, 1) * needed
     least = needed * max(1, -(-whole(row, "ep", 1) // whole(row, "tp", 1)))
     return needed * printed if printed else max(min(machine.devices_per_node, 8) // least, 1) * least
 
 
 def _cuts(row: Row, machine: Hardware) -> tuple[int, int, int]:
-    """Degrees tp, pp, cp; where only the replicas are printed, what they leave is tp within a node, and pp."""
+    """Degrees tp, pp, cp; where only the replicas are printed, what they leave is tp within a node, and pp.
+
+    More of them than the devices allow are misprints: rates agree with the number of devices.
+    """
     tp, pp, cp = (whole(row, column, 1) for column in ("tp", "pp", "cp"))
     copies = whole(row, "dp_replicate", 1) * whole(row, "dp_shard", 1)
     if not (whole(row, "tp") or whole(row, "pp")) and copies > 1 and whole(row, "n_gpus") % (copies * cp) == 0:
         left = whole(row, "n_gpus") // (copies * cp)
         tp = math.gcd(left, machine.devices_per_node)
         pp = left // tp
+    devices = whole(row, "n_gpus")
+    if devices and devices % (tp * pp * cp):
+        tp, cp = math.gcd(devices, tp), math.gcd(devices // math.gcd(devices, tp), cp)
+        pp = max(degree for degree in range(1, pp + 1) if devices % (tp * degree * cp) == 0)
     return tp, pp, cp
 
 
@@ -274,42 +284,81 @@ def _gathered_again(layer: LayerSpec) -> LayerSpec:
     return replace(layer, saved_cut_elements=layer.saved_elements) if layer.is_block else layer
 
 
-def _can_be_dealt(model: ModelSpec, words: Mapping[str, int | str], ep: int) -> bool:
-    """Whether layout words can say that experts are dealt to so many ranks."""
-    counts = {param.experts for param in model.params} - {0}
-    ranks = int(words.get("dp_shard") or words.get("dp_replicate") or 1)
-    divides = ranks % ep == 0 and all(count % ep == 0 for count in counts)
-    return bool(counts) and divides and int(words.get("zero", 0)) < 2
-
-
 def _sent_rows(row: Row, machine: Hardware, decoder: Decoder | None, ep: int) -> float:
     """Expected nodes among those of the experts chosen for a token, over the choices: DeepEP and HybridEP send to a node once."""
     nodes = -(-ep // machine.devices_per_node)
-    if (
-        decoder is None
-        or decoder.top_k < 2
-        or nodes < 2
-        or not re.search(r"deepep|hybridep", joined(row, "notes"), re.I)
-    ):
+    if decoder is None or decoder.top_k < 2 or nodes < 2 or not _sends_once(row, machine):
         return 1.0
     return float(nodes * (1 - (1 - 1 / nodes) ** decoder.top_k) / decoder.top_k)
 
 
-def _hides_exchange(row: Row, machine: Hardware, tp: int) -> bool:
-    """Whether the exchange runs beside another micro-batch's compute, or within a node: experts are not cut by tp then."""
+def _sends_once(row: Row, machine: Hardware) -> bool:
+    """Whether rows go to their experts by DeepEP or HybridEP: where the row says so, and in NVIDIA's recipes from Hopper on."""
     said = joined(row, "notes")
-    whole_experts = tp > 1 and is_late(machine) and is_by_engine(row) and "deterministic" not in said
-    return whole_experts or re.search(r"a2a_overlap=True", said) is not None
+    return re.search(r"deepep|hybridep|type=flex", said, re.I) is not None or (is_late(machine) and _is_recipe(row))
 
 
-def _without_exchange(model: ModelSpec, ep: int) -> ModelSpec:
-    """Leave a rank its experts; what they exchange is not priced."""
-    params = tuple(replace(p, shape=(-(-p.shape[0] // ep), *p.shape[1:])) if p.experts else p for p in model.params)
+def _is_recipe(row: Row) -> bool:
+    return re.search(r"nemo|bridge|dgxc", joined(row, "source", "url_or_repo_path"), re.IGNORECASE) is not None
+
+
+def _with_experts(
+    row: Row, model: ModelSpec, words: Mapping[str, int | str], tp: int, ep: int
+) -> tuple[ModelSpec, int]:
+    """Leave ranks their experts, or parts of them; and say to how many data ranks layout words deal them.
+
+    Other ranks that experts are dealt to are those that cut the sequence, or within FSDP.
+    """
+    ranks = int(words.get("dp_shard") or words.get("dp_replicate") or 1)
+    dealt = 1 if int(words.get("zero", 0)) > 1 else math.gcd(ranks, ep, *(param.experts for param in model.params))
+    parts = _parts_of_expert(row, tp, ranks, ep)
+    own = tp // parts
+    """Sets of experts that the ranks of one tensor cut have between them."""
+
+    def held(param: ParamSpec) -> ParamSpec:
+        if not param.experts:
+            return param
+        shape = (-(-param.shape[0] * dealt // ep), param.shape[1] * own, *param.shape[2:])
+        return replace(param, shape=shape, cut=Cut(style="column", dim=1, groups=shape[1]) if tp > 1 else None)
+
     layers = tuple(
-        replace(layer, products=tuple(replace(p, groups=-(-p.groups // ep)) for p in layer.products))
-        for layer in model.layers
+        _with_own_rows(layer, tp, own, ep, sum(p.numel for p in model.params if p.layer == index and p.experts))
+        for index, layer in enumerate(model.layers)
     )
-    return replace(model, params=params, layers=layers)
+    return replace(model, params=tuple(map(held, model.params)), layers=layers), dealt
+
+
+def _parts_of_expert(row: Row, tp: int, data_ranks: int, ep: int) -> int:
+    """Parts of an expert: those of the tensor cut, but in NVIDIA's recipes, which leave experts whole."""
+    said = re.search(r"expert-tensor-parallel-size=(\d+)|\bETP=(\d+)", joined(row, "notes"))
+    parts = int(said[1] or said[2]) if said else 1 if _is_recipe(row) else tp
+    return math.gcd(parts, tp) if tp * data_ranks % (ep * parts) == 0 else 1
+
+
+def _with_own_rows(layer: LayerSpec, tp: int, own: int, ep: int, experts: int) -> LayerSpec:
+    """Let each rank of `tp` send its own tokens; those that share an expert put their rows together first."""
+
+    def worked(product: Product) -> Product:
+        if product.owner == "mlp.gate" and tp > 1:
+            return replace(product, rows=-(-product.rows // tp), columns=product.columns * tp, cut="columns")
+        if not product.owner.startswith("mlp.experts"):
+            return product
+        product = replace(product, rows=-(-product.rows // own), groups=-(-product.groups // ep))
+        if product.owner.endswith("down_proj"):
+            return replace(product, inner=product.inner * own, cut="inner" if tp > 1 else "")
+        return replace(product, columns=product.columns * own, cut="columns" if tp > 1 else "")
+
+    if not layer.dealings:
+        return layer
+    (dealing,) = layer.dealings
+    rows = Border(owner=dealing.owner, elements=dealing.rows // own * dealing.width, kind="gather")
+    return replace(
+        layer,
+        products=tuple(map(worked, layer.products)),
+        dealings=(replace(dealing, rows=-(-dealing.rows // tp)),),
+        sequence_weights=layer.sequence_weights - experts,
+        sequence_borders=layer.sequence_borders + ((rows, replace(rows, kind="scatter")) if own < tp else ()),
+    )
 
 
 def _precision(row: Row, machine: Hardware) -> tuple[str, str]:

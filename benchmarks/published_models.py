@@ -45,6 +45,7 @@ _NAMES = (
 TUNED_SAMPLES, TUNED_TOKENS = 2, 2048
 """Samples of a micro-batch, and tokens of each, in torchtune's recipes (its README: "batch size 2", packed to 2048)."""
 _NO_DECODER = r"stable diffusion|retinanet|mask r-cnn|grouped gemm|hybrid|nemotron.?v?[3h]|multimodal|mimo|single moe|ultra.proxy|dlrm|unet|flux|maverick"
+_LOOPS = r"(?<![a-z])(grpo|rlhf|ppo)(?![a-z])"
 
 
 def decoder_of(row: Row, machine: Hardware) -> tuple[Decoder, str]:
@@ -52,6 +53,8 @@ def decoder_of(row: Row, machine: Hardware) -> tuple[Decoder, str]:
     name = row.get("model") or ""
     if re.search(_NO_DECODER, name, re.IGNORECASE):
         raise SkippedError("the model is no transformer of one kind of block, or part of one")
+    if re.search(_LOOPS, name, re.IGNORECASE):
+        raise SkippedError("a loop of reinforcement learning generates too: it is no training step")
     known = next((preset for pattern, preset in _NAMES if re.search(pattern, name, re.IGNORECASE)), None)
     decoder = _of_its_kind(replace(_base(row, known), **_sizes(row, known)), row, machine)
     return decoder, known or name
@@ -71,8 +74,16 @@ def _base(row: Row, known: str | None) -> Decoder:
     if layers and hidden:
         return replace(DECODERS["gpt3-175b"], layers=layers, hidden=hidden, heads=max(1, hidden // 128))
     if weights:
-        return sized(weights, whole(row, "seq_len", 2048))
+        found = sized(weights, whole(row, "seq_len", 2048))
+        stages = whole(row, "pp", 1) * whole(row, "vp", 1)
+        return found if found.layers >= stages else _of_depth(found, stages)
     raise SkippedError("no sizes of the model, and its name is no preset's")
+
+
+def _of_depth(decoder: Decoder, layers: int) -> Decoder:
+    """Make a model as deep as its stages are many, and so much narrower that it has as many weights."""
+    hidden = 128 * round(decoder.hidden * (decoder.layers / layers) ** 0.5 / 128)
+    return replace(decoder, layers=layers, hidden=hidden, heads=hidden // 128)
 
 
 def _depth(row: Row) -> int:
