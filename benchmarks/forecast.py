@@ -57,7 +57,7 @@ def programs_for(case: Case, recompute: str) -> tuple[Program, ...]:
         programs = tuple(program.with_bodies(rewrite) for program in programs)
     return (
         tuple(replace(program, step=_without_masters(program.step)) for program in programs)
-        if case.is_finetuned
+        if case.is_lean
         else programs
     )
 
@@ -123,13 +123,13 @@ def _peak(case: Case, programs: Sequence[Program]) -> int:
 
 
 def _held(case: Case, program: Program) -> int:
-    """Bytes of one stage. Of a finetuning, what does not fit is left out.
+    """Bytes of one stage. Of a lean run, what does not fit is left out.
 
     One device leaves the states in pages of the host, then uses gradients up in the backward; several leave all that they
     hold between steps on the host.
     """
     held = memory.during_step(program, case.states_per_param)
-    if not case.is_finetuned:
+    if not case.is_lean:
         return held.total
     rest = memory.at_rest(program, case.states_per_param)
     shed = (

@@ -19,7 +19,7 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | precision                   | bf16; FP8 products in entries to MLPerf on devices that have them                        |
 | kind of attention           | plain before FlashAttention: V100, or FP16, or full recompute under tp or pp before H100 |
 | network of a node           | the profile's, unless the row prints ports and speed                                    |
-| all of a finetuning recipe  | torchtune's: 2 samples of 2048 tokens, full recompute, all in bf16 with no masters, logits in chunks, 4 bits a frozen weight under QLoRA; states, then gradients, go where they fit |
+| all of it but the model     | torchtune, LLMQ: their own defaults; no masters, logits in chunks, 4 bits a frozen weight under QLoRA; states, then gradients, on the host where they do not fit |
 
 What software made of a machine is in `published_machines.py`. Mapped to the nearest thing: context parallelism (a sample
 is a part of a sequence), zero=2 and 3 inside a pipeline (zero=1), experts that layout words cannot deal (each rank holds
@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 
 from cells import Row, SkippedError, joined, number, whole
 from published_machines import is_by_engine, is_late, machine_of
-from published_models import TUNED_SAMPLES, decoder_of, is_finetuning
+from published_models import decoder_of, recipe_of
 
 from samestep.decoder import Decoder, spec
 from samestep.hardware import Hardware
@@ -93,8 +93,8 @@ class Case:
     stage: int | None = None
     """The one whose memory was measured; None: the one that holds most."""
     states_per_param: int = 2
-    is_finetuned: bool = False
-    """By torchtune's recipes: weights, gradients and states in the compute dtype, on the host what does not fit."""
+    is_lean: bool = False
+    """Weights, gradients and states in the compute dtype, on the host what does not fit."""
 
 
 def case_of(row: Row) -> Case:
@@ -115,13 +115,14 @@ def case_of(row: Row) -> Case:
     else:
         decoder, name = decoder_of(row, machine)
         model = None
-    tp, pp, cp = _cuts(row, machine)
+    tp, pp, cp = _cuts(row, machine, decoder.layers if decoder else 1)
     devices = whole(row, "n_gpus") or _devices(row, machine, tp * pp * cp)
     dp = devices // (tp * pp * cp)
     tokens = decoder.sequence if decoder else 196
     per_rank = whole(row, "micro_batch") or _microbatch(row, tokens // cp, pp, dp)
     printed_batch = whole(row, "global_batch") or _batch_in(joined(row, "notes"), tokens)
-    global_batch = printed_batch or per_rank * dp * (4 * pp if pp > 1 else 1)
+    recipe = recipe_of(row)
+    global_batch = printed_batch or per_rank * dp * (4 * pp if pp > 1 else recipe.microbatches if recipe else 1)
     if global_batch < dp and dp % global_batch == 0:  # more ranks than samples: they have parts of sequences
         cp, dp = cp * dp // global_batch, global_batch
     if global_batch < dp and not whole(row, "global_batch"):
@@ -132,7 +133,7 @@ def case_of(row: Row) -> Case:
         unit = 128 * tp  # vocabularies are padded, so that they can be cut and rows are aligned
         decoder = replace(decoder, vocab=-(-decoder.vocab // unit) * unit)
         decoder = _on_a_rank(row, decoder, cp)
-        model = _finetuned(row, spec(decoder, name))
+        model = _lean(row, spec(decoder, name))
     assert model is not None
     splits = _splits_sequence(row, machine, decoder, tp)
     if splits:
@@ -155,7 +156,7 @@ def case_of(row: Row) -> Case:
         machine=machine,
         words=words,
         recompute=_recompute(row, machine, model),
-        microbatches=() if whole(row, "micro_batch") or is_finetuning(row) else _halves(per_rank),
+        microbatches=() if whole(row, "micro_batch") or recipe_of(row) else _halves(per_rank),
         sent_rows=_sent_rows(row, machine, decoder, ep),
         hides_exchange=re.search(r"a2a_overlap=True", joined(row, "notes")) is not None,
         chunks=CHUNKS if _hides_sums(row, machine) else 1,
@@ -169,7 +170,7 @@ def case_of(row: Row) -> Case:
         out_of_memory=_failed(row),
         stage=-1 if "on the logging rank" in joined(row, "notes") else None,  # the last one logs
         states_per_param=1 if name == "resnet50" else 2,
-        is_finetuned=is_finetuning(row),
+        is_lean=recipe_of(row) is not None,
     )
 
 
@@ -197,10 +198,10 @@ def _devices(row: Row, machine: Hardware, needed: int) -> int:
     return needed * printed if printed else max(min(machine.devices_per_node, 8) // least, 1) * least
 
 
-def _cuts(row: Row, machine: Hardware) -> tuple[int, int, int]:
+def _cuts(row: Row, machine: Hardware, blocks: int) -> tuple[int, int, int]:
     """Degrees tp, pp, cp; where only the replicas are printed, what they leave is tp within a node, and pp.
 
-    More of them than the devices allow are misprints: rates agree with the number of devices.
+    More of them than the devices allow, or the blocks, are misprints: rates agree with the number of devices.
     """
     tp, pp, cp = (whole(row, column, 1) for column in ("tp", "pp", "cp"))
     copies = whole(row, "dp_replicate", 1) * whole(row, "dp_shard", 1)
@@ -208,10 +209,9 @@ def _cuts(row: Row, machine: Hardware) -> tuple[int, int, int]:
         left = whole(row, "n_gpus") // (copies * cp)
         tp = math.gcd(left, machine.devices_per_node)
         pp = left // tp
-    devices = whole(row, "n_gpus")
-    if devices and devices % (tp * pp * cp):
-        tp, cp = math.gcd(devices, tp), math.gcd(devices // math.gcd(devices, tp), cp)
-        pp = max(degree for degree in range(1, pp + 1) if devices % (tp * degree * cp) == 0)
+    devices = whole(row, "n_gpus", tp * pp * cp)
+    tp, cp = math.gcd(devices, tp), math.gcd(devices // math.gcd(devices, tp), cp)
+    pp = max(degree for degree in range(1, min(pp, blocks) + 1) if devices % (tp * degree * cp) == 0)
     return tp, pp, cp
 
 
@@ -234,8 +234,8 @@ def _microbatch(row: Row, tokens: int, pp: int, dp: int) -> int:
         return total // (dp * int(said[1] or said[2]))
     if pp > 1:
         return 1
-    if is_finetuning(row):
-        return TUNED_SAMPLES
+    if recipe := recipe_of(row):
+        return recipe.samples
     size = 256
     while size > 1 and (size * tokens > 2**14 or (total and total // dp < size)):
         size //= 2
@@ -255,16 +255,24 @@ def _on_a_rank(row: Row, decoder: Decoder, cp: int) -> Decoder:
     return decoder
 
 
-def _finetuned(row: Row, model: ModelSpec) -> ModelSpec:
-    """Make of a model what torchtune does: float32 of one chunk of the logits at a time, and NF4 under QLoRA.
+def _lean(row: Row, model: ModelSpec) -> ModelSpec:
+    """Make of a model what lean libraries do: float32 of one chunk of the logits at a time, and NF4 under QLoRA.
 
-    Of all logits the loss keeps them and their gradient. Two bytes hold the fewer elements that are left of a weight.
+    Of all logits the loss keeps them and their gradient, and one kernel reads them twice and writes that: of the nine
+    times that it goes over them otherwise, one and a half are left. Two bytes hold the fewer elements that are left of a weight.
     """
-    if not is_finetuning(row):
+    if not recipe_of(row):
         return model
     *others, head = model.layers
-    kept, cut = (part - head.output_elements for part in (head.saved_elements, head.saved_cut_elements))
-    model = replace(model, layers=(*others, replace(head, saved_elements=kept, saved_cut_elements=cut)))
+    logits = head.output_elements
+    head = replace(
+        head,
+        saved_elements=head.saved_elements - logits,
+        saved_cut_elements=head.saved_cut_elements - logits,
+        moved_elements=head.moved_elements - 15 * logits // 2,
+        moved_cut_elements=head.moved_cut_elements - 15 * logits // 2,
+    )
+    model = replace(model, layers=(*others, head))
 
     def packed(param: ParamSpec) -> ParamSpec:
         is_product = not param.trainable and len(param.shape) > 1 and model.layers[param.layer].is_block
@@ -416,8 +424,8 @@ def _recompute(row: Row, machine: Hardware, model: ModelSpec) -> str:
     text = (row.get("recompute") or "").lower()
     if "not set" in text:
         text = ""
-    if not text and is_finetuning(row):
-        return "full"
+    if not text and (recipe := recipe_of(row)):
+        return recipe.recompute
     if not text and "FSDP2" in (row.get("schedule") or ""):
         return "selective"  # torchtitan's own default
     if not text and is_by_engine(row) and "FSDP" not in joined(row, "notes"):

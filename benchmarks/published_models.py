@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from cells import Row, SkippedError, joined, number, whole
 
@@ -42,8 +42,24 @@ _NAMES = (
     (r"gpt.?3.*175b", "gpt3-175b"),
     (r"bert.large", "bert-large"),
 )
-TUNED_SAMPLES, TUNED_TOKENS = 2, 2048
-"""Samples of a micro-batch, and tokens of each, in torchtune's recipes (its README: "batch size 2", packed to 2048)."""
+
+
+class Recipe(NamedTuple):
+    """What all runs of a library have alike that keeps no float32 masters, and logits in chunks."""
+
+    samples: int
+    """Of a micro-batch."""
+    tokens: int
+    microbatches: int
+    recompute: str
+
+
+RECIPES = {
+    # recipes/configs and the README of pytorch/torchtune: batch size 2, packed to 2048 tokens, activation checkpointing
+    "torchtune": Recipe(2, 2048, 1, "full"),
+    # the README of IST-DASLab/llmq: defaults of --batch-size, --seq-len, --grad-accumulation
+    "llmq": Recipe(4, 1024, 4, ""),
+}
 _NO_DECODER = r"stable diffusion|retinanet|mask r-cnn|grouped gemm|hybrid|nemotron.?v?[3h]|multimodal|mimo|single moe|ultra.proxy|dlrm|unet|flux|maverick"
 _LOOPS = r"(?<![a-z])(grpo|rlhf|ppo)(?![a-z])"
 
@@ -60,9 +76,10 @@ def decoder_of(row: Row, machine: Hardware) -> tuple[Decoder, str]:
     return decoder, known or name
 
 
-def is_finetuning(row: Row) -> bool:
-    """Whether the row is of torchtune, whose recipes are alike (recipes/configs of pytorch/torchtune)."""
-    return "torchtune" in joined(row, "source").lower()
+def recipe_of(row: Row) -> Recipe | None:
+    """Return what the library's runs have alike, if the row is of one of them."""
+    source = joined(row, "source").lower()
+    return next((recipe for name, recipe in RECIPES.items() if name in source), None)
 
 
 def _base(row: Row, known: str | None) -> Decoder:
@@ -96,7 +113,8 @@ def _depth(row: Row) -> int:
 def _sizes(row: Row, known: str | None) -> dict[str, Any]:
     """Return the sizes that a row prints, over those of its preset."""
     columns = {"vocab": "vocab", "sequence": "seq_len"}
-    given: dict[str, Any] = {"sequence": TUNED_TOKENS} if is_finetuning(row) else {}
+    recipe = recipe_of(row)
+    given: dict[str, Any] = {"sequence": recipe.tokens} if recipe else {}
     given |= {field: whole(row, column) for field, column in columns.items() if whole(row, column)}
     if not (_depth(row) and whole(row, "hidden")):
         return given
@@ -106,7 +124,7 @@ def _sizes(row: Row, known: str | None) -> dict[str, Any]:
         given |= {"kv_heads": whole(row, "kv_heads")} if whole(row, "kv_heads") or not known else {}
     if whole(row, "ffn"):
         given["intermediate"] = whole(row, "ffn")
-    if whole(row, "moe_experts") and not known:
+    if whole(row, "moe_experts"):
         given |= {"experts": whole(row, "moe_experts"), "top_k": whole(row, "moe_topk", 1)}
     return given
 
@@ -115,7 +133,8 @@ def _of_its_kind(decoder: Decoder, row: Row, machine: Hardware) -> Decoder:
     """Add what kind of model and of code it is."""
     name = row.get("model") or ""
     if re.search(r"\bt5", name, re.IGNORECASE):  # an encoder, and a decoder that attends to it as well as to itself
-        sequence = whole(row, "seq_len", 512)
+        # Raffel et al. 2020, section 3.1.2: 512 tokens go in, about a quarter as many come out of blocks 4/3 as large.
+        sequence = 4 * whole(row, "seq_len", 512) // 7 // 4 * 4
         decoder = replace(decoder, layers=5 * decoder.layers // 2, sequence=sequence, vocab=30592)
     if re.search("bert", name, re.IGNORECASE):
         decoder = replace(decoder, attention="attention", dropout=True, vocab=whole(row, "vocab", 30592))
@@ -137,7 +156,7 @@ def _weights_in(name: str) -> float | None:
 
 def _is_plain(row: Row, machine: Hardware) -> bool:
     """Whether attention keeps its scores: FlashAttention is of 2022 and for Ampere and later."""
-    if "unfused" in joined(row, "notes").lower() or machine.name.startswith("v100"):
+    if re.search("unfused|transformer-impl=local", joined(row, "notes").lower()) or machine.name.startswith("v100"):
         return True
     if not machine.name.startswith("a100") or "flash" in joined(row, "notes", "model", "source").lower():
         return False
