@@ -185,7 +185,7 @@ def _failed(row: Row) -> bool:
 
 def _memory_bytes(row: Row) -> float | None:
     size = number(row, "metric_memory_gib")
-    if not size:
+    if not size or "nvidia-smi" in joined(row, "notes"):  # which counts what the allocator keeps for later too
         return None
     return size * (1e9 if re.search(r"in GB|\d\s?GB\b|\(GB\)", joined(row, "notes")) else 2**30)
 

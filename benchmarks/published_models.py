@@ -41,7 +41,21 @@ _NAMES = (
     (r"mt.nlg", "mt-nlg-530b"),
     (r"gpt.?3.*175b", "gpt3-175b"),
     (r"bert.large", "bert-large"),
+    (r"llama.?4.?maverick", "llama4-maverick"),
+    (r"nemotron.?h.?56b", "nemotron-h-56b"),
+    (r"deepspeed megatron-lm", "gpt2"),  # DLPerf's script: gpt2-small unless told otherwise
 )
+_NEAR = {
+    # Meta 2025: every second block has experts, one of 128 and one shared; another does the work of both without
+    "llama4-maverick": replace(DECODERS["llama4-scout"], experts=128, dense_layers=24),
+    # NVIDIA 2025, arXiv:2504.03624, table 1: 54 Mamba-2 mixers, 10 attentions and 54 plain layers. A mixer works within
+    # chunks of 256 tokens; 256 heads of 64 and what they share are as large as its projections.
+    "nemotron-h-56b": replace(
+        DECODERS["nemotron4-340b"], layers=54, hidden=8192, heads=256, head_dim=64, kv_heads=160, intermediate=32768,
+        keys=256, vocab=131072, sequence=8192,
+    ),
+}  # fmt: skip
+"""Models of several kinds of blocks, by one kind that does as much work; of a row's sizes they take the sequence."""
 
 
 class Recipe(NamedTuple):
@@ -60,7 +74,7 @@ RECIPES = {
     # the README of IST-DASLab/llmq: defaults of --batch-size, --seq-len, --grad-accumulation
     "llmq": Recipe(4, 1024, 4, ""),
 }
-_NO_DECODER = r"stable diffusion|retinanet|mask r-cnn|grouped gemm|hybrid|nemotron.?v?[3h]|multimodal|mimo|single moe|ultra.proxy|dlrm|unet|flux|maverick"
+_NO_DECODER = r"stable diffusion|retinanet|mask r-cnn|grouped gemm|hybrid|nemotron.?(v?3|h(?!.?56b))|multimodal|mimo|single moe|ultra.proxy|dlrm|unet|flux"
 _LOOPS = r"(?<![a-z])(grpo|rlhf|ppo)(?![a-z])"
 
 
@@ -72,7 +86,8 @@ def decoder_of(row: Row, machine: Hardware) -> tuple[Decoder, str]:
     if re.search(_LOOPS, name, re.IGNORECASE):
         raise SkippedError("a loop of reinforcement learning generates too: it is no training step")
     known = next((preset for pattern, preset in _NAMES if re.search(pattern, name, re.IGNORECASE)), None)
-    decoder = _of_its_kind(replace(_base(row, known), **_sizes(row, known)), row, machine)
+    sizes = {"sequence": whole(row, "seq_len")} if known in _NEAR and whole(row, "seq_len") else _sizes(row, known)
+    decoder = _of_its_kind(replace(_base(row, known), **sizes), row, machine)
     return decoder, known or name
 
 
@@ -87,7 +102,7 @@ def _base(row: Row, known: str | None) -> Decoder:
     layers, hidden = _depth(row), whole(row, "hidden")
     weights = number(row, "n_params") or _weights_in(row.get("model") or "")
     if known:
-        return DECODERS[known]
+        return DECODERS.get(known) or _NEAR[known]
     if layers and hidden:
         return replace(DECODERS["gpt3-175b"], layers=layers, hidden=hidden, heads=max(1, hidden // 128))
     if weights:
