@@ -6,7 +6,7 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | the row does not say        | taken                                                                                   |
 |-----------------------------|-----------------------------------------------------------------------------------------|
 | sizes of the model          | those of the preset its name is close to; else a GPT of its number of weights            |
-| the device                  | V100 where it says FP16 (no bfloat16 yet), else A100                                      |
+| the device                  | V100 where it says FP16 (no bfloat16 yet) and of no later library, else A100              |
 | number of devices           | one node, or as many as the layout and its experts need; 64 in Megatron-LM's release runs |
 | degrees tp and pp           | what the replicas leave: tp within a node, then pp; 1 where no replicas are printed      |
 | data-parallel degree        | devices / (tp pp cp), whatever is printed; too many cuts for the devices: fewer stages     |
@@ -50,6 +50,8 @@ COLUMNS = ("model", "gpu", "metric_memory_gib", *TARGETS)
 
 RELEASE_DEVICES = 64
 """Of Megatron-LM's release runs: what bert_release needs (tp 8, pp 8), and t5_release for one micro-batch a step (512 / 32 x 4)."""
+ROUTING = 12
+"""Operations that Megatron-LM starts less to route rows than a decoder counts: it fuses the sorting, and most of it has no backward."""
 QUANTIZED = 0.516
 """Bytes of a weight in NF4: half a byte, and a scale of 64 weights that is quantized too (arXiv:2305.14314, section 3)."""
 CHUNKS = 4
@@ -330,7 +332,13 @@ def _with_experts(
         return replace(param, shape=shape, cut=Cut(style="column", dim=1, groups=shape[1]) if tp > 1 else None)
 
     layers = tuple(
-        _with_own_rows(layer, tp, own, ep, sum(p.numel for p in model.params if p.layer == index and p.experts))
+        _with_own_rows(
+            replace(layer, kernels=layer.kernels - ROUTING * (bool(layer.dealings) and is_by_engine(row))),
+            tp,
+            own,
+            ep,
+            sum(p.numel for p in model.params if p.layer == index and p.experts),
+        )
         for index, layer in enumerate(model.layers)
     )
     return replace(model, params=tuple(map(held, model.params)), layers=layers), dealt

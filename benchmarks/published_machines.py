@@ -21,10 +21,14 @@ from samestep.hardware import Hardware
 
 GRAPH_LAUNCH_S = 2e-6
 """Host time of an operation that is part of a CUDA graph."""
-CHECKED = 2.8
+CHECKED = 2.4
 """Host time of a run that its notes call a correctness test with deterministic kernels, over that of a plain one."""
+ENGINE = 1.4
+"""Host time of an operation of Transformer Engine's modules over one of Megatron-LM's own, which are less Python."""
 OWN_ATTENTION = 2.2
 """What attention kernels written for a device reach over PyTorch's own (Shah et al. 2024, arXiv:2407.08608, figures 5 and 6)."""
+SHARED = 3.0
+"""Host time of a checked run in a container of a shared runner over one on a node of its own."""
 CHECKED_COLLECTIVE = 8.0
 """The same of a collective: ranks that start kernels slowly and unevenly wait for each other."""
 _MACHINES = (
@@ -72,7 +76,10 @@ def machine_of(row: Row) -> Hardware:
     """Return the profile of the row's device, with the row's own nodes and network."""
     device = (row.get("gpu") or "").strip()
     if not device:
-        device = "V100" if "16" in (row.get("precision") or "") and "BF" not in row["precision"].upper() else "A100"
+        is_old = (
+            re.match(r"(?!BF).*16", (row.get("precision") or "").upper()) and "transformer-impl" not in row["notes"]
+        )
+        device = "V100" if is_old else "A100"
     name = next((name for pattern, name in _MACHINES if re.search(pattern, device, re.IGNORECASE)), None)
     if name is None:
         raise SkippedError(f"no profile of {device}")
@@ -103,7 +110,12 @@ def _with_software(machine: Hardware, row: Row) -> Hardware:
             replace(link, collective_s=CHECKED_COLLECTIVE * link.collective_s)
             for link in (machine.intra, machine.inter)
         )
-        host = {"launch_s": CHECKED * machine.launch_s, "step_s": CHECKED * machine.step_s}
+        slower = (
+            CHECKED
+            * (SHARED if _on_shared_runner(row) else 1)
+            * (1 if "transformer-impl=local" in joined(row, "notes") else ENGINE)
+        )
+        host = {"launch_s": slower * machine.launch_s, "step_s": CHECKED * machine.step_s}
         machine = replace(machine, **host, intra=near, inter=far)
     notes = joined(row, "notes")
     covered = _in_graphs(notes)
@@ -119,6 +131,11 @@ def _with_software(machine: Hardware, row: Row) -> Hardware:
         port = machine.inter.bytes_per_s * (2 if machine.name.startswith("v100") else 1)  # two devices had one
         machine = replace(machine, overlap=False, inter=replace(machine.inter, bytes_per_s=port / inside))
     return machine
+
+
+def _on_shared_runner(row: Row) -> bool:
+    """Whether a check ran for a pull request, in a container: on one node of GB200 (recipes/gb200/*-1node.yaml)."""
+    return "GB200" in (row.get("gpu") or "") and 0 < whole(row, "n_gpus") <= 4
 
 
 def _in_graphs(notes: str) -> float:

@@ -22,6 +22,7 @@ _NAMES = (
     (r"llama.?4.?scout", "llama4-scout"),
     (r"llama.?65b", "llama-65b"),
     (r"llama.?7b", "llama-7b"),
+    (r"deepseek.?v?3(?!\d)", "deepseek-v3"),
     (r"mixtral.?8x22b", "mixtral-8x22b"),
     (r"mixtral", "mixtral-8x7b"),
     (r"qwen.?3.*235b", "qwen3-235b-a22b"),
@@ -33,7 +34,6 @@ _NAMES = (
     (r"qwen.?2\.5.?0\.5b", "qwen2.5-0.5b"),
     (r"gpt.?oss.?120b", "gpt-oss-120b"),
     (r"gpt.?oss.?20b", "gpt-oss-20b"),
-    (r"deepseek.?v?3(?!\d)", "deepseek-v3"),
     (r"nemotron.?4.?340b", "nemotron4-340b"),
     (r"nemotron.?4.?15b", "nemotron4-15b"),
     (r"grok.?1", "grok1-314b"),
@@ -87,7 +87,8 @@ def decoder_of(row: Row, machine: Hardware) -> tuple[Decoder, str]:
         raise SkippedError("a loop of reinforcement learning generates too: it is no training step")
     known = next((preset for pattern, preset in _NAMES if re.search(pattern, name, re.IGNORECASE)), None)
     sizes = {"sequence": whole(row, "seq_len")} if known in _NEAR and whole(row, "seq_len") else _sizes(row, known)
-    decoder = _of_its_kind(replace(_base(row, known), **sizes), row, machine)
+    decoder = replace(_base(row, known), **sizes)
+    decoder = _of_its_kind(decoder if known else _with_options(decoder, row), row, machine)
     return decoder, known or name
 
 
@@ -142,6 +143,19 @@ def _sizes(row: Row, known: str | None) -> dict[str, Any]:
     if whole(row, "moe_experts"):
         given |= {"experts": whole(row, "moe_experts"), "top_k": whole(row, "moe_topk", 1)}
     return given
+
+
+def _with_options(decoder: Decoder, row: Row) -> Decoder:
+    """Add what Megatron-LM's options in the notes say, with its own defaults for sizes (arguments.py, MLATransformerConfig)."""
+    said = joined(row, "notes")
+    if "--swiglu=true" in said:
+        width = whole(row, "ffn") or 8 * decoder.hidden // 3 // 64 * 64
+        decoder = replace(decoder, gated=True, intermediate=width)
+    if "--untie-embeddings-and-output-weights=true" in said:
+        decoder = replace(decoder, tied=False)
+    if "--multi-latent-attention=true" in said:
+        decoder = replace(decoder, query_rank=512, latent_rank=512, rotary_dim=64, head_dim=128, kv_heads=0)
+    return decoder
 
 
 def _of_its_kind(decoder: Decoder, row: Row, machine: Hardware) -> Decoder:
