@@ -50,6 +50,8 @@ COLUMNS = ("model", "gpu", "metric_memory_gib", *TARGETS)
 
 RELEASE_DEVICES = 64
 """Of Megatron-LM's release runs: what bert_release needs (tp 8, pp 8), and t5_release for one micro-batch a step (512 / 32 x 4)."""
+MUON_STARTS = 40
+"""Operations of Muon for one matrix: five times three products and what adds them up (Jordan 2024), momentum, norm, update."""
 ROUTING = 12
 """Operations that Megatron-LM starts less to route rows than a decoder counts: it fuses the sorting, and most of it has no backward."""
 QUANTIZED = 0.516
@@ -149,6 +151,8 @@ def case_of(row: Row) -> Case:
     if decoder and decoder.experts:
         model, dealt = _with_experts(row, model, words, tp if splits else 1, ep)
         words |= {"ep": dealt} if dealt > 1 else {}
+    if "optimizer=muon" in joined(row, "notes") and not words.get("zero"):
+        machine = replace(machine, step_s=machine.step_s + _matrices(model, pp, ep) * MUON_STARTS * machine.launch_s)
     tokens_of_step = global_batch * tokens
     return Case(
         id=row.get("id") or "",
@@ -174,6 +178,12 @@ def case_of(row: Row) -> Case:
         states_per_param=1 if name == "resnet50" else 2,
         is_lean=recipe_of(row) is not None,
     )
+
+
+def _matrices(model: ModelSpec, pp: int, ep: int) -> int:
+    """Matrices of the blocks that one rank updates; each of its experts has its own."""
+    params = [p for p in model.params if p.trainable and len(p.shape) > 1 and model.layers[p.layer].is_block]
+    return sum(-(-p.experts // ep) if p.experts else 1 for p in params) // pp
 
 
 def is_timed(row: Row) -> bool:
