@@ -16,14 +16,16 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | recompute                   | Megatron-LM and around it: full from a billion weights on before H100, none since; torchtitan: selective; else the least that fits, and full where nothing does |
 | sequence parallel           | with tp > 1 from H100 on                                                                |
 | sums over tp                | cut in four parts, all but one hidden, in NVIDIA's recipes from H100 on                  |
+| parts of an expert          | as many as of the tensor cut (Megatron-LM's default); whole ones in NVIDIA's recipes     |
+| rows that go to experts     | to a node once (DeepEP, HybridEP) in NVIDIA's recipes from H100 on; else once each       |
 | precision                   | bf16; FP8 products in entries to MLPerf on devices that have them                        |
 | kind of attention           | plain before FlashAttention: V100, or FP16, or full recompute under tp or pp before H100 |
 | network of a node           | the profile's, unless the row prints ports and speed                                    |
 | all of it but the model     | torchtune, LLMQ: their own defaults; no masters, logits in chunks, 4 bits a frozen weight under QLoRA; states, then gradients, on the host where they do not fit |
 
 What software made of a machine is in `published_machines.py`. Mapped to the nearest thing: context parallelism (a sample
-is a part of a sequence), zero=2 and 3 inside a pipeline (zero=1), experts that layout words cannot deal (each rank holds
-its own, and what they exchange is not priced).
+is a part of a sequence), zero=2 and 3 inside a pipeline (zero=1), experts that are dealt to the ranks of a tensor cut too
+(their rows travel among data ranks), an exchange beside the compute of another micro-batch (what is longer shows).
 """
 
 from __future__ import annotations
