@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from cells import Row, SkippedError
-from published import Case, case_of
+from published import Case, case_of, repeated
 
 from samestep import clock, cost, memory
 from samestep.errors import SamestepError
@@ -55,25 +55,26 @@ def programs_for(case: Case, recompute: str) -> tuple[Program, ...]:
 
     if case.products or case.chunks > 1 or case.sent_rows < 1:
         programs = tuple(program.with_bodies(rewrite) for program in programs)
-    return (
-        tuple(replace(program, step=_without_masters(program.step)) for program in programs)
-        if case.is_lean
-        else programs
-    )
+    if case.repeats_half and recompute == "selective":
+        programs = tuple(_repeating_half(program, case) for program in programs)
+    if case.is_lean:
+        programs = tuple(replace(program, step=_without_masters(program.step)) for program in programs)
+    return programs
 
 
-def _beside_compute(program: Program, case: Case) -> Program:
-    """Leave of the rows that travel what takes longer than the blocks' compute, which another micro-batch does meanwhile."""
-    ops = [op for task in program.stages[0] for op in program.bodies[task.body]]
-    travels = [op for op in ops if op.axis == "ep"]
-    works = [op for op in ops if op.axis is None and op.layer is not None]
-    sent_s, busy_s = (sum(cost.seconds(op, program, case.machine) for op in part) for part in (travels, works))
-    shown = max(0.0, 1 - busy_s / sent_s) if sent_s else 0.0
+def _repeating_half(program: Program, case: Case) -> Program:
+    """Let products run again with what is recomputed, at what products reach."""
+    step = program.step
+    dtype = case.products or step.compute_dtype
+    reached = case.machine.efficiency.get(dtype, 1.0) * cost.REACHED
 
-    def rewrite(_: str, body: Ops) -> Ops:
-        return tuple(replace(op, size_bytes=round(op.size_bytes * shown)) if op.axis == "ep" else op for op in body)
+    def again(op: Op) -> Ops:
+        if op.kind is not Kind.RECOMPUTE or op.layer is None:
+            return (op,)
+        flops = sum(product.flops for product in repeated(step.model.layers[op.layer])) * step.microbatch_samples
+        return op, Op(kind=Kind.RECOMPUTE, owner=f"{op.owner} products", dtype=dtype, flops=round(flops / reached))
 
-    return program.with_bodies(rewrite)
+    return program.with_bodies(lambda _, body: tuple(one for op in body for one in again(op)))
 
 
 class _PlainStep(Step):

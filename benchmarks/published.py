@@ -25,7 +25,8 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 
 What software made of a machine is in `published_machines.py`. Mapped to the nearest thing: context parallelism (a sample
 is a part of a sequence), zero=2 and 3 inside a pipeline (zero=1), experts that are dealt to the ranks of a tensor cut too
-(their rows travel among data ranks), an exchange beside the compute of another micro-batch (what is longer shows).
+(their rows travel among data ranks), an exchange beside the compute of another micro-batch (rows of the same job with and
+without differ by a few per cent: nothing hides).
 """
 
 from __future__ import annotations
@@ -85,8 +86,6 @@ class Case:
     """Sizes to try, where the row does not say; the last one is taken if none fits."""
     sent_rows: float
     """Part of the rows that leave for experts: one for all experts of a node, where a dispatcher sees to that."""
-    hides_exchange: bool
-    """Rows travel to experts beside the compute of another micro-batch: only what takes longer than that shows."""
     chunks: int
     """Parts into which sums over tp are cut to hide behind products; 1: not at all."""
     precision: str
@@ -99,6 +98,8 @@ class Case:
     stage: int | None = None
     """The one whose memory was measured; None: the one that holds most."""
     states_per_param: int = 2
+    repeats_half: bool = False
+    """Under selective recompute every second product runs again."""
     is_lean: bool = False
     """Weights, gradients and states in the compute dtype, on the host what does not fit."""
 
@@ -144,6 +145,8 @@ def case_of(row: Row) -> Case:
     splits = _splits_sequence(row, machine, decoder, tp)
     if splits:
         model = replace(model, layers=tuple(map(_gathered_again, model.layers)))
+    if _is_titan(row):
+        model = replace(model, layers=tuple(map(_without_every_second, model.layers)))
     if pp > 1:  # other libraries deal out the blocks evenly, whatever the head costs
         model = replace(model, layers=tuple(la if la.is_block else replace(la, forward_flops=1) for la in model.layers))
     precision, products = _precision(row, machine)
@@ -166,7 +169,6 @@ def case_of(row: Row) -> Case:
         recompute=_recompute(row, machine, model),
         microbatches=() if whole(row, "micro_batch") or recipe_of(row) else _halves(per_rank),
         sent_rows=_sent_rows(row, machine, decoder, ep),
-        hides_exchange=re.search(r"a2a_overlap=True", joined(row, "notes")) is not None,
         chunks=CHUNKS if _hides_sums(row, machine) else 1,
         precision=precision,
         products=products,
@@ -178,6 +180,7 @@ def case_of(row: Row) -> Case:
         out_of_memory=_failed(row),
         stage=-1 if "on the logging rank" in joined(row, "notes") else None,  # the last one logs
         states_per_param=1 if name == "resnet50" else 2,
+        repeats_half=_is_titan(row),
         is_lean=recipe_of(row) is not None,
     )
 
@@ -299,6 +302,28 @@ def _splits_sequence(row: Row, machine: Hardware, decoder: Decoder | None, tp: i
     said = (row.get("sequence_parallel") or "").strip().lower()
     wants = said in _YES or (not said and is_late(machine))
     return decoder is not None and tp > 1 and wants and decoder.sequence % tp == 0
+
+
+def _is_titan(row: Row) -> bool:
+    return re.search(r"titan|torchao", joined(row, "source"), re.IGNORECASE) is not None
+
+
+def _without_every_second(layer: LayerSpec) -> LayerSpec:
+    """Keep under selective recompute what torchtitan keeps: every second product (its policy counts calls of mm)."""
+    dropped = repeated(layer)
+    whole, cut = (
+        sum(p.rows * p.columns for p in dropped if p.cut in cuts) for cuts in (("", "inner", "columns"), ("columns",))
+    )
+    return replace(
+        layer,
+        saved_selective_elements=max(layer.saved_selective_elements - whole, layer.input_elements),
+        saved_selective_cut_elements=max(layer.saved_selective_cut_elements - cut, 0),
+    )
+
+
+def repeated(layer: LayerSpec) -> tuple[Product, ...]:
+    """Return the products of a block of which torchtitan's selective recompute keeps nothing."""
+    return tuple(product for product in layer.products if product.factors == "weight")[1::2] if layer.is_block else ()
 
 
 def _gathered_again(layer: LayerSpec) -> LayerSpec:
