@@ -2,7 +2,7 @@
 
 A row names a device, seldom its nodes, and hardly ever what its libraries could do at the time. What is known of those:
 
-    before Hopper     Megatron-LM and DeepSpeed hid no communication; ZeRO-3 gathered through one port of a node
+    before Hopper     Megatron-LM and DeepSpeed hid no communication; ZeRO-3 gathered through a quarter of a node's ports
     from Hopper on    Transformer Engine's attention is written for the device, PyTorch's own runs on it too
     CUDA graphs       the host starts a graph, not its operations
     checked runs      deterministic kernels that are started by Python op by op: a slower host, ranks that wait;
@@ -32,6 +32,8 @@ SHARED = 3.0
 """Host time of a checked run in a container of a shared runner over one on a node of its own; it varies two-fold."""
 CHECKED_COLLECTIVE = 6.0
 """The same of a collective: ranks that start kernels slowly and unevenly wait for each other."""
+GATHERED = 0.25
+"""Part of a node's ports that gathers of DeepSpeed's ZeRO-3 used, for each group that the node's ranks fall into."""
 _MACHINES = (
     (r"GB300", "gb300-nvl72"),
     (r"GB200", "gb200-nvl72"),
@@ -123,10 +125,10 @@ def _with_software(machine: Hardware, row: Row) -> Hardware:
         machine = replace(machine, efficiency={**machine.efficiency, "attention": reached})
     if not is_late(machine) and _hides_nothing(row):
         machine = replace(machine, overlap=False)
-    if _gathers_through_one_port(row, machine):
-        inside = max(1, machine.devices_per_node // whole(row, "tp", 1))
-        port = machine.inter.bytes_per_s * (2 if machine.name.startswith("v100") else 1)  # two devices had one
-        machine = replace(machine, overlap=False, inter=replace(machine.inter, bytes_per_s=port / inside))
+    if _gathers_badly(row, machine):
+        share = min(1.0, GATHERED * whole(row, "tp", 1))
+        port = replace(machine.inter, bytes_per_s=share * machine.inter.bytes_per_s)
+        machine = replace(machine, overlap=False, inter=port)
     return machine
 
 
@@ -177,8 +179,8 @@ def is_by_engine(row: Row) -> bool:
     )
 
 
-def _gathers_through_one_port(row: Row, machine: Hardware) -> bool:
-    """DeepSpeed's ZeRO-3 before Hopper: gathers are not hidden, and the ranks that a node has of a group share one port."""
+def _gathers_badly(row: Row, machine: Hardware) -> bool:
+    """DeepSpeed's ZeRO-3 before Hopper: gathers are not hidden, and the ranks that a node has of a group share few ports."""
     said = re.search(r"\bzero.?3|deepspeed|\bDS=", joined(row, "schedule", "notes", "source"), re.IGNORECASE)
     return whole(row, "zero_stage") == 3 and said is not None and not is_late(machine)
 
