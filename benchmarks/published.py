@@ -13,7 +13,7 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | micro-batch                 | by the steps of accumulation in the notes; 1 in a pipeline; else the largest power of two that makes at most 2^14 tokens and fits |
 | global batch                | by the tokens of a step in the notes; one micro-batch a rank; four for each stage of a pipeline |
 | ZeRO stage                  | 1 from six billion weights on, 3 where weights and gradients alone fill a device, else 0 |
-| recompute                   | Megatron-LM and around it: full from a billion weights on before H100, none since; torchtitan: selective; else the least that fits, and full where nothing does |
+| recompute                   | Megatron-LM and around it: full from a billion weights on before H100, none since, nor where the host keeps activations; torchtitan: selective; else the least that fits, and full where nothing does |
 | sequence parallel           | with tp > 1 from H100 on                                                                |
 | sums over tp                | cut in four parts, all but one hidden, in NVIDIA's recipes from H100 on                  |
 | parts of an expert          | as many as of the tensor cut (Megatron-LM's default); whole ones in NVIDIA's recipes     |
@@ -386,6 +386,8 @@ def _recompute(row: Row, machine: Hardware, model: ModelSpec) -> str:
         text = ""
     if not text and (recipe := recipe_of(row)):
         return recipe.recompute
+    if not text and "cpu_offloading_num_layers" in joined(row, "notes"):
+        return "none"  # the host keeps what would be computed again
     if not text and "FSDP2" in (row.get("schedule") or ""):
         return "selective"  # torchtitan's own default
     if not text and is_by_engine(row) and "FSDP" not in joined(row, "notes"):
