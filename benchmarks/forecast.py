@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from cells import Row, SkippedError
-from published import Case, case_of
+from published import Case, case_of, repeated
 
-from samestep import clock, memory
+from samestep import clock, cost, memory
 from samestep.errors import SamestepError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.program import Kind, Op, Ops, Program
+from samestep.program import Kind, Op, Ops, Program, Step
 from samestep.strategies import programs_of
 
 UNREADABLE = (SkippedError, SamestepError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
@@ -55,7 +55,38 @@ def programs_for(case: Case, recompute: str) -> tuple[Program, ...]:
 
     if case.products or case.chunks > 1 or case.sent_rows < 1:
         programs = tuple(program.with_bodies(rewrite) for program in programs)
+    if case.repeats_half and recompute == "selective":
+        programs = tuple(_repeating_half(program, case) for program in programs)
+    if case.is_lean:
+        programs = tuple(replace(program, step=_without_masters(program.step)) for program in programs)
     return programs
+
+
+def _repeating_half(program: Program, case: Case) -> Program:
+    """Let products run again with what is recomputed, at what products reach."""
+    step = program.step
+    dtype = case.products or step.compute_dtype
+    reached = case.machine.efficiency.get(dtype, 1.0) * cost.REACHED
+
+    def again(op: Op) -> Ops:
+        if op.kind is not Kind.RECOMPUTE or op.layer is None:
+            return (op,)
+        flops = sum(product.flops for product in repeated(step.model.layers[op.layer])) * step.microbatch_samples
+        return op, Op(kind=Kind.RECOMPUTE, owner=f"{op.owner} products", dtype=dtype, flops=round(flops / reached))
+
+    return program.with_bodies(lambda _, body: tuple(one for op in body for one in again(op)))
+
+
+class _PlainStep(Step):
+    """A step whose weights, gradients and states are all of the compute dtype."""
+
+    @property
+    def master_dtype(self) -> str:
+        return self.compute_dtype
+
+
+def _without_masters(step: Step) -> Step:
+    return _PlainStep(**{field.name: getattr(step, field.name) for field in fields(step)})
 
 
 def _in_its_numerics(op: Op, case: Case) -> Op:
@@ -88,8 +119,25 @@ WORKSPACE_BYTES = 128 * 2**20
 def _peak(case: Case, programs: Sequence[Program]) -> int:
     """Bytes of the fullest stage, the first or the last; or of the one that was measured."""
     ends = (programs[0], programs[-1]) if case.stage is None and len(programs) > 1 else (programs[case.stage or 0],)
-    held = max(memory.during_step(program, case.states_per_param).total for program in map(_shortened, ends))
+    held = max(_held(case, program) for program in map(_shortened, ends))
     return held + WORKSPACE_BYTES * (case.machine.num_units > 0)
+
+
+def _held(case: Case, program: Program) -> int:
+    """Bytes of one stage. Of a lean run, what does not fit is left out.
+
+    One device leaves the states in pages of the host, then uses gradients up in the backward; several leave all that they
+    hold between steps on the host.
+    """
+    held = memory.during_step(program, case.states_per_param)
+    if not case.is_lean:
+        return held.total
+    rest = memory.at_rest(program, case.states_per_param)
+    shed = (
+        (0, rest.total) if program.step.layout.world_size > 1 else (0, rest.optimizer, rest.optimizer + rest.gradients)
+    )
+    tried = [held.total - part for part in shed]
+    return next((size for size in tried if _fits(case, size)), tried[-1])
 
 
 def _shortened(program: Program) -> Program:

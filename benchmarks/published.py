@@ -6,39 +6,43 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | the row does not say        | taken                                                                                   |
 |-----------------------------|-----------------------------------------------------------------------------------------|
 | sizes of the model          | those of the preset its name is close to; else a GPT of its number of weights            |
-| the device                  | V100 where it says FP16 (no bfloat16 yet), else A100                                      |
-| number of devices           | one node, or as many as the layout and its experts need                                 |
+| the device                  | V100 where it says FP16 (no bfloat16 yet) and of no later library, else A100              |
+| number of devices           | one node, or as many as the layout and its experts need; 64 in Megatron-LM's release runs |
 | degrees tp and pp           | what the replicas leave: tp within a node, then pp; 1 where no replicas are printed      |
-| data-parallel degree        | devices / (tp pp cp), whatever is printed, if that is a whole number                     |
+| data-parallel degree        | devices / (tp pp cp), whatever is printed; too many cuts for the devices: fewer stages     |
 | micro-batch                 | by the steps of accumulation in the notes; 1 in a pipeline; else the largest power of two that makes at most 2^14 tokens and fits |
 | global batch                | by the tokens of a step in the notes; one micro-batch a rank; four for each stage of a pipeline |
 | ZeRO stage                  | 1 from six billion weights on, 3 where weights and gradients alone fill a device, else 0 |
-| recompute                   | Megatron-LM and around it: full from a billion weights on before H100, none since; torchtitan: selective; else the least that fits, and full where nothing does |
+| recompute                   | Megatron-LM and around it: full from a billion weights on before H100, none since, nor where the host keeps activations; torchtitan: selective; else the least that fits, and full where nothing does |
 | sequence parallel           | with tp > 1 from H100 on                                                                |
 | sums over tp                | cut in four parts, all but one hidden, in NVIDIA's recipes from H100 on                  |
+| parts of an expert          | as many as of the tensor cut (Megatron-LM's default); whole ones in NVIDIA's recipes     |
+| rows that go to experts     | to a node once (DeepEP, HybridEP) in NVIDIA's recipes from H100 on; else once each       |
 | precision                   | bf16; FP8 products in entries to MLPerf on devices that have them                        |
 | kind of attention           | plain before FlashAttention: V100, or FP16, or full recompute under tp or pp before H100 |
 | network of a node           | the profile's, unless the row prints ports and speed                                    |
+| all of it but the model     | torchtune, LLMQ: their own defaults; no masters, logits in chunks, 4 bits a frozen weight under QLoRA; states, then gradients, on the host where they do not fit |
 
 What software made of a machine is in `published_machines.py`. Mapped to the nearest thing: context parallelism (a sample
-is a part of a sequence), zero=2 and 3 inside a pipeline (zero=1), experts that layout words cannot deal (each rank holds
-its own, and what they exchange is not priced).
+is a part of a sequence), zero=2 and 3 inside a pipeline (zero=1), experts that are dealt to the ranks of a tensor cut too
+(their rows travel among data ranks), an exchange beside the compute of another micro-batch (rows of the same job with and
+without differ by a few per cent: nothing hides).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from cells import Row, SkippedError, joined, number, whole
+from published_experts import sent_rows, with_experts
 from published_machines import is_by_engine, is_late, machine_of
-from published_models import decoder_of
+from published_models import decoder_of, recipe_of
 
 from samestep.decoder import Decoder, spec
 from samestep.hardware import Hardware
-from samestep.model import LayerSpec, ModelSpec
+from samestep.model import LayerSpec, ModelSpec, ParamSpec, Product
 from samestep.presets import resnet
 
 _YES = ("true", "yes", "1", "on", "1.0")
@@ -47,6 +51,12 @@ COLUMNS = ("model", "gpu", "metric_memory_gib", *TARGETS)
 """What a file must have one of to hold rows of this kind."""
 
 
+RELEASE_DEVICES = 64
+"""Of Megatron-LM's release runs: what bert_release needs (tp 8, pp 8), and t5_release for one micro-batch a step (512 / 32 x 4)."""
+MUON_STARTS = 40
+"""Operations of Muon for one matrix: five times three products and what adds them up (Jordan 2024), momentum, norm, update."""
+QUANTIZED = 0.516
+"""Bytes of a weight in NF4: half a byte, and a scale of 64 weights that is quantized too (arXiv:2305.14314, section 3)."""
 CHUNKS = 4
 """Into so many parts Transformer Engine and asynchronous tensor parallelism cut a sum; all but one hide."""
 _ADAPTERS = r"\bq?lora\b|task=lora"
@@ -86,6 +96,10 @@ class Case:
     stage: int | None = None
     """The one whose memory was measured; None: the one that holds most."""
     states_per_param: int = 2
+    repeats_half: bool = False
+    """Under selective recompute every second product runs again."""
+    is_lean: bool = False
+    """Weights, gradients and states in the compute dtype, on the host what does not fit."""
 
 
 def case_of(row: Row) -> Case:
@@ -106,16 +120,14 @@ def case_of(row: Row) -> Case:
     else:
         decoder, name = decoder_of(row, machine)
         model = None
-    tp, pp, cp = _cuts(row, machine)
+    tp, pp, cp = _cuts(row, machine, decoder.layers if decoder else 1)
     devices = whole(row, "n_gpus") or _devices(row, machine, tp * pp * cp)
-    if devices % (tp * pp * cp):
-        printed = max(whole(row, "dp_replicate", 1) * whole(row, "dp_shard", 1), 1)
-        devices = tp * pp * cp * printed
     dp = devices // (tp * pp * cp)
     tokens = decoder.sequence if decoder else 196
     per_rank = whole(row, "micro_batch") or _microbatch(row, tokens // cp, pp, dp)
     printed_batch = whole(row, "global_batch") or _batch_in(joined(row, "notes"), tokens)
-    global_batch = printed_batch or per_rank * dp * (4 * pp if pp > 1 else 1)
+    recipe = recipe_of(row)
+    global_batch = printed_batch or per_rank * dp * (4 * pp if pp > 1 else recipe.microbatches if recipe else 1)
     if global_batch < dp and dp % global_batch == 0:  # more ranks than samples: they have parts of sequences
         cp, dp = cp * dp // global_batch, global_batch
     if global_batch < dp and not whole(row, "global_batch"):
@@ -126,21 +138,24 @@ def case_of(row: Row) -> Case:
         unit = 128 * tp  # vocabularies are padded, so that they can be cut and rows are aligned
         decoder = replace(decoder, vocab=-(-decoder.vocab // unit) * unit)
         decoder = _on_a_rank(row, decoder, cp)
-        model = spec(decoder, name)
+        model = _lean(row, spec(decoder, name))
     assert model is not None
     splits = _splits_sequence(row, machine, decoder, tp)
     if splits:
         model = replace(model, layers=tuple(map(_gathered_again, model.layers)))
+    if _is_titan(row):
+        model = replace(model, layers=tuple(map(_without_every_second, model.layers)))
     if pp > 1:  # other libraries deal out the blocks evenly, whatever the head costs
         model = replace(model, layers=tuple(la if la.is_block else replace(la, forward_flops=1) for la in model.layers))
     precision, products = _precision(row, machine)
     products = products if decoder else ""
     words = _words(row, tp, pp, cp * dp, per_rank, model, machine) | ({"sequence_parallel": True} if splits else {})
     ep = min(whole(row, "ep", 1), cp * dp * tp)
-    if ep > 1 and _can_be_dealt(model, words, ep) and not _hides_exchange(row, machine, tp):
-        words["ep"] = ep
-    elif ep > 1 and any(param.experts for param in model.params):
-        model = _without_exchange(model, ep)
+    if decoder and decoder.experts:
+        model, dealt = with_experts(row, model, words, tp if splits else 1, ep)
+        words |= {"ep": dealt} if dealt > 1 else {}
+    if "optimizer=muon" in joined(row, "notes") and not words.get("zero"):
+        machine = replace(machine, step_s=machine.step_s + _matrices(model, pp, ep) * MUON_STARTS * machine.launch_s)
     tokens_of_step = global_batch * tokens
     return Case(
         id=row.get("id") or "",
@@ -150,8 +165,8 @@ def case_of(row: Row) -> Case:
         machine=machine,
         words=words,
         recompute=_recompute(row, machine, model),
-        microbatches=() if whole(row, "micro_batch") or per_rank == 1 else _halves(per_rank),
-        sent_rows=_sent_rows(row, machine, decoder, ep),
+        microbatches=() if whole(row, "micro_batch") or recipe_of(row) else _halves(per_rank),
+        sent_rows=sent_rows(row, machine, decoder, ep),
         chunks=CHUNKS if _hides_sums(row, machine) else 1,
         precision=precision,
         products=products,
@@ -163,7 +178,15 @@ def case_of(row: Row) -> Case:
         out_of_memory=_failed(row),
         stage=-1 if "on the logging rank" in joined(row, "notes") else None,  # the last one logs
         states_per_param=1 if name == "resnet50" else 2,
+        repeats_half=_is_titan(row),
+        is_lean=recipe_of(row) is not None,
     )
+
+
+def _matrices(model: ModelSpec, pp: int, ep: int) -> int:
+    """Matrices of the blocks that one rank updates; each of its experts has its own."""
+    params = [p for p in model.params if p.trainable and len(p.shape) > 1 and model.layers[p.layer].is_block]
+    return sum(-(-p.experts // ep) if p.experts else 1 for p in params) // pp
 
 
 def is_timed(row: Row) -> bool:
@@ -177,25 +200,33 @@ def _failed(row: Row) -> bool:
 
 def _memory_bytes(row: Row) -> float | None:
     size = number(row, "metric_memory_gib")
-    if not size:
+    if not size or "nvidia-smi" in joined(row, "notes"):  # which counts what the allocator keeps for later too
         return None
     return size * (1e9 if re.search(r"in GB|\d\s?GB\b|\(GB\)", joined(row, "notes")) else 2**30)
 
 
 def _devices(row: Row, machine: Hardware, needed: int) -> int:
     printed = whole(row, "dp_replicate") or whole(row, "dp_shard")
+    if "_release" in (row.get("model") or "") and not printed:
+        return max(RELEASE_DEVICES // needed, 1) * needed
     least = needed * max(1, -(-whole(row, "ep", 1) // whole(row, "tp", 1)))
     return needed * printed if printed else max(min(machine.devices_per_node, 8) // least, 1) * least
 
 
-def _cuts(row: Row, machine: Hardware) -> tuple[int, int, int]:
-    """Degrees tp, pp, cp; where only the replicas are printed, what they leave is tp within a node, and pp."""
+def _cuts(row: Row, machine: Hardware, blocks: int) -> tuple[int, int, int]:
+    """Degrees tp, pp, cp; where only the replicas are printed, what they leave is tp within a node, and pp.
+
+    More of them than the devices allow, or the blocks, are misprints: rates agree with the number of devices.
+    """
     tp, pp, cp = (whole(row, column, 1) for column in ("tp", "pp", "cp"))
     copies = whole(row, "dp_replicate", 1) * whole(row, "dp_shard", 1)
     if not (whole(row, "tp") or whole(row, "pp")) and copies > 1 and whole(row, "n_gpus") % (copies * cp) == 0:
         left = whole(row, "n_gpus") // (copies * cp)
         tp = math.gcd(left, machine.devices_per_node)
         pp = left // tp
+    devices = whole(row, "n_gpus", tp * pp * cp)
+    tp, cp = math.gcd(devices, tp), math.gcd(devices // math.gcd(devices, tp), cp)
+    pp = max(degree for degree in range(1, min(pp, blocks) + 1) if devices % (tp * degree * cp) == 0)
     return tp, pp, cp
 
 
@@ -218,6 +249,8 @@ def _microbatch(row: Row, tokens: int, pp: int, dp: int) -> int:
         return total // (dp * int(said[1] or said[2]))
     if pp > 1:
         return 1
+    if recipe := recipe_of(row):
+        return recipe.samples
     size = 256
     while size > 1 and (size * tokens > 2**14 or (total and total // dp < size)):
         size //= 2
@@ -237,53 +270,63 @@ def _on_a_rank(row: Row, decoder: Decoder, cp: int) -> Decoder:
     return decoder
 
 
+def _lean(row: Row, model: ModelSpec) -> ModelSpec:
+    """Make of a model what lean libraries do: float32 of one chunk of the logits at a time, and NF4 under QLoRA.
+
+    Of all logits the loss keeps them and their gradient, and one kernel reads them twice and writes that: of the nine
+    times that it goes over them otherwise, one and a half are left. Two bytes hold the fewer elements that are left of a weight.
+    """
+    if not recipe_of(row):
+        return model
+    *others, head = model.layers
+    logits = head.output_elements
+    head = replace(
+        head,
+        saved_elements=head.saved_elements - logits,
+        saved_cut_elements=head.saved_cut_elements - logits,
+        moved_elements=head.moved_elements - 15 * logits // 2,
+        moved_cut_elements=head.moved_cut_elements - 15 * logits // 2,
+    )
+    model = replace(model, layers=(*others, head))
+
+    def packed(param: ParamSpec) -> ParamSpec:
+        is_product = not param.trainable and len(param.shape) > 1 and model.layers[param.layer].is_block
+        return replace(param, shape=(round(param.shape[0] * QUANTIZED / 2), *param.shape[1:])) if is_product else param
+
+    return replace(model, params=tuple(map(packed, model.params))) if "qlora" in row["model"].lower() else model
+
+
 def _splits_sequence(row: Row, machine: Hardware, decoder: Decoder | None, tp: int) -> bool:
     said = (row.get("sequence_parallel") or "").strip().lower()
     wants = said in _YES or (not said and is_late(machine))
     return decoder is not None and tp > 1 and wants and decoder.sequence % tp == 0
 
 
+def _is_titan(row: Row) -> bool:
+    return re.search(r"titan|torchao", joined(row, "source"), re.IGNORECASE) is not None
+
+
+def _without_every_second(layer: LayerSpec) -> LayerSpec:
+    """Keep under selective recompute what torchtitan keeps: every second product (its policy counts calls of mm)."""
+    dropped = repeated(layer)
+    whole, cut = (
+        sum(p.rows * p.columns for p in dropped if p.cut in cuts) for cuts in (("", "inner", "columns"), ("columns",))
+    )
+    return replace(
+        layer,
+        saved_selective_elements=max(layer.saved_selective_elements - whole, layer.input_elements),
+        saved_selective_cut_elements=max(layer.saved_selective_cut_elements - cut, 0),
+    )
+
+
+def repeated(layer: LayerSpec) -> tuple[Product, ...]:
+    """Return the products of a block of which torchtitan's selective recompute keeps nothing."""
+    return tuple(product for product in layer.products if product.factors == "weight")[1::2] if layer.is_block else ()
+
+
 def _gathered_again(layer: LayerSpec) -> LayerSpec:
     """What is gathered for the cut parts is not kept: those libraries gather it again in the backward."""
     return replace(layer, saved_cut_elements=layer.saved_elements) if layer.is_block else layer
-
-
-def _can_be_dealt(model: ModelSpec, words: Mapping[str, int | str], ep: int) -> bool:
-    """Whether layout words can say that experts are dealt to so many ranks."""
-    counts = {param.experts for param in model.params} - {0}
-    ranks = int(words.get("dp_shard") or words.get("dp_replicate") or 1)
-    divides = ranks % ep == 0 and all(count % ep == 0 for count in counts)
-    return bool(counts) and divides and int(words.get("zero", 0)) < 2
-
-
-def _sent_rows(row: Row, machine: Hardware, decoder: Decoder | None, ep: int) -> float:
-    """Expected nodes among those of the experts chosen for a token, over the choices: DeepEP and HybridEP send to a node once."""
-    nodes = -(-ep // machine.devices_per_node)
-    if (
-        decoder is None
-        or decoder.top_k < 2
-        or nodes < 2
-        or not re.search(r"deepep|hybridep", joined(row, "notes"), re.I)
-    ):
-        return 1.0
-    return float(nodes * (1 - (1 - 1 / nodes) ** decoder.top_k) / decoder.top_k)
-
-
-def _hides_exchange(row: Row, machine: Hardware, tp: int) -> bool:
-    """Whether the exchange runs beside another micro-batch's compute, or within a node: experts are not cut by tp then."""
-    said = joined(row, "notes")
-    whole_experts = tp > 1 and is_late(machine) and is_by_engine(row) and "deterministic" not in said
-    return whole_experts or re.search(r"a2a_overlap=True", said) is not None
-
-
-def _without_exchange(model: ModelSpec, ep: int) -> ModelSpec:
-    """Leave a rank its experts; what they exchange is not priced."""
-    params = tuple(replace(p, shape=(-(-p.shape[0] // ep), *p.shape[1:])) if p.experts else p for p in model.params)
-    layers = tuple(
-        replace(layer, products=tuple(replace(p, groups=-(-p.groups // ep)) for p in layer.products))
-        for layer in model.layers
-    )
-    return replace(model, params=params, layers=layers)
 
 
 def _precision(row: Row, machine: Hardware) -> tuple[str, str]:
@@ -341,6 +384,10 @@ def _recompute(row: Row, machine: Hardware, model: ModelSpec) -> str:
     text = (row.get("recompute") or "").lower()
     if "not set" in text:
         text = ""
+    if not text and (recipe := recipe_of(row)):
+        return recipe.recompute
+    if not text and "cpu_offloading_num_layers" in joined(row, "notes"):
+        return "none"  # the host keeps what would be computed again
     if not text and "FSDP2" in (row.get("schedule") or ""):
         return "selective"  # torchtitan's own default
     if not text and is_by_engine(row) and "FSDP" not in joined(row, "notes"):

@@ -2,10 +2,11 @@
 
 A row names a device, seldom its nodes, and hardly ever what its libraries could do at the time. What is known of those:
 
-    before Hopper     Megatron-LM and DeepSpeed hid no communication; ZeRO-3 gathered through one port of a node
+    before Hopper     Megatron-LM and DeepSpeed hid no communication; ZeRO-3 gathered through a quarter of a node's ports
     from Hopper on    Transformer Engine's attention is written for the device, PyTorch's own runs on it too
     CUDA graphs       the host starts a graph, not its operations
-    checked runs      deterministic kernels that are started by Python op by op: a slower host, ranks that wait
+    checked runs      deterministic kernels that are started by Python op by op: a slower host, ranks that wait;
+                      more so in Transformer Engine's modules, and where a container shares its host with others
 """
 
 from __future__ import annotations
@@ -21,12 +22,18 @@ from samestep.hardware import Hardware
 
 GRAPH_LAUNCH_S = 2e-6
 """Host time of an operation that is part of a CUDA graph."""
-CHECKED = 2.8
+CHECKED = 2.4
 """Host time of a run that its notes call a correctness test with deterministic kernels, over that of a plain one."""
+ENGINE = 1.5
+"""Host time of an operation of Transformer Engine's modules over one of Megatron-LM's own, which are less Python."""
 OWN_ATTENTION = 2.2
 """What attention kernels written for a device reach over PyTorch's own (Shah et al. 2024, arXiv:2407.08608, figures 5 and 6)."""
-CHECKED_COLLECTIVE = 8.0
+SHARED = 3.0
+"""Host time of a checked run in a container of a shared runner over one on a node of its own; it varies two-fold."""
+CHECKED_COLLECTIVE = 6.0
 """The same of a collective: ranks that start kernels slowly and unevenly wait for each other."""
+GATHERED = 0.25
+"""Part of a node's ports that gathers of DeepSpeed's ZeRO-3 used, for each group that the node's ranks fall into."""
 _MACHINES = (
     (r"GB300", "gb300-nvl72"),
     (r"GB200", "gb200-nvl72"),
@@ -72,7 +79,10 @@ def machine_of(row: Row) -> Hardware:
     """Return the profile of the row's device, with the row's own nodes and network."""
     device = (row.get("gpu") or "").strip()
     if not device:
-        device = "V100" if "16" in (row.get("precision") or "") and "BF" not in row["precision"].upper() else "A100"
+        is_old = re.match(r"(?!BF).*16", (row.get("precision") or "").upper()) and "transformer-impl" not in joined(
+            row, "notes"
+        )
+        device = "V100" if is_old else "A100"
     name = next((name for pattern, name in _MACHINES if re.search(pattern, device, re.IGNORECASE)), None)
     if name is None:
         raise SkippedError(f"no profile of {device}")
@@ -103,7 +113,8 @@ def _with_software(machine: Hardware, row: Row) -> Hardware:
             replace(link, collective_s=CHECKED_COLLECTIVE * link.collective_s)
             for link in (machine.intra, machine.inter)
         )
-        host = {"launch_s": CHECKED * machine.launch_s, "step_s": CHECKED * machine.step_s}
+        slower = CHECKED * _engine(joined(row, "notes")) * (SHARED if _on_shared_runner(row) else 1)
+        host = {"launch_s": slower * machine.launch_s, "step_s": CHECKED * machine.step_s}
         machine = replace(machine, **host, intra=near, inter=far)
     notes = joined(row, "notes")
     covered = _in_graphs(notes)
@@ -114,11 +125,23 @@ def _with_software(machine: Hardware, row: Row) -> Hardware:
         machine = replace(machine, efficiency={**machine.efficiency, "attention": reached})
     if not is_late(machine) and _hides_nothing(row):
         machine = replace(machine, overlap=False)
-    if _gathers_through_one_port(row, machine):
-        inside = max(1, machine.devices_per_node // whole(row, "tp", 1))
-        port = machine.inter.bytes_per_s * (2 if machine.name.startswith("v100") else 1)  # two devices had one
-        machine = replace(machine, overlap=False, inter=replace(machine.inter, bytes_per_s=port / inside))
+    if _gathers_badly(row, machine):
+        share = min(1.0, GATHERED * whole(row, "tp", 1))
+        port = replace(machine.inter, bytes_per_s=share * machine.inter.bytes_per_s)
+        machine = replace(machine, overlap=False, inter=port)
     return machine
+
+
+def _engine(notes: str) -> float:
+    """Host time over that of Megatron-LM's own modules; attention that is not fused is made of PyTorch's: half a block."""
+    if "transformer-impl=local" in notes:
+        return 1.0
+    return (1 + ENGINE) / 2 if "backend=unfused" in notes else ENGINE
+
+
+def _on_shared_runner(row: Row) -> bool:
+    """Whether a check ran for a pull request, in a container: on one node of GB200 (recipes/gb200/*-1node.yaml)."""
+    return "GB200" in (row.get("gpu") or "") and 0 < whole(row, "n_gpus") <= 4
 
 
 def _in_graphs(notes: str) -> float:
@@ -128,8 +151,8 @@ def _in_graphs(notes: str) -> float:
     ):
         return 1.0
     scopes = re.search(r"cuda_graph_impl=transformer_engine; cuda_graph_scope=([^;]+)", notes)
-    if not scopes:
-        return 0.0
+    if not scopes:  # its graphs hold attentions and routers, which have static shapes
+        return 0.5 if "cuda-graph-impl=transformer_engine" in notes else 0.0
     return 1.0 if "full" in scopes[1] else min(1.0, 0.25 * len(re.findall(r"\w+", scopes[1])))
 
 
@@ -156,8 +179,8 @@ def is_by_engine(row: Row) -> bool:
     )
 
 
-def _gathers_through_one_port(row: Row, machine: Hardware) -> bool:
-    """DeepSpeed's ZeRO-3 before Hopper: gathers are not hidden, and the ranks that a node has of a group share one port."""
+def _gathers_badly(row: Row, machine: Hardware) -> bool:
+    """DeepSpeed's ZeRO-3 before Hopper: gathers are not hidden, and the ranks that a node has of a group share few ports."""
     said = re.search(r"\bzero.?3|deepspeed|\bDS=", joined(row, "schedule", "notes", "source"), re.IGNORECASE)
     return whole(row, "zero_stage") == 3 and said is not None and not is_late(machine)
 

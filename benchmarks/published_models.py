@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from cells import Row, SkippedError, joined, number, whole
 
@@ -22,6 +22,7 @@ _NAMES = (
     (r"llama.?4.?scout", "llama4-scout"),
     (r"llama.?65b", "llama-65b"),
     (r"llama.?7b", "llama-7b"),
+    (r"deepseek.?v?3(?!\d)", "deepseek-v3"),
     (r"mixtral.?8x22b", "mixtral-8x22b"),
     (r"mixtral", "mixtral-8x7b"),
     (r"qwen.?3.*235b", "qwen3-235b-a22b"),
@@ -33,7 +34,6 @@ _NAMES = (
     (r"qwen.?2\.5.?0\.5b", "qwen2.5-0.5b"),
     (r"gpt.?oss.?120b", "gpt-oss-120b"),
     (r"gpt.?oss.?20b", "gpt-oss-20b"),
-    (r"deepseek.?v?3(?!\d)", "deepseek-v3"),
     (r"nemotron.?4.?340b", "nemotron4-340b"),
     (r"nemotron.?4.?15b", "nemotron4-15b"),
     (r"grok.?1", "grok1-314b"),
@@ -41,8 +41,41 @@ _NAMES = (
     (r"mt.nlg", "mt-nlg-530b"),
     (r"gpt.?3.*175b", "gpt3-175b"),
     (r"bert.large", "bert-large"),
+    (r"llama.?4.?maverick", "llama4-maverick"),
+    (r"nemotron.?h.?56b", "nemotron-h-56b"),
+    (r"deepspeed megatron-lm", "gpt2"),  # DLPerf's script: gpt2-small unless told otherwise
 )
-_NO_DECODER = r"stable diffusion|retinanet|mask r-cnn|grouped gemm|hybrid|nemotron.?v?[3h]|multimodal|mimo|single moe|ultra.proxy|dlrm|unet|flux|maverick"
+_NEAR = {
+    # Meta 2025: every second block has experts, one of 128 and one shared; another does the work of both without
+    "llama4-maverick": replace(DECODERS["llama4-scout"], experts=128, dense_layers=24),
+    # NVIDIA 2025, arXiv:2504.03624, table 1: 54 Mamba-2 mixers, 10 attentions and 54 plain layers. A mixer works within
+    # chunks of 256 tokens; 256 heads of 64 and what they share are as large as its projections.
+    "nemotron-h-56b": replace(
+        DECODERS["nemotron4-340b"], layers=54, hidden=8192, heads=256, head_dim=64, kv_heads=160, intermediate=32768,
+        keys=256, vocab=131072, sequence=8192,
+    ),
+}  # fmt: skip
+"""Models of several kinds of blocks, by one kind that does as much work; of a row's sizes they take the sequence."""
+
+
+class Recipe(NamedTuple):
+    """What all runs of a library have alike that keeps no float32 masters, and logits in chunks."""
+
+    samples: int
+    """Of a micro-batch."""
+    tokens: int
+    microbatches: int
+    recompute: str
+
+
+RECIPES = {
+    # recipes/configs and the README of pytorch/torchtune: batch size 2, packed to 2048 tokens, activation checkpointing
+    "torchtune": Recipe(2, 2048, 1, "full"),
+    # the README of IST-DASLab/llmq: defaults of --batch-size, --seq-len, --grad-accumulation
+    "llmq": Recipe(4, 1024, 4, ""),
+}
+_NO_DECODER = r"stable diffusion|retinanet|mask r-cnn|grouped gemm|hybrid|nemotron.?(v?3|h(?!.?56b))|multimodal|mimo|single moe|ultra.proxy|dlrm|unet|flux"
+_LOOPS = r"(?<![a-z])(grpo|rlhf|ppo)(?![a-z])"
 
 
 def decoder_of(row: Row, machine: Hardware) -> tuple[Decoder, str]:
@@ -50,9 +83,19 @@ def decoder_of(row: Row, machine: Hardware) -> tuple[Decoder, str]:
     name = row.get("model") or ""
     if re.search(_NO_DECODER, name, re.IGNORECASE):
         raise SkippedError("the model is no transformer of one kind of block, or part of one")
+    if re.search(_LOOPS, name, re.IGNORECASE):
+        raise SkippedError("a loop of reinforcement learning generates too: it is no training step")
     known = next((preset for pattern, preset in _NAMES if re.search(pattern, name, re.IGNORECASE)), None)
-    decoder = _of_its_kind(replace(_base(row, known), **_sizes(row, known)), row, machine)
+    sizes = {"sequence": whole(row, "seq_len")} if known in _NEAR and whole(row, "seq_len") else _sizes(row, known)
+    decoder = replace(_base(row, known), **sizes)
+    decoder = _of_its_kind(decoder if known else _with_options(decoder, row), row, machine)
     return decoder, known or name
+
+
+def recipe_of(row: Row) -> Recipe | None:
+    """Return what the library's runs have alike, if the row is of one of them."""
+    source = joined(row, "source").lower()
+    return next((recipe for name, recipe in RECIPES.items() if name in source), None)
 
 
 def _base(row: Row, known: str | None) -> Decoder:
@@ -60,12 +103,20 @@ def _base(row: Row, known: str | None) -> Decoder:
     layers, hidden = _depth(row), whole(row, "hidden")
     weights = number(row, "n_params") or _weights_in(row.get("model") or "")
     if known:
-        return DECODERS[known]
+        return DECODERS.get(known) or _NEAR[known]
     if layers and hidden:
         return replace(DECODERS["gpt3-175b"], layers=layers, hidden=hidden, heads=max(1, hidden // 128))
     if weights:
-        return sized(weights, whole(row, "seq_len", 2048))
+        found = sized(weights, whole(row, "seq_len", 2048))
+        stages = whole(row, "pp", 1) * whole(row, "vp", 1)
+        return found if found.layers >= stages else _of_depth(found, stages)
     raise SkippedError("no sizes of the model, and its name is no preset's")
+
+
+def _of_depth(decoder: Decoder, layers: int) -> Decoder:
+    """Make a model as deep as its stages are many, and so much narrower that it has as many weights."""
+    hidden = 128 * round(decoder.hidden * (decoder.layers / layers) ** 0.5 / 128)
+    return replace(decoder, layers=layers, hidden=hidden, heads=hidden // 128)
 
 
 def _depth(row: Row) -> int:
@@ -78,7 +129,9 @@ def _depth(row: Row) -> int:
 def _sizes(row: Row, known: str | None) -> dict[str, Any]:
     """Return the sizes that a row prints, over those of its preset."""
     columns = {"vocab": "vocab", "sequence": "seq_len"}
-    given: dict[str, Any] = {field: whole(row, column) for field, column in columns.items() if whole(row, column)}
+    recipe = recipe_of(row)
+    given: dict[str, Any] = {"sequence": recipe.tokens} if recipe else {}
+    given |= {field: whole(row, column) for field, column in columns.items() if whole(row, column)}
     if not (_depth(row) and whole(row, "hidden")):
         return given
     given |= {"layers": _depth(row), "hidden": whole(row, "hidden")}
@@ -87,16 +140,30 @@ def _sizes(row: Row, known: str | None) -> dict[str, Any]:
         given |= {"kv_heads": whole(row, "kv_heads")} if whole(row, "kv_heads") or not known else {}
     if whole(row, "ffn"):
         given["intermediate"] = whole(row, "ffn")
-    if whole(row, "moe_experts") and not known:
+    if whole(row, "moe_experts"):
         given |= {"experts": whole(row, "moe_experts"), "top_k": whole(row, "moe_topk", 1)}
     return given
+
+
+def _with_options(decoder: Decoder, row: Row) -> Decoder:
+    """Add what Megatron-LM's options in the notes say, with its own defaults for sizes (arguments.py, MLATransformerConfig)."""
+    said = joined(row, "notes")
+    if "--swiglu=true" in said:
+        width = whole(row, "ffn") or 8 * decoder.hidden // 3 // 64 * 64
+        decoder = replace(decoder, gated=True, intermediate=width)
+    if "--untie-embeddings-and-output-weights=true" in said:
+        decoder = replace(decoder, tied=False)
+    if "--multi-latent-attention=true" in said:
+        decoder = replace(decoder, query_rank=512, latent_rank=512, rotary_dim=64, head_dim=128, kv_heads=0)
+    return decoder
 
 
 def _of_its_kind(decoder: Decoder, row: Row, machine: Hardware) -> Decoder:
     """Add what kind of model and of code it is."""
     name = row.get("model") or ""
     if re.search(r"\bt5", name, re.IGNORECASE):  # an encoder, and a decoder that attends to it as well as to itself
-        sequence = whole(row, "seq_len", 512)
+        # Raffel et al. 2020, section 3.1.2: 512 tokens go in, about a quarter as many come out of blocks 4/3 as large.
+        sequence = 4 * whole(row, "seq_len", 512) // 7 // 4 * 4
         decoder = replace(decoder, layers=5 * decoder.layers // 2, sequence=sequence, vocab=30592)
     if re.search("bert", name, re.IGNORECASE):
         decoder = replace(decoder, attention="attention", dropout=True, vocab=whole(row, "vocab", 30592))
@@ -118,7 +185,7 @@ def _weights_in(name: str) -> float | None:
 
 def _is_plain(row: Row, machine: Hardware) -> bool:
     """Whether attention keeps its scores: FlashAttention is of 2022 and for Ampere and later."""
-    if "unfused" in joined(row, "notes").lower() or machine.name.startswith("v100"):
+    if re.search("unfused|transformer-impl=local", joined(row, "notes").lower()) or machine.name.startswith("v100"):
         return True
     if not machine.name.startswith("a100") or "flash" in joined(row, "notes", "model", "source").lower():
         return False

@@ -55,12 +55,46 @@ def row(**cells: object) -> dict[str, str]:
         ({"model": "Stable Diffusion v2"}, "no transformer"),
         ({"n_layers": None, "hidden": None}, "no sizes of the model"),
         ({"metric_step_time_s": ""}, "nothing was measured"),
-        ({"pp": 8}, "pp=8 makes 8 runs of layers of the 4 blocks"),
+        ({"model": "gpt_grpo_tp1_pp1"}, "a loop of reinforcement learning"),
         ({"global_batch": 3}, "3 samples for 8 data ranks"),
     ],
 )
 def test_what_cannot_be_predicted_is_skipped_with_its_reason(cells: dict, reason: str) -> None:
     assert reason in foresight.predict(row(**cells)).reason
+
+
+@pytest.mark.parametrize(("cells", "words"), [({"pp": 8}, "dp=2 pp=4"), ({"tp": 2, "pp": 8, "n_gpus": 4}, "tp=2 pp=2")])
+def test_what_is_cut_too_often_has_fewer_stages(cells: dict, words: str) -> None:
+    assert words in foresight.predict(row(**cells)).layout
+
+
+MIXTURE = {
+    "moe_experts": 4, "moe_topk": 2, "tp": 2, "ep": 2, "sequence_parallel": "true", "n_gpus": 4, "gpu": "H100"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("parts", "held"), [(1, 4), (2, 2)])
+def test_ranks_of_a_tensor_cut_have_experts_of_their_own_or_parts_of_them(parts: int, held: int) -> None:
+    case = published.case_of(row(**MIXTURE, notes=f"--expert-tensor-parallel-size={parts}"))
+    experts = next(param for param in case.model.params if param.experts)
+    assert experts.cut is not None
+    assert case.words["ep"] == 2
+    assert experts.shape[1] == held * 4 * 256 // 2  # rows of a weight of two ranks: as many sets as it is in no parts
+    block = next(layer for layer in case.model.layers if layer.dealings)
+    assert block.sequence_weights < experts.numel  # no expert's gradient is summed over the ranks of the cut
+    assert block.dealings[0].rows == 128 * 2 // 2
+
+
+def test_a_finetuning_recipe_keeps_what_fits() -> None:
+    plain = {"source": "torchtune README", "gpu": "4090", "n_gpus": 1, "micro_batch": None, "global_batch": None}
+    sizes = {"n_layers": 32, "hidden": 4096, "heads": 32, "metric_memory_gib": 16, "recompute": None, "seq_len": None}
+    full, lora, qlora = (
+        foresight.predict(row(**plain, **sizes, model=f"Llama 3.1 8B {kind}"))
+        for kind in ("Full finetune", "LoRA", "QLoRA")
+    )
+    assert full.fits
+    assert "recompute=full" in lora.layout
+    assert qlora.predicted_bytes < lora.predicted_bytes - 8e9  # a quarter of the weights of the blocks
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,99 @@
+"""Experts of a published row: which of them a rank holds, whether whole, and what it sends to those of others.
+
+Megatron-LM cuts each expert by its expert tensor parallelism, as far as everything else by default; NVIDIA's recipes say
+one, so that the ranks of a tensor cut have experts of their own and ep counts them too. Either way a rank sends its own
+tokens, and nobody sums gradients of experts over the tensor cut.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from cells import Row, joined
+from published_machines import is_by_engine, is_late
+
+from samestep.decoder import Decoder
+from samestep.hardware import Hardware
+from samestep.model import Border, Cut, LayerSpec, ModelSpec, ParamSpec, Product
+
+ROUTING = 12
+"""Operations that Megatron-LM starts less to route rows than a decoder counts: it fuses the sorting, and most of it has no backward."""
+
+
+def sent_rows(row: Row, machine: Hardware, decoder: Decoder | None, ep: int) -> float:
+    """Expected nodes among those of the experts chosen for a token, over the choices: DeepEP and HybridEP send to a node once."""
+    nodes = -(-ep // machine.devices_per_node)
+    if decoder is None or decoder.top_k < 2 or nodes < 2 or not _sends_once(row, machine):
+        return 1.0
+    return float(nodes * (1 - (1 - 1 / nodes) ** decoder.top_k) / decoder.top_k)
+
+
+def _sends_once(row: Row, machine: Hardware) -> bool:
+    """Whether rows go to their experts by DeepEP or HybridEP: where the row says so, and in NVIDIA's recipes from Hopper on."""
+    said = joined(row, "notes")
+    return re.search(r"deepep|hybridep|type=flex", said, re.I) is not None or (is_late(machine) and _is_recipe(row))
+
+
+def _is_recipe(row: Row) -> bool:
+    return re.search(r"nemo|bridge|dgxc", joined(row, "source", "url_or_repo_path"), re.IGNORECASE) is not None
+
+
+def with_experts(row: Row, model: ModelSpec, words: Mapping[str, int | str], tp: int, ep: int) -> tuple[ModelSpec, int]:
+    """Leave ranks their experts, or parts of them; and say to how many data ranks layout words deal them.
+
+    Other ranks that experts are dealt to are those that cut the sequence, or within FSDP.
+    """
+    ranks = int(words.get("dp_shard") or words.get("dp_replicate") or 1)
+    dealt = 1 if int(words.get("zero", 0)) > 1 else math.gcd(ranks, ep, *(param.experts for param in model.params))
+    parts = _parts_of_expert(row, tp, ranks, ep)
+    own = tp // parts  # sets of experts that the ranks of one tensor cut have between them
+
+    def held(param: ParamSpec) -> ParamSpec:
+        if not param.experts:
+            return param
+        shape = (-(-param.shape[0] * dealt // ep), param.shape[1] * own, *param.shape[2:])
+        return replace(param, shape=shape, cut=Cut(style="column", dim=1, groups=shape[1]) if tp > 1 else None)
+
+    layers = tuple(
+        _with_own_rows(layer, tp, own, ep, sum(p.numel for p in model.params if p.layer == index and p.experts))
+        if layer.dealings
+        else layer
+        for index, layer in enumerate(model.layers)
+    )
+    if is_by_engine(row):
+        layers = tuple(replace(la, kernels=la.kernels - ROUTING) if la.dealings else la for la in layers)
+    return replace(model, params=tuple(map(held, model.params)), layers=layers), dealt
+
+
+def _parts_of_expert(row: Row, tp: int, data_ranks: int, ep: int) -> int:
+    """Parts of an expert: those of the tensor cut, but in NVIDIA's recipes, which leave experts whole."""
+    said = re.search(r"expert-tensor-parallel-size=(\d+)|\bETP=(\d+)", joined(row, "notes"))
+    parts = int(said[1] or said[2]) if said else 1 if _is_recipe(row) else tp
+    return math.gcd(parts, tp) if tp * data_ranks % (ep * parts) == 0 else 1
+
+
+def _with_own_rows(layer: LayerSpec, tp: int, own: int, ep: int, experts: int) -> LayerSpec:
+    """Let each rank of `tp` send its own tokens; those that share an expert put their rows together first."""
+
+    def worked(product: Product) -> Product:
+        if product.owner == "mlp.gate" and tp > 1:
+            return replace(product, rows=-(-product.rows // tp), columns=product.columns * tp, cut="columns")
+        if not product.owner.startswith("mlp.experts"):
+            return product
+        product = replace(product, rows=-(-product.rows // own), groups=-(-product.groups // ep))
+        if product.owner.endswith("down_proj"):
+            return replace(product, inner=product.inner * own, cut="inner" if tp > 1 else "")
+        return replace(product, columns=product.columns * own, cut="columns" if tp > 1 else "")
+
+    (dealing,) = layer.dealings
+    rows = Border(owner=dealing.owner, elements=dealing.rows // own * dealing.width, kind="gather")
+    return replace(
+        layer,
+        products=tuple(map(worked, layer.products)),
+        dealings=(replace(dealing, rows=-(-dealing.rows // tp)),),
+        sequence_weights=layer.sequence_weights - experts,
+        sequence_borders=layer.sequence_borders + ((rows, replace(rows, kind="scatter")) if own < tp else ()),
+    )
