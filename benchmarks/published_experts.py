@@ -55,14 +55,10 @@ def with_experts(row: Row, model: ModelSpec, words: Mapping[str, int | str], tp:
         if not param.experts:
             return param
         shape = (-(-param.shape[0] * dealt // ep), param.shape[1] * own, *param.shape[2:])
-        return replace(param, shape=shape, cut=Cut(style="column", dim=1, groups=shape[1]) if tp > 1 else None)
+        cut = Cut(style="column", dim=1, groups=shape[1]) if tp > 1 else None
+        return replace(param, shape=shape, cut=cut, partial="")
 
-    layers = tuple(
-        _with_own_rows(layer, tp, own, ep, sum(p.numel for p in model.params if p.layer == index and p.experts))
-        if layer.dealings
-        else layer
-        for index, layer in enumerate(model.layers)
-    )
+    layers = tuple(_with_own_experts(layer, tp, own, ep) if layer.dealings else layer for layer in model.layers)
     if is_by_engine(row):
         layers = tuple(replace(la, kernels=la.kernels - ROUTING) if la.dealings else la for la in layers)
     return replace(model, params=tuple(map(held, model.params)), layers=layers), dealt
@@ -75,15 +71,14 @@ def _parts_of_expert(row: Row, tp: int, data_ranks: int, ep: int) -> int:
     return math.gcd(parts, tp) if tp * data_ranks % (ep * parts) == 0 else 1
 
 
-def _with_own_rows(layer: LayerSpec, tp: int, own: int, ep: int, experts: int) -> LayerSpec:
-    """Let each rank of `tp` send its own tokens; those that share an expert put their rows together first."""
+def _with_own_experts(layer: LayerSpec, tp: int, own: int, ep: int) -> LayerSpec:
+    """Cut experts into parts; ranks of `tp` that share one put their rows together first."""
 
     def worked(product: Product) -> Product:
-        if product.owner == "mlp.gate" and tp > 1:
-            return replace(product, rows=-(-product.rows // tp), columns=product.columns * tp, cut="columns")
         if not product.owner.startswith("mlp.experts"):
             return product
-        product = replace(product, rows=-(-product.rows // own), groups=-(-product.groups // ep))
+        groups = -(-product.groups // ep)
+        product = replace(product, rows=-(-product.rows // own), groups=groups, is_between=False)
         if product.owner.endswith("down_proj"):
             return replace(product, inner=product.inner * own, cut="inner" if tp > 1 else "")
         return replace(product, columns=product.columns * own, cut="columns" if tp > 1 else "")
@@ -93,7 +88,5 @@ def _with_own_rows(layer: LayerSpec, tp: int, own: int, ep: int, experts: int) -
     return replace(
         layer,
         products=tuple(map(worked, layer.products)),
-        dealings=(replace(dealing, rows=-(-dealing.rows // tp)),),
-        sequence_weights=layer.sequence_weights - experts,
         sequence_borders=layer.sequence_borders + ((rows, replace(rows, kind="scatter")) if own < tp else ()),
     )

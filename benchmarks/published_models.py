@@ -68,6 +68,8 @@ class Recipe(NamedTuple):
     recompute: str
 
 
+MOST_LAYERS = 2000
+"""More are a misprint."""
 RECIPES = {
     # recipes/configs and the README of pytorch/torchtune: batch size 2, packed to 2048 tokens, activation checkpointing
     "torchtune": Recipe(2, 2048, 1, "full"),
@@ -88,6 +90,8 @@ def decoder_of(row: Row, machine: Hardware) -> tuple[Decoder, str]:
     known = next((preset for pattern, preset in _NAMES if re.search(pattern, name, re.IGNORECASE)), None)
     sizes = {"sequence": whole(row, "seq_len")} if known in _NEAR and whole(row, "seq_len") else _sizes(row, known)
     decoder = replace(_base(row, known), **sizes)
+    if decoder.layers > MOST_LAYERS:
+        raise SkippedError(f"{decoder.layers} layers of {decoder.hidden} are no sizes of a model")
     decoder = _of_its_kind(decoder if known else _with_options(decoder, row), row, machine)
     return decoder, known or name
 

@@ -178,6 +178,7 @@ def spec(decoder: Decoder, name: str) -> ModelSpec:
         sequence=decoder.sequence,
         sequence_refusal="",
         length=decoder.sequence,
+        expert_refusal="",
         slice_refusal="its attention is made of plain products" if decoder.attention == "plain" else "",
     )
 

@@ -323,6 +323,8 @@ class ModelSpec:
     """Tokens of a sample; 0 where a sample is no sequence."""
     slice_refusal: str = "nobody has shown that its blocks work on slices of a sequence"
     """Why context parallelism cannot slice sequences; empty where it can."""
+    expert_refusal: str = "nobody has shown that its blocks work on a part of the tokens"
+    """Why experts that stand between tensor-cut parts may not be given a part of the tokens; empty where they may."""
     slices: tuple[tuple[str, int], ...] = ()
     """Arguments of blocks that have a row for each token, by their place, and which dimension that is."""
 

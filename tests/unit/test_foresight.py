@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from samestep.layout import Layout
 from samestep.prediction import intervals
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import forecast  # noqa: E402
 import foresight  # noqa: E402
 import published  # noqa: E402
 
@@ -55,6 +57,7 @@ def row(**cells: object) -> dict[str, str]:
         ({"model": "Stable Diffusion v2"}, "no transformer"),
         ({"n_layers": None, "hidden": None}, "no sizes of the model"),
         ({"metric_step_time_s": ""}, "nothing was measured"),
+        ({"n_layers": None, "hidden": 3, "n_params": 7e9}, "no sizes of a model"),
         ({"model": "gpt_grpo_tp1_pp1"}, "a loop of reinforcement learning"),
         ({"global_batch": 3}, "3 samples for 8 data ranks"),
     ],
@@ -81,8 +84,12 @@ def test_ranks_of_a_tensor_cut_have_experts_of_their_own_or_parts_of_them(parts:
     assert case.words["ep"] == 2
     assert experts.shape[1] == held * 4 * 256 // 2  # rows of a weight of two ranks: as many sets as it is in no parts
     block = next(layer for layer in case.model.layers if layer.dealings)
-    assert block.sequence_weights < experts.numel  # no expert's gradient is summed over the ranks of the cut
-    assert block.dealings[0].rows == 128 * 2 // 2
+    assert not experts.partial  # no expert's gradient is summed over the ranks of the cut
+    layout = Layout.of(case.words)
+    (program,) = forecast.programs_for(case, "none")
+    held_rows = {layer.dealings[0].rows for layer in program.step.model.layers if layer.dealings}
+    assert block.dealings[0].rows == 128 * 2
+    assert held_rows == {128 * 2 // layout.tp}
 
 
 def test_a_finetuning_recipe_keeps_what_fits() -> None:

@@ -61,18 +61,22 @@ def prove(module: nn.Module, sample: Any, spec: ModelSpec, value_of: ValueOf | N
         reason = (
             "its samples are no sequences" if not length else "they are too short" if blocks else "it has no blocks"
         )
-        return dataclasses.replace(spec, length=length, slice_refusal=reason)
+        return _refused(spec, length, reason)
     watches = [_Dependence(module, blocks, size) for size in lengths]
     for watch in watches:
         if refusal := _refusal_of(watch, module, _shortened(sample, length, watch.size * PARTS), value_of):
-            return dataclasses.replace(spec, length=length, slice_refusal=refusal)
+            return _refused(spec, length, refusal)
     first, second = (watch.said for watch in watches)
     if first != second:
         path, *_ = next((a for a, b in zip(first, second, strict=False) if a != b), first[-1])
         refusal = f"{path} does another thing, or uses other numbers, where a slice has another length"
-        return dataclasses.replace(spec, length=length, slice_refusal=refusal)
+        return _refused(spec, length, refusal)
     slices = {name: WHOLE if dim is None else dim for watch in watches for name, dim in watch.slices.items()}
-    return dataclasses.replace(spec, length=length, slice_refusal="", slices=tuple(sorted(slices.items())))
+    return dataclasses.replace(_refused(spec, length, ""), slices=tuple(sorted(slices.items())))
+
+
+def _refused(spec: ModelSpec, length: int, reason: str) -> ModelSpec:
+    return dataclasses.replace(spec, length=length, slice_refusal=reason, expert_refusal=reason)
 
 
 def _length(sample: Any) -> int:

@@ -42,10 +42,10 @@ def refusal(step: Step) -> str | None:
             "sequence_parallel: the loss that balances experts is counted from whole samples, of which a rank would route "
             f"a part; tp={layout.tp} alone works, and so does a job without it (output_router_logits = false)"
         )
-    if model.slice_refusal and any(layer.dealings for layer in model.layers):
+    if model.expert_refusal and any(layer.dealings for layer in model.layers):
         return (
             f"sequence_parallel: the experts of {model.name} would be given a part of the tokens, and "
-            f"{model.slice_refusal}; tp={layout.tp} alone works"
+            f"{model.expert_refusal}; tp={layout.tp} alone works"
         )
     if model.sequence % layout.tp:
         return (
