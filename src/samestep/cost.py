@@ -3,6 +3,7 @@
 A layer's forward takes what its parts take one after the other, but never less than the host needs to start them:
 
     product      the longer of  waves x time of a tile   and   bytes / bandwidth        plus the shortest kernel
+                 (where tiles and waves are not known, of a CPU, by what its shortest side lets it reach)
     attention    FLOPs / (peak x what a fused kernel reaches); a causal one does half of them
     other work   elements read and written / bandwidth
     the layer    (device^n + host^n)^(1/n), host = operations x launch_s                 a soft maximum, n = 8
@@ -40,6 +41,7 @@ in the compute dtype where there is one.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -205,6 +207,7 @@ def _matrix_s(
     if dtype in hardware.efficiency:
         aligned = next(part for multiple, part in ALIGNED if k % multiple == 0 and n % multiple == 0)
         rate *= REACHED * hardware.efficiency[dtype] * aligned
+    rate *= _reached_by(min(m, k, n), hardware.sides.get(dtype, {}))
     compute_s = 2.0 * m * k * n * count / rate
     if hardware.num_units:
         compute_s = min(
@@ -215,6 +218,16 @@ def _matrix_s(
     # The kernel before it writes what it gives once more in the smaller dtype, as it is and transposed.
     cast_s = count * m * k * 2 * size / _bandwidth(hardware) if size < kept else 0.0
     return max(compute_s, moved / _bandwidth(hardware)) + cast_s + hardware.kernel_s
+
+
+def _reached_by(side: int, known: Mapping[int, float]) -> float:
+    """Part of the best rate that a product reaches whose shortest side is so long."""
+    below = max((one for one in known if one <= side), default=0)
+    above = min((one for one in known if one >= side), default=0)
+    if not above:
+        return known[below] if below else 1.0
+    low = known.get(below, 0.0)  # nothing for a side of no length
+    return low + (known[above] - low) * (side - below) / max(above - below, 1)
 
 
 def _waves(m: int, n: int, count: int, rows: int, columns: int, k: int, num_units: int) -> float:

@@ -29,6 +29,9 @@ reserved_bytes = 2_000_000_000    # context, communicators, libraries
 [efficiency]                      # part of a peak that the best large product reaches; `attention` of bfloat16's
 bfloat16 = 0.80
 attention = 0.6
+[sides.float32]                   # part of it that a product reaches whose shortest side is so long; without it any does
+64 = 0.55
+256 = 1.0
 ```
 and `collective_s` in a link: what every collective over it takes, however small.
 """
@@ -107,6 +110,8 @@ class Hardware:
     """Multiprocessors; 0 knows nothing of tiles and waves."""
     efficiency: Mapping[str, Fraction] = field(default_factory=dict)
     """Part of a dtype's peak that the best large product reaches; `attention`: that a fused attention does."""
+    sides: Mapping[str, Mapping[Annotated[int, Field(ge=1)], Fraction]] = field(default_factory=dict)
+    """By dtype: part of the best product's rate by the length of a product's shortest side; straight between two."""
     memory_efficiency: Fraction = 1.0
     kernel_s: Seconds = 0.0
     """What the shortest kernel takes."""

@@ -7,7 +7,8 @@ share the memory, and what one core reaches alone is not what each of two reache
     memory       a copy of a large buffer, bytes read and written
     launch       an operation on one element: what the host needs to start it
     kernel       what the shortest one takes: on a GPU behind a product that keeps the queue full; on a CPU, which is host
-                 and device at once, with what autograd does for it, forward and backward
+                 and device at once, with all that runs around it in two blocks on a few small tokens, forward and backward
+    attention    causal, forward; of a CPU forward and backward, of small heads
     elementwise  of a CPU: activation, softmax and norm of what fits in a cache, against the copy
     once         of a CPU: AdamW and the gradient's norm of many small weights
     link         all_reduce by size; T = 2 (n-1) (a + S/(nB)) gives a from the smallest message and B from the largest
@@ -30,14 +31,16 @@ import psutil
 import tomli_w
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from samestep import hardware
-from samestep.cost import BACKWARD_KERNELS
+from samestep.cost import ATTENTION_BACKWARD, ATTENTION_REACHED, BACKWARD_KERNELS
 from samestep.errors import SamestepError
 from samestep.hardware import Hardware
 from samestep.report import write_whole
 from samestep.runtime import launch
 from samestep.runtime.joining import Place
+from samestep.runtime.trace import trace
 
 DTYPES = {
     "float64": torch.float64,
@@ -58,6 +61,7 @@ ENOUGH_S = 0.5
 _CACHED = (512, 512)  # of float32: one MiB
 _SMALL = 50  # weights of 64 elements
 _TINY = 200  # operations on one element, one after the other
+_WIDTH = 16  # of the blocks in which operations are counted and timed
 _MOST_RANKS = 8  # of a CPU: more would share what they measure
 _FULL_QUEUE_EDGE = 8192
 _OVERLAPS_BELOW = 0.9  # of both times one after the other
@@ -80,7 +84,7 @@ class _Figures:
     step_s: float = 0.0
     """What an update takes, however small."""
     attention_part: float | None = None
-    """What a fused causal attention reaches of bfloat16's rate."""
+    """What a fused causal attention reaches of bfloat16's rate, on a CPU of float32's."""
     sent: dict[str, dict[int, float]] = field(default_factory=dict)
     """Seconds by collective and bytes of the whole buffer."""
     beside_s: tuple[float, float, float] | None = None
@@ -143,13 +147,15 @@ def _measured(place: Place) -> _Figures:
         products=products,
         copied_bytes_per_s=copied,
         launch_s=launch_s,
-        kernel_s=_kernel_s(tiny, device) if kind == "cuda" else _recorded_s(place),
+        kernel_s=_kernel_s(tiny, device) if kind == "cuda" else _in_blocks_s(place),
         elementwise_part=None if kind == "cuda" else min(1.0, _elementwise_bytes_per_s(place) / copied),
         step_s=0.0 if kind == "cuda" else _once_s(place),
         memory_bytes=_memory_bytes(place),
         num_units=torch.cuda.get_device_properties(device).multi_processor_count if kind == "cuda" else 0,
         device=torch.cuda.get_device_name(device) if kind == "cuda" else "a core",
-        attention_part=_attention_part(max(products["bfloat16"].values()), place) if kind == "cuda" else None,
+        attention_part=_attention_part(max(products["bfloat16"].values()), place)
+        if kind == "cuda"
+        else _small_attention_part(max(products["float32"].values()), place),
         sent={name: _sent(send, place) for name, send in _COLLECTIVES.items()} if place.world_size > 1 else {},
         beside_s=_beside_s(place) if place.world_size > 1 else None,
     )
@@ -176,7 +182,7 @@ def _best_s(work: Callable[[], Any], place: Place, *, waits: bool = True, collec
         return time.perf_counter() - start_s
 
     once()  # what is made at the first use is not timed
-    first_s = once()
+    first_s = min(once() for _ in range(3))
     count = max(3, min(50, int(ENOUGH_S / max(first_s, 1e-6))))
     if collective:
         told = torch.tensor([count], device=place.device)
@@ -219,17 +225,50 @@ def _kernel_s(tiny: Callable[[], None], device: torch.device) -> float:
     return min(found)
 
 
-def _recorded_s(place: Place) -> float:
-    """Return what an operation on one element takes that autograd records, its backward counted as `cost` counts it."""
-    one = torch.ones(1, requires_grad=True)
+class _Block(nn.Module):
+    """A block as models write it: what surrounds operations on a CPU takes as long as small ones do."""
 
-    def chain() -> None:
-        value = one
-        for _ in range(_TINY):
-            value = value * 1.0
-        value.backward()  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.second_norm = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
+        self.q, self.k, self.v, self.out = (nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(4))
+        self.gate, self.up, self.down = (nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(3))
 
-    return _best_s(chain, place) / _TINY / (1 + BACKWARD_KERNELS)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = self.norm(x)
+        q, k, v = (part(given).unflatten(-1, (2, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        rotated = torch.cat((-q[..., 1::2], q[..., ::2]), dim=-1)
+        seen = nn.functional.scaled_dot_product_attention(q * 0.5 + rotated * 0.5, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        given = self.second_norm(x)
+        result: torch.Tensor = x + self.down(nn.functional.silu(self.gate(given)) * self.up(given))
+        return result
+
+
+def _in_blocks_s(place: Place) -> float:
+    """Return what an operation takes of blocks whose arithmetic takes nothing, its backward counted as `cost` counts it."""
+    with torch.device("meta"):
+        counted = nn.Sequential(_Block(), _Block())
+    x = torch.randn(1, 4, _WIDTH)
+    operations = sum(layer.kernels for layer in trace(counted, x, "blocks").layers)
+    blocks = nn.Sequential(_Block(), _Block())
+
+    def both() -> None:
+        blocks(x).sum().backward()
+
+    return _best_s(both, place) / operations / (1 + BACKWARD_KERNELS)
+
+
+def _small_attention_part(best_flops_per_s: float, place: Place) -> float:
+    """Return what a causal attention of 4 heads of 32 over 128 tokens reaches, forward and backward, as `cost` counts both."""
+    samples, heads, length, width = 8, 4, 128, 32
+    q, k, v = (torch.ones(samples, heads, length, width, requires_grad=True) for _ in range(3))
+
+    def both() -> None:
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()  # type: ignore[no-untyped-call]
+
+    flops = (1 + ATTENTION_BACKWARD) * 2 * samples * heads * length * length * width
+    return min(1.0, flops / _best_s(both, place) / best_flops_per_s / ATTENTION_REACHED)
 
 
 def _elementwise_bytes_per_s(place: Place) -> float:
@@ -346,7 +385,9 @@ def _as_toml(figures: _Figures, ranks: int) -> str:
         sources["kernel_s"] = "measured: kernels on one element behind a long product"
     else:
         table |= {"kernel_s": _rounded(figures.kernel_s), "step_s": _rounded(figures.step_s)}
-        sources["kernel_s"] = "measured: operations on one element that autograd records, forward and backward"
+        sources["kernel_s"] = (
+            f"measured: operations of two blocks of width {_WIDTH} on a few tokens, forward and backward"
+        )
         sources["step_s"] = f"measured: AdamW and the norm of {_SMALL} small gradients"
         if figures.elementwise_part:
             table["memory_efficiency"] = _rounded(figures.elementwise_part)
@@ -362,12 +403,26 @@ def _as_toml(figures: _Figures, ranks: int) -> str:
             f"efficiency.{name}": "measured: the peak given here is what the best product reaches" for name in best
         }
         sources["efficiency.attention"] = "measured: causal, 16 heads of 128, 4,096 tokens, forward"
+    else:
+        table["efficiency"] = {"attention": _rounded(figures.attention_part or 1.0)}
+        table["sides"] = {name: _sides(rates) for name, rates in figures.products.items()}
+        sources |= dict.fromkeys((f"sides.{name}" for name in best), "measured: the products above, beside the best")
+        sources["efficiency.attention"] = "measured: causal, 4 heads of 32, 128 tokens, forward and backward"
     table["intra"], about = _intra(figures, ranks)
     sources |= {f"intra.{key}": text for key, text in about.items()}
     table["inter"] = {"latency_s": max(table["intra"]["latency_s"], 20e-6), "bytes_per_s": 0.125e9}
     sources["inter.latency_s"] = "assumed: no less than inside the machine, and 20 us"
     sources["inter.bytes_per_s"] = "assumed: gigabit Ethernet; write here what your network has"
     return tomli_w.dumps({**table, "sources": sources})
+
+
+def _sides(rates: dict[int, float]) -> dict[str, float]:
+    """Part of the best rate by edge; a larger product can be cut into smaller ones, so it reaches no less."""
+    best, reached, parts = max(rates.values()), 0.0, {}
+    for edge, rate in sorted(rates.items()):
+        reached = max(reached, rate / best)
+        parts[str(edge)] = min(1.0, _rounded(reached))
+    return parts
 
 
 def _rounded(value: float) -> float:
