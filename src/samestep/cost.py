@@ -35,12 +35,13 @@ B = min(intra, g x inter), hops inside cost the inner latency and hops between n
 more hops than a tree (NCCL's double binary trees and PAT, src/graph/tuning.cc), the tree's count.
 
 An update reads and writes the master weights and Adam's two states, reads the gradient, and writes the weight's copy
-in the compute dtype where there is one.
+in the compute dtype where there is one. What the code around gathers and scatters of units takes is counted there too.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -89,7 +90,7 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
         return _collective_s(op, program, hardware)
     if op.kind is Kind.UPDATE:
         moved = _update_bytes(program.step) / hardware.memory_bytes_per_s / hardware.memory_efficiency
-        return moved + hardware.step_s
+        return moved + hardware.step_s + (hardware.unit_s * _handlings(program) if hardware.unit_s else 0.0)
     if op.flops:
         _peak(hardware, op.dtype)
     if op.layer is None:
@@ -363,6 +364,12 @@ def stride_of(axis: str, step: Step) -> int:
             return layout.num_summed * layout.tp * (layout.pp - 1)
         case _:
             return 1
+
+
+def _handlings(program: Program) -> int:
+    """Count the gathers and scatters of units in a step."""
+    tasks = Counter(task.body for task in program.stages[0])
+    return sum(tasks[key] * sum(op.implied for op in ops) for key, ops in program.bodies.items())
 
 
 # -- update ------------------------------------------------------------------------------------------------------------

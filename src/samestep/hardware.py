@@ -23,6 +23,7 @@ num_units = 132                   # multiprocessors: a product is cut into tiles
 kernel_s = 3e-6                   # what the shortest kernel takes on the device
 launch_s = 10e-6                  # what the host needs to start one operation
 step_s = 5e-3                     # what the host does once a step: data, norm, log
+unit_s = 1e-3                     # what FSDP2 does for each gather and scatter, where nothing hides it: on a CPU
 memory_efficiency = 0.85          # part of memory_bytes_per_s that an elementwise kernel reaches
 contention = 1.1                  # compute beside communication takes so much longer
 reserved_bytes = 2_000_000_000    # context, communicators, libraries
@@ -119,6 +120,8 @@ class Hardware:
     """What the host needs to start one operation."""
     step_s: Seconds = 0.0
     """What the host does once a step."""
+    unit_s: Seconds = 0.0
+    """What the code around a gather or a scatter of zero=2 and 3 takes, where host and device are one."""
     contention: Annotated[float, Field(ge=1.0)] = 1.0
     """How much longer compute takes beside communication."""
     reserved_bytes: Annotated[int, Field(ge=0)] = 0

@@ -10,6 +10,7 @@ share the memory, and what one core reaches alone is not what each of two reache
                  and device at once, with all that runs around it in two blocks on a few small tokens, forward and backward
     attention    causal, forward; of a CPU forward and backward, of small heads
     elementwise  of a CPU: activation, softmax and norm of what fits in a cache, against the copy
+    unit         of a CPU: a tiny layer gathered, freed, gathered again and scattered by FSDP2, against its gathers alone
     once         of a CPU: AdamW and the gradient's norm of many small weights
     link         all_reduce by size; T = 2 (n-1) (a + S/(nB)) gives a from the smallest message and B from the largest
     overlap      products beside an all_reduce against both alone
@@ -32,6 +33,7 @@ import tomli_w
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from samestep import hardware
 from samestep.cost import ATTENTION_BACKWARD, ATTENTION_REACHED, BACKWARD_KERNELS
@@ -61,6 +63,7 @@ ENOUGH_S = 0.5
 _CACHED = (512, 512)  # of float32: one MiB
 _SMALL = 50  # weights of 64 elements
 _TINY = 200  # operations on one element, one after the other
+_UNITS = 4  # layers that FSDP2 gathers and scatters
 _WIDTH = 16  # of the blocks in which operations are counted and timed
 _MOST_RANKS = 8  # of a CPU: more would share what they measure
 _FULL_QUEUE_EDGE = 8192
@@ -83,6 +86,8 @@ class _Figures:
     """What elementwise operations reach of the copy."""
     step_s: float = 0.0
     """What an update takes, however small."""
+    unit_s: float | None = None
+    """What is around a gather or a scatter of FSDP2."""
     attention_part: float | None = None
     """What a fused causal attention reaches of bfloat16's rate, on a CPU of float32's."""
     sent: dict[str, dict[int, float]] = field(default_factory=dict)
@@ -158,6 +163,7 @@ def _measured(place: Place) -> _Figures:
         else _small_attention_part(max(products["float32"].values()), place),
         sent={name: _sent(send, place) for name, send in _COLLECTIVES.items()} if place.world_size > 1 else {},
         beside_s=_beside_s(place) if place.world_size > 1 else None,
+        unit_s=_unit_s(place) if place.world_size > 1 and kind == "cpu" else None,
     )
 
 
@@ -297,6 +303,25 @@ def _once_s(place: Place) -> float:
     return _best_s(once, place)
 
 
+def _unit_s(place: Place) -> float:
+    """Return what FSDP2 does around one gather or scatter: layers with it, without it, and what is sent."""
+    def layers() -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_UNITS)))
+
+    plain, sharded = layers(), layers()
+    for layer in sharded:
+        fully_shard(layer, reshard_after_forward=True)
+    fully_shard(sharded)
+    x, sent = torch.randn(4, _WIDTH), torch.zeros(_WIDTH * place.world_size)
+
+    def both(model: nn.Module) -> None:
+        model(x).sum().backward()
+
+    alone_s, whole_s = (_best_s(functools.partial(both, model), place, collective=True) for model in (plain, sharded))
+    sent_s = _best_s(lambda: _all_gather(sent), place, collective=True)
+    return max(0.0, (whole_s - alone_s) / (3 * _UNITS) - sent_s)
+
+
 def _attention_part(best_flops_per_s: float, place: Place) -> float:
     """Return what a causal attention of 16 heads of 128 over 4,096 tokens reaches, its masked half left out."""
     length, heads, width = 4096, 16, 128
@@ -389,6 +414,9 @@ def _as_toml(figures: _Figures, ranks: int) -> str:
             f"measured: operations of two blocks of width {_WIDTH} on a few tokens, forward and backward"
         )
         sources["step_s"] = f"measured: AdamW and the norm of {_SMALL} small gradients"
+        if figures.unit_s is not None:
+            table["unit_s"] = _rounded(figures.unit_s)
+            sources["unit_s"] = f"measured: {_UNITS} layers of width {_WIDTH} under FSDP2, without their gathers"
         if figures.elementwise_part:
             table["memory_efficiency"] = _rounded(figures.elementwise_part)
             sources["memory_efficiency"] = "measured: activation, softmax and norm of one MiB, bytes read and written"
