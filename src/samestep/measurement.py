@@ -305,6 +305,7 @@ def _once_s(place: Place) -> float:
 
 def _unit_s(place: Place) -> float:
     """Return what FSDP2 does around one gather or scatter: layers with it, without it, and what is sent."""
+
     def layers() -> nn.Sequential:
         return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_UNITS)))
 

@@ -282,12 +282,16 @@ class _Walk:
 
 
 def saved_bytes(step: Step, layer: LayerSpec) -> tuple[int, int]:
-    """Activations of a micro-batch that the layer keeps after its forward, and that its backward reads."""
+    """Activations of a micro-batch that the layer keeps after its forward, and that its backward reads.
+
+    The loss stands behind the last layer, and works in master precision.
+    """
     one = step.microbatch_samples * BYTES_OF[step.compute_dtype]
     whole = layer.saved_elements
     recompute = step.layout.recompute if layer.is_block else "none"
     kept = {"none": whole, "selective": layer.saved_selective_elements, "full": layer.input_elements}[recompute]
-    return kept * one, max(kept, whole) * one
+    loss = layer.loss_elements * step.microbatch_samples * BYTES_OF[step.master_dtype]
+    return kept * one + loss, max(kept, whole) * one + loss
 
 
 def _by_layer(units: tuple[Unit, ...], field: str) -> dict[int | None, list[Unit]]:

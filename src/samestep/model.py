@@ -213,6 +213,8 @@ class LayerSpec:
     """The part of `saved_elements` that a tensor cut divides."""
     saved_selective_cut_elements: int = 0
     """The part of `saved_selective_elements` that a tensor cut divides."""
+    loss_elements: int = 0
+    """Of the last layer: what the loss behind it keeps of its output, in float32 at least."""
     products: tuple[Product, ...] = ()
     """Its matrix products; empty where only their FLOPs are known."""
     moved_elements: int = 0
@@ -291,6 +293,7 @@ class LayerSpec:
             moved_cut_elements=part(self.moved_cut_elements),
             forward_sums=sums(self.forward_sums),
             backward_sums=sums(self.backward_sums),
+            loss_elements=part(self.loss_elements),
             dealings=tuple(replace(dealing, rows=part(dealing.rows)) for dealing in self.dealings),
         )
 

@@ -25,7 +25,7 @@ def test_states_are_exact_and_activations_near(
     assert " NO " not in said
     for row in json.loads(file.read_text()):
         predicted = row["said"]["memory_bytes"][0]["activations"]
-        assert predicted == pytest.approx(row["seen"]["activations"], rel=0.15)
+        assert predicted == pytest.approx(row["seen"]["activations"], rel=0.02)
         assert row["seen"]["step_s"][0] > 0
 
 

@@ -113,8 +113,25 @@ def prepare(source: Source, job: Job, example: Any) -> tuple[Blueprint, ModelSpe
         dealings = stack.enter_context(expert.watching(plan.module))
         spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, seen.use)
     spec = expert.with_experts(spec, dealings, plan.module if source.loss is cross_entropy else None)
-    spec = cuts.with_cuts(spec, plan.module, planned, seen)
+    spec = _with_loss(cuts.with_cuts(spec, plan.module, planned, seen))
     return plan, replace(sequence.with_sequence(spec, plan.module, planned.styles, calls), masks=tuple(masks))
+
+
+def _with_loss(spec: ModelSpec) -> ModelSpec:
+    """Add the loss to what is behind the last block: log-probabilities of the output are written, and kept.
+
+    That is what a cross entropy does, and little less than others do.
+    """
+    *others, last = spec.layers
+    moved = 2 * last.output_elements
+    last = replace(
+        last,
+        loss_elements=last.output_elements,
+        moved_elements=last.moved_elements + moved,
+        moved_cut_elements=last.moved_cut_elements + (moved if spec.logit_rows else 0),
+        kernels=last.kernels + 3,
+    )
+    return replace(spec, layers=(*others, last))
 
 
 def with_slices(prepared: tuple[Blueprint, ModelSpec], layout: Layout, example: Any) -> tuple[Blueprint, ModelSpec]:

@@ -72,14 +72,14 @@ def apply(program: Program) -> Program:
     step = program.step
     if step.layout.tp == 1:
         return program
-    model = cut_model(step.model, step.layout.tp)
+    model = cut_model(step.model, step.layout.tp, step.cuts_loss)
     local = replace(step, model=model)
     axes = {**program.axes, AXIS: step.layout.tp}
     return replace(program, step=local).with_bodies(lambda _, ops: tuple(_cut(ops, local)), axes=axes)
 
 
 @remembered
-def cut_model(model: ModelSpec, degree: int) -> ModelSpec:
+def cut_model(model: ModelSpec, degree: int, cuts_loss: bool = True) -> ModelSpec:
     """Return the model that one rank holds. A vocabulary that the degree does not divide stays whole, and so do the
     weights of heads that ranks share."""
     uncut = [p for p in model.params if p.cut and p.cut.groups % degree and not _is_shared(degree, p.cut)]
@@ -87,6 +87,8 @@ def cut_model(model: ModelSpec, degree: int) -> ModelSpec:
     params = tuple(_cut_param(param, degree) for param in model.params)
     layers = tuple(_cut_layer(layer, degree, whole) for layer in model.layers)
     cuts_logits = any(p.cut and p.cut.style == "vocab" for p in params)
+    if cuts_logits and cuts_loss:  # which keeps its logits, shifted, and their exponentials
+        layers = (*layers[:-1], replace(layers[-1], loss_elements=-(-2 * layers[-1].loss_elements // degree)))
     return replace(model, params=params, layers=layers, logit_rows=model.logit_rows if cuts_logits else 0)
 
 
