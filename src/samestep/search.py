@@ -18,20 +18,19 @@ import contextlib
 import gc
 import heapq
 import itertools
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-from samestep import memory
+from samestep import candidates, memory
 from samestep.bounds import Bounds
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.job import Job
-from samestep.layout import Layout, Recompute
+from samestep.layout import Layout
 from samestep.memory import MemoryUse
 from samestep.model import ModelSpec
 from samestep.needs import Need, Needs
@@ -41,8 +40,6 @@ from samestep.strategies import ProgramBuilder, refusal_of
 
 MOST_PLAYED = 200
 """Layouts that the clock plays at most."""
-MICROBATCHES = (1, 2, 4, 8, 16, 32)
-"""Samples of a micro-batch that are tried, beside a rank's whole share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +154,7 @@ class _Search:
 
     def run(self, devices: int, *, offload: bool = False) -> None:
         """Search every layout of so many devices."""
-        for degrees in _degrees(devices, self.model):
+        for degrees in candidates.degrees(devices, self.model):
             if degrees.tp > self.hardware.devices_per_node:
                 self.considered += 1
                 reason = f"tp={degrees.tp} leaves the node of {self.hardware.devices_per_node} devices"
@@ -165,8 +162,10 @@ class _Search:
                 continue
             degrees = replace(degrees, offload=offload)
             refusals = self._refusals(degrees)
-            for sized in _sized(degrees, self.job) if refusals else ():
-                groups = tuple(group for words in _variants(sized) for group in self._legal(sized, words, refusals))
+            for sized in candidates.sized(degrees, self.job) if refusals else ():
+                groups = tuple(
+                    group for words in candidates.variants(sized) for group in self._legal(sized, words, refusals)
+                )
                 if groups:
                     self._open_family(_Family(sized, groups))
         while self._open and self._open[0][0] < self._limit_s() and self.played < MOST_PLAYED:
@@ -176,12 +175,12 @@ class _Search:
     def _refusals(self, degrees: Layout) -> _Refusals:
         """Ask the strategies about every split of the data axis and every schedule: what else there is they hardly mind."""
         found: dict[str, dict[str | None, tuple[_Split, ...]]] = {}
-        for plain in _splits(degrees, self.hardware):
+        for plain in candidates.splits(degrees, self.hardware):
             if reason := refusal_of(self.builder.step(plain)):
                 self.considered += 1
                 self._throw_out(plain, "refused", reason)
                 continue
-            for one in _scheduled(plain):
+            for one in candidates.scheduled(plain):
                 reason = refusal_of(self.builder.step(one)) if one != plain else None
                 reasons = found.setdefault(one.schedule, {})
                 reasons[reason] = (*reasons.get(reason, ()), (one.dp_replicate, one.dp_shard, one.zero))
@@ -402,77 +401,6 @@ def nearest_to(layout: Layout, found: Sequence[Prediction]) -> Prediction:
         return sum(getattr(layout, one.name) != getattr(other, one.name) for one in fields(Layout))
 
     return min(found, key=lambda one: distance(one.layout))
-
-
-# -- candidates ------------------------------------------------------------------------------------
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _degrees(devices: int, model: ModelSpec) -> Iterator[Layout]:
-    """Yield every split of the devices over the axes of the model; where a tensor cut can cut the sequence too, it does,
-    which sends the same bytes and keeps less."""
-    blocks = sum(layer.is_block for layer in model.layers)
-    experts = math.gcd(*(param.experts for param in model.params if param.experts))
-    for tp in _divisors(devices):
-        for pp in _divisors(devices // tp):
-            for cp in _divisors(devices // tp // pp) if pp <= max(1, blocks) else ():
-                if cp > 1 and (model.slice_refusal or model.length % cp):
-                    continue
-                ranks = devices // tp // pp // cp
-                cuts = cp == 1 and tp > 1 and not model.sequence_refusal and model.sequence % tp == 0
-                base = Layout(tp=tp, pp=pp, cp=cp, dp_replicate=ranks, sequence_parallel=cuts)
-                yield base
-                for ep in _divisors(ranks * cp)[1:] if experts else ():
-                    if experts % ep == 0:
-                        yield replace(base, ep=ep)
-
-
-def _splits(degrees: Layout, hardware: Hardware) -> Iterator[Layout]:
-    """Yield the ways to replicate and shard over the data axis: all of it, or the part of it that lies in a node."""
-    dp = degrees.dp
-    inside = max(1, hardware.devices_per_node // degrees.tp // degrees.cp)
-    if dp * degrees.cp % degrees.ep == 0:
-        yield degrees
-    for shard in sorted({dp, *([inside] if 1 <= inside < dp and dp % inside == 0 else [])}):
-        for zero in (1, 2, 3) if shard * degrees.cp > 1 and shard * degrees.cp % degrees.ep == 0 else ():
-            yield replace(degrees, dp_replicate=dp // shard, dp_shard=shard, zero=zero)
-
-
-def _switched(degrees: Layout, job: Job) -> Iterator[Layout]:
-    """Yield a split with every choice of micro-batch, schedule and recomputation."""
-    for sized in _sized(degrees, job):
-        for words in _variants(sized):
-            yield replace(sized, **words)
-
-
-def _sized(degrees: Layout, job: Job) -> Iterator[Layout]:
-    """Yield a split with every micro-batch that is tried."""
-    share = -(-job.train.global_batch // degrees.dp)
-    for microbatch in sorted({size for size in MICROBATCHES if size < share} | {share}):
-        yield replace(degrees, microbatch=microbatch if microbatch < share else None)
-
-
-_SCHEDULES: tuple[Mapping[str, Any], ...] = (
-    {"schedule": "1f1b"},
-    {"schedule": "interleaved", "virtual_stages": 2},
-    {"schedule": "zero-bubble"},
-)
-_VARIANTS = tuple({**words, "recompute": recompute} for words in _SCHEDULES for recompute in get_args(Recompute))
-"""Of each schedule the quickest recomputation first."""
-
-
-def _variants(layout: Layout) -> tuple[Mapping[str, Any], ...]:
-    """Return the words of every schedule and every recomputation: without stages there is one schedule."""
-    return _VARIANTS if layout.pp > 1 else _VARIANTS[: len(get_args(Recompute))]
-
-
-def _scheduled(layout: Layout) -> Iterator[Layout]:
-    yield layout
-    for words in _SCHEDULES[1:] if layout.pp > 1 else ():
-        yield replace(layout, **words)
 
 
 def _at_least(need: Need, hardware: Hardware) -> str:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep import search
+from samestep import candidates, search
 from samestep.beside import Reduced, longer_s
 from samestep.bounds import Bounds
 from samestep.decoder import Decoder, spec
@@ -74,7 +74,7 @@ def every(model: ModelSpec, given: Job, hardware: Hardware, devices: int) -> lis
             for zero in (1, 2, 3)
             if shard * cp > 1
         ]
-        for layout in (one for split in splits for one in search._switched(split, given)):
+        for layout in (one for split in splits for one in candidates.switched(split, given)):
             with contextlib.suppress(LayoutError):
                 found.append(predict(model, given, layout, hardware))
     return [one for one in found if one.fits]
@@ -120,8 +120,8 @@ def test_a_bound_is_never_above_what_it_bounds(
     given_job = job(data.draw(st.integers(1, 40)), precision)
     prices = Prices(model, given_job, hardware)
     bounds, needs = Bounds(prices), Needs(prices, 2)
-    splits = [one for degrees in search._degrees(devices, model) for one in search._splits(degrees, hardware)]
-    layout = data.draw(st.sampled_from([one for split in splits for one in search._switched(split, given_job)]))
+    splits = [one for degrees in candidates.degrees(devices, model) for one in candidates.splits(degrees, hardware)]
+    layout = data.draw(st.sampled_from([one for split in splits for one in candidates.switched(split, given_job)]))
     try:
         played = predict(model, given_job, layout, hardware)
     except LayoutError:
@@ -305,3 +305,13 @@ def test_why_tells_the_fastest_the_slower_and_the_too_large() -> None:
     assert "times the step of" in _why(found, "dp=4 microbatch=1 recompute=full")
     small = replace(found.hardware, memory_bytes=found.best[0].peak.total // 100)
     assert "does not fit: needs" in _why(plan(MODELS["tiny"], job(), small, 4), "dp=4")
+
+
+def test_experts_that_may_not_be_given_a_part_of_the_tokens_are_cut_by_tp_alone() -> None:
+    model, job = preset("mixtral-8x7b", 4096), Job(train={"global_batch": 4})
+    refused = replace(model, expert_refusal="nobody knows")
+    for one, cuts in ((model, True), (refused, False)):
+        found = [layout for layout in candidates.degrees(4, one) if layout.tp > 1 and layout.cp == 1]
+        assert {layout.sequence_parallel for layout in found} == {cuts}
+        assert refusal_of(Step.of(one, job, Layout(tp=4, sequence_parallel=cuts))) is None
+    assert "nobody knows" in str(refusal_of(Step.of(refused, job, Layout(tp=4, sequence_parallel=True))))

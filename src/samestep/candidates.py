@@ -1,0 +1,95 @@
+"""The layouts that a plan considers: every split of the devices over the axes, and every switch of each.
+
+    degrees      tp x pp x cp x data ranks, with ep among these
+    splits       of the data ranks into replicas and shards, with ZeRO stages
+    sized        micro-batches
+    variants     schedules, and recomputation, of each the quickest first
+
+Nothing here asks whether a strategy refuses a layout, but where a whole axis would be refused for the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, get_args
+
+from samestep.hardware import Hardware
+from samestep.job import Job
+from samestep.layout import Layout, Recompute
+from samestep.model import ModelSpec
+
+MICROBATCHES = (1, 2, 4, 8, 16, 32)
+"""Samples of a micro-batch that are tried, beside a rank's whole share."""
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def degrees(devices: int, model: ModelSpec) -> Iterator[Layout]:
+    """Yield every split of the devices over the axes of the model; where a tensor cut can cut the sequence too, it does,
+    which sends the same bytes and keeps less."""
+    blocks = sum(layer.is_block for layer in model.layers)
+    has_experts = any(layer.dealings for layer in model.layers)
+    cuts_sequence = not (model.sequence_refusal or (has_experts and (model.expert_refusal or model.balanced_experts)))
+    experts = math.gcd(*(param.experts for param in model.params if param.experts))
+    for tp in _divisors(devices):
+        for pp in _divisors(devices // tp):
+            for cp in _divisors(devices // tp // pp) if pp <= max(1, blocks) else ():
+                if cp > 1 and (model.slice_refusal or model.length % cp):
+                    continue
+                ranks = devices // tp // pp // cp
+                cuts = cp == 1 and tp > 1 and cuts_sequence and model.sequence % tp == 0
+                base = Layout(tp=tp, pp=pp, cp=cp, dp_replicate=ranks, sequence_parallel=cuts)
+                yield base
+                for ep in _divisors(ranks * cp)[1:] if experts else ():
+                    if experts % ep == 0:
+                        yield replace(base, ep=ep)
+
+
+def splits(degrees: Layout, hardware: Hardware) -> Iterator[Layout]:
+    """Yield the ways to replicate and shard over the data axis: all of it, or the part of it that lies in a node."""
+    dp = degrees.dp
+    inside = max(1, hardware.devices_per_node // degrees.tp // degrees.cp)
+    if dp * degrees.cp % degrees.ep == 0:
+        yield degrees
+    for shard in sorted({dp, *([inside] if 1 <= inside < dp and dp % inside == 0 else [])}):
+        for zero in (1, 2, 3) if shard * degrees.cp > 1 and shard * degrees.cp % degrees.ep == 0 else ():
+            yield replace(degrees, dp_replicate=dp // shard, dp_shard=shard, zero=zero)
+
+
+def switched(degrees: Layout, job: Job) -> Iterator[Layout]:
+    """Yield a split with every choice of micro-batch, schedule and recomputation."""
+    for one in sized(degrees, job):
+        for words in variants(one):
+            yield replace(one, **words)
+
+
+def sized(degrees: Layout, job: Job) -> Iterator[Layout]:
+    """Yield a split with every micro-batch that is tried."""
+    share = -(-job.train.global_batch // degrees.dp)
+    for microbatch in sorted({size for size in MICROBATCHES if size < share} | {share}):
+        yield replace(degrees, microbatch=microbatch if microbatch < share else None)
+
+
+_SCHEDULES: tuple[Mapping[str, Any], ...] = (
+    {"schedule": "1f1b"},
+    {"schedule": "interleaved", "virtual_stages": 2},
+    {"schedule": "zero-bubble"},
+)
+_VARIANTS = tuple({**words, "recompute": recompute} for words in _SCHEDULES for recompute in get_args(Recompute))
+"""Of each schedule the quickest recomputation first."""
+
+
+def variants(layout: Layout) -> tuple[Mapping[str, Any], ...]:
+    """Return the words of every schedule and every recomputation: without stages there is one schedule."""
+    return _VARIANTS if layout.pp > 1 else _VARIANTS[: len(get_args(Recompute))]
+
+
+def scheduled(layout: Layout) -> Iterator[Layout]:
+    """Yield a layout under every schedule."""
+    yield layout
+    for words in _SCHEDULES[1:] if layout.pp > 1 else ():
+        yield replace(layout, **words)
