@@ -165,7 +165,7 @@ def case_of(row: Row) -> Case:
         machine=machine,
         words=words,
         recompute=_recompute(row, machine, model),
-        microbatches=() if whole(row, "micro_batch") or recipe_of(row) else _halves(per_rank),
+        microbatches=() if whole(row, "micro_batch") or recipe else _halves(per_rank),
         sent_rows=sent_rows(row, machine, decoder, ep),
         chunks=CHUNKS if _hides_sums(row, machine) else 1,
         precision=precision,
@@ -179,7 +179,7 @@ def case_of(row: Row) -> Case:
         stage=-1 if "on the logging rank" in joined(row, "notes") else None,  # the last one logs
         states_per_param=1 if name == "resnet50" else 2,
         repeats_half=_is_titan(row),
-        is_lean=recipe_of(row) is not None,
+        is_lean=recipe is not None,
     )
 
 

@@ -8,7 +8,7 @@ search under the other numerics would find may be better still.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from samestep import clock
@@ -16,12 +16,10 @@ from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.model import ModelSpec
 from samestep.prediction import Prediction, predict
-from samestep.program import BYTES_OF, Kind, Op, Ops
+from samestep.program import BYTES_OF, REDUCING, Op, Ops
 
 WORTH = 0.03
 """Part of a step below which a saving is not worth another arithmetic."""
-
-_REDUCING = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +93,8 @@ def _compressed(_: str, ops: Ops) -> Ops:
 
 
 def _is_of_gradients(op: Op) -> bool:
-    return op.kind in _REDUCING and op.axis is not None and op.axis.startswith("dp_")
+    return op.kind in REDUCING and op.axis is not None and op.axis.startswith("dp_")
 
 
 def _as_bytes(op: Op) -> Op:
-    return replace(op, size_bytes=-(-op.size_bytes // BYTES_OF[op.dtype]))
+    return op.but(size_bytes=-(-op.size_bytes // BYTES_OF[op.dtype]))

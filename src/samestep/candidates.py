@@ -19,6 +19,7 @@ from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout, Recompute
 from samestep.model import ModelSpec
+from samestep.strategies import sequence
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 """Samples of a micro-batch that are tried, beside a rank's whole share."""
@@ -32,16 +33,15 @@ def degrees(devices: int, model: ModelSpec) -> Iterator[Layout]:
     """Yield every split of the devices over the axes of the model; where a tensor cut can cut the sequence too, it does,
     which sends the same bytes and keeps less."""
     blocks = sum(layer.is_block for layer in model.layers)
-    has_experts = any(layer.dealings for layer in model.layers)
-    cuts_sequence = not (model.sequence_refusal or (has_experts and (model.expert_refusal or model.balanced_experts)))
     experts = math.gcd(*(param.experts for param in model.params if param.experts))
     for tp in _divisors(devices):
+        cuts_sequence = tp > 1 and sequence.refuse_model(model, tp) is None
         for pp in _divisors(devices // tp):
             for cp in _divisors(devices // tp // pp) if pp <= max(1, blocks) else ():
                 if cp > 1 and (model.slice_refusal or model.length % cp):
                     continue
                 ranks = devices // tp // pp // cp
-                cuts = cp == 1 and tp > 1 and cuts_sequence and model.sequence % tp == 0
+                cuts = cp == 1 and cuts_sequence
                 base = Layout(tp=tp, pp=pp, cp=cp, dp_replicate=ranks, sequence_parallel=cuts)
                 yield base
                 for ep in _divisors(ranks * cp)[1:] if experts else ():

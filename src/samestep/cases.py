@@ -124,8 +124,12 @@ RUNS = {
 
 
 def _gpt2(layout: str, model: str = "gpt2", batch: int = 64) -> Prediction:
-    run = Run(title="", model=model, layout=layout, global_batch=batch, sequence=1024, tokens=1.0, published="")
-    return run.predict()
+    return _one_step(model, layout, batch, 1024)
+
+
+def _one_step(model: str, layout: str, batch: int, sequence: int, machine: Hardware | None = None) -> Prediction:
+    run = Run(title="", model=model, layout=layout, global_batch=batch, sequence=sequence, tokens=1.0, published="")
+    return run.predict(machine)
 
 
 def _zero_memory() -> list[str]:
@@ -147,7 +151,6 @@ def _zero_memory() -> list[str]:
 def _spread() -> list[str]:
     """The same weights on 64 devices: cut into layers and columns, or sharded; neither repeats any of them."""
     model, devices = presets.preset("llama2-70b", 4096), 64
-    job = Job(data={"sequence_length": 4096}, train={"global_batch": devices}, numerics={"precision": "bf16"})
     lines = [
         f"Llama 2 70B, {model.num_params / 1e9:.1f} B weights, on {devices} of {A100}; {devices} sequences of 4,096 a step"
     ]
@@ -157,7 +160,7 @@ def _spread() -> list[str]:
         "dp=8 zero=3 tp=8 microbatch=1",
         "dp=64 microbatch=1",
     ):
-        found = predict(model, job, Layout.parse(f"{words} recompute=full"), hardware.load(A100))
+        found = _one_step("llama2-70b", f"{words} recompute=full", devices, 4096)
         held = max((at_rest(program) for program in found.programs), key=lambda use: use.total)
         room = "fits" if found.fits else "DOES NOT FIT"
         lines.append(
@@ -252,9 +255,7 @@ def _best_microbatch(model: str, batch: int, zero: int, machine: Hardware) -> Pr
     for size in (1, 2, 4, 8, 16):
         if size * 8 > batch:
             break
-        layout = f"dp=8 zero={zero} microbatch={size}"
-        run = Run(title="", model=model, layout=layout, global_batch=batch, sequence=2048, tokens=1.0, published="")
-        found.append(run.predict(machine))
+        found.append(_one_step(model, f"dp=8 zero={zero} microbatch={size}", batch, 2048, machine))
     return min((one for one in found if one.fits), key=lambda one: one.step_s, default=None)
 
 

@@ -327,11 +327,8 @@ def _plan(words: argparse.Namespace) -> int:
     record = search.as_record(found)
     if found.best:
         saved = advice.savings(found.best[0], model, job, machine, states)
-        print(
-            *(f"with other numerics, the job's to choose: {saving.to_line()}" for saving in saved),
-            sep="\n",
-            end="\n" * bool(saved),
-        )
+        for saving in saved:
+            print(f"with other numerics, the job's to choose: {saving.to_line()}")
         record["other_numerics"] = [saving.to_record() for saving in saved]
     if words.measure_top and found.best:
         record["measured"] = _rehearse(job, found.best[: words.measure_top], machine)

@@ -366,12 +366,6 @@ def stride_of(axis: str, step: Step) -> int:
             return 1
 
 
-def _handlings(program: Program) -> int:
-    """Count the gathers and scatters of units in a step."""
-    tasks = Counter(task.body for task in program.stages[0])
-    return sum(tasks[key] * sum(op.implied for op in ops) for key, ops in program.bodies.items())
-
-
 # -- update ------------------------------------------------------------------------------------------------------------
 
 
@@ -385,3 +379,9 @@ def _update_bytes(step: Step) -> int:
             held = param.numel * (step.layout.ep if step.zero and is_dealt(step, param) else 1)
             touched += held * (UPDATE_PASSES * master + copied * BYTES_OF[step.compute_dtype])
     return -(-touched // step.layout.num_shards)  # 1 where nothing is sharded
+
+
+def _handlings(program: Program) -> int:
+    """Count the gathers and scatters of units in a step."""
+    tasks = Counter(task.body for task in program.stages[0])
+    return sum(tasks[key] * sum(op.implied for op in ops) for key, ops in program.bodies.items())

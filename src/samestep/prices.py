@@ -31,7 +31,7 @@ from samestep.kinds import (
     units,
     weights,
 )
-from samestep.layout import Recompute
+from samestep.layout import Layout, Recompute
 from samestep.memory import saved_bytes
 from samestep.model import ModelSpec
 from samestep.program import BYTES_OF, Kind, Op, Ops, Program, Step
@@ -106,7 +106,7 @@ class Prices:
     def cut(self, step: Step) -> _Cut:
         """Return a layer of each kind as a rank has it."""
         layout = step.layout
-        key = (layout.tp, layout.sequence_parallel, layout.cp, layout.ep)
+        key = _cuts(layout)
         if key not in self._known_cuts:
             one = replace(step, model=self.few, samples=1, layout=replace(layout, recompute="none"))
             local = self._builder.before_stages(one).step
@@ -127,10 +127,7 @@ class Prices:
     def key(step: Step) -> tuple[object, ...]:
         """Return what prices depend on."""
         layout = step.layout
-        return (
-            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, layout.recompute, step.microbatch_samples,
-            step.splits_backward, step.samples,
-        )  # fmt: skip
+        return (*_cuts(layout), layout.recompute, step.microbatch_samples, step.splits_backward, step.samples)
 
     def seconds(self, step: Step) -> tuple[Seconds, ...]:
         """Price a layer of each kind."""
@@ -170,9 +167,7 @@ class Prices:
     def _of_compute(self, step: Step) -> tuple[Program, list[_Part]]:
         """Return the program of micro-batches of one sample, and what of it runs in the queue of compute."""
         layout = step.layout
-        key = (
-            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, layout.recompute, step.splits_backward,
-        )  # fmt: skip
+        key = (*_cuts(layout), layout.recompute, step.splits_backward)
         if key not in self._known_parts:
             one, two = (self._builder.before_stages(replace(step, model=self.few, samples=count)) for count in (1, 2))
             bodies = [(body, one.bodies[body], two.bodies[body]) for body in ("F", "B")]
@@ -203,7 +198,7 @@ class Prices:
     def sizes(self, step: Step) -> tuple[Sizes, ...]:
         """Return what a layer of each kind needs."""
         layout = step.layout
-        key = (layout.tp, layout.sequence_parallel, layout.cp, layout.ep, layout.recompute)
+        key = (*_cuts(layout), layout.recompute)
         if key not in self._known_sizes:
             cut, one = self.cut(step), replace(step, samples=1)
             saved = (saved_bytes(one, layer) for layer in cut.model.layers)
@@ -230,7 +225,7 @@ class Prices:
     def whole_sizes(self, step: Step) -> Sizes:
         """Add up all layers; of their activations those of what is computed again if the most is."""
         layout = step.layout
-        key = (layout.tp, layout.sequence_parallel, layout.cp, layout.ep)
+        key = _cuts(layout)
         if key not in self._known_whole:
             steps = (replace(step, layout=replace(layout, recompute=policy)) for policy in get_args(Recompute))
             self._known_whole[key] = min((self._whole(self.sizes(one)) for one in steps), key=lambda sizes: sizes.kept)
@@ -271,9 +266,7 @@ class Prices:
     def run_sizes(self, step: Step) -> tuple[Sizes, ...]:
         """Add up the layers of each run."""
         layout = step.layout
-        key = (
-            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, layout.recompute, layout.pp, layout.virtual_stages,
-        )  # fmt: skip
+        key = (*_cuts(layout), layout.recompute, layout.pp, layout.virtual_stages)
         if key not in self._known_run_sizes:
             self._known_run_sizes[key] = self._of_runs(step, self.sizes(step))
         return self._known_run_sizes[key]
@@ -294,10 +287,7 @@ class Prices:
     def stage_units(self, step: Step, stage: int) -> Units:
         """Add up what of a stage is gathered and scattered."""
         layout = step.layout
-        key = (
-            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, layout.num_shards, layout.pp,
-            layout.virtual_stages, stage,
-        )  # fmt: skip
+        key = (*_cuts(layout), layout.num_shards, layout.pp, layout.virtual_stages, stage)
         if key not in self._known_stage_units:
             kinds, runs = self.units(step), self.runs(step).counts[stage :: layout.pp]
             self._known_stage_units[key] = total(
@@ -308,6 +298,11 @@ class Prices:
     def sent_bytes(self, step: Step) -> int:
         """Return what of a micro-batch is sent between two stages, at least."""
         return self.cut(step).sent * step.microbatch_samples * BYTES_OF[step.compute_dtype]
+
+
+def _cuts(layout: Layout) -> tuple[int, bool, int, int]:
+    """What of a layout cuts layers."""
+    return layout.tp, layout.sequence_parallel, layout.cp, layout.ep
 
 
 def smallest(step: Step) -> Step:

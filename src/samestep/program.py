@@ -69,6 +69,10 @@ class Kind(StrEnum):
     RECV = "recv"
 
 
+REDUCING = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE)
+"""Collectives that add up."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Op:
     """One operation of a body. Collectives have an axis; compute has none.

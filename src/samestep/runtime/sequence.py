@@ -69,10 +69,12 @@ def with_sequence(spec: ModelSpec, model: nn.Module, styles: Styles, calls: Call
     blocks = [layer for layer in spec.layers if layer.is_block]
     if not blocks:
         return replace(spec, sequence_refusal=f"{spec.name} has no blocks")
+    experts = experts_of(model)
     try:
         _check_row(spec, blocks, calls)
         found = [
-            _bordered(layer, model, spec, styles, calls) if layer.is_block else (layer, set()) for layer in spec.layers
+            _bordered(layer, model, spec, styles, calls, experts) if layer.is_block else (layer, set())
+            for layer in spec.layers
         ]
     except _CannotCutError as reason:
         return replace(spec, sequence_refusal=str(reason))
@@ -107,11 +109,11 @@ def _check_row(spec: ModelSpec, blocks: list[LayerSpec], calls: Calls) -> None:
 
 
 def _bordered(
-    layer: LayerSpec, model: nn.Module, spec: ModelSpec, styles: Styles, calls: Calls
+    layer: LayerSpec, model: nn.Module, spec: ModelSpec, styles: Styles, calls: Calls, experts: Collection[str]
 ) -> tuple[LayerSpec, set[str]]:
     """Find the borders of a block, and the weights between its cut parts."""
     path = layer.modules[0]
-    parts = _parts(path, model, styles)
+    parts = _parts(path, model, styles, experts)
     order = sorted(parts, key=lambda part: list(calls.entered).index(part))
     borders: list[Border] = []
     last: Tensor | None = None
@@ -135,10 +137,9 @@ def _bordered(
     return replace(layer, products=products, sequence_borders=tuple(borders)), {param.name for param in between}
 
 
-def _parts(block: str, model: nn.Module, styles: Styles) -> list[str]:
+def _parts(block: str, model: nn.Module, styles: Styles, experts: Collection[str]) -> list[str]:
     """Children of a block that hold cut modules; the others must work on each token by itself."""
     parts: list[str] = []
-    experts = experts_of(model)
     for name, child in model.get_submodule(block).named_children():
         path = f"{block}.{name}"
         if path in styles:
@@ -204,13 +205,13 @@ def apply(model: nn.Module, program: Program, mesh: Mesh, styles: Styles) -> Non
     step = program.step
     if not step.layout.sequence_parallel:
         return
-    group = mesh.groups["tp"]
+    group, experts = mesh.groups["tp"], experts_of(model)
     blocks = [layer.modules[0] for layer in step.model.layers if layer.is_block]
     first, last = model.get_submodule(blocks[0]), model.get_submodule(blocks[-1])
     split = functools.partial(_split, group=group, owner=blocks[0])
     first.register_forward_pre_hook(lambda _, args, kwargs: with_given(args, kwargs, split), with_kwargs=True)
     for path in blocks:
-        parts = _parts(path, model, styles)
+        parts = _parts(path, model, styles, experts)
         gathered = _Gathered(group)
         for part in parts:
             gather = functools.partial(gathered, part)

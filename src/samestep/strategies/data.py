@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from samestep.program import (
+    REDUCING,
     STEP_SCALARS,
     Bucket,
     Kind,
@@ -41,7 +42,6 @@ from samestep.program import (
 )
 
 AXIS = "dp_replicate"
-_REDUCING = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE)
 TIE = "tie"
 """First and last pipeline stage, where they share a weight: its gradient is summed over the two."""
 
@@ -116,7 +116,7 @@ def _reductions_of(program: Program) -> Iterator[str]:
     for key, ops in program.bodies.items():
         if ends_gradients(key, program.step):
             yield next(op.name for op in reversed(ops) if op.kind in (Kind.BACKWARD, Kind.WEIGHT))
-            yield from (op.name for op in ops if op.kind in _REDUCING and op.axis not in ("tp", "cp"))
+            yield from (op.name for op in ops if op.kind in REDUCING and op.axis not in ("tp", "cp"))
     for op in program.bodies[TaskKind.UPDATE]:
         if op.kind is Kind.UPDATE:
             return
@@ -202,7 +202,7 @@ def _partial_sums(program: Program, buckets: tuple[Bucket, ...]) -> Iterator[Op]
     step = program.step
     final = [op for key, ops in program.bodies.items() if ends_gradients(key, step) for op in ops]
     final += itertools.takewhile(lambda op: op.kind is not Kind.UPDATE, program.bodies[TaskKind.UPDATE])
-    last = {op.owner: op.name for op in final if op.kind in (*_REDUCING, Kind.BROADCAST, Kind.ALL_GATHER)}
+    last = {op.owner: op.name for op in final if op.kind in (*REDUCING, Kind.BROADCAST, Kind.ALL_GATHER)}
     done = next(op.name for op in reversed(final) if op.kind in (Kind.BACKWARD, Kind.WEIGHT))
     sizes = {bucket.name: _left_of(step, bucket) for bucket in buckets if bucket.is_partial}
     sizes |= {unit.name: sum(partial_sizes(step, unit).values()) for unit in program.units}

@@ -30,27 +30,31 @@ AXIS = "tp"
 
 def refusal(step: Step) -> str | None:
     """Refuse where no tensor cut stands beside it, models it would break, and lengths that the degree does not divide."""
-    layout, model = step.layout, step.model
-    if not layout.sequence_parallel:
+    if not step.layout.sequence_parallel:
         return None
-    if layout.tp == 1:
+    if step.layout.tp == 1:
         return "sequence_parallel cuts the sequence between tensor-cut parts, and tp=1 cuts none: tp=2 works, or leave it out"
+    return refuse_model(step.model, step.layout.tp)
+
+
+def refuse_model(model: ModelSpec, degree: int) -> str | None:
+    """Refuse a model whose sequence no layout may cut into so many parts."""
     if model.sequence_refusal:
-        return f"sequence_parallel: {model.sequence_refusal}; tp={layout.tp} alone works"
+        return f"sequence_parallel: {model.sequence_refusal}; tp={degree} alone works"
     if model.balanced_experts:
         return (
             "sequence_parallel: the loss that balances experts is counted from whole samples, of which a rank would route "
-            f"a part; tp={layout.tp} alone works, and so does a job without it (output_router_logits = false)"
+            f"a part; tp={degree} alone works, and so does a job without it (output_router_logits = false)"
         )
     if model.expert_refusal and any(layer.dealings for layer in model.layers):
         return (
             f"sequence_parallel: the experts of {model.name} would be given a part of the tokens, and "
-            f"{model.expert_refusal}; tp={layout.tp} alone works"
+            f"{model.expert_refusal}; tp={degree} alone works"
         )
-    if model.sequence % layout.tp:
+    if model.sequence % degree:
         return (
-            f"sequence_parallel: tp={layout.tp} does not divide the {model.sequence} tokens of a sample; "
-            f"{model.sequence // layout.tp * layout.tp} tokens work, and so does tp={layout.tp} alone"
+            f"sequence_parallel: tp={degree} does not divide the {model.sequence} tokens of a sample; "
+            f"{model.sequence // degree * degree} tokens work, and so does tp={degree} alone"
         )
     return None
 
