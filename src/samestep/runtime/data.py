@@ -14,6 +14,7 @@ bucket 0  [ head.weight | norm.weight | pad ]    gradients of the last layers, f
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -65,7 +66,7 @@ class Replicated:
         self._fill(model, materialize)
         for flat in self._flats:
             for member in flat.bucket.members:
-                hook = functools.partial(self._gradient_ready, flat, member)
+                hook = functools.partial(_tell, weakref.WeakMethod(self._gradient_ready), flat, member)
                 self.params[member.name].register_post_accumulate_grad_hook(hook)
 
     # -- setting up --------------------------------------------------------------------------------
@@ -264,3 +265,12 @@ def _gradient_or_zero(param: nn.Parameter) -> Tensor:
     if param.grad is None:
         param.grad = torch.zeros_like(param)
     return param.grad
+
+
+def _tell(
+    ready: weakref.WeakMethod[Callable[[_Flat, Member, Tensor], None]], flat: _Flat, member: Member, param: Tensor
+) -> None:
+    """Call a holder that is still there: what a tensor's hooks refer to, Python's collector never sees as a cycle."""
+    told = ready()
+    if told is not None:
+        told(flat, member, param)

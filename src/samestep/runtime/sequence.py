@@ -10,6 +10,7 @@ cuts read what their part is given, and whether a block hands on what it is give
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -212,11 +213,11 @@ def apply(model: nn.Module, program: Program, mesh: Mesh, styles: Styles) -> Non
     first.register_forward_pre_hook(lambda _, args, kwargs: with_given(args, kwargs, split), with_kwargs=True)
     for path in blocks:
         parts = _parts(path, model, styles, experts)
-        gathered = _Gathered(group)
+        gathered = Shared(gather, group)
         for part in parts:
-            gather = functools.partial(gathered, part)
+            once = functools.partial(gathered, part)
             model.get_submodule(part).register_forward_pre_hook(
-                functools.partial(_gather_given, gather), with_kwargs=True
+                functools.partial(_gather_given, once), with_kwargs=True
             )
     join = functools.partial(_join, group=group, owner=blocks[-1])
     last.register_forward_hook(lambda _, args, output: with_first(output, join))
@@ -226,17 +227,29 @@ def _gather_given(gather: Callable[[Tensor], Tensor], _: nn.Module, args: Any, k
     return with_given(args, kwargs, gather)
 
 
-class _Gathered:
-    """`gather`, once for parts that are given one tensor, as attention and MLP of a parallel block are."""
+class Shared:
+    """A move, made once for all modules that are given one tensor in turn, as q, k and v, or the parts of a parallel block.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._last: tuple[Tensor, Tensor] | None = None
+    In the backward they share one sum.
+    """
 
-    def __call__(self, part: str, x: Tensor) -> Tensor:
-        if self._last is None or self._last[0] is not x:
-            self._last = (x, gather(x, self._group, part))
-        return self._last[1]
+    def __init__(self, move: Move, group: dist.ProcessGroup) -> None:
+        self._move, self._group = move, group
+        self._given: weakref.ref[Tensor] | None = None
+        self._moved: Tensor | None = None
+
+    def __call__(self, path: str, x: Tensor) -> Tensor:
+        """Return x moved, by the module of this path if it is the first one that is given it."""
+        if self._moved is not None and self._given is not None and self._given() is x:
+            return self._moved
+        moved = self._move(x, self._group, path)
+        self._given, self._moved = weakref.ref(x, self._forget), moved
+        return moved
+
+    def _forget(self, given: weakref.ref[Tensor]) -> None:
+        """Let go of what was moved, and of the graph behind it, with the tensor it was made of."""
+        if given is self._given:
+            self._given = self._moved = None
 
 
 def with_given(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> Any:

@@ -14,7 +14,6 @@ with; `copy` and `reduce` stand at the borders:
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +56,7 @@ def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
     cut = {p.name.rpartition(".")[0] for p in program.step.model.params if p.cut is not None}
     cut |= {a.rpartition(".")[0] for p in program.step.model.params if p.cut is not None for a in p.aliases}
     group = mesh.groups["tp"]
-    whole = _Borders(_Copies(group), functools.partial(_reduced, group))
+    whole = _Borders(sequence.Shared(copy, group), functools.partial(_reduced, group))
     within = _Borders(lambda _, x: x, lambda path, x: sequence.scatter(x, group, path))
     blocks = [path for layer in program.step.model.layers if layer.is_block for path in layer.modules]
     projected: set[str] = set()
@@ -203,27 +202,6 @@ _AROUND: dict[str, Callable[[nn.Module, str, Mesh, _Borders], None]] = {
 }
 
 
-class _Copies:
-    """`copy`, once for all modules that read one tensor in turn: q, k and v share one sum in the backward."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._given: weakref.ref[Tensor] | None = None
-        self._copied: Tensor | None = None
-
-    def __call__(self, path: str, x: Tensor) -> Tensor:
-        if self._copied is not None and self._given is not None and self._given() is x:
-            return self._copied
-        copied = copy(x, self._group, path)
-        self._given, self._copied = weakref.ref(x, self._forget), copied
-        return copied
-
-    def _forget(self, given: weakref.ref[Tensor]) -> None:
-        """Let go of the copy, and of the graph behind it, with the tensor it was made of."""
-        if given is self._given:
-            self._given = self._copied = None
-
-
 # -- the two borders, and what stands on them ------------------------------------------------------
 
 
@@ -285,24 +263,42 @@ def _summed(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     return total
 
 
+class _CutCrossEntropy(torch.autograd.Function):
+    """Keeps the exponentials of its logits alone."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
+        size = logits.shape[-1]
+        own = labels - dist.get_rank(group) * size
+        elsewhere = (own < 0) | (own >= size)
+        place = own.masked_fill(elsewhere, 0)[:, None]
+        largest = logits.amax(dim=-1)
+        with owned("loss.largest"):
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        shifted = logits - largest[:, None]
+        right = shifted.gather(-1, place)[:, 0].masked_fill(elsewhere, 0.0)
+        powers = shifted.exp_()
+        sums = _summed(torch.stack([powers.sum(dim=-1), right]), group, "loss.sums")
+        ignored = labels == IGNORED_LABEL
+        ctx.save_for_backward(powers, sums[0], place, elsewhere, ignored)
+        return (sums[0].log() - sums[1]).masked_fill(ignored, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        powers, total, place, elsewhere, ignored = ctx.saved_tensors
+        mine = gradients[0].expand_as(total).masked_fill(ignored, 0.0)
+        gradient = powers * (mine / total)[:, None]
+        return gradient.scatter_add_(-1, place, -mine.masked_fill(elsewhere, 0.0)[:, None]), None, None
+
+
 def cut_cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum of the cross entropies of rows whose logits are cut by vocabulary; labels of -100 count nothing.
 
     logits [N, V / tp], labels [N]. With m the largest logit of a row: log(sum exp(x - m)) + m - x[label], each sum
-    taken over all ranks.
+    taken over all ranks; its gradient by x is exp(x - m) / sum exp(x - m), less 1 at the label.
     """
-    size = logits.shape[-1]
-    first = dist.get_rank(group) * size
-    largest = logits.detach().amax(dim=-1)
-    with owned("loss.largest"):
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    shifted = logits - largest[:, None]
-    own = labels - first
-    elsewhere = (own < 0) | (own >= size)
-    right = shifted.gather(-1, own.masked_fill(elsewhere, 0)[:, None])[:, 0].masked_fill(elsewhere, 0.0)
-    sums = reduce(torch.stack([shifted.exp().sum(dim=-1), right]), group, "loss.sums")
-    losses = sums[0].log() - sums[1]
-    return losses.masked_fill(labels == IGNORED_LABEL, 0.0).sum()
+    loss: Tensor = _CutCrossEntropy.apply(logits, labels, group)
+    return loss
 
 
 def cuts_logits(program: Program) -> bool:

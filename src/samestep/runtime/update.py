@@ -304,12 +304,12 @@ class Updater:
         gradients = [piece.gradient() for piece in self.pieces]
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)
+        lent = [piece.value for piece in self.pieces if piece.value.grad is None]
         for piece, gradient in zip(self.pieces, gradients, strict=True):
             piece.value.grad = gradient.to(piece.value.device).view_as(piece.value)
         self.optimizer.step()
-        for piece in self.pieces:
-            if piece.target is not None:
-                piece.value.grad = None
+        for value in lent:  # whose gradients would live on, beside those of the next step
+            value.grad = None
 
     @torch.no_grad()
     def overflow(self, device: torch.device) -> Tensor:
