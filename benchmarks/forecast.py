@@ -12,7 +12,7 @@ from samestep import clock, cost, memory
 from samestep.errors import SamestepError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.program import Kind, Op, Ops, Program, Step
+from samestep.program import Kind, Op, Ops, Program, Step, TaskKind
 from samestep.strategies import programs_of
 
 UNREADABLE = (SkippedError, SamestepError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
@@ -106,12 +106,14 @@ def chosen_programs(case: Case) -> tuple[Program, ...]:
     for recompute, size in choices:
         tried = replace(case, words={**case.words, "microbatch": size}) if size else case
         programs = programs_for(tried, recompute)
-        if len(choices) == 1 or _fits(case, _peak(case, programs)):
+        if len(choices) == 1 or _fits(case, _peak(case, programs) / FILLED):
             return programs
     # Some other way was found as well: by one device the host's memory, by many the least memory.
     return programs if programs[0].step.layout.world_size > 1 else programs_for(case, recomputes[0])
 
 
+FILLED = 0.95
+"""Part of the memory that is filled by choice: nobody plans to the last byte."""
 WORKSPACE_BYTES = 128 * 2**20
 """What libraries of products and attention hold of a GPU's memory for themselves, allocated like any tensor."""
 
@@ -129,15 +131,17 @@ def _held(case: Case, program: Program) -> int:
     One device leaves the states in pages of the host, then uses gradients up in the backward; several leave all that they
     hold between steps on the host.
     """
-    held = memory.during_step(program, case.states_per_param)
     if not case.is_lean:
-        return held.total
+        return memory.during_step(program, case.states_per_param).total
+    tasks = program.stages[0]
+    twice = replace(program, stages=((*(task for task in tasks if task.kind is not TaskKind.UPDATE), *tasks),))
+    held = memory.during_step(twice, case.states_per_param)  # so that gradients are there beside activations
     rest = memory.at_rest(program, case.states_per_param)
     shed = (
         (0, rest.total) if program.step.layout.world_size > 1 else (0, rest.optimizer, rest.optimizer + rest.gradients)
     )
     tried = [held.total - part for part in shed]
-    return next((size for size in tried if _fits(case, size)), tried[-1])
+    return next((size for size in tried if _fits(case, size / FILLED)), tried[-1])
 
 
 def _shortened(program: Program) -> Program:
@@ -148,7 +152,7 @@ def _shortened(program: Program) -> Program:
     return program if len(tasks) <= 2 * most else replace(program, stages=((*tasks[:most], *tasks[-most:]),))
 
 
-def _fits(case: Case, peak: int) -> bool:
+def _fits(case: Case, peak: float) -> bool:
     return peak + case.machine.reserved_bytes <= case.machine.memory_bytes
 
 

@@ -15,6 +15,7 @@ Three tables, and what each may know:
 
 Errors are of seconds a step, as parts of what was measured, in per cent. tau and regret are over groups of rows that
 differ in their layout alone: how well the order is kept, and how much slower the layout is that we would have chosen.
+Sources whose times a simulator composed (`composed.py`) are named, and all others have a line of their own.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from cells import Row
+from composed import composed
 from forecast import Outcome, predict, rounded
 from foresight_fits import CONSTANTS, PER_SOURCE, SCALES, calibrate, cross_validate
 from published import TARGETS
@@ -234,11 +236,18 @@ _DOCUMENT = """# The record of predictions
 
 Written by `python benchmarks/foresight.py --rows DIR --calibrate --markdown docs/foresight.md` from {rows} published measurements; each is
 predicted from its configuration alone. Errors are of seconds a step, in per cent of what was measured; `bias` keeps the
-sign, `tau` and `regret` are over groups of rows that differ in their layout alone.
+sign, `tau` and `regret` are over groups of rows that differ in their layout alone.{composed}
 {honest}
 Step time as shipped: **{mape} %** on average, {median_ape} % for the middle row; the order of layouts: tau {tau}, and what
 we would have chosen is {regret} % slower than the best. Peak memory, {memory_rows} rows: {memory_mape} % on average,
 {memory_median} % for the middle one.
+"""
+
+
+_COMPOSED = """
+
+Times of {names} are sums of a simulator, it seems (`benchmarks/composed.py` says how one knows). Without them the error is
+**{mape} %** over {rows} rows, {median_ape} % for the middle one; tau {tau} and regret {regret} % over {groups} groups.
 """
 
 
@@ -253,9 +262,11 @@ def as_document(record: dict[str, Any], tables: Sequence[Table]) -> str:
             f"\n**{mape:.1f} %** is the figure to expect of a new source: {count} rows, at most {PER_SOURCE} of each source, "
             "predicted with five constants\nthat were fitted to the other sources.\n"
         )
+    aside = {**{key: _cell(value) for key, value in record["measured"].items()}, "names": ", ".join(record["composed"])}
     head = _DOCUMENT.format(
         rows=total["rows"],
         honest=honest,
+        composed=_COMPOSED.rstrip().format(**aside) if record["composed"] else "",
         **{key: _cell(total[key]) for key in ("mape", "median_ape", "tau", "regret")},
         memory_rows=held["rows"],
         memory_mape=_cell(held["mape"]),
@@ -275,10 +286,13 @@ def summary(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, objec
     by_file: dict[str, list[Outcome]] = defaultdict(list)
     for row, outcome in zip(rows, outcomes, strict=True):
         by_file[row["file"]].append(outcome)
+    aside = composed(rows)
     reasons = Counter((row["file"], o.reason) for row, o in zip(rows, outcomes, strict=True) if o.reason)
     return {
         "units": "per cent, but for rows, skipped, groups and tau; errors of the step time as parts of the measured",
         "total": figures(outcomes),
+        "composed": sorted(aside),
+        "measured": figures([o for row, o in zip(rows, outcomes, strict=True) if row["file"] not in aside]),
         "sources": {name: figures(found) for name, found in by_file.items()},
         "memory": memory_figures(outcomes),
         "memory_sources": {name: memory_figures(found) for name, found in by_file.items()},
@@ -287,12 +301,14 @@ def summary(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, objec
 
 
 def headline_table(record: dict[str, object]) -> Table:
-    """Return the table of sources, and of all."""
-    sources, total = record["sources"], record["total"]
+    """Return the table of sources, of all, and of those that were measured."""
+    sources, total, measured = record["sources"], record["total"], record["measured"]
     assert isinstance(sources, dict)
     assert isinstance(total, dict)
+    assert isinstance(measured, dict)
     lines = [[name, *(found[key] for key in _KEYS)] for name, found in sources.items()]
-    return _HEAD, [*lines, ["all", *(total[key] for key in _KEYS)]]
+    below = [["all but composed", *(measured[key] for key in _KEYS)]] if record["composed"] else []
+    return _HEAD, [*lines, ["all", *(total[key] for key in _KEYS)], *below]
 
 
 _MEMORY_KEYS = (

@@ -282,8 +282,10 @@ def _lean(row: Row, model: ModelSpec) -> ModelSpec:
     logits = head.output_elements
     head = replace(
         head,
-        saved_elements=head.saved_elements - logits,
-        saved_cut_elements=head.saved_cut_elements - logits,
+        loss_elements=logits,
+        loss_working_elements=logits,
+        working_elements=head.working_elements - head.working_cut_elements,
+        working_cut_elements=0,
         moved_elements=head.moved_elements - 15 * logits // 2,
         moved_cut_elements=head.moved_cut_elements - 15 * logits // 2,
     )

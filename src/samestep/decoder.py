@@ -119,6 +119,9 @@ class _Block:
     results: float = 0.0
     """Results of products, which recompute=selective keeps."""
     results_cut: float = 0.0
+    working: float = 0.0
+    """What its backward has alive at most beside what is saved."""
+    working_cut: float = 0.0
     kernels: int = 0
 
     def weight(
@@ -137,6 +140,11 @@ class _Block:
         """Add what is kept for the backward."""
         self.saved += whole + cut
         self.saved_cut += cut
+
+    def work(self, whole: float, cut: float) -> None:
+        """Have so much alive in the backward at one time; what comes nearer to the layer's input comes later."""
+        if whole + cut > self.working:
+            self.working, self.working_cut = whole + cut, cut
 
     def result(self, whole: float, cut: float) -> None:
         """Add results of products."""
@@ -240,6 +248,8 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
     elif is_head:
         backward = (PartialSum(owner="lm_head", elements=stream),)
     given = 0 if is_embedding else stream
+    # A fused loss keeps logits of two bytes and writes their gradient into floats; else three copies of floats meet.
+    loss = decoder.sequence * decoder.vocab // (2 if decoder.fused else 1) if is_head else 0
     return LayerSpec(
         name=name,
         modules=modules,
@@ -248,6 +258,10 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
         output_elements=decoder.sequence * decoder.vocab if is_head else stream,
         saved_elements=round(made.saved),
         saved_cut_elements=round(made.saved_cut),
+        working_elements=round(made.working),
+        working_cut_elements=round(made.working_cut),
+        loss_elements=loss,
+        loss_working_elements=2 * loss,
         saved_selective_elements=round(min(given + made.results, made.saved)),
         saved_selective_cut_elements=round(min(made.results_cut, made.saved_cut)),
         input_elements=given,
@@ -287,6 +301,7 @@ def _embedding(decoder: Decoder) -> _Block:
         made.weight("embed_positions.weight", (decoder.positions, h))
     made.move((2 + 3 * bool(decoder.positions) + 2.5 * decoder.dropout) * s * h, 0, 2 + 2 * bool(decoder.positions))
     made.save(0.5 * decoder.dropout * s * h, 0)
+    made.work(s * h, 0)
     return made
 
 
@@ -327,7 +342,11 @@ def _block(decoder: Decoder, is_sparse: bool) -> _Block:
     (_latent_attention if decoder.latent_rank else _attention)(decoder, made)
     made.move((3 + decoder.dropout) * s * h, 0, 1)
     _norm(decoder, made, "post_attention_layernorm")
+    before = made.saved
     (_experts if is_sparse else _feed_forward)(decoder, made)
+    if decoder.attention == "plain":  # gradients of scores before and behind their softmax, where the rest got free
+        keys = decoder.keys or s
+        made.work(2 * s * h + before - made.saved, 2 * decoder.heads * s * keys)
     made.move((3 + decoder.dropout) * s * h, 0, 1)
     made.save(2 * 0.5 * decoder.dropout * s * h, 0)  # masks of one byte
     return made
@@ -402,6 +421,8 @@ def _feed_forward(decoder: Decoder, made: _Block, name: str = "mlp", width: int 
     separate = decoder.gated and not decoder.fused
     made.move(0, (5 if separate else 3 if decoder.gated else 2) * s * f, 1 + separate)
     made.save(0, (4 if separate else 3 if decoder.gated else 2) * s * f)
+    # gradients of what is given and of what activations gave and were given, one of which is in a place that got free
+    made.work(s * h, (1 + decoder.gated) * s * f)
     _linear(decoder, made, f"{name}.down_proj", s, f, h, "inner")
 
 
@@ -424,6 +445,7 @@ def _experts(decoder: Decoder, made: _Block) -> None:
     inside = (3 if decoder.gated else 2) * rows * f
     made.move(8 * rows * h + 8 * s * e + inside, 0, 24)
     made.save(2 * rows * h + inside, 0)
+    made.work(s * h + rows * h + (1 + decoder.gated) * rows * f, 0)
     if decoder.shared_experts:
         _feed_forward(plain, made, "mlp.shared_experts", f * decoder.shared_experts)
 
@@ -441,6 +463,5 @@ def _head(decoder: Decoder) -> _Block:
         made.weight("lm_head.weight", (v, h), Cut(style="vocab", dim=0, groups=v))
     # logits become float32: written in twice the bytes, then read for the largest, the sum and the gradient
     made.move(0, (1 + 2 + 2 + 2 + 2) * s * v, 8)
-    made.save(0, (1 + 2 if decoder.fused else 1 + 2 + 2) * s * v)
-    made.result(0, s * v)
+    made.work(s * h, s * v)  # their gradient, and that of what the product is given
     return made

@@ -37,6 +37,10 @@ class Sizes(NamedTuple):
     """Activations after the forward."""
     again: float = 0.0
     """Activations that are there once more when they have been computed again."""
+    working: float = 0.0
+    """What its backward has alive beside them; of a run the sum says nothing."""
+    loss: float = 0.0
+    """What the backward of the loss behind it has alive, with what the loss kept."""
     weights: float = 0.0
     """Bytes, as weights stand in the module."""
     trained: float = 0.0

@@ -12,11 +12,13 @@ share the memory, and what one core reaches alone is not what each of two reache
     elementwise  of a CPU: activation, softmax and norm of what fits in a cache, against the copy
     unit         of a CPU: a tiny layer gathered, freed, gathered again and scattered by FSDP2, against its gathers alone
     once         of a CPU: AdamW and the gradient's norm of many small weights
-    link         all_reduce by size; T = 2 (n-1) (a + S/(nB)) gives a from the smallest message and B from the largest
+    link         all_reduce by size, on CPUs behind some compute, from which ranks never come at once;
+                 T = 2 (n-1) (a + S/(nB)) gives a from the smallest message and B from the largest
     overlap      products beside an all_reduce against both alone
 
 A figure is the best of several: what else a machine does only ever makes it slower. What is sent is the middle one of
-several: a collective ends with its slowest rank, so that a step is given what else the machine does, and not seldom.
+several: a collective ends with its slowest rank, so that a step is given what else the machine does, and not seldom; of
+two such middles, the one behind all other figures, the lesser is taken.
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ _SMALL = 50  # weights of 64 elements
 _TINY = 200  # operations on one element, one after the other
 _UNITS = 4  # layers that FSDP2 gathers and scatters
 _WIDTH = 16  # of the blocks in which operations are counted and timed
+_BETWEEN_S = 4e-3  # of compute between two collectives
 _MOST_RANKS = 8  # of a CPU: more would share what they measure
 _FULL_QUEUE_EDGE = 8192
 _OVERLAPS_BELOW = 0.9  # of both times one after the other
@@ -141,6 +144,7 @@ def _measured(place: Place) -> _Figures:
     """Measure with all ranks at once; collective."""
     device = place.device
     kind = device.type
+    first = _all_sent(place)
     products = {name: _products(dtype, EDGES[kind], place) for name, dtype in DTYPES.items()}
     one = torch.zeros(1, device=device)
 
@@ -163,7 +167,7 @@ def _measured(place: Place) -> _Figures:
         attention_part=_attention_part(max(products["bfloat16"].values()), place)
         if kind == "cuda"
         else _small_attention_part(max(products["float32"].values()), place),
-        sent={name: _sent(send, place) for name, send in _COLLECTIVES.items()} if place.world_size > 1 else {},
+        sent=_lesser(first, _all_sent(place)),
         beside_s=_beside_s(place) if place.world_size > 1 else None,
         unit_s=_unit_s(place) if place.world_size > 1 and kind == "cpu" else None,
     )
@@ -361,13 +365,55 @@ def _all_gather(buffer: torch.Tensor) -> None:
 _COLLECTIVES = {"all_reduce": _all_reduce, "all_gather": _all_gather}
 
 
+def _all_sent(place: Place) -> dict[str, dict[int, float]]:
+    if place.world_size == 1:
+        return {}
+    return {name: _sent(send, place) for name, send in _COLLECTIVES.items()}
+
+
+def _lesser(first: dict[str, dict[int, float]], then: dict[str, dict[int, float]]) -> dict[str, dict[int, float]]:
+    return {
+        name: {size: min(first[name][size], taken_s) for size, taken_s in found.items()} for name, found in then.items()
+    }
+
+
 def _sent(send: Callable[[torch.Tensor], None], place: Place) -> dict[int, float]:
+    """Return seconds by bytes; of CPUs behind compute, from which ranks never come at once, and must be woken up."""
     found = {}
+    compute = _computing(place) if place.device.type == "cpu" else None
+    alone_s = statistics.median(_times_s(compute, place, collective=True)) if compute else 0.0
     for size in MESSAGES[place.device.type]:
         numel = size // 4 // place.world_size * place.world_size
         buffer = torch.zeros(max(numel, place.world_size), device=place.device)
-        found[buffer.nbytes] = statistics.median(_times_s(functools.partial(send, buffer), place, collective=True))
+        once = functools.partial(send, buffer)
+        taken_s = statistics.median(_times_s(once, place, collective=True))
+        if compute:
+            behind_s = statistics.median(
+                _times_s(functools.partial(_one_by_one, compute, once), place, collective=True)
+            )
+            taken_s = max(taken_s, behind_s - alone_s)
+        found[buffer.nbytes] = taken_s
     return found
+
+
+def _one_by_one(*works: Callable[[], None]) -> None:
+    for work in works:
+        work()
+
+
+def _computing(place: Place) -> Callable[[], None]:
+    """Return what takes about `_BETWEEN_S` on every rank: products."""
+    a = torch.ones(_CACHED, device=place.device)
+    result = torch.empty_like(a)
+    product = functools.partial(torch.mm, a, a, out=result)
+    told = torch.tensor([max(1, round(_BETWEEN_S / _best_s(product, place, collective=True)))], device=place.device)
+    dist.broadcast(told, src=0)
+
+    def compute() -> None:
+        for _ in range(int(told)):
+            product()
+
+    return compute
 
 
 def _beside_s(place: Place) -> tuple[float, float, float]:

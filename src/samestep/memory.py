@@ -1,4 +1,4 @@
-"""Bytes that one rank holds: exactly between two steps, and at the worst op within one.
+"""Bytes that one rank holds: exactly between two steps, at the worst op within one, and while weights are drawn.
 
 Bytes a parameter in mixed precision with Adam, N ranks on dp_shard (Rajbhandari et al. 2020, arXiv:1910.02054):
 
@@ -11,13 +11,17 @@ Bytes a parameter in mixed precision with Adam, N ranks on dp_shard (Rajbhandari
 The classic table keeps gradients in half precision; this runtime adds them up in float32. With many ranks the classic
 savings are 4x, 8x and N-fold.
 
-Within a step three things come and go:
+Within a step four things come and go:
 
     activations   from a layer's forward to its backward; under recompute only what is kept, and all of it again from
-                  the second forward on
-    buffers       gathered units: under zero=2 all, to the end of the step; under zero=3 a unit and the one gathered
-                  ahead of need, and those kept from forward to backward
-    gradients     under zero=2 and 3 a unit's whole gradient, from its backward to its reduce_scatter
+                  the second forward on; during a layer's backward the gradients that it works on; of a stage its output
+    logits        what the loss keeps of its input, to its backward, and the gradients that that one works on
+    buffers       what a stage awaits, and sent last; gathered units: under zero=2 all, to the end of the step; under
+                  zero=3 a unit and the one gathered ahead of need, and those kept from forward to backward
+    gradients     under zero=2 and 3 a unit's whole gradient, from its backward to its reduce_scatter; else that of a
+                  layer's largest weight, until it is added to those of other micro-batches
+
+and on a device there is an overhead: what context, communicators and libraries hold of it, which no tensor can have.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from typing import NamedTuple
 
 from samestep.job import Job
 from samestep.model import LayerSpec, ParamSpec
-from samestep.program import BYTES_OF, SHARD_AXES, Kind, Program, Step, Unit, is_dealt
+from samestep.program import BYTES_OF, SHARD_AXES, Kind, Op, Ops, Program, Step, TaskKind, Unit, is_dealt
 
 _STATES = {"adadelta": 2, "adafactor": 0, "adagrad": 1, "asgd": 1, "muon": 1, "rmsprop": 1, "rprop": 2, "sgd": 0}
 _MORE_STATES = {"adam": ("amsgrad",), "adamw": ("amsgrad",), "rmsprop": ("momentum", "centered"), "sgd": ("momentum",)}
@@ -44,8 +48,12 @@ class MemoryUse:
     optimizer: int
     """States, and master weights where the model's own are in another dtype."""
     activations: int = 0
+    logits: int = 0
+    """Of the loss: what it keeps of its input, and works on."""
     buffers: int = 0
     """The model's registered buffers, and weights gathered from other ranks."""
+    overhead: int = 0
+    """Context, communicators, libraries: what the hardware's profile says that no tensor can have."""
     host: int = 0
     """Not on the device: what offload keeps in the host's memory, states and master weights. Of no part, and no total."""
     peak_at: str = "at rest"
@@ -63,7 +71,9 @@ class MemoryUse:
             "gradients": self.gradients,
             "optimizer": self.optimizer,
             "activations": self.activations,
+            "logits": self.logits,
             "buffers": self.buffers,
+            "overhead": self.overhead,
         }
 
     def to_record(self) -> dict[str, object]:
@@ -138,11 +148,70 @@ def during_step(program: Program, states_per_param: int = 2, rank: int = 0) -> M
     most = _most(program)
     return replace(
         rest,
-        gradients=rest.gradients + most.gradients,
+        gradients=rest.gradients - sum(_arriving(program).values()) + most.gradients,
         activations=most.activations,
-        buffers=rest.buffers + most.buffers,
+        logits=most.logits,
+        buffers=rest.buffers + most.buffers + _on_the_way(program),
         peak_at=most.op,
     )
+
+
+def during_init(program: Program, rank: int = 0) -> MemoryUse:
+    """Return what `rank` holds while weights are drawn: its parts, and a whole one that is cut, cast or copied.
+
+    Gradients in buckets are there already; the optimizer makes its states in the first step.
+    """
+    step = program.step
+    rest = at_rest(program, 0, rank)
+    largest = max((param.numel * _parts_of(step, param) for param in step.model.params), default=0)
+    stays = step.layout.tp == step.layout.ep == 1 and step.zero == 0 and step.compute_dtype == step.master_dtype
+    drawn = 0 if stays else largest * BYTES_OF[step.master_dtype]
+    gradients = rest.gradients if program.buckets else 0
+    return replace(rest, gradients=gradients, buffers=rest.buffers + drawn, peak_at="init")
+
+
+def saving_host_bytes(program: Program, states_per_param: int = 2, rank: int = 0) -> int:
+    """Return the bytes of the host that a checkpoint takes until it is on disk: values and states that `rank` updates."""
+    of_states, more = (at_rest(program, number, rank) for number in (0, 1))
+    one = more.optimizer + more.host - of_states.optimizer - of_states.host
+    return (1 + states_per_param) * one
+
+
+def _parts_of(step: Step, param: ParamSpec) -> int:
+    """Into how many parts a weight is cut over other axes than that of the data."""
+    return (step.layout.tp if param.cut is not None else 1) * (step.layout.ep if is_dealt(step, param) else 1)
+
+
+def _arriving(program: Program) -> dict[str, int]:
+    """Bytes of gradients that there are none of before the first backward of a step, by the op that brings them.
+
+    Where they lie in no bucket: those of a layer come with its backward, a rank's part of a unit's when it is reduced.
+    """
+    step = program.step
+    if step.zero == 0 and not program.buckets:
+        return {
+            f"backward:{layer.name}": sum(_gradient_bytes(step, index)) for index, layer in enumerate(step.model.layers)
+        }
+    shards = step.layout.num_shards
+    return {
+        f"reduce_scatter:{unit.name}": unit.padded_grad_numel // (shards // unit.ep) * BYTES_OF[step.master_dtype]
+        for unit in program.units
+        if unit.ep < shards
+    }
+
+
+def _on_the_way(program: Program) -> int:
+    """Bytes of a stage's next input, awaited ahead of need, and of its last input's gradient, kept until it has come."""
+    bodies = {task.body for task in program.stages[0]}
+    ahead = sum(task.kind is TaskKind.FORWARD for task in program.stages[0]) > 1
+    given = (
+        op.size_bytes
+        for body in bodies
+        if any(op.kind is Kind.FORWARD for op in program.bodies[body])
+        for op in program.bodies[body]
+        if op.axis == "pp" and op.kind is Kind.RECV
+    )
+    return 2 * max(given, default=0) if ahead else 0
 
 
 def _trainable(step: Step) -> Iterator[ParamSpec]:
@@ -201,11 +270,12 @@ class _Moment(NamedTuple):
     op: str
     gradients: int
     activations: int
+    logits: int
     buffers: int
 
     @property
     def total(self) -> int:
-        return self.gradients + self.activations + self.buffers
+        return self.gradients + self.activations + self.logits + self.buffers
 
 
 class _Held(NamedTuple):
@@ -218,80 +288,170 @@ class _Held(NamedTuple):
 
 def _most(program: Program) -> _Moment:
     """Return the op of the step at which most is held; tasks that find the same and do the same are followed once."""
-    walk = _Walk(program)
-    known: dict[tuple[str, _Held], tuple[_Moment, int, _Held]] = {}
+    sizes = _Sizes(program)
+    known: dict[tuple[str, _Held], tuple[_Moment, int, int, _Held]] = {}
     most: _Moment | None = None
-    held, activations = _Held(), 0
+    held, activations, logits = _Held(), 0, 0
     for task in program.stages[0]:
         key = (task.body, held)
         if key not in known:
-            known[key] = walk.follow(*key)
-        worst, more, held = known[key]
-        here = worst._replace(activations=worst.activations + activations)
+            walk = _Walk(sizes, held)
+            walk.follow(program.bodies[task.body])
+            known[key] = walk.worst, walk.activations, walk.logits, walk.held()
+        worst, more, more_logits, held = known[key]
+        here = worst._replace(activations=worst.activations + activations, logits=worst.logits + logits)
         most = here if most is None or here.total > most.total else most
-        activations += more
+        activations, logits = activations + more, logits + more_logits
     assert most is not None, "a program without tasks"
     return most
 
 
-class _Walk:
-    """Follows activations, gathered units and whole gradients through bodies of a program."""
+class _Sizes:
+    """Bytes by layer, unit and op."""
 
     def __init__(self, program: Program) -> None:
-        self.program, self.step = program, program.step
+        self.step = program.step
         # What is dealt to all ranks is cut no further: nobody gathers it, and its gradient is the rank's own.
         cut = tuple(unit for unit in program.units if unit.ep < self.step.layout.num_shards)
         self.starting, self.ending = _by_layer(cut, "first_layer"), _by_layer(cut, "last_layer")
         self.names = {unit.name for unit in program.units}
         self.saved = [saved_bytes(self.step, layer) for layer in self.step.model.layers]
+        self.arriving = _arriving(program)
+        gradients = [_gradient_bytes(self.step, index) for index in range(len(self.saved))]
+        # Units keep the gradients of a layer whole.
+        self.largest = [max(of_layer, default=0) if self.step.zero < 2 else 0 for of_layer in gradients]
+        # A stage's output is kept until its gradient has come and gone back; its input too, of which a norm keeps a copy.
+        raised = self.step.compute_dtype != self.step.master_dtype
+        self.kept_borders = (Kind.SEND, Kind.RECV) if raised else (Kind.SEND,)
+        self.frees = Kind.WEIGHT if self.step.splits_backward else Kind.BACKWARD
 
-    def follow(self, body: str, held: _Held) -> tuple[_Moment, int, _Held]:
-        """Return the worst moment of a body, the activations that it adds to those before it, and what it leaves."""
-        step = self.step
-        gathered, leaving, gradients = dict(held.gathered), set(held.leaving), dict(held.gradients)
-        activations, buffers, whole_gradients = 0, sum(gathered.values()), sum(gradients.values())
-        worst = _Moment("", 0, 0, -1)
-        frees = Kind.WEIGHT if step.splits_backward else Kind.BACKWARD
-        for op in self.program.bodies[body]:
-            if op.axis is not None and (op.axis not in SHARD_AXES or op.owner not in self.names):
-                continue  # holds nothing of its own
-            kept, whole = self.saved[op.layer] if op.layer is not None else (0, 0)
+
+class _Walk:
+    """Follows activations, gathered units and gradients through one body of a program."""
+
+    def __init__(self, sizes: _Sizes, held: _Held) -> None:
+        self.sizes = sizes
+        self.gathered, self.leaving, self.gradients = dict(held.gathered), set(held.leaving), dict(held.gradients)
+        self.buffers, self.gradient_bytes = sum(self.gathered.values()), sum(self.gradients.values())
+        self.activations = self.logits = 0
+        """What the body adds to what was there before it."""
+        self.worst = _Moment("", 0, 0, 0, -1)
+
+    def held(self) -> _Held:
+        """Return what the body leaves."""
+        return _Held(frozenset(self.gathered.items()), frozenset(self.leaving), frozenset(self.gradients.items()))
+
+    def follow(self, ops: Ops) -> None:
+        """Do all ops of the body."""
+        goes_forward = any(op.kind is Kind.FORWARD for op in ops)
+        for op in ops:
+            if op.kind is Kind.BACKWARD and op.layer is not None and self.sizes.saved[op.layer].loss:
+                # The loss's backward comes before what it brings about: gathers, and gradients of weights.
+                self._look(op, logits=self.sizes.saved[op.layer].loss_working)
+        for op in ops:
             if op.axis is None:
-                buffers -= _drop(gathered, leaving)
-            elif op.kind is Kind.ALL_GATHER:
-                buffers += op.size_bytes - gathered.get(op.owner, 0)
-                gathered[op.owner] = op.size_bytes
-                leaving.discard(op.owner)
-            if op.kind is Kind.BACKWARD:
-                for unit in self.starting.get(op.layer, ()):
-                    gradients[unit.name] = unit.padded_grad_numel * BYTES_OF[step.master_dtype]
-                whole_gradients = sum(gradients.values())
-            activations += kept if op.kind is Kind.FORWARD else whole - kept if op.kind is Kind.RECOMPUTE else 0
-            if not worst.op or whole_gradients + activations + buffers > worst.total:
-                worst = _Moment(op.name, whole_gradients, activations, buffers)
-            if op.kind is Kind.FORWARD:
-                leaving |= {unit.name for unit in self.ending.get(op.layer, ()) if not unit.keep_after_forward}
-            elif op.kind is frees:
-                activations -= whole
-                if step.zero == 3:
-                    buffers -= _drop(gathered, {unit.name for unit in self.starting.get(op.layer, ())})
-            elif op.kind is Kind.REDUCE_SCATTER:
-                whole_gradients -= gradients.pop(op.owner, 0)
-        left = _Held(frozenset(gathered.items()), frozenset(leaving), frozenset(gradients.items()))
-        return worst, activations, left
+                self._drop(self.leaving)
+                self._compute(op, self.sizes.saved[op.layer] if op.layer is not None else Saved())
+            elif op.axis in SHARD_AXES and op.owner in self.sizes.names:
+                self._send(op)
+            elif op.axis == "pp" and goes_forward and op.kind in self.sizes.kept_borders:
+                self.activations += op.size_bytes
+            if op.name in self.sizes.arriving:
+                self._put(op.name, self.sizes.arriving[op.name])
+        if not goes_forward:
+            back = {Kind.RECV: Kind.SEND, Kind.SEND: Kind.RECV}
+            freed = {back[kind] for kind in self.sizes.kept_borders}
+            self.activations -= sum(op.size_bytes for op in ops if op.axis == "pp" and op.kind in freed)
+
+    def _compute(self, op: Op, saved: Saved) -> None:
+        if op.kind is Kind.FORWARD:
+            self.activations, self.logits = self.activations + saved.kept, self.logits + saved.loss
+            self._look(op, logits=saved.loss_made)
+            self.leaving |= {unit.name for unit in self.sizes.ending.get(op.layer, ()) if not unit.keep_after_forward}
+        elif op.kind is Kind.RECOMPUTE:
+            self.activations += saved.whole - saved.kept
+            self._look(op)
+        elif op.kind is Kind.BACKWARD and op.layer is not None:
+            for unit in self.sizes.starting.get(op.layer, ()):
+                self._put(unit.name, unit.padded_grad_numel * BYTES_OF[self.sizes.step.master_dtype])
+            self.logits -= saved.loss
+            self._look(op, activations=saved.working)
+            self._look(op, activations=saved.borders, gradients=self.sizes.largest[op.layer])
+        else:
+            self._look(op)
+        if op.kind is self.sizes.frees:
+            self.activations -= saved.whole
+            if self.sizes.step.zero == 3:
+                self._drop({unit.name for unit in self.sizes.starting.get(op.layer, ())})
+
+    def _send(self, op: Op) -> None:
+        if op.kind is Kind.ALL_GATHER:
+            self.buffers += op.size_bytes - self.gathered.get(op.owner, 0)
+            self.gathered[op.owner] = op.size_bytes
+            self.leaving.discard(op.owner)
+        self._look(op)
+        if op.kind is Kind.REDUCE_SCATTER:
+            self.gradient_bytes -= self.gradients.pop(op.owner, 0)
+
+    def _look(self, op: Op, *, activations: int = 0, logits: int = 0, gradients: int = 0) -> None:
+        """Compare what is held now, with what passes, to the worst moment."""
+        held = (self.gradient_bytes + gradients, self.activations + activations, self.logits + logits, self.buffers)
+        if sum(held) > self.worst.total:
+            self.worst = _Moment(op.name, *held)
+
+    def _put(self, name: str, size: int) -> None:
+        self.gradient_bytes += size - self.gradients.get(name, 0)
+        self.gradients[name] = size
+
+    def _drop(self, names: set[str]) -> None:
+        """Free the units of these names, and forget the names."""
+        self.buffers -= sum(self.gathered.pop(name, 0) for name in names)
+        names.clear()
 
 
-def saved_bytes(step: Step, layer: LayerSpec) -> tuple[int, int]:
-    """Activations of a micro-batch that the layer keeps after its forward, and that its backward reads.
+class Saved(NamedTuple):
+    """Bytes of a layer for a micro-batch."""
 
-    The loss stands behind the last layer, and works in master precision.
-    """
+    kept: int = 0
+    """Activations after its forward."""
+    whole: int = 0
+    """Activations that its backward reads."""
+    working: int = 0
+    """What its backward has alive beside them, gradients of weights left out."""
+    borders: int = 0
+    """The gradients of its input and its output."""
+    loss_made: int = 0
+    """What the loss behind it has alive in its forward beside what it keeps."""
+    loss: int = 0
+    """What the loss keeps, in master precision."""
+    loss_working: int = 0
+    """What the loss's backward has alive beside it."""
+
+
+def saved_bytes(step: Step, layer: LayerSpec) -> Saved:
+    """Return what a layer keeps and works on for a micro-batch; the loss stands behind the last one."""
     one = step.microbatch_samples * BYTES_OF[step.compute_dtype]
-    whole = layer.saved_elements
+    of_loss = step.microbatch_samples * BYTES_OF[step.master_dtype]
+    raised = step.compute_dtype != step.master_dtype
+    whole = layer.saved_elements + layer.saved_norm_elements * raised
     recompute = step.layout.recompute if layer.is_block else "none"
     kept = {"none": whole, "selective": layer.saved_selective_elements, "full": layer.input_elements}[recompute]
-    loss = layer.loss_elements * step.microbatch_samples * BYTES_OF[step.master_dtype]
-    return kept * one + loss, max(kept, whole) * one + loss
+    return Saved(
+        kept=kept * one,
+        whole=max(kept, whole) * one,
+        working=layer.working_elements * one,
+        borders=min(layer.working_elements, layer.input_elements + layer.output_elements) * one,
+        # Behind the forward the output is there too, and its copy in master precision.
+        loss_made=layer.loss_elements * (one + of_loss * raised),
+        loss=layer.loss_elements * of_loss,
+        loss_working=layer.loss_working_elements * of_loss,
+    )
+
+
+def _gradient_bytes(step: Step, layer: int) -> list[int]:
+    """Bytes of the gradients of a layer's weights."""
+    params = (param for param in step.model.params_of(layer) if param.trainable)
+    return [param.numel * BYTES_OF[step.working_dtype(param)] for param in params]
 
 
 def _by_layer(units: tuple[Unit, ...], field: str) -> dict[int | None, list[Unit]]:
@@ -299,10 +459,3 @@ def _by_layer(units: tuple[Unit, ...], field: str) -> dict[int | None, list[Unit
     for unit in units:
         found.setdefault(getattr(unit, field), []).append(unit)
     return found
-
-
-def _drop(gathered: dict[str, int], names: set[str]) -> int:
-    """Free the units of these names, and forget the names; return the bytes."""
-    freed = sum(gathered.pop(name, 0) for name in names)
-    names.clear()
-    return freed

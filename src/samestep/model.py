@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Literal, TypeVar
 from typing import ParamSpec as ParamSpecification
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 
 Cutting = Literal["", "columns", "inner", "count"]
 Factors = Literal["weight", "frozen", "pair", "attention", "causal"]
@@ -209,12 +209,20 @@ class LayerSpec:
     """The same under recompute=selective: its input and the results of its matrix products."""
     input_elements: int = 0
     """Elements it is given: what recompute=full keeps."""
+    saved_norm_elements: int = 0
+    """As many more under bf16 and fp16: norms work in twice as many bytes, and what others keep too is there twice."""
     saved_cut_elements: int = 0
     """The part of `saved_elements` that a tensor cut divides."""
     saved_selective_cut_elements: int = 0
     """The part of `saved_selective_elements` that a tensor cut divides."""
+    working_elements: int = 0
+    """Most that its backward has alive at one time beside what its forward kept, gradients of weights left out."""
+    working_cut_elements: int = 0
+    """The part of `working_elements` that a tensor cut divides."""
     loss_elements: int = 0
     """Of the last layer: what the loss behind it keeps of its output, in float32 at least."""
+    loss_working_elements: int = 0
+    """Of the last layer: what the loss's backward has alive beside that."""
     products: tuple[Product, ...] = ()
     """Its matrix products; empty where only their FLOPs are known."""
     moved_elements: int = 0
@@ -264,6 +272,8 @@ class LayerSpec:
             products=products,
             saved_elements=self.saved_elements - rest(self.saved_cut_elements),
             saved_selective_elements=self.saved_selective_elements - rest(self.saved_selective_cut_elements),
+            working_elements=self.working_elements - rest(self.working_cut_elements),
+            working_cut_elements=self.working_cut_elements // degree,
             saved_cut_elements=self.saved_cut_elements // degree,
             saved_selective_cut_elements=self.saved_selective_cut_elements // degree,
             moved_elements=self.moved_elements - rest(self.moved_cut_elements),
@@ -287,6 +297,9 @@ class LayerSpec:
             input_elements=part(self.input_elements),
             saved_elements=part(self.saved_elements - self.saved_pair_elements) + self.saved_pair_elements,
             saved_selective_elements=part(self.saved_selective_elements),
+            saved_norm_elements=part(self.saved_norm_elements),
+            working_elements=part(self.working_elements),
+            working_cut_elements=part(self.working_cut_elements),
             saved_cut_elements=part(self.saved_cut_elements),
             saved_selective_cut_elements=part(self.saved_selective_cut_elements),
             moved_elements=part(self.moved_elements),
@@ -294,6 +307,7 @@ class LayerSpec:
             forward_sums=sums(self.forward_sums),
             backward_sums=sums(self.backward_sums),
             loss_elements=part(self.loss_elements),
+            loss_working_elements=part(self.loss_working_elements),
             dealings=tuple(replace(dealing, rows=part(dealing.rows)) for dealing in self.dealings),
         )
 

@@ -3,7 +3,7 @@
 Never above what `memory.py` finds, and first of all layouts with these degrees and this micro-batch, then of all ways to
 split the data axis, then of each. States by what of them is cut over which axis; activations of as many micro-batches as
 the schedule has in flight, and what is computed again for a backward; of gathered weights and gradients those of one
-layer, or under zero=2 all weights.
+layer, or under zero=2 all weights. Where gradients lie in no bucket, they may have come only when activations are gone.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ class Need:
     activations: float
     gathered: float
 
+    gradients: float
+    """The part of `states` that comes with the backward: then either they are there, or activations."""
+
     @property
     def total(self) -> float:
         """All of them."""
-        return self.states + self.activations + self.gathered
+        return max(self.states, self.states - self.gradients + self.activations + self.gathered)
 
 
 class Needs:
@@ -41,8 +44,8 @@ class Needs:
         """Bound the memory of all layouts of these degrees and this micro-batch."""
         step, layout = smallest(step), step.layout
         whole = self.prices.whole_sizes(step)
-        states = self._least_states(step, whole, whole.trained / (layout.dp * layout.cp))
-        return (states + whole.kept * step.microbatch_samples) / layout.pp
+        states, gradients = self._least_states(step, whole, whole.trained / (layout.dp * layout.cp))
+        return max(states, states - gradients + whole.kept * step.microbatch_samples) / layout.pp
 
     def group_bytes(self, step: Step) -> float:
         """Bound the memory of all layouts that differ in how the data axis is split, and in ZeRO stage, alone."""
@@ -50,15 +53,17 @@ class Needs:
         for stage in self.prices.runs(step).unlike:
             mine = self.prices.stage_sizes(step, stage)
             kept, _ = self._activations(step, stage, None)
-            needed = max(needed, self._least_states(step, mine, least_updated(step, mine)) + kept)
+            states, gradients = self._least_states(step, mine, least_updated(step, mine))
+            needed = max(needed, states, states - gradients + kept)
         return needed
 
-    def _least_states(self, step: Step, mine: Sizes, updated: float) -> float:
-        """Bytes of weights, gradients and states, cut over all data ranks; on one rank weights may be of two bytes."""
+    def _least_states(self, step: Step, mine: Sizes, updated: float) -> tuple[float, float]:
+        """Bytes of weights, gradients and states, cut over all data ranks, and of gradients alone; on one rank weights
+        may be of two bytes."""
         master = BYTES_OF[step.master_dtype]
         if step.layout.offload:
-            return min(2 * updated * master, mine.weights + mine.trained * master)
-        return (2 + self.states_per_param) * updated * master
+            return min(2 * updated * master, mine.weights + mine.trained * master), mine.trained * master
+        return (2 + self.states_per_param) * updated * master, updated * master
 
     def need(self, step: Step) -> Need:
         """Bound the memory of a layout: of equal stages the first one holds most."""
@@ -71,7 +76,18 @@ class Needs:
         kept, unit = self._activations(step, stage, of_units)
         whole = self.prices.stage_units(step, stage) if of_units else Units()
         gathered = unit + (whole.all_gathered if step.zero == 2 else 0.0)
-        return Need(self._states(step, mine, whole) + self.prices.model.buffer_bytes, kept, gathered)
+        states = self._states(step, mine, whole) + self.prices.model.buffer_bytes
+        return Need(states, kept, gathered, self._late_gradients(step, stage, mine, whole))
+
+    def _late_gradients(self, step: Step, stage: int, mine: Sizes, whole: Units) -> float:
+        """Bytes of gradients that may come only when the activations of a step's first backwards are gone."""
+        layout = step.layout
+        held = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
+        if layout.schedule in ("1f1b", "zero-bubble") and step.num_microbatches > sum(held.counts):
+            return 0.0  # what is in flight then is so again, behind a backward
+        if step.zero >= 2:
+            return whole.held_trained * BYTES_OF[step.master_dtype]
+        return mine.trained * BYTES_OF[step.master_dtype] if layout.dp * layout.cp == 1 else 0.0
 
     def _activations(self, step: Step, stage: int, of_units: Sequence[Units] | None) -> tuple[float, float]:
         """Bytes of activations, and of units, at the backward at which a stage holds most."""
@@ -85,13 +101,14 @@ class Needs:
         if step.splits_backward:  # nothing is freed before the gradients of weights
             return kept + samples * sizes[run].again, 0.0
         runs, kinds = self.prices.runs(step), self.prices.sizes(step)
-        again = unit = -float("inf")
+        again, unit = samples * max(kinds[kind].loss for kind in runs.tails[run]), 0.0
         freed = 0.0
         for kind in runs.tails[run]:
             one = kinds[kind]
             unit_bytes = self._unit_bytes(step, of_units, kind, runs.counts[run]) if of_units else 0.0
-            if samples * (one.again - freed) + unit_bytes > again + unit:
-                again, unit = samples * (one.again - freed), unit_bytes
+            passing = samples * (one.again + one.working - freed)
+            if passing + unit_bytes > again + unit:
+                again, unit = passing, unit_bytes
             freed += one.kept
         return kept + again, unit
 

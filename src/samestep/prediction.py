@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 
 from samestep import clock, memory
@@ -66,6 +66,8 @@ class Prediction:
     """Of each pipeline stage."""
     memory: tuple[MemoryUse, ...]
     """Of a rank of each pipeline stage."""
+    states_per_param: int
+    """Tensors that the optimizer keeps of each weight."""
     tokens: int
     """Of one step."""
     model_flops: int
@@ -135,6 +137,8 @@ class Prediction:
             "bubble_fraction": self.bubble_fraction,
             "exposed_comm_s": self.exposed_comm_s,
             "memory_bytes": [use.to_record() for use in self.memory],
+            "init_bytes": [memory.during_init(one).total + self.hardware.reserved_bytes for one in self.programs],
+            "checkpoint_host_bytes": [memory.saving_host_bytes(one, self.states_per_param) for one in self.programs],
             "peak_bytes_interval": [round(size) for size in intervals()["memory"].of(self.peak.total)],
             "fits": self.fits,
             "labels": dict(self.labels),
@@ -149,12 +153,24 @@ def predict(model: ModelSpec, job: Job, layout: Layout, hardware: Hardware, stat
     """
     per_node = job.run.ranks_per_node or hardware.devices_per_node
     programs = programs_of(model, job, layout, per_node)
-    uses = tuple(memory.during_step(program, states_per_param) for program in programs)
-    return predict_programs(programs, model, job, hardware, uses)
+    uses = memory_of(programs, hardware, states_per_param)
+    return predict_programs(programs, model, job, hardware, uses, states_per_param)
+
+
+def memory_of(programs: tuple[Program, ...], hardware: Hardware, states_per_param: int) -> tuple[MemoryUse, ...]:
+    """Return what a rank of each stage needs of a device: at the worst op of the step, and what no tensor can have."""
+    return tuple(
+        replace(memory.during_step(program, states_per_param), overhead=hardware.reserved_bytes) for program in programs
+    )
 
 
 def predict_programs(
-    programs: tuple[Program, ...], model: ModelSpec, job: Job, hardware: Hardware, uses: tuple[MemoryUse, ...]
+    programs: tuple[Program, ...],
+    model: ModelSpec,
+    job: Job,
+    hardware: Hardware,
+    uses: tuple[MemoryUse, ...],
+    states_per_param: int,
 ) -> Prediction:
     """Predict a layout whose programs are made already, and their memory added up."""
     return Prediction(
@@ -163,6 +179,7 @@ def predict_programs(
         programs=programs,
         timeline=clock.play(programs, hardware),
         memory=uses,
+        states_per_param=states_per_param,
         tokens=job.train.global_batch * job.data.sequence_length,
         model_flops=PASSES * model.forward_flops * job.train.global_batch,
         dtype=programs[0].step.compute_dtype,

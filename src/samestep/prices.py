@@ -203,7 +203,8 @@ class Prices:
             cut, one = self.cut(step), replace(step, samples=1)
             saved = (saved_bytes(one, layer) for layer in cut.model.layers)
             self._known_sizes[key] = tuple(
-                Sizes._make((kept, whole - kept, *held)) for (kept, whole), held in zip(saved, cut.weights, strict=True)
+                Sizes._make((one.kept, one.whole - one.kept, one.working, one.loss + one.loss_working, *held))
+                for one, held in zip(saved, cut.weights, strict=True)
             )
         return self._known_sizes[key]
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from samestep import candidates, memory
+from samestep import candidates
 from samestep.bounds import Bounds
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
@@ -34,7 +34,7 @@ from samestep.layout import Layout
 from samestep.memory import MemoryUse
 from samestep.model import ModelSpec
 from samestep.needs import Need, Needs
-from samestep.prediction import Prediction, intervals, labels, predict, predict_programs
+from samestep.prediction import Prediction, intervals, labels, memory_of, predict, predict_programs
 from samestep.prices import Prices
 from samestep.strategies import ProgramBuilder, refusal_of
 
@@ -217,6 +217,7 @@ class _Search:
                 return
 
     def _fits(self, needed: float, *groups: Group) -> bool:
+        needed += self.hardware.reserved_bytes
         if needed <= self.hardware.memory_bytes:
             return True
         reason = f"needs at least {_gib(needed)} GiB of {_gib(self.hardware.memory_bytes)}"
@@ -227,7 +228,7 @@ class _Search:
         step = self.builder.step(layout)
         if reason := refusal_of(step):
             self._throw_out(layout, "refused", reason)
-        elif (need := self.needs.need(step)).total > self.hardware.memory_bytes:
+        elif (need := self.needs.need(step)).total + self.hardware.reserved_bytes > self.hardware.memory_bytes:
             self._throw_out(layout, "memory", _at_least(need, self.hardware))
         else:
             closer_s = self.bounds.step_s(step, self.bounds.closed_times(step))
@@ -259,12 +260,12 @@ class _Search:
         except LayoutError as error:
             self._throw_out(layout, "refused", str(error))
             return
-        uses = tuple(memory.during_step(program, self.states_per_param) for program in programs)
+        uses = memory_of(programs, self.hardware, self.states_per_param)
         use = max(uses, key=lambda one: one.total)
         if use.total > self.hardware.memory_bytes:
             self._throw_out(layout, "memory", needs(use, self.hardware))
             return
-        found = predict_programs(programs, self.model, self.job, self.hardware, uses)
+        found = predict_programs(programs, self.model, self.job, self.hardware, uses, self.states_per_param)
         self.best = sorted([*self.best, found], key=lambda one: one.step_s)
         for left in self.best[self.top :]:
             self._throw_out(left.layout, "slower", f"{left.step_s:.4g} s a step")
@@ -405,8 +406,9 @@ def nearest_to(layout: Layout, found: Sequence[Prediction]) -> Prediction:
 
 def _at_least(need: Need, hardware: Hardware) -> str:
     parts = {"states": need.states, "activations": need.activations, "gathered weights": need.gathered}
+    total = need.total + hardware.reserved_bytes
     most = ", ".join(f"{name} {_gib(size)}" for name, size in sorted(parts.items(), key=lambda p: -p[1]) if size)
-    return f"needs at least {_gib(need.total)} GiB of {_gib(hardware.memory_bytes)}: {most}"
+    return f"needs at least {_gib(total)} GiB of {_gib(hardware.memory_bytes)}: {most}"
 
 
 def _gib(size: float) -> str:

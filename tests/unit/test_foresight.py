@@ -16,6 +16,7 @@ from samestep.prediction import intervals
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import composed  # noqa: E402
 import forecast  # noqa: E402
 import foresight  # noqa: E402
 import published  # noqa: E402
@@ -186,6 +187,36 @@ def test_order_is_measured_by_pairs() -> None:
     assert foresight.kendall([(1, 1), (2, 2), (3, 3)]) == 1
     assert foresight.kendall([(1, 3), (2, 2), (3, 1)]) == -1
     assert foresight.kendall([(1, 1), (3, 2), (2, 3)]) == pytest.approx(1 / 3)
+
+
+def rows_on_lines(off: float) -> list[dict[str, str]]:
+    """Rows of several depths and batches, every second batch this part off what one batch and a rest add up to."""
+    return [
+        row(
+            n_layers=layers,
+            global_batch=8 * 2**power,
+            metric_step_time_s=(0.1 * 2**power + 0.02) * (1 + power % 2 * off),
+        )
+        for layers in range(4, 16)
+        for power in range(4)
+    ]
+
+
+@pytest.mark.parametrize(("off", "names"), [(1e-6, {"own"}), (3e-3, set())])
+def test_times_that_a_simulator_summed_up_are_told_from_measured_ones(off: float, names: set[str]) -> None:
+    assert composed.composed(rows_on_lines(off)) == names
+    assert composed.composed(rows_on_lines(off)[:8]) == set(), "too few to say anything"
+
+
+def test_what_was_measured_has_a_line_without_composed_sources() -> None:
+    rows = [*rows_on_lines(0), row(n_layers=6, file="real")]
+    outcomes = foresight.predict_all(rows, 1)
+    record = foresight.summary(rows, outcomes)
+    assert record["composed"] == ["own"]
+    assert (record["total"]["rows"], record["measured"]["rows"]) == (len(rows), 1)
+    assert record["measured"]["mape"] == record["sources"]["real"]["mape"]
+    assert [line[0] for line in foresight.headline_table(record)[1]][-2:] == ["all", "all but composed"]
+    assert "all but composed" not in str(foresight.headline_table(foresight.summary(rows[:4], outcomes[:4])))
 
 
 def test_constants_are_fitted_to_other_sources(tmp_path: Path) -> None:

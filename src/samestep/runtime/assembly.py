@@ -120,13 +120,14 @@ def prepare(source: Source, job: Job, example: Any) -> tuple[Blueprint, ModelSpe
 def _with_loss(spec: ModelSpec) -> ModelSpec:
     """Add the loss to what is behind the last block: log-probabilities of the output are written, and kept.
 
-    That is what a cross entropy does, and little less than others do.
+    That is what a cross entropy does, and little less than others do. Its backward has their gradient and its own result.
     """
     *others, last = spec.layers
     moved = 2 * last.output_elements
     last = replace(
         last,
         loss_elements=last.output_elements,
+        loss_working_elements=2 * last.output_elements,
         moved_elements=last.moved_elements + moved,
         moved_cut_elements=last.moved_cut_elements + (moved if spec.logit_rows else 0),
         kernels=last.kernels + 3,

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from samestep.errors import ModelError, SamestepError
 from samestep.model import Cutting, Exchange, Factors, Product, is_below
 from samestep.runtime.build import call_model
+from samestep.runtime.precision import is_norm
 
 OnUse = Callable[[str, set[str], bool], None]
 """Told of the module that runs, the modules that own the weights it uses, and whether it does so on what is cut."""
@@ -159,6 +160,8 @@ class Watch(TorchDispatchMode):
         self.makers: dict[int, str] = {}
         self.readers: dict[int, list[str]] = {}
         self.savers: dict[int, str] = {}
+        self.norm_savers: dict[int, str] = {}
+        """What norms keep, which compute in master precision."""
         self.returned: set[int] = set()
         self.sizes: dict[int, int] = {}
         """Elements of each storage."""
@@ -169,11 +172,14 @@ class Watch(TorchDispatchMode):
         """By region: what attentions read and make."""
         self.pairs: set[int] = set()
         """Storages of masks of pairs of tokens."""
+        self.marks: list[tuple[int, str]] = []
+        """Numbers of autograd's nodes from which on they belong to a region."""
         self._running: list[str] = []
         self._events = 0
         self._depth = 0
         self._alive: dict[int, torch.UntypedStorage] = {}
         self._weights = {self.key(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        self._norms = {path for path, part in module.named_modules() if is_norm(part)}
         self._frozen = {self.key(param) for param in module.parameters() if not param.requires_grad}
         self._owners: dict[int, set[str]] = {}
         """For trained weights, and what is made of nothing else: the modules that own them."""
@@ -240,7 +246,7 @@ class Watch(TorchDispatchMode):
             picks = operands(args[1])
             if any(pick.dtype in (torch.bool, torch.uint8) for pick in picks):
                 return self._pick(func, args[0], picks, args[1:])
-        outcome = _grouped_product(*args[:2]) if func in _GROUPED_PRODUCTS else func(*args, **kwargs)
+        outcome = run_on_meta(func, args, kwargs)
         self.values.follow(func, given, args, kwargs, outcome)
         return outcome
 
@@ -314,7 +320,8 @@ class Watch(TorchDispatchMode):
         self._on_keep(self.region)
         key = self.key(tensor)
         if tensor.is_meta and key not in self._weights:
-            self.savers.setdefault(key, self.region)
+            saved = self.norm_savers if self._running and self._running[-1] in self._norms else self.savers
+            saved.setdefault(key, self.region)
         return tensor
 
     def place(self, real: Tensor) -> Tensor:
@@ -358,7 +365,9 @@ class Watch(TorchDispatchMode):
                 self.order.append(path)
                 if any(True for _ in part.parameters()):
                     self.regions[path] = Region()
-            self.region = path if path in self.regions else self.region
+            if path in self.regions and path != self.region:
+                self.region = path
+                self.marks.append((torch._C._autograd._get_sequence_nr(), path))
         self._depth += 1
 
     def leave(self, outside: bool) -> None:
@@ -388,8 +397,8 @@ def watch_forward(
     containers: tuple[str, ...],
     watch: Watch,
     value_of: ValueOf | None,
-) -> None:
-    """Run the forward under `watch`, on `num_samples` copies of the sample.
+) -> Any:
+    """Run the forward under `watch`, on `num_samples` copies of the sample, and return what it returns.
 
     Raises:
         ModelError: it fails.
@@ -412,6 +421,7 @@ def watch_forward(
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(f"{name} cannot be traced: {watch.reached} fails: {type(error).__name__}: {reason}") from error
     watch.returned = {watch.key(tensor) for tensor in tensors_in(outputs)}
+    return outputs
 
 
 @contextmanager
@@ -464,7 +474,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise AssertionError("a trace has no backward")
+        found = [torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3]]
+        for read in (*ctx.saved_tensors, *gradients):
+            read.detach()
+        return None, *found, None, None
 
 
 @contextmanager
@@ -513,11 +526,16 @@ _ADDING = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
 _BY_COLUMNS = ("column", "qkv", "gather", "vocab")
 
 
-def _grouped_product(rows: Tensor, matrices: Tensor) -> Tensor:
-    """Make the result of rows [N, K], sorted by group, with a matrix [K, M] for each group."""
-    if rows.dim() != 2 or matrices.dim() != 3:
-        raise NotImplementedError(f"a grouped product of {list(rows.shape)} with {list(matrices.shape)}")
-    return rows.new_empty((rows.shape[0], matrices.shape[-1]))
+def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on tensors of the meta device."""
+    if func not in _GROUPED_PRODUCTS:
+        return func(*args, **kwargs)
+    left, right, ends = *args[:2], args[2] if len(args) > 2 else kwargs.get("offs")
+    if left.dim() == 2 and right.dim() == 3:  # rows [N, K], sorted by group, with a matrix [K, M] for each group
+        return left.new_empty((left.shape[0], right.shape[-1]))
+    if left.dim() == 2 and right.dim() == 2 and ends is not None:  # its backward: [K, N] with [N, M], a result a group
+        return left.new_empty((ends.numel(), left.shape[0], right.shape[1]))
+    raise NotImplementedError(f"a grouped product of {list(left.shape)} with {list(right.shape)}")
 
 
 def _flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> int | None:

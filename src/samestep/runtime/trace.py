@@ -35,8 +35,9 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.model import LayerSpec, ModelSpec, ParamSpec, Product, is_below
+from samestep.runtime.backward import Backward, Working, watch_backward, working_sets
 from samestep.runtime.build import model_source
-from samestep.runtime.forward import NeedsValuesError, OnUse, ValueOf, Watch, is_outside, watch_forward
+from samestep.runtime.forward import NeedsValuesError, OnUse, ValueOf, Watch, is_outside, tensors_in, watch_forward
 from samestep.runtime.init import blueprint
 
 KNOWN_WEIGHTS = 2**26
@@ -77,7 +78,7 @@ def trace(
     containers = containers_of(module)
     watch = Watch(module, on_keep, on_use, styles or {})
     try:
-        watch_forward(module, sample, num_samples, name, containers, watch, value_of)
+        outputs = watch_forward(module, sample, num_samples, name, containers, watch, value_of)
     except NeedsValuesError:
         if value_of is None or _num_elements(module) > KNOWN_WEIGHTS:
             raise ModelError(_unseen(name, watch, module)) from None
@@ -85,13 +86,14 @@ def trace(
         watch = Watch(module, on_keep, on_use, styles or {}, of_everything=True)
         watch.varies = looked
         try:
-            watch_forward(module, sample, num_samples, name, containers, watch, value_of)
+            outputs = watch_forward(module, sample, num_samples, name, containers, watch, value_of)
         except NeedsValuesError:
             raise ModelError(_unseen(name, watch, module)) from None
+    backward = watch_backward(module, tensors_in(getattr(outputs, "logits", outputs)), watch)
     layers = _arrange(module, name, containers, watch)
     return ModelSpec(
         name=name,
-        layers=_layer_specs(module, layers, watch, num_samples),
+        layers=_layer_specs(module, layers, watch, backward, num_samples),
         params=_param_specs(module, layers, containers, watch),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
         coupled_modules=_coupled(module),
@@ -241,9 +243,12 @@ def _name(layers: list[_Layer]) -> None:
             layer.name = "+".join(parts) if short in taken else short
 
 
-def _layer_specs(module: nn.Module, layers: list[_Layer], watch: Watch, num_samples: int) -> tuple[LayerSpec, ...]:
+def _layer_specs(
+    module: nn.Module, layers: list[_Layer], watch: Watch, backward: Backward, num_samples: int
+) -> tuple[LayerSpec, ...]:
     """Add up what each layer's regions did."""
     layer_of = {region: index for index, layer in enumerate(layers) for region in layer.regions}
+    working = working_sets(backward, layer_of, watch)
     inputs, outputs, saved = ([set[int]() for _ in layers] for _ in range(3))
     for key, readers in watch.readers.items():
         maker = layer_of[watch.makers[key]] if key in watch.makers else None
@@ -254,7 +259,7 @@ def _layer_specs(module: nn.Module, layers: list[_Layer], watch: Watch, num_samp
             outputs[maker].add(key)
     for key in watch.returned & watch.makers.keys():
         outputs[layer_of[watch.makers[key]]].add(key)
-    for key, saver in watch.savers.items():
+    for key, saver in (watch.norm_savers | watch.savers).items():
         saved[layer_of[saver]].add(key)
 
     def elements(keys: set[int]) -> int:
@@ -274,7 +279,11 @@ def _layer_specs(module: nn.Module, layers: list[_Layer], watch: Watch, num_samp
             output_elements=elements(outputs[index]),
             saved_elements=elements(saved[index]),
             saved_pair_elements=elements(saved[index] & watch.pairs),
+            saved_norm_elements=elements(norms := saved[index] & watch.norm_savers.keys())
+            + elements(norms & watch.savers.keys()),
             saved_selective_elements=elements(kept),
+            working_elements=working.get(index, Working()).elements // num_samples,
+            working_cut_elements=working.get(index, Working()).cut_elements // num_samples,
             saved_cut_elements=elements(saved[index] & watch.cut),
             saved_selective_cut_elements=elements(kept & watch.cut),
             products=tuple(_of_one(part, num_samples) for region in regions for part in region.products),

@@ -138,6 +138,7 @@ def _deal_layer(layer: LayerSpec, degree: int) -> LayerSpec:
         layer,
         products=tuple(map(dealt, layer.products)),
         saved_elements=layer.saved_elements + came_back,
+        working_elements=layer.working_elements + came_back,
         moved_elements=layer.moved_elements + 4 * came_back,  # sorted and put back, each read and written
         repeats_last_sum=True,
     )

@@ -87,9 +87,17 @@ def cut_model(model: ModelSpec, degree: int, cuts_loss: bool = True) -> ModelSpe
     params = tuple(_cut_param(param, degree) for param in model.params)
     layers = tuple(_cut_layer(layer, degree, whole) for layer in model.layers)
     cuts_logits = any(p.cut and p.cut.style == "vocab" for p in params)
-    if cuts_logits and cuts_loss:  # which keeps its logits, shifted, and their exponentials
-        layers = (*layers[:-1], replace(layers[-1], loss_elements=-(-2 * layers[-1].loss_elements // degree)))
+    if cuts_logits and cuts_loss:
+        layers = (*layers[:-1], _with_cut_loss(layers[-1], degree))
     return replace(model, params=params, layers=layers, logit_rows=model.logit_rows if cuts_logits else 0)
+
+
+def _with_cut_loss(last: LayerSpec, degree: int) -> LayerSpec:
+    """The loss of cut logits keeps exponentials and makes a gradient of them: at most two copies of the logits meet."""
+    logits, kept, working = (
+        -(-size // degree) for size in (last.output_elements, last.loss_elements, last.loss_working_elements)
+    )
+    return replace(last, loss_elements=kept, loss_working_elements=min(working, 2 * logits - kept))
 
 
 def _cut_param(param: ParamSpec, degree: int) -> ParamSpec:
