@@ -1,0 +1,209 @@
+"""Llamas on one GPU: several sizes, micro-batches and recompute policies, as rows that `foresight.py` reads.
+
+Each setting is a job of its own: two micro-batches a step, so that gradients are added up, in bf16, AdamW. One worker runs
+them all, one after the other, and gives the memory back in between. `metric_memory_gib` is what torch's allocator had given
+away at most; what it had taken from the driver stands in the notes. A setting that runs out of memory is a row too.
+"""
+
+from __future__ import annotations
+
+import csv
+import gc
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+from live import Live
+
+from samestep import Job, Layout
+from samestep.datasets import batches
+from samestep.hardware import Hardware
+from samestep.memory import states_per_param
+from samestep.model import ModelSpec
+from samestep.prediction import predict
+from samestep.runtime import launch
+from samestep.runtime.joining import Place
+from samestep.runtime.run import Run
+from samestep.runtime.shortage import is_shortage
+from samestep.training import Workload
+
+SEQUENCE = 2048
+VOCAB = 32000
+MICROBATCHES = (1, 4, 16)
+RECOMPUTES = ("none", "selective", "full")
+UNTIMED = 3
+"""Steps before the timed ones: kernels are chosen, the allocator's memory grows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A Llama."""
+
+    layers: int
+    hidden: int
+    heads: int
+    intermediate: int
+
+
+SIZES = {
+    "llama-125m": Size(12, 768, 12, 2048),
+    "llama-350m": Size(24, 1024, 16, 2816),
+    "llama-1b": Size(22, 2048, 32, 5632),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What runs."""
+
+    size: str
+    microbatch: int
+    recompute: str
+
+    @property
+    def layout(self) -> Layout:
+        """One rank."""
+        return Layout.parse(f"dp=1 microbatch={self.microbatch} recompute={self.recompute}")
+
+    def job(self, sequence: int = SEQUENCE) -> Job:
+        """Two micro-batches of it."""
+        one = SIZES[self.size]
+        config = {
+            "vocab_size": VOCAB,
+            "hidden_size": one.hidden,
+            "intermediate_size": one.intermediate,
+            "num_hidden_layers": one.layers,
+            "num_attention_heads": one.heads,
+            "num_key_value_heads": one.heads,
+            "max_position_embeddings": sequence,
+        }
+        return Job(
+            model={"source": "hf:llama", "config": config},
+            data={"sequence_length": sequence, "held_out": 0.0},
+            train={"global_batch": 2 * self.microbatch},
+            optimizer={"name": "adamw"},
+            numerics={"precision": "bf16"},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What was measured; of a setting that ran out of memory nothing."""
+
+    setting: Setting
+    spec: ModelSpec
+    step_s: float = 0.0
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
+
+
+def settings(sizes: Sequence[str]) -> tuple[Setting, ...]:
+    """List what runs of these sizes."""
+    return tuple(Setting(*one) for one in product(sizes, MICROBATCHES, RECOMPUTES))
+
+
+def measured(chosen: Sequence[Setting], steps: int, device: str, sequence: int = SEQUENCE) -> list[Seen]:
+    """Run settings on one device, one after the other."""
+    return launch.run_workers(_work, (tuple(chosen), steps, sequence), ranks=1, device=device)
+
+
+def _work(place: Place, chosen: Sequence[Setting], steps: int, sequence: int) -> list[Seen]:
+    return [_run(place, setting, steps, sequence) for setting in chosen]
+
+
+def _run(place: Place, setting: Setting, steps: int, sequence: int) -> Seen:
+    workload = Workload(setting.job(sequence))
+    try:
+        seen = _steps(place, setting, workload, steps)
+    except Exception as error:
+        if not is_shortage(error):
+            raise
+        seen = Seen(setting, workload.spec)
+    gc.collect()
+    if place.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return seen
+
+
+def _steps(place: Place, setting: Setting, workload: Workload, steps: int) -> Seen:
+    run = Run(workload.source, setting.layout, workload.job, place)
+    run.prepare(workload.example)
+    on_gpu = place.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(place.device)
+    times = []
+    for batch in batches(workload.dataset, workload.job):
+        if batch.step == UNTIMED + steps:
+            break
+        times.append(run.step(batch).step_s)
+    if on_gpu:
+        most, reserved = (
+            torch.cuda.max_memory_allocated(place.device), torch.cuda.max_memory_reserved(place.device)
+        )  # fmt: skip
+    else:  # no allocator tells: one more step is watched
+        live = Live()
+        live.count_all()
+        with live.watching():
+            run.step(batch)
+        most = reserved = live.most
+    return Seen(setting, workload.spec, statistics.median(times[UNTIMED:]), most, reserved)
+
+
+HEAD = ("size", "micro-batch", "recompute", "predicted ms", "measured ms", "error %", "predicted GiB", "GiB", "error %", "reserved GiB")  # fmt: skip
+
+
+def compared(seen: Sequence[Seen], machine: Hardware, sequence: int = SEQUENCE) -> list[tuple[object, ...]]:
+    """Return the lines of the table: predicted beside measured."""
+    lines: list[tuple[object, ...]] = []
+    for one in seen:
+        setting = one.setting
+        job = setting.job(sequence)
+        said = predict(one.spec, job, setting.layout, machine, states_per_param(job))
+        tensors = said.peak.total - said.peak.overhead
+        head = (setting.size, setting.microbatch, setting.recompute, said.step_s * 1e3)
+        if not one.step_s:
+            fits = "fits, as predicted" if said.fits else "does not fit, as said"
+            lines.append((*head, "out of memory", fits, tensors / 2**30, "-", "-", "-"))
+            continue
+        lines.append(
+            (
+                *head, one.step_s * 1e3, 100 * (said.step_s / one.step_s - 1), tensors / 2**30,
+                one.allocated_bytes / 2**30, 100 * (tensors / one.allocated_bytes - 1), one.reserved_bytes / 2**30,
+            )
+        )  # fmt: skip
+    return lines
+
+
+def write_rows(path: Path, columns: Sequence[str], seen: Sequence[Seen], gpu: str, sequence: int = SEQUENCE) -> None:
+    """Write what was measured in the columns of published rows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="")
+        writer.writeheader()
+        for number, one in enumerate(seen, 1):
+            writer.writerow(_row(number, one, gpu, sequence))
+
+
+def _row(number: int, one: Seen, gpu: str, sequence: int) -> dict[str, object]:
+    setting, size = one.setting, SIZES[one.setting.size]
+    tokens = 2 * setting.microbatch * sequence
+    row: dict[str, object] = {
+        "id": f"single-{number:04d}", "source": "samestep on one GPU", "url_or_repo_path": "benchmarks/single_gpu.py",
+        "model": f"Llama {setting.size}", "n_params": one.spec.num_params, "n_layers": size.layers,
+        "hidden": size.hidden, "heads": size.heads, "kv_heads": size.heads, "ffn": size.intermediate, "vocab": VOCAB,
+        "seq_len": sequence, "gpu": gpu, "n_gpus": 1, "gpus_per_node": 1, "precision": "BF16", "tp": 1, "pp": 1,
+        "micro_batch": setting.microbatch, "global_batch": 2 * setting.microbatch, "recompute": setting.recompute,
+        "notes": f"torch {torch.__version__}; OOM",
+    }  # fmt: skip
+    if one.step_s:
+        row |= {
+            "metric_step_time_s": f"{one.step_s:.6g}",
+            "metric_tokens_per_s_per_gpu": f"{tokens / one.step_s:.6g}",
+            "metric_memory_gib": f"{one.allocated_bytes / 2**30:.6g}",
+            "notes": f"torch {torch.__version__}; memory is what was allocated at most, "
+            f"{one.reserved_bytes / 2**30:.4g} GiB reserved; median step",
+        }
+    return row
