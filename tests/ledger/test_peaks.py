@@ -53,7 +53,7 @@ def _peaks(rank: int, world: int, layout: str, precision: str, folder: str) -> l
     workload, place = Workload(job), _place(rank, world)
     run = Run(workload.source, Layout.parse(layout), job, place)
     drawing = Live()
-    idle = drawing.count_all()
+    idle = drawing.count_all()  # of tests before this one, and the example
     with drawing.watching():
         run.prepare(workload.example)
     live = Live()
@@ -71,7 +71,7 @@ def _peaks(rank: int, world: int, layout: str, precision: str, folder: str) -> l
         checkpoint.save(run, Path(folder), keep=1)
     drawn, saved = during_init(run.program, rank).total, saving_host_bytes(run.program, states_per_param(job), rank)
     return [
-        Peak("step", live.most, said.total, {**said.parts(), "at rest": before}),
+        Peak("step", live.most - idle, said.total, {**said.parts(), "at rest": before}),
         Peak("init", drawing.most - idle, drawn, {}),
         Peak("checkpoint", saving.most - trained, saved, {}),
     ]
