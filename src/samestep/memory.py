@@ -164,7 +164,7 @@ def during_init(program: Program, rank: int = 0) -> MemoryUse:
     step = program.step
     rest = at_rest(program, 0, rank)
     largest = max((param.numel * _parts_of(step, param) for param in step.model.params), default=0)
-    stays = step.layout.tp == step.layout.ep == 1 and step.zero == 0 and step.compute_dtype == step.master_dtype
+    stays = step.layout.tp == step.layout.ep == 1 and step.zero == 0 and not step.is_mixed
     drawn = 0 if stays else largest * BYTES_OF[step.master_dtype]
     gradients = rest.gradients if program.buckets else 0
     return replace(rest, gradients=gradients, buffers=rest.buffers + drawn, peak_at="init")
@@ -321,8 +321,7 @@ class _Sizes:
         # Units keep the gradients of a layer whole.
         self.largest = [max(of_layer, default=0) if self.step.zero < 2 else 0 for of_layer in gradients]
         # A stage's output is kept until its gradient has come and gone back; its input too, of which a norm keeps a copy.
-        raised = self.step.compute_dtype != self.step.master_dtype
-        self.kept_borders = (Kind.SEND, Kind.RECV) if raised else (Kind.SEND,)
+        self.kept_borders = (Kind.SEND, Kind.RECV) if self.step.is_mixed else (Kind.SEND,)
         self.frees = Kind.WEIGHT if self.step.splits_backward else Kind.BACKWARD
 
 
@@ -432,8 +431,7 @@ def saved_bytes(step: Step, layer: LayerSpec) -> Saved:
     """Return what a layer keeps and works on for a micro-batch; the loss stands behind the last one."""
     one = step.microbatch_samples * BYTES_OF[step.compute_dtype]
     of_loss = step.microbatch_samples * BYTES_OF[step.master_dtype]
-    raised = step.compute_dtype != step.master_dtype
-    whole = layer.saved_elements + layer.saved_norm_elements * raised
+    whole = layer.saved_elements + layer.saved_norm_elements * step.is_mixed
     recompute = step.layout.recompute if layer.is_block else "none"
     kept = {"none": whole, "selective": layer.saved_selective_elements, "full": layer.input_elements}[recompute]
     return Saved(
@@ -442,7 +440,7 @@ def saved_bytes(step: Step, layer: LayerSpec) -> Saved:
         working=layer.working_elements * one,
         borders=min(layer.working_elements, layer.input_elements + layer.output_elements) * one,
         # Behind the forward the output is there too, and its copy in master precision.
-        loss_made=layer.loss_elements * (one + of_loss * raised),
+        loss_made=layer.loss_elements * (one + of_loss * step.is_mixed),
         loss=layer.loss_elements * of_loss,
         loss_working=layer.loss_working_elements * of_loss,
     )

@@ -307,6 +307,11 @@ class Step:
         return "float64" if self.precision == "float64" else "float32"
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether weights and activations are of another dtype than masters."""
+        return self.compute_dtype != self.master_dtype
+
+    @property
     def zero(self) -> int:
         """The ZeRO stage that has an effect: nothing is sharded over a single rank."""
         return self.layout.zero if self.layout.num_shards > 1 else 0

@@ -72,7 +72,7 @@ def apply(program: Program) -> Program:
     tied = any(param.tied_stages for param in step.model.params)
     has_partial = any(is_partial(step, param) for param in step.model.params if param.trainable)
     sums = step.layout.num_summed > 1 or tied or has_partial
-    if step.zero == 0 and (sums or step.compute_dtype != step.master_dtype):
+    if step.zero == 0 and (sums or step.is_mixed):
         buckets = make_buckets(step, program.chunks)  # mixed precision adds up in their float32 buffers on one rank too
     if step.layout.num_replicas > 1:
         axes |= _axes(step)
