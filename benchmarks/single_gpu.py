@@ -129,6 +129,7 @@ def _run(place: Place, setting: Setting, steps: int, sequence: int) -> Seen:
 
 
 def _steps(place: Place, setting: Setting, workload: Workload, steps: int) -> Seen:
+    before = Live().count_all()  # a worker on CPUs begins as a copy of this process, with its tensors
     run = Run(workload.source, setting.layout, workload.job, place)
     run.prepare(workload.example)
     on_gpu = place.device.type == "cuda"
@@ -148,7 +149,7 @@ def _steps(place: Place, setting: Setting, workload: Workload, steps: int) -> Se
         live.count_all()
         with live.watching():
             run.step(batch)
-        most = reserved = live.most
+        most = reserved = live.most - before
     return Seen(setting, workload.spec, statistics.median(times[UNTIMED:]), most, reserved)
 
 
