@@ -62,7 +62,7 @@ LAYOUTS = (
     "dp=1 tp=2",
     "dp=1 pp=2 microbatch=8",
 )
-ROUNDS = 2
+ROUNDS = 4
 JOB = Path(__file__).parent.parent / "jobs" / "default.toml"
 ROWS = Path(__file__).parent / "results" / "single-gpu.csv"
 SAMPLE = Path(__file__).parent / "rows" / "sample.csv"
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
     )
     parser.add_argument("--hardware", metavar="NAME|FILE", help="do not measure the machine")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed steps of each turn; default: 10")
+    parser.add_argument("--steps", type=int, default=6, metavar="N", help="timed steps of each turn; default: 6")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures; of CPUs")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table for a document")
     parser.add_argument(

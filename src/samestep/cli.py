@@ -451,7 +451,9 @@ def _measure(words: argparse.Namespace) -> int:
     print(f"{machine.devices_per_node} devices of {machine.memory_bytes / 2**30:.3g} GiB; GFLOP/s: {rates}")
     print(f"memory {machine.memory_bytes_per_s / 1e9:.4g} GB/s, launch {machine.launch_s * 1e6:.3g} us, ", end="")
     link = machine.intra
-    print(f"link {link.bytes_per_s / 1e9:.4g} GB/s and {link.latency_s * 1e6:.4g} us a hop")
+    print(
+        f"link {link.bytes_per_s / 1e9:.4g} GB/s, {link.latency_s * 1e6:.4g} us a hop, {link.collective_s * 1e6:.4g} us a call"
+    )
     print(f"written: {path}; every number has its source there")
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import tomllib
@@ -11,6 +12,7 @@ import pytest
 
 from samestep import cli, hardware, measurement, search
 from samestep.hardware import load
+from samestep.runtime import figures
 from tests import small
 
 
@@ -23,10 +25,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurement, "EDGES", {"cpu": (16, 32)})
-    monkeypatch.setattr(measurement, "COPIED_BYTES", {"cpu": 2**20})
-    monkeypatch.setattr(measurement, "MESSAGES", {"cpu": (2**10, 2**14)})
-    monkeypatch.setattr(measurement, "ENOUGH_S", 0.01)
+    monkeypatch.setattr(figures, "EDGES", {"cpu": (16, 32)})
+    monkeypatch.setattr(figures, "COPIED_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr(figures, "MESSAGES", {"cpu": (2**10, 2**14)})
+    monkeypatch.setattr(figures, "ENOUGH_S", {"cpu": 0.01})
+    monkeypatch.setattr(figures, "TURNS", {"cpu": 2})
 
 
 @pytest.mark.usefixtures("quick")
@@ -66,33 +69,64 @@ def test_every_number_is_measured_or_said_to_be_assumed(ranks: int, tmp_path: Pa
     )
     assert all(sources[key].startswith("assumed: ") for key in assumed)
     assert machine.devices_per_node == ranks
-    assert set(machine.flops_per_s) == set(measurement.DTYPES)
+    assert set(machine.flops_per_s) == set(figures.DTYPES)
     for dtype in machine.flops_per_s:  # a curve by size, and its best
         rates = [float(rate) for rate in re.findall(r"\^3 (\S+?)[,;]", sources[f"flops_per_s.{dtype}"])]
         assert len(rates) == 2
         assert machine.flops_per_s[dtype] == pytest.approx(max(rates), rel=0.01)
 
 
-def test_the_link_is_fitted_to_what_a_ring_takes() -> None:
-    """Figures made of a latency and a bandwidth give these back, by the formula that `cost` prices with."""
-    ranks, latency_s, bytes_per_s = 4, 2e-5, 3e9
-    times = {size: 2 * (ranks - 1) * (latency_s + size / (ranks * bytes_per_s)) for size in measurement.MESSAGES["cpu"]}
-    figures = measurement._Figures(
-        products={"float32": {64: 1e9}}, copied_bytes_per_s=1e9, launch_s=1e-6, kernel_s=0.0, memory_bytes=1,
-        num_units=0, device="a core", sent={"all_reduce": times, "all_gather": times}, beside_s=(1.0, 1.0, 1.9),
+def _sent(ranks: int, collective_s: float, latency_s: float, bytes_per_s: float) -> dict[str, dict[int, float]]:
+    """What a ring takes, by the formula that `cost` prices with."""
+    return {
+        name: {
+            size: collective_s + ways * (ranks - 1) * (latency_s + size / (ranks * bytes_per_s))
+            for size in figures.MESSAGES["cpu"]
+        }
+        for name, ways in (("all_reduce", 2), ("all_gather", 1))
+    }
+
+
+def _found(sent: dict[str, dict[int, float]]) -> figures.Figures:
+    return figures.Figures(
+        products={"float32": {64: 1e9}}, copied_bytes_per_s=1e9, launch_s=1e-6, kernel_s=0.0, attention_flops_per_s=1e8,
+        sent=sent, beside_s=(1.0, 1.0, 1.9),
     )  # fmt: skip
-    link, _ = measurement._intra(figures, ranks)
+
+
+@pytest.mark.parametrize("spoilt", [{}, {("all_reduce", 2**10): 9.0, ("all_gather", 2**21): 3.0}])
+@pytest.mark.parametrize("collective_s", [0.0, 3e-4])
+def test_the_link_is_fitted_to_what_a_ring_takes(collective_s: float, spoilt: dict[tuple[str, int], float]) -> None:
+    """Figures made of a link give it back, though a few of them took many times as long."""
+    ranks, latency_s, bytes_per_s = 4, 2e-5, 3e9
+    sent = _sent(ranks, collective_s, latency_s, bytes_per_s)
+    for (name, size), times in spoilt.items():
+        sent[name][size] *= times
+    link, about = measurement._intra(_found(sent), ranks)
+    assert link["collective_s"] == pytest.approx(collective_s, rel=0.02, abs=1e-9)
     assert link["latency_s"] == pytest.approx(latency_s, rel=0.02)
     assert link["bytes_per_s"] == pytest.approx(bytes_per_s, rel=0.02)
-    assert measurement._overlap(figures)[0] is False
+    assert ("0% off" in about["latency_s"]) == (not spoilt)
+    assert measurement._overlap(_found(sent))[0] is False
+
+
+def test_a_figure_is_the_middle_one_of_its_turns() -> None:
+    turns = [
+        dataclasses.replace(_found({"all_reduce": {1024: seconds}}), kernel_s=seconds, beside_s=(seconds, 1.0, 2.0))
+        for seconds in (5.0, 1.0, 2.0)
+    ]
+    middle = figures._middle(turns)
+    assert (middle.kernel_s, middle.sent, middle.beside_s) == (2.0, {"all_reduce": {1024: 2.0}}, [2.0, 1.0, 2.0])
+    assert middle.products == turns[0].products
 
 
 def test_a_gpu_profile_loads_too(tmp_path: Path) -> None:
-    figures = measurement._Figures(
-        products={dtype: {4096: 5e14} for dtype in measurement.DTYPES}, copied_bytes_per_s=2e12, launch_s=5e-6, kernel_s=2e-6,
-        memory_bytes=80 * 10**9, num_units=132, device="GPU", attention_part=0.5,
+    device = figures.Device("GPU", 80 * 10**9, 132)
+    found = figures.Figures(
+        products={dtype: {4096: 5e14} for dtype in figures.DTYPES}, copied_bytes_per_s=2e12, launch_s=5e-6, kernel_s=2e-6,
+        attention_flops_per_s=2.5e14,
     )  # fmt: skip
-    (tmp_path / "gpu.toml").write_text(measurement._as_toml(figures, 1))
+    (tmp_path / "gpu.toml").write_text(measurement._as_toml(device, found, 1))
     machine = load(tmp_path / "gpu.toml")
     assert machine.num_units == 132
     assert machine.efficiency["bfloat16"] == 1.0
