@@ -290,7 +290,9 @@ def _exchanges(decoder: Decoder) -> Iterator[Exchange]:
     )
     for role, heads, size in parts:
         elements = decoder.sequence * heads * size
-        yield Exchange(role=role, elements=elements, heads=heads, query_heads=decoder.heads, is_cut=True)
+        yield Exchange(
+            role=role, elements=elements, heads=heads, query_heads=decoder.heads, is_cut=True, is_kept=role == "output"
+        )
 
 
 def _embedding(decoder: Decoder) -> _Block:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Literal, TypeVar
 from typing import ParamSpec as ParamSpecification
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 
 Cutting = Literal["", "columns", "inner", "count"]
 Factors = Literal["weight", "frozen", "pair", "attention", "causal"]
@@ -127,6 +127,8 @@ class Exchange:
     is_cut: bool = False
     """Whether a tensor cut leaves a rank a part of the heads."""
     takes_gradient: bool = True
+    is_kept: bool = False
+    """Of an output: kept for the backward by what reads it as well, so that there are two of it behind an exchange."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,18 +291,22 @@ class LayerSpec:
         def sums(parts: tuple[PartialSum, ...]) -> tuple[PartialSum, ...]:
             return tuple(replace(one, elements=part(one.elements)) for one in parts)
 
+        kept_twice = [part(exchange.elements) for exchange in self.exchanges if exchange.is_kept]
+        cut_twice = [part(exchange.elements) for exchange in self.exchanges if exchange.is_kept and exchange.is_cut]
         return replace(
             self,
             forward_flops=part(self.forward_flops),
             products=tuple(product.sliced_by(degree) for product in self.products),
             output_elements=part(self.output_elements),
             input_elements=part(self.input_elements),
-            saved_elements=part(self.saved_elements - self.saved_pair_elements) + self.saved_pair_elements,
+            saved_elements=part(self.saved_elements - self.saved_pair_elements)
+            + self.saved_pair_elements
+            + sum(kept_twice),
             saved_selective_elements=part(self.saved_selective_elements),
             saved_norm_elements=part(self.saved_norm_elements),
             working_elements=part(self.working_elements),
             working_cut_elements=part(self.working_cut_elements),
-            saved_cut_elements=part(self.saved_cut_elements),
+            saved_cut_elements=part(self.saved_cut_elements) + sum(cut_twice),
             saved_selective_cut_elements=part(self.saved_selective_cut_elements),
             moved_elements=part(self.moved_elements),
             moved_cut_elements=part(self.moved_cut_elements),

@@ -91,6 +91,8 @@ LAYOUTS = [
     "tp=2 sequence_parallel microbatch=8",
     "pp=2 microbatch=4",
     "pp=2 microbatch=4 schedule=gpipe",
+    "cp=2",
+    "cp=2 zero=3",
 ]
 
 

@@ -158,6 +158,7 @@ def watching(model: nn.Module, cuts: Cuts) -> Iterator[Seen]:
             leave = functools.partial(seen.leave, path, style)
             hooks.enter_context(model.get_submodule(path).register_forward_hook(leave))
         yield seen
+    seen._last.clear()  # else what was watched holds its graph, and that what watched it
 
 
 def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: Seen) -> ModelSpec:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -168,8 +169,10 @@ class Watch(TorchDispatchMode):
         self.values = _Values(of_everything)
         self.varies = ""
         """Path of a module whose code may do another thing, or make another shape, for other values."""
-        self.exchanges: list[tuple[str, Exchange]] = []
-        """By region: what attentions read and make."""
+        self.exchanges: list[tuple[str, int, Exchange]] = []
+        """What attentions read and make, with region and storage."""
+        self.saves: Counter[int] = Counter()
+        """How often each storage is kept."""
         self.pairs: set[int] = set()
         """Storages of masks of pairs of tokens."""
         self.marks: list[tuple[int, str]] = []
@@ -313,16 +316,20 @@ class Watch(TorchDispatchMode):
                 is_cut=self.key(query) in self.cut,
                 takes_gradient=tensor.requires_grad or role == "output",
             )
-            self.exchanges.append((self.region, exchange))
+            self.exchanges.append((self.region, self.key(tensor), exchange))
 
-    def save(self, tensor: Tensor) -> Tensor:
-        """Book what autograd keeps, unless it is there anyway."""
+    goes_back = True
+    """Whether a backward follows, which lets go of what autograd keeps."""
+
+    def save(self, tensor: Tensor) -> Tensor | None:
+        """Book what autograd keeps, unless it is there anyway; without a backward it would keep itself alive."""
         self._on_keep(self.region)
         key = self.key(tensor)
         if tensor.is_meta and key not in self._weights:
             saved = self.norm_savers if self._running and self._running[-1] in self._norms else self.savers
             saved.setdefault(key, self.region)
-        return tensor
+            self.saves[key] += 1
+        return tensor if self.goes_back else None
 
     def place(self, real: Tensor) -> Tensor:
         """Return a tensor on the meta device for a real one, whose whole numbers stay known."""
@@ -412,7 +419,7 @@ def watch_forward(
             stack.enter_context(_hooks(module, containers, watch))
             stack.enter_context(_fused_attention(watch))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, lambda tensor: tensor))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, _given_back))
             stack.enter_context(watch)
             outputs = call_model(module, batch)
     except (SamestepError, NeedsValuesError):
@@ -422,6 +429,11 @@ def watch_forward(
         raise ModelError(f"{name} cannot be traced: {watch.reached} fails: {type(error).__name__}: {reason}") from error
     watch.returned = {watch.key(tensor) for tensor in tensors_in(outputs)}
     return outputs
+
+
+def _given_back(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "a watch that goes back"
+    return tensor
 
 
 @contextmanager
@@ -483,6 +495,7 @@ class _Attention(torch.autograd.Function):
 @contextmanager
 def _fused_attention(watch: Watch) -> Iterator[None]:
     """Let scaled_dot_product_attention on the meta device be a fused kernel; its own choice there is plain products."""
+    held = weakref.ref(watch)  # torch keeps the last one that stood in for an operator
 
     def attention(
         query: Tensor,
@@ -495,6 +508,8 @@ def _fused_attention(watch: Watch) -> Iterator[None]:
     ) -> Any:
         if not torch._C._len_torch_dispatch_stack():  # tried out beside the forward, as for the shape of a dropout mask
             return query.new_empty((*query.shape[:-1], value.shape[-1]))
+        watch = held()
+        assert watch is not None, "it watches this forward"
         output = _Attention.apply(watch, query, key, value, attn_mask, is_causal)
         given = (query, key, value, attn_mask)
         if watch.values.of_everything and all(tensor is None or watch.values.knows(tensor) for tensor in given):

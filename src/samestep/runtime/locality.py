@@ -120,6 +120,8 @@ def _refusal_of(watch: _Dependence, module: nn.Module, sample: Any, value_of: Va
 class _Dependence(Watch):
     """Watches a forward, and knows of every element on which tokens of the slice it may depend."""
 
+    goes_back = False
+
     def __init__(self, module: nn.Module, blocks: list[str], size: int) -> None:
         super().__init__(module, lambda block: None, lambda path, owners, is_cut: None, {})
         self.blocks, self.size, self.refusal = blocks, size, ""

@@ -292,8 +292,12 @@ def _layer_specs(
             kernels=sum(region.kernels for region in regions),
             backward_reads_weights=_backward_reads_weights(module, layer),
             exchanges=tuple(
-                dataclasses.replace(exchange, elements=exchange.elements // num_samples)
-                for region, exchange in watch.exchanges
+                dataclasses.replace(
+                    exchange,
+                    elements=exchange.elements // num_samples,
+                    is_kept=exchange.role == "output" and watch.saves[key] > 1,
+                )
+                for region, key, exchange in watch.exchanges
                 if layer.is_block and region in layer.regions
             ),
         )
