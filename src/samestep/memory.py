@@ -318,11 +318,14 @@ class _Sizes:
         self.saved = [saved_bytes(self.step, layer) for layer in self.step.model.layers]
         self.arriving = _arriving(program)
         gradients = [_gradient_bytes(self.step, index) for index in range(len(self.saved))]
-        # Units keep the gradients of a layer whole.
-        self.largest = [max(of_layer, default=0) if self.step.zero < 2 else 0 for of_layer in gradients]
+        self.largest = [max(of_layer, default=0) for of_layer in gradients]
         # A stage's output is kept until its gradient has come and gone back; its input too, of which a norm keeps a copy.
         self.kept_borders = (Kind.SEND, Kind.RECV) if self.step.is_mixed else (Kind.SEND,)
         self.frees = Kind.WEIGHT if self.step.splits_backward else Kind.BACKWARD
+
+
+_SENT = "what was reduced last"
+"""FSDP2 keeps it until the next unit is reduced, or the step's last one."""
 
 
 class _Walk:
@@ -371,12 +374,19 @@ class _Walk:
             self.activations += saved.whole - saved.kept
             self._look(op)
         elif op.kind is Kind.BACKWARD and op.layer is not None:
+            self.logits -= saved.loss
+            largest, in_units = self.sizes.largest[op.layer], self.sizes.step.zero >= 2
+            # Where a unit keeps the gradients of a layer there is one already when its backward works on most.
+            self._look(op, activations=saved.working, gradients=largest * in_units)
+            self._look(op, activations=saved.borders, gradients=largest * (not in_units))
             for unit in self.sizes.starting.get(op.layer, ()):
                 self._put(unit.name, unit.padded_grad_numel * BYTES_OF[self.sizes.step.master_dtype])
-            self.logits -= saved.loss
-            self._look(op, activations=saved.working)
-            self._look(op, activations=saved.borders, gradients=self.sizes.largest[op.layer])
+            # Its last weight's gradient comes from the layer's input and what a norm made of it; the rest is gone by then.
+            gone = max(0, saved.whole - saved.borders) if self.sizes.frees is Kind.BACKWARD else 0
+            self._look(op, activations=saved.borders - gone)
         else:
+            if op.kind is Kind.UPDATE:
+                self.gradient_bytes -= self.gradients.pop(_SENT, 0)
             self._look(op)
         if op.kind is self.sizes.frees:
             self.activations -= saved.whole
@@ -390,7 +400,8 @@ class _Walk:
             self.leaving.discard(op.owner)
         self._look(op)
         if op.kind is Kind.REDUCE_SCATTER:
-            self.gradient_bytes -= self.gradients.pop(op.owner, 0)
+            self._put(_SENT, self.gradients[op.owner])
+            self.gradient_bytes -= self.gradients.pop(op.owner)
 
     def _look(self, op: Op, *, activations: int = 0, logits: int = 0, gradients: int = 0) -> None:
         """Compare what is held now, with what passes, to the worst moment."""

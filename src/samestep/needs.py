@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from samestep.kinds import Sizes, Units
 from samestep.pace import in_flight
@@ -32,6 +33,27 @@ class Need:
     def total(self) -> float:
         """All of them."""
         return max(self.states, self.states - self.gradients + self.activations + self.gathered)
+
+
+class _AtBackward(NamedTuple):
+    """Bytes of a layer's units while it goes backward."""
+
+    gathered: float = 0.0
+    """Its weights, and those gathered ahead of need."""
+    whole: float = 0.0
+    """Its gradients, which are all there at its end."""
+    sent: float = 0.0
+    """Those of its unit that is reduced last, until the next one is."""
+
+
+def _at_backward(
+    one: Sizes, units: _AtBackward, samples: int, freed: float, sent: float
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return activations and units where a layer's backward works on most, and at its end."""
+    return (
+        (samples * (one.again + one.working) - freed, units.gathered + sent),
+        (-samples * one.kept - freed, units.gathered + sent + units.whole),
+    )
 
 
 class Needs:
@@ -101,29 +123,41 @@ class Needs:
         if step.splits_backward:  # nothing is freed before the gradients of weights
             return kept + samples * sizes[run].again, 0.0
         runs, kinds = self.prices.runs(step), self.prices.sizes(step)
-        again, unit = samples * max(kinds[kind].loss for kind in runs.tails[run]), 0.0
-        freed = 0.0
+        most = samples * max(kinds[kind].loss for kind in runs.tails[run]), 0.0
+        freed = sent = 0.0
         for kind in runs.tails[run]:
-            one = kinds[kind]
-            unit_bytes = self._unit_bytes(step, of_units, kind, runs.counts[run]) if of_units else 0.0
-            passing = samples * (one.again + one.working - freed)
-            if passing + unit_bytes > again + unit:
-                again, unit = passing, unit_bytes
-            freed += one.kept
-        return kept + again, unit
+            units = self._units_at(step, of_units, kind, runs.counts[run], 2)
+            most = max(most, *_at_backward(kinds[kind], units, samples, freed, sent), key=sum)
+            freed += samples * kinds[kind].kept
+            sent = units.sent or sent
+        blocks = [kind for kind, _ in runs.counts[run] if self.prices.few.layers[kind].is_block]
+        if of_units and sum(number for kind, number in runs.counts[run] if kind in blocks) > 1:
+            # The block before the last one is any of them; the last one's gradients are kept as long as its backward.
+            each = []
+            for kind in blocks:
+                units = self._units_at(step, of_units, kind, runs.counts[run], 3)
+                each.append(max(_at_backward(kinds[kind], units, samples, freed, sent), key=sum))
+            most = max(most, min(each, key=sum), key=sum)
+        return kept + most[0], most[1]
 
-    def _unit_bytes(self, step: Step, of_units: Sequence[Units], kind: int, run: tuple[tuple[int, int], ...]) -> float:
-        """Bytes of whole gradients of a layer and, under zero=3, of what is gathered for its backward and ahead of it."""
-        one, layer = of_units[kind], self.prices.few.layers[kind]
-        size = one.all_scattered * BYTES_OF[step.master_dtype]
-        if step.zero == 3 and layer.backward_reads_weights and one.all_scattered > 0:
-            size += one.all_gathered + (self._ahead(of_units, run) if layer.is_block else 0.0)
-        return size
+    def _units_at(
+        self, step: Step, of_units: Sequence[Units] | None, kind: int, run: tuple[tuple[int, int], ...], blocks: int
+    ) -> _AtBackward:
+        """Bytes of a layer's units in its backward; of a block that has another to be gathered ahead of its `blocks`."""
+        if of_units is None:
+            return _AtBackward()
+        one, layer, master = of_units[kind], self.prices.few.layers[kind], BYTES_OF[step.master_dtype]
+        parts = [part for part in (one.scattered, one.dealt_scattered) if part > 0]
+        if step.zero == 2 or not layer.backward_reads_weights or not parts:
+            return _AtBackward(0.0, one.all_scattered * master, min(parts, default=0.0) * master)
+        ahead = self._ahead(of_units, run, blocks) if layer.is_block else 0.0
+        return _AtBackward(one.all_gathered + ahead, one.all_scattered * master, min(parts) * master)
 
-    def _ahead(self, of_units: Sequence[Units], run: tuple[tuple[int, int], ...]) -> float:
-        """Bytes of the block that is gathered while the last one of a run goes backward; of its experts it may be a part."""
+    def _ahead(self, of_units: Sequence[Units], run: tuple[tuple[int, int], ...], least: int) -> float:
+        """Bytes of the block that is gathered while another one goes backward, where there are so many; of its experts it
+        may be a part."""
         blocks = [(kind, number) for kind, number in run if self.prices.few.layers[kind].is_block]
-        if sum(number for _, number in blocks) < 2:
+        if sum(number for _, number in blocks) < least:
             return 0.0
         trained = all(
             of_units[kind].scattered and self.prices.few.layers[kind].backward_reads_weights for kind, _ in blocks

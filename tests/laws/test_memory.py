@@ -228,12 +228,14 @@ def test_zero_2_gathers_every_unit_and_zero_3_two_in_a_row() -> None:
 
 
 def test_a_unit_holds_its_whole_gradient_until_it_is_scattered() -> None:
-    """sharded: one unit at a time. full: all of them from the first micro-batch to the last, before a rank has its part."""
+    """sharded: one unit at a time, and the one before it, which FSDP2 keeps. full: all of them from the first micro-batch
+    to the last, where the head's is kept when a rank has its part already, and the last block's comes once more."""
     held = {}
     for accumulate in ("sharded", "full"):
         program = case(uneven(), f"dp=2 zero=2 microbatch=1 accumulate={accumulate}").program
         held[accumulate] = during_step(program).gradients - at_rest(program).gradients
-    assert held == {"sharded": 70 * 2 * 4, "full": 220 * 2 * 4 - 220 * 4}
+    head, block = 70 * 2 * 4, 40 * 2 * 4
+    assert held == {"sharded": head + block, "full": 220 * 2 * 4 + head // 2 + block - 220 * 4}
 
 
 # -- what a backward works on ------------------------------------------------------------------------------------------
