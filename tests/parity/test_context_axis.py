@@ -151,11 +151,10 @@ def saved_bytes(rank: int, world: int, layout: str) -> tuple[int, int]:
 
 
 def test_a_slice_keeps_its_part_of_the_activations() -> None:
-    whole, said = saved_bytes(0, 1, "dp=1")
+    whole, _ = saved_bytes(0, 1, "dp=1")
     for ours, ours_said in pool(2).run(saved_bytes, "cp=2"):
-        assert ours_said * 2 == pytest.approx(said, rel=0.01)
         assert ours / whole == pytest.approx(0.5, abs=0.03)
-        assert ours == pytest.approx(ours_said, rel=0.1)
+        assert ours == pytest.approx(ours_said, rel=0.01)
 
 
 @pytest.mark.parametrize(
