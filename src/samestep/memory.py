@@ -18,8 +18,9 @@ Within a step four things come and go:
     logits        what the loss keeps of its input, to its backward, and the gradients that that one works on
     buffers       what a stage awaits, and sent last; gathered units: under zero=2 all, to the end of the step; under
                   zero=3 a unit and the one gathered ahead of need, and those kept from forward to backward
-    gradients     under zero=2 and 3 a unit's whole gradient, from its backward to its reduce_scatter; else that of a
-                  layer's largest weight, until it is added to those of other micro-batches
+    gradients     under zero=2 and 3 a unit's whole gradient, from its backward to the reduce_scatter of the next unit,
+                  until which FSDP2 keeps what it sent; else that of a layer's largest weight, until it is added to those
+                  of other micro-batches
 
 and on a device there is an overhead: what context, communicators and libraries hold of it, which no tensor can have.
 """
