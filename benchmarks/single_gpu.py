@@ -129,10 +129,10 @@ def _run(place: Place, setting: Setting, steps: int, sequence: int) -> Seen:
 
 
 def _steps(place: Place, setting: Setting, workload: Workload, steps: int) -> Seen:
-    before = Live().count_all()  # a worker on CPUs begins as a copy of this process, with its tensors
+    on_gpu = place.device.type == "cuda"
+    before = 0 if on_gpu else Live().count_all()  # a worker on CPUs begins as a copy of this process, with its tensors
     run = Run(workload.source, setting.layout, workload.job, place)
     run.prepare(workload.example)
-    on_gpu = place.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(place.device)
     times = []

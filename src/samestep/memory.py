@@ -376,15 +376,17 @@ class _Walk:
             self._look(op)
         elif op.kind is Kind.BACKWARD and op.layer is not None:
             self.logits -= saved.loss
-            largest, in_units = self.sizes.largest[op.layer], self.sizes.step.zero >= 2
-            # Where a unit keeps the gradients of a layer there is one already when its backward works on most.
-            self._look(op, activations=saved.working, gradients=largest * in_units)
-            self._look(op, activations=saved.borders, gradients=largest * (not in_units))
-            for unit in self.sizes.starting.get(op.layer, ()):
-                self._put(unit.name, unit.padded_grad_numel * BYTES_OF[self.sizes.step.master_dtype])
-            # Its last weight's gradient comes from the layer's input and what a norm made of it; the rest is gone by then.
-            gone = max(0, saved.whole - saved.borders) if self.sizes.frees is Kind.BACKWARD else 0
-            self._look(op, activations=saved.borders - gone)
+            largest = self.sizes.largest[op.layer]
+            if self.sizes.step.zero >= 2:
+                # A unit keeps the gradients of a layer: there is one already when its backward works on most. The last one
+                # comes from the layer's input and what a norm made of it; what else was kept is gone by then.
+                self._look(op, activations=saved.working, gradients=largest)
+                for unit in self.sizes.starting.get(op.layer, ()):
+                    self._put(unit.name, unit.padded_grad_numel * BYTES_OF[self.sizes.step.master_dtype])
+                self._look(op, activations=saved.borders - max(0, saved.whole - saved.borders))
+            else:
+                self._look(op, activations=saved.working)
+                self._look(op, activations=saved.borders, gradients=largest)
         else:
             if op.kind is Kind.UPDATE:
                 self.gradient_bytes -= self.gradients.pop(_SENT, 0)

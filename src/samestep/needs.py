@@ -3,7 +3,8 @@
 Never above what `memory.py` finds, and first of all layouts with these degrees and this micro-batch, then of all ways to
 split the data axis, then of each. States by what of them is cut over which axis; activations of as many micro-batches as
 the schedule has in flight, and what is computed again for a backward; of gathered weights and gradients those of one
-layer, or under zero=2 all weights. Where gradients lie in no bucket, they may have come only when activations are gone.
+layer and what was reduced before it, or under zero=2 all weights. Where gradients lie in no bucket, they may have come only
+when activations are gone.
 """
 
 from __future__ import annotations
@@ -130,11 +131,11 @@ class Needs:
             most = max(most, *_at_backward(kinds[kind], units, samples, freed, sent), key=sum)
             freed += samples * kinds[kind].kept
             sent = units.sent or sent
-        blocks = [kind for kind, _ in runs.counts[run] if self.prices.few.layers[kind].is_block]
-        if of_units and sum(number for kind, number in runs.counts[run] if kind in blocks) > 1:
+        blocks = self._blocks(runs.counts[run]) if of_units else []
+        if sum(number for _, number in blocks) > 1:
             # The block before the last one is any of them; the last one's gradients are kept as long as its backward.
             each = []
-            for kind in blocks:
+            for kind, _ in blocks:
                 units = self._units_at(step, of_units, kind, runs.counts[run], 3)
                 each.append(max(_at_backward(kinds[kind], units, samples, freed, sent), key=sum))
             most = max(most, min(each, key=sum), key=sum)
@@ -156,13 +157,17 @@ class Needs:
     def _ahead(self, of_units: Sequence[Units], run: tuple[tuple[int, int], ...], least: int) -> float:
         """Bytes of the block that is gathered while another one goes backward, where there are so many; of its experts it
         may be a part."""
-        blocks = [(kind, number) for kind, number in run if self.prices.few.layers[kind].is_block]
+        blocks = self._blocks(run)
         if sum(number for _, number in blocks) < least:
             return 0.0
         trained = all(
             of_units[kind].scattered and self.prices.few.layers[kind].backward_reads_weights for kind, _ in blocks
         )
         return min(of_units[kind].gathered for kind, _ in blocks) if trained else 0.0
+
+    def _blocks(self, run: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
+        """Kinds of the blocks of a run, and how many there are of each."""
+        return [(kind, number) for kind, number in run if self.prices.few.layers[kind].is_block]
 
     def _states(self, step: Step, mine: Sizes, whole: Units) -> float:
         master, states = BYTES_OF[step.master_dtype], self.states_per_param

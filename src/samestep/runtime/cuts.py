@@ -157,8 +157,8 @@ def watching(model: nn.Module, cuts: Cuts) -> Iterator[Seen]:
         for path, style in cuts.styles.items():
             leave = functools.partial(seen.leave, path, style)
             hooks.enter_context(model.get_submodule(path).register_forward_hook(leave))
+        hooks.callback(seen._last.clear)  # else what was watched holds its graph, and that what watched it
         yield seen
-    seen._last.clear()  # else what was watched holds its graph, and that what watched it
 
 
 def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: Seen) -> ModelSpec:

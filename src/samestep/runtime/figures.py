@@ -188,11 +188,14 @@ def _tries(once: Callable[[], float], place: Place, *, collective: bool) -> int:
     """Return how often something is done for `ENOUGH_S`; much is made at the first use, which is not counted."""
     once()
     count = max(3, min(50, int(ENOUGH_S[place.device.type] / max(min(once() for _ in range(3)), 1e-6))))
-    if collective:
-        told = torch.tensor([count], device=place.device)
-        dist.broadcast(told, src=0)
-        count = int(told.item())
-    return count
+    return _agreed(count, place) if collective else count
+
+
+def _agreed(count: int, place: Place) -> int:
+    """Return rank 0's, on every rank."""
+    told = torch.tensor([count], device=place.device)
+    dist.broadcast(told, src=0)
+    return int(told.item())
 
 
 def _products(dtype: torch.dtype, edges: tuple[int, ...], place: Place) -> dict[int, float]:
@@ -376,14 +379,17 @@ def _computing(place: Place) -> Callable[[], None]:
     """Return what takes about `_BETWEEN_S` on every rank: products."""
     a = torch.ones(_CACHED)
     product = functools.partial(torch.mm, a, a, out=torch.empty_like(a))
-    told = torch.tensor([max(1, round(_BETWEEN_S / _taken_s(product, place, collective=True)))])
-    dist.broadcast(told, src=0)
+    return _repeated(product, _agreed(round(_BETWEEN_S / _taken_s(product, place, collective=True)), place))
 
-    def compute() -> None:
-        for _ in range(int(told)):
-            product()
 
-    return compute
+def _repeated(work: Callable[[], Any], times: int) -> Callable[[], None]:
+    """Return what does the work so often, once at least."""
+
+    def often() -> None:
+        for _ in range(max(1, times)):
+            work()
+
+    return often
 
 
 def _beside_s(place: Place) -> tuple[float, float, float]:
@@ -391,15 +397,10 @@ def _beside_s(place: Place) -> tuple[float, float, float]:
     kind = place.device.type
     edge, size = EDGES[kind][-2], MESSAGES[kind][-2]
     a, buffer = torch.ones(edge, edge, device=place.device), torch.zeros(size // 4, device=place.device)
-    result = torch.empty_like(a)
+    product = functools.partial(torch.mm, a, a, out=torch.empty_like(a))
     send_s = _taken_s(lambda: dist.all_reduce(buffer), place, collective=True)
-    once_s = _taken_s(lambda: torch.mm(a, a, out=result), place, collective=True)
-    told = torch.tensor([max(1, round(send_s / once_s))], device=place.device)
-    dist.broadcast(told, src=0)
-
-    def compute() -> None:
-        for _ in range(int(told)):
-            torch.mm(a, a, out=result)
+    once_s = _taken_s(product, place, collective=True)
+    compute = _repeated(product, _agreed(round(send_s / once_s), place))
 
     def both() -> None:
         work = dist.all_reduce(buffer, async_op=True)

@@ -127,6 +127,9 @@ class Region:
 class Watch(TorchDispatchMode):
     """Notes what every operation reads, writes and costs, by regions. A storage is known by its address."""
 
+    goes_back = True
+    """Whether a backward follows, which lets go of what autograd keeps."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -317,9 +320,6 @@ class Watch(TorchDispatchMode):
                 takes_gradient=tensor.requires_grad or role == "output",
             )
             self.exchanges.append((self.region, self.key(tensor), exchange))
-
-    goes_back = True
-    """Whether a backward follows, which lets go of what autograd keeps."""
 
     def save(self, tensor: Tensor) -> Tensor | None:
         """Book what autograd keeps, unless it is there anyway; without a backward it would keep itself alive."""
