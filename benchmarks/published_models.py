@@ -12,38 +12,36 @@ from samestep.decoder import Decoder
 from samestep.hardware import Hardware
 from samestep.presets import DECODERS, sized
 
-_NAMES = (
+_ALIASES = (
     (r"llama.?3(\.\d)?.?405b", "llama3-405b"),
     (r"llama.?3(\.\d)?.?70b", "llama3-70b"),
     (r"llama.?3(\.\d)?.?8b", "llama3-8b"),
-    (r"llama.?2.?70b|llama.like.70b", "llama2-70b"),
-    (r"llama.?2.?13b", "llama2-13b"),
-    (r"llama.?2.?7b|llama.like.7b", "llama2-7b"),
-    (r"llama.?4.?scout", "llama4-scout"),
-    (r"llama.?65b", "llama-65b"),
-    (r"llama.?7b", "llama-7b"),
+    (r"llama.like.70b", "llama2-70b"),
+    (r"llama.like.7b", "llama2-7b"),
     (r"deepseek.?v?3(?!\d)", "deepseek-v3"),
-    (r"mixtral.?8x22b", "mixtral-8x22b"),
     (r"mixtral", "mixtral-8x7b"),
     (r"qwen.?3.*235b", "qwen3-235b-a22b"),
     (r"qwen.?3.*30b", "qwen3-30b-a3b"),
-    (r"qwen.?2\.5.?32b", "qwen2.5-32b"),
-    (r"qwen.?2\.5.?7b", "qwen2.5-7b"),
-    (r"qwen.?2\.5.?3b", "qwen2.5-3b"),
-    (r"qwen.?2\.5.?1\.5b", "qwen2.5-1.5b"),
-    (r"qwen.?2\.5.?0\.5b", "qwen2.5-0.5b"),
-    (r"gpt.?oss.?120b", "gpt-oss-120b"),
-    (r"gpt.?oss.?20b", "gpt-oss-20b"),
     (r"nemotron.?4.?340b", "nemotron4-340b"),
     (r"nemotron.?4.?15b", "nemotron4-15b"),
     (r"grok.?1", "grok1-314b"),
     (r"bloom", "bloom-176b"),
     (r"mt.nlg", "mt-nlg-530b"),
     (r"gpt.?3.*175b", "gpt3-175b"),
-    (r"bert.large", "bert-large"),
     (r"llama.?4.?maverick", "llama4-maverick"),
     (r"nemotron.?h.?56b", "nemotron-h-56b"),
     (r"deepspeed megatron-lm", "gpt2"),  # DLPerf's script: gpt2-small unless told otherwise
+)
+
+
+def _spelled(preset: str) -> str:
+    """Return a pattern of a preset's name, whatever stands between its words and numbers."""
+    return rf"(?<![a-z0-9]){'[^a-z0-9]?'.join(re.findall('[a-z]+|[0-9]+', preset))}(?![a-z0-9])"
+
+
+_NAMES = (
+    *((_spelled(name), name) for name in sorted(DECODERS, key=len, reverse=True) if name != "gpt2"),  # many sizes
+    *_ALIASES,
 )
 _NEAR = {
     # Meta 2025: every second block has experts, one of 128 and one shared; another does the work of both without
@@ -87,13 +85,18 @@ def decoder_of(row: Row, machine: Hardware) -> tuple[Decoder, str]:
         raise SkippedError("the model is no transformer of one kind of block, or part of one")
     if re.search(_LOOPS, name, re.IGNORECASE):
         raise SkippedError("a loop of reinforcement learning generates too: it is no training step")
-    known = next((preset for pattern, preset in _NAMES if re.search(pattern, name, re.IGNORECASE)), None)
+    known = preset_of(name)
     sizes = {"sequence": whole(row, "seq_len")} if known in _NEAR and whole(row, "seq_len") else _sizes(row, known)
     decoder = replace(_base(row, known), **sizes)
     if decoder.layers > MOST_LAYERS:
         raise SkippedError(f"{decoder.layers} layers of {decoder.hidden} are no sizes of a model")
     decoder = _of_its_kind(decoder if known else _with_options(decoder, row), row, machine)
     return decoder, known or name
+
+
+def preset_of(name: str) -> str | None:
+    """Return the preset that a model's printed name is close to."""
+    return next((preset for pattern, preset in _NAMES if re.search(pattern, name, re.IGNORECASE)), None)
 
 
 def recipe_of(row: Row) -> Recipe | None:

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from samestep import Job, Layout, catalog, legality
 from samestep import job as jobs
 from samestep.memory import at_rest, classic_bytes_per_param, held_bytes_per_param
+from samestep.presets import DECODERS, preset
 from samestep.strategies import program_of
 
 ROOT = Path(__file__).parent.parent
@@ -59,6 +60,18 @@ def job_keys() -> str:
         for name, key in kind.model_fields.items():
             default = "" if key.default is None else f"`{key.default!r}`".replace("'", '"')
             lines.append(f"| `{name}` | {default} | {' '.join((key.description or '').split())} |")
+    return "\n".join(lines)
+
+
+def presets() -> str:
+    """Every preset: what `decoder.spec` counts in it."""
+    lines = ["| preset | parameters | layers | hidden | heads | experts | tokens of a sample |"]
+    lines.append("| --- |" + " ---: |" * 6)
+    for name, decoder in DECODERS.items():
+        experts = f"{decoder.top_k} of {decoder.experts}" if decoder.experts else ""
+        sizes = f"{decoder.layers} | {decoder.hidden:,} | {decoder.heads} | {experts} | {decoder.sequence:,}"
+        lines.append(f"| `{name}` | {preset(name).num_params / 1e9:.3f} B | {sizes} |")
+    lines.append(f"| `resnet50` | {preset('resnet50').num_params / 1e9:.3f} B | | | | | |")
     return "\n".join(lines)
 
 
@@ -120,6 +133,7 @@ TABLES = {
     "switches": switches,
     "pairs": pairs,
     "job_keys": job_keys,
+    "presets": presets,
     "memory": memory,
     "held": held,
     "faults": faults,

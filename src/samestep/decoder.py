@@ -72,7 +72,7 @@ class Decoder:
     dense_layers: int = 0
     """First blocks that have no experts."""
     query_rank: int = 0
-    """Latent attention: rank of the queries."""
+    """Latent attention: rank of the queries; 0: one product makes them."""
     latent_rank: int = 0
     """Latent attention: rank of keys and values together; 0: plain heads."""
     rotary_dim: int = 0
@@ -404,9 +404,12 @@ def _scores(decoder: Decoder, made: _Block, key_dim: int, value_dim: int) -> Non
 
 def _latent_attention(decoder: Decoder, made: _Block) -> None:
     s, h, a, d, r = decoder.sequence, decoder.hidden, decoder.heads, decoder.dim, decoder.rotary_dim
-    _linear(decoder, made, "self_attn.q_a_proj", s, h, decoder.query_rank, "")
-    made.weight("self_attn.q_a_layernorm.weight", (decoder.query_rank,))
-    _linear(decoder, made, "self_attn.q_b_proj", s, decoder.query_rank, a * (d + r), "columns", a)
+    if decoder.query_rank:
+        _linear(decoder, made, "self_attn.q_a_proj", s, h, decoder.query_rank, "")
+        made.weight("self_attn.q_a_layernorm.weight", (decoder.query_rank,))
+        _linear(decoder, made, "self_attn.q_b_proj", s, decoder.query_rank, a * (d + r), "columns", a)
+    else:
+        _linear(decoder, made, "self_attn.q_proj", s, h, a * (d + r), "columns", a)
     _linear(decoder, made, "self_attn.kv_a_proj", s, h, decoder.latent_rank + r, "")
     made.weight("self_attn.kv_a_layernorm.weight", (decoder.latent_rank,))
     _linear(decoder, made, "self_attn.kv_b_proj", s, decoder.latent_rank, a * 2 * d, "columns", a)

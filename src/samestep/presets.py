@@ -24,14 +24,17 @@ _GPT: Mapping[str, Any] = {
 }
 _LLAMA2: Mapping[str, Any] = {"vocab": 32000, "sequence": 4096, "gated": True}
 _LLAMA3: Mapping[str, Any] = {"vocab": 128256, "sequence": 8192, "gated": True, "kv_heads": 8}
-_QWEN3: Mapping[str, Any] = {
-    "vocab": 151936,
+_QWEN2: Mapping[str, Any] = {"vocab": 152064, "sequence": 4096, "gated": True, "kv_heads": 8}
+_QWEN2_SMALL: Mapping[str, Any] = {**_QWEN2, "vocab": 151936, "kv_heads": 2, "tied": True}
+_QWEN3: Mapping[str, Any] = {**_QWEN2, "vocab": 151936, "head_dim": 128}
+_QWEN3_EXPERTS: Mapping[str, Any] = {**_QWEN3, "kv_heads": 4, "experts": 128, "top_k": 8}
+_GEMMA: Mapping[str, Any] = {"vocab": 256000, "sequence": 4096, "gated": True, "tied": True, "head_dim": 256}
+_DEEPSEEK: Mapping[str, Any] = {
     "sequence": 4096,
     "gated": True,
     "head_dim": 128,
-    "kv_heads": 4,
-    "experts": 128,
-    "top_k": 8,
+    "latent_rank": 512,
+    "rotary_dim": 64,
 }
 
 
@@ -56,15 +59,37 @@ DECODERS: dict[str, Decoder] = {
     "gpt3-175b": _gpt(96, 12288, 96),
     # Radford et al. 2019; transformers: GPT2Config of gpt2 to gpt2-xl
     "gpt2": _gpt(12, 768, 12, sequence=1024, positions=1024),
+    "gpt2-medium": _gpt(24, 1024, 16, sequence=1024, positions=1024),
+    "gpt2-large": _gpt(36, 1280, 20, sequence=1024, positions=1024),
     "gpt2-xl": _gpt(48, 1600, 25, sequence=1024, positions=1024),
+    # Zhang et al. 2022, arXiv:2205.01068, table 1
+    "opt-1.3b": _gpt(24, 2048, 32, vocab=50272),
+    "opt-6.7b": _gpt(32, 4096, 32, vocab=50272),
+    "opt-13b": _gpt(40, 5120, 40, vocab=50272),
+    "opt-30b": _gpt(48, 7168, 56, vocab=50272),
+    "opt-66b": _gpt(64, 9216, 72, vocab=50272),
+    "opt-175b": _gpt(96, 12288, 96, vocab=50272),
+    # Black et al. 2022, arXiv:2204.06745; Biderman et al. 2023, arXiv:2304.01373, table 1; config.json of EleutherAI/*
+    "gpt-neox-20b": _gpt(44, 6144, 64, vocab=50432, positions=0, tied=False),
+    "pythia-1.4b": _gpt(24, 2048, 16, vocab=50304, positions=0, tied=False),
+    "pythia-6.9b": _gpt(32, 4096, 32, vocab=50432, positions=0, tied=False),
+    "pythia-12b": _gpt(36, 5120, 40, vocab=50688, positions=0, tied=False),
+    # config.json of mosaicml/mpt-*: ALiBi
+    "mpt-7b": _gpt(32, 4096, 32, vocab=50432, positions=0, bias=False, layer_norm=False),
+    "mpt-30b": _gpt(48, 7168, 64, vocab=50432, positions=0, bias=False, layer_norm=False, sequence=8192),
     # Touvron et al. 2023, arXiv:2302.13971, table 2
     "llama-7b": _llama(_LLAMA2, 32, 4096, 32, 11008, sequence=2048),
+    "llama-13b": _llama(_LLAMA2, 40, 5120, 40, 13824, sequence=2048),
+    "llama-33b": _llama(_LLAMA2, 60, 6656, 52, 17920, sequence=2048),
     "llama-65b": _llama(_LLAMA2, 80, 8192, 64, 22016, sequence=2048),
     # Touvron et al. 2023, arXiv:2307.09288; config.json of meta-llama/Llama-2-*
     "llama2-7b": _llama(_LLAMA2, 32, 4096, 32, 11008),
     "llama2-13b": _llama(_LLAMA2, 40, 5120, 40, 13824),
     "llama2-70b": _llama(_LLAMA2, 80, 8192, 64, 28672, kv_heads=8),
-    # Grattafiori et al. 2024, arXiv:2407.21783, table 3
+    "codellama-34b": _llama(_LLAMA2, 48, 8192, 64, 22016, kv_heads=8),
+    # Grattafiori et al. 2024, arXiv:2407.21783, table 3; config.json of meta-llama/Llama-3.2-*
+    "llama3.2-1b": _llama(_LLAMA3, 16, 2048, 32, 8192, tied=True),
+    "llama3.2-3b": _llama(_LLAMA3, 28, 3072, 24, 8192, tied=True),
     "llama3-8b": _llama(_LLAMA3, 32, 4096, 32, 14336),
     "llama3-70b": _llama(_LLAMA3, 80, 8192, 64, 28672),
     "llama3-405b": _llama(_LLAMA3, 126, 16384, 128, 53248),
@@ -73,17 +98,48 @@ DECODERS: dict[str, Decoder] = {
     "bloom-7b1": _gpt(30, 4096, 32, vocab=250880, positions=0, attention="plain"),
     # Smith et al. 2022, arXiv:2201.11990, section 3
     "mt-nlg-530b": _gpt(105, 20480, 128, vocab=51200, dropout=True, attention="plain"),
+    # Chowdhery et al. 2022, arXiv:2204.02311, table 1: one head of keys and values
+    "palm-540b": _llama(
+        _LLAMA2, 118, 18432, 48, 73728, vocab=256000, sequence=2048, head_dim=256, kv_heads=1, tied=True
+    ),
+    # Jiang et al. 2023, arXiv:2310.06825, table 1; a sample fits in its window
+    "mistral-7b": _llama(_LLAMA2, 32, 4096, 32, 14336, kv_heads=8),
     # Jiang et al. 2024, arXiv:2401.04088, table 1; Mixtral 8x22B: config.json of mistralai/Mixtral-8x22B-v0.1
     "mixtral-8x7b": _llama(_LLAMA2, 32, 4096, 32, 14336, kv_heads=8, experts=8, top_k=2),
     "mixtral-8x22b": _llama(_LLAMA2, 56, 6144, 48, 16384, vocab=32768, kv_heads=8, experts=8, top_k=2),
     # Qwen 2024, arXiv:2412.15115; 2025, arXiv:2505.09388; config.json of Qwen/*
-    "qwen2.5-0.5b": _llama(_LLAMA3, 24, 896, 14, 4864, vocab=151936, kv_heads=2, sequence=4096, tied=True),
-    "qwen2.5-1.5b": _llama(_LLAMA3, 28, 1536, 12, 8960, vocab=151936, kv_heads=2, sequence=4096, tied=True),
-    "qwen2.5-3b": _llama(_LLAMA3, 36, 2048, 16, 11008, vocab=151936, kv_heads=2, sequence=4096, tied=True),
-    "qwen2.5-7b": _llama(_LLAMA3, 28, 3584, 28, 18944, vocab=152064, kv_heads=4, sequence=4096),
-    "qwen2.5-32b": _llama(_LLAMA3, 64, 5120, 40, 27648, vocab=152064, sequence=4096),
-    "qwen3-30b-a3b": _llama(_QWEN3, 48, 2048, 32, 6144, expert_intermediate=768),
-    "qwen3-235b-a22b": _llama(_QWEN3, 94, 4096, 64, 12288, expert_intermediate=1536),
+    "qwen2.5-0.5b": _llama(_QWEN2_SMALL, 24, 896, 14, 4864),
+    "qwen2.5-1.5b": _llama(_QWEN2_SMALL, 28, 1536, 12, 8960),
+    "qwen2.5-3b": _llama(_QWEN2_SMALL, 36, 2048, 16, 11008),
+    "qwen2.5-7b": _llama(_QWEN2, 28, 3584, 28, 18944, kv_heads=4),
+    "qwen2.5-14b": _llama(_QWEN2, 48, 5120, 40, 13824),
+    "qwen2.5-32b": _llama(_QWEN2, 64, 5120, 40, 27648),
+    "qwen2.5-72b": _llama(_QWEN2, 80, 8192, 64, 29568),
+    "qwen3-0.6b": _llama(_QWEN3, 28, 1024, 16, 3072, tied=True),
+    "qwen3-1.7b": _llama(_QWEN3, 28, 2048, 16, 6144, tied=True),
+    "qwen3-4b": _llama(_QWEN3, 36, 2560, 32, 9728, tied=True),
+    "qwen3-8b": _llama(_QWEN3, 36, 4096, 32, 12288),
+    "qwen3-14b": _llama(_QWEN3, 40, 5120, 40, 17408),
+    "qwen3-32b": _llama(_QWEN3, 64, 5120, 64, 25600),
+    "qwen3-30b-a3b": _llama(_QWEN3_EXPERTS, 48, 2048, 32, 6144, expert_intermediate=768),
+    "qwen3-235b-a22b": _llama(_QWEN3_EXPERTS, 94, 4096, 64, 12288, expert_intermediate=1536),
+    # Gemma Team 2024, arXiv:2403.08295, table 1; arXiv:2408.00118, table 1: a sample fits in its local windows
+    "gemma-2b": _llama(_GEMMA, 18, 2048, 8, 16384, kv_heads=1),
+    "gemma-7b": _llama(_GEMMA, 28, 3072, 16, 24576),
+    "gemma2-2b": _llama(_GEMMA, 26, 2304, 8, 9216, kv_heads=4),
+    "gemma2-9b": _llama(_GEMMA, 42, 3584, 16, 14336, kv_heads=8),
+    "gemma2-27b": _llama(_GEMMA, 46, 4608, 32, 36864, kv_heads=16, head_dim=128),
+    # config.json of microsoft/Phi-3-mini-4k-instruct, microsoft/phi-4, 01-ai/Yi-34B
+    "phi3-mini": _llama(_LLAMA2, 32, 3072, 32, 8192, vocab=32064),
+    "phi4-14b": _llama(_LLAMA2, 40, 5120, 40, 17920, vocab=100352, kv_heads=10),
+    "yi-34b": _llama(_LLAMA2, 60, 7168, 56, 20480, vocab=64000, kv_heads=8),
+    # OLMo Team 2025, arXiv:2501.00656, table 3; Muennighoff et al. 2024, arXiv:2409.02060, table 1
+    "olmo2-7b": _llama(_LLAMA2, 32, 4096, 32, 11008, vocab=100352),
+    "olmo2-13b": _llama(_LLAMA2, 40, 5120, 40, 13824, vocab=100352),
+    "olmo2-32b": _llama(_LLAMA2, 64, 5120, 40, 27648, vocab=100352, kv_heads=8),
+    "olmoe-1b-7b": _llama(_LLAMA2, 16, 2048, 16, 1024, vocab=50304, experts=64, top_k=8),
+    # Databricks 2024: config.json of databricks/dbrx-base
+    "dbrx-132b": _llama(_LLAMA2, 40, 6144, 48, 10752, vocab=100352, kv_heads=8, experts=16, top_k=4),
     # OpenAI 2025, arXiv:2508.10925
     "gpt-oss-20b": _llama(
         _LLAMA3, 24, 2880, 64, 2880, vocab=201088, head_dim=64, sequence=4096, experts=32, top_k=4, bias=True
@@ -91,10 +147,23 @@ DECODERS: dict[str, Decoder] = {
     "gpt-oss-120b": _llama(
         _LLAMA3, 36, 2880, 64, 2880, vocab=201088, head_dim=64, sequence=4096, experts=128, top_k=4, bias=True
     ),
-    # DeepSeek-AI 2024, arXiv:2412.19437, section 4.2
+    # DeepSeek-AI 2024, arXiv:2405.04434, section 3.1 and appendix B; arXiv:2412.19437, section 4.2
+    "deepseek-v2-lite": _llama(
+        _DEEPSEEK, 27, 2048, 16, 10944, vocab=102400, experts=64, top_k=6, expert_intermediate=1408, shared_experts=2,
+        dense_layers=1,
+    ),
+    "deepseek-v2": _llama(
+        _DEEPSEEK, 60, 5120, 128, 12288, vocab=102400, experts=160, top_k=6, expert_intermediate=1536, shared_experts=2,
+        dense_layers=1, query_rank=1536,
+    ),
     "deepseek-v3": _llama(
-        _LLAMA3, 61, 7168, 128, 18432, vocab=129280, sequence=4096, kv_heads=0, head_dim=128, experts=256, top_k=8,
-        expert_intermediate=2048, shared_experts=1, dense_layers=3, query_rank=1536, latent_rank=512, rotary_dim=64,
+        _DEEPSEEK, 61, 7168, 128, 18432, vocab=129280, experts=256, top_k=8, expert_intermediate=2048, shared_experts=1,
+        dense_layers=3, query_rank=1536,
+    ),
+    # Kimi Team 2025, arXiv:2507.20534, table 2
+    "kimi-k2": _llama(
+        _DEEPSEEK, 61, 7168, 64, 18432, vocab=163840, experts=384, top_k=8, expert_intermediate=2048, shared_experts=1,
+        dense_layers=1, query_rank=1536,
     ),
     # Parmar et al. 2024, arXiv:2402.16819; NVIDIA 2024, arXiv:2406.11704: squared ReLU, no gate
     "nemotron4-15b": _llama(_LLAMA3, 32, 6144, 48, 24576, vocab=256000, sequence=4096, gated=False),
@@ -124,7 +193,8 @@ def preset(name: str, sequence: int | None = None, changes: Mapping[str, Any] | 
     if name == "resnet50":
         return resnet(name)
     if name not in DECODERS:
-        raise ModelError(f"no preset {name!r}{did_you_mean(name, PRESETS)}; there are {', '.join(PRESETS)}")
+        hint = did_you_mean(name, PRESETS) or f"; there are {', '.join(PRESETS)}"
+        raise ModelError(f"no preset {name!r}{hint}")
     known = {field.name for field in fields(Decoder)}
     for field in changes or {}:
         if field not in known:

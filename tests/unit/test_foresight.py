@@ -20,6 +20,7 @@ import composed  # noqa: E402
 import forecast  # noqa: E402
 import foresight  # noqa: E402
 import published  # noqa: E402
+import published_models  # noqa: E402
 
 SAMPLE = BENCHMARKS / "rows"
 TITLES = {"rows", "skipped", "mape", "median_ape", "bias", "p90", "tau", "regret"}
@@ -120,6 +121,24 @@ def test_a_name_stands_for_sizes_and_numbers_are_read_as_people_write_them() -> 
     assert published.number({"x": "~250k"}, "x") == 250_000
     assert published.number({"x": "1.5e9"}, "x") == 1.5e9
     assert published.number({"x": "n/a"}, "x") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("Meta-Llama-3.2-1B", "llama3.2-1b"),
+        ("Llama 3.1 70B", "llama3-70b"),
+        ("QWEN3_14B", "qwen3-14b"),
+        ("Qwen3 30B a3B", "qwen3-30b-a3b"),
+        ("Mistral 7B v0.1", "mistral-7b"),
+        ("DeepSeek-V2-Lite", "deepseek-v2-lite"),
+        ("Gemma 2 9B", "gemma2-9b"),
+        ("GPT2-1B", None),
+        ("CodeLlama 7B", None),
+    ],
+)
+def test_a_preset_is_known_however_its_name_is_spelled(name: str, preset: str | None) -> None:
+    assert published_models.preset_of(name) == preset
 
 
 def test_more_ranks_than_samples_have_parts_of_sequences() -> None:

@@ -61,6 +61,28 @@ def test_hyperparameters_and_a_traced_module_give_the_same_model(family: str) ->
             assert mine.output_elements == theirs.output_elements
 
 
+@pytest.mark.parametrize("rank", [0, 24])
+def test_latent_attention_has_the_weights_of_its_module(rank: int) -> None:
+    ranks = {
+        "q_lora_rank": rank or None,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    }
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 48}
+    config = transformers.DeepseekV2Config(
+        **{**GROUPED, "num_key_value_heads": 4}, **ranks, **experts, first_k_dense_replace=1
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    decoder = Decoder(
+        **TINY, intermediate=160, gated=True, head_dim=16, query_rank=rank, latent_rank=16, rotary_dim=8, experts=4, top_k=2,
+        expert_intermediate=48, shared_experts=2, dense_layers=1,
+    )  # fmt: skip
+    assert spec(decoder, "latent").num_params == sum(weight.numel() for weight in model.parameters())
+
+
 def _shape(product: object) -> tuple[object, ...]:
     return tuple(getattr(product, name) for name in ("rows", "inner", "columns", "count", "factors", "groups"))
 
@@ -85,6 +107,44 @@ def test_eager_code_moves_and_keeps_at_least_what_fused_kernels_do(family: str) 
     ("name", "billions"),
     [
         ("gpt3-175b", 174.6),
+        ("gpt2-medium", 0.3548),
+        ("gpt2-large", 0.774),
+        ("gpt2-xl", 1.5576),
+        ("gpt-neox-20b", 20.55),
+        ("pythia-1.4b", 1.4146),
+        ("pythia-6.9b", 6.857),
+        ("pythia-12b", 11.846),
+        ("mpt-7b", 6.649),
+        ("mpt-30b", 29.957),
+        ("llama-13b", 13.016),
+        ("llama-33b", 32.529),
+        ("llama3.2-1b", 1.2358),
+        ("llama3.2-3b", 3.2127),
+        ("mistral-7b", 7.2417),
+        ("palm-540b", 540.35),
+        ("qwen2.5-1.5b", 1.5437),
+        ("qwen2.5-14b", 14.77),
+        ("qwen2.5-72b", 72.7),
+        ("qwen3-0.6b", 0.596),
+        ("qwen3-4b", 4.022),
+        ("qwen3-8b", 8.19),
+        ("qwen3-14b", 14.768),
+        ("qwen3-32b", 32.762),
+        ("qwen3-30b-a3b", 30.532),
+        ("qwen3-235b-a22b", 235.09),
+        ("gemma-2b", 2.506),
+        ("gemma-7b", 8.538),
+        ("gemma2-9b", 9.242),
+        ("gemma2-27b", 27.227),
+        ("phi3-mini", 3.821),
+        ("phi4-14b", 14.66),
+        ("yi-34b", 34.389),
+        ("olmo2-7b", 7.299),
+        ("olmoe-1b-7b", 6.919),
+        ("dbrx-132b", 131.6),
+        ("deepseek-v2-lite", 15.706),
+        ("deepseek-v2", 235.74),
+        ("kimi-k2", 1026.4),
         ("llama2-70b", 68.98),
         ("llama3-8b", 8.03),
         ("llama3-70b", 70.55),
