@@ -307,7 +307,7 @@ def _legal_layouts(job: jobs.Job, devices: int) -> list[Layout]:
 
 
 def _plan(words: argparse.Namespace) -> int:
-    from samestep import advice, catalog, memory, search
+    from samestep import advice, catalog, memory, ranking, search
 
     job = _job(words)
     if words.measure_top:
@@ -318,13 +318,13 @@ def _plan(words: argparse.Namespace) -> int:
         found = search.fewest(model, job, machine, words.devices, top=words.top, states_per_param=states)
     else:
         found = search.plan(model, job, machine, words.devices, top=words.top, states_per_param=states)
-    print(search.as_text(found))
+    print(ranking.as_text(found))
     if words.why is not None:
-        print(search.explain_layout(model, job, machine, Layout.parse(words.why), found, states))
+        print(ranking.explain_layout(model, job, machine, Layout.parse(words.why), found, states))
     if found.best and (words.days_for_tokens or words.cost_per_hour):
-        for line in search.answers(found.best[0], words.days_for_tokens, words.cost_per_hour):
+        for line in ranking.answers(found.best[0], words.days_for_tokens, words.cost_per_hour):
             print(line)
-    record = search.as_record(found)
+    record = ranking.as_record(found)
     if found.best:
         saved = advice.savings(found.best[0], model, job, machine, states)
         for saving in saved:

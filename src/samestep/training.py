@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep import hardware, memory, search
+from samestep import hardware, memory, ranking, search
 from samestep.datasets import Batch, Dataset, batches, open_dataset, open_tokenizer, sample_indices
 from samestep.errors import (
     CheckpointError,
@@ -250,7 +250,7 @@ def _searched(workload: Workload, ranks: int | None) -> tuple[Layout, str]:
             continue
         return best.layout, (
             f'layout "{best.layout}", the fastest of {found.considered} on {count} devices of {machine.name}: '
-            f"{best.step_s:.3g} s a step foreseen, bound by {search.binds(best)}"
+            f"{best.step_s:.3g} s a step foreseen, bound by {ranking.binds(best)}"
         )
     raise LayoutError(f"--layout auto found none for {count} ranks: {reason}")
 
@@ -301,7 +301,7 @@ def _less_memory(checked: Checked, device_type: str) -> str:
     smaller = dataclasses.replace(machine, memory_bytes=max(1, int(min(room, _CLEARLY_LESS * peak.total))))
     found = search.plan(spec, job, smaller, layout.world_size, states_per_param=states)
     if found.best:
-        near = search.nearest_to(layout, found.best)
+        near = ranking.nearest_to(layout, found.best)
         needs, step_s = memory.readable(near.peak.total), f"{near.step_s:.3g} s"
         lines.append(f'  "{near.layout}" needs {needs} as foreseen, and {step_s} a step')
     else:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep import candidates, search
+from samestep import candidates, ranking, search
 from samestep.beside import Reduced, longer_s
 from samestep.bounds import Bounds
 from samestep.decoder import Decoder, spec
@@ -270,7 +270,7 @@ def test_nothing_fits_names_what_comes_nearest() -> None:
     assert found.best == ()
     assert found.nearest.startswith('nothing fits; "')
     assert {one.rule for one in found.rejections} <= {"memory", "refused"}
-    assert search.as_text(found).startswith("nothing fits")
+    assert ranking.as_text(found).startswith("nothing fits")
 
 
 def test_the_fewest_devices_are_the_first_that_fit() -> None:
@@ -290,13 +290,13 @@ def test_the_fewest_devices_are_the_first_that_fit() -> None:
 )
 def test_why_names_the_rule_and_what_works(layout: str, says: str) -> None:
     found = plan(MODELS["tiny"], job(), MACHINES["slow"], 4)
-    text = search.explain_layout(MODELS["tiny"], job(), MACHINES["slow"], Layout.parse(layout), found)
+    text = ranking.explain_layout(MODELS["tiny"], job(), MACHINES["slow"], Layout.parse(layout), found)
     assert says in text
     assert text.endswith(" works")
 
 
 def _why(found: Plan, layout: str) -> str:
-    return search.explain_layout(MODELS["tiny"], job(), found.hardware, Layout.parse(layout), found)
+    return ranking.explain_layout(MODELS["tiny"], job(), found.hardware, Layout.parse(layout), found)
 
 
 def test_why_tells_the_fastest_the_slower_and_the_too_large() -> None:

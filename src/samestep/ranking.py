@@ -1,0 +1,169 @@
+"""A plan in words: the ranked table, why one layout is not the best, how long a training takes and what it costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields
+
+from samestep.errors import LayoutError
+from samestep.hardware import Hardware
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.model import ModelSpec
+from samestep.prediction import Prediction, intervals, predict
+from samestep.search import Fallen, Plan, needs
+
+_HEAD = ("layout", "step s", "tokens/s/device", "MFU", "GiB", "bubble", "exposed s")
+
+
+def as_text(found: Plan) -> str:
+    """Write the ranked table, what binds the best layout, and what the others fell out for."""
+    lines = []
+    if found.best:
+        rows = [_HEAD, *map(_cells, found.best)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+        lines += [
+            "  ".join(
+                cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
+        lines.append(f"the best is bound by {binds(found.best[0])}")
+        if found.best[0].layout.offload:
+            lines.append("nothing fits without offload, and what it takes to update on the host is not foreseen")
+    else:
+        lines.append(found.nearest)
+    rules: Counter[str] = Counter()
+    for one in found.fallen:
+        rules[one.rule] += len(one.group.splits)
+    counts = ", ".join(f"{count} {rule}" for rule, count in rules.most_common())
+    lines.append(
+        f"{found.considered} layouts of {found.devices} device{'s' * (found.devices > 1)} in {found.seconds:.2f} s: {counts}"
+    )
+    lines.append(f"model: {found.labels['model']}; {found.hardware.name}: {found.labels['hardware']}")
+    lines.append(expected())
+    lines += [f'  "{next(one.group.layouts())}" {one.reason}' for one in examples(found.fallen)]
+    return "\n".join(lines)
+
+
+def expected() -> str:
+    """Say how far predictions have been from what was measured."""
+    time, memory = intervals()["time"], intervals()["memory"]
+    return (
+        f"of {time.rows:,} published steps 8 in 10 took {time.low:.2f} to {time.high:.2f} times the foreseen, "
+        f"of {memory.rows:,} peaks {memory.low:.2f} to {memory.high:.2f} times (docs/foresight.md)"
+    )
+
+
+def examples(fallen: Sequence[Fallen]) -> list[Fallen]:
+    """Return one for each kind of reason, with its numbers left out of account."""
+    kinds: dict[str, Fallen] = {}
+    for one in fallen:
+        if one.rule != "slower":
+            words = "".join(char for char in one.reason.split(":")[0] if not char.isdigit() and char != ".")
+            kinds.setdefault(words, one)
+    return list(kinds.values())[:8]
+
+
+def binds(best: Prediction) -> str:
+    """Say what takes most of the best layout's step."""
+    busy = best.step_s * (1 - best.bubble_fraction) - best.exposed_comm_s
+    parts = {
+        "compute": busy,
+        "bubbles": best.bubble_fraction * best.step_s,
+        "exposed communication": best.exposed_comm_s,
+    }
+    name = max(parts, key=lambda part: parts[part])
+    room = 1 - best.peak.total / best.hardware.memory_bytes
+    return f"{name} ({parts[name] / best.step_s:.0%} of the step); {room:.0%} of the memory is free"
+
+
+def _cells(one: Prediction) -> tuple[str, ...]:
+    return (
+        str(one.layout),
+        f"{one.step_s:.4g}",
+        f"{one.tokens_per_s_per_device:,.0f}",
+        f"{one.mfu:.1%}",
+        f"{one.peak.total / 2**30:.1f}",
+        f"{one.bubble_fraction:.1%}",
+        f"{one.exposed_comm_s:.3g}",
+    )
+
+
+def as_record(found: Plan) -> dict[str, object]:
+    """Return plain data for JSON."""
+    return {
+        "devices": found.devices,
+        "hardware": found.hardware.name,
+        "considered": found.considered,
+        "seconds": found.seconds,
+        "best": [one.to_record() for one in found.best],
+        "rejections": [{"layout": str(one.layout), "rule": one.rule, "reason": one.reason} for one in found.rejections],
+        "nearest": found.nearest,
+        "labels": dict(found.labels),
+    }
+
+
+def answers(best: Prediction, tokens: float | None, cost_per_hour: float | None) -> list[str]:
+    """Say how long a training takes and what it costs, a line each.
+
+    Args:
+        best: the layout that it runs in.
+        tokens: how many the whole training reads.
+        cost_per_hour: of one device.
+    """
+    lines = []
+    per_s = best.tokens_per_s_per_device * best.devices
+    if tokens:
+        days = tokens / per_s / 86_400
+        lines.append(f"{tokens:.3g} tokens take {days:,.2f} days on {best.devices} device{'s' * (best.devices > 1)}")
+        if cost_per_hour:
+            lines.append(f"and cost {cost_per_hour * best.devices * days * 24:,.0f}")
+    elif cost_per_hour:
+        lines.append(f"a billion tokens cost {1e9 / per_s / 3600 * best.devices * cost_per_hour:,.2f}")
+    return lines
+
+
+def explain_layout(
+    model: ModelSpec, job: Job, hardware: Hardware, layout: Layout, found: Plan, states_per_param: int = 2
+) -> str:
+    """Say why one layout is not the best, or that it is: the answer to `--why`."""
+    try:
+        mine = predict(model, job, layout, hardware, states_per_param)
+    except LayoutError as error:
+        return f'"{layout}" cannot be: {error}{_near_words(layout, found)}'
+    if not mine.fits:
+        return f'"{layout}" does not fit: {needs(mine.peak, mine.hardware)}{_near_words(layout, found)}'
+    if not found.best:
+        return f'"{layout}" fits: {mine.step_s:.4g} s a step'
+    first = found.best[0]
+    if mine.devices != found.devices:
+        return (
+            f'"{layout}" is one of {mine.devices} devices, {mine.step_s:.4g} s a step; this plan is of {found.devices}'
+        )
+    if mine.layout == first.layout or mine.step_s <= first.step_s:
+        return f'"{layout}" is the fastest: {mine.step_s:.4g} s a step'
+    costs = [
+        ("exposed communication", mine.exposed_comm_s, first.exposed_comm_s),
+        ("bubbles", mine.bubble_fraction * mine.step_s, first.bubble_fraction * first.step_s),
+    ]
+    more = [f"{name} {ours:.3g} s instead of {theirs:.3g} s" for name, ours, theirs in costs if ours > theirs]
+    rest = "; " + ", ".join(more) if more else ""
+    return f'"{layout}" takes {mine.step_s / first.step_s:.3g} times the step of "{first.layout}" ({mine.step_s:.4g} s){rest}'
+
+
+def _near_words(layout: Layout, found: Plan) -> str:
+    """Name the layout among the best that differs in the fewest words."""
+    if not found.best:
+        return f"; {found.nearest}" if found.nearest else ""
+    return f'; "{nearest_to(layout, found.best).layout}" works'
+
+
+def nearest_to(layout: Layout, found: Sequence[Prediction]) -> Prediction:
+    """Return what differs from a layout in the fewest words; of several the first."""
+
+    def distance(other: Layout) -> int:
+        return sum(getattr(layout, one.name) != getattr(other, one.name) for one in fields(Layout))
+
+    return min(found, key=lambda one: distance(one.layout))
