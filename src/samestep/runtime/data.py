@@ -52,6 +52,17 @@ class _Flat:
     """What this rank holds of the reduced bucket while it is cut."""
 
 
+@dataclass(slots=True)
+class _Place:
+    """Where the gradient of one parameter goes."""
+
+    flat: _Flat
+    name: str
+    gradient: Tensor
+    is_master: bool
+    """Whether the parameter itself is in master precision."""
+
+
 class Replicated:
     """Weights whole on every rank, in the working dtype; gradients and optimizer as the program's buckets say."""
 
@@ -64,10 +75,6 @@ class Replicated:
         self._separate = program.step.layout.offload
         self.pieces: list[Piece] = []
         self._fill(model, materialize)
-        for flat in self._flats:
-            for member in flat.bucket.members:
-                hook = functools.partial(_tell, weakref.WeakMethod(self._gradient_ready), flat, member)
-                self.params[member.name].register_post_accumulate_grad_hook(hook)
 
     # -- setting up --------------------------------------------------------------------------------
 
@@ -112,24 +119,25 @@ class Replicated:
     def _pieces_of(
         self, name: str, flat: _Flat | None, member: Member | None, param: nn.Parameter, value: Tensor
     ) -> Iterator[Piece]:
+        """Yield what this rank updates of a parameter; its gradients go to its place in the bucket from now on."""
         if flat is None or member is None:
             yield self._piece(name, 0, param.numel(), param, value, lambda: _gradient_or_zero(param))
             return
-        start, stop = 0, member.numel
-        if flat.weights is not None:
-            parts, index, _ = self._division(flat.bucket)
-            size = flat.bucket.padded_numel // parts
-            first = index * size
-            start = min(max(first - member.offset, 0), member.numel)
-            stop = min(max(first + size - member.offset, 0), member.numel)
-        if start == stop:
+        gradient = flat.gradients[member.offset : member.offset + member.numel].view(param.shape)
+        place = _Place(flat, name, gradient, param.dtype == gradient.dtype)
+        param.register_post_accumulate_grad_hook(functools.partial(_tell, weakref.ref(self), place))
+        if flat.weights is None:
+            yield self._piece(name, 0, member.numel, param, value, lambda: gradient)
             return
-        window = slice(member.offset + start, member.offset + stop)
-        whole = flat.weights is None
-        live = param if whole else flat.weights[window]  # type: ignore[index]
-        cut = value if whole else value.flatten()[start:stop]
-        shape = param.shape if whole else (stop - start,)
-        yield self._piece(name, start, stop, live, cut, lambda: flat.gradients[window].view(shape))
+        parts, index, _ = self._division(flat.bucket)
+        size = flat.bucket.padded_numel // parts
+        first = index * size
+        start = min(max(first - member.offset, 0), member.numel)
+        stop = min(max(first + size - member.offset, 0), member.numel)
+        if start < stop:
+            mine = slice(member.offset + start, member.offset + stop)
+            part = flat.gradients[mine]
+            yield self._piece(name, start, stop, flat.weights[mine], value.flatten()[start:stop], lambda: part)
 
     def _piece(
         self, name: str, start: int, stop: int, live: Tensor, value: Tensor, gradient: Callable[[], Tensor]
@@ -159,20 +167,20 @@ class Replicated:
         self._starts = ends_gradients(task.body, self.program.step)
         yield
 
-    def _gradient_ready(self, flat: _Flat, member: Member, param: Tensor) -> None:
+    def _gradient_ready(self, place: _Place, param: Tensor) -> None:
         """Add a finished gradient to its bucket; start the bucket's reduction when it was the last one."""
-        assert param.grad is not None
-        view = flat.gradients[member.offset : member.offset + member.numel].view(param.shape)
-        if param.grad.data_ptr() != view.data_ptr():
-            if member.name in flat.untouched:
-                view.copy_(param.grad)
+        flat, name, found = place.flat, place.name, param.grad
+        assert found is not None
+        if found is not place.gradient:
+            if name in flat.untouched:
+                place.gradient.copy_(found)
             else:
-                view.add_(param.grad)
+                place.gradient.add_(found)
             # In master precision autograd goes on adding in place; else each micro-batch's gradient is cast first.
-            param.grad = view if param.dtype == view.dtype else None
-        flat.untouched.discard(member.name)
+            param.grad = place.gradient if place.is_master else None
+        flat.untouched.discard(name)
         if self._last:
-            flat.missing.discard(member.name)
+            flat.missing.discard(name)
         if self._starts:
             self._start_ready()
 
@@ -267,10 +275,8 @@ def _gradient_or_zero(param: nn.Parameter) -> Tensor:
     return param.grad
 
 
-def _tell(
-    ready: weakref.WeakMethod[Callable[[_Flat, Member, Tensor], None]], flat: _Flat, member: Member, param: Tensor
-) -> None:
+def _tell(holder: weakref.ref[Replicated], place: _Place, param: Tensor) -> None:
     """Call a holder that is still there: what a tensor's hooks refer to, Python's collector never sees as a cycle."""
-    told = ready()
+    told = holder()
     if told is not None:
-        told(flat, member, param)
+        told._gradient_ready(place, param)

@@ -22,7 +22,7 @@ import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import ModelError
 from samestep.model import MaskSpec
@@ -67,8 +68,9 @@ class _Frame:
 class _Tracker:
     """The modes active on one model, and which of its modules already tell them of their forward."""
 
-    modes: list[DropoutMode]
-    hooked: WeakSet[nn.Module]
+    modes: list[DropoutMode] = field(default_factory=list)
+    hooked: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    hooks: list[RemovableHandle] = field(default_factory=list)
 
 
 _TRACKERS: WeakKeyDictionary[nn.Module, _Tracker] = WeakKeyDictionary()
@@ -90,11 +92,18 @@ def track_modules(model: nn.Module) -> None:
     hooks would draw in the name of its parent. Without an active mode the hooks do nothing.
     """
     _refuse_sequence_first(model)
-    tracker = _TRACKERS.setdefault(model, _Tracker([], WeakSet()))
+    tracker = _TRACKERS.setdefault(model, _Tracker())
     for name, module in named_modules(model).items():
         if module not in tracker.hooked:
             _hook(module, name, tracker)
             tracker.hooked.add(module)
+
+
+def untrack_modules(model: nn.Module) -> None:
+    """Remove the hooks again, where nothing draws: a module with hooks takes longer to call."""
+    tracker = _TRACKERS.pop(model, None)
+    for hook in tracker.hooks if tracker is not None else ():
+        hook.remove()
 
 
 def _hook(module: nn.Module, name: str, tracker: _Tracker) -> None:
@@ -108,8 +117,8 @@ def _hook(module: nn.Module, name: str, tracker: _Tracker) -> None:
         if tracker.modes:
             tracker.modes[-1]._leave_module(name)
 
-    module.register_forward_pre_hook(enter, prepend=True)
-    module.register_forward_hook(leave, always_call=True)
+    tracker.hooks.append(module.register_forward_pre_hook(enter, prepend=True))
+    tracker.hooks.append(module.register_forward_hook(leave, always_call=True))
 
 
 class DropoutMode(TorchFunctionMode):

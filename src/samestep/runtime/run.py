@@ -14,6 +14,8 @@ mean of means, and a user's loss need not know its count before its forward.
 from __future__ import annotations
 
 import math
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -21,7 +23,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -266,7 +267,9 @@ class Run:
                 else:
                     self._backward(task, held.pop((task.microbatch, task.chunk)))
         made.holder.finish_gradients()
-        made.draws = bool(made.draws)
+        if made.draws is None:
+            made.draws = False
+            dropout.untrack_modules(made.model)
         if made.stage is not None:
             made.stage.finish()
         return totals / self.layout.tp  # ranks of a tensor cut count the same samples
@@ -460,10 +463,11 @@ def parallelize(
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak bytes allocated on a GPU, or on a CPU the resident bytes of this process."""
+    """Return the peak bytes allocated on a GPU, or on a CPU the peak resident bytes of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return int(psutil.Process().memory_info().rss)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _set_modes(modes: dict[nn.Module, bool]) -> None:

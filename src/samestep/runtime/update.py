@@ -306,7 +306,8 @@ class Updater:
             torch._foreach_mul_(gradients, factor)
         lent = [piece.value for piece in self.pieces if piece.value.grad is None]
         for piece, gradient in zip(self.pieces, gradients, strict=True):
-            piece.value.grad = gradient.to(piece.value.device).view_as(piece.value)
+            if piece.value.grad is not gradient:
+                piece.value.grad = gradient.to(piece.value.device).view_as(piece.value)
         self.optimizer.step()
         for value in lent:  # whose gradients would live on, beside those of the next step
             value.grad = None
@@ -318,8 +319,9 @@ class Updater:
         Whether float16 overflows on the way depends on how many samples a micro-batch adds up; their sum over the
         whole step does not. So a step is skipped for the sum, and layouts decide alike.
         """
-        gradients = [gradient for piece in self.pieces if (gradient := piece.gradient()).numel()]
-        if self.loss_scale is None or self.loss_scale.scale <= 1.0 or not gradients:
+        scaled = self.loss_scale is not None and self.loss_scale.scale > 1.0
+        gradients = [gradient for piece in self.pieces if (gradient := piece.gradient()).numel()] if scaled else []
+        if not gradients:
             return torch.zeros((), dtype=torch.float64, device=device)
         largest = torch.stack(torch._foreach_norm(gradients, math.inf)).max()
         return torch.where(largest > LARGEST_SUM, math.inf, 0.0).double()
