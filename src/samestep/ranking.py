@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields
 
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.model import ModelSpec
+from samestep.nearest import nearest
 from samestep.prediction import Prediction, intervals, predict
-from samestep.search import Fallen, Plan, needs
+from samestep.search import MOST_PLAYED, Fallen, Plan, needs
 
+TIGHT = 0.05
+"""Part of a device's memory that is too little to have free: what is in pieces cannot be given away."""
 _HEAD = ("layout", "step s", "tokens/s/device", "MFU", "GiB", "bubble", "exposed s")
 
 
@@ -30,6 +32,7 @@ def as_text(found: Plan) -> str:
             for row in rows
         ]
         lines.append(f"the best is bound by {binds(found.best[0])}")
+        lines += _cautions(found.best)
         if found.best[0].layout.offload:
             lines.append("nothing fits without offload, and what it takes to update on the host is not foreseen")
     else:
@@ -41,10 +44,35 @@ def as_text(found: Plan) -> str:
     lines.append(
         f"{found.considered} layouts of {found.devices} device{'s' * (found.devices > 1)} in {found.seconds:.2f} s: {counts}"
     )
+    if rules["unplayed"]:
+        lines.append(
+            f"the search ended after {MOST_PLAYED} layouts played: of those unplayed one may be faster than what is shown"
+        )
     lines.append(f"model: {found.labels['model']}; {found.hardware.name}: {found.labels['hardware']}")
     lines.append(expected())
     lines += [f'  "{next(one.group.layouts())}" {one.reason}' for one in examples(found.fallen)]
     return "\n".join(lines)
+
+
+def _cautions(best: Sequence[Prediction]) -> list[str]:
+    """Say what speaks against the best layout: ranks without work, memory that is full."""
+    first, lines = best[0], []
+    samples, ranks = first.programs[0].step.global_batch, first.layout.dp
+    if samples < ranks:
+        lines.append(
+            f"train.global_batch={samples} leaves {ranks - samples} of its {ranks} data ranks without samples: "
+            f"{first.devices // ranks * samples} devices would take as long"
+        )
+    if _free(first) < TIGHT:
+        roomy = next((one for one in best if _free(one) >= TIGHT), None)
+        instead = f': "{roomy.layout}" leaves {_free(roomy):.0%}, at {roomy.step_s:.4g} s' if roomy else ""
+        lines.append(f"it leaves {_free(first):.0%} of the memory free, and may not fit{instead}")
+    return lines
+
+
+def _free(one: Prediction) -> float:
+    """Part of a device's memory that is left."""
+    return 1 - one.peak.total / one.hardware.memory_bytes
 
 
 def expected() -> str:
@@ -75,8 +103,7 @@ def binds(best: Prediction) -> str:
         "exposed communication": best.exposed_comm_s,
     }
     name = max(parts, key=lambda part: parts[part])
-    room = 1 - best.peak.total / best.hardware.memory_bytes
-    return f"{name} ({parts[name] / best.step_s:.0%} of the step); {room:.0%} of the memory is free"
+    return f"{name} ({parts[name] / best.step_s:.0%} of the step); {_free(best):.0%} of the memory is free"
 
 
 def _cells(one: Prediction) -> tuple[str, ...]:
@@ -119,7 +146,9 @@ def answers(best: Prediction, tokens: float | None, cost_per_hour: float | None)
         days = tokens / per_s / 86_400
         lines.append(f"{tokens:.3g} tokens take {days:,.2f} days on {best.devices} device{'s' * (best.devices > 1)}")
         if cost_per_hour:
-            lines.append(f"and cost {cost_per_hour * best.devices * days * 24:,.0f}")
+            lines.append(
+                f"they cost {cost_per_hour * best.devices * days * 24:,.0f}, at {cost_per_hour:g} for an hour of one device"
+            )
     elif cost_per_hour:
         lines.append(f"a billion tokens cost {1e9 / per_s / 3600 * best.devices * cost_per_hour:,.2f}")
     return lines
@@ -129,12 +158,21 @@ def explain_layout(
     model: ModelSpec, job: Job, hardware: Hardware, layout: Layout, found: Plan, states_per_param: int = 2
 ) -> str:
     """Say why one layout is not the best, or that it is: the answer to `--why`."""
+
+    def near() -> str:
+        works = nearest(model, job, hardware, layout, found.devices, states_per_param) if found.best else None
+        return (
+            f'; "{works.layout}" works, {works.step_s:.4g} s a step'
+            if works
+            else f"; {found.nearest}" * bool(found.nearest)
+        )
+
     try:
         mine = predict(model, job, layout, hardware, states_per_param)
     except LayoutError as error:
-        return f'"{layout}" cannot be: {error}{_near_words(layout, found)}'
+        return f'"{layout}" cannot be: {error}{near()}'
     if not mine.fits:
-        return f'"{layout}" does not fit: {needs(mine.peak, mine.hardware)}{_near_words(layout, found)}'
+        return f'"{layout}" does not fit: {needs(mine.peak, mine.hardware)}{near()}'
     if not found.best:
         return f'"{layout}" fits: {mine.step_s:.4g} s a step'
     first = found.best[0]
@@ -151,19 +189,3 @@ def explain_layout(
     more = [f"{name} {ours:.3g} s instead of {theirs:.3g} s" for name, ours, theirs in costs if ours > theirs]
     rest = "; " + ", ".join(more) if more else ""
     return f'"{layout}" takes {mine.step_s / first.step_s:.3g} times the step of "{first.layout}" ({mine.step_s:.4g} s){rest}'
-
-
-def _near_words(layout: Layout, found: Plan) -> str:
-    """Name the layout among the best that differs in the fewest words."""
-    if not found.best:
-        return f"; {found.nearest}" if found.nearest else ""
-    return f'; "{nearest_to(layout, found.best).layout}" works'
-
-
-def nearest_to(layout: Layout, found: Sequence[Prediction]) -> Prediction:
-    """Return what differs from a layout in the fewest words; of several the first."""
-
-    def distance(other: Layout) -> int:
-        return sum(getattr(layout, one.name) != getattr(other, one.name) for one in fields(Layout))
-
-    return min(found, key=lambda one: distance(one.layout))

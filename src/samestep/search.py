@@ -15,6 +15,7 @@ What is thrown out keeps its reason: `needs 93 GiB of 80`, `tp=16 leaves the nod
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import heapq
 import itertools
@@ -311,6 +312,9 @@ def plan(
         search.run(devices)
         if may_offload and not search.best and any(one.rule == "memory" for one in search.fallen):
             search.run(devices, offload=True)
+    nearest = "" if search.best else _nearest(search.fallen)
+    if may_offload and not search.best and (more := _enough(model, job, hardware, devices, states_per_param)):
+        nearest += f"; {more} devices would do"
     return Plan(
         best=tuple(search.best),
         fallen=tuple(search.fallen),
@@ -319,8 +323,15 @@ def plan(
         devices=devices,
         hardware=hardware,
         labels=labels(job, hardware),
-        nearest="" if search.best else _nearest(search.fallen),
+        nearest=nearest,
     )
+
+
+def _enough(model: ModelSpec, job: Job, hardware: Hardware, devices: int, states_per_param: int) -> int | None:
+    """Return how many devices a job would fit on that does not on so many: twice, four times, ... up to 64 times."""
+    sizes = (devices << doubled for doubled in range(1, 7))
+    few = functools.partial(plan, model, job, hardware, top=1, states_per_param=states_per_param, may_offload=False)
+    return next((size for size in sizes if few(size).best), None)
 
 
 @contextlib.contextmanager
@@ -339,13 +350,22 @@ def _uncollected() -> Iterator[None]:
 def fewest(
     model: ModelSpec, job: Job, hardware: Hardware, most: int, *, top: int = 5, states_per_param: int = 2
 ) -> Plan:
-    """Plan for the smallest number of devices that the job fits on: one, or a power of two up to `most`."""
-    sizes = sorted({1 << power for power in range(most.bit_length()) if 1 << power <= most} | {most})
-    for devices in sizes:
-        may_offload = devices == most
-        found = plan(model, job, hardware, devices, top=top, states_per_param=states_per_param, may_offload=may_offload)
-        if found.best:
+    """Plan for the smallest number of devices that the job fits on: any number within a node, beyond it whole nodes."""
+
+    def on(devices: int) -> Plan:
+        return plan(
+            model, job, hardware, devices, top=top, states_per_param=states_per_param, may_offload=devices == most
+        )
+
+    node, too_few = hardware.devices_per_node, 0
+    for power in sorted({*(1 << exponent for exponent in range((most - 1).bit_length())), most}):
+        found = on(power)
+        if found.best or power == most:
             break
+        too_few = power
+    for devices in range(too_few + 1, power):
+        if (devices <= node or devices % node == 0) and (fewer := on(devices)).best:
+            return fewer
     return found
 
 
@@ -363,7 +383,8 @@ def _at_least(need: Need, total: float, hardware: Hardware) -> str:
 
 
 def _gib(size: float) -> str:
-    return f"{size / 2**30:.3g}"
+    gib = size / 2**30
+    return f"{gib:,.0f}" if gib >= 100 else f"{gib:.3g}"
 
 
 def _nearest(fallen: Sequence[Fallen]) -> str:

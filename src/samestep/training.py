@@ -42,6 +42,7 @@ from samestep.errors import (
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.model import ModelSpec
+from samestep.nearest import nearest
 from samestep.prediction import predict
 from samestep.report import Metrics, Screen, write_whole
 from samestep.runtime import checkpoint, joining, launch, shortage
@@ -299,13 +300,12 @@ def _less_memory(checked: Checked, device_type: str) -> str:
     lines = [f"  foreseen   {parts}; {total} in all at {peak.peak_at}, of {memory.readable(room)} a rank"]
     # What was foreseen to fit and did not is no guide: then what needs clearly less is.
     smaller = dataclasses.replace(machine, memory_bytes=max(1, int(min(room, _CLEARLY_LESS * peak.total))))
-    found = search.plan(spec, job, smaller, layout.world_size, states_per_param=states)
-    if found.best:
-        near = ranking.nearest_to(layout, found.best)
+    near = nearest(spec, job, smaller, layout, layout.world_size, states)
+    if near is not None:
         needs, step_s = memory.readable(near.peak.total), f"{near.step_s:.3g} s"
         lines.append(f'  "{near.layout}" needs {needs} as foreseen, and {step_s} a step')
     else:
-        lines.append(f"  no layout of {layout.world_size} ranks needs clearly less: {found.nearest}")
+        lines.append(f"  no layout of {layout.world_size} ranks needs clearly less")
     return "\n".join(lines)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections import Counter
 from dataclasses import replace
 from typing import get_args
@@ -21,6 +22,7 @@ from samestep.hardware import Hardware, load
 from samestep.job import Job
 from samestep.layout import Layout, Recompute
 from samestep.model import ModelSpec
+from samestep.nearest import distance, nearest
 from samestep.needs import Needs
 from samestep.prediction import Prediction, predict
 from samestep.presets import preset
@@ -263,6 +265,8 @@ def test_a_search_that_ends_early_says_so(monkeypatch: pytest.MonkeyPatch) -> No
     assert not any(one.rule == "unplayed" for one in whole.rejections)
     assert any(one.rule == "unplayed" for one in short.rejections)
     assert short.best[0].step_s >= whole.best[0].step_s
+    assert "the search ended" in ranking.as_text(short)
+    assert "the search ended" not in ranking.as_text(whole)
 
 
 def test_nothing_fits_names_what_comes_nearest() -> None:
@@ -273,12 +277,60 @@ def test_nothing_fits_names_what_comes_nearest() -> None:
     assert ranking.as_text(found).startswith("nothing fits")
 
 
-def test_the_fewest_devices_are_the_first_that_fit() -> None:
-    one = plan(COSTLY, job(4), MACHINES["slow"], 1, top=1)
-    least = min(p.peak.total for p in every(COSTLY, job(4), MACHINES["slow"], 1))
-    assert one.best
-    found = search.fewest(COSTLY, job(4), replace(MACHINES["slow"], memory_bytes=least - 1), 8)
-    assert found.devices == 2
+def _least_bytes(devices: int) -> int:
+    return min(one.peak.total for one in every(COSTLY, job(12), MACHINES["slow"], devices))
+
+
+def test_nothing_fits_names_how_many_devices_would_do() -> None:
+    found = plan(COSTLY, job(12), replace(MACHINES["slow"], memory_bytes=_least_bytes(4)), 1)
+    assert found.nearest.endswith("; 4 devices would do")
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+def test_the_fewest_devices_are_the_first_that_fit(devices: int) -> None:
+    found = search.fewest(COSTLY, job(12), replace(MACHINES["slow"], memory_bytes=_least_bytes(devices)), 6)
+    assert found.devices == devices
+    assert found.best
+
+
+def test_beyond_a_node_the_fewest_are_whole_nodes() -> None:
+    small = replace(MACHINES["slow"], devices_per_node=2, memory_bytes=_least_bytes(3))
+    assert plan(COSTLY, job(12), small, 3, may_offload=False).best
+    assert search.fewest(COSTLY, job(12), small, 8).devices == 4
+
+
+def test_data_ranks_without_samples_are_named() -> None:
+    found = plan(MODELS["tiny"], job(2), MACHINES["slow"], 8)
+    idle, busy = (
+        ranking.as_text(replace(found, best=(predict(MODELS["tiny"], job(2), Layout.parse(words), found.hardware),)))
+        for words in ("dp=4 tp=2", "dp=2 tp=4")
+    )
+    assert "leaves 2 of its 4 data ranks without samples: 4 devices would take as long" in idle
+    assert "without samples" not in busy
+
+
+def test_memory_that_is_nearly_full_is_named_with_what_leaves_some() -> None:
+    found = plan(COSTLY, job(), MACHINES["slow"], 4, top=20)
+    full = max(found.best, key=lambda one: one.peak.total)
+    hardware = replace(MACHINES["slow"], memory_bytes=int(full.peak.total * 1.01))
+    ranked = replace(found, best=tuple(replace(one, hardware=hardware) for one in (full, *found.best)))
+    roomy = next(one for one in ranked.best if one.peak.total < 0.95 * hardware.memory_bytes)
+    assert f'leaves 1% of the memory free, and may not fit: "{roomy.layout}" leaves' in ranking.as_text(ranked)
+    assert "may not fit" not in ranking.as_text(found)
+
+
+@pytest.mark.parametrize("layout", ["dp=4", "dp=4 microbatch=2", "tp=2 dp=2", "pp=4 microbatch=1"])
+def test_the_nearest_that_works_keeps_the_degrees_if_any_does(layout: str) -> None:
+    given = Layout.parse(layout)
+    fitting = sorted(every(COSTLY, job(), MACHINES["slow"], 4), key=lambda one: one.peak.total)
+    for few in (fitting[0], fitting[len(fitting) // 3]):
+        hardware = replace(MACHINES["slow"], memory_bytes=few.peak.total)
+        found = nearest(COSTLY, job(), hardware, given, 4)
+        assert found is not None
+        assert found.fits
+        least = min(distance(given, one.layout) for one in every(COSTLY, job(), hardware, 4))
+        assert distance(given, found.layout) == least
+    assert nearest(COSTLY, job(), replace(hardware, memory_bytes=1000), given, 4) is None
 
 
 @pytest.mark.parametrize(
@@ -292,7 +344,7 @@ def test_why_names_the_rule_and_what_works(layout: str, says: str) -> None:
     found = plan(MODELS["tiny"], job(), MACHINES["slow"], 4)
     text = ranking.explain_layout(MODELS["tiny"], job(), MACHINES["slow"], Layout.parse(layout), found)
     assert says in text
-    assert text.endswith(" works")
+    assert re.search(r'; "[^"]+" works, [0-9.e-]+ s a step$', text)
 
 
 def _why(found: Plan, layout: str) -> str:
