@@ -37,6 +37,8 @@ class Run:
     """Of the whole training."""
     published: str
     machine: str = A100
+    vocab: int = 0
+    """Padded, so that it can be cut; 0: as the model's."""
 
     def job(self) -> Job:
         """Return the step as a job: bf16, Adam."""
@@ -49,7 +51,8 @@ class Run:
 
     def predict(self, machine: Hardware | None = None) -> Prediction:
         """Play one step, on its own machine or on another."""
-        model, where = presets.preset(self.model, self.sequence), machine or hardware.load(self.machine)
+        changes = {"vocab": self.vocab} if self.vocab else {}
+        model, where = presets.preset(self.model, self.sequence, changes), machine or hardware.load(self.machine)
         return predict(model, self.job(), Layout.parse(self.layout), where)
 
     def alone(self) -> Prediction:
@@ -64,10 +67,11 @@ class Run:
         years = self.tokens / alone.tokens_per_s_per_device / 86_400 / 365.25
         days = self.tokens / (found.tokens_per_s_per_device * found.devices) / 86_400
         fits = "fits" if found.fits else "DOES NOT FIT"
+        padded = f"; the vocabulary is padded to {self.vocab:,}, so that tp can cut it" if self.vocab else ""
         return [
             self.title,
             f'{found.devices} devices of {self.machine}, layout "{self.layout}"',
-            f"a step: {self.global_batch} sequences of {self.sequence}, {found.tokens:,} tokens; {self.tokens:.3g} tokens in all",
+            f"a step: {self.global_batch} sequences of {self.sequence}, {found.tokens:,} tokens; {self.tokens:.3g} tokens in all{padded}",
             f"{found.step_s:.4g} s a step, {found.tokens_per_s_per_device:,.0f} tokens/s and "
             f"{found.tflops_per_device:.0f} TFLOP/s a device, MFU {found.mfu:.1%}, bubbles {found.bubble_fraction:.1%}",
             f"peak {found.peak.total / 2**30:.1f} GiB of {found.hardware.memory_bytes / 2**30:.1f}: {fits}",
@@ -87,6 +91,7 @@ RUNS = {
         tokens=300e9,
         published="batch of 3.2 M tokens, 300 B tokens (arXiv:2005.14165); 1,024 A100 take 34 days at 140 TFLOP/s "
         "(arXiv:2104.04473, section 5.1), so 4,096 at that rate would take 8.5",
+        vocab=51200,
     ),
     "llama2-70b-fsdp": Run(
         title="Llama 2 70B with fully sharded data parallel on 2,048 A100",
@@ -237,17 +242,25 @@ def _sharding_overtakes() -> list[str]:
         "GPT-3 1.3B on 8 A100, sequences of 2,048: replicas (zero=0) against sharding (zero=3), each at its best micro-batch"
     ]
     for where, machine in (("one node, NVLink", node), ("one device a node, 10 Gb/s", ethernet)):
-        faster = []
+        ahead = {}
         for batch in (8, 16, 32, 64, 128):
             replicas, shards = (_best_microbatch("gpt3-1.3b", batch, zero, machine) for zero in (0, 3))
             cells = [
                 f'{found.step_s:7.3f} s "{found.layout}"' if found else "does not fit" for found in (replicas, shards)
             ]
             lines.append(f"{where}, {batch:>3} sequences, {batch * 2048:>7,} tokens: {cells[0]}; {cells[1]}")
-            if shards and (replicas is None or shards.step_s < replicas.step_s):
-                faster.append(str(batch))
-        lines.append(f"{where}: sharding is faster at {', '.join(faster) or 'none'} of these batches")
+            ahead[batch] = shards is not None and (replicas is None or shards.step_s < replicas.step_s)
+        lines.append(f"{where}: {_overtaking(ahead)}")
     return lines
+
+
+def _overtaking(ahead: dict[int, bool]) -> str:
+    """Say from which batch on sharding is ahead."""
+    behind = [batch for batch, is_ahead in ahead.items() if not is_ahead]
+    if not behind:
+        return "sharding is ahead from the smallest batch on: its gathers hide behind compute, and it cuts the update"
+    after = [batch for batch in ahead if batch > max(behind)]
+    return f"sharding overtakes at {after[0]} sequences" if after else f"sharding is behind at {max(behind)} sequences"
 
 
 def _best_microbatch(model: str, batch: int, zero: int, machine: Hardware) -> Prediction | None:

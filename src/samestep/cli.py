@@ -217,10 +217,12 @@ def _job(words: argparse.Namespace, run_folder: Path | None = None) -> jobs.Job:
         return jobs.load(words.job, words.set)
     if run_folder is not None and (run_folder / "job.toml").exists():
         return jobs.load(run_folder / "job.toml", words.set)
-    # Fields of the default model mean nothing to another one.
-    other = any(setting.partition("=")[0].strip() == "model.source" for setting in words.set)
+    given = {key.strip(): value.strip() for key, _, value in (setting.partition("=") for setting in words.set)}
+    # Fields of the default model mean nothing to another one; a preset knows its own sequences.
+    without = ["model.config"] * ("model.source" in given)
+    without += ["data.sequence_length"] * given.get("model.source", "").strip("\"'").startswith("preset:")
     with resources.as_file(resources.files("samestep") / "default_job.toml") as default:
-        return jobs.load(default, ["model.config={}"] * other + words.set)
+        return jobs.load(default, words.set, without)
 
 
 def _newest_run() -> Path:

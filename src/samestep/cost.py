@@ -50,7 +50,7 @@ from typing import Literal, NamedTuple
 from samestep.errors import SamestepError
 from samestep.hardware import Hardware, Link
 from samestep.model import Product
-from samestep.program import BYTES_OF, Kind, Op, Program, Step, is_dealt
+from samestep.program import BYTES_OF, TF32, Kind, Op, Program, Step, is_dealt
 
 UPDATE_PASSES = 7
 """Times an update goes over memory for one weight: weight, two states read and written, gradient read."""
@@ -91,16 +91,18 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
     if op.kind is Kind.UPDATE:
         moved = _update_bytes(program.step) / hardware.memory_bytes_per_s / hardware.memory_efficiency
         return moved + hardware.step_s + (hardware.unit_s * _handlings(program) if hardware.unit_s else 0.0)
+    dtype = dtype_on(hardware, op.dtype)
     if op.flops:
-        _peak(hardware, op.dtype)
+        _peak(hardware, dtype)
     if op.layer is None:
-        return op.flops / _peak(hardware, op.dtype) if op.flops else 0.0
+        return op.flops / _peak(hardware, dtype) if op.flops else 0.0
     step = program.step
     layer = step.model.layers[op.layer]
     if not layer.products and not layer.moved_elements:
-        return op.flops / _peak(hardware, op.dtype) if op.flops else 0.0
+        return op.flops / _peak(hardware, dtype) if op.flops else 0.0
     work = _Work(layer.products, layer.moved_elements, layer.kernels, layer.backward_reads_weights)
-    dtypes = _Dtypes(op.dtype if op.flops else step.compute_dtype, step.compute_dtype, step.master_dtype)
+    values = dtype if dtype == TF32 else step.compute_dtype  # products of two activations run in it too
+    dtypes = _Dtypes(dtype if op.flops else values, values, step.master_dtype)
     is_whole = op.kind is not Kind.RECOMPUTE or step.layout.recompute == "full"
     part: Part = "all" if not step.splits_backward else "weights" if op.kind is Kind.WEIGHT else "inputs"
     return _layer_s(work, op.kind, is_whole, part, step.microbatch_samples, dtypes, hardware)
@@ -243,6 +245,11 @@ def _waves(m: int, n: int, count: int, rows: int, columns: int, k: int, num_unit
 
 DTYPE_BYTES = {"float8": 1, "float4": 1}
 """Of dtypes that only products run in."""
+
+
+def dtype_on(hardware: Hardware, dtype: str) -> str:
+    """Return what a dtype is on hardware that may have no TensorFloat-32."""
+    return "float32" if dtype == TF32 and TF32 not in hardware.flops_per_s else dtype
 
 
 def _bandwidth(hardware: Hardware) -> float:

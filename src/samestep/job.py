@@ -187,8 +187,8 @@ class Job(_Table):
         return tomli_w.dumps(_without_none(self.model_dump(mode="json")))
 
 
-def load(path: str | Path, settings: Sequence[str] = ()) -> Job:
-    """Read a job file, then `settings` such as `train.steps=50` over it.
+def load(path: str | Path, settings: Sequence[str] = (), without: Sequence[str] = ()) -> Job:
+    """Read a job file `without` some keys such as `data.source`, then `settings` such as `train.steps=50` over it.
 
     Raises:
         JobError: every mistake found, each with the file, the key, and what would be right.
@@ -206,6 +206,9 @@ def load(path: str | Path, settings: Sequence[str] = ()) -> Job:
         raise JobError(f"{path} is a folder; a job is a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise JobError(f"{path} is not TOML: {error}") from None
+    for key in without:
+        table, _, name = key.partition(".")
+        tables.get(table, {}).pop(name, None)
     for setting in settings:
         _set(tables, setting)
 

@@ -60,7 +60,7 @@ def to_html(found: Prediction) -> str:
 
 def _summary(found: Prediction) -> str:
     return (
-        f"{found.step_s:.4g} s a step of {found.tokens:,} tokens on {found.devices} devices; MFU {found.mfu:.1%}, "
+        f"{found.step_s:.4g} s a step of {found.tokens:,} {found.unit} on {found.devices} devices; MFU {found.mfu:.1%}, "
         f"bubbles {found.bubble_fraction:.1%}, exposed communication {found.exposed_comm_s:.3g} s, "
         f"peak {found.peak.total / 2**30:.3g} GiB at {found.peak.peak_at}"
     )

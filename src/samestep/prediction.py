@@ -7,8 +7,10 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
+from typing import Literal
 
 from samestep import clock, memory
+from samestep.cost import dtype_on
 from samestep.hardware import Hardware, origins
 from samestep.job import Job
 from samestep.layout import Layout
@@ -21,14 +23,18 @@ from samestep.timeline import Timeline
 
 def labels(job: Job, hardware: Hardware) -> dict[str, str]:
     """Say what the numbers of a prediction are made of: of a preset the model's figures are analytical, else traced."""
-    is_preset = job.model.source.startswith("preset:")
     of_each = ", ".join(f"{count} {origin}" for origin, count in origins(hardware).items())
     return {
-        "model": "analytical: counted from hyperparameters" if is_preset else "traced",
+        "model": "analytical: counted from hyperparameters" if is_preset(job) else "traced",
         "hardware": of_each or "given without sources",
         "time": "analytical: played on a clock",
         "memory": "analytical: added up over the program",
     }
+
+
+def is_preset(job: Job) -> bool:
+    """Whether the job names a model by its hyperparameters."""
+    return job.model.source.startswith("preset:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,9 @@ class Prediction:
     states_per_param: int
     """Tensors that the optimizer keeps of each weight."""
     tokens: int
-    """Of one step."""
+    """Of one step; samples, where these are no sequences."""
+    unit: Literal["tokens", "samples"]
+    """What `tokens` counts."""
     model_flops: int
     """Of one step."""
     dtype: str
@@ -132,6 +140,7 @@ class Prediction:
             "step_s": self.step_s,
             "step_s_interval": intervals()["time"].of(self.step_s),
             "tokens_per_s_per_device": self.tokens_per_s_per_device,
+            "unit": self.unit,
             "tflops_per_device": self.tflops_per_device,
             "mfu": self.mfu,
             "bubble_fraction": self.bubble_fraction,
@@ -173,6 +182,7 @@ def predict_programs(
     states_per_param: int,
 ) -> Prediction:
     """Predict a layout whose programs are made already, and their memory added up."""
+    length = model.length if is_preset(job) else job.data.sequence_length
     return Prediction(
         layout=programs[0].step.layout,
         hardware=hardware,
@@ -180,8 +190,9 @@ def predict_programs(
         timeline=clock.play(programs, hardware),
         memory=uses,
         states_per_param=states_per_param,
-        tokens=job.train.global_batch * job.data.sequence_length,
+        tokens=job.train.global_batch * (length or 1),
+        unit="tokens" if length else "samples",
         model_flops=PASSES * model.forward_flops * job.train.global_batch,
-        dtype=programs[0].step.compute_dtype,
+        dtype=dtype_on(hardware, programs[0].step.product_dtype),
         labels=labels(job, hardware),
     )

@@ -32,7 +32,9 @@ from samestep.job import Job, Precision
 from samestep.layout import Layout
 from samestep.model import ModelSpec, ParamSpec
 
-BYTES_OF = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+TF32 = "tfloat32"
+"""What a GPU multiplies float32 in where it may: 8 bits of exponent and 10 of mantissa, in the four bytes of a float32."""
+BYTES_OF = {"float64": 8, "float32": 4, TF32: 4, "bfloat16": 2, "float16": 2}
 
 COMPUTE_DTYPE: dict[Precision, str] = {
     "float64": "float64",
@@ -245,6 +247,8 @@ class Step:
     """Samples of the micro-batches that ops are written for; None for the largest of the step."""
     cuts_loss: bool = True
     """The loss works on logits cut by vocabulary; otherwise they are put together for it."""
+    tf32: bool = False
+    """Products of float32 may run in `TF32`."""
 
     @classmethod
     def of(
@@ -268,6 +272,7 @@ class Step:
             stage=stage,
             replica=replica,
             cuts_loss=job.train.loss == "cross_entropy" if cuts_loss is None else cuts_loss,
+            tf32=job.numerics.tf32,
         )
 
     @property
@@ -300,6 +305,11 @@ class Step:
     def compute_dtype(self) -> str:
         """Dtype of the weights and activations in the forward."""
         return COMPUTE_DTYPE[self.precision]
+
+    @property
+    def product_dtype(self) -> str:
+        """What matrix products may be computed in."""
+        return TF32 if self.tf32 and self.compute_dtype == "float32" else self.compute_dtype
 
     @property
     def master_dtype(self) -> str:

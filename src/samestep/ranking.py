@@ -16,14 +16,14 @@ from samestep.search import MOST_PLAYED, Fallen, Plan, needs
 
 TIGHT = 0.05
 """Part of a device's memory that is too little to have free: what is in pieces cannot be given away."""
-_HEAD = ("layout", "step s", "tokens/s/device", "MFU", "GiB", "bubble", "exposed s")
+_HEAD = ("layout", "step s", "{}/s/device", "MFU", "GiB", "bubble", "exposed s")
 
 
 def as_text(found: Plan) -> str:
     """Write the ranked table, what binds the best layout, and what the others fell out for."""
     lines = []
     if found.best:
-        rows = [_HEAD, *map(_cells, found.best)]
+        rows = [tuple(title.format(found.best[0].unit) for title in _HEAD), *map(_cells, found.best)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
         lines += [
             "  ".join(
@@ -144,13 +144,15 @@ def answers(best: Prediction, tokens: float | None, cost_per_hour: float | None)
     per_s = best.tokens_per_s_per_device * best.devices
     if tokens:
         days = tokens / per_s / 86_400
-        lines.append(f"{tokens:.3g} tokens take {days:,.2f} days on {best.devices} device{'s' * (best.devices > 1)}")
+        lines.append(
+            f"{tokens:.3g} {best.unit} take {days:,.2f} days on {best.devices} device{'s' * (best.devices > 1)}"
+        )
         if cost_per_hour:
             lines.append(
                 f"they cost {cost_per_hour * best.devices * days * 24:,.0f}, at {cost_per_hour:g} for an hour of one device"
             )
     elif cost_per_hour:
-        lines.append(f"a billion tokens cost {1e9 / per_s / 3600 * best.devices * cost_per_hour:,.2f}")
+        lines.append(f"a billion {best.unit} cost {1e9 / per_s / 3600 * best.devices * cost_per_hour:,.2f}")
     return lines
 
 

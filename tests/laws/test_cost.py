@@ -24,10 +24,18 @@ COLLECTIVES = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
 GROUPS = st.sampled_from([Group(2, 1, 2), Group(8, 1, 8), Group(16, 2, 8), Group(64, 8, 8), Group(8, 8, 1)])
 
 
-def price(layer: LayerSpec, kind: Kind, machine: Hardware = GPU, samples: int = 1, recompute: str = "none") -> float:
+def price(
+    layer: LayerSpec,
+    kind: Kind,
+    machine: Hardware = GPU,
+    samples: int = 1,
+    recompute: str = "none",
+    precision: str = "bf16",
+    tf32: bool = False,
+) -> float:
     """Seconds of a layer of one sample each."""
     model = ModelSpec(name="one", layers=(replace(layer, name="block", modules=("block",), is_block=True),), params=())
-    job = Job(train={"global_batch": samples}, numerics={"precision": "bf16"})
+    job = Job(train={"global_batch": samples}, numerics={"precision": precision, "tf32": tf32})
     program = program_of(model, job, Layout.parse(f"dp=1 recompute={recompute}"))
     return next(cost.seconds(op, program, machine) for _, op in program.ops() if op.kind is kind)
 
@@ -48,6 +56,17 @@ def test_no_product_is_faster_than_the_roofline(m: int, k: int, n: int, count: i
     floor = max(product.flops / GPU.flops_per_s["bfloat16"], moved / GPU.memory_bytes_per_s)
     assert price(layer_of(product), Kind.FORWARD) >= floor
     assert price(layer_of(product), Kind.BACKWARD) >= 2 * product.flops / GPU.flops_per_s["bfloat16"]
+
+
+@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD])
+@pytest.mark.parametrize("factors", ["weight", "pair", "causal"])
+def test_tf32_is_faster_where_the_device_has_it_and_half_precision_faster_still(kind: Kind, factors: str) -> None:
+    layer = layer_of(Product(rows=4096, inner=4096, columns=4096, count=8, factors=factors))
+    full, rounded = (price(layer, kind, precision="float32", tf32=tf32) for tf32 in (False, True))
+    assert price(layer, kind) < rounded < full / 4
+    assert price(layer, kind, tf32=True) == price(layer, kind)
+    old = replace(hardware.load("v100x8"), efficiency={})
+    assert price(layer, kind, old, precision="float32", tf32=True) == price(layer, kind, old, precision="float32")
 
 
 @LAW

@@ -60,11 +60,38 @@ def test_other_numerics_are_priced_and_never_taken(tmp_path: Path, capsys: pytes
     assert run("simulate", *GPT2, *A100, "--layout", plain["best"][0]["layout"], "--json", file) == 0
     asked = json.loads(file.read_text())
     assert half["step_s"] == pytest.approx(asked["step_s"])
+    rounded = next(one for one in plain["other_numerics"] if one["change"] == "numerics.tf32=true")
+    assert half["step_s"] < rounded["step_s"] < 0.97 * plain["best"][0]["step_s"]
+    assert (
+        run("simulate", *GPT2, *A100, "--set", "numerics.tf32=true", "--layout", asked["layout"], "--json", file) == 0
+    )
+    assert rounded["step_s"] == pytest.approx(json.loads(file.read_text())["step_s"])
     assert half["step_s"] < 0.97 * plain["best"][0]["step_s"]
     assert half["peak_bytes"] == max(use["peak"] for use in asked["memory_bytes"])
     assert not [
         one for one in planned("--set", "numerics.precision=bf16")["other_numerics"] if "precision" in one["change"]
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "unit", "each"),
+    [
+        (["model.source=preset:gpt2"], "tokens", 1024),
+        (["model.source=preset:gpt2", "data.sequence_length=256"], "tokens", 256),
+        (["model.source=preset:resnet50"], "samples", 1),
+        (["model.source=preset:resnet50", "data.sequence_length=256"], "samples", 1),
+    ],
+)
+def test_a_preset_knows_how_long_its_samples_are(
+    words: list[str], unit: str, each: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    settings = [part for word in words for part in ("--set", word)]
+    assert run("plan", *settings, "--hardware", "a100-80x8", "--devices", 2, "--top", 1, "--json", file) == 0
+    best = json.loads(file.read_text())["best"][0]
+    assert best["unit"] == unit
+    assert best["tokens_per_s_per_device"] * best["step_s"] * 2 == pytest.approx(32 * each)
+    assert f"{unit}/s/device" in capsys.readouterr().out
 
 
 def test_gradients_of_a_byte_save_no_more_than_what_is_exposed(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ def refusal(step: Step) -> str | None:
 
 def apply(program: Program) -> Program:
     """Give compute ops the dtype their matrix products run in."""
-    dtype = program.step.compute_dtype
+    dtype = program.step.product_dtype
 
     def rewrite(_: str, ops: Ops) -> Ops:
         return tuple(op.but(dtype=dtype) if op.axis is None and op.flops and op.dtype != dtype else op for op in ops)
