@@ -17,7 +17,7 @@ from samestep.model import ModelSpec, Product
 from samestep.prediction import predict
 from samestep.program import Kind, Program, TaskKind, is_backward, is_forward
 from samestep.strategies import program_of
-from samestep.strategies.pipeline import runs_of
+from samestep.strategies.pipeline import balanced, runs_of
 from samestep.timeline import COMPUTE
 from tests.laws.models import LAW, blocks, case, machine
 
@@ -113,6 +113,18 @@ def test_runs_of_layers_are_the_best_there_are(costs: list[int], count: int) -> 
         for borders in itertools.combinations(range(1, len(costs)), count - 1)
     )
     assert max(sum(costs[index] + 1 for index in run) for run in runs) == best
+
+
+@given(st.integers(1, 40), st.integers(0, 300), st.integers(1, 12))
+def test_stages_of_equal_blocks_have_equal_numbers_but_the_one_with_the_head(
+    count: int, head: int, stages: int
+) -> None:
+    stages = min(stages, count)
+    costs, is_block = (100,) * count + (head,), (True,) * count + (False,)
+    *others, last = [len(run) for run in balanced(costs, is_block, stages)]
+    assert all(later - sooner in (0, 1) for sooner, later in itertools.pairwise(others))
+    assert not others or others[-1] - others[0] <= 1
+    assert last - 1 <= min(others, default=count) + 1
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,9 @@ def test_other_numerics_are_priced_and_never_taken(tmp_path: Path, capsys: pytes
     assert half["step_s"] == pytest.approx(asked["step_s"])
     rounded = next(one for one in plain["other_numerics"] if one["change"] == "numerics.tf32=true")
     assert half["step_s"] < rounded["step_s"] < 0.97 * plain["best"][0]["step_s"]
-    assert (
-        run("simulate", *GPT2, *A100, "--set", "numerics.tf32=true", "--layout", asked["layout"], "--json", file) == 0
-    )
+    full = ("--set", "numerics.precision=float32", "--set", "numerics.tf32=true")
+    words = (*GPT2, *A100, *full, "--layout", plain["best"][0]["layout"])
+    assert run("simulate", *words, "--json", file) == 0
     assert rounded["step_s"] == pytest.approx(json.loads(file.read_text())["step_s"])
     assert half["step_s"] < 0.97 * plain["best"][0]["step_s"]
     assert half["peak_bytes"] == max(use["peak"] for use in asked["memory_bytes"])

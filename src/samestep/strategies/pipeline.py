@@ -17,7 +17,6 @@ between blocks a single tensor passes.
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
 from collections.abc import Iterator, Mapping
@@ -153,31 +152,36 @@ def runs_of(model: ModelSpec, count: int) -> tuple[range, ...]:
 
 @functools.lru_cache(maxsize=256)
 def balanced(costs: tuple[int, ...], is_block: tuple[bool, ...], count: int) -> tuple[range, ...]:
-    """Cut layers of these costs into runs: search the least cost of a run for which runs filled from the end suffice,
-    halving it each time."""
+    """Cut layers of these costs into runs: search the least cost of the costliest, halving what it may be each time, and
+    then, from the end, give each run an equal share of what is left, or a block more: first stages keep most in flight."""
     before = (0, *itertools.accumulate(costs))
     blocks = [index for index, is_one in enumerate(is_block) if is_one]
 
-    def borders(limit: int) -> tuple[int, ...] | None:
-        """Fill the runs from the last to the second; the first has what is left, if that is within the limit."""
-        found, end = [], len(costs)
-        last = len(blocks)  # blocks that are not in a run yet
-        for left in range(count - 1, 0, -1):
-            low = max(left, bisect.bisect_left(before, before[end] - limit, hi=end))
-            number = max(left, bisect.bisect_left(blocks, low, hi=last))
-            if number >= last or before[end] - before[blocks[number]] > limit:
-                return None
-            found.append(blocks[number])
-            end, last = blocks[number], number
-        return (0, *reversed(found), len(costs)) if before[end] <= limit else None
+    def fewest(limit: int) -> list[int]:
+        """Return for each block the fewest runs within the limit that hold what is before it; count + 1: too many."""
+        needed, start = [0], 0  # where a run can begin that ends before the next block
+        for number in range(1, len(blocks) + 1):
+            end = blocks[number] if number < len(blocks) else len(costs)
+            while start < number and before[end] - before[blocks[start] if start else 0] > limit:
+                start += 1
+            needed.append(needed[start] + 1 if start < number else count + 1)
+        return needed
 
     low, high = max(costs), before[-1]
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if borders(middle) else (middle + 1, high)
-    best = borders(high)
-    assert best is not None, f"{count} runs of {len(blocks)} blocks"
-    return tuple(range(a, b) for a, b in itertools.pairwise(best))
+        low, high = (low, middle) if fewest(middle)[-1] <= count else (middle + 1, high)
+    needed = fewest(high)
+    borders, end, last = [len(costs)], len(costs), len(blocks)
+    for left in range(count - 1, 0, -1):
+        may = (
+            n for n in range(last - 1, left - 1, -1) if needed[n] <= left and before[end] - before[blocks[n]] <= high
+        )
+        rest = before[end] * left / (left + 1)
+        last = min(may, key=lambda n: (before[blocks[n]] > rest, abs(before[blocks[n]] - rest)))
+        end = blocks[last]
+        borders.append(end)
+    return tuple(range(a, b) for a, b in itertools.pairwise((0, *reversed(borders))))
 
 
 def _roots(model: ModelSpec) -> dict[str, int]:
