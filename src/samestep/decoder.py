@@ -57,8 +57,18 @@ class Decoder:
     """Learned positional embeddings; 0: rotary or none."""
     tied: bool = False
     bias: bool = False
+    qkv_bias: bool = False
+    """Of the products of blocks, queries, keys and values alone have a bias."""
     layer_norm: bool = False
     """Norms have a bias as well."""
+    embedding_norm: bool = False
+    """A norm behind the embedding."""
+    post_norm: bool = False
+    """Norms behind attention and feed-forward too, before they are added to the stream."""
+    query_norm: Literal["", "head", "all"] = ""
+    """Norms of queries and of keys: of each head, or of all heads together."""
+    sinks: bool = False
+    """Each head has a learned score that belongs to no token."""
     dropout: bool = False
     attention: Literal["causal", "attention", "plain"] = "causal"
     """A fused kernel, causal or not; or plain products with scores in memory."""
@@ -109,7 +119,7 @@ class Decoder:
 class _Block:
     """A layer in the making: elements of one sample."""
 
-    params: list[tuple[str, tuple[int, ...], Cut | None, bool, int]]
+    params: list[tuple[str, tuple[int, ...], Cut | None, Partial, int]]
     products: list[Product]
     dealings: tuple[Dealing, ...] = ()
     moved: float = 0.0
@@ -125,10 +135,10 @@ class _Block:
     kernels: int = 0
 
     def weight(
-        self, name: str, shape: tuple[int, ...], cut: Cut | None = None, trainable: bool = True, experts: int = 0
+        self, name: str, shape: tuple[int, ...], cut: Cut | None = None, partial: Partial = "", experts: int = 0
     ) -> None:
         """Add a weight."""
-        self.params.append((name, shape, cut, trainable, experts))
+        self.params.append((name, shape, cut, partial, experts))
 
     def move(self, whole: float, cut: float, kernels: int) -> None:
         """Add work that is no product: elements that stay whole under a tensor cut, and that do not."""
@@ -156,8 +166,8 @@ def spec(decoder: Decoder, name: str) -> ModelSpec:
     """Count what one sample of a decoder does."""
     embedding, head = _embedding(decoder), _head(decoder)
     dense, sparse = _block(decoder, False), _block(decoder, True) if decoder.experts else None
-    roots = ("model.embed_tokens", "model.embed_positions")[: 1 + bool(decoder.positions)]
-    layers = [_layer(decoder, embedding, "embed_tokens", roots, False)]
+    roots = dict.fromkeys(f"model.{name.rpartition('.')[0]}" for name, *_ in embedding.params)
+    layers = [_layer(decoder, embedding, "embed_tokens", tuple(roots), False)]
     params = list(_params(embedding, 0, "model"))
     work = {False: _layer(decoder, dense, "", (), True)}
     if sparse:
@@ -213,12 +223,11 @@ def _named(layer: LayerSpec, path: str) -> LayerSpec:
 
 
 def _params(block: _Block, layer: int, path: str, is_block: bool = False) -> Iterator[ParamSpec]:
-    for name, shape, cut, trainable, experts in block.params:
+    for name, shape, cut, partial, experts in block.params:
         full = f"{path}.{name}" if path else name
-        partial: Partial = "sequence" if is_block and cut is None else ""
-        yield ParamSpec(
-            name=full, shape=shape, layer=layer, cut=cut, partial=partial, trainable=trainable, experts=experts
-        )
+        if is_block and cut is None:
+            partial = partial or "sequence"
+        yield ParamSpec(name=full, shape=shape, layer=layer, cut=cut, partial=partial, experts=experts)
 
 
 def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], is_block: bool) -> LayerSpec:
@@ -304,17 +313,20 @@ def _embedding(decoder: Decoder) -> _Block:
     made.move((2 + 3 * bool(decoder.positions) + 2.5 * decoder.dropout) * s * h, 0, 2 + 2 * bool(decoder.positions))
     made.save(0.5 * decoder.dropout * s * h, 0)
     made.work(s * h, 0)
+    if decoder.embedding_norm:
+        _norm(decoder, made, "embed_layernorm", is_added=True)
     return made
 
 
-def _norm(decoder: Decoder, made: _Block, name: str) -> None:
+def _norm(decoder: Decoder, made: _Block, name: str, *, is_added: bool = False) -> None:
     made.weight(f"{name}.weight", (decoder.hidden,))
     if decoder.layer_norm:
         made.weight(f"{name}.bias", (decoder.hidden,))
     elements = decoder.sequence * decoder.hidden
     # a cast, a square, a mean, a scaling, a cast back and the weight, where they are not one kernel
     made.move((2 if decoder.fused else 12) * elements, 0, 1 if decoder.fused else 6)
-    made.save((2 if decoder.fused else 4) * elements, 0)  # what it is given, and what it gives to the products
+    # what it is given, and what it gives to the products; what is added to the stream nobody keeps
+    made.save(((2 if decoder.fused else 4) - is_added) * elements, 0)
 
 
 def _linear(
@@ -342,6 +354,8 @@ def _block(decoder: Decoder, is_sparse: bool) -> _Block:
     made = _Block([], [])
     _norm(decoder, made, "input_layernorm")
     (_latent_attention if decoder.latent_rank else _attention)(decoder, made)
+    if decoder.post_norm:
+        _norm(decoder, made, "post_self_attn_layernorm", is_added=True)
     made.move((3 + decoder.dropout) * s * h, 0, 1)
     _norm(decoder, made, "post_attention_layernorm")
     before = made.saved
@@ -349,6 +363,8 @@ def _block(decoder: Decoder, is_sparse: bool) -> _Block:
     if decoder.attention == "plain":  # gradients of scores before and behind their softmax, where the rest got free
         keys = decoder.keys or s
         made.work(2 * s * h + before - made.saved, 2 * decoder.heads * s * keys)
+    if decoder.post_norm:
+        _norm(decoder, made, "post_mlp_layernorm", is_added=True)
     made.move((3 + decoder.dropout) * s * h, 0, 1)
     made.save(2 * 0.5 * decoder.dropout * s * h, 0)  # masks of one byte
     return made
@@ -359,14 +375,33 @@ def _attention(decoder: Decoder, made: _Block) -> None:
     if decoder.bias:
         _linear(decoder, made, "self_attn.qkv", s, h, (a + 2 * k) * d, "columns", min(a, k))
     else:
+        biased = replace(decoder, bias=decoder.qkv_bias)
         for name, heads in (("q_proj", a), ("k_proj", k), ("v_proj", k)):
-            _linear(decoder, made, f"self_attn.{name}", s, h, heads * d, "columns", heads, is_shareable=heads < a)
+            _linear(biased, made, f"self_attn.{name}", s, h, heads * d, "columns", heads, is_shareable=heads < a)
+    if decoder.query_norm:
+        _query_norms(decoder, made)
     if not decoder.positions:
         made.move(0, (2 if decoder.fused else 8) * (a + k) * d * s, 2 if decoder.fused else 10)
+    if decoder.sinks:
+        made.weight("self_attn.sinks", (a,), Cut(style="column", dim=0, groups=a))
     _adapters(decoder, made, (a + 2 * k) * d)
     _scores(decoder, made, d, d)
     made.save(0, (a + 2 * k) * d * s)
     _linear(decoder, made, "self_attn.o_proj", s, a * d, h, "inner", a)
+
+
+def _query_norms(decoder: Decoder, made: _Block) -> None:
+    """Norms of queries and keys: one weight for every head, or one as wide as all heads, cut as its product is."""
+    a, k, d = decoder.heads, decoder.kv, decoder.dim
+    for name, heads in (("q_norm", a), ("k_norm", k)):
+        if decoder.query_norm == "head":
+            made.weight(f"self_attn.{name}.weight", (d,), partial="cut")
+        else:
+            cut = Cut(style="column", dim=0, groups=heads, is_shareable=heads < a)
+            made.weight(f"self_attn.{name}.weight", (heads * d,), cut)
+    elements = (a + k) * d * decoder.sequence
+    made.move(0, (2 if decoder.fused else 12) * elements, 2 if decoder.fused else 12)
+    made.save(0, (1 if decoder.fused else 3) * elements)  # what they are given; attention keeps what they give
 
 
 def _adapters(decoder: Decoder, made: _Block, columns: int) -> None:
@@ -436,6 +471,8 @@ def _experts(decoder: Decoder, made: _Block) -> None:
     s, h, f, e = decoder.sequence, decoder.hidden, decoder.expert_ffn, decoder.experts
     rows = s * decoder.top_k
     made.weight("mlp.gate.weight", (e, h))
+    if decoder.bias:
+        made.weight("mlp.gate.bias", (e,))
     made.products.append(Product(rows=s, inner=h, columns=e, owner="mlp.gate", is_between=True))
     made.result(s * e, 0)
     plain = replace(decoder, bias=False)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from dataclasses import MISSING, fields, replace
+from itertools import chain
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from samestep.decoder import Decoder, spec
 from samestep.errors import ModelError, did_you_mean
@@ -22,13 +23,28 @@ _GPT: Mapping[str, Any] = {
     "positions": 2048,
     "tied": True,
 }
+_OPT: Mapping[str, Any] = {"vocab": 50272, "positions": 2050}
+_BLOOM: Mapping[str, Any] = {"vocab": 250880, "positions": 0, "embedding_norm": True, "attention": "plain"}
 _LLAMA2: Mapping[str, Any] = {"vocab": 32000, "sequence": 4096, "gated": True}
 _LLAMA3: Mapping[str, Any] = {"vocab": 128256, "sequence": 8192, "gated": True, "kv_heads": 8}
-_QWEN2: Mapping[str, Any] = {"vocab": 152064, "sequence": 4096, "gated": True, "kv_heads": 8}
+_QWEN: Mapping[str, Any] = {"sequence": 4096, "gated": True, "kv_heads": 8}
+_QWEN2: Mapping[str, Any] = {**_QWEN, "vocab": 152064, "qkv_bias": True}
 _QWEN2_SMALL: Mapping[str, Any] = {**_QWEN2, "vocab": 151936, "kv_heads": 2, "tied": True}
-_QWEN3: Mapping[str, Any] = {**_QWEN2, "vocab": 151936, "head_dim": 128}
+_QWEN3: Mapping[str, Any] = {**_QWEN, "vocab": 151936, "head_dim": 128, "query_norm": "head"}
 _QWEN3_EXPERTS: Mapping[str, Any] = {**_QWEN3, "kv_heads": 4, "experts": 128, "top_k": 8}
 _GEMMA: Mapping[str, Any] = {"vocab": 256000, "sequence": 4096, "gated": True, "tied": True, "head_dim": 256}
+_GEMMA2: Mapping[str, Any] = {**_GEMMA, "post_norm": True}
+_OLMO: Mapping[str, Any] = {**_LLAMA2, "query_norm": "all"}
+_GPT_OSS: Mapping[str, Any] = {
+    "vocab": 201088,
+    "sequence": 4096,
+    "gated": True,
+    "kv_heads": 8,
+    "head_dim": 64,
+    "bias": True,
+    "sinks": True,
+}
+_NEMOTRON: Mapping[str, Any] = {"vocab": 256000, "sequence": 4096, "kv_heads": 8, "layer_norm": True}
 _DEEPSEEK: Mapping[str, Any] = {
     "sequence": 4096,
     "gated": True,
@@ -63,12 +79,12 @@ DECODERS: dict[str, Decoder] = {
     "gpt2-large": _gpt(36, 1280, 20, sequence=1024, positions=1024),
     "gpt2-xl": _gpt(48, 1600, 25, sequence=1024, positions=1024),
     # Zhang et al. 2022, arXiv:2205.01068, table 1
-    "opt-1.3b": _gpt(24, 2048, 32, vocab=50272),
-    "opt-6.7b": _gpt(32, 4096, 32, vocab=50272),
-    "opt-13b": _gpt(40, 5120, 40, vocab=50272),
-    "opt-30b": _gpt(48, 7168, 56, vocab=50272),
-    "opt-66b": _gpt(64, 9216, 72, vocab=50272),
-    "opt-175b": _gpt(96, 12288, 96, vocab=50272),
+    "opt-1.3b": _gpt(24, 2048, 32, **_OPT),
+    "opt-6.7b": _gpt(32, 4096, 32, **_OPT),
+    "opt-13b": _gpt(40, 5120, 40, **_OPT),
+    "opt-30b": _gpt(48, 7168, 56, **_OPT),
+    "opt-66b": _gpt(64, 9216, 72, **_OPT),
+    "opt-175b": _gpt(96, 12288, 96, **_OPT),
     # Black et al. 2022, arXiv:2204.06745; Biderman et al. 2023, arXiv:2304.01373, table 1; config.json of EleutherAI/*
     "gpt-neox-20b": _gpt(44, 6144, 64, vocab=50432, positions=0, tied=False),
     "pythia-1.4b": _gpt(24, 2048, 16, vocab=50304, positions=0, tied=False),
@@ -94,8 +110,8 @@ DECODERS: dict[str, Decoder] = {
     "llama3-70b": _llama(_LLAMA3, 80, 8192, 64, 28672),
     "llama3-405b": _llama(_LLAMA3, 126, 16384, 128, 53248),
     # BigScience 2022, arXiv:2211.05100, table 3: ALiBi, a norm behind the embedding
-    "bloom-176b": _gpt(70, 14336, 112, vocab=250880, positions=0, attention="plain"),
-    "bloom-7b1": _gpt(30, 4096, 32, vocab=250880, positions=0, attention="plain"),
+    "bloom-176b": _gpt(70, 14336, 112, **_BLOOM),
+    "bloom-7b1": _gpt(30, 4096, 32, **_BLOOM),
     # Smith et al. 2022, arXiv:2201.11990, section 3
     "mt-nlg-530b": _gpt(105, 20480, 128, vocab=51200, dropout=True, attention="plain"),
     # Chowdhery et al. 2022, arXiv:2204.02311, table 1: one head of keys and values
@@ -126,27 +142,23 @@ DECODERS: dict[str, Decoder] = {
     # Gemma Team 2024, arXiv:2403.08295, table 1; arXiv:2408.00118, table 1: a sample fits in its local windows
     "gemma-2b": _llama(_GEMMA, 18, 2048, 8, 16384, kv_heads=1),
     "gemma-7b": _llama(_GEMMA, 28, 3072, 16, 24576),
-    "gemma2-2b": _llama(_GEMMA, 26, 2304, 8, 9216, kv_heads=4),
-    "gemma2-9b": _llama(_GEMMA, 42, 3584, 16, 14336, kv_heads=8),
-    "gemma2-27b": _llama(_GEMMA, 46, 4608, 32, 36864, kv_heads=16, head_dim=128),
+    "gemma2-2b": _llama(_GEMMA2, 26, 2304, 8, 9216, kv_heads=4),
+    "gemma2-9b": _llama(_GEMMA2, 42, 3584, 16, 14336, kv_heads=8),
+    "gemma2-27b": _llama(_GEMMA2, 46, 4608, 32, 36864, kv_heads=16, head_dim=128),
     # config.json of microsoft/Phi-3-mini-4k-instruct, microsoft/phi-4, 01-ai/Yi-34B
     "phi3-mini": _llama(_LLAMA2, 32, 3072, 32, 8192, vocab=32064),
     "phi4-14b": _llama(_LLAMA2, 40, 5120, 40, 17920, vocab=100352, kv_heads=10),
     "yi-34b": _llama(_LLAMA2, 60, 7168, 56, 20480, vocab=64000, kv_heads=8),
     # OLMo Team 2025, arXiv:2501.00656, table 3; Muennighoff et al. 2024, arXiv:2409.02060, table 1
-    "olmo2-7b": _llama(_LLAMA2, 32, 4096, 32, 11008, vocab=100352),
-    "olmo2-13b": _llama(_LLAMA2, 40, 5120, 40, 13824, vocab=100352),
-    "olmo2-32b": _llama(_LLAMA2, 64, 5120, 40, 27648, vocab=100352, kv_heads=8),
-    "olmoe-1b-7b": _llama(_LLAMA2, 16, 2048, 16, 1024, vocab=50304, experts=64, top_k=8),
+    "olmo2-7b": _llama(_OLMO, 32, 4096, 32, 11008, vocab=100352),
+    "olmo2-13b": _llama(_OLMO, 40, 5120, 40, 13824, vocab=100352),
+    "olmo2-32b": _llama(_OLMO, 64, 5120, 40, 27648, vocab=100352, kv_heads=8),
+    "olmoe-1b-7b": _llama(_OLMO, 16, 2048, 16, 1024, vocab=50304, experts=64, top_k=8),
     # Databricks 2024: config.json of databricks/dbrx-base
     "dbrx-132b": _llama(_LLAMA2, 40, 6144, 48, 10752, vocab=100352, kv_heads=8, experts=16, top_k=4),
     # OpenAI 2025, arXiv:2508.10925
-    "gpt-oss-20b": _llama(
-        _LLAMA3, 24, 2880, 64, 2880, vocab=201088, head_dim=64, sequence=4096, experts=32, top_k=4, bias=True
-    ),
-    "gpt-oss-120b": _llama(
-        _LLAMA3, 36, 2880, 64, 2880, vocab=201088, head_dim=64, sequence=4096, experts=128, top_k=4, bias=True
-    ),
+    "gpt-oss-20b": _llama(_GPT_OSS, 24, 2880, 64, 2880, experts=32, top_k=4),
+    "gpt-oss-120b": _llama(_GPT_OSS, 36, 2880, 64, 2880, experts=128, top_k=4),
     # DeepSeek-AI 2024, arXiv:2405.04434, section 3.1 and appendix B; arXiv:2412.19437, section 4.2
     "deepseek-v2-lite": _llama(
         _DEEPSEEK, 27, 2048, 16, 10944, vocab=102400, experts=64, top_k=6, expert_intermediate=1408, shared_experts=2,
@@ -166,10 +178,12 @@ DECODERS: dict[str, Decoder] = {
         dense_layers=1, query_rank=1536,
     ),
     # Parmar et al. 2024, arXiv:2402.16819; NVIDIA 2024, arXiv:2406.11704: squared ReLU, no gate
-    "nemotron4-15b": _llama(_LLAMA3, 32, 6144, 48, 24576, vocab=256000, sequence=4096, gated=False),
-    "nemotron4-340b": _llama(_LLAMA3, 96, 18432, 96, 73728, vocab=256000, sequence=4096, gated=False),
-    # xAI 2024, github.com/xai-org/grok-1: run.py
-    "grok1-314b": _llama(_LLAMA3, 64, 6144, 48, 32768, vocab=131072, head_dim=128, experts=8, top_k=2),
+    "nemotron4-15b": _llama(_NEMOTRON, 32, 6144, 48, 24576),
+    "nemotron4-340b": _llama(_NEMOTRON, 96, 18432, 96, 73728),
+    # xAI 2024, github.com/xai-org/grok-1: run.py and model.py
+    "grok1-314b": _llama(
+        _LLAMA3, 64, 6144, 48, 32768, vocab=131072, head_dim=128, experts=8, top_k=2, tied=True, post_norm=True
+    ),
     # Meta 2025: config.json of meta-llama/Llama-4-*; every second block of Maverick has experts, and one of each is shared
     "llama4-scout": _llama(
         _LLAMA3, 48, 5120, 40, 16384, vocab=202048, head_dim=128, experts=16, top_k=1, expert_intermediate=8192,
@@ -188,9 +202,11 @@ def preset(name: str, sequence: int | None = None, changes: Mapping[str, Any] | 
     """Return the spec of a preset, at another sequence length or with other fields if they are given.
 
     Raises:
-        ModelError: there is no such preset, or no such field.
+        ModelError: there is no such preset or field, or fields hold what they cannot, or do not go together.
     """
     if name == "resnet50":
+        for field in changes or {}:
+            raise ModelError(f"preset resnet50 has no {field!r}; it has no fields to change")
         return resnet(name)
     if name not in DECODERS:
         hint = did_you_mean(name, PRESETS) or f"; there are {', '.join(PRESETS)}"
@@ -202,9 +218,56 @@ def preset(name: str, sequence: int | None = None, changes: Mapping[str, Any] | 
             raise ModelError(f"preset {name} has no {field!r}{hint}; its fields are {', '.join(sorted(known))}")
     given: dict[str, Any] = {**({"sequence": sequence} if sequence else {}), **(changes or {})}
     decoder = replace(DECODERS[name], **given)
-    if decoder.hidden % decoder.heads and not decoder.head_dim:
-        raise ModelError(f"preset {name}: {decoder.heads} heads do not divide hidden={decoder.hidden}")
+    for mistake in chain(_wrong_kinds(decoder), _misfits(decoder)):
+        raise ModelError(f"preset {name}: {mistake}")
     return spec(decoder, name)
+
+
+def _wrong_kinds(decoder: Decoder) -> Iterator[str]:
+    """Say which fields hold what is not of their kind."""
+    kinds = get_type_hints(Decoder)
+    for field in fields(Decoder):
+        value, kind = getattr(decoder, field.name), kinds[field.name]
+        given = f"{field.name}={value!r}"
+        least = 1 if field.default is MISSING else 0
+        if kind is int and (type(value) is not int or value < least):
+            yield f"{given} is no whole number of at least {least}"
+        elif kind is bool and type(value) is not bool:
+            yield f"{given} is neither true nor false"
+        elif kind not in (int, bool) and value not in get_args(kind):
+            yield f"{given} is none of {', '.join(map(repr, get_args(kind)))}"
+
+
+_WHOLES = {
+    "top_k": "experts",
+    "expert_intermediate": "experts",
+    "shared_experts": "experts",
+    "dense_layers": "experts",
+    "query_rank": "latent_rank",
+    "rotary_dim": "latent_rank",
+}
+"""Fields that say something of another one only."""
+
+_NOT_LATENT = ("kv_heads", "qkv_bias", "query_norm", "sinks", "adapter_rank")
+"""Fields that say nothing of latent attention."""
+
+
+def _misfits(decoder: Decoder) -> Iterator[str]:
+    """Say which fields, each with a value of its own, do not go together."""
+    for part, whole in (("kv_heads", "heads"), *(() if decoder.head_dim else (("heads", "hidden"),))):
+        given, total = getattr(decoder, part), getattr(decoder, whole)
+        if given and total % given:
+            divisors = (number for number in range(1, min(total, 8 * given) + 1) if total % number == 0)
+            near = sorted(sorted(divisors, key=lambda number: abs(number - given))[:6])
+            yield f"{part}={given} does not divide {whole}={total}; {', '.join(map(str, near))} do"
+    without = [(part, whole) for part, whole in _WHOLES.items() if not getattr(decoder, whole)]
+    for part, other in (*without, *((part, "latent_rank") for part in _NOT_LATENT if decoder.latent_rank)):
+        if given := getattr(decoder, part):
+            yield f"{part}={given!r} has no effect with {other}={getattr(decoder, other)}; {part}={type(given)()!r} works"
+    if decoder.experts and not 1 <= decoder.top_k <= decoder.experts:
+        yield f"top_k={decoder.top_k} of experts={decoder.experts}; 1 to {decoder.experts} work"
+    if decoder.dense_layers > decoder.layers:
+        yield f"dense_layers={decoder.dense_layers} of layers={decoder.layers}; 0 to {decoder.layers} work"
 
 
 def sized(num_params: float, sequence: int, vocab: int = 50257) -> Decoder:

@@ -217,7 +217,7 @@ def _program(model: ModelSpec, job: Job, layout: str, machine: Hardware) -> Prog
 
 def test_a_published_step_is_met_within_a_fifth() -> None:
     """MosaicML llm-foundry, scripts/train/benchmarking: MPT-13b on 8 A100 80 GB, 2,330 tokens/s a device."""
-    shape = {"vocab": 50368, "sequence": 1024, "positions": 1024, "tied": 0, "bias": 0}
+    shape = {"vocab": 50368, "sequence": 1024, "positions": 1024, "tied": False, "bias": False}
     predicted_s = step_s("gpt3-13b", "dp=8 zero=3 microbatch=40 recompute=full", 960, GPU, **shape)
     assert predicted_s == pytest.approx(960 * 1024 / 8 / 2330, rel=0.2)
 
