@@ -7,10 +7,12 @@ finite); 2 what was given cannot run; 130 and 143 killed by a second Ctrl-C or S
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from importlib import metadata, resources
 from pathlib import Path
@@ -35,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.showwarning = _say_warning
     words = _parser().parse_args(arguments)
     try:
+        for flag in ("json", "trace", "html"):
+            _check_writable(getattr(words, flag, None))
         return int(words.verb(words) or 0)
     except (DriftError, NonFiniteError, OutOfMemoryError, WorkerError) as error:
         return _fail(error, 1)
@@ -51,16 +55,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class _Parser(argparse.ArgumentParser):
     """Says a mistake in one line, with the flag that was probably meant."""
 
+    _given: Sequence[str] = ()
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown words here, where the verb's own flags are known."""
+        self._given = list(sys.argv[1:] if args is None else args)
         words, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            flag = unknown[0].partition("=")[0]
-            self.error(f"unknown argument {flag}{did_you_mean(flag, self._option_string_actions)}")
+            self.error(self._of_unknown(unknown[0]))
         return words, unknown
 
+    def _of_unknown(self, word: str) -> str:
+        flag = word.partition("=")[0]
+        return f"unknown argument {flag}{did_you_mean(flag, self._option_string_actions)}"
+
     def error(self, message: str) -> NoReturn:
-        """Exit with status 2."""
+        """Exit with status 2; where something is missing, an unknown flag may be what was meant by it."""
+        if "arguments are required" in message:
+            flags = (word for word in self._given if word.startswith("--"))
+            unknown = (flag for flag in flags if flag.partition("=")[0] not in self._option_string_actions)
+            message = "; ".join([message, *map(self._of_unknown, [*unknown][:1])])
         self.exit(2, f"samestep: {message}; see {self.prog} --help\n")
 
 
@@ -151,6 +165,7 @@ def _add_simulate(verbs: Any) -> None:
     _add_job(parser)
     parser.add_argument("--hardware", metavar="NAME|FILE", help="default: what `measure` found here, or cpu-laptop")
     parser.add_argument("--devices", type=_positive, metavar="N", help="must equal the layout's ranks")
+    parser.add_argument("--program", action="store_true", help="list every op, however many there are")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
     parser.add_argument("--html", type=Path, metavar="FILE", help="draw the step as a page that needs nothing else")
     parser.add_argument("--case", metavar="NAME", help="a famous run or comparison instead of a job; list names them")
@@ -160,7 +175,7 @@ def _add_simulate(verbs: Any) -> None:
 
 def _add_measure(verbs: Any) -> None:
     parser = verbs.add_parser(
-        "measure", help="write this machine's hardware profile, in about a minute", allow_abbrev=False
+        "measure", help="write this machine's hardware profile, in a minute or two", allow_abbrev=False
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: where plan and simulate look for it")
     parser.add_argument("--ranks", type=_positive, metavar="N", help="devices at once; default: all GPUs, or the cores")
@@ -312,17 +327,18 @@ def _plan(words: argparse.Namespace) -> int:
     from samestep import advice, catalog, memory, ranking, search
 
     job = _job(words)
+    asked = None if words.why is None else Layout.parse(words.why)
     if words.measure_top:
         _check_rehearsal(words, job)
     machine = _machine(words)
-    model, states = catalog.model_spec(job), memory.states_per_param(job)
+    states, model = memory.states_per_param(job), catalog.model_spec(job)
     if words.fewest_devices:
         found = search.fewest(model, job, machine, words.devices, top=words.top, states_per_param=states)
     else:
         found = search.plan(model, job, machine, words.devices, top=words.top, states_per_param=states)
     print(ranking.as_text(found))
-    if words.why is not None:
-        print(ranking.explain_layout(model, job, machine, Layout.parse(words.why), found, states))
+    if asked is not None:
+        print(ranking.explain_layout(model, job, machine, asked, found, states))
     if found.best and (words.days_for_tokens or words.cost_per_hour):
         for line in ranking.answers(found.best[0], words.days_for_tokens, words.cost_per_hour):
             print(line)
@@ -389,7 +405,7 @@ def _simulate(words: argparse.Namespace) -> int:
             )
         layout = Layout(dp_replicate=words.devices)
     found = predict(catalog.model_spec(job), job, layout, machine, memory.states_per_param(job))
-    _print_prediction(found)
+    _print_prediction(found, words.program)
     _write_prediction(found, words)
     return 0
 
@@ -397,7 +413,7 @@ def _simulate(words: argparse.Namespace) -> int:
 def _case(words: argparse.Namespace) -> int:
     from samestep import cases
 
-    given = [flag for flag in ("job", "layout", "set", "hardware", "devices") if getattr(words, flag)]
+    given = [flag for flag in ("job", "layout", "set", "hardware", "devices", "program") if getattr(words, flag)]
     if given:
         name = given[0] if given[0] == "job" else f"--{given[0]}"
         raise SamestepError(f"--case {words.case} has a job and a layout of its own: leave {name} out")
@@ -410,13 +426,34 @@ def _case(words: argparse.Namespace) -> int:
     return 0
 
 
-def _print_prediction(found: Any) -> None:
-    for stage, program in enumerate(found.programs):
-        if len(found.programs) > 1:
-            print(f"stage {stage}")
-        _print_program(program)
+_MOST_LINES = 60
+"""Of a program that is listed unasked: a longer one would leave nothing else on the screen."""
+
+
+def _print_prediction(found: Any, whole: bool) -> None:
+    from samestep.search import needs
+
+    if whole or sum(map(_num_lines, found.programs)) <= _MOST_LINES:
+        for stage, program in enumerate(found.programs):
+            if len(found.programs) > 1:
+                print(f"stage {stage}")
+            _print_program(program)
+    else:
+        _print_heads(found.programs)
     print(found.timeline.to_text(100))
-    print(json.dumps(found.to_record(), indent=1))
+    print(f'"{found.layout}" {"fits" if found.fits else "does not fit"}: {needs(found.peak, found.hardware)}')
+    print(_compact(found.to_record()))
+
+
+def _compact(record: dict[str, Any]) -> str:
+    """Write JSON with a line for each key, and for each of several tables."""
+    lines = []
+    for key, value in record.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        lines.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 def _write_prediction(found: Any, words: argparse.Namespace) -> None:
@@ -446,18 +483,31 @@ def _measure(words: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from samestep import hardware
     from samestep.measurement import measure
+    from samestep.memory import readable
 
     machine = measure(words.out, ranks=words.ranks, device=words.device)
     path = words.out or hardware.own_path()
     rates = ", ".join(f"{dtype} {rate / 1e9:.4g}" for dtype, rate in machine.flops_per_s.items())
-    print(f"{machine.devices_per_node} devices of {machine.memory_bytes / 2**30:.3g} GiB; GFLOP/s: {rates}")
+    count, link = machine.devices_per_node, machine.intra
+    print(f"{count} device{'s' * (count > 1)} of {readable(machine.memory_bytes)}; GFLOP/s: {rates}")
     print(f"memory {machine.memory_bytes_per_s / 1e9:.4g} GB/s, launch {machine.launch_s * 1e6:.3g} us, ", end="")
-    link = machine.intra
-    print(
-        f"link {link.bytes_per_s / 1e9:.4g} GB/s, {link.latency_s * 1e6:.4g} us a hop, {link.collective_s * 1e6:.4g} us a call"
-    )
+    if count > 1:
+        print(
+            f"link {link.bytes_per_s / 1e9:.4g} GB/s, {link.latency_s * 1e6:.4g} us a hop, "
+            f"{link.collective_s * 1e6:.4g} us a call"
+        )
+    else:
+        print("no link measured: one device sends nothing, and what the profile says of links is assumed")
     print(f"written: {path}; every number has its source there")
     return 0
+
+
+def _check_writable(path: Path | None) -> None:
+    """Refuse before any work what could not be written after it."""
+    if path is not None and not path.parent.is_dir():
+        raise SamestepError(f"{path} cannot be written: there is no folder {path.parent}")
+    if path is not None and path.is_dir():
+        raise SamestepError(f"{path} cannot be written: it is a folder")
 
 
 def _write(path: Path, text: str) -> None:
@@ -471,10 +521,15 @@ def _layouts(words: argparse.Namespace) -> int:
     from samestep import catalog, legality
 
     job = _job(words)
+    asked = None if words.why_not is None else Layout.parse(words.why_not)
     model = catalog.model_spec(job)
-    if words.why_not is not None:
-        row = legality.row_of(model, job, Layout.parse(words.why_not))
-        print(row.reason or f'"{row.layout}" is legal')
+    if asked is not None:
+        reason = legality.row_of(model, job, asked).reason
+        if asked.world_size != words.devices:
+            named = f"--devices {words.devices}, but layout {str(asked)!r} has {asked.world_size} ranks"
+            print(f"{named}, on which it is {f'refused: {reason}' if reason else 'legal'}")
+        else:
+            print(reason or f'"{asked}" is legal')
         return 0
     if words.pairs:
         print(legality.matrix(legality.pairs(model, job), markdown=words.markdown))
@@ -495,6 +550,32 @@ def _print_program(program: Any) -> None:
         for op in ops:
             size = f"{op.size_bytes:>12,} B {op.dtype} over {op.axis}" if op.axis else f"{op.flops:>12,} FLOPs"
             print(f"    {op.name:<40} {size}{'  (by FSDP2)' if op.implied else ''}")
+
+
+def _num_lines(program: Any) -> int:
+    return 1 + sum(1 + len(ops) for ops in program.bodies.values())
+
+
+def _print_heads(programs: Sequence[Any]) -> None:
+    """Print what tasks there are, how often each runs and what its ops are; stages that are alike are told once."""
+    num_ops = sum(len(program.bodies[task.body]) for program in programs for task in program.stages[0])
+    print(f'program of "{programs[0].step.layout}": {num_ops:,} ops; --program lists them')
+    first = 0
+    for heads, alike in itertools.groupby(map(_heads, programs)):
+        count = len([*alike])
+        if len(programs) > 1:
+            print(f"stage {first}" if count == 1 else f"stages {first} to {first + count - 1}, each")
+        print("\n".join(heads))
+        first += count
+
+
+def _heads(program: Any) -> list[str]:
+    lines = []
+    for body, times in Counter(task.body for task in program.stages[0]).items():
+        kinds = Counter(str(op.kind) for op in program.bodies[body])
+        counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
+        lines.append(f"  {body:<12} {'once' if times == 1 else f'{times:,} times':>10}: {counts}")
+    return lines
 
 
 def _env(words: argparse.Namespace) -> int:

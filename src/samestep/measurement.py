@@ -1,4 +1,4 @@
-"""The verb `measure`: the hardware profile of the machine it runs on, in about a minute, every number with its source.
+"""The verb `measure`: the hardware profile of the machine it runs on, in a minute or two, every number with its source.
 
 `runtime/figures.py` measures on all devices at once; here the figures become a profile.
 
@@ -42,10 +42,10 @@ def measure(out: str | Path | None = None, *, ranks: int | None = None, device: 
         device: cpu, cuda or auto.
 
     Raises:
-        SamestepError: the file cannot be written; nothing has been measured.
+        SamestepError: the file cannot be written, as its folder is not there; nothing has been measured.
     """
     path = Path(out) if out is not None else hardware.own_path()
-    _check_writable(path)
+    _check_writable(path, makes_folder=out is None)
     count = ranks or _default_ranks(device)
     device_found, found = launch.run_workers(_measured, ranks=count, device=device, quiet=True)
     write_whole(path, _as_toml(device_found, found, count))
@@ -58,9 +58,12 @@ def _default_ranks(device: str) -> int:
     return max(2, min(os.cpu_count() or 1, _MOST_RANKS))
 
 
-def _check_writable(path: Path) -> None:
+def _check_writable(path: Path, *, makes_folder: bool) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if makes_folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        elif not path.parent.is_dir():
+            raise SamestepError(f"{path} cannot be written: there is no folder {path.parent}")
         existed = path.exists()
         path.open("a").close()
         if not existed:

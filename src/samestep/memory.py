@@ -31,11 +31,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from samestep.errors import JobError, did_you_mean
 from samestep.job import Job
 from samestep.model import LayerSpec, ParamSpec
 from samestep.program import BYTES_OF, SHARD_AXES, Kind, Op, Ops, Program, Step, TaskKind, Unit, is_dealt
 
-_STATES = {"adadelta": 2, "adafactor": 0, "adagrad": 1, "asgd": 1, "muon": 1, "rmsprop": 1, "rprop": 2, "sgd": 0}
+_STATES = {
+    "adadelta": 2, "adafactor": 0, "adagrad": 1, "adam": 2, "adamax": 2, "adamw": 2, "asgd": 1, "muon": 1, "nadam": 2,
+    "radam": 2, "rmsprop": 1, "rprop": 2, "sgd": 0,
+}  # fmt: skip
+"""Of the classes of torch.optim that can be used."""
 _MORE_STATES = {"adam": ("amsgrad",), "adamw": ("amsgrad",), "rmsprop": ("momentum", "centered"), "sgd": ("momentum",)}
 """Options that add one each."""
 
@@ -86,7 +91,8 @@ def readable(size: float) -> str:
     """Write bytes in the unit that suits them."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= factor:
-            return f"{size / factor:.3g} {unit}"
+            number = size / factor
+            return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
     return f"{size:.0f} B"
 
 
@@ -101,10 +107,21 @@ def held_bytes_per_param(zero: int, num_shards: int) -> float:
 
 
 def states_per_param(job: Job) -> int:
-    """Return how many tensors of a matrix's own shape the optimizer keeps; 2, as Adam's, where nothing is known."""
+    """Return how many tensors of a matrix's own shape the optimizer keeps; 2, as Adam's, of a function of the user's.
+
+    Raises:
+        JobError: torch.optim has no such class, or none that can be used.
+    """
     name = job.optimizer.name.lower()
+    if ":" in name:
+        return 2
+    if name not in _STATES:
+        hint = did_you_mean(name, _STATES)
+        raise JobError(
+            f"optimizer.name = {job.optimizer.name!r} is none of {', '.join(_STATES)}{hint}, nor module:function"
+        )
     options = [option for option in _MORE_STATES.get(name, ()) if job.optimizer.options.get(option)]
-    return _STATES.get(name, 2) + len(options)
+    return _STATES[name] + len(options)
 
 
 def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> MemoryUse:

@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator
 from html import escape
 
+from samestep.memory import readable
 from samestep.prediction import Prediction
 from samestep.timeline import COMPUTE, Span, Timeline
 
@@ -22,6 +23,7 @@ _WIDTH, _ROW, _GAP, _MARGIN = 1400, 18, 4, 160
 _COLOURS = {
     "forward": "#4c78a8",
     "backward": "#59a14f",
+    "weight": "#8cd17d",
     "recompute": "#b6992d",
     "update": "#79706e",
     "send": "#d37295",
@@ -31,6 +33,7 @@ _COLOURS = {
     "reduce_scatter": "#b07aa1",
     "reduce": "#9c755f",
     "broadcast": "#bab0ac",
+    "all_to_all": "#edc948",
     "task": "#86bcb6",
 }
 """Of the kinds of ops; `task` are several of them."""
@@ -62,7 +65,7 @@ def _summary(found: Prediction) -> str:
     return (
         f"{found.step_s:.4g} s a step of {found.tokens:,} {found.unit} on {found.devices} devices; MFU {found.mfu:.1%}, "
         f"bubbles {found.bubble_fraction:.1%}, exposed communication {found.exposed_comm_s:.3g} s, "
-        f"peak {found.peak.total / 2**30:.3g} GiB at {found.peak.peak_at}"
+        f"peak {readable(found.peak.total)} at {found.peak.peak_at}"
     )
 
 

@@ -34,6 +34,7 @@ from samestep.datasets import Batch, Dataset, open_dataset
 from samestep.errors import JobError, WorkerError
 from samestep.job import Job, RunTable, ScheduleTable
 from samestep.layout import Layout
+from samestep.memory import readable
 from samestep.runtime import joining, launch
 from samestep.runtime.assembly import Loss, Source, holder_of, prepare
 from samestep.runtime.build import loss_of, model_source, optimizer_of
@@ -148,7 +149,7 @@ def shrunk(subject: Subject) -> tuple[Subject, str] | None:
     rest = sum(of_layers) - sum(of_layers[index] for index in blocks)
     least = max(2, subject.layout.pp * subject.layout.virtual_stages)
     depth = max(least, int((free - rest) // a_block))
-    gibibytes = f"{sum(of_layers) / 2**30:.3g} GiB in float64 of {free / 2**30:.3g} free"
+    gibibytes = f"{readable(sum(of_layers))} in float64 of {readable(free)} free"
     key = _depth_key(subject.job)
     if key is None:
         raise JobError(

@@ -32,8 +32,14 @@ LETTERS = {
     Kind.REDUCE_SCATTER: "s",
     Kind.REDUCE: "r",
     Kind.BROADCAST: "b",
+    Kind.ALL_TO_ALL: "x",
+    Kind.SEND: ">",
+    Kind.RECV: "<",
 }
-"""What a picture shows a kind as: capitals compute, small letters communicate."""
+"""What a picture shows a kind as: capitals compute, all others communicate."""
+
+MOST_ROWS = 48
+"""Of a picture that shows communication too."""
 
 Interval = tuple[float, float]
 
@@ -180,11 +186,16 @@ class Timeline:
     def to_text(self, width: int = 100) -> str:
         """Draw every stage and stream in lines of `width` characters, with the part of the step it is busy.
 
-        A character shows the op that takes most of its time, however little that is.
+        A character shows the op that takes most of its time, however little that is. Where there are very many rows,
+        those of communication are left out.
         """
         rows = [(stage, stream) for stage in self.stages for stream in self.streams(stage)]
         if not rows or not self.step_s:
             return "an empty step"
+        left_out = len(rows) if len(rows) > MOST_ROWS else 0
+        if left_out:
+            rows = [(stage, stream) for stage, stream in rows if stream == COMPUTE]
+            left_out -= len(rows)
         labels = [f"stage {stage} {stream}" for stage, stream in rows]
         margin = max(map(len, labels))
         cells = max(width - margin - len("  100%") - 1, 10)
@@ -195,6 +206,8 @@ class Timeline:
             lines.append(f"{label:<{margin}} {picture} {self.busy_s(stage, stream) / self.step_s:5.0%}")
         exposed = max(self.exposed_s(stage) for stage in self.stages)
         legend = "  ".join(f"{letter} {kind}" for kind, letter in LETTERS.items() if letter in shown)
+        if left_out:
+            legend += f"; {left_out} rows of communication are left out"
         return "\n".join([f"{_readable(self.step_s)} a step, {_readable(exposed)} exposed", *lines, legend])
 
     def _picture(self, stage: int, stream: str, cells: int) -> str:

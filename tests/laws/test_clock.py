@@ -22,7 +22,7 @@ from samestep.decoder import Decoder
 from samestep.errors import SamestepError
 from samestep.hardware import Hardware, Link, load, profiles
 from samestep.program import EXPOSED_AXES, Kind, Op
-from samestep.timeline import COMPUTE, Span, Timeline
+from samestep.timeline import COMPUTE, LETTERS, Span, Timeline
 from tests.laws.models import LAW, Case, blocks, case, cases, machine
 
 SLOW = machine(bytes_per_s=1e9, latency_s=1e-5, memory_bytes_per_s=1e11)
@@ -279,6 +279,14 @@ def test_the_picture_shows_what_ran_when() -> None:
         "F forward  g all_gather",
     ]
     assert Timeline(()).to_text() == "an empty step"
+    assert {*LETTERS} == {*Kind}
+
+
+def test_a_picture_of_many_stages_shows_their_compute() -> None:
+    stages = [Span(stage, stream, "forward:a", "F0", 0, 1) for stage in range(25) for stream in (COMPUTE, "dp_shard")]
+    _, *rows, legend = Timeline(tuple(stages)).to_text().splitlines()
+    assert [row.split()[:3] for row in rows] == [["stage", str(stage), COMPUTE] for stage in range(25)]
+    assert legend == "F forward; 25 rows of communication are left out"
 
 
 # -- hardware ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.memory import at_rest, classic_bytes_per_param, during_step, held_bytes_per_param
+from samestep.memory import at_rest, classic_bytes_per_param, during_step, held_bytes_per_param, readable
 from samestep.model import LayerSpec, ModelSpec, ParamSpec
 from samestep.program import BYTES_OF
 from tests.laws.models import LAW, Case, block, blocks, case, cases
@@ -24,6 +24,11 @@ def master_copies_numel(case: Case) -> int:
 
 
 # -- the tables --------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_are_written_without_powers_of_ten() -> None:
+    sizes = [12, 1023 * 2**10, 1.5 * 2**20, 79.6 * 2**30, 99.96 * 2**30, 1350 * 2**30]
+    assert [*map(readable, sizes)] == ["12 B", "1,023 KiB", "1.5 MiB", "79.6 GiB", "100 GiB", "1,350 GiB"]
 
 
 def test_the_limits_of_many_ranks() -> None:

@@ -15,6 +15,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.prediction import Prediction, predict
 from samestep.presets import preset
+from samestep.program import Kind
 
 
 def gpt2(layout: str) -> Prediction:
@@ -152,6 +153,14 @@ def test_every_op_is_a_box_with_its_times() -> None:
     for box in page.boxes:
         assert float(box["x"] or -1) >= picture._MARGIN
         assert float(box["x"] or 0) + float(box["width"] or 0) <= picture._MARGIN + picture._WIDTH + 0.02
+
+
+def test_every_kind_of_op_has_a_colour_of_its_own() -> None:
+    assert {*picture._COLOURS} == {*map(str, Kind), "task"}
+    assert len({*picture._COLOURS.values()}) == len(picture._COLOURS)
+    text = picture.to_html(gpt2("pp=2 schedule=zero-bubble microbatch=4"))
+    assert '<span class="weight">weight</span>' in text
+    assert '<span class="task">' not in text
 
 
 def test_a_crowded_step_is_drawn_by_tasks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -316,6 +316,44 @@ def test_simulate_traces_once_and_never_imports_torch(home: Path) -> None:
     assert json.loads(Path("trace.json").read_text())
 
 
+def _said_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    model = ("--set", "model.source=preset:llama2-7b", "--set", "numerics.precision=bf16")
+    assert small.main("simulate", *model, "--hardware", "h100x8", *words) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_long_program_is_told_by_its_tasks(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--layout", "dp=2 pp=4 zero=1 microbatch=1")
+    said = _said_of(capsys, *words)
+    assert len(said) < 80
+    assert re.fullmatch(r'program of "dp=2 pp=4 zero=1 microbatch=1": [\d,]+ ops; --program lists them', said[0])
+    heads = said[1 : next(index for index, line in enumerate(said) if line.endswith(" exposed"))]
+    assert [line for line in heads if line.startswith("stage")] == ["stage 0", "stages 1 to 2, each", "stage 3"]
+    told = sum(
+        (2 if part == 1 else 1) * (1 if times == "once" else int(times.split()[0])) * int(count)
+        for part, lines in enumerate("\n".join(heads).split("stage")[1:])
+        for times, counts in re.findall(r" (once|\d+ times): (.+)", lines)
+        for count in re.findall(r"(\d+) [a-z]", counts)
+    )
+    assert f" {told:,} ops" in said[0]
+    whole = _said_of(capsys, *words, "--program")
+    listed = next(index for index, line in enumerate(whole) if line.endswith(" exposed"))
+    assert len(whole) > len(said)
+    assert "    forward:model.layers.31" in "\n".join(whole[:listed])
+    assert whole[listed:] == said[1 + len(heads) :]
+
+
+def test_simulate_says_whether_it_fits_and_ends_with_its_json(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, fits in (("dp=8", False), ("dp=8 zero=3 microbatch=1", True)):
+        said = _said_of(capsys, "--layout", words)
+        begin = said.index("{")
+        record = json.loads("\n".join(said[begin:]))
+        assert record["layout"] == words
+        assert record["fits"] is fits
+        assert said[begin - 1].startswith(f'"{words}" {"fits" if fits else "does not fit"}: needs ')
+        assert "optimizer" in said[begin - 1]
+
+
 @pytest.mark.parametrize("state", ["damaged", "unreadable"])
 def test_a_bad_cache_costs_time_and_nothing_else(
     state: str, home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -370,7 +408,8 @@ def test_a_talkative_model_is_traced(capsys: pytest.CaptureFixture[str]) -> None
     [
         (["--hardware", "h100"], "no hardware 'h100' (did you mean 'h100x8'?)"),
         (["--devices", "3", "--layout", "dp=2"], "--devices 3, but layout 'dp=2' has 2 ranks"),
-        (["--json", "/nope/numbers.json"], "/nope/numbers.json cannot be written: No such file or directory"),
+        (["--json", "/nope/numbers.json"], "/nope/numbers.json cannot be written: there is no folder /nope"),
+        (["--set", "optimizer.name=nosuch"], "optimizer.name = 'nosuch' is none of adadelta, "),
         (["--layout", "dp=2 reduce=root zero=1"], "use it with zero=0, not zero=1"),
     ],
 )
@@ -384,6 +423,17 @@ def test_mistakes_of_simulate(
     assert complaint.count("\n") == 1
 
 
+@pytest.mark.parametrize("flag", ["--json", "--trace", "--html"])
+def test_what_cannot_be_written_is_said_before_any_work(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(catalog, "model_spec", lambda _: pytest.fail("a model was traced"))
+    Path("folder").mkdir()
+    for file, why in (("nope/x.json", "there is no folder nope"), ("folder", "it is a folder")):
+        assert small.main("simulate", flag, file) == 2
+        assert capsys.readouterr().err == f"samestep: {file} cannot be written: {why}\n"
+
+
 def test_layouts_writes_its_table_or_says_why_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -392,7 +442,25 @@ def test_layouts_writes_its_table_or_says_why_not(
     assert small.main(*words, tmp_path / "table.json") == 0
     assert {row["legal"] for row in json.loads((tmp_path / "table.json").read_text())} == {True}
     assert small.main(*words, "/nope/table.json") == 2
-    assert "/nope/table.json cannot be written: No such file or directory" in capfd.readouterr().err
+    assert "/nope/table.json cannot be written: there is no folder /nope" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        ("dp=2", '"dp=2" is legal'),
+        ("dp=3", "--devices 2, but layout 'dp=3' has 3 ranks, on which it is legal"),
+        ("tp=3", "--devices 2, but layout 'dp=1 tp=3' has 3 ranks, on which it is refused: tp=3 does not divide"),
+    ],
+)
+def test_layouts_answers_for_one(
+    layout: str, says: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(catalog, "model_spec", lambda job: training._traced(job))
+    assert small.main("layouts", *small.settings(), "--devices", "2", "--why-not", layout) == 0
+    said = capfd.readouterr().out
+    assert said.startswith(says)
+    assert said.count("\n") == 1
 
 
 def test_who_stops_reading_stops_the_writing() -> None:

@@ -51,6 +51,15 @@ def test_a_measured_profile_is_used_from_then_on(home: Path, capfd: pytest.Captu
     assert json.loads(Path("plan.json").read_text())["hardware"] == "this-machine"
 
 
+@pytest.mark.usefixtures("quick", "home")
+def test_one_device_has_no_link_to_tell_of(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["measure", "--device", "cpu", "--ranks", "1", "--out", "mine.toml"]) == 0
+    said = capfd.readouterr().out
+    assert said.startswith("1 device of ")
+    assert "no link measured: one device sends nothing" in said
+    assert "a hop" not in said
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.usefixtures("quick")
 def test_every_number_is_measured_or_said_to_be_assumed(ranks: int, tmp_path: Path) -> None:
@@ -134,11 +143,17 @@ def test_a_gpu_profile_loads_too(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_is_said_before_anything_is_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(measurement.launch, "run_workers", lambda *_, **__: pytest.fail("it was measured"))
     assert cli.main(["measure", "--out", "/proc/mine.toml"]) == 2
     assert capsys.readouterr().err.startswith("samestep: /proc/mine.toml cannot be written: ")
+    nowhere = tmp_path / "nowhere"
+    assert cli.main(["measure", "--out", str(nowhere / "mine.toml")]) == 2
+    assert capsys.readouterr().err == (
+        f"samestep: {nowhere / 'mine.toml'} cannot be written: there is no folder {nowhere}\n"
+    )
+    assert not nowhere.exists()
 
 
 def test_what_was_not_measured_cannot_be_named(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
