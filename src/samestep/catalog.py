@@ -16,7 +16,7 @@ from pathlib import Path
 import xxhash
 
 from samestep import presets
-from samestep.errors import ModelError, SamestepError
+from samestep.errors import ModelError, SamestepError, did_you_mean
 from samestep.job import Job
 from samestep.model import FORMAT_VERSION, ModelSpec
 
@@ -39,6 +39,10 @@ def model_spec(job: Job) -> ModelSpec:
     if job.model.source.startswith(PRESET):
         length = job.data.sequence_length if "sequence_length" in job.data.model_fields_set else None
         return presets.preset(job.model.source.removeprefix(PRESET), length, job.model.config)
+    if ":" not in job.model.source:
+        words = [f"{PRESET}{name}" for name in presets.PRESETS]
+        if hint := did_you_mean(job.model.source.lower(), words):
+            raise ModelError(f"model.source = {job.model.source!r} is not of the form hf:FAMILY or preset:NAME{hint}")
     path = _cache_path(job)
     if path is not None:
         # Missing, damaged, or written by another version under the same digest: it is traced again.

@@ -50,7 +50,7 @@ from typing import Literal, NamedTuple
 from samestep.errors import SamestepError
 from samestep.hardware import Hardware, Link
 from samestep.model import Product
-from samestep.program import BYTES_OF, TF32, Kind, Op, Program, Step, is_dealt
+from samestep.program import BYTES_OF, COMPUTE_DTYPE, TF32, Kind, Op, Program, Step, is_dealt
 
 UPDATE_PASSES = 7
 """Times an update goes over memory for one weight: weight, two states read and written, gradient read."""
@@ -259,7 +259,9 @@ def _bandwidth(hardware: Hardware) -> float:
 def _peak(hardware: Hardware, dtype: str) -> float:
     if dtype not in hardware.flops_per_s:
         known = ", ".join(hardware.flops_per_s)
-        raise SamestepError(f"hardware {hardware.name} has no flops_per_s for {dtype}; it has {known}")
+        words = [word for word, of_word in reversed(COMPUTE_DTYPE.items()) if of_word in hardware.flops_per_s]
+        works = f": numerics.precision={' or '.join(words)} works" if words else ""
+        raise SamestepError(f"hardware {hardware.name} has no flops_per_s for {dtype}; it has {known}{works}")
     return hardware.flops_per_s[dtype]
 
 

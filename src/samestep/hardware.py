@@ -142,7 +142,7 @@ def load(name_or_path: str | Path) -> Hardware:
     """
     source = _find(name_or_path)
     try:
-        table = tomllib.loads(source.read_text(encoding="utf-8"))
+        table = tomllib.loads(source.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SamestepError(f"{name_or_path} is not TOML: {error}") from None
     try:
@@ -188,8 +188,8 @@ def profiles() -> tuple[str, ...]:
 
 def _find(name_or_path: str | Path) -> Traversable:
     name = str(name_or_path)
-    if name in profiles():
-        return files("samestep") / "profiles" / f"{name}.toml"
+    if name.lower() in profiles():
+        return files("samestep") / "profiles" / f"{name.lower()}.toml"
     if name == OWN:
         if _is_measured():
             return own_path()
@@ -197,7 +197,8 @@ def _find(name_or_path: str | Path) -> Traversable:
     path = Path(name_or_path)
     if path.is_file():
         return path
-    raise SamestepError(
-        f"no hardware {name!r}{did_you_mean(name, profiles())}: "
-        f"the profiles are {', '.join(profiles())}, or give a TOML file of that form"
-    )
+    if path.is_dir():
+        raise SamestepError(f"{path} is a folder; a hardware profile is a TOML file")
+    what = f"there is no file {path}" if path.suffix == ".toml" else f"no hardware {name!r}"
+    hint = did_you_mean(path.stem.lower() if path.suffix == ".toml" else name.lower(), profiles())
+    raise SamestepError(f"{what}{hint}: the profiles are {', '.join(profiles())}, or give a TOML file of that form")

@@ -98,6 +98,9 @@ class Layout:
         words: dict[str, Any] = {}
         for word in text.split():
             name, equals, value = word.partition("=")
+            if apart := set(word) & set(",;"):
+                blanks = " ".join(text.translate({ord(mark): " " for mark in apart}).split())
+                raise LayoutError(f"{word!r}: words are separated by blanks, as in {blanks!r}")
             if name in words:
                 raise LayoutError(f"{name!r} is given twice in {text!r}; give it once")
             words[name] = value if equals else True

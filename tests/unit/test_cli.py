@@ -34,6 +34,11 @@ Words = list[str]
 MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     "layout word": (["--layout", "dp_shrad=2"], {}, "unknown layout word 'dp_shrad' (did you mean 'dp_shard'?)"),
     "layout value": (["--layout", "dp=two"], {}, "dp=two is not a whole number"),
+    "layout comma": (
+        ["--layout", "dp=4,tp=1"],
+        {},
+        "'dp=4,tp=1': words are separated by blanks, as in 'dp=4 tp=1'",
+    ),
     "zero stage": (["--layout", "dp=2 zero=7"], {}, "zero=7: the ZeRO stages are 0, 1, 2 and 3"),
     "ranks": (
         ["--layout", "dp=2 zero=1", "--ranks", "3"],
@@ -61,7 +66,11 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     ),
     "family": ([], {"model.source": "hf:lama"}, "hf:lama: transformers has no family 'lama' (did you mean 'llama'?)"),
     "field": ([], {"model.config.hiden_size": 8}, "hf:llama has no such field (did you mean 'hidden_size'?)"),
-    "model function": ([], {"model.source": "lama"}, "model.source = 'lama' is not of the form module:function"),
+    "model function": (
+        [],
+        {"model.source": "lama"},
+        "model.source = 'lama' is not of the form module:function or hf:FAMILY (did you mean 'hf:llama'?)",
+    ),
     "vocabulary": (
         [],
         {"model.config.vocab_size": 100},
@@ -117,6 +126,11 @@ def test_a_job_file_of_mistakes_is_refused(tmp_path: Path, capfd: pytest.Capture
     assert "is a folder; a job is a TOML file" in capfd.readouterr().err
     assert small.main("train", "jib.toml") == 2
     assert capfd.readouterr().err == "samestep: no job file at jib.toml; there are job.toml\n"
+
+
+def test_a_file_may_begin_with_a_byte_order_mark() -> None:
+    Path("job.toml").write_text("[train]\nsteps = 7\n", encoding="utf-8-sig")
+    assert samestep.load("job.toml").train.steps == 7
 
 
 @pytest.mark.usefixtures("nothing_starts")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from samestep import Job, Layout, advice, cli, hardware, presets
+from samestep import Job, Layout, advice, cli, hardware, presets, search
 from samestep.prediction import intervals, predict
 
 GPT2 = ("--set", "model.source=preset:gpt2", "--set", "train.global_batch=8")
@@ -117,15 +117,27 @@ def test_what_fits_nowhere_fails_and_names_what_comes_nearest(capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "the following arguments are required: --devices"),
+        ([], "the following arguments are required: --devices; see"),
+        (["--device", "2"], "required: --devices; unknown argument --device (did you mean '--devices'?)"),
         (["--devices", "0"], "argument --devices: 0 is not a whole number of at least 1"),
         (["--devices", "2", "--hardware", "h100"], "no hardware 'h100' (did you mean 'h100x8'?)"),
+        (["--devices", "2", "--hardware", "H100"], "no hardware 'H100' (did you mean 'h100x8'?)"),
+        (["--devices", "2", "--hardware", "nope.toml"], "there is no file nope.toml: the profiles are a100-40x8, "),
+        (["--devices", "2", "--hardware", "/proc"], "/proc is a folder; a hardware profile is a TOML file"),
         (["--devices", "2", "--why", "dp=two"], "dp=two is not a whole number"),
+        (["--devices", "2", "--why", "dp=0"], "dp_replicate=0: a degree is at least 1"),
+        (["--devices", "2", "--why", "dp=1,tp=2"], "words are separated by blanks, as in 'dp=1 tp=2'"),
         (["--devices", "2", "--cost-per-hour", "-3"], "-3 is no price; 2.5 is"),
         (["--devices", "2", "--days-for-tokens", "many"], "many is no number of tokens; 2T, 300B or 1e12 are"),
         (["--devices", "2", "--set", "model.source=preset:gpt5"], "no preset 'gpt5' (did you mean 'gpt2'?)"),
+        (["--devices", "2", "--set", "model.source=GPT2-XL"], "(did you mean 'preset:gpt2-xl'?)"),
         (["--devices", "2", "--set", "model.config.hiden=8"], "has no 'hiden' (did you mean 'hidden'?)"),
-        (["--devices", "2", "--json", "/nope/plan.json"], "/nope/plan.json cannot be written"),
+        (
+            ["--devices", "2", "--json", "/nope/plan.json"],
+            "/nope/plan.json cannot be written: there is no folder /nope",
+        ),
+        (["--devices", "2", "--set", "optimizer.name=adamq"], "'adamq' is none of adadelta, "),
+        (["--devices", "2", "--set", "optimizer.name=adamq"], "sgd (did you mean 'adam'?), nor module:function"),
         (["--devices", "2", "--fastest", "--fewest-devices"], "not allowed with argument --fastest"),
         (["nope.toml", "--devices", "2"], "no job file at nope.toml"),
         (
@@ -134,11 +146,23 @@ def test_what_fits_nowhere_fails_and_names_what_comes_nearest(capsys: pytest.Cap
         ),
     ],
 )
-def test_mistakes(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told_before_anything_is_searched(
+    words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(search, "plan", lambda *_, **__: pytest.fail("it was searched"))
     assert run("plan", *GPT2, *words) == 2
     complaint = capsys.readouterr().err
     assert says in complaint
     assert complaint.count("\n") == 1
+
+
+def test_a_dtype_the_hardware_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--hardware", "V100x8", "--devices", 2, "--set", "numerics.precision=bf16")
+    assert run("plan", *GPT2, *words) == 2
+    assert capsys.readouterr().err == (
+        "samestep: hardware v100x8 has no flops_per_s for bfloat16; it has float64, float32, float16: "
+        "numerics.precision=fp16 or float32 or float64 works\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,10 @@ def model_source(job: Job) -> Callable[[], nn.Module]:
         return functools.partial(_build_family, _family_config(family, config))
     if source.startswith("preset:"):
         raise ModelError(f"{source} is a model's shape, to plan and simulate; train hf:FAMILY or module:function")
+    if ":" not in source:
+        raise ModelError(
+            f"model.source = {source!r} is not of the form module:function or hf:FAMILY{_near_family(source)}"
+        )
     function = imported(source, "model.source", ModelError)
     try:
         inspect.signature(function).bind(**config)
@@ -78,15 +82,30 @@ def _build_family(config: Any) -> nn.Module:
     return model.train()
 
 
+_AUTO = "transformers.models.auto"
+
+
+def _causal_families() -> Mapping[str, str]:
+    families: Mapping[str, str] = importlib.import_module(f"{_AUTO}.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return families
+
+
+def _near_family(word: str) -> str:
+    """Name the family that was probably meant, where transformers is there to know any."""
+    try:
+        return did_you_mean(word.lower(), _causal_families()).replace("mean '", "mean 'hf:")
+    except ImportError:
+        return ""
+
+
 def _check_family(family: str) -> None:
     """Refuse what is no family of transformers, or none that predicts the next token."""
     try:
         importlib.import_module("transformers")
     except ImportError:
         raise ModelError(f"hf:{family} needs transformers: pip install 'samestep[hf]'") from None
-    auto = "transformers.models.auto"
-    families = importlib.import_module(f"{auto}.configuration_auto").CONFIG_MAPPING_NAMES
-    causal = importlib.import_module(f"{auto}.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    families = importlib.import_module(f"{_AUTO}.configuration_auto").CONFIG_MAPPING_NAMES
+    causal = _causal_families()
     if family not in families:
         raise ModelError(f"hf:{family}: transformers has no family {family!r}{did_you_mean(family, causal)}")
     if family not in causal:
