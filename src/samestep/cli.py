@@ -142,7 +142,9 @@ def _add_plan(verbs: Any) -> None:
     parser.add_argument("job", nargs="?", type=Path, metavar="JOB.toml", help="default: samestep's own default job")
     parser.add_argument("--hardware", metavar="NAME|FILE", help="default: what `measure` found here, or cpu-laptop")
     parser.add_argument("--devices", type=_positive, required=True, metavar="N", help="how many there are")
-    parser.add_argument("--top", type=_positive, default=5, metavar="K", help="rows of the table; default: 5")
+    parser.add_argument(
+        "--top", type=_rows, default=5, metavar="K", help=f"rows of the table, {_MOST_ROWS} at most; default: 5"
+    )
     parser.add_argument("--why", metavar='"dp=2 ..."', help="say why one layout is not the best")
     parser.add_argument(
         "--measure-top", type=_positive, metavar="K",
@@ -201,6 +203,16 @@ def _add_layouts(verbs: Any) -> None:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
+_MOST_ROWS = 50
+"""Of the table of layouts: each of them, and many that might be among them, are played."""
+
+
+def _rows(text: str) -> int:
+    if _positive(text) > _MOST_ROWS:
+        raise argparse.ArgumentTypeError(f"{text} rows are too many to play; {_MOST_ROWS} works")
     return int(text)
 
 
@@ -330,7 +342,7 @@ def _plan(words: argparse.Namespace) -> int:
     asked = None if words.why is None else Layout.parse(words.why)
     if words.measure_top:
         _check_rehearsal(words, job)
-    machine = _machine(words)
+    machine = _machine(words, words.devices)
     states, model = memory.states_per_param(job), catalog.model_spec(job)
     if words.fewest_devices:
         found = search.fewest(model, job, machine, words.devices, top=words.top, states_per_param=states)
@@ -395,7 +407,6 @@ def _simulate(words: argparse.Namespace) -> int:
     if words.case is not None:
         return _case(words)
     job = _job(words)
-    machine = _machine(words)
     layout = Layout.parse(words.layout) if words.layout is not None else Layout.of(job.layout)
     if words.devices not in (None, layout.world_size):
         if words.layout is not None or job.layout:
@@ -404,6 +415,7 @@ def _simulate(words: argparse.Namespace) -> int:
                 "leave --devices out, or let the degrees multiply to it"
             )
         layout = Layout(dp_replicate=words.devices)
+    machine = _machine(words, layout.world_size)
     found = predict(catalog.model_spec(job), job, layout, machine, memory.states_per_param(job))
     _print_prediction(found, words.program)
     _write_prediction(found, words)
@@ -467,15 +479,15 @@ def _write_prediction(found: Any, words: argparse.Namespace) -> None:
         _write(words.html, to_html(found))
 
 
-def _machine(words: argparse.Namespace) -> Any:
-    """Load the hardware that the words name; without them what was measured here, or say that nothing was."""
+def _machine(words: argparse.Namespace, devices: int) -> Any:
+    """Load the hardware that the words name; without them what was measured here, and say what speaks against it."""
     from samestep import hardware
 
     if words.hardware is not None:
         return hardware.load(words.hardware)
     machine = hardware.own_or("cpu-laptop")
-    if machine.name != hardware.OWN:
-        print(f"hardware {machine.name}: nothing was measured here, samestep measure does")
+    for line in hardware.cautions_here(machine, devices):
+        print(line)
     return machine
 
 

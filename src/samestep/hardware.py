@@ -173,6 +173,19 @@ def own_or(name: str) -> Hardware:
     return load(OWN if _is_measured() else name)
 
 
+def cautions_here(machine: Hardware, devices: int) -> list[str]:
+    """Say what speaks against a profile as that of the machine this runs on, with so many devices in use."""
+    lines = []
+    if machine.name != OWN:
+        lines.append(f"hardware {machine.name}: nothing was measured here, samestep measure does")
+    if devices > machine.devices_per_node:
+        lines.append(
+            f"{machine.name} has {machine.devices_per_node} devices: {devices} are foreseen as several such machines, "
+            "and on one of them ranks would take turns"
+        )
+    return lines
+
+
 def _is_measured() -> bool:
     try:
         return own_path().is_file()

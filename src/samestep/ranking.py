@@ -12,7 +12,7 @@ from samestep.layout import Layout
 from samestep.model import ModelSpec
 from samestep.nearest import nearest
 from samestep.prediction import Prediction, intervals, predict
-from samestep.search import MOST_PLAYED, Fallen, Plan, needs
+from samestep.search import MOST_PLAYED, Fallen, Plan, gib, needs
 
 TIGHT = 0.05
 """Part of a device's memory that is too little to have free: what is in pieces cannot be given away."""
@@ -112,7 +112,7 @@ def _cells(one: Prediction) -> tuple[str, ...]:
         f"{one.step_s:.4g}",
         f"{one.tokens_per_s_per_device:,.0f}",
         f"{one.mfu:.1%}",
-        f"{one.peak.total / 2**30:.1f}",
+        gib(one.peak.total),
         f"{one.bubble_fraction:.1%}",
         f"{one.exposed_comm_s:.3g}",
     )

@@ -222,7 +222,7 @@ class _Search:
         needed += self.hardware.reserved_bytes
         if needed <= self.hardware.memory_bytes:
             return True
-        reason = f"needs at least {_gib(needed)} GiB of {_gib(self.hardware.memory_bytes)}"
+        reason = f"needs at least {gib(needed)} GiB of {gib(self.hardware.memory_bytes)}"
         self.fallen += [Fallen(group, "memory", reason, needed) for group in groups]
         return False
 
@@ -372,19 +372,20 @@ def fewest(
 def needs(use: MemoryUse, hardware: Hardware) -> str:
     """Say what is needed of what there is, and what takes most."""
     parts = sorted(use.parts().items(), key=lambda item: -item[1])
-    most = ", ".join(f"{name} {_gib(size)}" for name, size in parts[:3] if size)
-    return f"needs {_gib(use.total)} GiB of {_gib(hardware.memory_bytes)} at {use.peak_at}: {most}"
+    most = ", ".join(f"{name} {gib(size)}" for name, size in parts[:3] if size)
+    return f"needs {gib(use.total)} GiB of {gib(hardware.memory_bytes)} at {use.peak_at}: {most}"
 
 
 def _at_least(need: Need, total: float, hardware: Hardware) -> str:
     parts = {"states": need.states, "activations": need.activations, "gathered weights": need.gathered}
-    most = ", ".join(f"{name} {_gib(size)}" for name, size in sorted(parts.items(), key=lambda p: -p[1]) if size)
-    return f"needs at least {_gib(total)} GiB of {_gib(hardware.memory_bytes)}: {most}"
+    most = ", ".join(f"{name} {gib(size)}" for name, size in sorted(parts.items(), key=lambda p: -p[1]) if size)
+    return f"needs at least {gib(total)} GiB of {gib(hardware.memory_bytes)}: {most}"
 
 
-def _gib(size: float) -> str:
-    gib = size / 2**30
-    return f"{gib:,.0f}" if gib >= 100 else f"{gib:.3g}"
+def gib(size: float) -> str:
+    """Write bytes in GiB."""
+    number = size / 2**30
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _nearest(fallen: Sequence[Fallen]) -> str:

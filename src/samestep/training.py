@@ -249,10 +249,11 @@ def _searched(workload: Workload, ranks: int | None) -> tuple[Layout, str]:
         except LayoutError as error:
             reason = str(error)
             continue
-        return best.layout, (
+        said = (
             f'layout "{best.layout}", the fastest of {found.considered} on {count} devices of {machine.name}: '
             f"{best.step_s:.3g} s a step foreseen, bound by {ranking.binds(best)}"
         )
+        return best.layout, "\n".join([*hardware.cautions_here(machine, count), said])
     raise LayoutError(f"--layout auto found none for {count} ranks: {reason}")
 
 

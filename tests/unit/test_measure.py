@@ -6,12 +6,13 @@ import dataclasses
 import json
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from samestep import cli, hardware, measurement, search
-from samestep.hardware import load
+from samestep.hardware import cautions_here, load
 from samestep.runtime import figures
 from tests import small
 
@@ -49,6 +50,13 @@ def test_a_measured_profile_is_used_from_then_on(home: Path, capfd: pytest.Captu
     assert cli.main(plan) == 0
     assert "nothing was measured" not in capfd.readouterr().out
     assert json.loads(Path("plan.json").read_text())["hardware"] == "this-machine"
+
+
+def test_more_ranks_than_this_machine_has_devices_are_named() -> None:
+    mine = replace(load("cpu-laptop"), name="this-machine")
+    assert cautions_here(mine, 2) == []
+    (line,) = cautions_here(mine, 4)
+    assert line.startswith("this-machine has 2 devices: 4 are foreseen as several such machines")
 
 
 @pytest.mark.usefixtures("quick", "home")

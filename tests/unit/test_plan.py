@@ -139,6 +139,7 @@ def test_what_fits_nowhere_fails_and_names_what_comes_nearest(capsys: pytest.Cap
         (["--devices", "2", "--set", "optimizer.name=adamq"], "'adamq' is none of adadelta, "),
         (["--devices", "2", "--set", "optimizer.name=adamq"], "sgd (did you mean 'adam'?), nor module:function"),
         (["--devices", "2", "--fastest", "--fewest-devices"], "not allowed with argument --fastest"),
+        (["--devices", "2", "--top", "300"], "300 rows are too many to play; 50 works"),
         (["nope.toml", "--devices", "2"], "no job file at nope.toml"),
         (
             ["--devices", "2", "--set", "numerics.precision=fp8"],
