@@ -12,9 +12,20 @@ class SkippedError(Exception):
     """This row cannot be predicted; the text says why."""
 
 
+_NOTHING = (
+    r"[^a-z0-9]*|n/?a|nan|null|none|no|off|false|auto\w*|default|unset|unknown|tbd|var\w+|mixed|dynamic|packed|not\b.*"
+)
+
+
+def says_nothing(cell: str) -> bool:
+    """Whether a cell is empty, or as good as that: n/a, unknown, auto, not stated."""
+    return re.fullmatch(_NOTHING, cell.strip(), re.IGNORECASE) is not None
+
+
 def number(row: Row, column: str) -> float | None:
-    """Read a cell: 1840000000.0, ~250k, 1.5e9; None where it is empty or holds no number."""
-    cell = (row.get(column) or "").strip().lstrip("~").replace(",", "")
+    """Read a cell: 1840000000.0, ~250k, 1.5e9, 1,024 and 16,27; None where it is empty or holds no number."""
+    cell = (row.get(column) or "").strip().lstrip("~")
+    cell = cell.replace(",", "" if re.match(r"[1-9]\d{0,2}(,\d{3})+(?!\d)", cell) else ".")
     found = re.match(r"([0-9]*\.?[0-9]+(?:e[+-]?\d+)?)\s*([kmbt]?)", cell, re.IGNORECASE)
     if not found:
         return None

@@ -45,10 +45,13 @@ def read_rows(folder: Path) -> tuple[list[Row], list[str]]:
     """Read every file of measured rows in a folder; name the files that hold something else."""
     rows: list[Row] = []
     others: list[str] = []
-    for path in sorted(folder.glob("*.csv")):
+    for path in sorted(one for one in folder.iterdir() if one.suffix.lower() in (".csv", ".tsv") and one.is_file()):
         with path.open(encoding="utf-8-sig", newline="", errors="replace") as file:
-            reader = csv.DictReader(file)
-            names = set(reader.fieldnames or ())
+            delimiter = max(",;\t", key=file.readline().count)
+            file.seek(0)
+            reader = csv.DictReader(file, delimiter=delimiter)
+            reader.fieldnames = [name.strip().lower() for name in reader.fieldnames or ()]
+            names = set(reader.fieldnames)
             if "gpu" not in names or not names & {*TARGETS, "metric_memory_gib"} or "model" not in names:
                 others.append(path.name)
                 continue
@@ -176,6 +179,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = parser.parse_args(arguments)
     if not words.rows.is_dir():
         parser.error(f"{words.rows} is no folder")
+    for target in (words.json, words.markdown, words.record, words.outcomes):
+        if target and not _can_be_written(target):
+            parser.error(f"cannot write {target}; a file in a folder that exists and that you may write in works")
     rows, others = read_rows(words.rows)
     if not rows:
         parser.error(f"no file in {words.rows} has measured rows (columns model, gpu and one of {', '.join(TARGETS)})")
@@ -198,6 +204,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words.outcomes:
         _write_outcomes(words.outcomes, outcomes)
     return 0
+
+
+def _can_be_written(path: Path) -> bool:
+    place = path if path.exists() else path.parent
+    return not path.is_dir() and path.parent.is_dir() and os.access(place, os.W_OK)
 
 
 _RECORD = """# Measured over predicted: between these parts lay 8 of 10 published rows, every source counting alike.

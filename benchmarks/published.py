@@ -6,7 +6,7 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | the row does not say        | taken                                                                                   |
 |-----------------------------|-----------------------------------------------------------------------------------------|
 | sizes of the model          | those of the preset its name is close to; else a GPT of its number of weights            |
-| the device                  | V100 where it says FP16 (no bfloat16 yet) and of no later library, else A100              |
+| the device                  | that of its source, where it is one of two that leave it out; else it is skipped      |
 | number of devices           | one node, or as many as the layout and its experts need; 64 in Megatron-LM's release runs |
 | degrees tp and pp           | what the replicas leave: tp within a node, then pp; 1 where no replicas are printed      |
 | data-parallel degree        | devices / (tp pp cp), whatever is printed; too many cuts for the devices: fewer stages     |
@@ -14,7 +14,8 @@ whatever its source; nothing here looks at what was measured, save to turn it in
 | global batch                | by the tokens of a step in the notes; one micro-batch a rank; four for each stage of a pipeline |
 | ZeRO stage                  | 1 from six billion weights on, 3 where weights and gradients alone fill a device, else 0 |
 | recompute                   | Megatron-LM and around it: full from a billion weights on before H100, none since, nor where the host keeps activations; torchtitan: selective; else the least that fits, and full where nothing does |
-| sequence parallel           | with tp > 1 from H100 on                                                                |
+| sequence parallel           | with tp > 1 from H100 on, and with experts, which Megatron-LM does not train without it   |
+| experts of a token          | those of the preset; else two                                                           |
 | sums over tp                | cut in four parts, all but one hidden, in NVIDIA's recipes from H100 on                  |
 | parts of an expert          | as many as of the tensor cut (Megatron-LM's default); whole ones in NVIDIA's recipes     |
 | rows that go to experts     | to a node once (DeepEP, HybridEP) in NVIDIA's recipes from H100 on; else once each       |
@@ -35,7 +36,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from cells import Row, SkippedError, joined, number, whole
+from cells import Row, SkippedError, joined, number, says_nothing, whole
 from published_experts import sent_rows, with_experts
 from published_machines import is_by_engine, is_late, machine_of
 from published_models import decoder_of, recipe_of
@@ -60,6 +61,13 @@ QUANTIZED = 0.516
 CHUNKS = 4
 """Into so many parts Transformer Engine and asynchronous tensor parallelism cut a sum; all but one hide."""
 _ADAPTERS = r"\bq?lora\b|task=lora"
+_PRECISIONS = (
+    r"(F|FP|FLOAT)[-_ ]?(4|8|16|32)(?!\d)|TF32|NF4|INT[48](?!\d)|E\dM\d|BFLOAT|AMP|HALF|MIXED|(?<![A-Z\d])(16|32)(?!\d)"
+)
+_REPEATED = r"^(true|yes|on|1|all)$|^(?!.*selective).*checkpointing"
+_KEPT = r"\b(none|no|off|false|disabled|without|0)\b"
+_PARTLY = r"selective|partial|minimal|custom|save|attn|attention|qkv|mlp|moe|norm|act|proj|layer|block|uniform|offload|\bsac\b|\d"
+"""Some of what a block keeps, which is little, is computed again."""
 BILLION = 1e9
 """Weights from which on everybody recomputed blocks, before there was FlashAttention."""
 LARGE = 6e9
@@ -110,6 +118,7 @@ def case_of(row: Row) -> Case:
     """
     if not is_timed(row) and not number(row, "metric_memory_gib") and not _failed(row):
         raise SkippedError("nothing was measured")
+    _refuse_nonsense(row)
     machine = machine_of(row)
     if (
         re.search(r"resnet.?50", row.get("model") or "", re.IGNORECASE)
@@ -183,6 +192,23 @@ def case_of(row: Row) -> Case:
     )
 
 
+_COUNTS = (
+    "n_params", "n_layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "moe_experts", "moe_topk", "n_gpus",
+    "gpus_per_node", "tp", "pp", "vp", "cp", "ep", "dp_replicate", "dp_shard", "micro_batch", "global_batch",
+)  # fmt: skip
+
+
+def _refuse_nonsense(row: Row) -> None:
+    """Skip a row with words for a number, or without devices."""
+    for column in _COUNTS:
+        cell = (row.get(column) or "").strip()
+        if not says_nothing(cell) and not re.search(r"\d", cell):
+            raise SkippedError(f"{column}={cell} is no number")
+    devices = (row.get("n_gpus") or "").strip()
+    if re.match(r"-?[\d.]", devices) and not whole(row, "n_gpus"):
+        raise SkippedError(f"n_gpus={devices}, and a step takes one at least")
+
+
 def _matrices(model: ModelSpec, pp: int, ep: int) -> int:
     """Matrices of the blocks that one rank updates; each of its experts has its own."""
     params = [p for p in model.params if p.trainable and len(p.shape) > 1 and model.layers[p.layer].is_block]
@@ -216,7 +242,8 @@ def _devices(row: Row, machine: Hardware, needed: int) -> int:
 def _cuts(row: Row, machine: Hardware, blocks: int) -> tuple[int, int, int]:
     """Degrees tp, pp, cp; where only the replicas are printed, what they leave is tp within a node, and pp.
 
-    More of them than the devices allow, or the blocks, are misprints: rates agree with the number of devices.
+    More of them than the devices allow, or the blocks, are misprints: rates agree with the number of devices, and there
+    are fewer stages. Others that do not divide it are no layout.
     """
     tp, pp, cp = (whole(row, column, 1) for column in ("tp", "pp", "cp"))
     copies = whole(row, "dp_replicate", 1) * whole(row, "dp_shard", 1)
@@ -225,7 +252,8 @@ def _cuts(row: Row, machine: Hardware, blocks: int) -> tuple[int, int, int]:
         tp = math.gcd(left, machine.devices_per_node)
         pp = left // tp
     devices = whole(row, "n_gpus", tp * pp * cp)
-    tp, cp = math.gcd(devices, tp), math.gcd(devices // math.gcd(devices, tp), cp)
+    if devices % (tp * cp) or (devices % (tp * pp * cp) and tp * pp * cp < devices):
+        raise SkippedError(f"tp={tp} pp={pp} cp={cp} does not divide {devices} devices")
     pp = max(degree for degree in range(1, min(pp, blocks) + 1) if devices % (tp * degree * cp) == 0)
     return tp, pp, cp
 
@@ -300,8 +328,9 @@ def _lean(row: Row, model: ModelSpec) -> ModelSpec:
 
 def _splits_sequence(row: Row, machine: Hardware, decoder: Decoder | None, tp: int) -> bool:
     said = (row.get("sequence_parallel") or "").strip().lower()
-    wants = said in _YES or (not said and is_late(machine))
-    return decoder is not None and tp > 1 and wants and decoder.sequence % tp == 0
+    if decoder is None or tp == 1 or decoder.sequence % tp:
+        return False
+    return said in _YES or (not said and (is_late(machine) or decoder.experts > 0))
 
 
 def _is_titan(row: Row) -> bool:
@@ -333,10 +362,12 @@ def _gathered_again(layer: LayerSpec) -> LayerSpec:
 
 def _precision(row: Row, machine: Hardware) -> tuple[str, str]:
     text = (row.get("precision") or "").upper()
+    if not says_nothing(text) and not re.search(_PRECISIONS, text):
+        raise SkippedError(f"precision={row['precision'].strip()} is none of fp32, bf16, fp16, fp8 and fp4")
     products = ""
     if re.search(r"FP4", text) and "float4" in machine.flops_per_s:
         products = "float4"
-    elif re.search(r"FP8|FLOAT8", text) or (not text and "mlperf" in joined(row, "source").lower()):
+    elif re.search(r"FP8|FLOAT8|INT8", text) or (not text and "mlperf" in joined(row, "source").lower()):
         products = "float8" if "float8" in machine.flops_per_s else ""
     if re.match(r"FP16(?!/BF)", text) or "bfloat16" not in machine.flops_per_s:
         return "fp16", products
@@ -383,8 +414,8 @@ def _hides_sums(row: Row, machine: Hardware) -> bool:
 
 def _recompute(row: Row, machine: Hardware, model: ModelSpec) -> str:
     """What is said; nothing for the least that fits."""
-    text = (row.get("recompute") or "").lower()
-    if "not set" in text:
+    text = (row.get("recompute") or "").strip().lower()
+    if "not set" in text or (says_nothing(text) and not re.search(_KEPT, text)):
         text = ""
     if not text and (recipe := recipe_of(row)):
         return recipe.recompute
@@ -394,11 +425,13 @@ def _recompute(row: Row, machine: Hardware, model: ModelSpec) -> str:
         return "selective"  # torchtitan's own default
     if not text and is_by_engine(row) and "FSDP" not in joined(row, "notes"):
         return "none" if is_late(machine) or model.num_params < BILLION else "full"
-    if "full" in text:
+    if "full" in text or (re.search(_REPEATED, text) and not re.search(_KEPT, text)):
         return "full"
     if "selective" in text and "[" not in text and ":" not in text:
         return "selective"
-    return "none" if text.strip() else ""
+    if text and not re.search(f"{_KEPT}|{_PARTLY}", text):
+        raise SkippedError(f"recompute={text} is neither none nor selective nor full")
+    return "none" if text else ""
 
 
 def _group(row: Row, machine: Hardware, name: str, devices: int, batch: int, tokens: int) -> tuple[str, ...]:

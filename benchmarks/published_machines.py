@@ -15,7 +15,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from cells import Row, SkippedError, joined, whole
+from cells import Row, SkippedError, joined, says_nothing, whole
 
 from samestep import hardware as machines
 from samestep.hardware import Hardware
@@ -70,6 +70,8 @@ _MACHINES = (
     (r"TPU.*v4", "tpu-v4"),
     (r"TPU.*v3", "tpu-v3"),
 )
+_UNNAMED = ((r"libai|oneflow", "V100"), (r"golden values", "A100"))
+"""Sources that leave the device out, and what they are taken to have run on: OneFlow's tables, Megatron-LM's functional tests."""
 _FOLDER = Path(__file__).parent / "machines"
 SHIPPED: dict[str, Hardware] = {}
 """Profiles as they are, by name: those of samestep, and those of devices it does not run on."""
@@ -78,11 +80,10 @@ SHIPPED: dict[str, Hardware] = {}
 def machine_of(row: Row) -> Hardware:
     """Return the profile of the row's device, with the row's own nodes and network."""
     device = (row.get("gpu") or "").strip()
-    if not device:
-        is_old = re.match(r"(?!BF).*16", (row.get("precision") or "").upper()) and "transformer-impl" not in joined(
-            row, "notes"
-        )
-        device = "V100" if is_old else "A100"
+    if says_nothing(device):
+        device = next((name for said, name in _UNNAMED if re.search(said, row.get("source") or "", re.IGNORECASE)), "")
+        if not device:
+            raise SkippedError("the device is not named")
     name = next((name for pattern, name in _MACHINES if re.search(pattern, device, re.IGNORECASE)), None)
     if name is None:
         raise SkippedError(f"no profile of {device}")

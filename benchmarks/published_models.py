@@ -68,6 +68,8 @@ class Recipe(NamedTuple):
 
 MOST_LAYERS = 2000
 """More are a misprint."""
+TOP_K = 2
+"""Experts of a token where nothing says so: Megatron-LM's default, and Mixtral's."""
 RECIPES = {
     # recipes/configs and the README of pytorch/torchtune: batch size 2, packed to 2048 tokens, activation checkpointing
     "torchtune": Recipe(2, 2048, 1, "full"),
@@ -86,8 +88,9 @@ def decoder_of(row: Row, machine: Hardware) -> tuple[Decoder, str]:
     if re.search(_LOOPS, name, re.IGNORECASE):
         raise SkippedError("a loop of reinforcement learning generates too: it is no training step")
     known = preset_of(name)
-    sizes = {"sequence": whole(row, "seq_len")} if known in _NEAR and whole(row, "seq_len") else _sizes(row, known)
-    decoder = replace(_base(row, known), **sizes)
+    base, length = _base(row, known), whole(row, "seq_len")
+    sizes = {"sequence": length} if known in _NEAR and length else _sizes(row, known, base)
+    decoder = replace(base, **sizes)
     if decoder.layers > MOST_LAYERS:
         raise SkippedError(f"{decoder.layers} layers of {decoder.hidden} are no sizes of a model")
     decoder = _of_its_kind(decoder if known else _with_options(decoder, row), row, machine)
@@ -133,7 +136,7 @@ def _depth(row: Row) -> int:
     return layers or (max(1, round(weights / (12 * hidden**2))) if hidden and weights else 0)
 
 
-def _sizes(row: Row, known: str | None) -> dict[str, Any]:
+def _sizes(row: Row, known: str | None, base: Decoder) -> dict[str, Any]:
     """Return the sizes that a row prints, over those of its preset."""
     columns = {"vocab": "vocab", "sequence": "seq_len"}
     recipe = recipe_of(row)
@@ -143,12 +146,17 @@ def _sizes(row: Row, known: str | None) -> dict[str, Any]:
         return given
     given |= {"layers": _depth(row), "hidden": whole(row, "hidden")}
     if whole(row, "heads"):
+        if whole(row, "heads") % whole(row, "kv_heads", 1):
+            raise SkippedError(f"kv_heads={whole(row, 'kv_heads')} does not divide {whole(row, 'heads')} heads")
         given |= {"heads": whole(row, "heads")}
         given |= {"kv_heads": whole(row, "kv_heads")} if whole(row, "kv_heads") or not known else {}
     if whole(row, "ffn"):
         given["intermediate"] = whole(row, "ffn")
-    if whole(row, "moe_experts"):
-        given |= {"experts": whole(row, "moe_experts"), "top_k": whole(row, "moe_topk", 1)}
+    if experts := whole(row, "moe_experts"):
+        chosen = whole(row, "moe_topk") or min(base.top_k or TOP_K, experts)
+        if chosen > experts:
+            raise SkippedError(f"moe_topk={chosen} is more than the {experts} experts")
+        given |= {"experts": experts, "top_k": chosen}
     return given
 
 

@@ -62,6 +62,20 @@ def row(**cells: object) -> dict[str, str]:
         ({"n_layers": None, "hidden": 3, "n_params": 7e9}, "no sizes of a model"),
         ({"model": "gpt_grpo_tp1_pp1"}, "a loop of reinforcement learning"),
         ({"global_batch": 3}, "3 samples for 8 data ranks"),
+        ({"n_gpus": 0}, "n_gpus=0"),
+        ({"n_gpus": -8}, "n_gpus=-8"),
+        ({"gpu": ""}, "the device is not named"),
+        ({"gpu": "n/a", "source": "NeMo"}, "the device is not named"),
+        ({"precision": "int3"}, "precision=int3 is none of"),
+        ({"precision": "banana"}, "precision=banana is none of"),
+        ({"recompute": "banana"}, "recompute=banana is neither"),
+        ({"n_layers": "eighty", "n_params": 7e9}, "n_layers=eighty is no number"),
+        ({"micro_batch": "two"}, "micro_batch=two is no number"),
+        ({"tp": 3}, "tp=3 pp=1 cp=1 does not divide 8 devices"),
+        ({"cp": 1000}, "cp=1000 does not divide 8 devices"),
+        ({"pp": 3}, "pp=3 cp=1 does not divide 8 devices"),
+        ({"kv_heads": 3}, "kv_heads=3 does not divide 4 heads"),
+        ({"moe_experts": 4, "moe_topk": 5}, "moe_topk=5 is more than the 4 experts"),
     ],
 )
 def test_what_cannot_be_predicted_is_skipped_with_its_reason(cells: dict, reason: str) -> None:
@@ -71,6 +85,64 @@ def test_what_cannot_be_predicted_is_skipped_with_its_reason(cells: dict, reason
 @pytest.mark.parametrize(("cells", "words"), [({"pp": 8}, "dp=2 pp=4"), ({"tp": 2, "pp": 8, "n_gpus": 4}, "tp=2 pp=2")])
 def test_what_is_cut_too_often_has_fewer_stages(cells: dict, words: str) -> None:
     assert words in foresight.predict(row(**cells)).layout
+
+
+@pytest.mark.parametrize("said", ["n/a", "-", "unknown", "auto", "not stated", "nan"])
+@pytest.mark.parametrize("column", ["heads", "tp", "micro_batch", "n_gpus", "precision", "recompute", "vocab"])
+def test_a_cell_that_says_nothing_is_as_good_as_empty(column: str, said: str) -> None:
+    outcome = foresight.predict(row(**{column: said}))
+    assert outcome.reason == ""
+    assert outcome.predicted_s == foresight.predict(row(**{column: ""})).predicted_s
+
+
+@pytest.mark.parametrize(
+    ("source", "machine"),
+    [
+        ("OneFlow LiBai benchmark", "v100x8"),
+        ("Megatron-LM functional-test golden values", "a100-80x8"),
+    ],
+)
+def test_sources_that_leave_out_their_device_are_known(source: str, machine: str) -> None:
+    assert published.case_of(row(gpu="", source=source)).machine.name == machine
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "amp_bf16", "FP16 mixed + FP32 Adam (K=12)", "NVFP4 (bf16 tail)", "float8 tensorwise", "FP8-CS", "BF16/FP16",
+        "bf16-mixed", "torch.bfloat16", "16", "MXFP8", "TF32", "int8", "half", "16-bit", "fp8_e4m3",
+    ],
+)  # fmt: skip
+def test_a_precision_is_known_however_it_is_spelled(said: str) -> None:
+    assert foresight.predict(row(precision=said, gpu="H100")).reason == ""
+
+
+@pytest.mark.parametrize(
+    ("said", "read"),
+    [
+        ("full uniform 1", "full"), ("True", "full"), ("activation checkpointing", "full"), ("no checkpointing", "none"),
+        ("False", "none"),
+        ("none (-r 0)", "none"), ("0", "none"), ("selective", "selective"), ("selective:mla_up_proj", "none"),
+        ("selective [moe_act]", "none"), ("save_qkv_proj", "none"), ("unknown", ""), ("not set (recipe default)", ""),
+    ],
+)  # fmt: skip
+def test_recompute_is_read_as_people_write_it(said: str, read: str) -> None:
+    assert published.case_of(row(recompute=said)).recompute == read
+
+
+def test_a_mixture_that_does_not_say_how_many_experts_a_token_has_is_like_others() -> None:
+    silent, one, two = (foresight.predict(row(moe_experts=8, moe_topk=k)).predicted_s for k in (None, 1, 2))
+    assert silent == two > one
+    sizes = {"n_layers": 4, "hidden": 256, "moe_experts": 64, "gpu": "H100"}
+    named, eight = (foresight.predict(row(model="Qwen3 30B A3B", **sizes, moe_topk=k)) for k in (None, 8))
+    assert named.predicted_s == eight.predicted_s
+
+
+def test_ranks_of_a_tensor_cut_share_out_experts_on_older_devices_too() -> None:
+    cells = {"n_layers": 8, "hidden": 4096, "heads": 32, "seq_len": 2048, "tp": 8, "moe_topk": 1}
+    dense, mixture = (foresight.predict(row(**cells, moe_experts=experts)) for experts in (None, 8))
+    assert "sequence_parallel" in mixture.layout
+    assert mixture.predicted_s < 3 * dense.predicted_s
 
 
 MIXTURE = {
@@ -121,6 +193,10 @@ def test_a_name_stands_for_sizes_and_numbers_are_read_as_people_write_them() -> 
     assert published.number({"x": "~250k"}, "x") == 250_000
     assert published.number({"x": "1.5e9"}, "x") == 1.5e9
     assert published.number({"x": "n/a"}, "x") is None
+    assert published.number({"x": "1,024"}, "x") == 1024
+    assert published.number({"x": "1,234,567.5"}, "x") == 1_234_567.5
+    assert published.number({"x": "16,27"}, "x") == 16.27
+    assert published.number({"x": "0,125"}, "x") == 0.125
 
 
 @pytest.mark.parametrize(
@@ -188,6 +264,34 @@ def test_columns_may_be_missing_and_others_may_be_there(tmp_path: Path) -> None:
         writer.writerow(["Llama 3 8B", "H100", "8", "9000", "fine"])
     assert foresight.main(["--rows", str(tmp_path), "--quick", "--json", str(tmp_path / "f.json")]) == 0
     assert json.loads((tmp_path / "f.json").read_text())["total"]["rows"] == 1
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+@pytest.mark.parametrize("name", ["few.csv", "FEW.CSV", "few.tsv"])
+def test_a_table_is_read_however_it_is_spelled(tmp_path: Path, name: str, delimiter: str) -> None:
+    lines = [["\ufeffModel ", " GPU", "N_GPUs", "Metric_Step_Time_S"], ["Llama 3 8B", "H100", "8", '"9,5"']]
+    (tmp_path / name).write_text("".join(delimiter.join(line) + "\n" for line in lines), encoding="utf-8")
+    (tmp_path / "folder.csv").mkdir()
+    rows, others = foresight.read_rows(tmp_path)
+    assert others == []
+    assert {key: rows[0][key] for key in ("model", "gpu", "n_gpus")} == {
+        "model": "Llama 3 8B", "gpu": "H100", "n_gpus": "8"
+    }  # fmt: skip
+    assert foresight.predict(rows[0]).measured_s == 9.5
+
+
+@pytest.mark.parametrize("option", ["--json", "--markdown", "--record", "--outcomes"])
+@pytest.mark.parametrize("target", ["nosuch/x", "folder", "file/x"])
+def test_what_cannot_be_written_is_said_before_the_work(
+    option: str, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(foresight, "predict_all", lambda *_: pytest.fail("predicted before it was said"))
+    with pytest.raises(SystemExit) as stopped:
+        foresight.main(["--rows", str(SAMPLE), "--quick", option, str(tmp_path / target)])
+    assert stopped.value.code == 2
+    assert f"cannot write {tmp_path / target}" in capsys.readouterr().err
 
 
 def test_predictions_carry_the_interval_of_the_record(tmp_path: Path) -> None:
