@@ -253,7 +253,7 @@ def _searched(workload: Workload, ranks: int | None) -> tuple[Layout, str]:
             f'layout "{best.layout}", the fastest of {found.considered} on {count} devices of {machine.name}: '
             f"{best.step_s:.3g} s a step foreseen, bound by {ranking.binds(best)}"
         )
-        return best.layout, "\n".join([*hardware.cautions_here(machine, count), said])
+        return best.layout, "\n".join([said, *hardware.cautions_here(machine, count)])
     raise LayoutError(f"--layout auto found none for {count} ranks: {reason}")
 
 
