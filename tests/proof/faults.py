@@ -211,15 +211,14 @@ def gradients_are_those_of_other_ranks(patch: Patch) -> None:
 
 @fault(Cause.LAST_MICROBATCH, "dp=2 microbatch=1")
 def only_the_last_microbatch_counts(patch: Patch) -> None:
-    def ready(original: Any, self: Replicated, flat: Any, member: Any, param: Tensor) -> None:
-        view = flat.gradients[member.offset : member.offset + member.numel].view(param.shape)
-        if param.grad is not None and param.grad.data_ptr() == view.data_ptr():
-            param.grad = param.grad - self.__dict__.setdefault("kept", {}).get(member.name, 0.0)
-        self.__dict__.setdefault("kept", {})[member.name] = param.grad.clone()
-        flat.untouched.add(member.name)
-        view.copy_(param.grad)
+    def ready(original: Any, self: Replicated, place: Any, param: Tensor) -> None:
+        if param.grad is place.gradient:
+            param.grad = param.grad - self.__dict__.setdefault("kept", {}).get(place.name, 0.0)
+        self.__dict__.setdefault("kept", {})[place.name] = param.grad.clone()
+        place.flat.untouched.add(place.name)
+        place.gradient.copy_(param.grad)
         param.grad = None
-        original(self, flat, member, _given(param, view))
+        original(self, place, _given(param, place.gradient))
 
     around(patch, Replicated, "_gradient_ready", ready)
 
@@ -251,20 +250,20 @@ def a_microbatch_counts_twice(patch: Patch) -> None:
 
 @fault(Cause.MISSING_GRADIENT, "dp=2")
 def one_weight_has_no_gradient(patch: Patch) -> None:
-    def ready(original: Any, self: Replicated, flat: Any, member: Any, param: Tensor) -> None:
-        if "norm.weight" in member.name and param.grad is not None:
+    def ready(original: Any, self: Replicated, place: Any, param: Tensor) -> None:
+        if "norm.weight" in place.name and param.grad is not None:
             param.grad = torch.zeros_like(param.grad)
-        original(self, flat, member, param)
+        original(self, place, param)
 
     around(patch, Replicated, "_gradient_ready", ready)
 
 
 @fault(Cause.BACKWARD, "dp=2")
 def one_backward_is_wrong(patch: Patch) -> None:
-    def ready(original: Any, self: Replicated, flat: Any, member: Any, param: Tensor) -> None:
-        if member.name == "blocks.1.mix.weight" and param.grad is not None:
+    def ready(original: Any, self: Replicated, place: Any, param: Tensor) -> None:
+        if place.name == "blocks.1.mix.weight" and param.grad is not None:
             param.grad = param.grad * torch.linspace(0.5, 1.5, param.numel(), dtype=param.dtype).view_as(param)
-        original(self, flat, member, param)
+        original(self, place, param)
 
     around(patch, Replicated, "_gradient_ready", ready)
 
