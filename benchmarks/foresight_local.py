@@ -2,7 +2,7 @@
 
     python benchmarks/foresight_local.py [--hardware NAME|FILE] [--json FILE] [--markdown FILE] [--steps N]
 
-First the machine is measured (`samestep measure`, about a minute; `--hardware` leaves it out). Then eight layouts of the
+First the machine is measured (`samestep measure`, a minute or two; `--hardware` leaves it out). Then eight layouts of the
 default job on up to two ranks are predicted from that profile, and run. Per layout:
 
     step        seconds, predicted and the median of the measured; the layouts take turns, so that what else the machine

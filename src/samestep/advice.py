@@ -1,16 +1,15 @@
 """What other numerics would save: said beside a plan, and never done, since the job alone says what is computed.
 
 Three changes are known to pay. TensorFloat-32 multiplies float32 with 10 bits of mantissa, on the units that are made for
-half precision, and leaves memory as it is. Half precision makes matrix products faster and halves activations and working weights;
-gradients of one byte (int8 with a scale for each block; Dettmers et al. 2022, arXiv:2110.02861) are a quarter of what
-data parallelism sends. Each is priced in the layout at hand, whose programs are written, played and added up anew: what a
-search under the other numerics would find may be better still.
+half precision, and leaves memory as it is. Half precision makes matrix products faster and halves activations and working
+weights; gradients of one byte (int8 with a scale for each block; Dettmers et al. 2022, arXiv:2110.02861) are a quarter of
+what data parallelism sends. Each is priced in the layout at hand, whose programs are written, played and added up anew: what
+a search under the other numerics would find may be better still.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from samestep import clock
 from samestep.hardware import Hardware
@@ -67,8 +66,7 @@ def _rounded(best: Prediction, model: ModelSpec, job: Job, hardware: Hardware, s
     """Round the factors of products as they are multiplied."""
     if job.numerics.precision != "float32" or job.numerics.tf32 or TF32 not in hardware.flops_per_s:
         return None
-    other = job.model_copy(update={"numerics": job.numerics.model_copy(update={"tf32": True})})
-    said = predict(model, other, best.layout, hardware, states)
+    said = predict(model, _under(job, tf32=True), best.layout, hardware, states)
     return Saving(change="numerics.tf32=true", step_s=said.step_s, before_s=best.step_s, before_bytes=best.peak.total)
 
 
@@ -76,12 +74,11 @@ def _halved(best: Prediction, model: ModelSpec, job: Job, hardware: Hardware, st
     """Compute in half precision, with masters, gradients and reductions as they are."""
     if job.numerics.precision != "float32":
         return None  # float64 is asked for by who wants every digit
-    kinds: tuple[tuple[Literal["bf16", "fp16"], str], ...] = (("bf16", "bfloat16"), ("fp16", "float16"))
+    kinds = (("bf16", "bfloat16"), ("fp16", "float16"))
     precision = next((name for name, dtype in kinds if dtype in hardware.flops_per_s), None)
     if precision is None:
         return None
-    other = job.model_copy(update={"numerics": job.numerics.model_copy(update={"precision": precision})})
-    said = predict(model, other, best.layout, hardware, states)
+    said = predict(model, _under(job, precision=precision), best.layout, hardware, states)
     return Saving(
         change=f"numerics.precision={precision}",
         step_s=said.step_s,
@@ -89,6 +86,10 @@ def _halved(best: Prediction, model: ModelSpec, job: Job, hardware: Hardware, st
         peak_bytes=said.peak.total,
         before_bytes=best.peak.total,
     )
+
+
+def _under(job: Job, **numerics: object) -> Job:
+    return job.model_copy(update={"numerics": job.numerics.model_copy(update=numerics)})
 
 
 def _of_bytes(best: Prediction, hardware: Hardware) -> Saving:

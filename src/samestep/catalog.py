@@ -17,10 +17,9 @@ import xxhash
 
 from samestep import presets
 from samestep.errors import ModelError, SamestepError, did_you_mean
-from samestep.job import Job
+from samestep.job import PRESET, Job
 from samestep.model import FORMAT_VERSION, ModelSpec
 
-PRESET = "preset:"
 _TRACERS = (
     "model.py",
     *(f"runtime/{name}.py" for name in ("build", "init", "locality", "sequence", "tensor", "trace")),
@@ -36,9 +35,9 @@ def model_spec(job: Job) -> ModelSpec:
     Raises:
         SamestepError: the model cannot be built or traced; the text is the one `train` would give.
     """
-    if job.model.source.startswith(PRESET):
+    if job.model.preset is not None:
         length = job.data.sequence_length if "sequence_length" in job.data.model_fields_set else None
-        return presets.preset(job.model.source.removeprefix(PRESET), length, job.model.config)
+        return presets.preset(job.model.preset, length, job.model.config)
     if ":" not in job.model.source:
         words = [f"{PRESET}{name}" for name in presets.PRESETS]
         if hint := did_you_mean(job.model.source.lower(), words):

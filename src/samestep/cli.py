@@ -7,12 +7,10 @@ finite); 2 what was given cannot run; 130 and 143 killed by a second Ctrl-C or S
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from importlib import metadata, resources
 from pathlib import Path
@@ -247,7 +245,7 @@ def _job(words: argparse.Namespace, run_folder: Path | None = None) -> jobs.Job:
     given = {key.strip(): value.strip() for key, _, value in (setting.partition("=") for setting in words.set)}
     # Fields of the default model mean nothing to another one; a preset knows its own sequences.
     without = ["model.config"] * ("model.source" in given)
-    without += ["data.sequence_length"] * given.get("model.source", "").strip("\"'").startswith("preset:")
+    without += ["data.sequence_length"] * given.get("model.source", "").strip("\"'").startswith(jobs.PRESET)
     with resources.as_file(resources.files("samestep") / "default_job.toml") as default:
         return jobs.load(default, words.set, without)
 
@@ -369,13 +367,13 @@ def _plan(words: argparse.Namespace) -> int:
 
 def _check_rehearsal(words: argparse.Namespace, job: jobs.Job) -> None:
     """Refuse before anything is searched what could not be run afterwards."""
-    from samestep import catalog, hardware
+    from samestep import hardware
 
     if words.hardware not in (None, hardware.OWN):
         raise SamestepError(
             f"--measure-top runs on this machine, and --hardware {words.hardware} is another: leave it out"
         )
-    if job.model.source.startswith(catalog.PRESET):
+    if job.model.preset is not None:
         raise SamestepError(
             f"--measure-top runs steps, and {job.model.source} is a model in numbers only: hf: or your own works"
         )
@@ -401,7 +399,7 @@ def _rehearse(job: jobs.Job, best: Sequence[Any], machine: Any) -> list[dict[str
 
 
 def _simulate(words: argparse.Namespace) -> int:
-    from samestep import catalog, memory
+    from samestep import catalog, listing, memory
     from samestep.prediction import predict
 
     if words.case is not None:
@@ -417,7 +415,7 @@ def _simulate(words: argparse.Namespace) -> int:
         layout = Layout(dp_replicate=words.devices)
     machine = _machine(words, layout.world_size)
     found = predict(catalog.model_spec(job), job, layout, machine, memory.states_per_param(job))
-    _print_prediction(found, words.program)
+    print(listing.as_text(found, whole=words.program))
     _write_prediction(found, words)
     return 0
 
@@ -436,36 +434,6 @@ def _case(words: argparse.Namespace) -> int:
     if wanted:
         _write_prediction(cases.RUNS[words.case].predict(), words)
     return 0
-
-
-_MOST_LINES = 60
-"""Of a program that is listed unasked: a longer one would leave nothing else on the screen."""
-
-
-def _print_prediction(found: Any, whole: bool) -> None:
-    from samestep.search import needs
-
-    if whole or sum(map(_num_lines, found.programs)) <= _MOST_LINES:
-        for stage, program in enumerate(found.programs):
-            if len(found.programs) > 1:
-                print(f"stage {stage}")
-            _print_program(program)
-    else:
-        _print_heads(found.programs)
-    print(found.timeline.to_text(100))
-    print(f'"{found.layout}" {"fits" if found.fits else "does not fit"}: {needs(found.peak, found.hardware)}')
-    print(_compact(found.to_record()))
-
-
-def _compact(record: dict[str, Any]) -> str:
-    """Write JSON with a line for each key, and for each of several tables."""
-    lines = []
-    for key, value in record.items():
-        text = json.dumps(value)
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
-        lines.append(f" {json.dumps(key)}: {text}")
-    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 def _write_prediction(found: Any, words: argparse.Namespace) -> None:
@@ -551,43 +519,6 @@ def _layouts(words: argparse.Namespace) -> int:
     if words.json:
         _write(words.json, json.dumps([legality.as_record(row) for row in rows], indent=1) + "\n")
     return 0
-
-
-def _print_program(program: Any) -> None:
-    """Print tasks and bodies: the step as data."""
-    tasks = " ".join(f"{task.body}[{task.microbatch}]" for task in program.stages[0])
-    print(f'program of "{program.step.layout}": {tasks}')
-    for key, ops in program.bodies.items():
-        print(f"  {key}")
-        for op in ops:
-            size = f"{op.size_bytes:>12,} B {op.dtype} over {op.axis}" if op.axis else f"{op.flops:>12,} FLOPs"
-            print(f"    {op.name:<40} {size}{'  (by FSDP2)' if op.implied else ''}")
-
-
-def _num_lines(program: Any) -> int:
-    return 1 + sum(1 + len(ops) for ops in program.bodies.values())
-
-
-def _print_heads(programs: Sequence[Any]) -> None:
-    """Print what tasks there are, how often each runs and what its ops are; stages that are alike are told once."""
-    num_ops = sum(len(program.bodies[task.body]) for program in programs for task in program.stages[0])
-    print(f'program of "{programs[0].step.layout}": {num_ops:,} ops; --program lists them')
-    first = 0
-    for heads, alike in itertools.groupby(map(_heads, programs)):
-        count = len([*alike])
-        if len(programs) > 1:
-            print(f"stage {first}" if count == 1 else f"stages {first} to {first + count - 1}, each")
-        print("\n".join(heads))
-        first += count
-
-
-def _heads(program: Any) -> list[str]:
-    lines = []
-    for body, times in Counter(task.body for task in program.stages[0]).items():
-        kinds = Counter(str(op.kind) for op in program.bodies[body])
-        counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
-        lines.append(f"  {body:<12} {'once' if times == 1 else f'{times:,} times':>10}: {counts}")
-    return lines
 
 
 def _env(words: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from samestep.errors import JobError, LayoutError, did_you_mean
 from samestep.layout import Layout
 
 Precision = Literal["float64", "float32", "bf16", "fp16"]
+PRESET = "preset:"
 OnNonFinite = Literal["skip", "stop", "continue"]
 
 
@@ -34,6 +35,11 @@ class ModelTable(_Table):
     """`hf:FAMILY`, `module:function`, or `preset:NAME`."""
     config: dict[str, Any] = {}
     """Fields of the family's configuration or of the preset to override, or keyword arguments of the function."""
+
+    @property
+    def preset(self) -> str | None:
+        """Name of the preset; None where the model is a module."""
+        return self.source.removeprefix(PRESET) if self.source.startswith(PRESET) else None
 
 
 class DataTable(_Table):

@@ -91,9 +91,17 @@ def readable(size: float) -> str:
     """Write bytes in the unit that suits them."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= factor:
-            number = size / factor
-            return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
+            return f"{_three_digits(size / factor)} {unit}"
     return f"{size:.0f} B"
+
+
+def gib(size: float) -> str:
+    """Write bytes in GiB, however few they are: to be compared."""
+    return _three_digits(size / 2**30)
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def classic_bytes_per_param(zero: int, num_shards: int) -> float:

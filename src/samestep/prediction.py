@@ -25,16 +25,11 @@ def labels(job: Job, hardware: Hardware) -> dict[str, str]:
     """Say what the numbers of a prediction are made of: of a preset the model's figures are analytical, else traced."""
     of_each = ", ".join(f"{count} {origin}" for origin, count in origins(hardware).items())
     return {
-        "model": "analytical: counted from hyperparameters" if is_preset(job) else "traced",
+        "model": "analytical: counted from hyperparameters" if job.model.preset is not None else "traced",
         "hardware": of_each or "given without sources",
         "time": "analytical: played on a clock",
         "memory": "analytical: added up over the program",
     }
-
-
-def is_preset(job: Job) -> bool:
-    """Whether the job names a model by its hyperparameters."""
-    return job.model.source.startswith("preset:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +177,7 @@ def predict_programs(
     states_per_param: int,
 ) -> Prediction:
     """Predict a layout whose programs are made already, and their memory added up."""
-    length = model.length if is_preset(job) else job.data.sequence_length
+    length = model.length if job.model.preset is not None else job.data.sequence_length
     return Prediction(
         layout=programs[0].step.layout,
         hardware=hardware,

@@ -9,10 +9,11 @@ from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.memory import gib
 from samestep.model import ModelSpec
 from samestep.nearest import nearest
 from samestep.prediction import Prediction, intervals, predict
-from samestep.search import MOST_PLAYED, Fallen, Plan, gib, needs
+from samestep.search import MOST_PLAYED, Fallen, Plan, needs
 
 TIGHT = 0.05
 """Part of a device's memory that is too little to have free: what is in pieces cannot be given away."""
@@ -162,12 +163,10 @@ def explain_layout(
     """Say why one layout is not the best, or that it is: the answer to `--why`."""
 
     def near() -> str:
-        works = nearest(model, job, hardware, layout, found.devices, states_per_param) if found.best else None
-        return (
-            f'; "{works.layout}" works, {works.step_s:.4g} s a step'
-            if works
-            else f"; {found.nearest}" * bool(found.nearest)
-        )
+        if not found.best:
+            return f"; {found.nearest}"
+        works = nearest(model, job, hardware, layout, found.devices, states_per_param)
+        return f'; "{works.layout}" works, {works.step_s:.4g} s a step' if works else ""
 
     try:
         mine = predict(model, job, layout, hardware, states_per_param)

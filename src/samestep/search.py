@@ -31,7 +31,7 @@ from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.memory import MemoryUse
+from samestep.memory import MemoryUse, gib
 from samestep.model import ModelSpec
 from samestep.needs import Need, Needs
 from samestep.prediction import Prediction, labels, memory_of, predict_programs
@@ -230,8 +230,10 @@ class _Search:
         step = self.builder.step(layout)
         if reason := refusal_of(step):
             self._throw_out(layout, "refused", reason)
-        elif (need := self.needs.need(step)).total + self.hardware.reserved_bytes > self.hardware.memory_bytes:
-            needed = need.total + self.hardware.reserved_bytes
+            return
+        need = self.needs.need(step)
+        needed = need.total + self.hardware.reserved_bytes
+        if needed > self.hardware.memory_bytes:
             self._throw_out(layout, "memory", _at_least(need, needed, self.hardware), needed)
         else:
             closer_s = self.bounds.step_s(step, self.bounds.closed_times(step))
@@ -380,12 +382,6 @@ def _at_least(need: Need, total: float, hardware: Hardware) -> str:
     parts = {"states": need.states, "activations": need.activations, "gathered weights": need.gathered}
     most = ", ".join(f"{name} {gib(size)}" for name, size in sorted(parts.items(), key=lambda p: -p[1]) if size)
     return f"needs at least {gib(total)} GiB of {gib(hardware.memory_bytes)}: {most}"
-
-
-def gib(size: float) -> str:
-    """Write bytes in GiB."""
-    number = size / 2**30
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _nearest(fallen: Sequence[Fallen]) -> str:

@@ -192,21 +192,18 @@ class Timeline:
         rows = [(stage, stream) for stage in self.stages for stream in self.streams(stage)]
         if not rows or not self.step_s:
             return "an empty step"
-        left_out = len(rows) if len(rows) > MOST_ROWS else 0
-        if left_out:
-            rows = [(stage, stream) for stage, stream in rows if stream == COMPUTE]
-            left_out -= len(rows)
-        labels = [f"stage {stage} {stream}" for stage, stream in rows]
+        drawn = rows if len(rows) <= MOST_ROWS else [row for row in rows if row[1] == COMPUTE]
+        labels = [f"stage {stage} {stream}" for stage, stream in drawn]
         margin = max(map(len, labels))
         cells = max(width - margin - len("  100%") - 1, 10)
         lines, shown = [], set()
-        for label, (stage, stream) in zip(labels, rows, strict=True):
+        for label, (stage, stream) in zip(labels, drawn, strict=True):
             picture = self._picture(stage, stream, cells)
             shown |= set(picture)
             lines.append(f"{label:<{margin}} {picture} {self.busy_s(stage, stream) / self.step_s:5.0%}")
         exposed = max(self.exposed_s(stage) for stage in self.stages)
         legend = "  ".join(f"{letter} {kind}" for kind, letter in LETTERS.items() if letter in shown)
-        if left_out:
+        if left_out := len(rows) - len(drawn):
             legend += f"; {left_out} rows of communication are left out"
         return "\n".join([f"{_readable(self.step_s)} a step, {_readable(exposed)} exposed", *lines, legend])
 

@@ -54,7 +54,7 @@ def model_source(job: Job) -> Callable[[], nn.Module]:
         family = source.removeprefix("hf:")
         _check_family(family)
         return functools.partial(_build_family, _family_config(family, config))
-    if source.startswith("preset:"):
+    if job.model.preset is not None:
         raise ModelError(f"{source} is a model's shape, to plan and simulate; train hf:FAMILY or module:function")
     if ":" not in source:
         raise ModelError(

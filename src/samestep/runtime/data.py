@@ -59,8 +59,6 @@ class _Place:
     flat: _Flat
     name: str
     gradient: Tensor
-    is_master: bool
-    """Whether the parameter itself is in master precision."""
 
 
 class Replicated:
@@ -124,7 +122,7 @@ class Replicated:
             yield self._piece(name, 0, param.numel(), param, value, lambda: _gradient_or_zero(param))
             return
         gradient = flat.gradients[member.offset : member.offset + member.numel].view(param.shape)
-        place = _Place(flat, name, gradient, param.dtype == gradient.dtype)
+        place = _Place(flat, name, gradient)
         param.register_post_accumulate_grad_hook(functools.partial(_tell, weakref.ref(self), place))
         if flat.weights is None:
             yield self._piece(name, 0, member.numel, param, value, lambda: gradient)
@@ -177,7 +175,7 @@ class Replicated:
             else:
                 place.gradient.add_(found)
             # In master precision autograd goes on adding in place; else each micro-batch's gradient is cast first.
-            param.grad = place.gradient if place.is_master else None
+            param.grad = place.gradient if param.dtype == place.gradient.dtype else None
         flat.untouched.discard(name)
         if self._last:
             flat.missing.discard(name)

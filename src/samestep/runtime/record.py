@@ -74,23 +74,22 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.rows: dict[str, list[LedgerRow]] = {}
         self._group_of = group_of or _name_of
-        self._labels: list[tuple[str | None, object]] = []
+        self._labels: list[str | None] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace == "profiler":
-            self._note_label(func, args, result)
+            self._note_label(func, args)
         elif func.namespace == "c10d":
             self._note_collective(func, args)
         return result
 
-    def _note_label(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+    def _note_label(self, func: Any, args: tuple[Any, ...]) -> None:
         if "_enter" in func._schema.name:
-            label = str(args[0])
-            match = _FSDP_LABEL.match(label)
-            self._labels.append(((match["owner"] or "") if match else None, result))
+            match = _FSDP_LABEL.match(str(args[0]))
+            self._labels.append((match["owner"] or "") if match else None)
         elif self._labels:
             self._labels.pop()
 
@@ -101,7 +100,7 @@ class Ledger(TorchDispatchMode):
         # Of an all_to_all what is sent, the second of the two: over a group that adds up to what is received.
         sized = tensors[1:] if name == "alltoall_base_" else tensors
         largest = max(sized, key=lambda tensor: tensor.numel() * tensor.element_size())
-        labels = [*(label for label, _ in self._labels if label is not None), *_owners.names]
+        labels = [*(label for label in self._labels if label is not None), *_owners.names]
         row = LedgerRow(
             _KINDS.get(name, name),
             str(largest.dtype).removeprefix("torch."),

@@ -319,10 +319,12 @@ class Updater:
         Whether float16 overflows on the way depends on how many samples a micro-batch adds up; their sum over the
         whole step does not. So a step is skipped for the sum, and layouts decide alike.
         """
-        scaled = self.loss_scale is not None and self.loss_scale.scale > 1.0
-        gradients = [gradient for piece in self.pieces if (gradient := piece.gradient()).numel()] if scaled else []
+        none = torch.zeros((), dtype=torch.float64, device=device)
+        if self.loss_scale is None or self.loss_scale.scale <= 1.0:
+            return none
+        gradients = [gradient for piece in self.pieces if (gradient := piece.gradient()).numel()]
         if not gradients:
-            return torch.zeros((), dtype=torch.float64, device=device)
+            return none
         largest = torch.stack(torch._foreach_norm(gradients, math.inf)).max()
         return torch.where(largest > LARGEST_SUM, math.inf, 0.0).double()
 
