@@ -29,7 +29,6 @@ PLANS = [
     "preset:deepseek-v2-lite --devices 8 --hardware h200x8",
     "preset:gpt2-xl --devices 8 --hardware a100-40x8",
     "preset:llama3.2-1b --devices 8 --hardware v100x8 --set numerics.precision=fp16",
-    "preset:gpt3-175b --devices 64 --hardware a100-80x8 --set train.global_batch=512",
     "preset:resnet50 --devices 8 --hardware v100x8 --set numerics.precision=float32",
     "preset:gpt3-1.3b --devices 16 --hardware b200x8 --fewest-devices",
     "preset:llama3-405b --devices 8 --hardware h100x8",
