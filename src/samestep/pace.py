@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from samestep import schedules
 from samestep.layout import Layout
-from samestep.schedules import ActionKind
+from samestep.schedules import TaskKind
 
 
 class Bodies(NamedTuple):
@@ -57,15 +57,15 @@ def in_flight(schedule: schedules.Schedule, stage: int, num_stages: int, microba
     order = _order(
         schedule, stage, num_stages, min(microbatches, num_stages + 1) if is_bounded else microbatches, chunks
     )
-    frees = ActionKind.WEIGHT if schedule == "zero-bubble" else ActionKind.BACKWARD
+    frees = TaskKind.WEIGHT if schedule == "zero-bubble" else TaskKind.BACKWARD
     counts = [0] * chunks
     best, most, next_chunk, is_new = tuple(counts), 0, 0, False
     latest = begun = 0
     for action in order:
-        if action.kind is ActionKind.BACKWARD and is_new:
+        if action.kind is TaskKind.BACKWARD and is_new:
             next_chunk, is_new = action.chunk, False
         begun = max(begun, action.microbatch)
-        counts[action.chunk] += (action.kind is ActionKind.FORWARD) - (action.kind is frees)
+        counts[action.chunk] += (action.kind is TaskKind.FORWARD) - (action.kind is frees)
         if sum(counts) > most:
             best, most, is_new, latest = tuple(counts), sum(counts), True, begun
     return Held(best, next_chunk, latest)
@@ -86,7 +86,7 @@ def play_bodies(
     pp, chunks = layout.pp, layout.virtual_stages
     last = pp * chunks - 1
     orders = [_order(layout.schedule, stage, pp, m, chunks) for stage in range(pp)]
-    reduces = ActionKind.WEIGHT if layout.schedule == "zero-bubble" else ActionKind.BACKWARD
+    reduces = TaskKind.WEIGHT if layout.schedule == "zero-bubble" else TaskKind.BACKWARD
     forward = [[0.0] * m] + [[-1.0] * m for _ in range(last)]  # when what a run is given has come; -1: not yet
     backward = [[-1.0] * m for _ in range(last)] + [[0.0] * m]
     free, links = [0.0] * pp, [0.0] * pp
@@ -99,9 +99,9 @@ def play_bodies(
             for kind, microbatch, chunk in order[position:]:
                 run = chunk * pp + stage
                 body = larger[run] if microbatch < num_larger else bodies[run]
-                if kind is ActionKind.WEIGHT:
+                if kind is TaskKind.WEIGHT:
                     came, took_s, to = 0.0, body.weight_s, None
-                elif kind is ActionKind.FORWARD:
+                elif kind is TaskKind.FORWARD:
                     came, took_s = forward[run][microbatch], body.forward_s if microbatch else body.first_s
                     to = forward[run + 1] if run < last else None
                 else:

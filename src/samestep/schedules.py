@@ -55,20 +55,22 @@ from samestep.errors import LayoutError
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
-class ActionKind(StrEnum):
-    """What a stage does with a micro-batch."""
+class TaskKind(StrEnum):
+    """What a task of a stage is; the update is in no order, since every schedule ends with it."""
 
     FORWARD = "F"
     BACKWARD = "B"
     """The whole backward, or where the order has W the gradient of the inputs."""
     WEIGHT = "W"
     """The gradient of the weights."""
+    UPDATE = "U"
+    """The optimizer's, once a step."""
 
 
 class Action(NamedTuple):
     """One entry of an order. Chunk c on stage s is the virtual stage c * num_stages + s of the model."""
 
-    kind: ActionKind
+    kind: TaskKind
     microbatch: int
     chunk: int = 0
 
@@ -91,15 +93,15 @@ def order(schedule: Schedule, stage: int, num_stages: int, num_microbatches: int
 def gpipe(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
     """All forwards, then all backwards."""
     _refuse_chunks("gpipe", num_chunks)
-    forwards = tuple(Action(ActionKind.FORWARD, index) for index in range(num_microbatches))
-    return (*forwards, *(Action(ActionKind.BACKWARD, index) for index in range(num_microbatches)))
+    forwards = tuple(Action(TaskKind.FORWARD, index) for index in range(num_microbatches))
+    return (*forwards, *(Action(TaskKind.BACKWARD, index) for index in range(num_microbatches)))
 
 
 def one_f_one_b(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
     """As many forwards as there are later stages, then a forward and a backward in turn, then the other backwards."""
     _refuse_chunks("1f1b", num_chunks)
-    forwards = [Action(ActionKind.FORWARD, index) for index in range(num_microbatches)]
-    backwards = [Action(ActionKind.BACKWARD, index) for index in range(num_microbatches)]
+    forwards = [Action(TaskKind.FORWARD, index) for index in range(num_microbatches)]
+    backwards = [Action(TaskKind.BACKWARD, index) for index in range(num_microbatches)]
     return _in_turn(forwards, backwards, num_stages - stage - 1)
 
 
@@ -113,9 +115,9 @@ def interleaved(stage: int, num_stages: int, num_microbatches: int, num_chunks: 
         return one_f_one_b(stage, num_stages, num_microbatches)
     rounds = tuple(_rounds(num_microbatches, num_stages))
     chunks = range(num_chunks)
-    forwards = [Action(ActionKind.FORWARD, index, chunk) for part in rounds for chunk in chunks for index in part]
+    forwards = [Action(TaskKind.FORWARD, index, chunk) for part in rounds for chunk in chunks for index in part]
     backwards = [
-        Action(ActionKind.BACKWARD, index, chunk) for part in rounds for chunk in reversed(chunks) for index in part
+        Action(TaskKind.BACKWARD, index, chunk) for part in rounds for chunk in reversed(chunks) for index in part
     ]
     return _in_turn(forwards, backwards, 2 * (num_stages - stage - 1) + (num_chunks - 1) * len(rounds[0]))
 
@@ -126,10 +128,10 @@ def zero_bubble(stage: int, num_stages: int, num_microbatches: int, num_chunks: 
     written: list[Action] = []
     for action in one_f_one_b(stage, num_stages, num_microbatches):
         written.append(action)
-        if action.kind is ActionKind.BACKWARD and action.microbatch >= stage:
-            written.append(Action(ActionKind.WEIGHT, action.microbatch - stage))
+        if action.kind is TaskKind.BACKWARD and action.microbatch >= stage:
+            written.append(Action(TaskKind.WEIGHT, action.microbatch - stage))
     rest = range(max(num_microbatches - stage, 0), num_microbatches)
-    return (*written, *(Action(ActionKind.WEIGHT, index) for index in rest))
+    return (*written, *(Action(TaskKind.WEIGHT, index) for index in rest))
 
 
 _SCHEDULES: dict[Schedule, Callable[[int, int, int, int], Order]] = {
@@ -173,14 +175,14 @@ def needs(action: Action, stage: int, num_stages: int, num_chunks: int) -> Itera
     """
     kind, microbatch, chunk = action
     virtual = chunk * num_stages + stage
-    if kind is ActionKind.FORWARD and virtual > 0:
+    if kind is TaskKind.FORWARD and virtual > 0:
         yield (virtual - 1) % num_stages, Action(kind, microbatch, (virtual - 1) // num_stages)
-    if kind is ActionKind.BACKWARD:
-        yield stage, Action(ActionKind.FORWARD, microbatch, chunk)
+    if kind is TaskKind.BACKWARD:
+        yield stage, Action(TaskKind.FORWARD, microbatch, chunk)
         if virtual + 1 < num_stages * num_chunks:
             yield (virtual + 1) % num_stages, Action(kind, microbatch, (virtual + 1) // num_stages)
-    if kind is ActionKind.WEIGHT:
-        yield stage, Action(ActionKind.BACKWARD, microbatch, chunk)
+    if kind is TaskKind.WEIGHT:
+        yield stage, Action(TaskKind.BACKWARD, microbatch, chunk)
 
 
 def check(orders: Sequence[Sequence[Action]], num_chunks: int) -> None:
@@ -192,8 +194,8 @@ def check(orders: Sequence[Sequence[Action]], num_chunks: int) -> None:
         LayoutError: an action is missing, doubled or before what it needs on its own stage; or the stages wait for
             each other, and then it names the action each one is stuck at and what that waits for.
     """
-    has_weight = any(action.kind is ActionKind.WEIGHT for actions in orders for action in actions)
-    kinds = [kind for kind in ActionKind if has_weight or kind is not ActionKind.WEIGHT]
+    has_weight = any(action.kind is TaskKind.WEIGHT for actions in orders for action in actions)
+    kinds = [TaskKind.FORWARD, TaskKind.BACKWARD, *([TaskKind.WEIGHT] if has_weight else [])]
     num_microbatches = 1 + max((action.microbatch for actions in orders for action in actions), default=-1)
     expected = dict.fromkeys(
         Action(kind, index, chunk) for index in range(num_microbatches) for chunk in range(num_chunks) for kind in kinds
@@ -263,11 +265,11 @@ def in_flight(actions: Sequence[Action]) -> int:
     Divide by the number of chunks to count in micro-batches of the whole stage. They are held until the backward,
     and where weight gradients run apart until those.
     """
-    has_weight = any(action.kind is ActionKind.WEIGHT for action in actions)
-    last = ActionKind.WEIGHT if has_weight else ActionKind.BACKWARD
+    has_weight = any(action.kind is TaskKind.WEIGHT for action in actions)
+    last = TaskKind.WEIGHT if has_weight else TaskKind.BACKWARD
     held = peak = 0
     for action in actions:
-        held += (action.kind is ActionKind.FORWARD) - (action.kind is last)
+        held += (action.kind is TaskKind.FORWARD) - (action.kind is last)
         peak = max(peak, held)
     return peak
 

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from samestep.errors import LayoutError
-from samestep.schedules import Action, ActionKind, Order, Schedule, check, in_flight, needs, order, to_text
+from samestep.schedules import Action, Order, Schedule, TaskKind, check, in_flight, needs, order, to_text
 from tests.laws.models import LAW
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
@@ -91,19 +91,19 @@ def bubble(shape: Shape, costs: dict[str, int]) -> Fraction:
 
 def read(text: str) -> list[list[Action]]:
     """Read what `to_text` writes, of one digit each."""
-    return [[Action(ActionKind(w[1]), int(w[0]), int(w[2:] or 0)) for w in line.split()] for line in text.splitlines()]
+    return [[Action(TaskKind(w[1]), int(w[0]), int(w[2:] or 0)) for w in line.split()] for line in text.splitlines()]
 
 
 @LAW
 @given(shapes())
 def test_each_action_runs_once_and_after_what_it_needs(shape: Shape) -> None:
     rows = product(shape.kinds, range(shape.num_microbatches), range(shape.num_chunks))
-    work = sorted(Action(ActionKind(kind), microbatch, chunk) for kind, microbatch, chunk in rows)
+    work = sorted(Action(TaskKind(kind), microbatch, chunk) for kind, microbatch, chunk in rows)
     for actions in shape.orders:
         assert sorted(actions) == work
         place = {action: index for index, action in enumerate(actions)}
         for microbatch, chunk in product(range(shape.num_microbatches), range(shape.num_chunks)):
-            places = [place[Action(ActionKind(kind), microbatch, chunk)] for kind in shape.kinds]
+            places = [place[Action(TaskKind(kind), microbatch, chunk)] for kind in shape.kinds]
             assert places == sorted(places)
 
 
