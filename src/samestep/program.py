@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple
 from samestep.job import Job, Precision
 from samestep.layout import Layout
 from samestep.model import ModelSpec, ParamSpec
-from samestep.schedules import Action, TaskKind
+from samestep.schedules import SCHEDULES, Action, TaskKind
 
 TF32 = "tfloat32"
 """What a GPU multiplies float32 in where it may: 8 bits of exponent and 10 of mantissa, in the four bytes of a float32."""
@@ -356,7 +356,7 @@ class Step:
     @property
     def splits_backward(self) -> bool:
         """Whether the gradients of weights are tasks of their own."""
-        return self.layout.pp > 1 and self.layout.schedule == "zero-bubble"
+        return self.layout.pp > 1 and SCHEDULES[self.layout.schedule].splits_backward
 
     @property
     def innermost_data_ranks(self) -> int:

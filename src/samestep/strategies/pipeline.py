@@ -25,7 +25,7 @@ from dataclasses import replace
 from samestep import schedules
 from samestep.model import ModelSpec, ParamSpec, remembered
 from samestep.program import UPDATE_BODY, BodyKey, Kind, Op, Ops, Program, Step, Task, is_backward, position
-from samestep.schedules import TaskKind
+from samestep.schedules import SCHEDULES, TaskKind
 
 AXIS = "pp"
 
@@ -35,8 +35,8 @@ def refusal(step: Step) -> str | None:
     layout = step.layout
     if layout.pp == 1:
         return "virtual_stages needs pp > 1" if layout.virtual_stages > 1 else None
-    if layout.virtual_stages > 1 and layout.schedule != "interleaved":
-        return f"virtual_stages={layout.virtual_stages} needs schedule=interleaved, not {layout.schedule}"
+    if layout.virtual_stages > 1 and not SCHEDULES[layout.schedule].takes_chunks:
+        return f"virtual_stages={layout.virtual_stages} needs {schedules.taking_chunks()}, not {layout.schedule}"
     if step.model.varies_at:
         varies = f"what stages send has one shape, and those at {step.model.varies_at} depend on values"
         return f"pp={layout.pp}: {varies}: pp=1 works"

@@ -59,8 +59,8 @@ def refusal(step: Step) -> str | None:
         return None
     if step.splits_backward:
         return (
-            f"zero={step.zero} reduces gradients behind each backward, and schedule=zero-bubble computes those of weights "
-            "later: zero=1 works, and so does schedule=1f1b"
+            f"zero={step.zero} reduces gradients behind each backward, and schedule={step.layout.schedule} computes those of "
+            "weights later: zero=1 works, and so does schedule=1f1b"
         )
     return _refuse_weights(step.model)
 
