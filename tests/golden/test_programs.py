@@ -1,7 +1,7 @@
 """Golden programs: what a change of the strategies, the clock or the memory model does to known cases.
 
-A change here is either meant, and then `python -m tests.golden.test_programs` writes the file anew and the difference
-is read in review; or it is not, and the test has caught it.
+A change here is either meant, and then `python -m tests.golden` writes the files anew and the difference is read in
+review; or it is not, and the test has caught it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from samestep import Job, Layout, clock, hardware, memory
+import pytest
+
 from samestep.model import ModelSpec
-from samestep.strategies import program_of
+from tests.golden.cases import FILES
+from tests.golden.product import Case, expanded_text_of, text_of
 
 FOLDER = Path(__file__).parent
 LAYOUTS = [
@@ -33,36 +35,34 @@ LAYOUTS = [
 
 
 def predicted() -> str:
-    """Write out every op of each layout, and what the clock and the memory model make of it."""
+    """Write out every op of each layout of a traced model, and what the clock and the memory model make of it."""
     model = ModelSpec.from_json((FOLDER / "llama.json").read_text())
-    machine = hardware.load("h100x8")
-    lines = []
-    for text in LAYOUTS:
-        job = Job(train={"global_batch": 32}, numerics={"precision": "bf16"})
-        program = program_of(model, job, Layout.parse(text))
-        timeline, use = clock.play([program], machine), memory.during_step(program)
-        lines.append(
-            f"## {program.step.layout}: step {timeline.step_s * 1e6:.4f} us, peak {use.total} B at {use.peak_at}"
-        )
-        for task, op in program.ops():
-            detail = f"{op.size_bytes} B {op.dtype} {op.axis}" if op.axis else f"{op.flops} FLOPs"
-            lines.append(f"{task.body}[{task.microbatch}] {op.name} {detail} <- {' '.join(op.after)}")
-    return "\n".join(lines) + "\n"
+    return "".join(expanded_text_of(model, text) for text in LAYOUTS)
 
 
 def test_predictions_are_what_they_were() -> None:
     assert predicted() == (FOLDER / "programs.txt").read_text()
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_programs_are_what_they_were(name: str) -> None:
+    expected = (FOLDER / f"{name}.txt").read_text().split("\n\n")
+    assert [case.title for case in FILES[name]] == [text.splitlines()[0] for text in expected]
+    for case, text in zip(FILES[name], expected, strict=True):
+        assert _titled(case) == text.rstrip("\n")
+
+
+def _titled(case: Case) -> str:
+    return f"{case.title}\n{text_of(case)}"
+
+
 def write() -> None:
-    """Trace the default job's model, and write both files."""
+    """Trace the default job's model, and write all programs."""
     from samestep import catalog
     from samestep import job as jobs
 
     spec = catalog.model_spec(jobs.load(FOLDER.parents[1] / "jobs" / "default.toml"))
     (FOLDER / "llama.json").write_text(json.dumps(json.loads(spec.to_json()), indent=1) + "\n")
     (FOLDER / "programs.txt").write_text(predicted())
-
-
-if __name__ == "__main__":
-    write()
+    for name, cases in FILES.items():
+        (FOLDER / f"{name}.txt").write_text("\n\n".join(map(_titled, cases)) + "\n")

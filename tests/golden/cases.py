@@ -1,0 +1,135 @@
+"""Which programs are written: every schedule, experts, ties, ZeRO beside them, and each switch where it has an effect."""
+
+from __future__ import annotations
+
+from tests.golden.product import Case
+
+FILES = {
+    "pipelines": [
+        *(Case("llama", f"dp=1 pp=4 microbatch=2 schedule={name}") for name in ("gpipe", "1f1b", "zero-bubble")),
+        Case("llama", "dp=1 pp=2 schedule=interleaved virtual_stages=2 microbatch=2"),
+        Case("llama", "dp=1 pp=2 schedule=interleaved virtual_stages=2 microbatch=2", 10),
+        Case("llama", "dp=2 pp=2 schedule=1f1b microbatch=2 zero=1"),
+        Case("llama", "dp=2 pp=2 schedule=gpipe microbatch=2 zero=2"),
+        Case("llama", "dp=2 pp=2 schedule=1f1b microbatch=2 zero=2 accumulate=full"),
+        Case("llama", "dp=2 pp=2 schedule=interleaved virtual_stages=2 microbatch=2 zero=3"),
+        Case("llama", "dp=2 pp=2 schedule=zero-bubble microbatch=2 zero=1"),
+        Case("llama", "dp=2 tp=2 pp=2 schedule=zero-bubble microbatch=2"),
+        Case("llama", "dp=2 tp=2 pp=2 schedule=1f1b microbatch=2 zero=1 sequence_parallel"),
+        Case("llama", "dp=2 tp=2 pp=2 schedule=1f1b microbatch=2 zero=3 sequence_parallel", is_whole=False),
+        Case("llama", "dp=2 tp=2 pp=2 schedule=gpipe microbatch=2 zero=2", is_whole=False),
+        Case("llama", "dp=1 cp=2 pp=2 schedule=1f1b microbatch=4"),
+        Case("llama", "dp=2 cp=2 pp=2 schedule=zero-bubble microbatch=4 zero=1", is_whole=False),
+        Case("llama", "dp=2 tp=2 cp=2 pp=2 schedule=interleaved virtual_stages=2 microbatch=4 zero=3", is_whole=False),
+        *(
+            Case("llama", f"dp=2 pp=2 microbatch=2 recompute={how} schedule={name}", is_whole=name == "1f1b")
+            for how in ("selective", "full")
+            for name in ("1f1b", "zero-bubble")
+        ),
+        Case("llama", "dp=1 pp=3 microbatch=2"),
+        Case("llama", "dp=3 pp=2 microbatch=2"),
+        Case("llama", "dp=2 pp=2 microbatch=2 offload zero=1"),
+        Case("llama", "dp=1 pp=2", numerics={"precision": "fp16"}),
+        Case("llama", "dp=1 pp=4 microbatch=2", ranks_per_node=2),
+        Case("wide-llama", "dp=2 pp=2 schedule=zero-bubble microbatch=2", is_whole=False),
+        Case("dropping", "dp=2 pp=2 microbatch=4 recompute=full", is_whole=False),
+        Case("resnet50", "dp=2 pp=2 schedule=1f1b microbatch=4", is_whole=False),
+        Case("llama3-8b", "dp=2 tp=4 pp=4 schedule=interleaved virtual_stages=4 microbatch=1 zero=1", is_whole=False),
+        Case("llama3-8b", "dp=4 pp=8 schedule=zero-bubble microbatch=1", 64, is_whole=False),
+    ],
+    "ties": [
+        *(Case("gpt2-tied", f"dp=2 zero={zero}" if zero else "dp=2") for zero in range(4)),
+        *(Case("gpt2-tied", f"dp=1 pp=2 microbatch=4 schedule={name}") for name in ("gpipe", "1f1b", "zero-bubble")),
+        Case("llama-tied", "dp=1 pp=4 microbatch=4"),
+        Case("llama-tied", "dp=1 pp=2 schedule=interleaved virtual_stages=2 microbatch=4"),
+        Case("llama-tied", "dp=1 tp=2"),
+        Case("llama-tied", "dp=2 tp=2 zero=1"),
+        Case("llama-tied", "dp=2 tp=2 zero=3 sequence_parallel"),
+        Case("llama-tied", "dp=2 tp=2 pp=2 zero=1 microbatch=4", is_whole=False),
+        *(Case("llama-tied", f"dp=2 pp=2 zero={zero} microbatch=4", is_whole=zero == 1) for zero in (1, 2, 3)),
+        Case("llama-tied", "dp=2 cp=2 zero=2 microbatch=4"),
+        Case("llama-tied", "dp=2 pp=2 zero=1 microbatch=4 offload schedule=zero-bubble", is_whole=False),
+        Case("gpt2", "dp=4 zero=2 microbatch=2", is_whole=False),
+        Case("gpt2", "dp=2 pp=4 microbatch=2 schedule=zero-bubble", is_whole=False),
+    ],
+    "experts": [
+        *(Case("mixtral", f"dp=4 ep={ep} zero={zero}", is_whole=ep == 2) for ep in (2, 4) for zero in range(4)),
+        Case("mixtral", "dp=2 ep=2 microbatch=4"),
+        Case("mixtral", "dp=8 ep=2 zero=1", is_whole=False),
+        Case("mixtral", "dp_replicate=2 dp_shard=4 ep=2 zero=1"),
+        Case("mixtral", "dp_replicate=2 dp_shard=4 ep=4 zero=3", is_whole=False),
+        Case("mixtral", "dp=2 ep=2 tp=2"),
+        Case("mixtral", "dp=2 ep=2 tp=2 zero=1 sequence_parallel"),
+        Case("mixtral", "dp=2 ep=2 tp=2 zero=3 sequence_parallel", is_whole=False),
+        Case("mixtral", "dp=2 tp=2 sequence_parallel"),
+        Case("mixtral", "dp=1 tp=2"),
+        Case("mixtral", "dp=2 ep=2 pp=2 microbatch=2 zero=1"),
+        *(
+            Case("mixtral", f"dp=2 ep=2 pp=2 microbatch=2 schedule={name}", is_whole=name == "zero-bubble")
+            for name in ("gpipe", "1f1b", "zero-bubble")
+        ),
+        Case("mixtral", "dp=2 ep=2 pp=2 schedule=interleaved virtual_stages=2 microbatch=2 zero=3", is_whole=False),
+        Case("mixtral", "dp=4 ep=2 tp=2 pp=2 microbatch=2 zero=2 sequence_parallel", is_whole=False),
+        Case("mixtral", "dp=1 cp=2 ep=2"),
+        Case("mixtral", "dp=2 cp=2 ep=4 zero=1"),
+        Case("mixtral", "dp=2 cp=2 ep=2 zero=3", is_whole=False),
+        Case("mixtral", "dp=1 pp=2 cp=2 ep=2 microbatch=4", is_whole=False),
+        *(Case("mixtral", f"dp=2 ep=2 recompute={how} microbatch=4") for how in ("selective", "full")),
+        Case("mixtral", "dp=4 ep=2 zero=2 microbatch=2 accumulate=full", is_whole=False),
+        Case("mixtral", "dp=4 ep=2 zero=1 offload", is_whole=False),
+        Case("mixtral", "dp=4 ep=2 reduce=root"),
+        Case("shared-experts", "dp=2"),
+        Case("shared-experts", "dp=4 ep=4 zero=2 microbatch=2", is_whole=False),
+        Case("shared-experts", "dp=2 ep=2 tp=2 zero=1 sequence_parallel", is_whole=False),
+        Case("shared-experts", "dp=2 ep=2 pp=2 schedule=zero-bubble microbatch=2", is_whole=False),
+        Case("mixtral-8x7b", "dp=8 ep=8 zero=3 microbatch=1", 32, is_whole=False),
+        Case("mixtral-8x7b", "dp=8 ep=4 tp=2 pp=4 zero=1 microbatch=1", 64, is_whole=False),
+    ],
+    "switches": [
+        *(Case("llama", "dp=2 zero=1", numerics={"precision": name}) for name in ("float64", "float32", "bf16", "fp16")),
+        *(
+            Case("llama", "dp=2 zero=3 microbatch=4", numerics={"precision": name}, is_whole=name == "fp16")
+            for name in ("float64", "float32", "fp16")
+        ),
+        *(
+            Case("wide-llama", "dp=2 tp=2", numerics={"precision": "float32", "tf32": tf32}, is_whole=False)
+            for tf32 in (False, True)
+        ),
+        *(Case("llama", f"dp=4 reduce={how}", ranks_per_node=2) for how in ("ring", "hierarchical", "root")),
+        Case("llama", "dp=4 tp=2 reduce=hierarchical", ranks_per_node=4),
+        *(Case("llama", f"dp=2 offload zero={zero}" if zero else "dp=2 offload") for zero in range(4)),
+        Case("llama", "dp=3", 10),
+        Case("llama", "dp=3 microbatch=2", 10),
+        Case("llama", "dp=4 zero=2 microbatch=2", 13),
+        Case("llama", "dp=4 zero=3 microbatch=2 recompute=full", 13, is_whole=False),
+        Case("llama", "dp=2 pp=2 microbatch=2", 7),
+        Case("llama", "dp=5 microbatch=1", 3),
+        Case("llama", "dp_replicate=2 dp_shard=2 zero=1 microbatch=2"),
+        Case("llama", "dp_replicate=2 dp_shard=2 zero=2 microbatch=2", is_whole=False),
+        Case("llama", "dp_replicate=2 dp_shard=2 zero=3 microbatch=2", ranks_per_node=2),
+        *(Case("llama", f"dp=2 cp=2 zero={zero}" if zero else "dp=2 cp=2", is_whole=zero < 3) for zero in range(4)),
+        Case("llama", "dp=2 tp=2 cp=2 zero=2 recompute=selective microbatch=4", is_whole=False),
+        Case("dropping", "dp=2 tp=2 zero=1"),
+        Case("wide-llama", "dp=4", ranks_per_node=2),
+        Case("wide-llama", "dp=4 zero=1 microbatch=2", is_whole=False),
+        Case("wide-llama", "dp=4 zero=3", machine="cpu-laptop", is_whole=False),
+        Case("wide-llama", "dp=2 tp=2 sequence_parallel", machine="gb200-nvl72", is_whole=False),
+        Case("llama3-8b", "dp=8 zero=3 microbatch=1 recompute=selective", 64, is_whole=False),
+        Case("llama3-8b", "dp=16 tp=8 zero=1 sequence_parallel microbatch=1", 64, ranks_per_node=8, is_whole=False),
+        Case("resnet50", "dp=8", 64, is_whole=False),
+        Case("resnet50", "dp=8 zero=3 microbatch=4", 64, is_whole=False),
+    ],
+    "refusals": [
+        Case("mixtral", "dp_replicate=2 dp_shard=2 ep=4 zero=1"),
+        Case("mixtral", "dp=4 ep=2 reduce=hierarchical", ranks_per_node=2),
+        Case("mixtral", "dp=2 ep=3"),
+        Case("llama", "dp=2 ep=2"),
+        Case("llama", "dp=2 pp=2 schedule=zero-bubble microbatch=2 zero=3"),
+        Case("llama", "dp=1 pp=8"),
+        Case("llama", "dp=1 pp=2 schedule=gpipe virtual_stages=2"),
+        Case("llama", "dp=1 tp=3"),
+        Case("resnet50", "dp=1 tp=2"),
+        Case("llama", "dp=2 zero=1 reduce=root"),
+        Case("llama", "dp=2 tp=2 cp=2 sequence_parallel"),
+    ],
+}  # fmt: skip
