@@ -12,7 +12,7 @@ from samestep import clock, cost, memory
 from samestep.errors import SamestepError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.program import Kind, Op, Ops, Program, Step, TaskKind
+from samestep.program import UPDATE_BODY, BodyKey, Kind, Op, Ops, Program, Step
 from samestep.strategies import programs_of
 
 UNREADABLE = (SkippedError, SamestepError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
@@ -50,7 +50,7 @@ def programs_for(case: Case, recompute: str) -> tuple[Program, ...]:
     per_node = min(case.machine.devices_per_node, layout.world_size)
     programs = programs_of(case.model, job, layout, per_node)
 
-    def rewrite(_: str, ops: Ops) -> Ops:
+    def rewrite(_: BodyKey, ops: Ops) -> Ops:
         return tuple(_in_its_numerics(op, case) for op in ops)
 
     if case.products or case.chunks > 1 or case.sent_rows < 1:
@@ -133,8 +133,8 @@ def _held(case: Case, program: Program) -> int:
     """
     if not case.is_lean:
         return memory.during_step(program, case.states_per_param).total
-    tasks = program.stages[0]
-    twice = replace(program, stages=((*(task for task in tasks if task.kind is not TaskKind.UPDATE), *tasks),))
+    tasks = program.tasks
+    twice = replace(program, tasks=(*(task for task in tasks if task.body != UPDATE_BODY), *tasks))
     held = memory.during_step(twice, case.states_per_param)  # so that gradients are there beside activations
     rest = memory.at_rest(program, case.states_per_param)
     shed = (
@@ -148,8 +148,8 @@ def _shortened(program: Program) -> Program:
     """Leave out the middle of a long step: what is held repeats itself."""
     layout = program.step.layout
     most = 4 * layout.pp * layout.virtual_stages + 4
-    tasks = program.stages[0]
-    return program if len(tasks) <= 2 * most else replace(program, stages=((*tasks[:most], *tasks[-most:]),))
+    tasks = program.tasks
+    return program if len(tasks) <= 2 * most else replace(program, tasks=(*tasks[:most], *tasks[-most:]))
 
 
 def _fits(case: Case, peak: float) -> bool:

@@ -47,7 +47,7 @@ from samestep.runtime.joining import LOOPBACK, Place
 from samestep.runtime.launch import die_with_parent
 from samestep.runtime.run import Run
 from samestep.runtime.update import Updater
-from samestep.schedules import Action, ActionKind
+from samestep.schedules import Action
 from samestep.training import Workload
 
 AIM = 0.95
@@ -218,7 +218,7 @@ class Seen:
 def ideal_s(programs: Sequence[Program], seen: Sequence[Step]) -> float:
     """Play the schedule with the tasks' measured seconds, and messages that take none."""
     virtual = programs[0].step.layout.virtual_stages
-    queues = [list(zip(p.stages[0], one.tasks_s, strict=True)) for p, one in zip(programs, seen, strict=True)]
+    queues = [list(zip(p.tasks, one.tasks_s, strict=True)) for p, one in zip(programs, seen, strict=True)]
     updates = [queue.pop()[1] for queue in queues]
     free = [0.0] * len(queues)
     ends: dict[tuple[int, Action], float] = {}
@@ -226,11 +226,12 @@ def ideal_s(programs: Sequence[Program], seen: Sequence[Step]) -> float:
         for stage, queue in enumerate(queues):
             while queue:
                 task, taken_s = queue[0]
-                action = Action(ActionKind(str(task.kind)), task.microbatch, task.chunk)
-                needs = list(schedules.needs(action, stage, len(programs), virtual))
+                needs = list(schedules.needs(task.action, stage, len(programs), virtual))
                 if any(need not in ends for need in needs):
                     break
-                free[stage] = ends[stage, action] = max(free[stage], *(ends[need] for need in needs), 0.0) + taken_s
+                free[stage] = ends[stage, task.action] = (
+                    max(free[stage], *(ends[need] for need in needs), 0.0) + taken_s
+                )
                 queue.pop(0)
     return max(free) + max(updates)
 

@@ -16,7 +16,7 @@ from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.model import ModelSpec
 from samestep.prediction import Prediction, predict
-from samestep.program import BYTES_OF, REDUCING, TF32, Op, Ops
+from samestep.program import BYTES_OF, REDUCING, TF32, BodyKey, Op, Ops
 
 WORTH = 0.03
 """Part of a step below which a saving is not worth another arithmetic."""
@@ -103,7 +103,7 @@ def _of_bytes(best: Prediction, hardware: Hardware) -> Saving:
     )
 
 
-def _compressed(_: str, ops: Ops) -> Ops:
+def _compressed(_: BodyKey, ops: Ops) -> Ops:
     return tuple(_as_bytes(op) if _is_of_gradients(op) else op for op in ops)
 
 

@@ -28,9 +28,10 @@ from typing import NamedTuple
 from samestep.beside import Reduced, longer_s
 from samestep.cost import UPDATE_PASSES, collective_s, group_of
 from samestep.kinds import Seconds, Sizes
-from samestep.pace import Bodies, Times, play_bodies
+from samestep.pace import Bodies, Times, behind_last_backward, play_bodies
 from samestep.prices import Prices, larger_twin, least_updated, smallest
 from samestep.program import BUCKET_BYTES, BYTES_OF, SHARD_AXES, STEP_SCALARS, Kind, Step
+from samestep.schedules import DEFAULT
 
 
 class Bounds:
@@ -51,7 +52,7 @@ class Bounds:
         backward were split, which takes no less."""
         step = smallest(step)
         if step.layout.recompute != "none" or step.splits_backward:
-            step = replace(step, layout=replace(step.layout, recompute="none", schedule="1f1b"))
+            step = replace(step, layout=replace(step.layout, recompute="none", schedule=DEFAULT))
         pp, whole, (larger, rest) = step.layout.pp, self.prices.whole_seconds(step), larger_twin(step)
         more = self.prices.whole_seconds(larger) if rest else whole
         busy_s = rest * (more.forward_s + more.backward_s)
@@ -175,7 +176,8 @@ class Bounds:
             forward_s += begins_s[stage]
             end_s, last = forward_s + backward_s, small[stage]
             # What weights have left to do behind that gradient, where they have tasks of their own.
-            left_s = min(stage + 1, m) * last.weight_s
+            left = behind_last_backward(layout.schedule, stage, pp, m, chunks) if step.splits_backward else ()
+            left_s = sum((large if one.microbatch < rest else small)[one.chunk * pp + stage].weight_s for one in left)
             after_s = max(after_s + last.backward_s, end_s - left_s)
             ends_s[stage] = max(end_s, after_s + left_s)
             for run in range(stage, pp * chunks, pp):

@@ -19,6 +19,7 @@ from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout, Recompute
 from samestep.model import ModelSpec
+from samestep.schedules import DEFAULT, SCHEDULES
 from samestep.strategies import sequence
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
@@ -74,22 +75,25 @@ def sized(degrees: Layout, job: Job) -> Iterator[Layout]:
         yield replace(degrees, microbatch=microbatch if microbatch < share else None)
 
 
-_SCHEDULES: tuple[Mapping[str, Any], ...] = (
-    {"schedule": "1f1b"},
-    {"schedule": "interleaved", "virtual_stages": 2},
-    {"schedule": "zero-bubble"},
-)
-_VARIANTS = tuple({**words, "recompute": recompute} for words in _SCHEDULES for recompute in get_args(Recompute))
-"""Of each schedule the quickest recomputation first."""
+def schedule_words(schedule: str, virtual_stages: int = 2) -> Mapping[str, Any]:
+    """Return the layout words of a schedule, with the fewest virtual stages at which they do something."""
+    chunks = {"virtual_stages": virtual_stages} if SCHEDULES[schedule].takes_chunks else {}
+    return {"schedule": schedule, **chunks}
 
 
-def variants(layout: Layout) -> tuple[Mapping[str, Any], ...]:
-    """Return the words of every schedule and every recomputation: without stages there is one schedule."""
-    return _VARIANTS if layout.pp > 1 else _VARIANTS[: len(get_args(Recompute))]
+def _schedules(layout: Layout) -> list[Mapping[str, Any]]:
+    """Words of the schedules that are tried: without stages there is one."""
+    if layout.pp == 1:
+        return [schedule_words(DEFAULT)]
+    return [schedule_words(spec.name) for spec in SCHEDULES.values() if spec.is_planned]
+
+
+def variants(layout: Layout) -> list[Mapping[str, Any]]:
+    """Return the words of every schedule and every recomputation, of each schedule the quickest recomputation first."""
+    return [{**words, "recompute": recompute} for words in _schedules(layout) for recompute in get_args(Recompute)]
 
 
 def scheduled(layout: Layout) -> Iterator[Layout]:
     """Yield a layout under every schedule."""
-    yield layout
-    for words in _SCHEDULES[1:] if layout.pp > 1 else ():
+    for words in _schedules(layout):
         yield replace(layout, **words)

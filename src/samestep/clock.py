@@ -38,7 +38,7 @@ from typing import NamedTuple
 from samestep.cost import seconds
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
-from samestep.program import EXPOSED_AXES, Kind, Op, Program, Task, is_backward
+from samestep.program import EXPOSED_AXES, BodyKey, Kind, Op, Program, Task, is_backward
 from samestep.timeline import COMPUTE, Line, Run, Timeline
 
 _TOGETHER = ("world", "tie")
@@ -162,11 +162,11 @@ class _Stage:
         self.done = next(self._steps, True)
         return self.done or self._played > before
 
-    def _play(self, parts: Mapping[str, Sequence[_Part]]) -> Iterator[bool]:
+    def _play(self, parts: Mapping[BodyKey, Sequence[_Part]]) -> Iterator[bool]:
         """Play line by line; yield False while the next one has to wait for another stage."""
         ended, free, runs, parked = self._ended, self._free, self.runs, self._parked
         crowd = _Crowd(self._contention)
-        for task in self._program.stages[0]:
+        for task in self._program.tasks:
             label = f"{task.kind}{task.microbatch}"
             for queue, took_s, waits, awaited, shared, line in parts[task.body]:
                 if parked:
@@ -319,7 +319,7 @@ def _check_waits(program: Program, stage: int) -> None:
     """Refuse a wait for what no earlier op of the step is."""
     issued: set[str] = set()
     met: set[int] = set()
-    for task in program.stages[0]:
+    for task in program.tasks:
         ops = program.bodies[task.body]
         if id(ops) in met:
             continue

@@ -392,5 +392,5 @@ def _update_bytes(step: Step) -> int:
 
 def _handlings(program: Program) -> int:
     """Count the gathers and scatters of units in a step."""
-    tasks = Counter(task.body for task in program.stages[0])
+    tasks = Counter(task.body for task in program.tasks)
     return sum(tasks[key] * sum(op.implied for op in ops) for key, ops in program.bodies.items())

@@ -13,15 +13,16 @@ it adds no ranks, it divides the ones there are.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_type_hints
 
 from samestep.errors import LayoutError, did_you_mean
+from samestep.schedules import DEFAULT, SCHEDULES
 
 Recompute = Literal["none", "selective", "full"]
 Accumulate = Literal["sharded", "full"]
 Reduce = Literal["ring", "hierarchical", "root"]
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,8 @@ class Layout:
     cp: int = 1
     pp: int = 1
     ep: int = 1
-    schedule: Schedule = "1f1b"
+    schedule: str = DEFAULT
+    """One of `SCHEDULES`."""
     virtual_stages: int = 1
     zero: int = 0
     microbatch: int | None = None
@@ -53,6 +55,8 @@ class Layout:
             names = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages")
             name, value = next((n, v) for n, v in zip(names, degrees, strict=True) if v < 1)
             raise LayoutError(f"{name}={value}: a degree is at least 1")
+        if self.schedule not in SCHEDULES:
+            raise _none_of("schedule", self.schedule, SCHEDULES)
         if self.microbatch is not None and self.microbatch < 1:
             raise LayoutError(f"microbatch={self.microbatch}: a micro-batch holds at least 1 sample")
         if self.zero not in (0, 1, 2, 3):
@@ -138,6 +142,8 @@ class Layout:
 
 def _read(name: str, value: Any, hint: Any) -> Any:
     """Read one word's value by the type of its field."""
+    if hint is str:
+        return str(value)
     choices = get_args(hint)
     if hint is bool:
         named = {"true": True, "false": False, "on": True, "off": False}
@@ -148,7 +154,7 @@ def _read(name: str, value: Any, hint: Any) -> Any:
     if choices and all(isinstance(choice, str) for choice in choices):
         if value in choices:
             return value
-        raise LayoutError(f"{name}={value} is none of {', '.join(choices)}{did_you_mean(str(value), choices)}")
+        raise _none_of(name, value, choices)
     if value is True:
         raise LayoutError(f"{name} needs a value: {name}=N")
     try:
@@ -157,3 +163,7 @@ def _read(name: str, value: Any, hint: Any) -> Any:
         raise TypeError
     except (TypeError, ValueError):
         raise LayoutError(f"{name}={value} is not a whole number") from None
+
+
+def _none_of(name: str, value: object, choices: Iterable[str]) -> LayoutError:
+    return LayoutError(f"{name}={value} is none of {', '.join(choices)}{did_you_mean(str(value), choices)}")

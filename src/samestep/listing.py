@@ -36,7 +36,7 @@ def as_text(found: Prediction, *, whole: bool = False) -> str:
 
 def _listed(program: Program) -> Iterator[str]:
     """List tasks and bodies: the step as data."""
-    tasks = " ".join(f"{task.body}[{task.microbatch}]" for task in program.stages[0])
+    tasks = " ".join(f"{task.body}[{task.microbatch}]" for task in program.tasks)
     yield f'program of "{program.step.layout}": {tasks}'
     for key, ops in program.bodies.items():
         yield f"  {key}"
@@ -47,7 +47,7 @@ def _listed(program: Program) -> Iterator[str]:
 
 def _tasks(programs: Sequence[Program]) -> Iterator[str]:
     """Say what tasks there are, how often each runs and what its ops are; stages that are alike are told once."""
-    num_ops = sum(len(program.bodies[task.body]) for program in programs for task in program.stages[0])
+    num_ops = sum(len(program.bodies[task.body]) for program in programs for task in program.tasks)
     yield f'program of "{programs[0].step.layout}": {num_ops:,} ops; --program lists them'
     first = 0
     for tasks, alike in itertools.groupby(map(_tasks_of, programs)):
@@ -60,10 +60,10 @@ def _tasks(programs: Sequence[Program]) -> Iterator[str]:
 
 def _tasks_of(program: Program) -> list[str]:
     lines = []
-    for body, times in Counter(task.body for task in program.stages[0]).items():
+    for body, times in Counter(task.body for task in program.tasks).items():
         kinds = Counter(str(op.kind) for op in program.bodies[body])
         counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
-        lines.append(f"  {body:<12} {'once' if times == 1 else f'{times:,} times':>10}: {counts}")
+        lines.append(f"  {body!s:<12} {'once' if times == 1 else f'{times:,} times':>10}: {counts}")
     return lines
 
 

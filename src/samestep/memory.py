@@ -34,7 +34,7 @@ from typing import NamedTuple
 from samestep.errors import JobError, did_you_mean
 from samestep.job import Job
 from samestep.model import LayerSpec, ParamSpec
-from samestep.program import BYTES_OF, SHARD_AXES, Kind, Op, Ops, Program, Step, TaskKind, Unit, is_dealt
+from samestep.program import BYTES_OF, SHARD_AXES, BodyKey, Kind, Op, Ops, Program, Step, Unit, is_dealt, is_forward
 
 _STATES = {
     "adadelta": 2, "adafactor": 0, "adagrad": 1, "adam": 2, "adamax": 2, "adamw": 2, "asgd": 1, "muon": 1, "nadam": 2,
@@ -228,8 +228,8 @@ def _arriving(program: Program) -> dict[str, int]:
 
 def _on_the_way(program: Program) -> int:
     """Bytes of a stage's next input, awaited ahead of need, and of its last input's gradient, kept until it has come."""
-    bodies = {task.body for task in program.stages[0]}
-    ahead = sum(task.kind is TaskKind.FORWARD for task in program.stages[0]) > 1
+    bodies = {task.body for task in program.tasks}
+    ahead = sum(is_forward(task.body) for task in program.tasks) > 1
     given = (
         op.size_bytes
         for body in bodies
@@ -315,10 +315,10 @@ class _Held(NamedTuple):
 def _most(program: Program) -> _Moment:
     """Return the op of the step at which most is held; tasks that find the same and do the same are followed once."""
     sizes = _Sizes(program)
-    known: dict[tuple[str, _Held], tuple[_Moment, int, int, _Held]] = {}
+    known: dict[tuple[BodyKey, _Held], tuple[_Moment, int, int, _Held]] = {}
     most: _Moment | None = None
     held, activations, logits = _Held(), 0, 0
-    for task in program.stages[0]:
+    for task in program.tasks:
         key = (task.body, held)
         if key not in known:
             walk = _Walk(sizes, held)

@@ -106,8 +106,9 @@ class Needs:
         """Bytes of gradients that may come only when the activations of a step's first backwards are gone."""
         layout = step.layout
         held = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
-        if layout.schedule in ("1f1b", "zero-bubble") and step.num_microbatches > sum(held.counts):
-            return 0.0  # what is in flight then is so again, behind a backward
+        _, num_larger = larger_twin(step)
+        if held.again is not None and (held.latest >= num_larger or held.again < num_larger):
+            return 0.0  # as much is in flight again, behind a backward
         if step.zero >= 2:
             return whole.held_trained * BYTES_OF[step.master_dtype]
         return mine.trained * BYTES_OF[step.master_dtype] if layout.dp * layout.cp == 1 else 0.0
@@ -120,6 +121,8 @@ class Needs:
         step = larger if held.latest < rest else step
         sizes, samples = self.prices.run_sizes(step), step.microbatch_samples
         kept = samples * sum(count * sizes[chunk * layout.pp + stage].kept for chunk, count in enumerate(held.counts))
+        if held.next_chunk is None:
+            return kept, 0.0
         run = held.next_chunk * layout.pp + stage
         if step.splits_backward:  # nothing is freed before the gradients of weights
             return kept + samples * sizes[run].again, 0.0

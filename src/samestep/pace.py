@@ -7,12 +7,13 @@ of seconds, so that thousands of layouts can be tried.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from samestep import schedules
 from samestep.layout import Layout
-from samestep.schedules import ActionKind
+from samestep.schedules import SCHEDULES, Action, TaskKind
 
 
 class Bodies(NamedTuple):
@@ -41,34 +42,44 @@ class Held(NamedTuple):
 
     counts: tuple[int, ...]
     """Of each chunk."""
-    next_chunk: int
-    """Whose backward follows."""
+    next_chunk: int | None
+    """The chunk whose backward follows; None where some activations are freed before."""
     latest: int
     """The last micro-batch of those that are or were in flight: none behind it has begun."""
+    again: int | None
+    """The same once more when as many are in flight behind a backward of every chunk; None where they never are."""
 
 
 @functools.lru_cache(maxsize=2**12)
-def in_flight(schedule: schedules.Schedule, stage: int, num_stages: int, microbatches: int, chunks: int) -> Held:
-    """Find the moment."""
+def in_flight(schedule: str, stage: int, num_stages: int, microbatches: int, chunks: int) -> Held:
+    """Return the moment at which a stage has most micro-batches in flight, in whatever order it runs."""
     if num_stages == 1:
-        return Held((1,), 0, 0)
-    # Once these are full, more micro-batches change nothing; interleaved deals them into other rounds.
-    is_bounded = schedule in ("1f1b", "zero-bubble")
-    order = _order(
-        schedule, stage, num_stages, min(microbatches, num_stages + 1) if is_bounded else microbatches, chunks
-    )
-    frees = ActionKind.WEIGHT if schedule == "zero-bubble" else ActionKind.BACKWARD
-    counts = [0] * chunks
-    best, most, next_chunk, is_new = tuple(counts), 0, 0, False
-    latest = begun = 0
-    for action in order:
-        if action.kind is ActionKind.BACKWARD and is_new:
-            next_chunk, is_new = action.chunk, False
-        begun = max(begun, action.microbatch)
-        counts[action.chunk] += (action.kind is ActionKind.FORWARD) - (action.kind is frees)
-        if sum(counts) > most:
-            best, most, is_new, latest = tuple(counts), sum(counts), True, begun
-    return Held(best, next_chunk, latest)
+        return Held((1,), 0, 0, 1 if microbatches > 1 else None)
+    frees = TaskKind.WEIGHT if SCHEDULES[schedule].splits_backward else TaskKind.BACKWARD
+    counts, num_held, begun = [0] * chunks, 0, 0
+    found, most = Held((0,) * chunks, None, 0, None), 0
+    freed: set[int] = set()
+    at: Held | None = None  # the moment of the last forward, if it is the fullest so far or as full as that
+    for kind, microbatch, chunk in _order(schedule, stage, num_stages, microbatches, chunks):
+        if kind is TaskKind.FORWARD:
+            begun = max(begun, microbatch)
+            counts[chunk] += 1
+            num_held += 1
+            at = Held(tuple(counts), None, begun, None) if num_held >= most else None
+            if at and num_held > most:
+                found, most = at, num_held
+            continue
+        goes_back = chunk if kind is TaskKind.BACKWARD else None
+        if at is found:
+            found = found._replace(next_chunk=goes_back)
+        elif at and at.counts == found.counts and found.next_chunk in (None, goes_back) and len(freed) == chunks:
+            found = found._replace(again=at.latest if found.again is None else found.again)
+        at = None
+        if kind is frees:
+            counts[chunk] -= 1
+            num_held -= 1
+            freed.add(chunk)
+    return found
 
 
 def play_bodies(
@@ -86,7 +97,7 @@ def play_bodies(
     pp, chunks = layout.pp, layout.virtual_stages
     last = pp * chunks - 1
     orders = [_order(layout.schedule, stage, pp, m, chunks) for stage in range(pp)]
-    reduces = ActionKind.WEIGHT if layout.schedule == "zero-bubble" else ActionKind.BACKWARD
+    reduces = TaskKind.WEIGHT if SCHEDULES[layout.schedule].splits_backward else TaskKind.BACKWARD
     forward = [[0.0] * m] + [[-1.0] * m for _ in range(last)]  # when what a run is given has come; -1: not yet
     backward = [[-1.0] * m for _ in range(last)] + [[0.0] * m]
     free, links = [0.0] * pp, [0.0] * pp
@@ -99,9 +110,9 @@ def play_bodies(
             for kind, microbatch, chunk in order[position:]:
                 run = chunk * pp + stage
                 body = larger[run] if microbatch < num_larger else bodies[run]
-                if kind is ActionKind.WEIGHT:
+                if kind is TaskKind.WEIGHT:
                     came, took_s, to = 0.0, body.weight_s, None
-                elif kind is ActionKind.FORWARD:
+                elif kind is TaskKind.FORWARD:
                     came, took_s = forward[run][microbatch], body.forward_s if microbatch else body.first_s
                     to = forward[run + 1] if run < last else None
                 else:
@@ -123,8 +134,16 @@ def play_bodies(
     return Times(tuple(whole_s), tuple(free))
 
 
+@functools.lru_cache(maxsize=2**12)
+def behind_last_backward(
+    schedule: str, stage: int, num_stages: int, microbatches: int, chunks: int
+) -> tuple[Action, ...]:
+    """Return what a stage runs behind its last backward: gradients of weights that have been put off."""
+    order = _order(schedule, stage, num_stages, microbatches, chunks)
+    behind = itertools.takewhile(lambda action: action.kind is not TaskKind.BACKWARD, reversed(order))
+    return tuple(behind)[::-1]
+
+
 @functools.lru_cache(maxsize=2**10)
-def _order(
-    schedule: schedules.Schedule, stage: int, num_stages: int, microbatches: int, chunks: int
-) -> schedules.Order:
+def _order(schedule: str, stage: int, num_stages: int, microbatches: int, chunks: int) -> schedules.Order:
     return schedules.order(schedule, stage, num_stages, microbatches, chunks)

@@ -34,7 +34,8 @@ from samestep.kinds import (
 from samestep.layout import Layout, Recompute
 from samestep.memory import saved_bytes
 from samestep.model import ModelSpec
-from samestep.program import BYTES_OF, Kind, Op, Ops, Program, Step
+from samestep.program import BYTES_OF, BodyKey, Kind, Op, Ops, Program, Step
+from samestep.schedules import TaskKind
 from samestep.strategies import ProgramBuilder
 from samestep.strategies.pipeline import balanced, weights_apart
 from samestep.timeline import COMPUTE
@@ -72,7 +73,7 @@ class _Cut(NamedTuple):
 class _Part(NamedTuple):
     """An op for one sample, and what each more adds to it."""
 
-    body: str
+    body: TaskKind
     layer: int
     op: Op
     flops: int
@@ -143,8 +144,8 @@ class Prices:
         program, parts = self._of_compute(step)
         step = replace(step, model=program.step.model)
         program, more, count = replace(program, step=step), step.microbatch_samples - 1, len(self.few.layers)
-        took_s = {kind: [0.0] * count for kind in ("F", "B", "W")}
-        sent_s = {kind: [0.0] * count for kind in ("F", "B", "W")}
+        took_s = {kind: [0.0] * count for kind in TaskKind}
+        sent_s = {kind: [0.0] * count for kind in TaskKind}
         behind_s = [0.0] * count
         groups = {axis: group_of(axis, size, step, self.hardware) for axis, size in program.axes.items()}
         each_s: list[float] = []
@@ -160,9 +161,11 @@ class Prices:
             took_s[body][layer] += op_s
             if op.axis is not None:
                 sent_s[body][layer] += op_s
-            if body == "B":
+            if body is TaskKind.BACKWARD:
                 behind_s[layer] = 0.0 if op.kind is Kind.BACKWARD else behind_s[layer] + op_s
-        return tuple(map(Seconds, took_s["F"], took_s["B"], took_s["W"], behind_s, sent_s["F"], sent_s["B"]))
+        forward, backward, weight = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT
+        sent = sent_s[forward], sent_s[backward]
+        return tuple(map(Seconds, took_s[forward], took_s[backward], took_s[weight], behind_s, *sent))
 
     def _of_compute(self, step: Step) -> tuple[Program, list[_Part]]:
         """Return the program of micro-batches of one sample, and what of it runs in the queue of compute."""
@@ -170,14 +173,15 @@ class Prices:
         key = (*_cuts(layout), layout.recompute, step.splits_backward)
         if key not in self._known_parts:
             one, two = (self._builder.before_stages(replace(step, model=self.few, samples=count)) for count in (1, 2))
-            bodies = [(body, one.bodies[body], two.bodies[body]) for body in ("F", "B")]
+            forward, backward = BodyKey(TaskKind.FORWARD), BodyKey(TaskKind.BACKWARD)
+            bodies = [(key.kind, one.bodies[key], two.bodies[key]) for key in (forward, backward)]
             if step.splits_backward:
-                apart, of_two = (tuple(weights_apart(each.bodies["B"], each.step)) for each in (one, two))
-                bodies.append(("W", apart, of_two))
+                apart, of_two = (tuple(weights_apart(each.bodies[backward], each.step)) for each in (one, two))
+                bodies.append((TaskKind.WEIGHT, apart, of_two))
             self._known_parts[key] = (one, list(self._parts(one, bodies)))
         return self._known_parts[key]
 
-    def _parts(self, program: Program, bodies: Sequence[tuple[str, Ops, Ops]]) -> Iterator[_Part]:
+    def _parts(self, program: Program, bodies: Sequence[tuple[TaskKind, Ops, Ops]]) -> Iterator[_Part]:
         first: dict[object, int] = {}
         number = 0
         for body, ops, of_two in bodies:

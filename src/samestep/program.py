@@ -4,7 +4,7 @@
 `verify` proves it, `explain` holds the measured step against it. Because there is one program, a prediction can be
 checked: the collectives that torch really sent must equal those listed here (the ledger).
 
-A `Program` is a list of tasks for each pipeline stage; a task (the forward of micro-batch 3, say) points at a body, a
+A `Program` is the list of tasks of one pipeline stage; a task (the forward of micro-batch 3, say) points at a body, a
 list of ops written once and shared by all tasks that do the same. Ops are *driven* (issued by our interpreter) or
 *implied* (issued by FSDP2 inside a driven op). Buckets and units are decided here, without torch; the runtime obeys.
 
@@ -26,11 +26,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from samestep.job import Job, Precision
 from samestep.layout import Layout
 from samestep.model import ModelSpec, ParamSpec
+from samestep.schedules import SCHEDULES, Action, TaskKind
 
 TF32 = "tfloat32"
 """What a GPU multiplies float32 in where it may: 8 bits of exponent and 10 of mantissa, in the four bytes of a float32."""
@@ -125,24 +126,50 @@ class Op:
 Ops = tuple[Op, ...]
 
 
-class TaskKind(StrEnum):
-    """What a task of the interpreter is."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    WEIGHT = "W"
-    UPDATE = "U"
+Position = Literal["only", "first", "middle", "last"]
+"""Where a micro-batch stands in its step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One entry of a stage's schedule."""
+class BodyKey(NamedTuple):
+    """The name of a body in its program; `str` writes it as `F.first`, `B.0.of3.last` or `U`."""
 
     kind: TaskKind
+    chunk: int | None = None
+    """Index of the virtual stage on its rank; None where one rank runs all layers, and in the update."""
+    size: int | None = None
+    """Samples of the micro-batch where it is smaller than the step's largest; None for the largest."""
+    position: Position | None = None
+    """None before the program has tasks, and in the update."""
+
+    def __str__(self) -> str:
+        size = None if self.size is None else f"of{self.size}"
+        return ".".join(str(part) for part in (self.kind, self.chunk, size, self.position) if part is not None)
+
+
+UPDATE_BODY = BodyKey(TaskKind.UPDATE)
+"""The body of the optimizer's update, and of what is sent just before and behind it."""
+
+
+class Task(NamedTuple):
+    """One entry of a program: a body, and the micro-batch for which it runs."""
+
+    body: BodyKey
     microbatch: int
-    body: str
-    chunk: int = 0
-    """Index of the virtual stage on its rank."""
+
+    @property
+    def kind(self) -> TaskKind:
+        """What it is."""
+        return self.body.kind
+
+    @property
+    def chunk(self) -> int:
+        """Index of the virtual stage on its rank."""
+        return self.body.chunk or 0
+
+    @property
+    def action(self) -> Action:
+        """The entry of the stage's schedule that it carries out."""
+        return Action(self.kind, self.microbatch, self.chunk)
 
 
 class LedgerRow(NamedTuple):
@@ -329,7 +356,7 @@ class Step:
     @property
     def splits_backward(self) -> bool:
         """Whether the gradients of weights are tasks of their own."""
-        return self.layout.pp > 1 and self.layout.schedule == "zero-bubble"
+        return self.layout.pp > 1 and SCHEDULES[self.layout.schedule].splits_backward
 
     @property
     def innermost_data_ranks(self) -> int:
@@ -344,11 +371,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """One step: tasks of each stage, bodies they point at, and the geometry the runtime obeys."""
+    """One step on one pipeline stage: its tasks, the bodies they point at, and the geometry the runtime obeys."""
 
     step: Step
-    bodies: Mapping[str, Ops]
-    stages: tuple[tuple[Task, ...], ...]
+    bodies: Mapping[BodyKey, Ops]
+    tasks: tuple[Task, ...] = ()
+    """In the order in which they run; the last one is the update."""
     buckets: tuple[Bucket, ...] = ()
     units: tuple[Unit, ...] = ()
     chunks: tuple[range, ...] = ()
@@ -356,24 +384,24 @@ class Program:
     axes: Mapping[str, int] = field(default_factory=dict)
     """Ranks in a group of each axis that the program sends over."""
 
-    def with_bodies(self, rewrite: Callable[[str, Ops], Ops], **changes: Any) -> Program:
+    def with_bodies(self, rewrite: Callable[[BodyKey, Ops], Ops], **changes: Any) -> Program:
         """Return the program with each body rewritten, and other fields changed."""
         bodies = {key: rewrite(key, ops) for key, ops in self.bodies.items()}
         return replace(self, bodies=bodies, **changes)
 
-    def ops(self, stage: int = 0) -> Iterator[tuple[Task, Op]]:
-        """Expand one stage: every op of the step in the order of issue."""
-        for task in self.stages[stage]:
+    def ops(self) -> Iterator[tuple[Task, Op]]:
+        """Yield every op of the step with its task, in the order of issue."""
+        for task in self.tasks:
             for op in self.bodies[task.body]:
                 yield task, op
 
-    def ledger(self, stage: int = 0, group_of: Callable[[str], str] = str) -> dict[str, list[LedgerRow]]:
+    def ledger(self, group_of: Callable[[str], str] = str) -> dict[str, list[LedgerRow]]:
         """List what each group sends, in order of issue, and what it receives; how these lists interleave is timing.
 
         `group_of` names the group that serves an axis: two axes over the same ranks share one.
         """
         rows: dict[str, list[LedgerRow]] = {}
-        for _, op in self.ops(stage):
+        for _, op in self.ops():
             if op.axis is not None:
                 row = LedgerRow(str(op.kind), op.dtype, op.size_bytes, op.owner)
                 rows.setdefault(ledger_key(group_of(op.axis), row), []).append(row)
@@ -393,37 +421,39 @@ def _even_part(count: int, parts: int, index: int) -> int:
     return count // parts + (index < count % parts)
 
 
-def position(microbatch: int, num_microbatches: int) -> str:
-    """Where a micro-batch stands in its step: only, first, middle or last."""
+def position(microbatch: int, num_microbatches: int) -> Position:
+    """Return where a micro-batch stands in its step."""
     if num_microbatches == 1:
         return "only"
-    return {0: "first", num_microbatches - 1: "last"}.get(microbatch, "middle")
+    if microbatch == 0:
+        return "first"
+    return "last" if microbatch == num_microbatches - 1 else "middle"
 
 
-def starts_step(body: str) -> bool:
+def starts_step(body: BodyKey) -> bool:
     """Whether the body belongs to the first micro-batch of a step."""
-    return body.endswith((".only", ".first"))
+    return body.position in ("only", "first")
 
 
-def ends_step(body: str) -> bool:
+def ends_step(body: BodyKey) -> bool:
     """Whether the body belongs to the last micro-batch of a step."""
-    return body.endswith((".only", ".last"))
+    return body.position in ("only", "last")
 
 
-def ends_gradients(body: str, step: Step) -> bool:
+def ends_gradients(body: BodyKey, step: Step) -> bool:
     """Whether the body leaves the last gradients of a step."""
     kind = TaskKind.WEIGHT if step.splits_backward else TaskKind.BACKWARD
-    return ends_step(body) and body.startswith(kind)
+    return ends_step(body) and body.kind is kind
 
 
-def is_backward(body: str) -> bool:
+def is_backward(body: BodyKey) -> bool:
     """Whether the body is one of a backward task."""
-    return body.startswith(TaskKind.BACKWARD)
+    return body.kind is TaskKind.BACKWARD
 
 
-def is_forward(body: str) -> bool:
+def is_forward(body: BodyKey) -> bool:
     """Whether the body is one of a forward task."""
-    return body.startswith(TaskKind.FORWARD)
+    return body.kind is TaskKind.FORWARD
 
 
 def padded(numel: int, multiple: int) -> int:

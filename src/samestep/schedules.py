@@ -41,34 +41,38 @@ So the idle time is the paper's for every m >= p, and what grows is the activati
 
 Every schedule adds up a chunk's gradients in ascending micro-batches, as one device does, and the last micro-batch
 is the last: reductions start there.
+
+All that the rest of the house knows of a schedule stands in its `ScheduleSpec`, and a new one is a new row of
+`SCHEDULES`: layouts, programs, messages between stages, memory and bounds follow from its order.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import Final, NamedTuple
 
 from samestep.errors import LayoutError
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
-
-class ActionKind(StrEnum):
-    """What a stage does with a micro-batch."""
+class TaskKind(StrEnum):
+    """What a task of a stage is; the update is in no order, since every schedule ends with it."""
 
     FORWARD = "F"
     BACKWARD = "B"
     """The whole backward, or where the order has W the gradient of the inputs."""
     WEIGHT = "W"
     """The gradient of the weights."""
+    UPDATE = "U"
+    """The optimizer's, once a step."""
 
 
 class Action(NamedTuple):
     """One entry of an order. Chunk c on stage s is the virtual stage c * num_stages + s of the model."""
 
-    kind: ActionKind
+    kind: TaskKind
     microbatch: int
     chunk: int = 0
 
@@ -76,7 +80,24 @@ class Action(NamedTuple):
 Order = tuple[Action, ...]
 
 
-def order(schedule: Schedule, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleSpec:
+    """A pipeline schedule: what a layout calls it, the order of each stage, and what follows from that order."""
+
+    name: str
+    """The value of the layout word `schedule`."""
+    order: Callable[[int, int, int, int], Order]
+    """Returns what one stage runs, given its index and the numbers of stages, micro-batches and virtual stages of a rank;
+    the orders of all stages pass `check`."""
+    takes_chunks: bool = False
+    """Whether a rank may have several virtual stages."""
+    splits_backward: bool = False
+    """Whether gradients of weights are actions of their own, so that the orders have W."""
+    is_planned: bool = True
+    """Whether `plan` tries it: not one that takes as long as another and holds more."""
+
+
+def order(schedule: str, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
     """Return what one stage runs, first to last; every number of micro-batches is legal in every schedule.
 
     Raises:
@@ -85,21 +106,29 @@ def order(schedule: Schedule, stage: int, num_stages: int, num_microbatches: int
     assert 0 <= stage < num_stages, f"stage {stage} of {num_stages}"
     assert num_microbatches >= 1, f"{num_microbatches} micro-batches"
     assert num_chunks >= 1, f"{num_chunks} chunks"
-    return _SCHEDULES[schedule](stage, num_stages, num_microbatches, num_chunks)
+    spec = SCHEDULES[schedule]
+    if num_chunks > 1 and not spec.takes_chunks:
+        raise LayoutError(
+            f"schedule={schedule} takes no virtual stages, and {num_chunks} were given: {taking_chunks()} does"
+        )
+    return spec.order(stage, num_stages, num_microbatches, num_chunks)
+
+
+def taking_chunks() -> str:
+    """Name the schedules that take virtual stages, as layout words."""
+    return " or ".join(f"schedule={spec.name}" for spec in SCHEDULES.values() if spec.takes_chunks)
 
 
 def gpipe(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
     """All forwards, then all backwards."""
-    _refuse_chunks("gpipe", num_chunks)
-    forwards = tuple(Action(ActionKind.FORWARD, index) for index in range(num_microbatches))
-    return (*forwards, *(Action(ActionKind.BACKWARD, index) for index in range(num_microbatches)))
+    forwards = tuple(Action(TaskKind.FORWARD, index) for index in range(num_microbatches))
+    return (*forwards, *(Action(TaskKind.BACKWARD, index) for index in range(num_microbatches)))
 
 
 def one_f_one_b(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
     """As many forwards as there are later stages, then a forward and a backward in turn, then the other backwards."""
-    _refuse_chunks("1f1b", num_chunks)
-    forwards = [Action(ActionKind.FORWARD, index) for index in range(num_microbatches)]
-    backwards = [Action(ActionKind.BACKWARD, index) for index in range(num_microbatches)]
+    forwards = [Action(TaskKind.FORWARD, index) for index in range(num_microbatches)]
+    backwards = [Action(TaskKind.BACKWARD, index) for index in range(num_microbatches)]
     return _in_turn(forwards, backwards, num_stages - stage - 1)
 
 
@@ -113,38 +142,36 @@ def interleaved(stage: int, num_stages: int, num_microbatches: int, num_chunks: 
         return one_f_one_b(stage, num_stages, num_microbatches)
     rounds = tuple(_rounds(num_microbatches, num_stages))
     chunks = range(num_chunks)
-    forwards = [Action(ActionKind.FORWARD, index, chunk) for part in rounds for chunk in chunks for index in part]
+    forwards = [Action(TaskKind.FORWARD, index, chunk) for part in rounds for chunk in chunks for index in part]
     backwards = [
-        Action(ActionKind.BACKWARD, index, chunk) for part in rounds for chunk in reversed(chunks) for index in part
+        Action(TaskKind.BACKWARD, index, chunk) for part in rounds for chunk in reversed(chunks) for index in part
     ]
     return _in_turn(forwards, backwards, 2 * (num_stages - stage - 1) + (num_chunks - 1) * len(rounds[0]))
 
 
 def zero_bubble(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
     """ZB-H1: the order of 1F1B, with weight gradients that run `stage` micro-batches behind and fill the end."""
-    _refuse_chunks("zero-bubble", num_chunks)
     written: list[Action] = []
     for action in one_f_one_b(stage, num_stages, num_microbatches):
         written.append(action)
-        if action.kind is ActionKind.BACKWARD and action.microbatch >= stage:
-            written.append(Action(ActionKind.WEIGHT, action.microbatch - stage))
+        if action.kind is TaskKind.BACKWARD and action.microbatch >= stage:
+            written.append(Action(TaskKind.WEIGHT, action.microbatch - stage))
     rest = range(max(num_microbatches - stage, 0), num_microbatches)
-    return (*written, *(Action(ActionKind.WEIGHT, index) for index in rest))
+    return (*written, *(Action(TaskKind.WEIGHT, index) for index in rest))
 
 
-_SCHEDULES: dict[Schedule, Callable[[int, int, int, int], Order]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "zero-bubble": zero_bubble,
+DEFAULT: Final = "1f1b"
+"""The schedule of a layout that names none."""
+SCHEDULES: Final[Mapping[str, ScheduleSpec]] = {
+    spec.name: spec
+    for spec in (
+        ScheduleSpec(name="gpipe", order=gpipe, is_planned=False),
+        ScheduleSpec(name=DEFAULT, order=one_f_one_b),
+        ScheduleSpec(name="interleaved", order=interleaved, takes_chunks=True),
+        ScheduleSpec(name="zero-bubble", order=zero_bubble, splits_backward=True),
+    )
 }
-
-
-def _refuse_chunks(schedule: Schedule, num_chunks: int) -> None:
-    if num_chunks > 1:
-        raise LayoutError(
-            f"schedule={schedule} takes no virtual stages, and {num_chunks} were given: schedule=interleaved does"
-        )
+"""Every schedule by its name, as they are listed to the user."""
 
 
 def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], num_warmup: int) -> Order:
@@ -173,14 +200,14 @@ def needs(action: Action, stage: int, num_stages: int, num_chunks: int) -> Itera
     """
     kind, microbatch, chunk = action
     virtual = chunk * num_stages + stage
-    if kind is ActionKind.FORWARD and virtual > 0:
+    if kind is TaskKind.FORWARD and virtual > 0:
         yield (virtual - 1) % num_stages, Action(kind, microbatch, (virtual - 1) // num_stages)
-    if kind is ActionKind.BACKWARD:
-        yield stage, Action(ActionKind.FORWARD, microbatch, chunk)
+    if kind is TaskKind.BACKWARD:
+        yield stage, Action(TaskKind.FORWARD, microbatch, chunk)
         if virtual + 1 < num_stages * num_chunks:
             yield (virtual + 1) % num_stages, Action(kind, microbatch, (virtual + 1) // num_stages)
-    if kind is ActionKind.WEIGHT:
-        yield stage, Action(ActionKind.BACKWARD, microbatch, chunk)
+    if kind is TaskKind.WEIGHT:
+        yield stage, Action(TaskKind.BACKWARD, microbatch, chunk)
 
 
 def check(orders: Sequence[Sequence[Action]], num_chunks: int) -> None:
@@ -189,11 +216,12 @@ def check(orders: Sequence[Sequence[Action]], num_chunks: int) -> None:
     Micro-batches go up to the largest that any stage names; one W anywhere means that each B has its W.
 
     Raises:
-        LayoutError: an action is missing, doubled or before what it needs on its own stage; or the stages wait for
-            each other, and then it names the action each one is stuck at and what that waits for.
+        LayoutError: an action is missing, doubled, before what it needs on its own stage, or before what reductions need
+            it to follow; or the stages wait for each other, and then it names the action each one is stuck at and what
+            that waits for.
     """
-    has_weight = any(action.kind is ActionKind.WEIGHT for actions in orders for action in actions)
-    kinds = [kind for kind in ActionKind if has_weight or kind is not ActionKind.WEIGHT]
+    has_weight = any(action.kind is TaskKind.WEIGHT for actions in orders for action in actions)
+    kinds = [TaskKind.FORWARD, TaskKind.BACKWARD, *([TaskKind.WEIGHT] if has_weight else [])]
     num_microbatches = 1 + max((action.microbatch for actions in orders for action in actions), default=-1)
     expected = dict.fromkeys(
         Action(kind, index, chunk) for index in range(num_microbatches) for chunk in range(num_chunks) for kind in kinds
@@ -226,6 +254,26 @@ def _check_stage(
             if owner == stage and needed not in done:
                 raise refuse("runs", action, f" before {_label(needed, num_chunks > 1)}, which it needs")
         done.add(action)
+    for earlier, later in _disordered(actions, num_chunks):
+        rule = "a chunk takes its micro-batches in ascending order, and the last ones end with the first chunk"
+        raise refuse("runs", earlier, f" before {_label(later, num_chunks > 1)}: {rule}")
+
+
+def _disordered(actions: Sequence[Action], num_chunks: int) -> Iterator[tuple[Action, Action]]:
+    """Yield two actions of which the first should follow the second: gradients are added up in one order in every layout,
+    and what a stage's last chunk is left with is reduced first."""
+    latest: dict[tuple[TaskKind, int], Action] = {}
+    last = max((action.microbatch for action in actions), default=0)
+    for action in actions:
+        before = latest.get((action.kind, action.chunk))
+        if before is not None and before.microbatch > action.microbatch:
+            yield before, action
+        latest[action.kind, action.chunk] = action
+        if action.kind is TaskKind.WEIGHT and action.microbatch == last:
+            for chunk in range(action.chunk + 1, num_chunks):
+                follower = Action(TaskKind.WEIGHT, last, chunk)
+                if latest.get((TaskKind.WEIGHT, chunk)) != follower:
+                    yield action, follower
 
 
 def _check_ends(orders: Sequence[Sequence[Action]], num_chunks: int) -> None:
@@ -263,11 +311,11 @@ def in_flight(actions: Sequence[Action]) -> int:
     Divide by the number of chunks to count in micro-batches of the whole stage. They are held until the backward,
     and where weight gradients run apart until those.
     """
-    has_weight = any(action.kind is ActionKind.WEIGHT for action in actions)
-    last = ActionKind.WEIGHT if has_weight else ActionKind.BACKWARD
+    has_weight = any(action.kind is TaskKind.WEIGHT for action in actions)
+    last = TaskKind.WEIGHT if has_weight else TaskKind.BACKWARD
     held = peak = 0
     for action in actions:
-        held += (action.kind is ActionKind.FORWARD) - (action.kind is last)
+        held += (action.kind is TaskKind.FORWARD) - (action.kind is last)
         peak = max(peak, held)
     return peak
 

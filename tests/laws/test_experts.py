@@ -13,7 +13,7 @@ from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.memory import at_rest
 from samestep.model import ModelSpec
-from samestep.program import Kind, Program, ends_step
+from samestep.program import Kind, Program, ends_gradients
 from tests.laws.models import LAW, case, dealing, machine
 
 DEGREES = [
@@ -103,7 +103,7 @@ def test_a_rank_holds_its_part_of_the_experts(text: str) -> None:
 def test_reductions_follow_the_exchanges_of_their_layer(text: str) -> None:
     program = case(dealing(), text).program
     for key, ops in program.bodies.items():
-        if key.startswith("B") and ends_step(key):
+        if ends_gradients(key, program.step):
             for before, op in pairwise(ops):
                 assert not (op.kind is Kind.ALL_TO_ALL and before.owner.startswith("bucket"))
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 
 from samestep.model import ModelSpec, ParamSpec
-from samestep.program import BYTES_OF, Kind, Program, TaskKind
+from samestep.program import BYTES_OF, BodyKey, Kind, Program
+from samestep.schedules import TaskKind
 from samestep.strategies import program_of
 from tests.laws.models import LAW, Case, blocks, case, cases
 
@@ -176,7 +177,7 @@ def test_recompute_waits_for_its_weights(last_has_weights: bool) -> None:
     whole = blocks(3)
     params = whole.params if last_has_weights else whole.params[:-1]
     model = ModelSpec(name="blocks", layers=whole.layers, params=params)
-    body = case(model, "dp=2 zero=3 recompute=full").program.bodies["B.only"]
+    body = case(model, "dp=2 zero=3 recompute=full").program.bodies[BodyKey(TaskKind.BACKWARD, position="only")]
     issued: set[str] = set()
     for op in body:
         issued.add(op.name)
@@ -229,7 +230,7 @@ def test_flops_are_conserved(case: Case) -> None:
 
 def test_micro_batches_of_other_sizes_send_others() -> None:
     program = case(blocks(2, forward_flops=10), "dp=1 microbatch=3", global_batch=8).program
-    assert [task.body for task in program.stages[0]] == [
+    assert [str(task.body) for task in program.tasks] == [
         "F.first",
         "B.first",
         "F.middle",
@@ -238,7 +239,8 @@ def test_micro_batches_of_other_sizes_send_others() -> None:
         "B.of2.last",
         "U",
     ]
-    assert program.bodies["F.of2.last"][0].flops * 3 == program.bodies["F.first"][0].flops * 2
+    first, last = BodyKey(TaskKind.FORWARD, position="first"), BodyKey(TaskKind.FORWARD, size=2, position="last")
+    assert program.bodies[last][0].flops * 3 == program.bodies[first][0].flops * 2
 
 
 @LAW
@@ -348,7 +350,7 @@ def test_a_model_spec_reads_back(case: Case) -> None:
 @LAW
 @given(cases())
 def test_tasks_alternate_and_end_with_the_update(case: Case) -> None:
-    (tasks,) = case.program.stages
+    tasks = case.program.tasks
     assert [task.kind for task in tasks[-1:]] == [TaskKind.UPDATE]
     for before, after in pairwise(tasks[:-1]):
         assert before.kind is not after.kind

@@ -25,7 +25,7 @@ from samestep import program, proof, trial
 from samestep.datasets import Batch
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.program import TaskKind, ends_step
+from samestep.program import ends_step
 from samestep.runtime import assembly, checkpoint, context, dropout, pipeline, sequence, tensor, update
 from samestep.runtime.assembly import Source, prepare
 from samestep.runtime.build import cross_entropy, loss_of, optimizer_of
@@ -36,7 +36,7 @@ from samestep.runtime.init import Blueprint
 from samestep.runtime.joining import Place
 from samestep.runtime.run import Run
 from samestep.runtime.update import Updater
-from samestep.schedules import Action, ActionKind
+from samestep.schedules import Action, TaskKind
 from samestep.verdict import Cause, Verdict
 from tests.laboratory import job_of, perturbed
 from tests.models import MODELS, Tokens
@@ -605,7 +605,7 @@ def attention_sees_the_slice_alone(patch: Patch) -> None:
 def the_embedding_scale_is_applied_on_every_stage(patch: Patch) -> None:
     def received(original: Any, self: Any, action: Action, *args: Any) -> Tensor:
         came: Tensor = original(self, action, *args)
-        return came.mul_(12.0) if action.kind is ActionKind.FORWARD else came
+        return came.mul_(12.0) if action.kind is TaskKind.FORWARD else came
 
     around(patch, pipeline.Stage, "_received", received)
 
@@ -614,7 +614,7 @@ def the_embedding_scale_is_applied_on_every_stage(patch: Patch) -> None:
 def gradients_grow_at_the_border(patch: Patch) -> None:
     def received(original: Any, self: Any, action: Action, *args: Any) -> Tensor:
         came: Tensor = original(self, action, *args)
-        return came.mul_(2.0) if action.kind is ActionKind.BACKWARD else came
+        return came.mul_(2.0) if action.kind is TaskKind.BACKWARD else came
 
     around(patch, pipeline.Stage, "_received", received)
 

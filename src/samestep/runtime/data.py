@@ -23,11 +23,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.program import Bucket, Kind, Member, Op, Program, Task, TaskKind, ends_gradients, ends_step, is_replicated
+from samestep.program import (
+    UPDATE_BODY,
+    Bucket,
+    Kind,
+    Member,
+    Op,
+    Program,
+    Task,
+    ends_gradients,
+    ends_step,
+    is_replicated,
+)
 from samestep.runtime.mesh import Mesh, all_gather, reduce_scatter
 from samestep.runtime.precision import DTYPES
 from samestep.runtime.record import owned
 from samestep.runtime.update import Piece, squared_norm
+from samestep.schedules import TaskKind
 
 Materialize = Callable[[str, torch.dtype], Tensor]
 """Returns the whole parameter of this name, fresh, on the device."""
@@ -81,7 +93,7 @@ class Replicated:
         device = self.mesh.device
         bodies = self.program.bodies
         last = [op for key, ops in bodies.items() if ends_gradients(key, step) for op in ops]
-        final = [op for op in bodies[TaskKind.UPDATE] if op.owner == bucket.name]
+        final = [op for op in bodies[UPDATE_BODY] if op.owner == bucket.name]
         weights = None
         if step.zero == 1:
             weights = torch.zeros(bucket.padded_numel, dtype=DTYPES[bucket.dtype], device=device)

@@ -39,7 +39,7 @@ from samestep.runtime.mesh import Mesh, link_name
 from samestep.runtime.precision import DTYPES
 from samestep.runtime.record import owned
 from samestep.runtime.sequence import with_first
-from samestep.schedules import Action, ActionKind
+from samestep.schedules import Action, TaskKind
 
 _FIRST_TAG = 2**29
 
@@ -91,7 +91,7 @@ class Stage:
     def forward(self, microbatch: int, chunk: int, call: Callable[[nn.Module], Any]) -> Any:
         """Run the layers of one run on a micro-batch; return the model's outputs where the run ends the model."""
         layers = self._program.chunks[chunk]
-        action = Action(ActionKind.FORWARD, microbatch, chunk)
+        action = Action(TaskKind.FORWARD, microbatch, chunk)
         handles = []
         if layers.start > 0:
             first = self._real[self._first_block(layers)]
@@ -112,7 +112,7 @@ class Stage:
 
     def backward(self, microbatch: int, chunk: int, loss: Tensor | None) -> None:
         """Run the backward of one run: from the loss, or from the gradient that the next run sends."""
-        action = Action(ActionKind.BACKWARD, microbatch, chunk)
+        action = Action(TaskKind.BACKWARD, microbatch, chunk)
         if loss is not None:
             self._await_ahead()
             loss.backward()
@@ -212,7 +212,7 @@ class Stage:
                 link.posted[action] = self._awaited(action, shape, self._mesh.device)
 
     def _shape_for(self, action: Action) -> tuple[int, ...] | None:
-        if action.kind is ActionKind.FORWARD:
+        if action.kind is TaskKind.FORWARD:
             return self._shapes.get((action.chunk, self._shapes_of(action.microbatch)))
         output = self._outputs.get((action.microbatch, action.chunk))
         return None if output is None else tuple(output.shape)
@@ -234,14 +234,14 @@ class Stage:
     def _border(self, action: Action, *, sends: bool) -> tuple[int, int]:
         """Return the layer before which an action's message passes, and the way to the other rank: 1 or -1."""
         layers = self._program.chunks[action.chunk]
-        is_forward = action.kind is ActionKind.FORWARD
+        is_forward = action.kind is TaskKind.FORWARD
         return (layers.stop, 1) if sends == is_forward else (layers.start, -1)
 
     def _link_of(self, action: Action, *, sends: bool = False) -> str:
         """Name the link over which an action's message passes, by the group that serves it."""
         _, step = self._border(action, sends=sends)
         pp, stage = self._program.step.layout.pp, self._program.step.stage
-        return link_name(is_forward=action.kind is ActionKind.FORWARD, is_around=not 0 <= stage + step < pp)
+        return link_name(is_forward=action.kind is TaskKind.FORWARD, is_around=not 0 <= stage + step < pp)
 
     def _peer(self, step: int) -> int:
         """Global rank of the next or previous rank on the axis, around its end."""
@@ -250,7 +250,7 @@ class Stage:
 
     def _tag(self, border: int, action: Action) -> int:
         # gloo counts its collectives by the same tags, from 0: kept apart, or a send would be taken for one of them.
-        backward = action.kind is ActionKind.BACKWARD
+        backward = action.kind is TaskKind.BACKWARD
         return _FIRST_TAG + (action.microbatch * len(self._program.step.model.layers) + border) * 2 + backward
 
     @contextmanager

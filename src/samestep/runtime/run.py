@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from samestep.errors import DataError, LayoutError, NonFiniteError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.program import Program, Task, TaskKind
+from samestep.program import Program, Task
 from samestep.runtime import (
     dropout,
     joining,
@@ -51,6 +51,7 @@ from samestep.runtime.update import (
     optimizer_source,
 )
 from samestep.runtime.watch import Watch
+from samestep.schedules import TaskKind
 
 if TYPE_CHECKING:
     pass
@@ -256,7 +257,7 @@ class Run:
         made.holder.begin_step()
         if made.stage is not None:
             made.stage.begin_step(reading.shapes_of)
-        for task in program.stages[0]:
+        for task in program.tasks:
             if task.kind is TaskKind.UPDATE:
                 continue
             with made.holder.running(task):

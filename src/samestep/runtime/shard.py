@@ -44,11 +44,11 @@ from samestep.errors import LayoutError
 from samestep.model import ParamSpec
 from samestep.program import (
     BYTES_OF,
+    UPDATE_BODY,
     Kind,
     Op,
     Program,
     Task,
-    TaskKind,
     Unit,
     ends_step,
     is_dealt,
@@ -60,6 +60,7 @@ from samestep.runtime.mesh import Mesh
 from samestep.runtime.precision import DTYPES
 from samestep.runtime.record import owned
 from samestep.runtime.update import Piece, squared_norm
+from samestep.schedules import TaskKind
 
 
 class Sharded:
@@ -164,7 +165,7 @@ class Sharded:
         self._root.set_is_last_backward(False)
         step = self.program.step
         units = {unit.name: unit for unit in self.program.units}
-        for op in self.program.bodies[TaskKind.UPDATE]:
+        for op in self.program.bodies[UPDATE_BODY]:
             if op.axis == "tp":
                 self._sum_shards(op, partial_sizes(step, units[op.owner]))
             elif op.kind is Kind.ALL_REDUCE and op.owner in self._params:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from samestep.memory import readable
-from samestep.program import Task, TaskKind
+from samestep.program import Task
 from samestep.runtime.run import Run
+from samestep.schedules import TaskKind
 
 _SAYINGS = re.compile(r"can't allocate memory|not enough memory|out of memory", re.IGNORECASE)
 """Of torch's allocators, which raise a RuntimeError on CPUs."""

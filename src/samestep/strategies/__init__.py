@@ -13,7 +13,8 @@ from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.model import ModelSpec
-from samestep.program import Kind, Op, Ops, Program, Step, Task, TaskKind, position
+from samestep.program import UPDATE_BODY, BodyKey, Kind, Op, Ops, Program, Step, Task, position
+from samestep.schedules import TaskKind
 from samestep.strategies import context, data, expert, pipeline, precision, recompute, sequence, shard, tensor
 
 # Order matters: context leaves a slice of the sequence, of which tensor cuts heads and neurons; sequence cuts what that
@@ -121,15 +122,14 @@ def _of_all_sizes(step: Step, program_for: Callable[[Step], Program]) -> Program
     if not others:
         return program
     tasks: list[Task] = []
-    bodies: dict[str, Ops] = {}
-    for task in program.stages[0]:
+    bodies: dict[BodyKey, Ops] = {}
+    for task in program.tasks:
         size, key = sizes[task.microbatch], task.body
-        if task.kind is not TaskKind.UPDATE and size in others:
-            first, _, where = key.rpartition(".")
-            key = f"{first}.of{size}.{where}"
+        if key != UPDATE_BODY and size in others:
+            key = key._replace(size=size)
         bodies[key] = others[size].bodies[task.body] if key != task.body else program.bodies[key]
-        tasks.append(replace(task, body=key))
-    return replace(program, stages=(tuple(tasks),), bodies=bodies)
+        tasks.append(task._replace(body=key))
+    return replace(program, tasks=tuple(tasks), bodies=bodies)
 
 
 _REPEATED, _STAGED = STACK.index(recompute), STACK.index(pipeline)
@@ -147,27 +147,22 @@ def _stacked(program: Program, strategies: tuple[ModuleType, ...]) -> Program:
 
 def _on_one_rank(step: Step) -> Program:
     """The base program: what a forward, a backward and the update are."""
-    bodies = {str(kind): _layer_ops(step, kind) for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)}
-    bodies[str(TaskKind.UPDATE)] = (Op(kind=Kind.UPDATE, owner="optimizer", dtype=step.master_dtype),)
-    return Program(step=step, bodies=bodies, stages=())
+    bodies = {BodyKey(kind): _layer_ops(step, kind) for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)}
+    bodies[UPDATE_BODY] = (Op(kind=Kind.UPDATE, owner="optimizer", dtype=step.master_dtype),)
+    return Program(step=step, bodies=bodies)
 
 
 def _with_tasks(program: Program) -> Program:
     """Run forward and backward of each micro-batch, then one update; bodies are named by where in the step they stand."""
     count = program.step.num_microbatches
-    places = dict.fromkeys(position(microbatch, count) for microbatch in range(count))
-    bodies: dict[str, Ops] = {}
-    for where in places:
-        for kind in (TaskKind.FORWARD, TaskKind.BACKWARD):
-            bodies[f"{kind}.{where}"] = program.bodies[kind]
-    bodies[str(TaskKind.UPDATE)] = program.bodies[TaskKind.UPDATE]
     tasks = [
-        Task(kind, microbatch, f"{kind}.{position(microbatch, count)}")
+        Task(BodyKey(kind, position=position(microbatch, count)), microbatch)
         for microbatch in range(count)
         for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
     ]
-    tasks.append(Task(TaskKind.UPDATE, count - 1, str(TaskKind.UPDATE)))
-    return replace(program, bodies=bodies, stages=(tuple(tasks),))
+    tasks.append(Task(UPDATE_BODY, count - 1))
+    bodies = {task.body: program.bodies[BodyKey(task.kind)] for task in tasks}
+    return replace(program, bodies=bodies, tasks=tuple(tasks))
 
 
 def _layer_ops(step: Step, kind: TaskKind) -> Ops:

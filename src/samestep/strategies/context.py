@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from samestep.model import Exchange, LayerSpec, ModelSpec, remembered
-from samestep.program import Kind, Op, Ops, Program, Step, is_backward
+from samestep.program import BodyKey, Kind, Op, Ops, Program, Step, is_backward
 
 AXIS = "cp"
 LEAST_TOKENS = 2
@@ -80,7 +80,7 @@ def sent_heads(heads: int, query_heads: int, degree: int) -> int:
     return least if query_heads % least == 0 else query_heads
 
 
-def _sliced(key: str, ops: Ops, step: Step) -> Iterator[Op]:
+def _sliced(key: BodyKey, ops: Ops, step: Step) -> Iterator[Op]:
     for op in ops:
         if op.layer is None:
             yield op

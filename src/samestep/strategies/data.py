@@ -23,13 +23,14 @@ from dataclasses import replace
 from samestep.program import (
     REDUCING,
     STEP_SCALARS,
+    UPDATE_BODY,
+    BodyKey,
     Bucket,
     Kind,
     Op,
     Ops,
     Program,
     Step,
-    TaskKind,
     Unit,
     ends_gradients,
     finish_reductions,
@@ -79,18 +80,18 @@ def apply(program: Program) -> Program:
     program = program.with_bodies(lambda key, ops: _reduced(key, ops, step, buckets, program.units))
     if program.units and tied:
         ties = tuple(_tied_units(step, program.units))
-        program = program.with_bodies(lambda key, ops: (*ties, *ops) if key == TaskKind.UPDATE else ops)
+        program = program.with_bodies(lambda key, ops: (*ties, *ops) if key == UPDATE_BODY else ops)
     if has_partial:
         parts = tuple(_partial_sums(program, buckets))
-        program = program.with_bodies(lambda key, ops: _before_update(ops, parts) if key == TaskKind.UPDATE else ops)
+        program = program.with_bodies(lambda key, ops: _before_update(ops, parts) if key == UPDATE_BODY else ops)
     if step.layout.world_size > 1:
         axes["world"] = step.layout.world_size
         waits = tuple(_reductions_of(program))
-        program = program.with_bodies(lambda key, ops: _agreed(ops, waits) if key == TaskKind.UPDATE else ops)
+        program = program.with_bodies(lambda key, ops: _agreed(ops, waits) if key == UPDATE_BODY else ops)
     return replace(program, buckets=buckets, axes=axes)
 
 
-def _reduced(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...], units: tuple[Unit, ...]) -> Ops:
+def _reduced(key: BodyKey, ops: Ops, step: Step, buckets: tuple[Bucket, ...], units: tuple[Unit, ...]) -> Ops:
     """Reduce over the replicas, and over tied stages, what the step's last backward leaves."""
 
     def reduction(bucket: Bucket) -> tuple[Op, ...]:
@@ -106,7 +107,7 @@ def _reduced(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...], units:
         # hold the same.
         first = [bucket for bucket in buckets if step.zero == 0 or bucket.ep == step.layout.num_shards]
         return start_reductions(ops, step, tuple(first), reduction)
-    if key != TaskKind.UPDATE:
+    if key != UPDATE_BODY:
         return ops
     return (*finish_reductions(buckets, reduction), *ops)
 
@@ -117,7 +118,7 @@ def _reductions_of(program: Program) -> Iterator[str]:
         if ends_gradients(key, program.step):
             yield next(op.name for op in reversed(ops) if op.kind in (Kind.BACKWARD, Kind.WEIGHT))
             yield from (op.name for op in ops if op.kind in REDUCING and op.axis not in ("tp", "cp"))
-    for op in program.bodies[TaskKind.UPDATE]:
+    for op in program.bodies[UPDATE_BODY]:
         if op.kind is Kind.UPDATE:
             return
         yield op.name
@@ -201,7 +202,7 @@ def _partial_sums(program: Program, buckets: tuple[Bucket, ...]) -> Iterator[Op]
     """Sum what a rank is left with of gradients that are parts over the ranks of the tensor cut."""
     step = program.step
     final = [op for key, ops in program.bodies.items() if ends_gradients(key, step) for op in ops]
-    final += itertools.takewhile(lambda op: op.kind is not Kind.UPDATE, program.bodies[TaskKind.UPDATE])
+    final += itertools.takewhile(lambda op: op.kind is not Kind.UPDATE, program.bodies[UPDATE_BODY])
     last = {op.owner: op.name for op in final if op.kind in (*REDUCING, Kind.BROADCAST, Kind.ALL_GATHER)}
     done = next(op.name for op in reversed(final) if op.kind in (Kind.BACKWARD, Kind.WEIGHT))
     sizes = {bucket.name: _left_of(step, bucket) for bucket in buckets if bucket.is_partial}

@@ -24,7 +24,8 @@ from dataclasses import replace
 
 from samestep import schedules
 from samestep.model import ModelSpec, ParamSpec, remembered
-from samestep.program import Kind, Op, Ops, Program, Step, Task, TaskKind, is_backward, position
+from samestep.program import UPDATE_BODY, BodyKey, Kind, Op, Ops, Program, Step, Task, is_backward, position
+from samestep.schedules import SCHEDULES, TaskKind
 
 AXIS = "pp"
 
@@ -34,8 +35,8 @@ def refusal(step: Step) -> str | None:
     layout = step.layout
     if layout.pp == 1:
         return "virtual_stages needs pp > 1" if layout.virtual_stages > 1 else None
-    if layout.virtual_stages > 1 and layout.schedule != "interleaved":
-        return f"virtual_stages={layout.virtual_stages} needs schedule=interleaved, not {layout.schedule}"
+    if layout.virtual_stages > 1 and not SCHEDULES[layout.schedule].takes_chunks:
+        return f"virtual_stages={layout.virtual_stages} needs {schedules.taking_chunks()}, not {layout.schedule}"
     if step.model.varies_at:
         varies = f"what stages send has one shape, and those at {step.model.varies_at} depend on values"
         return f"pp={layout.pp}: {varies}: pp=1 works"
@@ -91,13 +92,12 @@ def apply(program: Program) -> Program:
     chunks = tuple(cuts[step.stage :: layout.pp])
     mine = tuple(_params_of(step.model, cuts, step.stage, layout.pp))
     local = replace(step, model=replace(step.model, params=mine))
-    bodies: dict[str, Ops] = {str(TaskKind.UPDATE): program.bodies[str(TaskKind.UPDATE)]}
+    bodies: dict[BodyKey, Ops] = {UPDATE_BODY: program.bodies[UPDATE_BODY]}
     # Positions in the step share ops, and so they share what is made of them: a run, and its gradients of weights.
     known: dict[tuple[int, int], tuple[Ops, Ops]] = {}
     for key, ops in program.bodies.items():
-        if key != TaskKind.UPDATE:
+        if key != UPDATE_BODY:
             for index, chunk in enumerate(chunks):
-                kind, where = key.split(".")
                 splits = step.splits_backward and is_backward(key)
                 if (id(ops), index) not in known:
                     run = tuple(_run(ops, local, cuts, chunk, is_backward(key)))
@@ -105,13 +105,13 @@ def apply(program: Program) -> Program:
                     known[id(ops), index] = (tuple(_without_weights(op, local) for op in run) if splits else run, apart)
                 run, apart = known[id(ops), index]
                 if splits:
-                    bodies[f"{TaskKind.WEIGHT}.{index}.{where}"] = apart
-                bodies[f"{kind}.{index}.{where}"] = run
+                    bodies[key._replace(kind=TaskKind.WEIGHT, chunk=index)] = apart
+                bodies[key._replace(chunk=index)] = run
     return replace(
         program,
         step=local,
         bodies=bodies,
-        stages=(tuple(_tasks(step)),),
+        tasks=tuple(_tasks(step)),
         chunks=chunks,
         axes={**program.axes, AXIS: layout.pp, **({"tie": 2} if _ties(step.model, cuts) else {})},
     )
@@ -206,9 +206,9 @@ def _run_of(roots: Mapping[str, int], cuts: tuple[range, ...], name: str) -> int
 def _tasks(step: Step) -> Iterator[Task]:
     layout, count = step.layout, step.num_microbatches
     for action in schedules.order(layout.schedule, step.stage, layout.pp, count, layout.virtual_stages):
-        kind = TaskKind(str(action.kind))
-        yield Task(kind, action.microbatch, f"{kind}.{action.chunk}.{position(action.microbatch, count)}", action.chunk)
-    yield Task(TaskKind.UPDATE, count - 1, str(TaskKind.UPDATE))
+        key = BodyKey(action.kind, action.chunk, position=position(action.microbatch, count))
+        yield Task(key, action.microbatch)
+    yield Task(UPDATE_BODY, count - 1)
 
 
 def weights_apart(ops: Ops, step: Step) -> Iterator[Op]:

@@ -7,7 +7,7 @@ reductions run in float32, so the rule is the same in every layout, one device i
 
 from __future__ import annotations
 
-from samestep.program import Ops, Program, Step
+from samestep.program import BodyKey, Ops, Program, Step
 
 
 def refusal(step: Step) -> str | None:
@@ -19,7 +19,7 @@ def apply(program: Program) -> Program:
     """Give compute ops the dtype their matrix products run in."""
     dtype = program.step.product_dtype
 
-    def rewrite(_: str, ops: Ops) -> Ops:
+    def rewrite(_: BodyKey, ops: Ops) -> Ops:
         return tuple(op.but(dtype=dtype) if op.axis is None and op.flops and op.dtype != dtype else op for op in ops)
 
     return program.with_bodies(rewrite)

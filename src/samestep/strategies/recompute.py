@@ -11,7 +11,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from samestep.model import LayerSpec
-from samestep.program import Kind, Op, Ops, Program, Step, TaskKind, is_backward
+from samestep.program import BodyKey, Kind, Op, Ops, Program, Step, is_backward
+from samestep.schedules import TaskKind
 
 
 def refusal(step: Step) -> str | None:
@@ -31,11 +32,11 @@ def apply(program: Program) -> Program:
         return program
     layers = program.step.model.layers
 
-    def rewrite(key: str, ops: Ops) -> Ops:
+    def rewrite(key: BodyKey, ops: Ops) -> Ops:
         return tuple(_with_forwards(key, ops)) if is_backward(key) else ops
 
-    def _with_forwards(key: str, ops: Ops) -> Iterator[Op]:
-        sums_of = _sums_of(program.bodies[key.replace(TaskKind.BACKWARD, TaskKind.FORWARD)], layers)
+    def _with_forwards(key: BodyKey, ops: Ops) -> Iterator[Op]:
+        sums_of = _sums_of(program.bodies[key._replace(kind=TaskKind.FORWARD)], layers)
         early: list[Op] = []
         for number, op in enumerate(ops):
             if op.kind is Kind.BACKWARD and op.layer is not None and layers[op.layer].is_block:

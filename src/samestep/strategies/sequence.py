@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from samestep.model import LayerSpec, ModelSpec, ParamSpec, remembered
-from samestep.program import Kind, Op, Ops, Program, Step, is_backward, is_forward
+from samestep.program import BodyKey, Kind, Op, Ops, Program, Step, is_backward, is_forward
 
 AXIS = "tp"
 
@@ -102,7 +102,7 @@ def _cut_block(layer: LayerSpec, degree: int, is_last: bool) -> LayerSpec:
     )
 
 
-def _bordered(key: str, ops: Ops, step: Step) -> Iterator[Op]:
+def _bordered(key: BodyKey, ops: Ops, step: Step) -> Iterator[Op]:
     if not (is_forward(key) or is_backward(key)):
         yield from ops
         return

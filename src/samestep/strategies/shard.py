@@ -27,13 +27,14 @@ from dataclasses import replace
 from samestep.model import ModelSpec, ParamSpec, is_below, remembered
 from samestep.program import (
     SHARD_AXES,
+    UPDATE_BODY,
+    BodyKey,
     Bucket,
     Kind,
     Op,
     Ops,
     Program,
     Step,
-    TaskKind,
     Unit,
     ends_gradients,
     ends_step,
@@ -58,8 +59,8 @@ def refusal(step: Step) -> str | None:
         return None
     if step.splits_backward:
         return (
-            f"zero={step.zero} reduces gradients behind each backward, and schedule=zero-bubble computes those of weights "
-            "later: zero=1 works, and so does schedule=1f1b"
+            f"zero={step.zero} reduces gradients behind each backward, and schedule={step.layout.schedule} computes those of "
+            "weights later: zero=1 works, and so does schedule=1f1b"
         )
     return _refuse_weights(step.model)
 
@@ -95,11 +96,11 @@ def apply(program: Program) -> Program:
     return program.with_bodies(lambda key, ops: _stage_2_or_3(key, ops, step, units, known), units=units, axes=axes)
 
 
-def _stage_1(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops:
+def _stage_1(key: BodyKey, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops:
     if ends_gradients(key, step):
         # What is dealt to all ranks is cut no further.
         return start_reductions(ops, step, buckets, lambda b: (_scattered(step, b),) * (b.ep < step.layout.num_shards))
-    if key != TaskKind.UPDATE:
+    if key != UPDATE_BODY:
         return ops
     gathers = tuple(
         replace(
@@ -115,7 +116,9 @@ def _scattered(step: Step, bucket: Bucket) -> Op:
     return _op(Kind.REDUCE_SCATTER, bucket.name, step.master_dtype, bucket.padded_numel, bucket.shard_axis)
 
 
-def _stage_2_or_3(key: str, ops: Ops, step: Step, units: tuple[Unit, ...], known: dict[tuple[int, bool], Ops]) -> Ops:
+def _stage_2_or_3(
+    key: BodyKey, ops: Ops, step: Step, units: tuple[Unit, ...], known: dict[tuple[int, bool], Ops]
+) -> Ops:
     """Rewrite ops that several positions in the step share once, where they stay equal."""
     if not (is_forward(key) or is_backward(key)):
         return ops
