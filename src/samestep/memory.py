@@ -138,7 +138,7 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
     `states_per_param` are the optimizer's tensors of a weight's own shape: 2 for Adam, 1 for momentum, 0 for SGD.
     """
     step = program.step
-    shard = rank // step.layout.tp % step.layout.num_shards
+    shard = step.ranks.coordinate(rank, "dp_shard")
     if step.zero == 0:
         weights, gradients = _whole(program)
         updated = [(param.numel, step.working_dtype(param)) for param in _trainable(step)]

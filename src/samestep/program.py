@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 from samestep.job import Job, Precision
 from samestep.layout import Layout
 from samestep.model import ModelSpec, ParamSpec
+from samestep.ranks import Ranks, data_ranks_per_node
 
 TF32 = "tfloat32"
 """What a GPU multiplies float32 in where it may: 8 bits of exponent and 10 of mantissa, in the four bytes of a float32."""
@@ -275,10 +276,15 @@ class Step:
             tf32=job.numerics.tf32,
         )
 
+    @cached_property
+    def ranks(self) -> Ranks:
+        """The order of the layout's ranks."""
+        return Ranks.of(self.layout, self.ranks_per_node)
+
     @property
     def dp_per_node(self) -> int:
         """Ranks of one node whose gradients of one weight are summed."""
-        return max(1, self.ranks_per_node // self.layout.tp)
+        return data_ranks_per_node(self.layout, self.ranks_per_node)
 
     @cached_property
     def rank_samples(self) -> int:

@@ -517,7 +517,7 @@ def outputs_of_row_cuts_are_not_summed(patch: Patch) -> None:
 @fault(Cause.FORWARD, "dp=1 tp=4", "qwen3")
 def every_rank_takes_the_first_key_value_head(patch: Patch) -> None:
     def shared(original: Any, module: Any, path: str, mesh: Any, *rest: Any) -> None:
-        original(module, path, replace(mesh, rank=mesh.rank - mesh.tp_index), *rest)
+        original(module, path, replace(mesh, rank=mesh.rank - mesh.index("tp")), *rest)
 
     around(patch, tensor, "_around_shared", shared)
 
@@ -551,7 +551,7 @@ def positions_are_not_summed_under_sequence_parallel(patch: Patch) -> None:
     def apply(original: Any, model: Any, program: Any, mesh: Any, styles: Any) -> None:
         def of_own_tokens(_: Any, args: Any, output: Tensor) -> Tensor:
             length = output.shape[-2]
-            is_own = torch.arange(length) * mesh.tp // length == mesh.tp_index
+            is_own = torch.arange(length) * mesh.size("tp") // length == mesh.index("tp")
             return torch.where(is_own[:, None], output, output.detach())
 
         original(model, program, mesh, styles)

@@ -161,15 +161,15 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> None:
 def _writes(run: Run) -> bool:
     """Whether this rank holds pieces that no rank before it holds: those of the first replica."""
     step = run.program.step
-    return run.made.mesh.summed_index < (step.layout.ep if step.zero == 0 else step.layout.num_shards)
+    return run.made.mesh.index("dp_cp") < (step.layout.ep if step.zero == 0 else step.layout.num_shards)
 
 
 def _stored_name(run: Run, name: str) -> str:
     """Name a weight in the files; this rank's part of one that is cut over tp, or dealt over ep, has a name of its own."""
     layout, mesh, spec = run.layout, run.made.mesh, _spec(run, name)
     if is_dealt(run.program.step, spec):
-        return f"{name}@{mesh.ep_index}of{layout.ep}"
-    return f"{name}@{mesh.tp_index}of{layout.tp}" if layout.tp > 1 and spec.cut is not None else name
+        return f"{name}@{mesh.index('ep')}of{layout.ep}"
+    return f"{name}@{mesh.index('tp')}of{layout.tp}" if layout.tp > 1 and spec.cut is not None else name
 
 
 def _spec(run: Run, name: str) -> ParamSpec:
@@ -193,11 +193,11 @@ def _parts(run: Run) -> dict[str, list[Any]]:
 def _held_elsewhere(run: Run) -> set[str]:
     """Weights that an earlier rank of a tensor cut or of dealt experts, or the first of two tied stages, writes."""
     step, mesh = run.program.step, run.made.mesh
-    again = step.zero == 0 and mesh.dp_index > 0  # where experts are dealt, several replicas write
+    again = step.zero == 0 and mesh.index("dp") > 0  # where experts are dealt, several replicas write
     return {
         param.name
         for param in step.model.params
-        if (is_replicated(step, param) and mesh.tp_index > 0)
+        if (is_replicated(step, param) and mesh.index("tp") > 0)
         or (param.tied_stages and step.stage > 0)
         or (again and not is_dealt(step, param))
     }

@@ -214,9 +214,9 @@ class Replicated:
             if op.kind is Kind.ALL_REDUCE:
                 return dist.all_reduce(whole if flat.chunk is None else flat.chunk, group=group, async_op=True)
             if op.kind is Kind.REDUCE:
-                return dist.reduce(whole, dst=self.mesh.ranks[op.axis][0], group=group, async_op=True)
+                return dist.reduce(whole, dst=self.mesh.members(op.axis)[0], group=group, async_op=True)
             if op.kind is Kind.BROADCAST:
-                return dist.broadcast(whole, src=self.mesh.ranks[op.axis][0], group=group, async_op=True)
+                return dist.broadcast(whole, src=self.mesh.members(op.axis)[0], group=group, async_op=True)
             size = whole.numel() // dist.get_world_size(group)
             mine = whole[dist.get_rank(group) * size :][:size]
             if op.kind is Kind.REDUCE_SCATTER:
@@ -232,7 +232,7 @@ class Replicated:
             whole = [p.name for p in self.program.step.model.params if is_replicated(self.program.step, p)]
             cut = [_gradient_or_zero(param) for name, param in self.params.items() if name not in whole]
             held = [_gradient_or_zero(param) for name, param in self.params.items() if name in whole]
-            return squared_norm(cut, self.mesh.device) + squared_norm(held, self.mesh.device) / self.mesh.tp
+            return squared_norm(cut, self.mesh.device) + squared_norm(held, self.mesh.device) / self.mesh.size("tp")
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for replicas in sorted({flat.bucket.replicas for flat in self._flats}):
             alike = [flat for flat in self._flats if flat.bucket.replicas == replicas]
@@ -245,8 +245,8 @@ class Replicated:
         """Return among how many ranks a bucket is divided, the place of this one, and how many hold each part."""
         mesh = self.mesh
         if self.program.step.zero == 1:
-            return mesh.dp_shard // bucket.ep, mesh.shard_index // bucket.ep, mesh.dp_replicate
-        return mesh.dp_replicate * mesh.dp_shard // bucket.ep, mesh.summed_index // bucket.ep, 1
+            return mesh.size("dp_shard") // bucket.ep, mesh.index("dp_shard") // bucket.ep, mesh.size("dp_replicate")
+        return mesh.size("dp_replicate") * mesh.size("dp_shard") // bucket.ep, mesh.index("dp_cp") // bucket.ep, 1
 
     def publish(self) -> None:
         """Gather every rank's chunk of the updated weights (zero=1)."""

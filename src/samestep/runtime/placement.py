@@ -108,9 +108,9 @@ def part_of(spec: ParamSpec, cut: ParamSpec, mesh: Mesh) -> Part:
     """Return what this rank has of `spec`, which the program cuts as `cut` says: numbers are cut as the weight is."""
     if cut.shape == spec.shape:
         return whole(spec.shape)
-    if cut.experts and mesh.ep > 1:
+    if cut.experts and mesh.size("ep") > 1:
         each = cut.shape[0]
-        return Part(tuple(spec.shape), 0, ((mesh.ep_index * each, (mesh.ep_index + 1) * each),))
+        return Part(tuple(spec.shape), 0, ((mesh.index("ep") * each, (mesh.index("ep") + 1) * each),))
     assert cut.cut is not None, f"{spec.name} is cut by nobody"
     dim = cut.cut.dim
     along = [1] * len(spec.shape)

@@ -99,7 +99,7 @@ class Sharded:
             assert isinstance(param, DTensor), f"{spec.name} is in no unit of the program"
             self._params[spec.name] = param
             ep = step.layout.ep if is_dealt(step, spec) else 1
-            rows = _rows(spec, step.layout.num_shards // ep, self.mesh.shard_index // ep)
+            rows = _rows(spec, step.layout.num_shards // ep, self.mesh.index("dp_shard") // ep)
             local = param._local_tensor
             local.copy_(value[rows])
             if spec.trainable and local.numel():
@@ -188,13 +188,14 @@ class Sharded:
         """This rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""
         step = self.program.step
         copies = {
-            p.name: (self.mesh.tp if is_replicated(step, p) else 1) * (1 + p.tied_stages) for p in step.model.params
+            p.name: (self.mesh.size("tp") if is_replicated(step, p) else 1) * (1 + p.tied_stages)
+            for p in step.model.params
         }
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for number in sorted(set(copies.values())):
             alike = [piece.gradient() for piece in self.pieces if copies[piece.name] == number]
             total += squared_norm(alike, self.mesh.device) / number
-        return total / self.mesh.dp_replicate
+        return total / self.mesh.size("dp_replicate")
 
     def publish(self) -> None:
         """Nothing to send: the next forward gathers the updated rows."""

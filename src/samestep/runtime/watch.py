@@ -46,16 +46,16 @@ class Watch:
         step = run.program.step
         whole = {param.name for param in step.model.params if is_replicated(step, param)}
         self._redundant = [piece for piece in pieces if piece.name in whole]
-        tp_index = 0 if all(piece.name in whole for piece in pieces) else run.made.mesh.tp_index
+        tp_index = 0 if all(piece.name in whole for piece in pieces) else run.made.mesh.index("tp")
         dealt = {param.name for param in step.model.params if is_dealt(step, param)}
         self._replicas: list[tuple[list[Piece], dist.ProcessGroup | None]] = []
         """Pieces, and the ranks that hold the same of them: of experts others than of all else."""
-        for index in (0, 1 + run.made.mesh.ep_index)[: 1 + (run.layout.ep > 1)]:
+        for index in (0, 1 + run.made.mesh.index("ep"))[: 1 + (run.layout.ep > 1)]:
             mine = [piece for piece in pieces if (piece.name in dealt) is (index > 0)]
             held = repr([(piece.name, piece.start, piece.stop) for piece in mine] + [tp_index, index]).encode()
             self._replicas.append((mine, _group_of_equals(run, xxhash.xxh3_64_hexdigest(held))))
         cut = run.layout.tp > 1
-        self._cut_ranks = _group_of_equals(run, str(run.made.mesh.ranks["tp"])) if cut else None
+        self._cut_ranks = _group_of_equals(run, str(run.made.mesh.members("tp"))) if cut else None
 
     def check(self, report: StepReport, indices: np.ndarray[Any, Any]) -> None:
         """Compare after a step. Collective over the world.
