@@ -50,7 +50,7 @@ from typing import Literal, NamedTuple
 from samestep.errors import SamestepError
 from samestep.hardware import Hardware, Link
 from samestep.model import Product
-from samestep.program import BYTES_OF, COMPUTE_DTYPE, TF32, Kind, Op, Program, Step, is_dealt
+from samestep.program import BYTES_OF, COMPUTE_DTYPE, TF32, Kind, Op, Program, Step
 
 UPDATE_PASSES = 7
 """Times an update goes over memory for one weight: weight, two states read and written, gradient read."""
@@ -365,7 +365,7 @@ def _update_bytes(step: Step) -> int:
     for param in step.model.params:
         if param.trainable:
             copied = step.zero < 2 and step.working_dtype(param) != step.master_dtype
-            held = param.numel * (step.layout.ep if step.zero and is_dealt(step, param) else 1)
+            held = param.numel * (step.layout.num_shards // step.holding(param).num_shards)
             touched += held * (UPDATE_PASSES * master + copied * BYTES_OF[step.compute_dtype])
     return -(-touched // step.layout.num_shards)  # 1 where nothing is sharded
 

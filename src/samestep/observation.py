@@ -359,7 +359,7 @@ def _places(run: Run, piece: Piece) -> Tensor | range:
     cut = next(param for param in run.program.step.model.params if param.name == piece.name)
     if cut.shape == spec.shape:
         return range(piece.start, piece.stop)
-    return part_of(spec, cut, run.made.mesh).runs(piece.start, piece.stop).places()
+    return part_of(spec, cut, run.program.step.holding(cut), run.made.mesh).runs(piece.start, piece.stop).places()
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.model import ModelSpec
-from samestep.program import Program, is_dealt
+from samestep.program import Program
 from samestep.ranks import Ranks
 from samestep.runtime import (
     context,
@@ -30,6 +30,7 @@ from samestep.runtime import (
     expert,
     locality,
     pipeline,
+    placement,
     precision,
     recompute,
     sequence,
@@ -173,10 +174,8 @@ def assemble(source: Source, layout: Layout, job: Job, place: Place, example: An
     recompute.apply(model, program, functools.partial(_recompute_contexts, model, job, slicing))
 
     def materialize(name: str, dtype: torch.dtype) -> Tensor:
-        whole = plan.materialize(name, place.device, dtype)
-        if is_dealt(program.step, params[name]):
-            return expert.local_part(whole, mesh)
-        return tensor.local_part(whole, params[name], mesh)
+        whole, cut = plan.materialize(name, place.device, dtype), params[name]
+        return placement.local_part(whole, cut, program.step.holding(cut), mesh)
 
     params = {param.name: param for param in program.step.model.params}
     holder = holder_of(layout)(model, program, mesh, materialize)

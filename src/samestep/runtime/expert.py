@@ -146,11 +146,6 @@ def with_experts(spec: ModelSpec, dealings: list[Dealing], balanced: nn.Module |
 # -- carrying it out -------------------------------------------------------------------------------
 
 
-def local_part(whole: Tensor, mesh: Mesh) -> Tensor:
-    """Take this rank's experts out of a whole weight."""
-    return whole.chunk(mesh.size("ep"))[mesh.index("ep")].clone()  # else the whole would stay
-
-
 def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
     """Let each module of experts send its rows to the ranks that have their experts."""
     if program.step.compute_dtype == "float64":

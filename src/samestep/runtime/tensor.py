@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.model import Cut, ParamSpec, is_below
+from samestep.model import Cut, is_below
 from samestep.program import Program
 from samestep.runtime import sequence
 from samestep.runtime.build import IGNORED_LABEL, at_least_float32, target_of
@@ -34,18 +34,8 @@ _COUNTS = ("num_heads", "split_size", "embed_dim")
 """What an attention keeps of its own width, of which a rank has a part."""
 
 
-def local_part(whole: Tensor, param: ParamSpec, mesh: Mesh) -> Tensor:
-    """Cut this rank's part out of a whole weight."""
-    if param.cut is None or mesh.size("tp") == 1:
-        return whole
-    parts = whole.chunk(param.cut.parts, dim=param.cut.dim)
-    return torch.cat(
-        [part.chunk(mesh.size("tp"), dim=param.cut.dim)[mesh.index("tp")] for part in parts], dim=param.cut.dim
-    )
-
-
 def joined(cuts: Sequence[Tensor], cut: Cut) -> Tensor:
-    """Put a weight together from the parts of all ranks, in their order: the inverse of `local_part`."""
+    """Put a weight together from the parts of all ranks, in their order: the inverse of `placement.local_part`."""
     parts = zip(*(part.chunk(cut.parts, dim=cut.dim) for part in cuts), strict=True)
     return torch.cat([torch.cat(part, dim=cut.dim) for part in parts], dim=cut.dim)
 
