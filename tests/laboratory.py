@@ -19,7 +19,7 @@ from samestep.datasets import Dataset, batches
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.model import Cut, ModelSpec
-from samestep.program import LedgerRow, is_dealt
+from samestep.program import LedgerRow
 from samestep.runtime.assembly import Source, prepare
 from samestep.runtime.build import loss_of, optimizer_of
 from samestep.runtime.init import Blueprint, blueprint
@@ -158,7 +158,7 @@ def follow(run: Run, dataset: Dataset, job: Job, record: bool = False) -> Observ
         pieces = run.updater.pieces
         seen.gradients.append([(p.name, *_place(run, p), p.gradient().detach().clone()) for p in pieces])
     seen.weights = [(p.name, *_place(run, p), p.value.detach().clone()) for p in run.updater.pieces]
-    seen.index = run.made.mesh.tp_index
+    seen.index = run.made.mesh.index("tp")
     seen.cuts = {p.name: (p.cut, p.shape) for p in run.program.step.model.params if p.cut and run.layout.tp > 1}
     return seen
 
@@ -166,7 +166,7 @@ def follow(run: Run, dataset: Dataset, job: Job, record: bool = False) -> Observ
 def _place(run: Run, piece: Piece) -> tuple[int, int]:
     """Where a piece stands: experts of other ranks, which lie before its own, are counted too."""
     spec = next(param for param in run.program.step.model.params if param.name == piece.name)
-    before = run.made.mesh.ep_index * spec.numel if is_dealt(run.program.step, spec) else 0
+    before = run.made.mesh.index("ep") * spec.numel if run.program.step.holding(spec).is_expert_sharded else 0
     return before + piece.start, before + piece.stop
 
 

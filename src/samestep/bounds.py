@@ -87,7 +87,7 @@ class Bounds:
 
     def _gathering(self, step: Step, run: tuple[tuple[int, int], ...], cost: Seconds) -> Bodies:
         """Bound bodies that gather and scatter a layer at a time, one layer ahead: along the data axis' stream, and that
-        of experts, which are dealt.
+        of what is expert-sharded.
 
         A forward lasts as long as the gathers of its blocks but the first two, with the blocks' compute only before and
         behind them; a backward as long as its blocks' scatters but the last two and gathers but the first two, which
@@ -115,10 +115,11 @@ class Bounds:
 
     def _part(self, step: Step, kind: int, number: int, axis: str) -> _Part:
         """Return what layers of a kind send over one of the axes along which units are cut."""
-        one, layout = self.prices.units(step)[kind], step.layout
-        is_dealt = axis == "dp_expert"
-        gathered, scattered = (one.dealt_gathered, one.dealt_scattered) if is_dealt else (one.gathered, one.scattered)
-        ranks = layout.num_shards // (layout.ep if is_dealt else 1)
+        one = self.prices.units(step)[kind]
+        gathered, scattered = (
+            (one.expert_gathered, one.expert_scattered) if axis == "dp_expert" else (one.gathered, one.scattered)
+        )
+        ranks = step.ranks.size(axis)
         gather_s = self._sent_s(Kind.ALL_GATHER, gathered, axis, ranks, step)
         scatter_s = self._sent_s(Kind.REDUCE_SCATTER, scattered * BYTES_OF[step.master_dtype], axis, ranks, step)
         return _Part(kind, number, gather_s, scatter_s, self.prices.few.layers[kind].backward_reads_weights)
@@ -255,9 +256,8 @@ class Bounds:
             return [(one, 0.0) for one in (early, *scatters)]
         kind = Kind.REDUCE_SCATTER if step.zero else Kind.ALL_REDUCE
         axis, ranks = ("dp_shard", shards) if step.zero else ("dp_replicate", replicas)
-        dealt_ranks = (shards if step.zero else layout.num_summed) // layout.ep
         found = []
-        for part, (name, size) in enumerate(((axis, ranks), ("dp_expert", dealt_ranks))):
+        for part, (name, size) in enumerate(((axis, ranks), ("dp_expert", step.ranks.size("dp_expert")))):
             begun_s = self._sent_s(kind, 1, name, size, step)  # without any bytes; buckets may hold several layers
             sent_s = [
                 max(0.0, self._sent_s(kind, numel[part] * master, name, size, step) - begun_s)
@@ -342,35 +342,40 @@ class Bounds:
         reduced_s, beside_s = max(streams_s), max(streams_s[:2])
         if step.zero == 0:
             return _Sending(reduced_s=reduced_s, update_s=update_s, beside_s=beside_s)
-        whole, apart = mine.trained - mine.dealt, mine.apart - mine.dealt_apart
-        size, dealt_size = (
+        whole, apart = mine.trained - mine.expert_trained, mine.apart - mine.expert_apart
+        size, expert_size = (
             (numel - part) * master + part * BYTES_OF[step.compute_dtype]
-            for numel, part in ((whole, apart), (mine.dealt, mine.dealt_apart))
+            for numel, part in ((whole, apart), (mine.expert_trained, mine.expert_apart))
         )
-        shards, own = layout.num_shards, mine.block_trained - mine.dealt
+        shards, own, of_experts = layout.num_shards, mine.block_trained - mine.expert_trained, mine.expert_trained
+        holders = step.ranks.size("dp_expert")
         gathered_s = max(
             self._in_buckets_s(step, Kind.ALL_GATHER, size, "dp_shard", shards, own),
-            self._in_buckets_s(step, Kind.ALL_GATHER, dealt_size, "dp_expert", shards // layout.ep, mine.dealt),
+            self._in_buckets_s(step, Kind.ALL_GATHER, expert_size, "dp_expert", holders, of_experts),
         )
         return _Sending(reduced_s=reduced_s, update_s=update_s + gathered_s, beside_s=beside_s)
 
     def _bucket_streams(self, step: Step, mine: Sizes) -> tuple[float, ...]:
         """Seconds that reductions take of each stream: of weights that all ranks have, of experts, of shards."""
         layout, master = step.layout, BYTES_OF[step.master_dtype]
-        whole, own, dealt = mine.trained - mine.dealt, mine.block_trained - mine.dealt, mine.dealt
-        replicas, shards = layout.num_replicas, layout.num_shards
+        of_experts = mine.expert_trained
+        whole, own = mine.trained - of_experts, mine.block_trained - of_experts
+        replicas, shards, holders = layout.num_replicas, layout.num_shards, step.ranks.size("dp_expert")
+        kind, borrows = Kind.REDUCE_SCATTER if step.zero else Kind.ALL_REDUCE, layout.borrows_data_ranks
         if step.zero == 0:
-            kind, ranks = Kind.ALL_REDUCE, layout.num_summed // layout.ep
             return (
                 self._in_buckets_s(step, kind, whole * master, "dp_replicate", replicas, own),
-                self._in_buckets_s(step, kind, dealt * master, "dp_expert", ranks, dealt) if layout.ep > 1 else 0.0,
+                self._in_buckets_s(step, kind, of_experts * master, "dp_expert", holders, of_experts)
+                if borrows
+                else 0.0,
             )
-        kind, ranks = Kind.REDUCE_SCATTER, shards // layout.ep
         return (
             self._in_buckets_s(step, kind, whole * master, "dp_shard", shards, own),
-            self._in_buckets_s(step, kind, dealt * master, "dp_expert", ranks, dealt) if layout.ep > 1 else 0.0,
+            self._in_buckets_s(step, kind, of_experts * master, "dp_expert", holders, of_experts) if borrows else 0.0,
             self._in_buckets_s(step, Kind.ALL_REDUCE, whole * master / shards, "dp_replicate", replicas, own)
-            + self._in_buckets_s(step, Kind.ALL_REDUCE, dealt * master / ranks, "dp_replicate", replicas, dealt),
+            + self._in_buckets_s(
+                step, Kind.ALL_REDUCE, of_experts * master / holders, "dp_replicate", replicas, of_experts
+            ),
         )
 
     def _in_buckets_s(self, step: Step, kind: Kind, size: float, axis: str, ranks: int, numel: float) -> float:
@@ -417,7 +422,7 @@ class Bounds:
         """Elements that the optimizer of a rank updates."""
         if not step.zero:
             return mine.trained
-        return (mine.trained + mine.dealt * (step.layout.ep - 1)) / step.layout.num_shards
+        return (mine.trained + mine.expert_trained * (step.ranks.size("ep") - 1)) / step.layout.num_shards
 
     def _update_s(self, step: Step, numel: float, apart: float) -> float:
         moved = numel * UPDATE_PASSES * BYTES_OF[step.master_dtype]

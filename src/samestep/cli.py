@@ -274,6 +274,7 @@ def _train(words: argparse.Namespace) -> int:
 
 def _dry_run(job: jobs.Job, given: dict[str, Any]) -> int:
     from samestep.memory import at_rest, states_per_param
+    from samestep.ranks import Ranks
     from samestep.strategies import program_of
     from samestep.training import check, step_samples
 
@@ -292,10 +293,10 @@ def _dry_run(job: jobs.Job, given: dict[str, Any]) -> int:
         f'layout "{layout}": {ranks} rank{"s" * (ranks > 1)}, {count} micro-batch{"es" * (count > 1)} '
         f"of at most {size} sample{'s' * (size > 1)}"
     )
-    samples_of = step_samples(job, layout, checked.workload.dataset)
+    samples_of, order = step_samples(job, layout, checked.workload.dataset), Ranks.of(layout)
     for rank in range(ranks):
-        use = at_rest(programs[rank * layout.pp // ranks], states_per_param(job), rank)
-        samples = samples_of[rank // (layout.tp * layout.cp) % layout.dp]
+        use = at_rest(programs[order.coordinate(rank, "pp")], states_per_param(job), rank)
+        samples = samples_of[order.coordinate(rank, "dp")]
         print(
             f"rank {rank}: weights {use.weights:,} B, gradients {use.gradients:,} B, optimizer {use.optimizer:,} B; "
             f"samples of step 1: {' '.join(map(str, samples)) or 'none'}"

@@ -50,7 +50,7 @@ from typing import Literal, NamedTuple
 from samestep.errors import SamestepError
 from samestep.hardware import Hardware, Link
 from samestep.model import Product
-from samestep.program import BYTES_OF, COMPUTE_DTYPE, TF32, Kind, Op, Program, Step, is_dealt
+from samestep.program import BYTES_OF, COMPUTE_DTYPE, TF32, Kind, Op, Program, Step
 
 UPDATE_PASSES = 7
 """Times an update goes over memory for one weight: weight, two states read and written, gradient read."""
@@ -343,7 +343,7 @@ def _reached(hardware: Hardware) -> float:
 
 def group_of(axis: str, size: int, step: Step, hardware: Hardware) -> Group:
     """Return how the ranks of one group of an axis, so many of them, lie on the nodes."""
-    per_node, stride = hardware.devices_per_node, stride_of(axis, step)
+    per_node, stride = hardware.devices_per_node, step.ranks.stride(axis)
     if axis == "pp":
         # A stage passes on to the next one, which is most often on the same node where several stages share it.
         crosses = step.layout.world_size > per_node and (step.stage + 1) * stride % per_node == 0
@@ -353,26 +353,6 @@ def group_of(axis: str, size: int, step: Step, hardware: Hardware) -> Group:
     inside = max(1, per_node // stride)
     nodes = max(2, -(-size // inside))
     return Group(size, nodes, max(1, size // nodes))
-
-
-def stride_of(axis: str, step: Step) -> int:
-    """Distance between two neighbours on an axis, in ranks."""
-    layout = step.layout
-    match axis:
-        case "cp" | "dp_shard" | "dp_intra" | "ep":
-            return layout.tp
-        case "dp_expert":
-            return layout.tp * layout.ep
-        case "dp_replicate":
-            return layout.tp * layout.num_shards
-        case "dp_inter":
-            return step.ranks_per_node
-        case "pp":
-            return layout.num_summed * layout.tp
-        case "tie":
-            return layout.num_summed * layout.tp * (layout.pp - 1)
-        case _:
-            return 1
 
 
 # -- update ------------------------------------------------------------------------------------------------------------
@@ -385,7 +365,7 @@ def _update_bytes(step: Step) -> int:
     for param in step.model.params:
         if param.trainable:
             copied = step.zero < 2 and step.working_dtype(param) != step.master_dtype
-            held = param.numel * (step.layout.ep if step.zero and is_dealt(step, param) else 1)
+            held = param.numel * (step.layout.num_shards // step.holding(param).num_shards)
             touched += held * (UPDATE_PASSES * master + copied * BYTES_OF[step.compute_dtype])
     return -(-touched // step.layout.num_shards)  # 1 where nothing is sharded
 

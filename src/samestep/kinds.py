@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from samestep.model import LayerSpec, ModelSpec, ParamSpec
-from samestep.program import BYTES_OF, Step, is_dealt, is_replicated
+from samestep.program import BYTES_OF, Step
 from samestep.strategies.shard import padded_rows
 
 
@@ -45,11 +45,11 @@ class Sizes(NamedTuple):
     """Bytes, as weights stand in the module."""
     trained: float = 0.0
     """Elements that are trained."""
-    dealt: float = 0.0
-    """The part of them that is dealt to the ranks of `ep`."""
+    expert_trained: float = 0.0
+    """The part of them that is expert-sharded."""
     apart: float = 0.0
     """The part of them with masters of another dtype."""
-    dealt_apart: float = 0.0
+    expert_apart: float = 0.0
     block_trained: float = 0.0
     """Elements that are trained and belong to blocks."""
 
@@ -61,9 +61,9 @@ class Units(NamedTuple):
     """Bytes of weights that are gathered with no other layer's."""
     scattered: float = 0.0
     """Elements of their gradients."""
-    dealt_gathered: float = 0.0
-    """The same of experts that are dealt, which have an axis of their own; 0 where no two ranks have the same."""
-    dealt_scattered: float = 0.0
+    expert_gathered: float = 0.0
+    """The same of what is expert-sharded, which has an axis of its own; 0 where no two ranks have the same."""
+    expert_scattered: float = 0.0
     held: float = 0.0
     """Elements that a rank has of all weights."""
     held_trained: float = 0.0
@@ -73,12 +73,12 @@ class Units(NamedTuple):
     @property
     def all_gathered(self) -> float:
         """Bytes, over either axis."""
-        return self.gathered + self.dealt_gathered
+        return self.gathered + self.expert_gathered
 
     @property
     def all_scattered(self) -> float:
         """Elements, over either axis."""
-        return self.scattered + self.dealt_scattered
+        return self.scattered + self.expert_scattered
 
 
 Parts = TypeVar("Parts", Seconds, Sizes, Units)
@@ -110,7 +110,7 @@ def weights(step: Step, layer: int) -> tuple[float, ...]:
     """Return what `Sizes` says of weights."""
     params = step.model.params_of(layer)
     trained = [param for param in params if param.trainable]
-    dealt = [param for param in trained if is_dealt(step, param)]
+    of_experts = [param for param in trained if step.holding(param).is_expert_sharded]
 
     def apart(some: Sequence[ParamSpec]) -> int:
         return sum(param.numel for param in some if step.working_dtype(param) != step.master_dtype)
@@ -118,44 +118,44 @@ def weights(step: Step, layer: int) -> tuple[float, ...]:
     return (
         sum(param.numel * BYTES_OF[step.working_dtype(param)] for param in params),
         sum(param.numel for param in trained),
-        sum(param.numel for param in dealt),
+        sum(param.numel for param in of_experts),
         apart(trained),
-        apart(dealt),
+        apart(of_experts),
         sum(param.numel for param in trained) if step.model.layers[layer].is_block else 0,
     )
 
 
 def units(step: Step, layer: int) -> Units:
     """Return what of a layer is gathered and scattered."""
-    shards = step.layout.num_shards
     sizes = [0.0] * 4
     held = held_trained = early = 0.0
     params = step.model.params_of(layer)
     is_shown = all(param.takes_gradient for param in params)  # where that backward is over
     for param in params:
-        dealt = is_dealt(step, param)
-        parts = shards // (step.layout.ep if dealt else 1)
+        sharded = step.holding(param).is_expert_sharded
+        parts = step.ranks.size("dp_expert") if sharded else step.layout.num_shards
         numel = padded_rows(param, parts)
         held += numel / parts
         held_trained += numel / parts * param.trainable
         if not param.shared and not param.read_outside and _has_module(step, param):
             early += numel / parts * param.trainable * is_shown
             if parts > 1:
-                sizes[2 * dealt] += numel * BYTES_OF[step.working_dtype(param)]
-                sizes[2 * dealt + 1] += numel * param.trainable
+                sizes[2 * sharded] += numel * BYTES_OF[step.working_dtype(param)]
+                sizes[2 * sharded + 1] += numel * param.trainable
     return Units._make((*sizes, held, held_trained, early))
 
 
 def reduced_early(step: Step, layer: int) -> tuple[int, int]:
     """Return of how many elements gradients are reduced as soon as the layer's backward has filled a bucket: of its own
-    weights, and of those that are dealt to the ranks of `ep`.
+    weights, and of those that are expert-sharded.
 
     What ranks of a tensor cut hold alike, and what several layers share, comes later.
     """
     numel = [0, 0]
     for param in step.model.params_of(layer):
-        if param.trainable and not param.shared and not is_replicated(step, param):
-            numel[is_dealt(step, param)] += param.numel
+        holding = step.holding(param)
+        if param.trainable and not param.shared and not holding.replicated_over:
+            numel[holding.is_expert_sharded] += param.numel
     return numel[0], numel[1]
 
 

@@ -83,6 +83,26 @@ class Layout:
         return self.dp_replicate if self.zero else self.dp_replicate * self.cp
 
     @property
+    def innermost_data_ranks(self) -> int:
+        """Ranks of a group of the innermost data axis, those of `cp` among them."""
+        return self.num_shards if self.num_shards > 1 else self.num_replicas
+
+    @property
+    def weight_axes(self) -> dict[str, int]:
+        """Degrees of the axes whose ranks may hold different parts of a weight, whatever ZeRO does."""
+        return {"tp": self.tp, "ep": self.ep}
+
+    @property
+    def cuts(self) -> tuple[int, bool, int, int]:
+        """Words that shape what a rank computes of a layer."""
+        return self.tp, self.sequence_parallel, self.cp, self.ep
+
+    @property
+    def borrows_data_ranks(self) -> bool:
+        """Whether an axis that adds no ranks of its own divides those of the innermost data axis."""
+        return self.ep > 1
+
+    @property
     def num_summed(self) -> int:
         """Ranks whose gradients of one weight are summed: each has seen other tokens."""
         return self.dp * self.cp

@@ -34,7 +34,7 @@ from typing import NamedTuple
 from samestep.errors import JobError, did_you_mean
 from samestep.job import Job
 from samestep.model import LayerSpec, ParamSpec
-from samestep.program import BYTES_OF, SHARD_AXES, BodyKey, Kind, Op, Ops, Program, Step, Unit, is_dealt, is_forward
+from samestep.program import BYTES_OF, SHARD_AXES, BodyKey, Kind, Op, Ops, Program, Step, Unit, is_forward
 
 _STATES = {
     "adadelta": 2, "adafactor": 0, "adagrad": 1, "adam": 2, "adamax": 2, "adamw": 2, "asgd": 1, "muon": 1, "nadam": 2,
@@ -138,7 +138,6 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
     `states_per_param` are the optimizer's tensors of a weight's own shape: 2 for Adam, 1 for momentum, 0 for SGD.
     """
     step = program.step
-    shard = rank // step.layout.tp % step.layout.num_shards
     if step.zero == 0:
         weights, gradients = _whole(program)
         updated = [(param.numel, step.working_dtype(param)) for param in _trainable(step)]
@@ -147,7 +146,9 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
         updated = [
             (
                 _chunk_numel(
-                    bucket.numel, bucket.padded_numel // (step.layout.num_shards // bucket.ep), shard // bucket.ep
+                    bucket.numel,
+                    bucket.padded_numel // bucket.holding.num_shards,
+                    step.ranks.coordinate(rank, bucket.holding.data_axis),
                 ),
                 bucket.dtype,
             )
@@ -155,7 +156,7 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
         ]
     else:
         weights, gradients = _in_units(program)
-        updated = [(_cut_numel(step, param, shard), step.master_dtype) for param in _trainable(step)]
+        updated = [(_cut_numel(step, param, rank), step.master_dtype) for param in _trainable(step)]
     master, offload = BYTES_OF[step.master_dtype], step.layout.offload
     # What stands on the host has masters of its own there, whatever dtype the device has.
     kept = sum(
@@ -189,8 +190,8 @@ def during_init(program: Program, rank: int = 0) -> MemoryUse:
     """
     step = program.step
     rest = at_rest(program, 0, rank)
-    largest = max((param.numel * _parts_of(step, param) for param in step.model.params), default=0)
-    stays = step.layout.tp == step.layout.ep == 1 and step.zero == 0 and not step.is_mixed
+    largest = max((param.numel * step.holding(param).num_parts for param in step.model.params), default=0)
+    stays = {*step.layout.weight_axes.values()} == {1} and step.zero == 0 and not step.is_mixed
     drawn = 0 if stays else largest * BYTES_OF[step.master_dtype]
     gradients = rest.gradients if program.buckets else 0
     return replace(rest, gradients=gradients, buffers=rest.buffers + drawn, peak_at="init")
@@ -203,11 +204,6 @@ def saving_host_bytes(program: Program, states_per_param: int = 2, rank: int = 0
     return (1 + states_per_param) * one
 
 
-def _parts_of(step: Step, param: ParamSpec) -> int:
-    """Into how many parts a weight is cut over other axes than that of the data."""
-    return (step.layout.tp if param.cut is not None else 1) * (step.layout.ep if is_dealt(step, param) else 1)
-
-
 def _arriving(program: Program) -> dict[str, int]:
     """Bytes of gradients that there are none of before the first backward of a step, by the op that brings them.
 
@@ -218,11 +214,10 @@ def _arriving(program: Program) -> dict[str, int]:
         return {
             f"backward:{layer.name}": sum(_gradient_bytes(step, index)) for index, layer in enumerate(step.model.layers)
         }
-    shards = step.layout.num_shards
     return {
-        f"reduce_scatter:{unit.name}": unit.padded_grad_numel // (shards // unit.ep) * BYTES_OF[step.master_dtype]
+        f"reduce_scatter:{unit.name}": unit.padded_grad_numel // unit.num_shards * BYTES_OF[step.master_dtype]
         for unit in program.units
-        if unit.ep < shards
+        if unit.num_shards > 1
     }
 
 
@@ -269,9 +264,8 @@ def _in_buckets(program: Program) -> tuple[int, int]:
 def _in_units(program: Program) -> tuple[int, int]:
     """Weights and gradients of zero=2 and 3: the rank's part of each unit, padded."""
     step = program.step
-    parts = {unit.name: step.layout.num_shards // unit.ep for unit in program.units}
-    weights = sum(unit.padded_numel // parts[unit.name] for unit in program.units)
-    gradients = sum(unit.padded_grad_numel // parts[unit.name] for unit in program.units)
+    weights = sum(unit.padded_numel // unit.num_shards for unit in program.units)
+    gradients = sum(unit.padded_grad_numel // unit.num_shards for unit in program.units)
     return weights * BYTES_OF[step.master_dtype], gradients * BYTES_OF[step.master_dtype]
 
 
@@ -280,14 +274,14 @@ def _chunk_numel(numel: int, chunk: int, shard: int) -> int:
     return min(max(numel - shard * chunk, 0), chunk)
 
 
-def _cut_numel(step: Step, param: ParamSpec, shard: int) -> int:
-    """Elements without padding that FSDP2 gives shard number `shard`: dim 0 in equal chunks, the last ones short."""
-    ep = step.layout.ep if is_dealt(step, param) else 1
-    num_shards, shard = step.layout.num_shards // ep, shard // ep
+def _cut_numel(step: Step, param: ParamSpec, rank: int) -> int:
+    """Elements without padding that FSDP2 gives a rank: dim 0 in equal chunks, the last ones short."""
+    holding = step.holding(param)
+    shard = step.ranks.coordinate(rank, holding.data_axis)
     rows = param.shape[0] if param.shape else 1
     if rows == 0:
         return 0
-    return _chunk_numel(rows, -(-rows // num_shards), shard) * (param.numel // rows)
+    return _chunk_numel(rows, -(-rows // holding.num_shards), shard) * (param.numel // rows)
 
 
 class _Moment(NamedTuple):
@@ -337,8 +331,8 @@ class _Sizes:
 
     def __init__(self, program: Program) -> None:
         self.step = program.step
-        # What is dealt to all ranks is cut no further: nobody gathers it, and its gradient is the rank's own.
-        cut = tuple(unit for unit in program.units if unit.ep < self.step.layout.num_shards)
+        # What a rank holds alone is cut no further: nobody gathers it, and its gradient is the rank's own.
+        cut = tuple(unit for unit in program.units if unit.num_shards > 1)
         self.starting, self.ending = _by_layer(cut, "first_layer"), _by_layer(cut, "last_layer")
         self.names = {unit.name for unit in program.units}
         self.saved = [saved_bytes(self.step, layer) for layer in self.step.model.layers]

@@ -151,7 +151,7 @@ class Needs:
         if of_units is None:
             return _AtBackward()
         one, layer, master = of_units[kind], self.prices.few.layers[kind], BYTES_OF[step.master_dtype]
-        parts = [part for part in (one.scattered, one.dealt_scattered) if part > 0]
+        parts = [part for part in (one.scattered, one.expert_scattered) if part > 0]
         if step.zero == 2 or not layer.backward_reads_weights or not parts:
             return _AtBackward(0.0, one.all_scattered * master, min(parts, default=0.0) * master)
         ahead = self._ahead(of_units, run, blocks) if layer.is_block else 0.0
@@ -179,6 +179,6 @@ class Needs:
         kept = (mine.trained * states + mine.apart) * master
         if step.zero == 1:
             shards = step.layout.num_shards
-            dealt = (mine.dealt * states + mine.dealt_apart) * master
-            kept = (kept - dealt) / shards + dealt * step.layout.ep / shards
+            of_experts = (mine.expert_trained * states + mine.expert_apart) * master
+            kept = (kept - of_experts) / shards + of_experts * step.ranks.size("ep") / shards
         return mine.weights + mine.trained * master + (0.0 if step.layout.offload else kept)

@@ -187,7 +187,7 @@ class _Watching(Run):
         if self.routes is None:
             return super()._drawing(draw)
         made, mesh = self.made, self.made.mesh
-        index = mesh.cp_index if self.layout.cp > 1 else mesh.tp_index
+        index = mesh.index("cp") if self.layout.cp > 1 else mesh.index("tp")
         return RouteMode(made.model, draw, made.mask_part, self.routes[draw.step], index)
 
     def _agree(self, totals: Tensor) -> list[float]:
@@ -269,8 +269,8 @@ def observe(run: _Watching, dataset: Dataset) -> Observation:
     mesh = run.made.mesh
     seen = Observation(
         rank=mesh.rank,
-        axes=dict(mesh.ranks),
-        indices={"dp": mesh.dp_index, "tp": mesh.tp_index, "stage": run.program.step.stage},
+        axes={axis: mesh.members(axis) for axis in mesh.groups},
+        indices={"dp": mesh.index("dp"), "tp": mesh.index("tp"), "stage": run.program.step.stage},
         start=held_weights(run),
     )
     watched = _Watched(dataset)
@@ -359,7 +359,7 @@ def _places(run: Run, piece: Piece) -> Tensor | range:
     cut = next(param for param in run.program.step.model.params if param.name == piece.name)
     if cut.shape == spec.shape:
         return range(piece.start, piece.stop)
-    return part_of(spec, cut, run.made.mesh).runs(piece.start, piece.stop).places()
+    return part_of(spec, cut, run.program.step.holding(cut), run.made.mesh).runs(piece.start, piece.stop).places()
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from samestep.kinds import (
     units,
     weights,
 )
-from samestep.layout import Layout, Recompute
+from samestep.layout import Recompute
 from samestep.memory import saved_bytes
 from samestep.model import ModelSpec
 from samestep.program import BYTES_OF, BodyKey, Kind, Op, Ops, Program, Step
@@ -57,7 +57,8 @@ class Runs(NamedTuple):
 class _Cut(NamedTuple):
     """A layer of each kind as a rank has it."""
 
-    model: ModelSpec
+    step: Step
+    """With the model of a rank, and what it holds of each weight."""
     weights: tuple[tuple[float, ...], ...]
     """What `Sizes` says of weights."""
     largest: int
@@ -98,7 +99,7 @@ class Prices:
         self._known_whole: dict[tuple[object, ...], Sizes] = {}
         self._known_runs: dict[tuple[object, ...], Runs] = {}
         self._known_stage_units: dict[tuple[object, ...], Units] = {}
-        self._known_units: dict[tuple[int, ...], list[Units]] = {}
+        self._known_units: dict[tuple[object, ...], list[Units]] = {}
         self._known_run_seconds: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
         self._known_run_sizes: dict[tuple[object, ...], tuple[Sizes, ...]] = {}
 
@@ -107,7 +108,7 @@ class Prices:
     def cut(self, step: Step) -> _Cut:
         """Return a layer of each kind as a rank has it."""
         layout = step.layout
-        key = _cuts(layout)
+        key = layout.cuts
         if key not in self._known_cuts:
             one = replace(step, model=self.few, samples=1, layout=replace(layout, recompute="none"))
             local = self._builder.before_stages(one).step
@@ -115,7 +116,7 @@ class Prices:
             blocks = [index for index, layer in enumerate(layers) if layer.is_block] or [0]
             indices = range(len(layers))
             self._known_cuts[key] = _Cut(
-                local.model,
+                local,
                 tuple(weights(local, index) for index in indices),
                 max((param.numel for index in blocks for param in local.model.params_of(index)), default=0),
                 min((layer.output_elements for layer in layers[blocks[0] : blocks[-1]]), default=0),
@@ -128,7 +129,7 @@ class Prices:
     def key(step: Step) -> tuple[object, ...]:
         """Return what prices depend on."""
         layout = step.layout
-        return (*_cuts(layout), layout.recompute, step.microbatch_samples, step.splits_backward, step.samples)
+        return (layout.cuts, layout.recompute, step.microbatch_samples, step.splits_backward, step.samples)
 
     def seconds(self, step: Step) -> tuple[Seconds, ...]:
         """Price a layer of each kind."""
@@ -142,7 +143,7 @@ class Prices:
 
     def _priced(self, step: Step) -> tuple[Seconds, ...]:
         program, parts = self._of_compute(step)
-        step = replace(step, model=program.step.model)
+        step = step.cut_like(program.step)
         program, more, count = replace(program, step=step), step.microbatch_samples - 1, len(self.few.layers)
         took_s = {kind: [0.0] * count for kind in TaskKind}
         sent_s = {kind: [0.0] * count for kind in TaskKind}
@@ -170,7 +171,7 @@ class Prices:
     def _of_compute(self, step: Step) -> tuple[Program, list[_Part]]:
         """Return the program of micro-batches of one sample, and what of it runs in the queue of compute."""
         layout = step.layout
-        key = (*_cuts(layout), layout.recompute, step.splits_backward)
+        key = (layout.cuts, layout.recompute, step.splits_backward)
         if key not in self._known_parts:
             one, two = (self._builder.before_stages(replace(step, model=self.few, samples=count)) for count in (1, 2))
             forward, backward = BodyKey(TaskKind.FORWARD), BodyKey(TaskKind.BACKWARD)
@@ -202,10 +203,10 @@ class Prices:
     def sizes(self, step: Step) -> tuple[Sizes, ...]:
         """Return what a layer of each kind needs."""
         layout = step.layout
-        key = (*_cuts(layout), layout.recompute)
+        key = (layout.cuts, layout.recompute)
         if key not in self._known_sizes:
             cut, one = self.cut(step), replace(step, samples=1)
-            saved = (saved_bytes(one, layer) for layer in cut.model.layers)
+            saved = (saved_bytes(one, layer) for layer in cut.step.model.layers)
             self._known_sizes[key] = tuple(
                 Sizes._make((one.kept, one.whole - one.kept, one.working, one.loss + one.loss_working, *held))
                 for one, held in zip(saved, cut.weights, strict=True)
@@ -215,9 +216,9 @@ class Prices:
     def units(self, step: Step) -> list[Units]:
         """Return what of a layer of each kind is gathered and scattered."""
         layout = step.layout
-        key = (layout.tp, layout.cp, layout.ep, layout.num_shards)
+        key = (layout.cuts, layout.num_shards)
         if key not in self._known_units:
-            local = replace(step, model=self.cut(step).model)
+            local = step.cut_like(self.cut(step).step)
             self._known_units[key] = [units(local, index) for index in range(len(local.model.layers))]
         return self._known_units[key]
 
@@ -230,7 +231,7 @@ class Prices:
     def whole_sizes(self, step: Step) -> Sizes:
         """Add up all layers; of their activations those of what is computed again if the most is."""
         layout = step.layout
-        key = _cuts(layout)
+        key = layout.cuts
         if key not in self._known_whole:
             steps = (replace(step, layout=replace(layout, recompute=policy)) for policy in get_args(Recompute))
             self._known_whole[key] = min((self._whole(self.sizes(one)) for one in steps), key=lambda sizes: sizes.kept)
@@ -271,7 +272,7 @@ class Prices:
     def run_sizes(self, step: Step) -> tuple[Sizes, ...]:
         """Add up the layers of each run."""
         layout = step.layout
-        key = (*_cuts(layout), layout.recompute, layout.pp, layout.virtual_stages)
+        key = (layout.cuts, layout.recompute, layout.pp, layout.virtual_stages)
         if key not in self._known_run_sizes:
             self._known_run_sizes[key] = self._of_runs(step, self.sizes(step))
         return self._known_run_sizes[key]
@@ -292,7 +293,7 @@ class Prices:
     def stage_units(self, step: Step, stage: int) -> Units:
         """Add up what of a stage is gathered and scattered."""
         layout = step.layout
-        key = (*_cuts(layout), layout.num_shards, layout.pp, layout.virtual_stages, stage)
+        key = (layout.cuts, layout.num_shards, layout.pp, layout.virtual_stages, stage)
         if key not in self._known_stage_units:
             kinds, runs = self.units(step), self.runs(step).counts[stage :: layout.pp]
             self._known_stage_units[key] = total(
@@ -303,11 +304,6 @@ class Prices:
     def sent_bytes(self, step: Step) -> int:
         """Return what of a micro-batch is sent between two stages, at least."""
         return self.cut(step).sent * step.microbatch_samples * BYTES_OF[step.compute_dtype]
-
-
-def _cuts(layout: Layout) -> tuple[int, bool, int, int]:
-    """What of a layout cuts layers."""
-    return layout.tp, layout.sequence_parallel, layout.cp, layout.ep
 
 
 def smallest(step: Step) -> Step:
@@ -329,4 +325,4 @@ def larger_twin(step: Step) -> tuple[Step, int]:
 def least_updated(step: Step, mine: Sizes) -> float:
     """Return how many elements the optimizer of a rank updates, however the data axis is split."""
     layout = step.layout
-    return (mine.trained + mine.dealt * (layout.ep - 1)) / (layout.dp * layout.cp)
+    return (mine.trained + mine.expert_trained * (step.ranks.size("ep") - 1)) / (layout.dp * layout.cp)

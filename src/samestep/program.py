@@ -22,15 +22,18 @@ backward, messages between stages.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from samestep.holding import WHOLE, Holding
 from samestep.job import Job, Precision
 from samestep.layout import Layout
 from samestep.model import ModelSpec, ParamSpec
+from samestep.ranks import Ranks, data_ranks_per_node
 from samestep.schedules import SCHEDULES, Action, TaskKind
 
 TF32 = "tfloat32"
@@ -48,7 +51,7 @@ STEP_SCALARS = ("loss", "count", "norm_squared", "stop")
 """What one all_reduce at the end of a step agrees on, as float64."""
 
 SHARD_AXES = ("dp_shard", "dp_expert")
-"""Axes over which buckets and units are cut: of experts that are dealt, what `ep` leaves of `dp_shard`."""
+"""Data axes over which ZeRO shards: of what is expert-sharded it is what `ep` leaves of `dp_shard`."""
 EXPOSED_AXES = ("tp", "cp", "ep")
 """Axes whose collectives the next compute needs: sums of a tensor cut, heads of an attention, rows of experts."""
 
@@ -199,24 +202,13 @@ class Bucket:
     dtype: str
     """Dtype of the weights as the forward uses them; gradients are in the program's reduce dtype."""
     padded_numel: int
-    replicas: int = 1
-    """Ranks that hold the same, of a tensor cut or of two tied stages: the norm counts them once."""
-    is_tied: bool = False
-    """Its gradient is summed with that of another pipeline stage."""
-    is_partial: bool = False
-    """Its gradient is summed over the ranks of a tensor cut, each of which has that of a part."""
-    ep: int = 1
-    """Parts in which its weights are dealt to the ranks of the innermost data axis: of experts."""
+    holding: Holding
+    """What a rank holds of each of its weights."""
 
     @property
     def numel(self) -> int:
         """Elements without padding."""
         return sum(member.numel for member in self.members)
-
-    @property
-    def shard_axis(self) -> str:
-        """The axis over which zero=1 cuts it."""
-        return "dp_expert" if self.ep > 1 else "dp_shard"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,13 +240,10 @@ class Unit:
     is over at the end of the task."""
     ahead: str | None = None
     """Name of the unit that is gathered ahead of need when this one's backward starts."""
-    ep: int = 1
-    """Parts in which its weights are dealt to the ranks of the innermost data axis: of experts."""
-
-    @property
-    def shard_axis(self) -> str:
-        """The axis over which it is cut."""
-        return "dp_expert" if self.ep > 1 else "dp_shard"
+    shard_axis: str
+    """The data axis over which its weights are sharded."""
+    num_shards: int
+    """Ranks among which they are divided: 1 where a rank has them to itself, and nothing is gathered or scattered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,6 +265,8 @@ class Step:
     """The loss works on logits cut by vocabulary; otherwise they are put together for it."""
     tf32: bool = False
     """Products of float32 may run in `TF32`."""
+    holdings: Mapping[str, Holding] = field(default_factory=dict, hash=False)
+    """What a rank holds of each weight to which a strategy has added its part, by name."""
 
     @classmethod
     def of(
@@ -302,10 +293,15 @@ class Step:
             tf32=job.numerics.tf32,
         )
 
+    @cached_property
+    def ranks(self) -> Ranks:
+        """The order of the layout's ranks."""
+        return Ranks.of(self.layout, self.ranks_per_node)
+
     @property
     def dp_per_node(self) -> int:
         """Ranks of one node whose gradients of one weight are summed."""
-        return max(1, self.ranks_per_node // self.layout.tp)
+        return data_ranks_per_node(self.layout, self.ranks_per_node)
 
     @cached_property
     def rank_samples(self) -> int:
@@ -358,10 +354,18 @@ class Step:
         """Whether the gradients of weights are tasks of their own."""
         return self.layout.pp > 1 and SCHEDULES[self.layout.schedule].splits_backward
 
-    @property
-    def innermost_data_ranks(self) -> int:
-        """Ranks of the innermost data axis, those of `cp` among them, from which `ep` borrows."""
-        return self.layout.num_shards if self.zero else self.layout.num_replicas
+    def holding(self, param: ParamSpec) -> Holding:
+        """Return what one rank holds of `param`, as far as the strategies up to here have said."""
+        return self.holdings.get(param.name, WHOLE)
+
+    def hold(self, part: Callable[[ParamSpec, Holding], Holding]) -> Step:
+        """Return the step with a strategy's part added to what a rank holds of each weight of the model."""
+        held = {param.name: part(param, self.holding(param)) for param in self.model.params}
+        return replace(self, holdings={**self.holdings, **held})
+
+    def cut_like(self, other: Step) -> Step:
+        """Return this step with the local model of another one, and what a rank holds of it."""
+        return replace(self, model=other.model, holdings=other.holdings)
 
     def working_dtype(self, param: ParamSpec) -> str:
         """Dtype in which `param` stands in the module: a shared weight stays in master precision and is cast at
@@ -475,15 +479,13 @@ def make_buckets(step: Step, chunks: tuple[range, ...] = ()) -> tuple[Bucket, ..
     def chunk_of(param: ParamSpec) -> int:
         return next((index for index, layers in enumerate(chunks) if param.layer in layers), 0)
 
-    # Weights that a tensor cut leaves whole have buckets of their own: their norm is counted once.
+    # Weights of other holdings have buckets of their own: the norm counts copies once, and gradients are summed over
+    # other ranks.
     order = sorted(
         (param for param in step.model.params if param.trainable),
         # stable: the module's own order within a layer
-        key=lambda param: (
-            -chunk_of(param), is_replicated(step, param), is_partial(step, param), param.tied_stages,
-            is_dealt(step, param), -param.layer,
-        ),
-    )  # fmt: skip
+        key=lambda param: (-chunk_of(param), step.holding(param).sort_key, -param.layer),
+    )
     limit = BUCKET_BYTES // BYTES_OF[step.master_dtype]
     runs: list[list[ParamSpec]] = []
     size = 0
@@ -499,37 +501,18 @@ def make_buckets(step: Step, chunks: tuple[range, ...] = ()) -> tuple[Bucket, ..
     return tuple(_bucket(step, index, run) for index, run in enumerate(runs))
 
 
-def is_replicated(step: Step, param: ParamSpec) -> bool:
-    """Whether every rank of a tensor cut holds the whole of `param`."""
-    return step.layout.tp > 1 and param.cut is None
-
-
-def is_partial(step: Step, param: ParamSpec) -> bool:
-    """Whether a rank of a tensor cut has of the gradient of `param`, which it holds whole, that of a part."""
-    return step.layout.tp > 1 and (
-        param.partial == "cut" or (param.partial == "sequence" and step.layout.sequence_parallel)
-    )
-
-
-def partial_sizes(step: Step, unit: Unit) -> dict[str, int]:
-    """Elements, with the padding of their rows, of a rank's shards of a unit's gradients that are parts."""
-    shards = step.layout.num_shards // unit.ep
+def partial_sizes(step: Step, unit: Unit, axis: str) -> dict[str, int]:
+    """Return the elements, row padding included, of a rank's shards of a unit's gradients that are partial over `axis`."""
     mine = {*unit.params}
     return {
-        param.name: padded(param.shape[0], shards) // shards * (param.numel // param.shape[0])
+        param.name: padded(param.shape[0], unit.num_shards) // unit.num_shards * (param.numel // param.shape[0])
         for param in step.model.params
-        if param.name in mine and param.trainable and param.numel and is_partial(step, param)
+        if param.name in mine and param.trainable and param.numel and axis in step.holding(param).partial_over
     }
 
 
-def is_dealt(step: Step, param: ParamSpec) -> bool:
-    """Whether a rank holds only some of the experts of `param`."""
-    return step.layout.ep > 1 and param.experts > 0
-
-
 def _kind(step: Step, param: ParamSpec) -> tuple[object, ...]:
-    of_tp = is_replicated(step, param), is_partial(step, param)
-    return step.working_dtype(param), *of_tp, param.tied_stages, is_dealt(step, param)
+    return step.working_dtype(param), step.holding(param)
 
 
 def _bucket(step: Step, index: int, params: list[ParamSpec]) -> Bucket:
@@ -538,16 +521,13 @@ def _bucket(step: Step, index: int, params: list[ParamSpec]) -> Bucket:
     for param in params:
         members.append(Member(name=param.name, offset=offset, numel=param.numel))
         offset += param.numel
-    ep = step.layout.ep if is_dealt(step, params[0]) else 1
+    holding = step.holding(params[0])
     return Bucket(
         name=f"bucket.{index}",
         members=tuple(members),
         dtype=step.working_dtype(params[0]),
-        padded_numel=padded(offset, step.layout.num_summed // ep),
-        replicas=(step.layout.tp if is_replicated(step, params[0]) else 1) * (2 if params[0].tied_stages else 1),
-        is_tied=params[0].tied_stages,
-        is_partial=is_partial(step, params[0]),
-        ep=ep,
+        padded_numel=padded(offset, math.prod(map(step.ranks.size, holding.data_axes))),
+        holding=holding,
     )
 
 

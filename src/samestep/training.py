@@ -393,7 +393,7 @@ def _say_sample(run: Run, workload: Workload, screen: Screen | None, when: str) 
     if not train.sample_tokens or not _is_text(run.job):
         return
     layout = run.layout
-    if screen is None and layout.zero < 2 and layout.ep == 1 and layout.num_summed == layout.world_size:
+    if screen is None and layout.zero < 2 and not layout.borrows_data_ranks and layout.num_summed == layout.world_size:
         return  # rank 0 has the weights whole, and the cores to itself
     text = sample_text(run, train.prompt, train.sample_tokens, train.sample_temperature)
     if screen is not None and text is not None:

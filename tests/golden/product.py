@@ -121,10 +121,12 @@ def _op(op: Op) -> str:
 
 def _buckets(program: Program) -> Iterator[str]:
     for bucket in program.buckets:
-        marks = ["tied"] * bucket.is_tied + ["partial"] * bucket.is_partial
+        holding, ep = bucket.holding, program.step.layout.ep if bucket.holding.is_expert_sharded else 1
+        marks = ["tied"] * bool(holding.tied_over) + ["partial"] * bool(holding.partial_over)
+        axis = "dp_expert" if ep > 1 else "dp_shard"
         yield " ".join([
-            f"{bucket.name}: {bucket.padded_numel} of {bucket.dtype} over {bucket.shard_axis}, replicas={bucket.replicas}",
-            f"ep={bucket.ep}", *marks, *(f"{part.name}@{part.offset}+{part.numel}" for part in bucket.members),
+            f"{bucket.name}: {bucket.padded_numel} of {bucket.dtype} over {axis}, replicas={holding.num_copies}",
+            f"ep={ep}", *marks, *(f"{part.name}@{part.offset}+{part.numel}" for part in bucket.members),
         ])  # fmt: skip
 
 
@@ -136,7 +138,7 @@ def _units(program: Program) -> Iterator[str]:
         }  # fmt: skip
         yield " ".join([
             f"{unit.name}: {unit.padded_numel} of {unit.dtype}, gradients {unit.padded_grad_numel}, over {unit.shard_axis}",
-            f"ep={unit.ep} layers {unit.first_layer}-{unit.last_layer} called {unit.called[0]}-{unit.called[1]}",
+            f"ep={program.step.layout.num_shards // unit.num_shards} layers {unit.first_layer}-{unit.last_layer} called {unit.called[0]}-{unit.called[1]}",
             f"ahead={unit.ahead}", *(mark for mark, is_set in marks.items() if is_set), *unit.params,
             f"in {' '.join(unit.modules)}",
         ])  # fmt: skip

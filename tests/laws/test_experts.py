@@ -50,7 +50,7 @@ def test_every_row_goes_out_and_comes_back(text: str, microbatch: int, recompute
 def test_experts_are_summed_by_those_who_hold_them(text: str) -> None:
     program = case(dealing(), text).program
     layout = program.step.layout
-    of_experts = [bucket for bucket in program.buckets if bucket.ep > 1]
+    of_experts = [bucket for bucket in program.buckets if bucket.holding.is_expert_sharded]
     assert {m.name for b in of_experts for m in b.members} == {
         p.name for p in program.step.model.params if p.experts and layout.ep > 1
     }
@@ -73,7 +73,7 @@ def test_units_of_experts_are_cut_by_those_who_hold_them(data: str, ep: int, zer
     program = case(dealing(), text).program
     layout = program.step.layout
     holders = layout.dp_shard // ep
-    of_experts = {unit.name for unit in program.units if unit.ep == ep}
+    of_experts = {unit.name for unit in program.units if unit.shard_axis == "dp_expert"}
     assert len(of_experts) == len(program.step.model.layers)
     for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
         over = {op.axis: op.owner in of_experts for _, op in program.ops() if op.kind is kind}

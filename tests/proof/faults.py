@@ -21,12 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep import program, proof, trial
+from samestep import proof, trial
 from samestep.datasets import Batch
+from samestep.holding import Holding
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.program import ends_step
-from samestep.runtime import assembly, checkpoint, context, dropout, pipeline, sequence, tensor, update
+from samestep.model import ParamSpec
+from samestep.program import Step, ends_step
+from samestep.runtime import assembly, checkpoint, context, dropout, pipeline, placement, sequence, tensor, update
 from samestep.runtime.assembly import Source, prepare
 from samestep.runtime.build import cross_entropy, loss_of, optimizer_of
 from samestep.runtime.data import Replicated
@@ -272,7 +274,7 @@ def one_backward_is_wrong(patch: Patch) -> None:
 def weights_that_tp_leaves_whole_are_summed_over_tp_too(patch: Patch) -> None:
     def send(original: Any, self: Replicated, flat: Any, op: Any, whole: Tensor) -> Any:
         work = original(self, flat, op, whole)
-        if flat.bucket.replicas > 1:
+        if flat.bucket.holding.num_copies > 1:
             work.wait()
             dist.all_reduce(whole, group=self.mesh.groups["tp"])
         return work
@@ -306,13 +308,12 @@ def shards_draw_the_same_numbers(patch: Patch) -> None:
 
 @fault(Cause.ROWS_SWAPPED, "dp=1 tp=2", "llama_even")
 def ranks_take_each_others_heads(patch: Patch) -> None:
-    def part(original: Any, whole: Tensor, param: Any, mesh: Any) -> Tensor:
-        found = original(whole, param, mesh)
-        if whole.is_floating_point() and param.name.endswith("k_proj.weight"):
-            return original(whole.flip(0), param, mesh).flip(0)
-        return found
+    def part(original: Any, whole: Tensor, cut: Any, *rest: Any) -> Tensor:
+        if cut.name.endswith("k_proj.weight"):
+            return original(whole.flip(0), cut, *rest).flip(0)
+        return original(whole, cut, *rest)
 
-    around(patch, tensor, "local_part", part)
+    around(patch, placement, "local_part", part)
 
 
 @fault(Cause.DATA, "dp=2")
@@ -501,7 +502,12 @@ def norms_of_heads_are_not_summed_over_tp(patch: Patch) -> None:
 
 def _leave_parts(patch: Patch, is_left: Callable[[str], bool]) -> None:
     """Take such weights for whole ones, whose gradients need no sum over tp."""
-    around(patch, program, "is_partial", lambda known, step, param: known(step, param) and not is_left(param.name))
+
+    def holding(known: Any, self: Step, param: ParamSpec) -> Holding:
+        held = known(self, param)
+        return replace(held, partial_over=()) if is_left(param.name) else held
+
+    around(patch, Step, "holding", holding)
 
 
 @fault(Cause.MISSING_REDUCTION, "dp=1 tp=2", "llama_even")
@@ -517,7 +523,7 @@ def outputs_of_row_cuts_are_not_summed(patch: Patch) -> None:
 @fault(Cause.FORWARD, "dp=1 tp=4", "qwen3")
 def every_rank_takes_the_first_key_value_head(patch: Patch) -> None:
     def shared(original: Any, module: Any, path: str, mesh: Any, *rest: Any) -> None:
-        original(module, path, replace(mesh, rank=mesh.rank - mesh.tp_index), *rest)
+        original(module, path, replace(mesh, rank=mesh.rank - mesh.index("tp")), *rest)
 
     around(patch, tensor, "_around_shared", shared)
 
@@ -551,7 +557,7 @@ def positions_are_not_summed_under_sequence_parallel(patch: Patch) -> None:
     def apply(original: Any, model: Any, program: Any, mesh: Any, styles: Any) -> None:
         def of_own_tokens(_: Any, args: Any, output: Tensor) -> Tensor:
             length = output.shape[-2]
-            is_own = torch.arange(length) * mesh.tp // length == mesh.tp_index
+            is_own = torch.arange(length) * mesh.size("tp") // length == mesh.index("tp")
             return torch.where(is_own[:, None], output, output.detach())
 
         original(model, program, mesh, styles)

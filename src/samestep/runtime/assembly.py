@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.model import ModelSpec
-from samestep.program import Program, is_dealt
+from samestep.program import Program
+from samestep.ranks import Ranks
 from samestep.runtime import (
     context,
     cuts,
@@ -29,6 +30,7 @@ from samestep.runtime import (
     expert,
     locality,
     pipeline,
+    placement,
     precision,
     recompute,
     sequence,
@@ -153,8 +155,8 @@ def _first_of(example: Any, dtype: torch.dtype) -> Any:
 def assemble(source: Source, layout: Layout, job: Job, place: Place, example: Any) -> Assembly:
     """Build, cut and fill the model of one rank."""
     plan, spec = with_slices(source.prepared or prepare(source, job, example), layout, example)
-    stage = meshes.stage_of(place.rank, layout.world_size, layout.pp)
-    replica = meshes.replica_of(place.rank, layout)
+    ranks = Ranks.of(layout)
+    stage, replica = ranks.coordinate(place.rank, "pp"), ranks.coordinate(place.rank, "dp")
     program = program_of(spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica)
     check_optimizer(source.optimizer, spec, layout)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = job.numerics.tf32
@@ -172,10 +174,8 @@ def assemble(source: Source, layout: Layout, job: Job, place: Place, example: An
     recompute.apply(model, program, functools.partial(_recompute_contexts, model, job, slicing))
 
     def materialize(name: str, dtype: torch.dtype) -> Tensor:
-        whole = plan.materialize(name, place.device, dtype)
-        if is_dealt(program.step, params[name]):
-            return expert.local_part(whole, mesh)
-        return tensor.local_part(whole, params[name], mesh)
+        whole, cut = plan.materialize(name, place.device, dtype), params[name]
+        return placement.local_part(whole, cut, program.step.holding(cut), mesh)
 
     params = {param.name: param for param in program.step.model.params}
     holder = holder_of(layout)(model, program, mesh, materialize)
@@ -198,8 +198,10 @@ def assemble(source: Source, layout: Layout, job: Job, place: Place, example: An
         modes={module: module.training for module in model.modules()},
         running=[buffer for path in spec.coupled_modules for buffer in model.get_submodule(path).buffers()],
         draws=True if spec.masks or dropout.has_dropout(model) else None,
-        mask_part=Part(spec, mesh.tp, mesh.tp_index, layout.sequence_parallel, mesh.cp, mesh.cp_index)
-        if mesh.tp * mesh.cp > 1
+        mask_part=Part(
+            spec, mesh.size("tp"), mesh.index("tp"), layout.sequence_parallel, mesh.size("cp"), mesh.index("cp")
+        )
+        if mesh.size("tp") * mesh.size("cp") > 1
         else None,
     )
 

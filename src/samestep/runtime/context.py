@@ -39,7 +39,7 @@ class Slicing:
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh) -> None:
         self._places = dict(program.step.model.slices)
-        self.degree, self.index = mesh.cp, mesh.cp_index
+        self.degree, self.index = mesh.size("cp"), mesh.index("cp")
         self.group = mesh.groups["cp"]
         self.length = 0
         """Tokens of the whole sequence; 0 outside `of`."""

@@ -23,18 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.program import (
-    UPDATE_BODY,
-    Bucket,
-    Kind,
-    Member,
-    Op,
-    Program,
-    Task,
-    ends_gradients,
-    ends_step,
-    is_replicated,
-)
+from samestep.program import UPDATE_BODY, Bucket, Kind, Member, Op, Program, Task, ends_gradients, ends_step
 from samestep.runtime.mesh import Mesh, all_gather, reduce_scatter
 from samestep.runtime.precision import DTYPES
 from samestep.runtime.record import owned
@@ -226,9 +215,9 @@ class Replicated:
             if op.kind is Kind.ALL_REDUCE:
                 return dist.all_reduce(whole if flat.chunk is None else flat.chunk, group=group, async_op=True)
             if op.kind is Kind.REDUCE:
-                return dist.reduce(whole, dst=self.mesh.ranks[op.axis][0], group=group, async_op=True)
+                return dist.reduce(whole, dst=self.mesh.members(op.axis)[0], group=group, async_op=True)
             if op.kind is Kind.BROADCAST:
-                return dist.broadcast(whole, src=self.mesh.ranks[op.axis][0], group=group, async_op=True)
+                return dist.broadcast(whole, src=self.mesh.members(op.axis)[0], group=group, async_op=True)
             size = whole.numel() // dist.get_world_size(group)
             mine = whole[dist.get_rank(group) * size :][:size]
             if op.kind is Kind.REDUCE_SCATTER:
@@ -240,25 +229,26 @@ class Replicated:
 
     def norm_squared(self) -> Tensor:
         """This rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""
-        if not self._flats:
-            whole = [p.name for p in self.program.step.model.params if is_replicated(self.program.step, p)]
-            cut = [_gradient_or_zero(param) for name, param in self.params.items() if name not in whole]
-            held = [_gradient_or_zero(param) for name, param in self.params.items() if name in whole]
-            return squared_norm(cut, self.mesh.device) + squared_norm(held, self.mesh.device) / self.mesh.tp
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for replicas in sorted({flat.bucket.replicas for flat in self._flats}):
-            alike = [flat for flat in self._flats if flat.bucket.replicas == replicas]
+        if not self._flats:
+            step = self.program.step
+            copies_of = {param.name: step.holding(param).num_copies for param in step.model.params}
+            for copies in sorted(set(copies_of.values())):
+                mine = [_gradient_or_zero(param) for name, param in self.params.items() if copies_of[name] == copies]
+                total += squared_norm(mine, self.mesh.device) / copies
+            return total
+        for copies in sorted({flat.bucket.holding.num_copies for flat in self._flats}):
+            alike = [flat for flat in self._flats if flat.bucket.holding.num_copies == copies]
             divided = [(flat.gradients, *self._division(flat.bucket)) for flat in alike]
             mine = [gradients.view(parts, -1)[index] for gradients, parts, index, _ in divided]
-            total += squared_norm(mine, self.mesh.device) / (divided[0][-1] * replicas)
+            total += squared_norm(mine, self.mesh.device) / (divided[0][-1] * copies)
         return total
 
     def _division(self, bucket: Bucket) -> tuple[int, int, int]:
         """Return among how many ranks a bucket is divided, the place of this one, and how many hold each part."""
-        mesh = self.mesh
-        if self.program.step.zero == 1:
-            return mesh.dp_shard // bucket.ep, mesh.shard_index // bucket.ep, mesh.dp_replicate
-        return mesh.dp_replicate * mesh.dp_shard // bucket.ep, mesh.summed_index // bucket.ep, 1
+        axis = bucket.holding.data_axis
+        replicas = self.mesh.size("dp_replicate") if self.program.step.zero == 1 else 1
+        return self.mesh.size(axis), self.mesh.index(axis), replicas
 
     def publish(self) -> None:
         """Gather every rank's chunk of the updated weights (zero=1)."""

@@ -146,11 +146,6 @@ def with_experts(spec: ModelSpec, dealings: list[Dealing], balanced: nn.Module |
 # -- carrying it out -------------------------------------------------------------------------------
 
 
-def local_part(whole: Tensor, mesh: Mesh) -> Tensor:
-    """Take this rank's experts out of a whole weight."""
-    return whole.chunk(mesh.ep)[mesh.ep_index].clone()  # else the whole would stay
-
-
 def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
     """Let each module of experts send its rows to the ranks that have their experts."""
     if program.step.compute_dtype == "float64":
@@ -159,7 +154,7 @@ def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
         return
     for path, experts in experts_of(model).items():
         module = model.get_submodule(path)
-        module.num_experts = experts // mesh.ep  # type: ignore[assignment]
+        module.num_experts = experts // mesh.size("ep")  # type: ignore[assignment]
         module.forward = functools.partial(_dealt, module.forward, experts, mesh.groups["ep"], path)
 
 
@@ -216,7 +211,7 @@ class Balance:
         if not experts or config is None:
             return None
         group = mesh.groups.get("world")
-        return cls(config.router_aux_loss_coef, config.num_experts_per_tok, experts, group, mesh.tp)
+        return cls(config.router_aux_loss_coef, config.num_experts_per_tok, experts, group, mesh.size("tp"))
 
     def __call__(self, outputs: Any, count: Tensor | int, weight: float) -> Tensor:
         """Return this rank's part, times the count of the whole step. Collective over the world.

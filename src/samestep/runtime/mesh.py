@@ -1,21 +1,13 @@
 """Process groups of a layout: the only file that makes them.
 
-Ranks count through the axes like digits, the innermost axis fastest: `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`.
-
-```
-dp_replicate=2 dp_shard=2      rank 0 (0,0)   1 (0,1)   2 (1,0)   3 (1,1)
-    dp_shard groups            {0 1} {2 3}            dp_replicate groups   {0 2} {1 3}
-```
-`ep` and `dp_expert` are two digits of the innermost data axis: neighbours hold different experts, ranks `ep` apart the same.
-Ranks of `cp` hold equal weights, so gradients are summed over them too: the groups of `dp_shard` take them in, or where
-nothing is sharded those of `dp_replicate`. Axes that run over the same ranks share one group, so a communicator is never made
+The order of ranks is `samestep.ranks`'. Axes that run over the same ranks share one group, so a communicator is never made
 twice; but `cp`, whose exchanges compute waits for, has its own, and waits for no gradient or weight that is sent meanwhile.
 So has each link of `pp` but the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from samestep.errors import LayoutError
-from samestep.layout import Layout
 from samestep.program import Program
+from samestep.ranks import LINKS, Ranks
 from samestep.runtime.record import OWN_GROUPS
 
 # torch 2.13 renames these two; 2.11 has only the old names.
@@ -37,63 +29,36 @@ class Mesh:
     """This rank's groups, one for each axis the program sends over."""
 
     rank: int
-    world_size: int
+    ranks: Ranks
     device: torch.device
-    dp_replicate: int
-    """Ranks in a group of that axis, as of the next."""
-    dp_shard: int
-    cp: int
-    tp: int
-    pp: int
     groups: Mapping[str, dist.ProcessGroup]
-    ranks: Mapping[str, tuple[int, ...]]
-    """Global ranks of this rank's group of each axis."""
-    ep: int = 1
 
-    @property
-    def shard_index(self) -> int:
-        """Position in the group of `dp_shard`."""
-        return self.rank // self.tp % self.dp_shard
+    def size(self, axis: str) -> int:
+        """Return the number of ranks in a group of an axis."""
+        return self.ranks.size(axis)
 
-    @property
-    def dp_index(self) -> int:
-        """Position among all ranks that read different samples."""
-        return self.summed_index // self.cp
+    def index(self, axis: str) -> int:
+        """Return the position of this rank on an axis."""
+        return self.ranks.coordinate(self.rank, axis)
 
-    @property
-    def summed_index(self) -> int:
-        """Position among all ranks whose gradients of one weight are summed."""
-        return self.rank // self.tp % (self.dp_replicate * self.dp_shard)
-
-    @property
-    def cp_index(self) -> int:
-        """Position on `cp`."""
-        return self.summed_index % self.cp
-
-    @property
-    def tp_index(self) -> int:
-        """Position on `tp`."""
-        return self.rank % self.tp
-
-    @property
-    def ep_index(self) -> int:
-        """Position on `ep`, whose ranks are neighbours on the innermost data axis."""
-        return self.summed_index % self.ep
+    def members(self, axis: str) -> tuple[int, ...]:
+        """Return the global ranks of this rank's group of an axis."""
+        return self.ranks.group(self.rank, axis)
 
     def group_of(self, axis: str) -> str:
         """Name the group that serves an axis by its ranks, and one that serves no other by the axis too."""
-        return ",".join(map(str, self.ranks[axis])) + (f" {axis}" if axis in OWN_GROUPS else "")
+        return ",".join(map(str, self.members(axis))) + (f" {axis}" if axis in OWN_GROUPS else "")
 
     def for_shards(self, axis: str) -> DeviceMesh:
         """The mesh that FSDP2 shards over: `dp_shard` or `dp_expert`, and before it replicas where there are any."""
-        axes = ["dp_replicate", axis] if self.dp_replicate > 1 else [axis]
-        ep, index = (self.ep, self.ep_index) if axis == "dp_expert" else (1, 0)
-        everyone = torch.arange(self.world_size).view(self.pp, self.dp_replicate, self.dp_shard // ep, ep, self.tp)
-        positions = everyone[stage_of(self.rank, self.world_size, self.pp), ..., index, self.tp_index]
-        positions = positions if len(axes) > 1 else positions[0]
+        rows = [self.ranks.group(rank, axis) for rank in self.members("dp_replicate")]
+        axes, positions = (["dp_replicate", axis], rows) if len(rows) > 1 else ([axis], rows[0])
         groups = [self.groups[axis] for axis in axes]
         return DeviceMesh.from_group(
-            groups if len(groups) > 1 else groups[0], self.device.type, mesh=positions, mesh_dim_names=tuple(axes)
+            groups if len(groups) > 1 else groups[0],
+            self.device.type,
+            mesh=torch.tensor(positions),
+            mesh_dim_names=tuple(axes),
         )
 
 
@@ -112,26 +77,14 @@ def build(program: Program, device: torch.device) -> Mesh:
             f"{'process runs' if world_size == 1 else 'processes run'}: start {layout.world_size}, "
             f"or use a layout whose degrees multiply to {world_size}, as dp={world_size}"
         )
+    ranks = program.step.ranks
     groups: dict[str, dist.ProcessGroup] = {}
-    mine: dict[str, tuple[int, ...]] = {}
     for axis in sorted({*program.axes, *_links(program)}):
-        for ranks in _groups_of(axis, program, world_size):
-            group = group_over(ranks, axis if axis in (*OWN_GROUPS, *_LINKS) else "")
-            if rank in ranks:
-                groups[axis], mine[axis] = group, ranks
-    return Mesh(
-        rank=rank,
-        world_size=world_size,
-        device=device,
-        dp_replicate=layout.num_replicas,
-        dp_shard=layout.num_shards,
-        cp=layout.cp,
-        tp=layout.tp,
-        pp=layout.pp,
-        groups=groups,
-        ranks=mine,
-        ep=layout.ep,
-    )
+        for members in ranks.groups(axis):
+            group = group_over(members, axis if axis in (*OWN_GROUPS, *LINKS) else "")
+            if rank in members:
+                groups[axis] = group
+    return Mesh(rank, ranks, device, groups)
 
 
 _made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
@@ -160,49 +113,6 @@ def forget_groups() -> None:
     _made.clear()
 
 
-def _groups_of(axis: str, program: Program, world_size: int) -> Iterable[tuple[int, ...]]:
-    """Ranks of every group of an axis: they differ in its digit alone."""
-    step = program.step
-    layout = step.layout
-    if axis == "world":
-        return [tuple(range(world_size))]
-    if axis == "tie":
-        stages = torch.arange(world_size).view(layout.pp, -1)
-        return [tuple(pair) for pair in stages[[0, -1]].t().tolist()]
-    if axis in ("dp_intra", "dp_inter"):
-        digits = {
-            "pp": layout.pp,
-            "dp_inter": layout.num_summed // step.dp_per_node,
-            "dp_intra": step.dp_per_node,
-            "tp": layout.tp,
-        }
-    elif axis in _LINKS:
-        return _groups_of("pp", program, world_size)
-    elif axis == "cp":
-        digits = {"pp": layout.pp, "dp": layout.dp, "cp": layout.cp, "tp": layout.tp}
-    elif axis in ("ep", "dp_expert"):
-        digits = {
-            "pp": layout.pp,
-            "dp_outer": layout.num_summed // step.innermost_data_ranks,
-            "dp_expert": step.innermost_data_ranks // layout.ep,
-            "ep": layout.ep,
-            "tp": layout.tp,
-        }
-    else:
-        digits = {
-            "pp": layout.pp,
-            "dp_replicate": layout.num_replicas,
-            "dp_shard": layout.num_shards,
-            "tp": layout.tp,
-        }
-    ranks = torch.arange(world_size).view(*digits.values()).movedim(list(digits).index(axis), -1)
-    return [tuple(group) for group in ranks.reshape(-1, digits[axis]).tolist()]
-
-
-_LINKS = ("pp backward", "pp around", "pp backward around")
-"""Ways of messages between stages beside `pp` itself, which is forward."""
-
-
 def link_name(*, is_forward: bool, is_around: bool) -> str:
     """Name the group for messages of activations, or of gradients, to a neighbour or around the end of the axis."""
     return "pp" + ("" if is_forward else " backward") + (" around" if is_around else "")
@@ -210,14 +120,4 @@ def link_name(*, is_forward: bool, is_around: bool) -> str:
 
 def _links(program: Program) -> tuple[str, ...]:
     layout = program.step.layout
-    return () if layout.pp == 1 else _LINKS[:1] if layout.virtual_stages == 1 else _LINKS
-
-
-def replica_of(rank: int, layout: Layout) -> int:
-    """Position of a rank among those that read different samples."""
-    return rank // (layout.tp * layout.cp) % layout.dp
-
-
-def stage_of(rank: int, world_size: int, num_stages: int) -> int:
-    """Position of a rank on `pp`, the outermost axis."""
-    return rank // (world_size // num_stages)
+    return () if layout.pp == 1 else LINKS[:1] if layout.virtual_stages == 1 else LINKS

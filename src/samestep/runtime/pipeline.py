@@ -140,7 +140,7 @@ class Stage:
     def from_last(self, outputs: Any) -> Any:
         """Hand the outputs of the last stage to all stages."""
         held = [outputs]
-        ranks = self._mesh.ranks["pp"]
+        ranks = self._mesh.members("pp")
         dist.broadcast_object_list(held, src=ranks[-1], group=self._mesh.groups["pp"])
         return held[0]
 
@@ -245,7 +245,7 @@ class Stage:
 
     def _peer(self, step: int) -> int:
         """Global rank of the next or previous rank on the axis, around its end."""
-        ranks = self._mesh.ranks["pp"]
+        ranks = self._mesh.members("pp")
         return ranks[(ranks.index(self._mesh.rank) + step) % len(ranks)]
 
     def _tag(self, border: int, action: Action) -> int:

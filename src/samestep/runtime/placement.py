@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from samestep.holding import Holding
 from samestep.model import ParamSpec
-from samestep.runtime import tensor
 from samestep.runtime.mesh import Mesh
 
 Integers = npt.NDArray[np.int64]
@@ -104,18 +104,28 @@ def whole(shape: Sequence[int]) -> Part:
     return Part(tuple(shape), 0, ((0, shape[0]),) if shape else ())
 
 
-def part_of(spec: ParamSpec, cut: ParamSpec, mesh: Mesh) -> Part:
-    """Return what this rank has of `spec`, which the program cuts as `cut` says: numbers are cut as the weight is."""
-    if cut.shape == spec.shape:
+def part_index(holding: Holding, mesh: Mesh) -> int:
+    """Return the position of this rank's part of a weight among all its parts."""
+    index = 0
+    for axis in holding.sharded_over:
+        index = index * mesh.size(axis) + mesh.index(axis)
+    return index
+
+
+def local_part(whole: Tensor, cut: ParamSpec, holding: Holding, mesh: Mesh) -> Tensor:
+    """Take this rank's part out of a whole weight, which the program leaves it as `cut`."""
+    dim = _cut_dim(tuple(whole.shape), cut)
+    return whole if dim is None else _taken(whole, dim, cut, holding, mesh)
+
+
+def part_of(spec: ParamSpec, cut: ParamSpec, holding: Holding, mesh: Mesh) -> Part:
+    """Return what this rank has of `spec`, which the program leaves it as `cut`: numbers are cut as the weight is."""
+    dim = _cut_dim(spec.shape, cut)
+    if dim is None:
         return whole(spec.shape)
-    if cut.experts and mesh.ep > 1:
-        each = cut.shape[0]
-        return Part(tuple(spec.shape), 0, ((mesh.ep_index * each, (mesh.ep_index + 1) * each),))
-    assert cut.cut is not None, f"{spec.name} is cut by nobody"
-    dim = cut.cut.dim
     along = [1] * len(spec.shape)
     along[dim] = spec.shape[dim]
-    held = tensor.local_part(torch.arange(spec.shape[dim]).view(along), cut, mesh).flatten().numpy()
+    held = _taken(torch.arange(spec.shape[dim]).view(along), dim, cut, holding, mesh).flatten().numpy()
     if not len(held):
         return Part(tuple(spec.shape), dim, ())
     breaks = np.flatnonzero(np.diff(held) != 1)
@@ -123,6 +133,21 @@ def part_of(spec: ParamSpec, cut: ParamSpec, mesh: Mesh) -> Part:
     return Part(
         tuple(spec.shape), dim, tuple((int(held[a]), int(held[b]) + 1) for a, b in zip(first, last, strict=True))
     )
+
+
+def _cut_dim(shape: tuple[int, ...], cut: ParamSpec) -> int | None:
+    """Return the dimension along which a rank has a part; None where it has the whole."""
+    dims = [dim for dim, (size, mine) in enumerate(zip(shape, cut.shape, strict=True)) if size != mine]
+    assert len(dims) <= 1, f"{cut.name} is cut along the dimensions {dims}, and one is known to work"
+    return dims[0] if dims else None
+
+
+def _taken(whole: Tensor, dim: int, cut: ParamSpec, holding: Holding, mesh: Mesh) -> Tensor:
+    """Take the part at this rank's index; of weights that lie side by side in a fused one, of each."""
+    assert holding.sharded_over, f"{cut.name} is cut by nobody"
+    fused = cut.cut.parts if cut.cut is not None else 1
+    index = part_index(holding, mesh)
+    return torch.cat([one.chunk(holding.num_parts, dim=dim)[index] for one in whole.chunk(fused, dim=dim)], dim=dim)
 
 
 def copy_shared(into: Tensor, mine: Runs, source: Tensor, theirs: Runs) -> int:

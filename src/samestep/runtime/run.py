@@ -206,7 +206,7 @@ class Run:
         totals = torch.zeros(2, dtype=torch.float64, device=self.place.device)
         with self._forward_only():
             for part in np.array_split(everything, max(1, -(-len(everything) // size))):
-                mine = np.array_split(part, self.layout.dp)[made.mesh.dp_index]
+                mine = np.array_split(part, self.layout.dp)[made.mesh.index("dp")]
                 samples, weight = self._read(batch, mine)
                 with self._slicing(samples):
                     outputs = self._run_through(samples)
@@ -251,7 +251,7 @@ class Run:
         made = self.made
         program = made.program
         totals = torch.zeros(2, dtype=torch.float64, device=self.place.device)
-        shares = batch.shares(made.mesh.dp_index, self.layout.dp, program.step.num_microbatches)
+        shares = batch.shares(made.mesh.index("dp"), self.layout.dp, program.step.num_microbatches)
         held: dict[tuple[int, int], Tensor | None] = {}
         reading = self._reading = _Reading(lambda index: self._read(batch, shares[index]))
         made.holder.begin_step()

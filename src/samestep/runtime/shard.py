@@ -51,8 +51,6 @@ from samestep.program import (
     Task,
     Unit,
     ends_step,
-    is_dealt,
-    is_replicated,
     partial_sizes,
 )
 from samestep.runtime.data import Materialize
@@ -99,8 +97,8 @@ class Sharded:
             param = _at(places[spec.name][0])
             assert isinstance(param, DTensor), f"{spec.name} is in no unit of the program"
             self._params[spec.name] = param
-            ep = step.layout.ep if is_dealt(step, spec) else 1
-            rows = _rows(spec, step.layout.num_shards // ep, self.mesh.shard_index // ep)
+            holding = step.holding(spec)
+            rows = _rows(spec, holding.num_shards, self.mesh.index(holding.data_axis))
             local = param._local_tensor
             local.copy_(value[rows])
             if spec.trainable and local.numel():
@@ -153,7 +151,7 @@ class Sharded:
                 unit.complete(task.microbatch)
 
     def finish_gradients(self) -> None:
-        """Wait for FSDP2's reductions; sum over stages that share a weight, and over `tp` what is that of a part.
+        """Wait for FSDP2's reductions; sum over stages that share a weight, and what is partial over the ranks of the others.
 
         Raises:
             LayoutError: a unit took no part in a backward, so this rank did not reduce its gradients with the others.
@@ -165,9 +163,10 @@ class Sharded:
         self._root.set_is_last_backward(False)
         step = self.program.step
         units = {unit.name: unit for unit in self.program.units}
+        partial_axes = {axis for param in step.model.params for axis in step.holding(param).partial_over}
         for op in self.program.bodies[UPDATE_BODY]:
-            if op.axis == "tp":
-                self._sum_shards(op, partial_sizes(step, units[op.owner]))
+            if op.axis in partial_axes:
+                self._sum_shards(op, partial_sizes(step, units[op.owner], op.axis))
             elif op.kind is Kind.ALL_REDUCE and op.owner in self._params:
                 self._sum_shards(op, {op.owner: op.size_bytes // BYTES_OF[op.dtype]})
 
@@ -188,14 +187,12 @@ class Sharded:
     def norm_squared(self) -> Tensor:
         """This rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""
         step = self.program.step
-        copies = {
-            p.name: (self.mesh.tp if is_replicated(step, p) else 1) * (1 + p.tied_stages) for p in step.model.params
-        }
+        copies = {param.name: step.holding(param).num_copies for param in step.model.params}
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for number in sorted(set(copies.values())):
             alike = [piece.gradient() for piece in self.pieces if copies[piece.name] == number]
             total += squared_norm(alike, self.mesh.device) / number
-        return total / self.mesh.dp_replicate
+        return total / self.mesh.size("dp_replicate")
 
     def publish(self) -> None:
         """Nothing to send: the next forward gathers the updated rows."""
@@ -363,7 +360,7 @@ def _reshape(model: nn.Module, program: Program) -> dict[str, _Place]:
     places: dict[str, _Place] = {}
     for spec in program.step.model.params:
         names = [name.rpartition(".") for name in (spec.name, *spec.aliases)]
-        if spec.tied_stages:  # another stage has the weight's other name
+        if program.step.holding(spec).tied_over:  # another stage has the weight's other name
             names = [name for name in names if name[0] in mine[spec.name]]
         places[spec.name] = [(model.get_submodule(path), leaf) for path, _, leaf in names]
         empty = torch.empty(spec.shape, dtype=dtype, device="meta")

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.model import Cut, ParamSpec, is_below
+from samestep.model import Cut, is_below
 from samestep.program import Program
 from samestep.runtime import sequence
 from samestep.runtime.build import IGNORED_LABEL, at_least_float32, target_of
@@ -34,16 +34,8 @@ _COUNTS = ("num_heads", "split_size", "embed_dim")
 """What an attention keeps of its own width, of which a rank has a part."""
 
 
-def local_part(whole: Tensor, param: ParamSpec, mesh: Mesh) -> Tensor:
-    """Cut this rank's part out of a whole weight."""
-    if param.cut is None or mesh.tp == 1:
-        return whole
-    parts = whole.chunk(param.cut.parts, dim=param.cut.dim)
-    return torch.cat([part.chunk(mesh.tp, dim=param.cut.dim)[mesh.tp_index] for part in parts], dim=param.cut.dim)
-
-
 def joined(cuts: Sequence[Tensor], cut: Cut) -> Tensor:
-    """Put a weight together from the parts of all ranks, in their order: the inverse of `local_part`."""
+    """Put a weight together from the parts of all ranks, in their order: the inverse of `placement.local_part`."""
     parts = zip(*(part.chunk(cut.parts, dim=cut.dim) for part in cuts), strict=True)
     return torch.cat([torch.cat(part, dim=cut.dim) for part in parts], dim=cut.dim)
 
@@ -60,7 +52,7 @@ def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
     within = _Borders(lambda _, x: x, lambda path, x: sequence.scatter(x, group, path))
     blocks = [path for layer in program.step.model.layers if layer.is_block for path in layer.modules]
     projected: set[str] = set()
-    shared = {path: heads for path, heads in shareable_heads(model, cuts).items() if heads < mesh.tp}
+    shared = {path: heads for path, heads in shareable_heads(model, cuts).items() if heads < mesh.size("tp")}
     for path, style in cuts.styles.items():
         module = model.get_submodule(path)
         if path in cut or path in shared:
@@ -75,10 +67,10 @@ def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
             else:
                 _AROUND[style](module, path, mesh, borders)
     for path in projected:
-        _divide_counts(model.get_submodule(path), mesh.tp)
+        _divide_counts(model.get_submodule(path), mesh.size("tp"))
     for parent, heads in {path.rpartition(".")[0]: heads for path, heads in shared.items()}.items():
         attention = model.get_submodule(parent)
-        attention.num_key_value_groups = attention.num_key_value_groups * heads // mesh.tp  # type: ignore[operator, assignment]
+        attention.num_key_value_groups = attention.num_key_value_groups * heads // mesh.size("tp")  # type: ignore[operator, assignment]
     sequence.apply(model, program, mesh, cuts.styles)
 
 
@@ -104,15 +96,15 @@ def _divide_counts(attention: nn.Module, degree: int) -> None:
 def _around_column(module: nn.Module, path: str, mesh: Mesh, borders: _Borders) -> None:
     module.register_forward_pre_hook(lambda _, args: (borders.enter(path, args[0]), *args[1:]))
     if isinstance(module, nn.Linear):
-        module.out_features //= mesh.tp
+        module.out_features //= mesh.size("tp")
     elif is_transposed(module):
-        module.nf //= mesh.tp  # type: ignore[operator, assignment]
+        module.nf //= mesh.size("tp")  # type: ignore[operator, assignment]
 
 
 def _around_shared(module: nn.Module, path: str, mesh: Mesh, borders: _Borders, heads: int) -> None:
     """Compute the one head of keys or values that this rank's queries need, by its rows of the whole weight."""
     assert isinstance(module, nn.Linear)
-    index = mesh.tp_index * heads // mesh.tp
+    index = mesh.index("tp") * heads // mesh.size("tp")
     module.register_forward_pre_hook(lambda _, args: (borders.enter(path, args[0]), *args[1:]))
     _replace_weights(module, lambda param: param.chunk(heads)[index])
     module.out_features //= heads
@@ -146,7 +138,7 @@ def _around_row(module: nn.Module, path: str, mesh: Mesh, borders: _Borders) -> 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after, always_call=True, prepend=True)
     if isinstance(module, nn.Linear):
-        module.in_features //= mesh.tp
+        module.in_features //= mesh.size("tp")
 
 
 def _around_vocab(module: nn.Module, path: str, mesh: Mesh, borders: _Borders) -> None:
@@ -155,8 +147,8 @@ def _around_vocab(module: nn.Module, path: str, mesh: Mesh, borders: _Borders) -
         _around_column(module, path, mesh, borders)
         return
     assert isinstance(module, nn.Embedding)
-    module.num_embeddings //= mesh.tp
-    first, size = mesh.tp_index * module.num_embeddings, module.num_embeddings
+    module.num_embeddings //= mesh.size("tp")
+    first, size = mesh.index("tp") * module.num_embeddings, module.num_embeddings
     if module.padding_idx is not None:
         own = module.padding_idx - first
         module.padding_idx = own if 0 <= own < size else None

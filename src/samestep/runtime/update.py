@@ -161,10 +161,9 @@ def _cuts_of(layout: Layout) -> Iterator[tuple[str, tuple[_Cut, ...]]]:
     """Yield each word of the layout that leaves a rank less than all weights, and how it does."""
     if layout.num_shards > 1:
         yield f"zero={layout.zero}", (_run if layout.zero == 1 else _rows,)
-    if layout.tp > 1:
-        yield f"tp={layout.tp}", (_rows, _columns)
-    if layout.ep > 1:
-        yield f"ep={layout.ep}", (_rows,)
+    for axis, degree in layout.weight_axes.items():
+        if degree > 1:
+            yield f"{axis}={degree}", (_rows, _columns) if axis == "tp" else (_rows,)
     if layout.pp > 1:
         yield f"pp={layout.pp}", (_some,)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,8 +25,9 @@ import xxhash
 from torch import Tensor
 
 from samestep.errors import DriftError
-from samestep.program import Kind, LedgerRow, is_dealt, is_replicated
-from samestep.runtime.mesh import group_over
+from samestep.holding import Holding
+from samestep.program import Kind, LedgerRow
+from samestep.runtime.mesh import Mesh, group_over
 from samestep.runtime.record import Ledger
 
 if TYPE_CHECKING:
@@ -44,18 +46,16 @@ class Watch:
         self._run = run
         pieces = run.updater.pieces
         step = run.program.step
-        whole = {param.name for param in step.model.params if is_replicated(step, param)}
-        self._redundant = [piece for piece in pieces if piece.name in whole]
-        tp_index = 0 if all(piece.name in whole for piece in pieces) else run.made.mesh.tp_index
-        dealt = {param.name for param in step.model.params if is_dealt(step, param)}
-        self._replicas: list[tuple[list[Piece], dist.ProcessGroup | None]] = []
+        holdings = {param.name: step.holding(param) for param in step.model.params}
+        self._redundant = [piece for piece in pieces if holdings[piece.name].replicated_over]
+        of_axis: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            of_axis.setdefault(holdings[piece.name].data_axis, []).append(piece)
+        groups = _groups_of_equals(run, {axis: _held(run.made.mesh, mine, holdings) for axis, mine in of_axis.items()})
+        self._replicas = [(mine, groups[axis]) for axis, mine in of_axis.items()]
         """Pieces, and the ranks that hold the same of them: of experts others than of all else."""
-        for index in (0, 1 + run.made.mesh.ep_index)[: 1 + (run.layout.ep > 1)]:
-            mine = [piece for piece in pieces if (piece.name in dealt) is (index > 0)]
-            held = repr([(piece.name, piece.start, piece.stop) for piece in mine] + [tp_index, index]).encode()
-            self._replicas.append((mine, _group_of_equals(run, xxhash.xxh3_64_hexdigest(held))))
         cut = run.layout.tp > 1
-        self._cut_ranks = _group_of_equals(run, str(run.made.mesh.ranks["tp"])) if cut else None
+        self._cut_ranks = _groups_of_equals(run, {"tp": str(run.made.mesh.members("tp"))})["tp"] if cut else None
 
     def check(self, report: StepReport, indices: np.ndarray[Any, Any]) -> None:
         """Compare after a step. Collective over the world.
@@ -149,17 +149,35 @@ def _ranks_of(group: str) -> list[int]:
     return [int(rank) for rank in group.partition(" ")[0].split(",")]
 
 
-def _group_of_equals(run: Run, key: str) -> dist.ProcessGroup | None:
-    """Make the group of the ranks with the same key; None for a rank by itself. Collective over the world."""
-    keys: list[Any] = [None] * run.layout.world_size
-    dist.all_gather_object(keys, key)
-    mine = None
-    for one in dict.fromkeys(keys):
-        ranks = [rank for rank, other in enumerate(keys) if other == one]
+def _held(mesh: Mesh, pieces: Sequence[Piece], holdings: Mapping[str, Holding]) -> str:
+    """Return a digest of which elements of which weights these pieces are."""
+    places = [
+        (
+            piece.name,
+            piece.start,
+            piece.stop,
+            [mesh.index(axis) for axis in (*held.sharded_over, *held.replicated_over)],
+        )
+        for piece in pieces
+        if (held := holdings[piece.name])
+    ]
+    return xxhash.xxh3_64_hexdigest(repr(places).encode())
+
+
+def _groups_of_equals(run: Run, mine: Mapping[str, str]) -> dict[str, dist.ProcessGroup | None]:
+    """Make for each name the group of the ranks that say the same of it; None for a rank by itself.
+
+    Collective over the world: ranks may say nothing of a name.
+    """
+    said: list[Mapping[str, str]] = [{}] * run.layout.world_size
+    dist.all_gather_object(said, mine)
+    found: dict[str, dist.ProcessGroup | None] = dict.fromkeys(mine)
+    for name, value in dict.fromkeys(item for one in said for item in one.items()):
+        ranks = tuple(rank for rank, one in enumerate(said) if one.get(name) == value)
         if len(ranks) > 1:
-            group = group_over(tuple(ranks), "watch")
-            mine = group if one == key else mine
-    return mine
+            group = group_over(ranks, "watch")
+            found |= {name: group} if mine.get(name) == value else {}
+    return found
 
 
 def _differing(prints: Tensor, group: dist.ProcessGroup | None) -> list[int]:

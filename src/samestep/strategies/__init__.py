@@ -96,17 +96,17 @@ class ProgramBuilder:
         """Apply what is the same for all stages: one body for each kind of task, and no tasks yet."""
         layout = step.layout
         key = (
-            layout.tp, layout.sequence_parallel, layout.cp, layout.ep, step.microbatch_samples,
-            (step.innermost_data_ranks, step.zero) if layout.ep > 1 else (), layout.world_size > 1,
+            layout.cuts, step.microbatch_samples, layout.world_size > 1,
+            (layout.innermost_data_ranks, step.zero) if layout.borrows_data_ranks else (),
         )  # fmt: skip
         found = self._shared.get((*key, layout.recompute))
         if found is None:
             cut = self._shared.get(key)
             if cut is None:
                 cut = self._shared[key] = _stacked(_on_one_rank(step), STACK[:_REPEATED])
-            again = replace(cut, step=replace(step, model=cut.step.model))
+            again = replace(cut, step=step.cut_like(cut.step))
             found = self._shared[(*key, layout.recompute)] = _stacked(again, STACK[_REPEATED:_STAGED])
-        return replace(found, step=replace(step, model=found.step.model))
+        return replace(found, step=step.cut_like(found.step))
 
 
 def refusal_of(step: Step) -> str | None:

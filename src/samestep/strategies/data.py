@@ -20,6 +20,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+from samestep.holding import REPLICAS, TIE
 from samestep.program import (
     REDUCING,
     STEP_SCALARS,
@@ -35,16 +36,13 @@ from samestep.program import (
     ends_gradients,
     finish_reductions,
     is_backward,
-    is_partial,
     make_buckets,
     padded,
     partial_sizes,
     start_reductions,
 )
 
-AXIS = "dp_replicate"
-TIE = "tie"
-"""First and last pipeline stage, where they share a weight: its gradient is summed over the two."""
+AXIS = REPLICAS
 
 
 def refusal(step: Step) -> str | None:
@@ -70,8 +68,8 @@ def apply(program: Program) -> Program:
     step = program.step
     axes = dict(program.axes)
     buckets = program.buckets
-    tied = any(param.tied_stages for param in step.model.params)
-    has_partial = any(is_partial(step, param) for param in step.model.params if param.trainable)
+    tied = any(step.holding(param).tied_over for param in step.model.params)
+    has_partial = any(step.holding(param).partial_over for param in step.model.params if param.trainable)
     sums = step.layout.num_summed > 1 or tied or has_partial
     if step.zero == 0 and (sums or step.is_mixed):
         buckets = make_buckets(step, program.chunks)  # mixed precision adds up in their float32 buffers on one rank too
@@ -99,13 +97,13 @@ def _reduced(key: BodyKey, ops: Ops, step: Step, buckets: tuple[Bucket, ...], un
 
     if units and is_backward(key):
         is_last = ends_gradients(key, step)
-        if not is_last and all(unit.ep < step.layout.num_shards for unit in units):
+        if not is_last and all(unit.num_shards > 1 for unit in units):
             return ops
         return tuple(_reduce_units(ops, step, {unit.name: unit for unit in units}, is_last=is_last))
     if ends_gradients(key, step):
-        # Under zero=1 a bucket's first collective is that of the shards, but for experts of which no two ranks of a replica
+        # Under zero=1 a bucket's first collective is that of the shards, but for weights of which no two ranks of a replica
         # hold the same.
-        first = [bucket for bucket in buckets if step.zero == 0 or bucket.ep == step.layout.num_shards]
+        first = [bucket for bucket in buckets if bucket.holding.num_shards == 1]
         return start_reductions(ops, step, tuple(first), reduction)
     if key != UPDATE_BODY:
         return ops
@@ -133,25 +131,20 @@ def _axes(step: Step) -> dict[str, int]:
 
 def _reductions(step: Step, bucket: Bucket) -> tuple[Op, ...]:
     """The ops that leave the sum of a bucket on every rank that updates it."""
-    numel = bucket.padded_numel
+    numel, holding = bucket.padded_numel, bucket.holding
 
     def op(kind: Kind, axis: str, numel: int) -> Op:
         return Op(kind=kind, owner=bucket.name, axis=axis, dtype=step.master_dtype).sized(numel)
 
+    chunk = numel // holding.num_shards
+    over_ties = tuple(op(Kind.ALL_REDUCE, axis, chunk) for axis in holding.tied_over)
     if step.zero == 1:
-        shards = step.layout.num_shards // bucket.ep
-        chunk = numel // shards
         # The strategy of that axis has written it.
-        first = (op(Kind.REDUCE_SCATTER, bucket.shard_axis, numel),) if shards > 1 else ()
+        first = (op(Kind.REDUCE_SCATTER, holding.data_axis, numel),) if holding.num_shards > 1 else ()
         over_replicas = (op(Kind.ALL_REDUCE, AXIS, chunk),) if step.layout.num_replicas > 1 else ()
-        return (*first, *over_replicas, *((op(Kind.ALL_REDUCE, TIE, chunk),) if bucket.is_tied else ()))
-    axis, ranks = (
-        ("dp_expert", step.layout.num_summed // bucket.ep) if bucket.ep > 1 else (AXIS, step.layout.num_replicas)
-    )
-    return (
-        *_over_replicas(step, numel, op, axis, ranks),
-        *((op(Kind.ALL_REDUCE, TIE, numel),) if bucket.is_tied else ()),
-    )
+        return (*first, *over_replicas, *over_ties)
+    ranks = step.ranks.size(holding.data_axis)
+    return (*_over_replicas(step, numel, op, holding.data_axis, ranks), *over_ties)
 
 
 def _over_replicas(step: Step, numel: int, op: Callable[[Kind, str, int], Op], axis: str, ranks: int) -> tuple[Op, ...]:
@@ -176,7 +169,7 @@ def _reduce_units(ops: Ops, step: Step, units: Mapping[str, Unit], *, is_last: b
         if op.kind is not Kind.REDUCE_SCATTER or op.owner not in units:
             yield op
             continue
-        parts = step.layout.num_shards // units[op.owner].ep
+        parts = units[op.owner].num_shards
         if parts > 1:
             yield op
         if is_last and step.layout.num_replicas > 1:
@@ -186,36 +179,36 @@ def _reduce_units(ops: Ops, step: Step, units: Mapping[str, Unit], *, is_last: b
 
 def _tied_units(step: Step, units: tuple[Unit, ...]) -> Iterator[Op]:
     """Sum what a rank has of a weight's gradient with what its twin on the other stage has, once both are reduced."""
-    params = {param.name: param for param in step.model.params if param.tied_stages and param.trainable}
+    params = {param.name: param for param in step.model.params if step.holding(param).tied_over and param.trainable}
     reduced = Kind.ALL_REDUCE if step.layout.num_replicas > 1 else Kind.REDUCE_SCATTER
     for unit in units:
         for name in unit.params:
             if name in params:
                 op = Op(kind=Kind.ALL_REDUCE, owner=name, axis=TIE, dtype=step.master_dtype)
-                rows = padded(params[name].shape[0], step.layout.num_shards) // step.layout.num_shards
+                rows = padded(params[name].shape[0], unit.num_shards) // unit.num_shards
                 yield replace(op, after=(f"{reduced}:{unit.name}",)).sized(
                     rows * params[name].numel // params[name].shape[0]
                 )
 
 
 def _partial_sums(program: Program, buckets: tuple[Bucket, ...]) -> Iterator[Op]:
-    """Sum what a rank is left with of gradients that are parts over the ranks of the tensor cut."""
+    """Sum what a rank is left with of gradients that are parts over the ranks that have the others."""
     step = program.step
     final = [op for key, ops in program.bodies.items() if ends_gradients(key, step) for op in ops]
     final += itertools.takewhile(lambda op: op.kind is not Kind.UPDATE, program.bodies[UPDATE_BODY])
     last = {op.owner: op.name for op in final if op.kind in (*REDUCING, Kind.BROADCAST, Kind.ALL_GATHER)}
     done = next(op.name for op in reversed(final) if op.kind in (Kind.BACKWARD, Kind.WEIGHT))
-    sizes = {bucket.name: _left_of(step, bucket) for bucket in buckets if bucket.is_partial}
-    sizes |= {unit.name: sum(partial_sizes(step, unit).values()) for unit in program.units}
-    for name, numel in sizes.items():
-        if numel:
-            op = Op(kind=Kind.ALL_REDUCE, owner=name, axis="tp", dtype=step.master_dtype, after=(last.get(name, done),))
-            yield op.sized(numel)
-
-
-def _left_of(step: Step, bucket: Bucket) -> int:
-    """Elements of a bucket that a rank holds once it is reduced."""
-    return bucket.padded_numel * bucket.ep // step.layout.num_shards if step.zero else bucket.padded_numel
+    for axis in sorted({axis for param in step.model.params for axis in step.holding(param).partial_over}):
+        sizes = {
+            bucket.name: bucket.padded_numel // bucket.holding.num_shards
+            for bucket in buckets
+            if axis in bucket.holding.partial_over
+        }
+        sizes |= {unit.name: sum(partial_sizes(step, unit, axis).values()) for unit in program.units}
+        for name, numel in sizes.items():
+            if numel:
+                after = (last.get(name, done),)
+                yield Op(kind=Kind.ALL_REDUCE, owner=name, axis=axis, dtype=step.master_dtype, after=after).sized(numel)
 
 
 def _before_update(ops: Ops, sums: tuple[Op, ...]) -> Ops:

@@ -27,10 +27,12 @@ all_reduce at the end of the forward, which therefore has to be that of all samp
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from samestep.holding import Holding
 from samestep.model import Dealing, LayerSpec, ModelSpec, ParamSpec, Product, remembered
 from samestep.program import BYTES_OF, Kind, Op, Ops, Program, Step, is_forward
 
@@ -54,7 +56,7 @@ def refusal(step: Step) -> str | None:
             f"ep={layout.ep}: {model.name} has no experts that lie side by side in one weight "
             "(a module called with rows, the experts chosen for them and their weights): ep=1 works"
         )
-    ranks = step.innermost_data_ranks
+    ranks = layout.innermost_data_ranks
     if ranks % layout.ep == 0 and experts % layout.ep == 0 and layout.reduce != "hierarchical":
         return f"ep={layout.ep}: {shared} is used by several modules: ep=1 works" if shared else None
     works = [str(n) for n in range(2, ranks + 1) if ranks % n == 0 and experts % n == 0]
@@ -98,8 +100,8 @@ def apply(program: Program) -> Program:
     degree = step.layout.ep
     if degree == 1:
         return program
-    local = replace(step, model=deal_model(step.model, degree))
-    holders = step.innermost_data_ranks // degree
+    local = replace(step, model=deal_model(step.model, degree)).hold(functools.partial(_hold, degree))
+    holders = step.ranks.size(SAME)
     # FSDP2 asks for a group of who shares experts, even where each has some alone.
     axes = {**program.axes, AXIS: degree, **({SAME: holders} if holders > 1 or step.zero >= 2 else {})}
     return replace(program, step=local).with_bodies(lambda _, ops: tuple(_exchanged(ops, local)), axes=axes)
@@ -109,6 +111,11 @@ def _choices(ops: Ops, step: Step) -> Op:
     """Count the choices of each expert, all rows, and what the loss counts."""
     op = Op(kind=Kind.ALL_REDUCE, owner="balance", axis="world", dtype="float64", after=(ops[-1].name,))
     return op.sized(step.model.balanced_experts + 2)
+
+
+def _hold(degree: int, param: ParamSpec, holding: Holding) -> Holding:
+    """The ranks of `ep` divide the experts; those that hold the same ones sum up their gradients."""
+    return holding.sharded(AXIS, degree).summed_over(SAME) if param.experts else holding
 
 
 @remembered

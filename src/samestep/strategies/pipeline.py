@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from samestep import schedules
+from samestep.holding import TIE, Holding
 from samestep.model import ModelSpec, ParamSpec, remembered
 from samestep.program import UPDATE_BODY, BodyKey, Kind, Op, Ops, Program, Step, Task, is_backward, position
 from samestep.schedules import SCHEDULES, TaskKind
@@ -91,7 +92,7 @@ def apply(program: Program) -> Program:
     cuts = runs_of(step.model, layout.pp * layout.virtual_stages)
     chunks = tuple(cuts[step.stage :: layout.pp])
     mine = tuple(_params_of(step.model, cuts, step.stage, layout.pp))
-    local = replace(step, model=replace(step.model, params=mine))
+    local = replace(step, model=replace(step.model, params=mine)).hold(_hold)
     bodies: dict[BodyKey, Ops] = {UPDATE_BODY: program.bodies[UPDATE_BODY]}
     # Positions in the step share ops, and so they share what is made of them: a run, and its gradients of weights.
     known: dict[tuple[int, int], tuple[Ops, Ops]] = {}
@@ -113,8 +114,13 @@ def apply(program: Program) -> Program:
         bodies=bodies,
         tasks=tuple(_tasks(step)),
         chunks=chunks,
-        axes={**program.axes, AXIS: layout.pp, **({"tie": 2} if _ties(step.model, cuts) else {})},
+        axes={**program.axes, AXIS: layout.pp, **({TIE: 2} if _ties(step.model, cuts) else {})},
     )
+
+
+def _hold(param: ParamSpec, holding: Holding) -> Holding:
+    """The first stage and the last both hold a weight that they share."""
+    return holding.tied() if param.tied_stages else holding
 
 
 def _ties(model: ModelSpec, cuts: tuple[range, ...]) -> set[str]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from samestep.holding import Holding
 from samestep.model import LayerSpec, ModelSpec, ParamSpec, remembered
 from samestep.program import BodyKey, Kind, Op, Ops, Program, Step, is_backward, is_forward
 
@@ -65,8 +66,13 @@ def apply(program: Program) -> Program:
     if not step.layout.sequence_parallel:
         return program
     model = _cut(step.model, step.layout.tp)
-    local = replace(step, model=model)
+    local = replace(step, model=model).hold(_hold)
     return replace(program, step=local).with_bodies(lambda key, ops: tuple(_bordered(key, ops, local)))
+
+
+def _hold(param: ParamSpec, holding: Holding) -> Holding:
+    """A weight that sees the tokens of one rank has the gradient of a part."""
+    return holding.partial(AXIS) if param.partial == "sequence" else holding
 
 
 @remembered

@@ -20,10 +20,12 @@ zero=3   forward    AG 0 | F 0, AG 1 | F 1, AG 2 | F 2
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from samestep.holding import REPLICAS, Holding
 from samestep.model import ModelSpec, ParamSpec, is_below, remembered
 from samestep.program import (
     SHARD_AXES,
@@ -39,13 +41,13 @@ from samestep.program import (
     ends_gradients,
     ends_step,
     is_backward,
-    is_dealt,
     is_forward,
     make_buckets,
     padded,
     start_reductions,
     starts_step,
 )
+from samestep.ranks import Ranks
 
 AXIS = "dp_shard"
 
@@ -87,6 +89,8 @@ def apply(program: Program) -> Program:
     step = program.step
     if step.zero == 0:
         return program
+    step = step.hold(functools.partial(_hold, step.ranks))
+    program = replace(program, step=step)
     axes = {**program.axes, AXIS: step.layout.num_shards}
     if step.zero == 1:
         buckets = make_buckets(step, program.chunks)
@@ -96,24 +100,31 @@ def apply(program: Program) -> Program:
     return program.with_bodies(lambda key, ops: _stage_2_or_3(key, ops, step, units, known), units=units, axes=axes)
 
 
+def _hold(ranks: Ranks, param: ParamSpec, holding: Holding) -> Holding:
+    """A weight is divided among the ranks of the innermost data axis that hold it."""
+    axis = AXIS if holding.data_axis == REPLICAS else holding.data_axis
+    return holding.zero_sharded(axis, ranks.size(axis))
+
+
 def _stage_1(key: BodyKey, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops:
     if ends_gradients(key, step):
-        # What is dealt to all ranks is cut no further.
-        return start_reductions(ops, step, buckets, lambda b: (_scattered(step, b),) * (b.ep < step.layout.num_shards))
+        # What a rank holds alone is cut no further.
+        return start_reductions(ops, step, buckets, lambda b: (_scattered(step, b),) * (b.holding.num_shards > 1))
     if key != UPDATE_BODY:
         return ops
     gathers = tuple(
         replace(
-            _op(Kind.ALL_GATHER, b.name, b.dtype, b.padded_numel, b.shard_axis), after=(f"{Kind.UPDATE}:optimizer",)
+            _op(Kind.ALL_GATHER, b.name, b.dtype, b.padded_numel, b.holding.data_axis),
+            after=(f"{Kind.UPDATE}:optimizer",),
         )
         for b in buckets
-        if b.ep < step.layout.num_shards
+        if b.holding.num_shards > 1
     )
     return (*ops, *gathers)
 
 
 def _scattered(step: Step, bucket: Bucket) -> Op:
-    return _op(Kind.REDUCE_SCATTER, bucket.name, step.master_dtype, bucket.padded_numel, bucket.shard_axis)
+    return _op(Kind.REDUCE_SCATTER, bucket.name, step.master_dtype, bucket.padded_numel, bucket.holding.data_axis)
 
 
 def _stage_2_or_3(
@@ -137,7 +148,7 @@ def _stage_2_or_3(
 
 
 def _gathered_forward(ops: Ops, step: Step, units: tuple[Unit, ...], *, gathers: bool) -> Iterator[Op]:
-    shared = [unit for unit in units if gathers and unit.ep < step.layout.num_shards]
+    shared = [unit for unit in units if gathers and unit.num_shards > 1]
     starting = _by_layer(shared, "first_layer")
     done: list[str] = []
     for op in ops:
@@ -164,7 +175,7 @@ def _scattered_backward(ops: Ops, step: Step, units: tuple[Unit, ...], *, reduce
     starting, ending = _by_layer(scattered, "first_layer"), _by_layer(mine, "last_layer")
 
     def gather(unit: Unit | None) -> Iterator[Op]:
-        is_cut = unit is not None and unit.ep < step.layout.num_shards
+        is_cut = unit is not None and unit.num_shards > 1
         if unit and is_cut and unit.gather_in_backward and not unit.keep_after_forward and unit.name not in issued:
             issued.add(unit.name)
             yield _gather(unit)
@@ -242,7 +253,7 @@ def _units(step: Step, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
         roots = _roots(step, param)
         if not param.numel:
             continue
-        if is_dealt(step, param):
+        if step.holding(param).data_axis != AXIS:  # sharded over other ranks than the rest of its layer
             groups.setdefault(owners, []).append(param)
             continue
         if param.shared and not _moves_with_layer(step, param.layer):
@@ -273,7 +284,7 @@ def _moves_with_layer(step: Step, layer: int) -> bool:
 def _owners(step: Step, param: ParamSpec) -> tuple[str, ...]:
     """Modules that own a weight; of one tied across stages, the one on this stage."""
     owners = tuple(dict.fromkeys(name.rpartition(".")[0] for name in (param.name, *param.aliases)))
-    if not param.tied_stages:
+    if not step.holding(param).tied_over:
         return owners
     return tuple(o for o in owners if any(is_below(o, root) for root in step.model.layers[param.layer].modules))
 
@@ -314,8 +325,7 @@ def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec], chunks:
     has_backward = receives or any(param.trainable and param.layer <= last_layer for param in step.model.params)
     first_root = _first_root(step, params)
     entered = params if params[0].aliases else [p for p in params if _roots(step, p) == first_root]
-    ep = step.layout.ep if is_dealt(step, params[0]) else 1
-    parts = step.layout.num_shards // ep
+    holding = step.holding(params[0])
     return Unit(
         name=", ".join(modules),  # FSDP2's own label of it; empty for what the root module owns itself
         modules=modules,
@@ -323,8 +333,8 @@ def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec], chunks:
         first_layer=first_layer,
         last_layer=last_layer,
         dtype=step.working_dtype(params[0]),
-        padded_numel=sum(padded_rows(param, parts) for param in params),
-        padded_grad_numel=sum(padded_rows(param, parts) for param in params if param.trainable),
+        padded_numel=sum(padded_rows(param, holding.num_shards) for param in params),
+        padded_grad_numel=sum(padded_rows(param, holding.num_shards) for param in params if param.trainable),
         # The last layer's backward follows at once, and a weight that first and last layer share is in use throughout.
         # A pipeline's other micro-batches may come between the two.
         keep_after_forward=step.zero == 2 or (last_layer == last and step.layout.pp == 1),
@@ -332,7 +342,8 @@ def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec], chunks:
         called=(min(param.called[0] for param in params), max(param.called[1] for param in params)),
         spans_calls=any(param.calls > 1 for param in params),
         ends_early=receives or (not is_root and all(param.takes_gradient for param in entered)),
-        ep=ep,
+        shard_axis=holding.data_axis,
+        num_shards=holding.num_shards,
     )
 
 

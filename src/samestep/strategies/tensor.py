@@ -24,9 +24,11 @@ summed over all ranks, as those of the norms.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
+from samestep.holding import Holding
 from samestep.model import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSum, remembered
 from samestep.program import Kind, Op, Ops, Program, Step
 
@@ -73,9 +75,17 @@ def apply(program: Program) -> Program:
     if step.layout.tp == 1:
         return program
     model = cut_model(step.model, step.layout.tp, step.cuts_loss)
-    local = replace(step, model=model)
+    local = replace(step, model=model).hold(functools.partial(_hold, step.layout.tp))
     axes = {**program.axes, AXIS: step.layout.tp}
     return replace(program, step=local).with_bodies(lambda _, ops: tuple(_cut(ops, local)), axes=axes)
+
+
+def _hold(degree: int, param: ParamSpec, holding: Holding) -> Holding:
+    """Add what a cut leaves of a weight: `param` as the rank has it."""
+    if param.cut is not None:
+        return holding.sharded(AXIS, degree)
+    whole = holding.replicated(AXIS, degree)
+    return whole.partial(AXIS) if param.partial == "cut" else whole
 
 
 @remembered

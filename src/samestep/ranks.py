@@ -1,0 +1,118 @@
+"""The order of ranks: which coordinate on each axis a rank has, and which ranks make up a group. No torch.
+
+Ranks count through the axes like the digits of a number, the last axis fastest. One world is read in several ways, since
+an axis may be divided for one purpose and whole for another:
+
+```
+pp  dp_replicate  dp_shard         tp     replicas of what is sharded; ranks of `cp` hold equal weights and are taken in
+pp  dp                      cp     tp     who reads other samples, who other tokens of the same samples
+pp  dp_cp                          tp     all ranks whose gradients of one weight are summed
+pp  dp_outer  dp_expert     ep     tp     the innermost data axis, dealt to experts: neighbours hold different ones
+pp  dp_inter  dp_intra             tp     nodes, and the data ranks of one node
+```
+An axis is a size and a stride, the distance of two neighbours; all else follows: coordinate = rank // stride % size.
+
+>>> ranks = Ranks.of(Layout.parse("dp_replicate=2 dp_shard=2"))
+>>> ranks.groups("dp_shard"), ranks.groups("dp_replicate")
+(((0, 1), (2, 3)), ((0, 2), (1, 3)))
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from samestep.layout import Layout
+
+LINKS = ("pp backward", "pp around", "pp backward around")
+"""Directions of messages between stages beside `pp` itself, which is forward: the same ranks, in groups of their own."""
+
+
+class Axis(NamedTuple):
+    """Number of ranks in a group of an axis, and the distance of two neighbours in it, in ranks."""
+
+    size: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The axes of a layout, and where on them each rank stands."""
+
+    world_size: int
+    axes: Mapping[str, Axis]
+
+    @classmethod
+    def of(cls, layout: Layout, ranks_per_node: int | None = None) -> Ranks:
+        """Return the order of the ranks of a layout; axes of nodes exist where whole nodes hold its data ranks."""
+        per_node = data_ranks_per_node(layout, ranks_per_node or layout.world_size)
+        return _ranks_of(
+            layout.pp, layout.num_replicas, layout.num_shards, layout.dp, layout.cp, layout.tp, layout.ep, per_node
+        )
+
+    def size(self, axis: str) -> int:
+        """Return the number of ranks in a group of an axis."""
+        return self.axes[axis].size
+
+    def stride(self, axis: str) -> int:
+        """Return the distance between two neighbours on an axis, in ranks."""
+        return self.axes[axis].stride
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Return the position of a rank on an axis, counted from 0."""
+        size, stride = self.axes[axis]
+        return rank // stride % size
+
+    def group(self, rank: int, axis: str) -> tuple[int, ...]:
+        """Return the ranks of a rank's group of an axis: they differ in its coordinate alone."""
+        size, stride = self.axes[axis]
+        first = rank - rank // stride % size * stride
+        return tuple(range(first, first + size * stride, stride))
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """Return all groups of an axis, by their first ranks. Stages between the tied ones are in no group of `tie`."""
+        size, stride = self.axes[axis]
+        last = self.world_size - (size - 1) * stride
+        return tuple(self.group(rank, axis) for rank in range(last) if self.coordinate(rank, axis) == 0)
+
+
+def data_ranks_per_node(layout: Layout, ranks_per_node: int) -> int:
+    """Return how many ranks of one node have gradients of one weight that are summed."""
+    return max(1, ranks_per_node // layout.tp)
+
+
+@functools.lru_cache(maxsize=2**12)
+def _ranks_of(
+    pp: int, replicas: int, shards: int, dp: int, cp: int, tp: int, ep: int, data_ranks_per_node: int
+) -> Ranks:
+    dp_cp = replicas * shards
+    innermost = shards if shards > 1 else replicas
+    orders = (
+        {"pp": pp, "dp_replicate": replicas, "dp_shard": shards, "tp": tp},
+        {"pp": pp, "dp": dp, "cp": cp, "tp": tp},
+        {"pp": pp, "dp_cp": dp_cp, "tp": tp},
+        {"pp": pp, "dp_outer": dp_cp // innermost, "dp_expert": innermost // ep, "ep": ep, "tp": tp},
+        {"pp": pp, "dp_inter": dp_cp // data_ranks_per_node, "dp_intra": data_ranks_per_node, "tp": tp},
+    )
+    world_size = pp * dp_cp * tp
+    axes = {"world": Axis(world_size, 1)}
+    for order in orders:
+        if math.prod(order.values()) == world_size:  # else nodes are not whole, or a degree is one that is refused
+            axes |= _strides(order)
+    if pp > 1:
+        axes["tie"] = Axis(2, axes["pp"].stride * (pp - 1))  # the first stage and the last
+        axes |= dict.fromkeys(LINKS, axes["pp"])
+    return Ranks(world_size, axes)
+
+
+def _strides(sizes: dict[str, int]) -> dict[str, Axis]:
+    """Return the axes of one order, given the outermost first: an axis' stride is the product of the sizes behind it."""
+    axes: dict[str, Axis] = {}
+    stride = 1
+    for name, size in reversed(sizes.items()):
+        axes[name] = Axis(size, stride)
+        stride *= size
+    return axes
