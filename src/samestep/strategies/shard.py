@@ -88,7 +88,7 @@ def apply(program: Program) -> Program:
     step = program.step
     if step.zero == 0:
         return program
-    step = step.hold(functools.partial(_hold, step.ranks))
+    step = step.hold(functools.partial(_hold, step.ranks, {}))
     program = replace(program, step=step)
     axes = {**program.axes, AXIS: step.layout.num_shards}
     if step.zero == 1:
@@ -99,10 +99,12 @@ def apply(program: Program) -> Program:
     return program.with_bodies(lambda key, ops: _stage_2_or_3(key, ops, step, units, known), units=units, axes=axes)
 
 
-def _hold(ranks: Ranks, param: ParamSpec, holding: Holding) -> Holding:
-    """A weight is divided among the ranks of the innermost data axis that hold it."""
-    axis = AXIS if holding.data_axis == REPLICAS else holding.data_axis
-    return holding.zero_sharded(axis, ranks.size(axis))
+def _hold(ranks: Ranks, known: dict[Holding, Holding], _: ParamSpec, holding: Holding) -> Holding:
+    """A weight is divided among the ranks of the innermost data axis that hold it; of hundreds few are held in other ways."""
+    if holding not in known:
+        axis = AXIS if holding.data_axis == REPLICAS else holding.data_axis
+        known[holding] = holding.zero_sharded(axis, ranks.size(axis))
+    return known[holding]
 
 
 def _stage_1(key: str, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops:
