@@ -28,7 +28,6 @@ from dataclasses import replace
 from samestep.holding import REPLICAS, Holding
 from samestep.model import ModelSpec, ParamSpec, is_below, remembered
 from samestep.program import (
-    SHARD_AXES,
     Bucket,
     Kind,
     Op,
@@ -300,7 +299,7 @@ def _with_ahead(units: list[Unit], chunks: tuple[range, ...]) -> tuple[Unit, ...
     One that is called several times gathers nothing ahead: at its second backward that would have been used already.
     """
     ahead: dict[str, str] = {}
-    for axis in SHARD_AXES:
+    for axis in dict.fromkeys(unit.shard_axis for unit in units):
         by_use = sorted((unit for unit in units if unit.shard_axis == axis), key=_use)
         for before, unit in itertools.pairwise(by_use):
             together = not chunks or any({before.first_layer, unit.first_layer} <= {*chunk} for chunk in chunks)
