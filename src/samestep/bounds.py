@@ -422,7 +422,8 @@ class Bounds:
         """Elements that the optimizer of a rank updates."""
         if not step.zero:
             return mine.trained
-        return (mine.trained + mine.expert_trained * (step.ranks.size("ep") - 1)) / step.layout.num_shards
+        whole, holders = mine.trained - mine.expert_trained, step.ranks.size("dp_expert")
+        return whole / step.layout.num_shards + mine.expert_trained / holders
 
     def _update_s(self, step: Step, numel: float, apart: float) -> float:
         moved = numel * UPDATE_PASSES * BYTES_OF[step.master_dtype]

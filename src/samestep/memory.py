@@ -34,7 +34,7 @@ from typing import NamedTuple
 from samestep.errors import JobError, did_you_mean
 from samestep.job import Job
 from samestep.model import LayerSpec, ParamSpec
-from samestep.program import BYTES_OF, SHARD_AXES, BodyKey, Kind, Op, Ops, Program, Step, Unit, is_forward
+from samestep.program import BYTES_OF, BodyKey, Kind, Op, Ops, Program, Step, Unit, is_forward
 
 _STATES = {
     "adadelta": 2, "adafactor": 0, "adagrad": 1, "adam": 2, "adamax": 2, "adamw": 2, "asgd": 1, "muon": 1, "nadam": 2,
@@ -334,7 +334,7 @@ class _Sizes:
         # What a rank holds alone is cut no further: nobody gathers it, and its gradient is the rank's own.
         cut = tuple(unit for unit in program.units if unit.num_shards > 1)
         self.starting, self.ending = _by_layer(cut, "first_layer"), _by_layer(cut, "last_layer")
-        self.names = {unit.name for unit in program.units}
+        self.shard_axis = {unit.name: unit.shard_axis for unit in program.units}
         self.saved = [saved_bytes(self.step, layer) for layer in self.step.model.layers]
         self.arriving = _arriving(program)
         gradients = [_gradient_bytes(self.step, index) for index in range(len(self.saved))]
@@ -374,7 +374,7 @@ class _Walk:
             if op.axis is None:
                 self._drop(self.leaving)
                 self._compute(op, self.sizes.saved[op.layer] if op.layer is not None else Saved())
-            elif op.axis in SHARD_AXES and op.owner in self.sizes.names:
+            elif op.axis == self.sizes.shard_axis.get(op.owner):
                 self._send(op)
             elif op.axis == "pp" and goes_forward and op.kind in self.sizes.kept_borders:
                 self.activations += op.size_bytes

@@ -180,5 +180,5 @@ class Needs:
         if step.zero == 1:
             shards = step.layout.num_shards
             of_experts = (mine.expert_trained * states + mine.expert_apart) * master
-            kept = (kept - of_experts) / shards + of_experts * step.ranks.size("ep") / shards
+            kept = (kept - of_experts) / shards + of_experts / step.ranks.size("dp_expert")
         return mine.weights + mine.trained * master + (0.0 if step.layout.offload else kept)

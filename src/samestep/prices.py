@@ -324,5 +324,5 @@ def larger_twin(step: Step) -> tuple[Step, int]:
 
 def least_updated(step: Step, mine: Sizes) -> float:
     """Return how many elements the optimizer of a rank updates, however the data axis is split."""
-    layout = step.layout
-    return (mine.trained + mine.expert_trained * (step.ranks.size("ep") - 1)) / (layout.dp * layout.cp)
+    whole, holders = mine.trained - mine.expert_trained, step.ranks.size("dp_outer") * step.ranks.size("dp_expert")
+    return whole / step.layout.num_summed + mine.expert_trained / holders

@@ -1,6 +1,7 @@
 """What each way of spreading a step SAYS: what it refuses, and what it adds to the program. No torch.
 
-Strategies do not know each other. Each has two functions, `refusal(step)` and `apply(program)`, and is stacked here.
+Strategies do not know each other. Each has two functions, `refusal(step)` and `apply(program)`, and is stacked here. One
+that changes what a rank holds of a weight adds that to the weight's `Holding`, before others read it.
 """
 
 from __future__ import annotations

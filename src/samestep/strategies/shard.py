@@ -28,7 +28,6 @@ from dataclasses import replace
 from samestep.holding import REPLICAS, Holding
 from samestep.model import ModelSpec, ParamSpec, is_below, remembered
 from samestep.program import (
-    SHARD_AXES,
     UPDATE_BODY,
     BodyKey,
     Bucket,
@@ -89,7 +88,7 @@ def apply(program: Program) -> Program:
     step = program.step
     if step.zero == 0:
         return program
-    step = step.hold(functools.partial(_hold, step.ranks))
+    step = step.hold(functools.partial(_hold, step.ranks, {}))
     program = replace(program, step=step)
     axes = {**program.axes, AXIS: step.layout.num_shards}
     if step.zero == 1:
@@ -100,10 +99,12 @@ def apply(program: Program) -> Program:
     return program.with_bodies(lambda key, ops: _stage_2_or_3(key, ops, step, units, known), units=units, axes=axes)
 
 
-def _hold(ranks: Ranks, param: ParamSpec, holding: Holding) -> Holding:
-    """A weight is divided among the ranks of the innermost data axis that hold it."""
-    axis = AXIS if holding.data_axis == REPLICAS else holding.data_axis
-    return holding.zero_sharded(axis, ranks.size(axis))
+def _hold(ranks: Ranks, known: dict[Holding, Holding], _: ParamSpec, holding: Holding) -> Holding:
+    """A weight is divided among the ranks of the innermost data axis that hold it; of hundreds few are held in other ways."""
+    if holding not in known:
+        axis = AXIS if holding.data_axis == REPLICAS else holding.data_axis
+        known[holding] = holding.zero_sharded(axis, ranks.size(axis))
+    return known[holding]
 
 
 def _stage_1(key: BodyKey, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops:
@@ -301,7 +302,7 @@ def _with_ahead(units: list[Unit], chunks: tuple[range, ...]) -> tuple[Unit, ...
     One that is called several times gathers nothing ahead: at its second backward that would have been used already.
     """
     ahead: dict[str, str] = {}
-    for axis in SHARD_AXES:
+    for axis in dict.fromkeys(unit.shard_axis for unit in units):
         by_use = sorted((unit for unit in units if unit.shard_axis == axis), key=_use)
         for before, unit in itertools.pairwise(by_use):
             together = not chunks or any({before.first_layer, unit.first_layer} <= {*chunk} for chunk in chunks)

@@ -81,7 +81,7 @@ def apply(program: Program) -> Program:
 
 
 def _hold(degree: int, param: ParamSpec, holding: Holding) -> Holding:
-    """Add what a cut leaves of a weight: `param` as the rank has it."""
+    """Shard a weight that the cut divides, as `param` says behind it, and replicate one that it leaves whole."""
     if param.cut is not None:
         return holding.sharded(AXIS, degree)
     whole = holding.replicated(AXIS, degree)
