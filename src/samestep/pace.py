@@ -47,7 +47,8 @@ class Held(NamedTuple):
     latest: int
     """The last micro-batch of those that are or were in flight: none behind it has begun."""
     again: int | None
-    """The same once more when as many are in flight behind a backward of every chunk; None where they never are."""
+    """The same once more when as many are in flight behind a backward; None where they never are, and with several chunks,
+    whose shares of what is in flight change from round to round."""
 
 
 @functools.lru_cache(maxsize=2**12)
@@ -58,7 +59,7 @@ def in_flight(schedule: str, stage: int, num_stages: int, microbatches: int, chu
     frees = TaskKind.WEIGHT if SCHEDULES[schedule].splits_backward else TaskKind.BACKWARD
     counts, num_held, begun = [0] * chunks, 0, 0
     found, most = Held((0,) * chunks, None, 0, None), 0
-    freed: set[int] = set()
+    has_freed = False
     at: Held | None = None  # the moment of the last forward, if it is the fullest so far or as full as that
     for kind, microbatch, chunk in _order(schedule, stage, num_stages, microbatches, chunks):
         if kind is TaskKind.FORWARD:
@@ -72,13 +73,13 @@ def in_flight(schedule: str, stage: int, num_stages: int, microbatches: int, chu
         goes_back = chunk if kind is TaskKind.BACKWARD else None
         if at is found:
             found = found._replace(next_chunk=goes_back)
-        elif at and at.counts == found.counts and found.next_chunk in (None, goes_back) and len(freed) == chunks:
-            found = found._replace(again=at.latest if found.again is None else found.again)
+        elif at and has_freed and chunks == 1 and found.again is None and found.next_chunk in (None, goes_back):
+            found = found._replace(again=at.latest)
         at = None
         if kind is frees:
             counts[chunk] -= 1
             num_held -= 1
-            freed.add(chunk)
+            has_freed = True
     return found
 
 

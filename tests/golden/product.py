@@ -103,7 +103,7 @@ def _of_stage(program: Program, layout: Layout, known: dict[str, int], is_whole:
     yield from geometry if is_whole else [f"geometry: {len(geometry)} buckets and units, {_digest(geometry)}"]
     yield from _counts(program)
     tasks, written = [], []
-    for task in program.stages[0]:
+    for task in program.tasks:
         body = "\n".join(map(_op, program.bodies[task.body]))
         if body not in known:
             known[body] = len(known)
