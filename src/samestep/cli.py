@@ -327,10 +327,10 @@ def _verify(words: argparse.Namespace) -> int:
 
 
 def _legal_layouts(job: jobs.Job, devices: int) -> list[Layout]:
-    from samestep import catalog, legality
+    from samestep import candidates, catalog, legality
 
     model = catalog.model_spec(job)
-    rows = [legality.row_of(model, job, layout) for layout in legality.layouts_of(devices, switches=True)]
+    rows = [legality.row_of(model, job, layout) for layout in candidates.listed(devices, model, switches=True)]
     return [row.layout for row in rows if not row.reason]
 
 
@@ -499,7 +499,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _layouts(words: argparse.Namespace) -> int:
-    from samestep import catalog, legality
+    from samestep import candidates, catalog, legality
 
     job = _job(words)
     asked = None if words.why_not is None else Layout.parse(words.why_not)
@@ -515,7 +515,8 @@ def _layouts(words: argparse.Namespace) -> int:
     if words.pairs:
         print(legality.matrix(legality.pairs(model, job), markdown=words.markdown))
         return 0
-    rows = [legality.row_of(model, job, lay) for lay in legality.layouts_of(words.devices, switches=words.switches)]
+    listed = candidates.listed(words.devices, model, switches=words.switches)
+    rows = [legality.row_of(model, job, layout) for layout in listed]
     print(legality.as_markdown(rows) if words.markdown else legality.as_text(rows))
     if words.json:
         _write(words.json, json.dumps([legality.as_record(row) for row in rows], indent=1) + "\n")

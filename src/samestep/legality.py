@@ -1,18 +1,20 @@
-"""Which layouts a job may have: the rules of the strategies, tried on every layout of a number of devices."""
+"""Whether a job may have a layout, by the rules of the strategies, and what it holds and sends: for any list of layouts."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import Any
 
+from samestep.candidates import schedule_words
 from samestep.errors import LayoutError
 from samestep.job import Job
-from samestep.layout import Layout, Recompute, Reduce
+from samestep.layout import Layout
 from samestep.memory import MemoryUse, at_rest
 from samestep.model import ModelSpec
 from samestep.program import Kind, Program
+from samestep.schedules import DEFAULT, SCHEDULES
 from samestep.strategies import program_of
 
 
@@ -28,40 +30,6 @@ class Row:
     """Bytes of buffers that one step hands to each kind of collective."""
 
 
-def layouts_of(num_devices: int, *, switches: bool = False) -> Iterator[Layout]:
-    """Yield every split of so many devices over the axes; with `switches`, each switch of it by itself too."""
-    for tp, cp, pp in itertools.product(_divisors(num_devices), repeat=3):
-        dp, rest = divmod(num_devices, tp * cp * pp)
-        for shard in _divisors(dp) if not rest else ():
-            for zero in (1, 2, 3) if shard > 1 else (0,):
-                plain = Layout(dp_replicate=dp // shard, dp_shard=shard, zero=zero, tp=tp, cp=cp, pp=pp)
-                yield plain
-                if switches:
-                    yield from _switched(plain)
-
-
-def _divisors(number: int) -> list[int]:
-    return [degree for degree in range(1, number + 1) if number % degree == 0]
-
-
-def _switched(plain: Layout) -> Iterator[Layout]:
-    yield replace(plain, microbatch=1)
-    if plain.zero >= 2:
-        yield replace(plain, microbatch=1, accumulate="full")
-    for recompute in get_args(Recompute)[1:]:
-        yield replace(plain, recompute=recompute)
-    if plain.dp > 1 and plain.zero == 0:
-        for reduce in get_args(Reduce)[1:]:
-            yield replace(plain, reduce=reduce)
-    yield replace(plain, offload=True)
-    if plain.tp > 1:
-        yield replace(plain, sequence_parallel=True)
-    if plain.pp > 1:
-        yield replace(plain, microbatch=1, schedule="gpipe")
-        yield replace(plain, microbatch=1, schedule="zero-bubble")
-        yield replace(plain, microbatch=1, schedule="interleaved", virtual_stages=2)
-
-
 # -- what composes with what -----------------------------------------------------------------------
 
 _FEATURES: dict[str, dict[str, Any]] = {
@@ -72,10 +40,12 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2},
     "sequence_parallel": {"tp": 2, "sequence_parallel": True},
     "cp": {"cp": 2},
+    "cp zero=1": {"cp": 2, "dp_shard": 1, "zero": 1},
+    "cp zero=2": {"cp": 2, "dp_shard": 1, "zero": 2},
+    "cp zero=3": {"cp": 2, "dp_shard": 1, "zero": 3},
+    "ep": {"dp_replicate": 2, "ep": 2},
     "pp": {"pp": 2},
-    "gpipe": {"pp": 2, "schedule": "gpipe"},
-    "zero-bubble": {"pp": 2, "schedule": "zero-bubble"},
-    "interleaved": {"pp": 2, "schedule": "interleaved", "virtual_stages": 2},
+    **{one: {"pp": 2, **schedule_words(one)} for one in SCHEDULES if one != DEFAULT},
     "microbatch": {"microbatch": 1},
     "accumulate=full": {"accumulate": "full"},
     "recompute": {"recompute": "full"},

@@ -44,11 +44,7 @@ def nearest(
     room = hardware.memory_bytes - hardware.reserved_bytes
     far = functools.partial(distance, layout)
     tried = (
-        one
-        for degrees in candidates.degrees(devices, model)
-        if degrees.tp <= hardware.devices_per_node
-        for split in candidates.splits(degrees, hardware)
-        for one in candidates.switched(split, job)
+        one for one in candidates.layouts_of(devices, model, job, thin=hardware) if one.tp <= hardware.devices_per_node
     )
     asked = itertools.islice(sorted(tried, key=far), MOST_ASKED)
     for _, alike in itertools.groupby(asked, key=far):

@@ -156,7 +156,7 @@ class _Search:
 
     def run(self, devices: int, *, offload: bool = False) -> None:
         """Search every layout of so many devices."""
-        for degrees in candidates.degrees(devices, self.model):
+        for degrees in candidates.degrees(devices, self.model, thin=self.hardware):
             if degrees.tp > self.hardware.devices_per_node:
                 self.considered += 1
                 reason = f"tp={degrees.tp} leaves the node of {self.hardware.devices_per_node} devices"
@@ -164,7 +164,7 @@ class _Search:
                 continue
             degrees = replace(degrees, offload=offload)
             refusals = self._refusals(degrees)
-            for sized in candidates.sized(degrees, self.job) if refusals else ():
+            for sized in candidates.sized(degrees, self.job, thin=self.hardware) if refusals else ():
                 groups = tuple(
                     group for words in candidates.variants(sized) for group in self._legal(sized, words, refusals)
                 )
@@ -177,7 +177,7 @@ class _Search:
     def _refusals(self, degrees: Layout) -> _Refusals:
         """Ask the strategies about every split of the data axis and every schedule: what else there is they hardly mind."""
         found: dict[str, dict[str | None, tuple[_Split, ...]]] = {}
-        for plain in candidates.splits(degrees, self.hardware):
+        for plain in candidates.splits(degrees, thin=self.hardware):
             if reason := refusal_of(self.builder.step(plain)):
                 self.considered += 1
                 self._throw_out(plain, "refused", reason)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from samestep.hardware import Hardware, Link
+from samestep.decoder import Decoder, spec
+from samestep.errors import LayoutError
+from samestep.hardware import Hardware, Link, load
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.model import Dealing, LayerSpec, ModelSpec, ParamSpec
+from samestep.prediction import Prediction, memory_of, predict_programs
+from samestep.presets import preset
 from samestep.program import Program
-from samestep.strategies import program_of
+from samestep.strategies import ProgramBuilder, program_of
 
 LAW = settings(max_examples=25, derandomize=True, database=None)
 
@@ -81,6 +86,45 @@ def machine(
         inter=inter or link,
         overlap=overlap,
     )
+
+
+TINY = Decoder(layers=4, hidden=64, heads=4, vocab=512, sequence=64)
+MODELS = {
+    "tiny": spec(TINY, "tiny"),
+    "odd": spec(Decoder(layers=3, hidden=60, heads=3, vocab=500, sequence=48), "odd"),
+    "tied": spec(replace(TINY, tied=True), "tied"),
+    "experts": spec(replace(TINY, experts=4, top_k=2), "experts"),
+    # A vocabulary that no degree divides stays whole, and weighs more beside blocks that are cut.
+    "lopsided": spec(replace(TINY, layers=6, vocab=4999), "lopsided"),
+    "vision": preset("resnet50"),
+}
+MACHINES = {
+    "free": machine(),
+    "slow": machine(bytes_per_s=1e9, latency_s=1e-5, memory_bytes_per_s=1e11, devices_per_node=4),
+    "alone": machine(bytes_per_s=1e9, latency_s=1e-4, memory_bytes_per_s=1e11, overlap=False, devices_per_node=2),
+    "crowded": replace(
+        machine(bytes_per_s=1e10, latency_s=1e-6, memory_bytes_per_s=1e11, devices_per_node=4), contention=1.3
+    ),
+    "a100": load("a100-80x8"),
+}
+
+
+def job_of(global_batch: int = 16, precision: str = "bf16") -> Job:
+    """Return a job of so many sequences of 64 tokens a step."""
+    return Job(train={"global_batch": global_batch}, numerics={"precision": precision}, data={"sequence_length": 64})
+
+
+def predictions(model: ModelSpec, job: Job, hardware: Hardware, layouts: Iterable[Layout]) -> Iterator[Prediction]:
+    """Yield the prediction of each layout that no strategy refuses and that fits: no bound has a say in it."""
+    builder = ProgramBuilder(model, job, job.run.ranks_per_node or hardware.devices_per_node)
+    for layout in layouts:
+        try:
+            programs = builder.programs(layout)
+        except LayoutError:
+            continue
+        found = predict_programs(programs, model, job, hardware, memory_of(programs, hardware, 2), 2)
+        if found.fits:
+            yield found
 
 
 @st.composite

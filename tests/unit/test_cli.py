@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import samestep
-from samestep import catalog, cli, memory, training
+from samestep import catalog, cli, hardware, memory, proof, search, training
+from samestep.verdict import Verdict
 from tests import small
 
 
@@ -475,6 +476,45 @@ def test_layouts_answers_for_one(
     said = capfd.readouterr().out
     assert said.startswith(says)
     assert said.count("\n") == 1
+
+
+EXPERTS = ("--set", "model.source=preset:mixtral-8x7b", "--set", "model.config.layers=2")
+
+
+def test_layouts_lists_experts_and_zero_over_cp(tmp_path: Path) -> None:
+    assert small.main("layouts", *EXPERTS, "--devices", "8", "--json", tmp_path / "table.json") == 0
+    rows = json.loads((tmp_path / "table.json").read_text())
+    legal = [samestep.Layout.parse(row["layout"]) for row in rows if row["legal"]]
+    assert {layout.ep for layout in legal} == {1, 2, 4, 8}
+    assert {layout.zero for layout in legal if layout.dp_shard == 1} == {0, 1, 2, 3}
+
+
+def test_verify_all_tries_what_layouts_lists_as_legal_and_plan_considers_no_other_degrees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (*EXPERTS, "--devices", "4")
+    assert small.main("layouts", *words, "--switches", "--json", tmp_path / "table.json") == 0
+    listed = [row["layout"] for row in json.loads((tmp_path / "table.json").read_text()) if row["legal"]]
+
+    tried: list[str] = []
+
+    def verify(job: samestep.Job, *, layout: samestep.Layout, **_: Any) -> Verdict:
+        tried.append(str(layout))
+        return Verdict(layout=str(layout), job="", steps=1, precision="float64", checks=())
+
+    monkeypatch.setattr(proof, "verify", verify)
+    assert small.main("verify", *words, "--all") == 0
+    assert tried == listed
+
+    job = samestep.Job(model={"source": "preset:mixtral-8x7b", "config": {"layers": 2}})
+    found = search.plan(catalog.model_spec(job), job, hardware.load("h100x8"), 4)
+    possible = [one.layout for one in (*found.best, *found.rejections) if getattr(one, "rule", "") != "refused"]
+    layouts = map(samestep.Layout.parse, listed)
+    assert {_degrees(one) for one in possible} == {_degrees(one) for one in layouts}
+
+
+def _degrees(layout: samestep.Layout) -> tuple[int, ...]:
+    return layout.tp, layout.pp, layout.cp, layout.ep
 
 
 def test_who_stops_reading_stops_the_writing() -> None:
