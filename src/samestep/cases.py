@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from samestep import cost, hardware, presets
-from samestep.errors import SamestepError, did_you_mean
+from samestep.errors import InputError, did_you_mean
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
@@ -289,7 +289,7 @@ def lines_of(name: str) -> list[str]:
     """Return what a case has to say; `list` names them all.
 
     Raises:
-        SamestepError: there is no such case.
+        InputError: there is no such case.
     """
     if name == "list":
         titles = {key: run.title for key, run in RUNS.items()} | {key: title for key, (title, _) in COMPARISONS.items()}
@@ -299,4 +299,4 @@ def lines_of(name: str) -> list[str]:
     if name in COMPARISONS:
         return COMPARISONS[name][1]()
     known = [*RUNS, *COMPARISONS]
-    raise SamestepError(f"no case {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}, and list")
+    raise InputError(f"no case {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}, and list")

@@ -19,11 +19,9 @@ from typing import Any, NoReturn
 from samestep import job as jobs
 from samestep.errors import (
     CheckpointError,
-    DriftError,
+    InputError,
     LayoutError,
-    NonFiniteError,
-    OutOfMemoryError,
-    SamestepError,
+    RunError,
     WorkerError,
     did_you_mean,
 )
@@ -38,9 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for flag in ("json", "trace", "html"):
             _check_writable(getattr(words, flag, None))
         return int(words.verb(words) or 0)
-    except (DriftError, NonFiniteError, OutOfMemoryError, WorkerError) as error:
+    except RunError as error:
         return _fail(error, 1)
-    except SamestepError as error:
+    except InputError as error:
         return _fail(error, 2)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
@@ -370,11 +368,11 @@ def _check_rehearsal(words: argparse.Namespace, job: jobs.Job) -> None:
     from samestep import hardware
 
     if words.hardware not in (None, hardware.OWN):
-        raise SamestepError(
+        raise InputError(
             f"--measure-top runs on this machine, and --hardware {words.hardware} is another: leave it out"
         )
     if job.model.preset is not None:
-        raise SamestepError(
+        raise InputError(
             f"--measure-top runs steps, and {job.model.source} is a model in numbers only: hf: or your own works"
         )
     words.top = max(words.top, words.measure_top)
@@ -426,10 +424,10 @@ def _case(words: argparse.Namespace) -> int:
     given = [flag for flag in ("job", "layout", "set", "hardware", "devices", "program") if getattr(words, flag)]
     if given:
         name = given[0] if given[0] == "job" else f"--{given[0]}"
-        raise SamestepError(f"--case {words.case} has a job and a layout of its own: leave {name} out")
+        raise InputError(f"--case {words.case} has a job and a layout of its own: leave {name} out")
     wanted = [flag for flag in ("json", "trace", "html") if getattr(words, flag)]
     if wanted and words.case not in cases.RUNS:
-        raise SamestepError(f"--{wanted[0]} is about one step: of the cases {', '.join(cases.RUNS)} have one")
+        raise InputError(f"--{wanted[0]} is about one step: of the cases {', '.join(cases.RUNS)} have one")
     print("\n".join(cases.lines_of(words.case)))
     if wanted:
         _write_prediction(cases.RUNS[words.case].predict(), words)
@@ -485,16 +483,16 @@ def _measure(words: argparse.Namespace) -> int:
 def _check_writable(path: Path | None) -> None:
     """Refuse before any work what could not be written after it."""
     if path is not None and not path.parent.is_dir():
-        raise SamestepError(f"{path} cannot be written: there is no folder {path.parent}")
+        raise InputError(f"{path} cannot be written: there is no folder {path.parent}")
     if path is not None and path.is_dir():
-        raise SamestepError(f"{path} cannot be written: it is a folder")
+        raise InputError(f"{path} cannot be written: it is a folder")
 
 
 def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise SamestepError(f"{path} cannot be written: {error.strerror}") from None
+        raise InputError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _layouts(words: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ import torch
 
 from samestep import hardware
 from samestep.cost import ATTENTION_REACHED
-from samestep.errors import SamestepError
+from samestep.errors import InputError
 from samestep.hardware import Hardware
 from samestep.report import write_whole
 from samestep.runtime import figures, launch
@@ -42,7 +42,7 @@ def measure(out: str | Path | None = None, *, ranks: int | None = None, device: 
         device: cpu, cuda or auto.
 
     Raises:
-        SamestepError: the file cannot be written, as its folder is not there; nothing has been measured.
+        InputError: the file cannot be written, as its folder is not there; nothing has been measured.
     """
     path = Path(out) if out is not None else hardware.own_path()
     _check_writable(path, makes_folder=out is None)
@@ -63,13 +63,13 @@ def _check_writable(path: Path, *, makes_folder: bool) -> None:
         if makes_folder:
             path.parent.mkdir(parents=True, exist_ok=True)
         elif not path.parent.is_dir():
-            raise SamestepError(f"{path} cannot be written: there is no folder {path.parent}")
+            raise InputError(f"{path} cannot be written: there is no folder {path.parent}")
         existed = path.exists()
         path.open("a").close()
         if not existed:
             path.unlink()
     except OSError as error:
-        raise SamestepError(f"{path} cannot be written: {error.strerror}") from None
+        raise InputError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _measured(place: Place) -> tuple[Device, Figures]:

@@ -70,7 +70,7 @@ def verify(
         precision: `float64` leaves out the second check, in the job's own precision.
 
     Raises:
-        SamestepError: the layout cannot be tried; the text says why and what would work.
+        InputError: the layout cannot be tried; the text says why and what would work.
         WorkerError: a worker died.
     """
     began = time.perf_counter()

@@ -21,7 +21,7 @@ import tomli_w
 
 from samestep import clock, hardware
 from samestep.datasets import batches
-from samestep.errors import LayoutError, SamestepError
+from samestep.errors import InputError, LayoutError
 from samestep.hardware import Hardware, Link
 from samestep.job import Job
 from samestep.layout import Layout
@@ -57,7 +57,7 @@ def rehearse(job: Job, best: Sequence[Prediction], machine: Hardware) -> tuple[l
     """Run layouts on this machine, one after the other, and write the refitted profile.
 
     Raises:
-        SamestepError: a layout needs more devices than there are, or the job cannot run.
+        InputError: a layout needs more devices than there are, or the job cannot run.
     """
     device = joining.resolve_device(job.run.device)
     workload = Workload(job)
@@ -79,7 +79,7 @@ def rehearse(job: Job, best: Sequence[Prediction], machine: Hardware) -> tuple[l
         )
         measured.append((one.layout, one.step_s, statistics.median(times)))
     if not measured:
-        raise SamestepError(f"optimizer {job.optimizer.name} can follow none of the best layouts: nothing was run")
+        raise InputError(f"optimizer {job.optimizer.name} can follow none of the best layouts: nothing was run")
 
     per_node = job.run.ranks_per_node or machine.devices_per_node
     programs = [programs_of(workload.spec, job, layout, per_node) for layout, _, _ in measured]

@@ -162,7 +162,7 @@ def train(
         What the run ended with; None on ranks other than 0.
 
     Raises:
-        SamestepError: the job, layout or data cannot run; nothing has been started or written.
+        InputError: the job, layout or data cannot run; nothing has been started or written.
         WorkerError: a worker died.
     """
     run = job.run
@@ -214,7 +214,7 @@ def check(
     """Check what `train` is given; nothing is started or written. Collective where there is a `place`.
 
     Raises:
-        SamestepError: the job, layout or data cannot run; the text says what would.
+        InputError: the job, layout or data cannot run; the text says what would.
     """
     ranks = place.world_size if place else ranks
     where = None if layout == AUTO else resolve_layout(job, layout, ranks)[0]
