@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             with tempfile.TemporaryDirectory() as folder:
                 ranks, device = (1, "cuda") if on_gpu else (2, "cpu")
-                machine = measure(Path(folder) / "this-machine.toml", ranks=ranks, device=device)
+                machine = measure(out=Path(folder) / "this-machine.toml", ranks=ranks, device=device)
     except InputError as error:
         parser.error(str(error))
     head, lines = _on_a_gpu(words, machine) if on_gpu else _on_cpus(words, machine)

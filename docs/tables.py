@@ -27,24 +27,21 @@ BLOCK = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOT
 
 def layouts() -> str:
     """`samestep layouts --devices 4 --markdown`: every split of four devices over the axes."""
-    return _layouts(list(legality.layouts_of(4)))
+    return legality.as_markdown(legality.layouts(_default_job(), 4))
 
 
 def switches() -> str:
     """`samestep layouts --devices 2 --switches --markdown`: every split of two devices, and each switch by itself."""
-    return _layouts(list(legality.layouts_of(2, switches=True)))
+    return legality.as_markdown(legality.layouts(_default_job(), 2, switches=True))
 
 
 def pairs() -> str:
     """`samestep layouts --devices 1 --pairs --markdown`: which words compose with which."""
-    job = jobs.load(ROOT / "jobs" / "default.toml")
-    return legality.matrix(legality.pairs(catalog.model_spec(job), job), markdown=True)
+    return legality.matrix(legality.pairs(_default_job()), markdown=True)
 
 
-def _layouts(chosen: list[Layout]) -> str:
-    job = jobs.load(ROOT / "jobs" / "default.toml")
-    model = catalog.model_spec(job)
-    return legality.as_markdown([legality.row_of(model, job, layout) for layout in chosen])
+def _default_job() -> Job:
+    return jobs.load(ROOT / "jobs" / "default.toml")
 
 
 def job_keys() -> str:

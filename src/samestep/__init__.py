@@ -7,6 +7,7 @@ run = samestep.parallelize(model, loss, optimizer, layout="dp=2 zero=3", job=job
 for batch in samestep.batches(dataset, job):
     report = run.step(batch)
 ```
+Each verb of the command line is a function of the same name: `plan`, `simulate`, `train`, `verify`, `measure`, `layouts`.
 Names that need torch are imported when they are first used.
 """
 
@@ -34,17 +35,23 @@ from samestep.layout import Layout
 
 if TYPE_CHECKING:
     from samestep.datasets import batches
+    from samestep.legality import layouts
     from samestep.measurement import measure
+    from samestep.planning import plan
     from samestep.proof import verify
     from samestep.runtime.launch import launch
     from samestep.runtime.run import parallelize
+    from samestep.simulation import simulate
     from samestep.training import train
 
 _LAZY = {
     "batches": ("samestep.datasets", "batches"),
     "launch": ("samestep.runtime.launch", "launch"),
+    "layouts": ("samestep.legality", "layouts"),
     "measure": ("samestep.measurement", "measure"),
     "parallelize": ("samestep.runtime.run", "parallelize"),
+    "plan": ("samestep.planning", "plan"),
+    "simulate": ("samestep.simulation", "simulate"),
     "train": ("samestep.training", "train"),
     "verify": ("samestep.proof", "verify"),
 }
@@ -66,9 +73,12 @@ __all__ = [
     "WorkerError",
     "batches",
     "launch",
+    "layouts",
     "load",
     "measure",
     "parallelize",
+    "plan",
+    "simulate",
     "train",
     "verify",
 ]

@@ -173,6 +173,17 @@ def own_or(name: str) -> Hardware:
     return load(OWN if _is_measured() else name)
 
 
+def resolve_hardware(given: Hardware | str | Path | None) -> Hardware:
+    """Return a profile as it is given, or read it by its name or file; without one what was measured here, or cpu-laptop.
+
+    Raises:
+        InputError: there is no such profile or file, or it has mistakes; each is named.
+    """
+    if given is None:
+        return own_or("cpu-laptop")
+    return given if isinstance(given, Hardware) else load(given)
+
+
 def cautions_here(machine: Hardware, devices: int) -> list[str]:
     """Say what speaks against a profile as that of the machine this runs on, with so many devices in use."""
     lines = []
