@@ -122,7 +122,6 @@ def as_record(found: Plan) -> dict[str, object]:
         "rejections": [{"layout": str(one.layout), "rule": one.rule, "reason": one.reason} for one in found.rejections],
         "nearest": found.nearest,
         "labels": dict(found.labels),
-        "digests": found.digests,
     }
     if found.best:
         record["other_numerics"] = [saving.to_record() for saving in found.other_numerics]
