@@ -9,13 +9,13 @@ from cells import Row, SkippedError
 from published import Case, case_of, repeated
 
 from samestep import clock, cost, memory
-from samestep.errors import SamestepError
+from samestep.errors import InputError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program import UPDATE_BODY, BodyKey, Kind, Op, Ops, Program, Step
 from samestep.strategies import programs_of
 
-UNREADABLE = (SkippedError, SamestepError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
+UNREADABLE = (SkippedError, InputError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
 """What a row that makes no sense may end in."""
 
 
@@ -43,7 +43,7 @@ def programs_for(case: Case, recompute: str) -> tuple[Program, ...]:
     """Write the step of a case on each stage.
 
     Raises:
-        SamestepError: the layout is refused.
+        InputError: the layout is refused.
     """
     job = Job(train={"global_batch": case.global_batch}, numerics={"precision": case.precision})
     layout = Layout.of({**case.words, "recompute": recompute})
@@ -164,7 +164,7 @@ def predict(row: Row) -> Outcome:
         programs = chosen_programs(case)
         held = _peak(case, programs) if case.memory_bytes or case.out_of_memory else 0
         predicted_s = clock.play(programs, case.machine).step_s if case.step_s else 0.0
-    except (SkippedError, SamestepError) as error:
+    except (SkippedError, InputError) as error:
         return Outcome(id=row.get("id") or "", source=source, reason=str(error).partition("\n")[0])
     except UNREADABLE as error:
         return Outcome(id=row.get("id") or "", source=source, reason=f"cannot be read: {type(error).__name__}: {error}")

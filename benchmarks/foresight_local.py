@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor
 
 from samestep import Job, Layout, hardware, load, measure
 from samestep.datasets import batches
-from samestep.errors import SamestepError
+from samestep.errors import InputError
 from samestep.memory import at_rest, states_per_param
 from samestep.prediction import predict
 from samestep.runtime import launch
@@ -159,8 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             with tempfile.TemporaryDirectory() as folder:
                 ranks, device = (1, "cuda") if on_gpu else (2, "cpu")
-                machine = measure(Path(folder) / "this-machine.toml", ranks=ranks, device=device)
-    except SamestepError as error:
+                machine = measure(out=Path(folder) / "this-machine.toml", ranks=ranks, device=device)
+    except InputError as error:
         parser.error(str(error))
     head, lines = _on_a_gpu(words, machine) if on_gpu else _on_cpus(words, machine)
     print("\n".join(as_lines(head, lines)))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from samestep import Job, Layout, candidates, catalog, legality
+from samestep import Job, Layout, catalog, legality
 from samestep import job as jobs
 from samestep.memory import at_rest, classic_bytes_per_param, held_bytes_per_param
 from samestep.presets import DECODERS, preset
@@ -27,25 +27,21 @@ BLOCK = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOT
 
 def layouts() -> str:
     """`samestep layouts --devices 4 --markdown`: every split of four devices over the axes."""
-    return _layouts(4)
+    return legality.as_markdown(legality.layouts(_default_job(), 4))
 
 
 def switches() -> str:
     """`samestep layouts --devices 2 --switches --markdown`: every split of two devices, and each switch by itself."""
-    return _layouts(2, switches=True)
+    return legality.as_markdown(legality.layouts(_default_job(), 2, switches=True))
 
 
 def pairs() -> str:
     """`samestep layouts --devices 1 --pairs --markdown`, of a model with experts: which words compose with which."""
-    job = Job(model={"source": "preset:mixtral-8x7b"})
-    return legality.matrix(legality.pairs(catalog.model_spec(job), job), markdown=True)
+    return legality.matrix(legality.pairs(Job(model={"source": "preset:mixtral-8x7b"})), markdown=True)
 
 
-def _layouts(devices: int, *, switches: bool = False) -> str:
-    job = jobs.load(ROOT / "jobs" / "default.toml")
-    model = catalog.model_spec(job)
-    listed = candidates.listed(devices, model, switches=switches)
-    return legality.as_markdown([legality.row_of(model, job, layout) for layout in listed])
+def _default_job() -> Job:
+    return jobs.load(ROOT / "jobs" / "default.toml")
 
 
 def job_keys() -> str:

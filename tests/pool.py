@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from samestep.errors import SamestepError
 from samestep.runtime import joining, launch
 
 ECHO_GRACE_S = 1.0  # how long to wait for the cause when one rank only says that its peer has gone
@@ -142,7 +143,8 @@ _made: list[Pool] = []
 
 
 def _is_echo(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and launch._ECHO.search(str(error)) is not None
+    is_torchs = isinstance(error, RuntimeError) and not isinstance(error, SamestepError)
+    return is_torchs and launch._ECHO.search(str(error)) is not None
 
 
 def _serve(rank: int, world: int, folder: str, pipe: connection.Connection, parent_pid: int) -> None:

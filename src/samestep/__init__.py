@@ -7,6 +7,7 @@ run = samestep.parallelize(model, loss, optimizer, layout="dp=2 zero=3", job=job
 for batch in samestep.batches(dataset, job):
     report = run.step(batch)
 ```
+Each verb of the command line is a function of the same name: `plan`, `simulate`, `train`, `verify`, `measure`, `layouts`.
 Names that need torch are imported when they are first used.
 """
 
@@ -19,11 +20,13 @@ from samestep.errors import (
     CheckpointError,
     DataError,
     DriftError,
+    InputError,
     JobError,
     LayoutError,
     ModelError,
     NonFiniteError,
     OutOfMemoryError,
+    RunError,
     SamestepError,
     WorkerError,
 )
@@ -32,17 +35,23 @@ from samestep.layout import Layout
 
 if TYPE_CHECKING:
     from samestep.datasets import batches
+    from samestep.legality import layouts
     from samestep.measurement import measure
+    from samestep.planning import plan
     from samestep.proof import verify
     from samestep.runtime.launch import launch
     from samestep.runtime.run import parallelize
+    from samestep.simulation import simulate
     from samestep.training import train
 
 _LAZY = {
     "batches": ("samestep.datasets", "batches"),
     "launch": ("samestep.runtime.launch", "launch"),
+    "layouts": ("samestep.legality", "layouts"),
     "measure": ("samestep.measurement", "measure"),
     "parallelize": ("samestep.runtime.run", "parallelize"),
+    "plan": ("samestep.planning", "plan"),
+    "simulate": ("samestep.simulation", "simulate"),
     "train": ("samestep.training", "train"),
     "verify": ("samestep.proof", "verify"),
 }
@@ -51,6 +60,7 @@ __all__ = [
     "CheckpointError",
     "DataError",
     "DriftError",
+    "InputError",
     "Job",
     "JobError",
     "Layout",
@@ -58,13 +68,17 @@ __all__ = [
     "ModelError",
     "NonFiniteError",
     "OutOfMemoryError",
+    "RunError",
     "SamestepError",
     "WorkerError",
     "batches",
     "launch",
+    "layouts",
     "load",
     "measure",
     "parallelize",
+    "plan",
+    "simulate",
     "train",
     "verify",
 ]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from samestep import clock
 from samestep.hardware import Hardware
 from samestep.job import Job
+from samestep.memory import gib
 from samestep.model import ModelSpec
 from samestep.prediction import Prediction, predict
 from samestep.program import BYTES_OF, REDUCING, TF32, BodyKey, Op, Ops
@@ -38,7 +39,7 @@ class Saving:
         part = (self.before_s - self.step_s) / self.before_s
         line = f"{self.change}: {self.step_s:.4g} s a step, {part:.0%} less"
         if self.peak_bytes is not None:
-            line += f", and {self.peak_bytes / 2**30:.1f} GiB instead of {self.before_bytes / 2**30:.1f}"
+            line += f", and {gib(self.peak_bytes)} GiB instead of {gib(self.before_bytes)}"
         return line
 
     def to_record(self) -> dict[str, object]:

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from samestep import cost, hardware, presets
-from samestep.errors import SamestepError, did_you_mean
+from samestep.errors import InputError, did_you_mean
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.memory import at_rest, classic_bytes_per_param, held_bytes_per_param
+from samestep.memory import at_rest, classic_bytes_per_param, gib, held_bytes_per_param
 from samestep.prediction import Prediction, predict
 from samestep.program import Kind
 
@@ -74,9 +74,9 @@ class Run:
             f"a step: {self.global_batch} sequences of {self.sequence}, {found.tokens:,} tokens; {self.tokens:.3g} tokens in all{padded}",
             f"{found.step_s:.4g} s a step, {found.tokens_per_s_per_device:,.0f} tokens/s and "
             f"{found.tflops_per_device:.0f} TFLOP/s a device, MFU {found.mfu:.1%}, bubbles {found.bubble_fraction:.1%}",
-            f"peak {found.peak.total / 2**30:,.1f} GiB of {found.hardware.memory_bytes / 2**30:.1f}: {fits}",
+            f"peak {gib(found.peak.total)} GiB of {gib(found.hardware.memory_bytes)}: {fits}",
             f"{self.tokens:.3g} tokens take {days:.1f} days",
-            f"one device would take {years:,.0f} years, and {alone.peak.total / 2**30:,.0f} GiB of memory: sequence by sequence",
+            f"one device would take {years:,.0f} years, and {gib(alone.peak.total)} GiB of memory: sequence by sequence",
             f"published: {self.published}",
         ]
 
@@ -169,8 +169,8 @@ def _spread() -> list[str]:
         held = max((at_rest(program) for program in found.programs), key=lambda use: use.total)
         room = "fits" if found.fits else "DOES NOT FIT"
         lines.append(
-            f"{words:<30} {_mean_params(found) / 1e9:5.2f} B weights a device; {held.total / 2**30:7,.1f} GiB of weights, "
-            f"gradients and Adam's states, {found.peak.total / 2**30:7,.1f} GiB at the peak: {room}"
+            f"{words:<30} {_mean_params(found) / 1e9:5.2f} B weights a device; {gib(held.total):>6} GiB of weights, "
+            f"gradients and Adam's states, {gib(found.peak.total):>6} GiB at the peak: {room}"
         )
     return [
         *lines,
@@ -214,7 +214,7 @@ def _naive_pipeline() -> list[str]:
         found = _gpt2(f"pp=4 {words}", "gpt2-xl", 32)
         lines.append(
             f"{name:<34} {found.step_s * 1e3:7.1f} ms, {whole.step_s / found.step_s:.2f} times as fast, "
-            f"bubbles {found.bubble_fraction:.0%}, peak {found.peak.total / 2**30:,.1f} GiB"
+            f"bubbles {found.bubble_fraction:.0%}, peak {gib(found.peak.total)} GiB"
         )
     return [*lines, "the formula: (p-1)/(m+p-1) is 75 % for one micro-batch on four stages, 27 % for eight"]
 
@@ -289,7 +289,7 @@ def lines_of(name: str) -> list[str]:
     """Return what a case has to say; `list` names them all.
 
     Raises:
-        SamestepError: there is no such case.
+        InputError: there is no such case.
     """
     if name == "list":
         titles = {key: run.title for key, run in RUNS.items()} | {key: title for key, (title, _) in COMPARISONS.items()}
@@ -299,4 +299,4 @@ def lines_of(name: str) -> list[str]:
     if name in COMPARISONS:
         return COMPARISONS[name][1]()
     known = [*RUNS, *COMPARISONS]
-    raise SamestepError(f"no case {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}, and list")
+    raise InputError(f"no case {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}, and list")

@@ -16,7 +16,7 @@ from pathlib import Path
 import xxhash
 
 from samestep import presets
-from samestep.errors import ModelError, SamestepError, did_you_mean
+from samestep.errors import InputError, ModelError, did_you_mean
 from samestep.job import PRESET, Job
 from samestep.model import FORMAT_VERSION, ModelSpec
 
@@ -33,7 +33,7 @@ def model_spec(job: Job) -> ModelSpec:
     job says, or as the preset where the job does not say.
 
     Raises:
-        SamestepError: the model cannot be built or traced; the text is the one `train` would give.
+        InputError: the model cannot be built or traced; the text is the one `train` would give.
     """
     if job.model.preset is not None:
         length = job.data.sequence_length if "sequence_length" in job.data.model_fields_set else None
@@ -87,6 +87,6 @@ def _trace_elsewhere(job: Job) -> str:
     if done.returncode == 0:
         return done.stdout
     if done.returncode == 2 and done.stdout.strip():
-        raise SamestepError(done.stdout.strip())
+        raise InputError(done.stdout.strip())
     words = done.stderr.strip().splitlines() or ["no word"]
     raise ModelError(f"tracing {job.model.source} failed: {words[-1]}")

@@ -71,7 +71,7 @@ class Case:
     """Whether the job adds a loss that balances experts, which no part of a batch has by itself."""
 
 
-def explain(case: Case) -> Found | None:
+def find_cause(case: Case) -> Found | None:
     """Return the likely cause of the first difference; None where nothing differs."""
     first = next((one for one in case.comparisons if one.misfits), None)
     if first is None:
@@ -497,7 +497,7 @@ def _held_out(case: Case, first: Comparison) -> Found:
     return Cause.FORWARD, "training agrees, but not the loss of a forward without gradients"
 
 
-def explain_checkpoint(reference: Observation, loaded: Observation, first: Comparison) -> Found:
+def find_checkpoint_cause(reference: Observation, loaded: Observation, first: Comparison) -> Found:
     """Say what a checkpoint of the layout gave back to one device."""
     kind = "optimizer state" if first.what == "checkpoint state" else "weights"
     whole = whole_of(reference.state if kind == "optimizer state" else reference.updated[-1])

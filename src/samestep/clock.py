@@ -51,7 +51,7 @@ def play(programs: Sequence[Program], hardware: Hardware) -> Timeline:
     Raises:
         RuntimeError: an op waits for one that was never issued; both are named.
         LayoutError: stages wait for each other for ever; the op of each is named.
-        SamestepError: the hardware has no speed for the program's dtype.
+        InputError: the hardware has no speed for the program's dtype.
     """
     meetings = _Meetings()
     stages = [_Stage(index, program, hardware, meetings, len(programs)) for index, program in enumerate(programs)]

@@ -47,7 +47,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from samestep.errors import SamestepError
+from samestep.errors import InputError
 from samestep.hardware import Hardware, Link
 from samestep.model import Product
 from samestep.program import BYTES_OF, COMPUTE_DTYPE, TF32, Kind, Op, Program, Step
@@ -84,7 +84,7 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
     """Price one op of the program.
 
     Raises:
-        SamestepError: the hardware has no speed for the op's dtype.
+        InputError: the hardware has no speed for the op's dtype.
     """
     if op.axis is not None:
         return _collective_s(op, program, hardware)
@@ -261,7 +261,7 @@ def _peak(hardware: Hardware, dtype: str) -> float:
         known = ", ".join(hardware.flops_per_s)
         words = [word for word, of_word in reversed(COMPUTE_DTYPE.items()) if of_word in hardware.flops_per_s]
         works = f": numerics.precision={' or '.join(words)} works" if words else ""
-        raise SamestepError(f"hardware {hardware.name} has no flops_per_s for {dtype}; it has {known}{works}")
+        raise InputError(f"hardware {hardware.name} has no flops_per_s for {dtype}; it has {known}{works}")
     return hardware.flops_per_s[dtype]
 
 

@@ -1,17 +1,21 @@
-"""Every error samestep raises for a user's mistake; the text says what was given, the rule, and what would work.
+"""Every error that samestep raises; the text says what was given, the rule, and what would work.
 
 ```
-SamestepError (ValueError)      one clear line on the command line, exit 2
-├── JobError                    the job: a key, a type, a value
-├── LayoutError                 the layout: a word, a product of degrees, a rule of a strategy
-├── ModelError                  the model: cannot be built, traced, initialised or cut
-├── DataError                   the data: missing, too short, badly formed
-├── CheckpointError             the checkpoint: missing, of another job, damaged
-├── NonFiniteError              the loss or a gradient is not finite and the job says stop; exit 1
-└── DriftError                  ranks that must agree do not; exit 1
-WorkerError (RuntimeError)      a worker process died: which rank, and its last words; exit 1
+SamestepError (Exception)
+├── InputError (ValueError)         what was given cannot run; exit status 2
+│   ├── JobError                    the job: a key, a type, a value
+│   ├── LayoutError                 the layout: a word, a product of degrees, a rule of a strategy
+│   ├── ModelError                  the model: cannot be built, traced, initialised or cut
+│   ├── DataError                   the data: missing, too short, badly formed
+│   └── CheckpointError             the checkpoint: missing, of another job, damaged
+└── RunError (RuntimeError)         what was given could run, and something happened on the way; exit status 1
+    ├── WorkerError                 a worker process died: which rank, and its last words
+    ├── NonFiniteError              the loss or a gradient is not finite, and the job says stop
+    ├── DriftError                  ranks that must agree do not
+    └── OutOfMemoryError            memory ran out
 ```
-A broken invariant of our own is an `assert`, never one of these.
+What is of none of these kinds, as a file that cannot be written, is an `InputError` itself. A broken invariant of our own
+is an `assert`, never one of these.
 """
 
 from __future__ import annotations
@@ -20,44 +24,52 @@ import difflib
 from collections.abc import Iterable
 
 
-class SamestepError(ValueError):
+class SamestepError(Exception):
+    """Any error that samestep raises on purpose."""
+
+
+class InputError(SamestepError, ValueError):
     """A mistake in what samestep was given; the text says what would work."""
 
 
-class JobError(SamestepError):
+class JobError(InputError):
     """The job cannot be understood or cannot be run."""
 
 
-class LayoutError(SamestepError):
+class LayoutError(InputError):
     """The layout cannot be understood, or a strategy refuses it."""
 
 
-class ModelError(SamestepError):
+class ModelError(InputError):
     """The model cannot be built, traced, initialised or cut."""
 
 
-class DataError(SamestepError):
+class DataError(InputError):
     """The data is missing, too short or badly formed."""
 
 
-class CheckpointError(SamestepError):
+class CheckpointError(InputError):
     """The checkpoint is missing, belongs to another job, or is damaged."""
 
 
-class NonFiniteError(SamestepError):
+class RunError(SamestepError, RuntimeError):
+    """A run that was given nothing wrong failed on the way; the text says where and by what."""
+
+
+class WorkerError(RunError):
+    """A worker process died; the text names its rank and its last words."""
+
+
+class NonFiniteError(RunError):
     """The loss or a gradient is not finite; the text names the first module at fault."""
 
 
-class DriftError(SamestepError):
+class DriftError(RunError):
     """Ranks that must hold the same do not; the text names the tensor and the rank."""
 
 
-class OutOfMemoryError(SamestepError):
+class OutOfMemoryError(RunError):
     """Memory ran out; the text says what held it, what was foreseen, and which layout needs less."""
-
-
-class WorkerError(RuntimeError):
-    """A worker process died; the text names its rank and its last words."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -50,7 +50,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from samestep.errors import SamestepError, did_you_mean
+from samestep.errors import InputError, did_you_mean
 
 Positive = Annotated[float, Field(gt=0.0)]
 Seconds = Annotated[float, Field(ge=0.0)]
@@ -138,18 +138,18 @@ def load(name_or_path: str | Path) -> Hardware:
     """Read a profile by its name, or a TOML file of the same form.
 
     Raises:
-        SamestepError: there is no such profile or file, or it has mistakes; each is named.
+        InputError: there is no such profile or file, or it has mistakes; each is named.
     """
     source = _find(name_or_path)
     try:
         table = tomllib.loads(source.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SamestepError(f"{name_or_path} is not TOML: {error}") from None
+        raise InputError(f"{name_or_path} is not TOML: {error}") from None
     try:
         return TypeAdapter(Hardware).validate_python({"name": source.name.removesuffix(".toml"), **table})
     except ValidationError as error:
         mistakes = [f"{'.'.join(map(str, m['loc']))}: {m['msg'].lower()}" for m in error.errors(include_url=False)]
-        raise SamestepError(f"{name_or_path}: {'; '.join(mistakes)}") from None
+        raise InputError(f"{name_or_path}: {'; '.join(mistakes)}") from None
 
 
 def origins(machine: Hardware) -> dict[str, int]:
@@ -171,6 +171,17 @@ def own_path() -> Path:
 def own_or(name: str) -> Hardware:
     """Read what was measured of this machine, or the named profile where nothing was."""
     return load(OWN if _is_measured() else name)
+
+
+def resolve_hardware(given: Hardware | str | Path | None) -> Hardware:
+    """Return a profile as it is given, or read it by its name or file; without one what was measured here, or cpu-laptop.
+
+    Raises:
+        InputError: there is no such profile or file, or it has mistakes; each is named.
+    """
+    if given is None:
+        return own_or("cpu-laptop")
+    return given if isinstance(given, Hardware) else load(given)
 
 
 def cautions_here(machine: Hardware, devices: int) -> list[str]:
@@ -206,12 +217,12 @@ def _find(name_or_path: str | Path) -> Traversable:
     if name == OWN:
         if _is_measured():
             return own_path()
-        raise SamestepError(f"nothing was measured of this machine: samestep measure writes {OWN}")
+        raise InputError(f"nothing was measured of this machine: samestep measure writes {OWN}")
     path = Path(name_or_path)
     if path.is_file():
         return path
     if path.is_dir():
-        raise SamestepError(f"{path} is a folder; a hardware profile is a TOML file")
+        raise InputError(f"{path} is a folder; a hardware profile is a TOML file")
     what = f"there is no file {path}" if path.suffix == ".toml" else f"no hardware {name!r}"
     hint = did_you_mean(path.stem.lower() if path.suffix == ".toml" else name.lower(), profiles())
-    raise SamestepError(f"{what}{hint}: the profiles are {', '.join(profiles())}, or give a TOML file of that form")
+    raise InputError(f"{what}{hint}: the profiles are {', '.join(profiles())}, or give a TOML file of that form")

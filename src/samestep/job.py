@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -226,6 +227,20 @@ def load(path: str | Path, settings: Sequence[str] = (), without: Sequence[str] 
         return str(path)
 
     return Job(source, **tables)  # not model_validate: it would wrap what __init__ says in an error of its own
+
+
+def default(settings: Sequence[str] = ()) -> Job:
+    """Read samestep's own default job, with `settings` such as `train.steps=50` over it.
+
+    Raises:
+        JobError: every mistake found in the settings.
+    """
+    given = {key.strip(): value.strip() for key, _, value in (setting.partition("=") for setting in settings)}
+    # Fields of the default model mean nothing to another one; a preset knows its own sequences.
+    without = ["model.config"] * ("model.source" in given)
+    without += ["data.sequence_length"] * given.get("model.source", "").strip("\"'").startswith(PRESET)
+    with resources.as_file(resources.files("samestep") / "default_job.toml") as path:
+        return load(path, settings, without)
 
 
 def _set(tables: dict[str, Any], setting: str) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from samestep.candidates import schedule_words
-from samestep.errors import LayoutError
+from samestep import catalog
+from samestep.candidates import listed, schedule_words
+from samestep.errors import InputError, LayoutError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.memory import MemoryUse, at_rest
@@ -16,6 +17,7 @@ from samestep.model import ModelSpec
 from samestep.program import Kind, Program
 from samestep.schedules import DEFAULT, SCHEDULES
 from samestep.strategies import program_of
+from samestep.text_table import aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,9 @@ class Pair:
     """Why they cannot be together; empty where they can, None where they are two values of one word."""
 
 
-def pairs(model: ModelSpec, job: Job) -> Iterator[Pair]:
+def pairs(job: Job) -> Iterator[Pair]:
     """Try every two features together on a job."""
+    model = catalog.model_spec(job)
     for (first, ours), (second, theirs) in itertools.combinations(_FEATURES.items(), 2):
         if any(ours[word] != theirs[word] for word in ours.keys() & theirs.keys()):
             yield Pair(first, second, None)
@@ -120,6 +123,32 @@ def row_of(model: ModelSpec, job: Job, layout: Layout) -> Row:
     return Row(layout, memory=at_rest(program), sent=_sent(program))
 
 
+def layouts(job: Job, devices: int, *, switches: bool = False) -> tuple[Row, ...]:
+    """Try every layout that a job may have on a number of devices; what is refused stands there with its reason.
+
+    Args:
+        job: what is computed.
+        devices: how many; each is used.
+        switches: try each switch of every split by itself too, as recompute or offload.
+
+    Raises:
+        InputError: the job or its model cannot be understood.
+    """
+    if devices < 1:
+        raise InputError(f"devices={devices}: a layout needs at least 1")
+    model = catalog.model_spec(job)
+    return tuple(row_of(model, job, layout) for layout in listed(devices, model, switches=switches))
+
+
+def why_refused(job: Job, layout: Layout, devices: int) -> str:
+    """Say what a layout is refused for on a number of devices, or that it is legal: the answer to `--why-not`."""
+    reason = row_of(catalog.model_spec(job), job, layout).reason
+    if layout.world_size == devices:
+        return reason or f'"{layout}" is legal'
+    named = f"--devices {devices}, but layout {str(layout)!r} has {layout.world_size} ranks"
+    return f"{named}, on which it is {f'refused: {reason}' if reason else 'legal'}"
+
+
 def _sent(program: Program) -> dict[str, int]:
     sent: dict[str, int] = {}
     for _, op in program.ops():
@@ -139,19 +168,12 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (str(row.layout), *(f"{size:,}" for size in held), sent or "none")
 
 
-def as_text(rows: list[Row]) -> str:
+def as_text(rows: Sequence[Row]) -> str:
     """Write the table for a terminal: bytes that rank 0 holds between steps with Adam, and what a step sends."""
-    table = [_HEAD, *map(_cells, rows)]
-    widths = [max(len(cells[column]) for cells in table) for column in range(4)]
-    return "\n".join(
-        "  ".join(
-            [cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells[1:4], widths[1:], strict=True)), cells[4]]
-        )
-        for cells in table
-    )
+    return aligned([_HEAD, *map(_cells, rows)], left=(0, len(_HEAD) - 1))
 
 
-def as_markdown(rows: list[Row]) -> str:
+def as_markdown(rows: Sequence[Row]) -> str:
     """Write the table for a document."""
     lines = [_HEAD, ("---", "---:", "---:", "---:", "---"), *((f"`{c[0]}`", *c[1:]) for c in map(_cells, rows))]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

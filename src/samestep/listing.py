@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from samestep.prediction import Prediction
 from samestep.program import Program
-from samestep.search import needs
+from samestep.search import memory_summary
 
 MOST_LINES = 60
 """Of a program that is listed unasked: a longer one would leave nothing else on the screen."""
@@ -28,7 +28,7 @@ def as_text(found: Prediction, *, whole: bool = False) -> str:
         [
             *lines,
             found.timeline.to_text(100),
-            f'"{found.layout}" {fits}: {needs(found.peak, found.hardware)}',
+            f'"{found.layout}" {fits}: {memory_summary(found.peak, found.hardware)}',
             _compact(found.to_record()),
         ]
     )

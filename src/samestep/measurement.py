@@ -13,18 +13,22 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import tomli_w
 import torch
 
 from samestep import hardware
 from samestep.cost import ATTENTION_REACHED
-from samestep.errors import SamestepError
+from samestep.errors import InputError
 from samestep.hardware import Hardware
-from samestep.report import write_whole
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.memory import readable
+from samestep.output_file import check_writable, write_whole
+from samestep.rehearsal import StepTimes, step_times
 from samestep.runtime import figures, launch
 from samestep.runtime.figures import Device, Figures
 from samestep.runtime.joining import Place
@@ -33,23 +37,66 @@ _MOST_RANKS = 8  # of a CPU: more would share what they measure
 _OVERLAPS_BELOW = 0.75  # of both times one after the other: half way to hiding the shorter one
 
 
-def measure(out: str | Path | None = None, *, ranks: int | None = None, device: str = "auto") -> Hardware:
-    """Measure this machine and write its profile, by default where `plan` looks for it.
+@overload
+def measure(*, out: str | Path | None = None, ranks: int | None = None, device: str = "auto") -> Hardware: ...
+
+
+@overload
+def measure(job: Job, *, layouts: Iterable[Layout | str]) -> StepTimes: ...
+
+
+def measure(
+    job: Job | None = None,
+    *,
+    layouts: Iterable[Layout | str] = (),
+    out: str | Path | None = None,
+    ranks: int | None = None,
+    device: str = "auto",
+) -> Hardware | StepTimes:
+    """Measure this machine and write its profile; or, with a job, the step times of layouts, and refit the profile to them.
 
     Args:
-        out: a TOML file; without it the user's own, `hardware.own_path()`.
+        job: what to run in each layout for a few steps; without it the machine itself is measured.
+        layouts: where, one after the other; those that the job's optimizer cannot follow are left out.
+        out: a TOML file for the profile; without it the user's own, `hardware.own_path()`, where `plan` looks for it.
         ranks: devices that measure at once; without it all GPUs, or one a core and at least two.
         device: cpu, cuda or auto.
 
+    Returns:
+        The profile; with a job, what was predicted and measured of each layout, and the refitted profile.
+
     Raises:
-        SamestepError: the file cannot be written, as its folder is not there; nothing has been measured.
+        InputError: the file cannot be written or the job cannot run; nothing has been measured.
     """
+    chosen = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
+    if (job is None) != (not chosen):
+        raise InputError("measure runs the layouts of a job: give both, or neither to measure this machine")
+    if job is not None:
+        return step_times(job, chosen)
     path = Path(out) if out is not None else hardware.own_path()
-    _check_writable(path, makes_folder=out is None)
-    count = ranks or _default_ranks(device)
+    if out is None:
+        _make_folder(path)
+    check_writable(path)
+    count = _default_ranks(device) if ranks is None else ranks
     device_found, found = launch.run_workers(_measured, ranks=count, device=device, quiet=True)
     write_whole(path, _as_toml(device_found, found, count))
     return hardware.load(path)
+
+
+def as_text(machine: Hardware) -> str:
+    """Write the most telling numbers of a measured profile."""
+    rates = ", ".join(f"{dtype} {rate / 1e9:.4g}" for dtype, rate in machine.flops_per_s.items())
+    count, link = machine.devices_per_node, machine.intra
+    links = "no link measured: one device sends nothing, and what the profile says of links is assumed"
+    if count > 1:
+        links = (
+            f"link {link.bytes_per_s / 1e9:.4g} GB/s, {link.latency_s * 1e6:.4g} us a hop, "
+            f"{link.collective_s * 1e6:.4g} us a call"
+        )
+    return (
+        f"{count} device{'s' * (count > 1)} of {readable(machine.memory_bytes)}; GFLOP/s: {rates}\n"
+        f"memory {machine.memory_bytes_per_s / 1e9:.4g} GB/s, launch {machine.launch_s * 1e6:.3g} us, {links}"
+    )
 
 
 def _default_ranks(device: str) -> int:
@@ -58,18 +105,11 @@ def _default_ranks(device: str) -> int:
     return max(2, min(os.cpu_count() or 1, _MOST_RANKS))
 
 
-def _check_writable(path: Path, *, makes_folder: bool) -> None:
+def _make_folder(path: Path) -> None:
     try:
-        if makes_folder:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        elif not path.parent.is_dir():
-            raise SamestepError(f"{path} cannot be written: there is no folder {path.parent}")
-        existed = path.exists()
-        path.open("a").close()
-        if not existed:
-            path.unlink()
+        path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SamestepError(f"{path} cannot be written: {error.strerror}") from None
+        raise InputError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _measured(place: Place) -> tuple[Device, Figures]:

@@ -1,8 +1,8 @@
 """One optimizer step as plain data: what every rank of every pipeline stage computes, sends and waits for.
 
-[Note: one step, five readers]  `plan` prices a program, `simulate` plays it on a clock, `train` carries it out,
-`verify` proves it, `explain` holds the measured step against it. Because there is one program, a prediction can be
-checked: the collectives that torch really sent must equal those listed here (the ledger).
+[Note: one step, four readers]  `plan` prices a program, `simulate` plays it on a clock, `train` carries it out,
+`verify` proves it. Because there is one program, a prediction can be checked: the collectives that torch really sent
+must equal those listed here (the ledger).
 
 A `Program` is the list of tasks of one pipeline stage; a task (the forward of micro-batch 3, say) points at a body, a
 list of ops written once and shared by all tasks that do the same. Ops are *driven* (issued by our interpreter) or

@@ -19,7 +19,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep import trial
+from samestep import legality, trial
 from samestep.datasets import Batch, Dataset, open_dataset
 from samestep.errors import JobError, WorkerError
 from samestep.job import Job, RunTable, ScheduleTable
@@ -70,7 +70,7 @@ def verify(
         precision: `float64` leaves out the second check, in the job's own precision.
 
     Raises:
-        SamestepError: the layout cannot be tried; the text says why and what would work.
+        InputError: the layout cannot be tried; the text says why and what would work.
         WorkerError: a worker died.
     """
     began = time.perf_counter()
@@ -88,10 +88,25 @@ def verify(
             subject, note = smaller
             notes = (note,)
         subject.programs()  # refuses what cannot be
-        verdict = _prove(subject, job, precision)
+        try:
+            verdict = _prove(subject, job, precision)
+        except WorkerError as error:
+            raise WorkerError(f"layout {str(where)!r} could not be tried: {error}") from error
         return dataclasses.replace(verdict, notes=(*notes, *verdict.notes), seconds=time.perf_counter() - began)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def verify_all(job: Job, devices: int, *, steps: int = 3, precision: Precision = "job") -> Iterator[Verdict]:
+    """Prove every legal layout of a number of devices, each switch by itself too; yield each verdict as it is found.
+
+    Raises:
+        InputError: the job cannot run.
+        WorkerError: a worker died; the text names the layout.
+    """
+    for row in legality.layouts(job, devices, switches=True):
+        if not row.reason:
+            yield verify(job, layout=row.layout, steps=steps, precision=precision)
 
 
 def _proving(job: Job, steps: int) -> Job:

@@ -6,14 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from samestep.errors import LayoutError
-from samestep.hardware import Hardware
-from samestep.job import Job
 from samestep.layout import Layout
 from samestep.memory import gib
-from samestep.model import ModelSpec
 from samestep.nearest import nearest
 from samestep.prediction import Prediction, intervals, predict
-from samestep.search import MOST_PLAYED, Fallen, Plan, needs
+from samestep.search import MOST_PLAYED, Fallen, Plan, memory_summary
+from samestep.text_table import aligned
 
 TIGHT = 0.05
 """Part of a device's memory that is too little to have free: what is in pieces cannot be given away."""
@@ -25,13 +23,7 @@ def as_text(found: Plan) -> str:
     lines = []
     if found.best:
         rows = [tuple(title.format(found.best[0].unit) for title in _HEAD), *map(_cells, found.best)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-        lines += [
-            "  ".join(
-                cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
+        lines.append(aligned(rows))
         lines.append(f"the best is bound by {binds(found.best[0])}")
         lines += _cautions(found.best)
         if found.best[0].layout.offload:
@@ -121,7 +113,7 @@ def _cells(one: Prediction) -> tuple[str, ...]:
 
 def as_record(found: Plan) -> dict[str, object]:
     """Return plain data for JSON."""
-    return {
+    record: dict[str, object] = {
         "devices": found.devices,
         "hardware": found.hardware.name,
         "considered": found.considered,
@@ -131,17 +123,22 @@ def as_record(found: Plan) -> dict[str, object]:
         "nearest": found.nearest,
         "labels": dict(found.labels),
     }
+    if found.best:
+        record["other_numerics"] = [saving.to_record() for saving in found.other_numerics]
+    return record
 
 
-def answers(best: Prediction, tokens: float | None, cost_per_hour: float | None) -> list[str]:
-    """Say how long a training takes and what it costs, a line each.
+def answers(found: Plan, tokens: float | None, cost_per_hour: float | None) -> list[str]:
+    """Say how long a training takes in the best layout and what it costs, a line each; nothing where nothing fits.
 
     Args:
-        best: the layout that it runs in.
+        found: what was planned.
         tokens: how many the whole training reads.
         cost_per_hour: of one device.
     """
-    lines = []
+    if not found.best:
+        return []
+    best, lines = found.best[0], []
     per_s = best.tokens_per_s_per_device * best.devices
     if tokens:
         days = tokens / per_s / 86_400
@@ -157,23 +154,26 @@ def answers(best: Prediction, tokens: float | None, cost_per_hour: float | None)
     return lines
 
 
-def explain_layout(
-    model: ModelSpec, job: Job, hardware: Hardware, layout: Layout, found: Plan, states_per_param: int = 2
-) -> str:
+def other_numerics(found: Plan) -> list[str]:
+    """Say what other numerics would save in the best layout, a line each."""
+    return [f"with other numerics, the job's to choose: {saving.to_line()}" for saving in found.other_numerics]
+
+
+def why_not(found: Plan, layout: Layout) -> str:
     """Say why one layout is not the best, or that it is: the answer to `--why`."""
 
     def near() -> str:
         if not found.best:
             return f"; {found.nearest}"
-        works = nearest(model, job, hardware, layout, found.devices, states_per_param)
+        works = nearest(found.model, found.job, found.hardware, layout, found.devices, found.states_per_param)
         return f'; "{works.layout}" works, {works.step_s:.4g} s a step' if works else ""
 
     try:
-        mine = predict(model, job, layout, hardware, states_per_param)
+        mine = predict(found.model, found.job, layout, found.hardware, found.states_per_param)
     except LayoutError as error:
         return f'"{layout}" cannot be: {error}{near()}'
     if not mine.fits:
-        return f'"{layout}" does not fit: {needs(mine.peak, mine.hardware)}{near()}'
+        return f'"{layout}" does not fit: {memory_summary(mine.peak, mine.hardware)}{near()}'
     if not found.best:
         return f'"{layout}" fits: {mine.step_s:.4g} s a step'
     first = found.best[0]

@@ -1,4 +1,4 @@
-"""The best layouts of a plan run for a few real steps, where the machine is at hand: what was foreseen against what is.
+"""Layouts run for a few real steps, where the machine is at hand: what was foreseen against what is.
 
 Two constants are refitted to that, and no more, since a few steps cannot tell more apart: how much slower than its
 profile the machine computes (products, memory, launches alike), and how much slower it sends. With a and b those factors,
@@ -21,17 +21,17 @@ import tomli_w
 
 from samestep import clock, hardware
 from samestep.datasets import batches
-from samestep.errors import LayoutError, SamestepError
+from samestep.errors import InputError, LayoutError
 from samestep.hardware import Hardware, Link
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.prediction import Prediction
-from samestep.report import write_whole
+from samestep.output_file import write_whole
 from samestep.runtime import joining, launch
 from samestep.runtime.joining import Place
 from samestep.runtime.run import Run
 from samestep.runtime.update import check_optimizer
 from samestep.strategies import programs_of
+from samestep.text_table import aligned
 from samestep.training import Workload
 
 STEPS = 5
@@ -42,9 +42,9 @@ _COMPUTE = ("flops_per_s", "memory_bytes_per_s", "kernel_s", "launch_s", "step_s
 _LINKS = ("intra", "inter")
 
 
-@dataclass(frozen=True, slots=True)
-class Rehearsed:
-    """One layout: what was foreseen with the profile as it was and as it was refitted, and what was measured."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds of one layout's step: predicted with the profile as it was and as it was refitted, and measured."""
 
     layout: Layout
     foreseen_s: float
@@ -52,48 +52,85 @@ class Rehearsed:
     """Median of the timed steps."""
     refitted_s: float
 
+    def to_record(self) -> dict[str, object]:
+        """Return plain data for JSON."""
+        return {**asdict(self), "layout": str(self.layout)}
 
-def rehearse(job: Job, best: Sequence[Prediction], machine: Hardware) -> tuple[list[Rehearsed], Path]:
-    """Run layouts on this machine, one after the other, and write the refitted profile.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Step times of several layouts on this machine, and the profile that was refitted to them."""
+
+    rows: tuple[StepTime, ...]
+    hardware: Hardware
+    path: Path
+    """Where the refitted profile was written."""
+
+    def to_text(self) -> str:
+        """Write what was predicted beside what was measured, and where the profile lies."""
+        head = ("layout", "foreseen s", "measured s", "error", "refitted s", "error")
+        cells = [
+            (
+                str(row.layout), f"{row.foreseen_s:.4g}", f"{row.measured_s:.4g}",
+                f"{row.foreseen_s / row.measured_s - 1:+.0%}", f"{row.refitted_s:.4g}",
+                f"{row.refitted_s / row.measured_s - 1:+.0%}",
+            )
+            for row in self.rows
+        ]  # fmt: skip
+        written = f"refitted: {self.path}; plan, simulate and train --layout auto read it"
+        return f"{aligned([head, *cells])}\n{written}"
+
+
+def step_times(job: Job, layouts: Sequence[Layout]) -> StepTimes:
+    """Run layouts on this machine, one after the other, and refit the machine's own profile to their step times.
+
+    A layout that the optimizer cannot follow is left out.
 
     Raises:
-        SamestepError: a layout needs more devices than there are, or the job cannot run.
+        InputError: a layout needs more devices than there are, or the job cannot run.
     """
-    device = joining.resolve_device(job.run.device)
+    device, machine = joining.resolve_device(job.run.device), hardware.resolve_hardware(None)
     workload = Workload(job)
-    measured: list[tuple[Layout, float, float]] = []
-    for one in best:
-        workload.slice(one.layout)
+    measured_s: dict[Layout, float] = {}
+    for layout in layouts:
+        workload.slice(layout)
         try:
-            check_optimizer(workload.source.optimizer, workload.spec, one.layout)
+            check_optimizer(workload.source.optimizer, workload.spec, layout)
         except LayoutError:
             continue  # the search knows nothing of optimizers that a layout cannot follow
         times = launch.run_workers(
             _times,
-            (workload, one.layout),
-            ranks=one.layout.world_size,
+            (workload, layout),
+            ranks=layout.world_size,
             device=device,
             threads=job.run.threads,
             timeout_s=job.run.timeout_s,
             quiet=True,
         )
-        measured.append((one.layout, one.step_s, statistics.median(times)))
-    if not measured:
-        raise SamestepError(f"optimizer {job.optimizer.name} can follow none of the best layouts: nothing was run")
+        measured_s[layout] = statistics.median(times)
+    if not measured_s:
+        raise InputError(f"optimizer {job.optimizer.name} can follow none of these layouts: nothing was run")
 
     per_node = job.run.ranks_per_node or machine.devices_per_node
-    programs = [programs_of(workload.spec, job, layout, per_node) for layout, _, _ in measured]
+    programs = [programs_of(workload.spec, job, layout, per_node) for layout in measured_s]
 
     def foreseen(candidate: Hardware) -> list[float]:
         return [clock.play(of_stages, candidate).step_s for of_stages in programs]
 
-    fitted, factors = refit(machine, [seconds for _, _, seconds in measured], foreseen)
+    before_s = foreseen(machine)
+    fitted, factors = refit(machine, [*measured_s.values()], foreseen)
     path = hardware.own_path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    layouts = ", ".join(f'"{layout}"' for layout, _, _ in measured)
-    write_whole(path, as_toml(fitted, machine, factors, layouts))
-    after = foreseen(fitted)
-    return [Rehearsed(*row, refitted_s) for row, refitted_s in zip(measured, after, strict=True)], path
+    write_whole(path, as_toml(fitted, machine, factors, ", ".join(f'"{layout}"' for layout in measured_s)))
+    rows = zip(measured_s.items(), before_s, foreseen(fitted), strict=True)
+    return StepTimes(
+        rows=tuple(
+            StepTime(layout=layout, foreseen_s=before, measured_s=taken_s, refitted_s=after)
+            for (layout, taken_s), before, after in rows
+        ),
+        hardware=fitted,
+        path=path,
+    )
 
 
 def _times(place: Place, workload: Workload, layout: Layout) -> list[float]:
@@ -171,21 +208,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _plain(one) for key, one in value.items() if one is not None and one != {}}
     return value
-
-
-def as_text(rows: Sequence[Rehearsed]) -> str:
-    """Write what was foreseen beside what was measured."""
-    head = ("layout", "foreseen s", "measured s", "error", "refitted s", "error")
-    cells = [
-        (
-            str(row.layout), f"{row.foreseen_s:.4g}", f"{row.measured_s:.4g}",
-            f"{row.foreseen_s / row.measured_s - 1:+.0%}", f"{row.refitted_s:.4g}",
-            f"{row.refitted_s / row.measured_s - 1:+.0%}",
-        )
-        for row in rows
-    ]  # fmt: skip
-    widths = [max(len(row[column]) for row in (head, *cells)) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-        for row in (head, *cells)
-    )

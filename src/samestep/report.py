@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from samestep.output_file import write_whole
 from samestep.runtime.run import StepReport
 
 _LINES = 40
@@ -127,16 +128,6 @@ class Metrics:
         self._file.close()
         if self._board is not None:
             self._board.writer.close()
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is whole or not there, whenever the process dies."""
-    draft = path.with_name(f".{path.name}.draft")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
 
 
 def _cut_after(path: Path, step: int) -> float | None:

@@ -19,13 +19,17 @@ import functools
 import gc
 import heapq
 import itertools
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import xxhash
+
 from samestep import candidates
+from samestep.advice import Saving
 from samestep.bounds import Bounds
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
@@ -125,8 +129,20 @@ class Plan:
     hardware: Hardware
     labels: Mapping[str, str]
     """What the numbers are made of."""
+    model: ModelSpec
+    job: Job
+    states_per_param: int
+    """Tensors that the optimizer keeps of each weight."""
     nearest: str = ""
     """Where nothing fits: what comes nearest."""
+    other_numerics: tuple[Saving, ...] = ()
+    """What other numerics would save in the best layout; the job alone chooses them."""
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """What tells this plan's job and hardware from all others."""
+        texts = {"job": self.job.model_dump_json(), "hardware": json.dumps(asdict(self.hardware), sort_keys=True)}
+        return {name: xxhash.xxh3_128_hexdigest(text.encode()) for name, text in texts.items()}
 
     @cached_property
     def rejections(self) -> tuple[Rejection, ...]:
@@ -268,7 +284,7 @@ class _Search:
         uses = memory_of(programs, self.hardware, self.states_per_param)
         use = max(uses, key=lambda one: one.total)
         if use.total > self.hardware.memory_bytes:
-            self._throw_out(layout, "memory", needs(use, self.hardware), use.total)
+            self._throw_out(layout, "memory", memory_summary(use, self.hardware), use.total)
             return
         found = predict_programs(programs, self.model, self.job, self.hardware, uses, self.states_per_param)
         self.best = sorted([*self.best, found], key=lambda one: one.step_s)
@@ -325,6 +341,9 @@ def plan(
         devices=devices,
         hardware=hardware,
         labels=labels(job, hardware),
+        model=model,
+        job=job,
+        states_per_param=states_per_param,
         nearest=nearest,
     )
 
@@ -371,8 +390,8 @@ def fewest(
     return found
 
 
-def needs(use: MemoryUse, hardware: Hardware) -> str:
-    """Say what is needed of what there is, and what takes most."""
+def memory_summary(use: MemoryUse, hardware: Hardware) -> str:
+    """Format the peak against the capacity, in GiB, with its three largest parts."""
     parts = sorted(use.parts().items(), key=lambda item: -item[1])
     most = ", ".join(f"{name} {gib(size)}" for name, size in parts[:3] if size)
     return f"needs {gib(use.total)} GiB of {gib(hardware.memory_bytes)} at {use.peak_at}: {most}"

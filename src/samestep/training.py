@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep import hardware, memory, ranking, search
+from samestep import hardware, memory, ranking, run_folder, search
 from samestep.datasets import Batch, Dataset, batches, open_dataset, open_tokenizer, sample_indices
 from samestep.errors import (
     CheckpointError,
@@ -43,8 +41,9 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.model import ModelSpec
 from samestep.nearest import nearest
+from samestep.output_file import write_whole
 from samestep.prediction import predict
-from samestep.report import Metrics, Screen, write_whole
+from samestep.report import Metrics, Screen
 from samestep.runtime import checkpoint, joining, launch, shortage
 from samestep.runtime.assembly import Source, holder_of, prepare, with_slices
 from samestep.runtime.build import loss_of, model_source, optimizer_of
@@ -156,13 +155,13 @@ def train(
         ranks: worker processes; without it as many as the layout has.
         steps: end after this step; the learning rate goes on as if the job's own number were meant.
         out: the run folder; without it a new one below `runs`.
-        resume: go on from the newest checkpoint in `out`.
+        resume: go on from the newest checkpoint in `out`; without `out`, in the newest run below `runs`.
 
     Returns:
         What the run ended with; None on ranks other than 0.
 
     Raises:
-        SamestepError: the job, layout or data cannot run; nothing has been started or written.
+        InputError: the job, layout or data cannot run; nothing has been started or written.
         WorkerError: a worker died.
     """
     run = job.run
@@ -176,7 +175,7 @@ def train(
         if checked.why:
             print(checked.why, flush=True)
         _warn(checked, place)
-        _make(checked.folder)
+        run_folder.make(checked.folder)
     if place is not None:
         try:
             return _work(place, checked)
@@ -214,7 +213,7 @@ def check(
     """Check what `train` is given; nothing is started or written. Collective where there is a `place`.
 
     Raises:
-        SamestepError: the job, layout or data cannot run; the text says what would.
+        InputError: the job, layout or data cannot run; the text says what would.
     """
     ranks = place.world_size if place else ranks
     where = None if layout == AUTO else resolve_layout(job, layout, ranks)[0]
@@ -224,7 +223,7 @@ def check(
             f"--steps {until} is beyond train.steps = {job.train.steps}, where the learning rate ends: "
             f"--set train.steps={until} works"
         )
-    folder = _agreed(lambda: _run_folder(out, resume), place)
+    folder = _agreed(lambda: run_folder.chosen(out, resume), place)
     resume_from = _resume_from(folder, job, until) if resume else None
     workload = Workload(job)
     why = ""
@@ -473,34 +472,6 @@ def _agreed(decide: Callable[[], T], place: Place | None) -> T:
     return cast(T, told[0])
 
 
-def _run_folder(out: str | Path | None, resume: bool) -> Path:
-    """Return the run folder; a new run never writes into one that holds a run."""
-    if out is None and resume:
-        raise CheckpointError("which run is to go on? give its folder: out=...")
-    folder = Path(out) if out is not None else _new_folder()
-    if folder.exists() and not folder.is_dir():
-        raise JobError(f"--out {folder} is a file; a run needs a folder")
-    if resume and not (folder / "job.toml").exists():
-        raise CheckpointError(f"{folder} holds no run to go on with")
-    if not resume and any((folder / name).exists() for name in ("job.toml", "metrics.jsonl", "checkpoints")):
-        raise JobError(f"{folder} holds a run already: --resume goes on with it, another --out starts anew")
-    return folder
-
-
-def _new_folder() -> Path:
-    """Name a new folder below `runs` by the clock, so that the newest stands last."""
-    now = time.strftime("%Y%m%d-%H%M%S")
-    names = itertools.chain([now], (f"{now}-{number}" for number in itertools.count(2)))
-    return next(folder for name in names if not (folder := Path("runs") / name).exists())
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise JobError(f"--out {folder} cannot be made: {error.strerror} ({error.filename})") from None
-
-
 def _resume_from(folder: Path, job: Job, until: int) -> Path:
     """Return the newest checkpoint of a run, if the job can go on from it."""
     newest = checkpoint.newest(folder / "checkpoints")
@@ -529,7 +500,7 @@ def _warn(checked: Checked, place: Place | None) -> None:
 
 def _write_head(checked: Checked) -> None:
     """Write what the run is."""
-    write_whole(checked.folder / "job.toml", checked.job.to_toml())
+    write_whole(checked.folder / run_folder.JOB, checked.job.to_toml())
     write_whole(checked.folder / "layout.txt", f"{checked.layout}\n")
 
 

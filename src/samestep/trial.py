@@ -155,8 +155,8 @@ def judge(place: Place, subject: Subject) -> Found:
     if first is None:
         return checks, None, ""
     if first in given_back:
-        return checks, *((Cause.CHECKPOINT, refusal) if refusal else causes.explain_checkpoint(one, loaded, first))
-    found = causes.explain(_case(run, subject, one, ranks, [*steps, *updates], start))
+        return checks, *((Cause.CHECKPOINT, refusal) if refusal else causes.find_checkpoint_cause(one, loaded, first))
+    found = causes.find_cause(_case(run, subject, one, ranks, [*steps, *updates], start))
     assert found is not None
     return checks, *found
 

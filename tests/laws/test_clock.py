@@ -19,7 +19,7 @@ from samestep import decoder
 from samestep.clock import play
 from samestep.cost import seconds
 from samestep.decoder import Decoder
-from samestep.errors import SamestepError
+from samestep.errors import InputError
 from samestep.hardware import Hardware, Link, load, profiles
 from samestep.program import EXPOSED_AXES, UPDATE_BODY, Kind, Op
 from samestep.timeline import COMPUTE, LETTERS, Span, Timeline
@@ -119,7 +119,7 @@ def test_compute_waits_for_what_the_next_product_needs(words: str) -> None:
 
 def test_a_dtype_without_a_speed_is_refused_by_name() -> None:
     hardware = replace(machine(), flops_per_s={"float32": 1e12})
-    with pytest.raises(SamestepError, match="no flops_per_s for bfloat16; it has float32"):
+    with pytest.raises(InputError, match="no flops_per_s for bfloat16; it has float32"):
         play([case(blocks(1, **COSTLY), "dp=1", precision="bf16").program], hardware)
 
 
@@ -324,10 +324,10 @@ def test_mistakes_in_a_profile_are_named(tmp_path: Path, change: tuple[str, str]
     text = (files("samestep") / "profiles" / "h100x8.toml").read_text(encoding="utf-8")
     mine = tmp_path / "mine.toml"
     mine.write_text(text.replace(*change, 1), encoding="utf-8")
-    with pytest.raises(SamestepError, match=what):
+    with pytest.raises(InputError, match=what):
         load(mine)
 
 
 def test_unknown_hardware_names_the_known() -> None:
-    with pytest.raises(SamestepError, match=r"did you mean 'h100x8'\?.*cpu-laptop, .*h100x8"):
+    with pytest.raises(InputError, match=r"did you mean 'h100x8'\?.*cpu-laptop, .*h100x8"):
         load("h100x9")

@@ -313,13 +313,13 @@ def test_the_nearest_that_works_keeps_the_degrees_if_any_does(layout: str) -> No
 )
 def test_why_names_the_rule_and_what_works(layout: str, says: str) -> None:
     found = plan(MODELS["tiny"], job_of(), MACHINES["slow"], 4)
-    text = ranking.explain_layout(MODELS["tiny"], job_of(), MACHINES["slow"], Layout.parse(layout), found)
+    text = ranking.why_not(found, Layout.parse(layout))
     assert says in text
     assert re.search(r'; "[^"]+" works, [0-9.e-]+ s a step$', text)
 
 
 def _why(found: Plan, layout: str) -> str:
-    return ranking.explain_layout(MODELS["tiny"], job_of(), found.hardware, Layout.parse(layout), found)
+    return ranking.why_not(found, Layout.parse(layout))
 
 
 def test_why_tells_the_fastest_the_slower_and_the_too_large() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import samestep
-from samestep import catalog, cli, hardware, memory, proof, search, training
+from samestep import catalog, cli, hardware, memory, proof, run_folder, search, training
 from samestep.verdict import Verdict
 from tests import small
 
@@ -207,7 +207,7 @@ def test_a_warning_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_runs_of_one_second_have_folders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training.time, "strftime", lambda _: "20300101-000000")
+    monkeypatch.setattr(run_folder.time, "strftime", lambda _: "20300101-000000")
     for _ in range(3):
         assert small.train("--ranks", "1", train__steps=2) == 0
     assert sorted(path.name for path in Path("runs").iterdir()) == [

@@ -71,7 +71,7 @@ def test_one_device_has_no_link_to_tell_of(capfd: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.usefixtures("quick")
 def test_every_number_is_measured_or_said_to_be_assumed(ranks: int, tmp_path: Path) -> None:
-    machine = measurement.measure(tmp_path / "mine.toml", ranks=ranks, device="cpu")
+    machine = measurement.measure(out=tmp_path / "mine.toml", ranks=ranks, device="cpu")
     table = tomllib.loads((tmp_path / "mine.toml").read_text())
     sources = table.pop("sources")
     keys = {

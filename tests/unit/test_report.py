@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from samestep import report
+from samestep import output_file
 from samestep.report import Metrics, Screen
 from samestep.runtime.run import StepReport
 
@@ -98,13 +98,13 @@ def test_a_run_without_tensorboard_has_a_log(tmp_path: Path, monkeypatch: pytest
 
 def test_a_whole_file_replaces_the_old_one_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "job.toml"
-    report.write_whole(path, "old")
+    output_file.write_whole(path, "old")
     with monkeypatch.context() as patch:
-        patch.setattr(report.os, "fsync", _raise)
+        patch.setattr(output_file.os, "fsync", _raise)
         with pytest.raises(OSError, match="full"):
-            report.write_whole(path, "new")
+            output_file.write_whole(path, "new")
     assert path.read_text() == "old"
-    report.write_whole(path, "new")
+    output_file.write_whole(path, "new")
     assert path.read_text() == "new"
     assert [entry.name for entry in tmp_path.iterdir()] == ["job.toml"]
 

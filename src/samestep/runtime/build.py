@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.errors import JobError, ModelError, SamestepError, did_you_mean
+from samestep.errors import InputError, JobError, ModelError, did_you_mean
 from samestep.job import Job, OptimizerTable, ScheduleTable
 
 IGNORED_LABEL = -100
@@ -168,7 +168,7 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def imported(source: str, key: str, error: type[SamestepError]) -> Callable[..., Any]:
+def imported(source: str, key: str, error: type[InputError]) -> Callable[..., Any]:
     """Import `module:function`, from the working directory too; `error` is raised with `key` where that fails."""
     module_name, colon, name = source.partition(":")
     if not colon or not module_name or not name:

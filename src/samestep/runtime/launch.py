@@ -200,7 +200,7 @@ def _failure_of(rank: int, error: BaseException) -> _Failure:
         tuple("".join(traceback.format_exception(type(error), error, frames)).splitlines()),
         text,
         mistake,
-        is_echo=isinstance(error, RuntimeError) and _ECHO.search(text) is not None,
+        is_echo=not mistake and isinstance(error, RuntimeError) and _ECHO.search(text) is not None,
     )
 
 

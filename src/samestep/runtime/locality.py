@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
 
-from samestep.errors import SamestepError
+from samestep.errors import InputError
 from samestep.model import ModelSpec
 from samestep.runtime import expert
 from samestep.runtime.build import target_of
@@ -83,7 +83,7 @@ def _length(sample: Any) -> int:
     """Tokens of a sample: the second dimension of its labels; 0 where there is none."""
     try:
         labels = target_of(sample)
-    except SamestepError:
+    except InputError:
         return 0
     return labels.shape[1] if labels.dim() == 2 else 0
 
@@ -108,7 +108,7 @@ def _refusal_of(watch: _Dependence, module: nn.Module, sample: Any, value_of: Va
             watch_forward(module, sample, 1, "the model", containers_of(module), watch, value_of)
     except NeedsValuesError:
         return f"{watch.where} looks at values of its slice"
-    except SamestepError as error:
+    except InputError as error:
         reason = str(error).removeprefix("the model cannot be traced: ")
         return watch.refusal or f"on a slice {reason}; {_WORKS}"
     finally:

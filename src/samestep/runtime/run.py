@@ -451,7 +451,7 @@ def parallelize(
             and the rest of the optimizer are is said by the arguments above.
 
     Raises:
-        SamestepError: what was given cannot run; the text says what would.
+        InputError: what was given cannot run; the text says what would.
     """
     job = job or Job()
     place = joining.join(job.run.device, timeout_s=job.run.timeout_s, ranks_per_node=job.run.ranks_per_node)
