@@ -38,6 +38,7 @@ from samestep.memory import readable
 from samestep.runtime import joining, launch
 from samestep.runtime.assembly import Loss, Source, holder_of, prepare
 from samestep.runtime.build import loss_of, model_source, optimizer_of
+from samestep.runtime.families import facts_named, family_config
 from samestep.runtime.joining import Place
 from samestep.runtime.update import optimizer_source
 from samestep.trial import Subject
@@ -129,7 +130,6 @@ def _given(
 
 # -- a model too large for one device --------------------------------------------------------------
 
-_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
 _COPIES = 8
 """Of the weights, in float64: themselves, gradients, two states, and what is noted of three steps, on disk or mapped."""
 
@@ -154,7 +154,7 @@ def shrunk(subject: Subject) -> tuple[Subject, str] | None:
     if key is None:
         raise JobError(
             f"a proof on one device needs {gibibytes}, and model.config has no key for the depth "
-            f"({', '.join(_DEPTHS)}); a smaller model or train.global_batch works"
+            f"({', '.join(_depth_fields(subject.job))}); a smaller model or train.global_batch works"
         )
     if rest + depth * a_block > free or depth >= len(blocks):
         raise JobError(f"a proof on one device needs {gibibytes}; a smaller train.global_batch works")
@@ -177,11 +177,16 @@ def _proof_bytes(subject: Subject, index: int) -> int:
 
 
 def _depth_key(job: Job) -> str | None:
-    given = [key for key in _DEPTHS if key in job.model.config]
+    fields = _depth_fields(job)
+    given = [key for key in fields if key in job.model.config]
     if given or not job.model.source.startswith("hf:"):
         return next(iter(given), None)
-    config = getattr(model_source(job), "args", (None,))[0]
-    return next((key for key in _DEPTHS if hasattr(config, key)), None)
+    config = family_config(job.model.source.removeprefix("hf:"), job.model.config)
+    return next((key for key in fields if hasattr(config, key)), None)
+
+
+def _depth_fields(job: Job) -> tuple[str, ...]:
+    return facts_named(job.model.source.removeprefix("hf:")).depth_fields
 
 
 def _on_cpu(device: str) -> bool:

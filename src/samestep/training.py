@@ -48,6 +48,7 @@ from samestep.report import Metrics, Screen, write_whole
 from samestep.runtime import checkpoint, joining, launch, shortage
 from samestep.runtime.assembly import Source, holder_of, prepare, with_slices
 from samestep.runtime.build import loss_of, model_source, optimizer_of
+from samestep.runtime.families import facts_of
 from samestep.runtime.joining import Place
 from samestep.runtime.run import Run, StepReport
 from samestep.runtime.update import check_optimizer
@@ -437,8 +438,8 @@ def _is_text(job: Job) -> bool:
 
 def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any) -> None:
     """Refuse tokens and sequences that a transformers model has no embeddings for."""
-    config = getattr(model, "config", None)
-    words, positions = getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
+    facts = facts_of(model)
+    words, positions = facts.setting(model, facts.vocabulary_field), facts.setting(model, facts.positions_field)
     if isinstance(words, int):
         known, whose = 0, job.data.source
         if _is_text(job):
@@ -447,13 +448,13 @@ def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any)
             known = int(tokens[:_TOKENS_LOOKED_AT].max()) + 1
         if known > words:
             raise ModelError(
-                f"{whose} has tokens up to {known - 1}, but model.config.vocab_size = {words}; {known} works"
+                f"{whose} has tokens up to {known - 1}, but model.config.{facts.vocabulary_field} = {words}; {known} works"
             )
     length = example["input_ids"].shape[-1] if isinstance(example, dict) and "input_ids" in example else 0
     if isinstance(positions, int) and length > positions > 0:
         raise ModelError(
-            f"samples of {length} tokens are longer than model.config.max_position_embeddings = {positions}; "
-            f"data.sequence_length = {positions} works, or max_position_embeddings = {length}"
+            f"samples of {length} tokens are longer than model.config.{facts.positions_field} = {positions}; "
+            f"data.sequence_length = {positions} works, or {facts.positions_field} = {length}"
         )
 
 

@@ -35,6 +35,7 @@ from samestep.observation import Observation
 from samestep.program import Program
 from samestep.runtime import checkpoint, dropout
 from samestep.runtime.assembly import Source, prepare, with_slices
+from samestep.runtime.families import facts_of
 from samestep.runtime.joining import Place
 from samestep.runtime.precision import DTYPES
 from samestep.runtime.run import Run
@@ -210,6 +211,7 @@ def _case(
         aliases=aliases,
         dropout=lambda path: dropout.has_dropout(model.get_submodule(path)),
         weighted=lambda path: any(True for _ in model.get_submodule(path).parameters()),
+        positional=facts_of(model).is_positional,
         borders=[layers[chunk.start].modules for p in programs for chunk in p.chunks if chunk.start],
         collectives=functools.partial(_collectives, programs),
         parts=functools.lru_cache(parts),

@@ -24,6 +24,7 @@ from samestep.errors import LayoutError
 from samestep.model import Border, LayerSpec, ModelSpec, is_below
 from samestep.program import Program
 from samestep.runtime.expert import experts_of
+from samestep.runtime.families import FamilyFacts, facts_of
 from samestep.runtime.mesh import Mesh, all_gather, reduce_scatter
 from samestep.runtime.record import owned
 
@@ -31,7 +32,6 @@ Styles = Mapping[str, str]
 """How modules are cut, by their paths."""
 
 _COLUMN = ("column", "qkv", "gather", "vocab")
-_POINTWISE = ("layernorm", "rmsnorm", "dropout", "identity", "linear", "conv1d", "activation", "gelu", "silu", "relu")
 
 
 # -- what could be cut, seen in a forward on the meta device ---------------------------------------
@@ -48,10 +48,10 @@ class Calls:
 @contextmanager
 def watching(model: nn.Module) -> Iterator[Calls]:
     """Note what every module is given and gives in the forward that runs meanwhile."""
-    calls = Calls()
+    calls, facts = Calls(), facts_of(model)
 
     def enter(path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        calls.entered.setdefault(path, []).append(_given(args, kwargs))
+        calls.entered.setdefault(path, []).append(_given(args, kwargs, facts))
 
     def leave(path: str, _: nn.Module, args: Any, output: Any) -> None:
         calls.left.setdefault(path, []).append(_first(output))
@@ -140,6 +140,7 @@ def _bordered(
 
 def _parts(block: str, model: nn.Module, styles: Styles, experts: Collection[str]) -> list[str]:
     """Children of a block that hold cut modules; the others must work on each token by itself."""
+    facts = facts_of(model)
     parts: list[str] = []
     for name, child in model.get_submodule(block).named_children():
         path = f"{block}.{name}"
@@ -149,20 +150,16 @@ def _parts(block: str, model: nn.Module, styles: Styles, experts: Collection[str
             )
         if any(is_below(inner, path) for inner in styles):
             parts.append(path)
-        elif not _works_alone(child, path, experts):
+        elif not _works_alone(child, path, experts, facts):
             raise _CannotCutError(f"{path}, a {type(child).__name__}, may mix tokens")
     return parts
 
 
-def _works_alone(child: nn.Module, path: str, experts: Collection[str]) -> bool:
+def _works_alone(child: nn.Module, path: str, experts: Collection[str], facts: FamilyFacts) -> bool:
     """Whether a child of a block works on each token by itself: all its parts do, or it holds experts."""
     if any(is_below(inner, path) for inner in experts):
         return True  # which tokens they are is shown by `locality`
-    return all(_is_pointwise(module) for module in child.modules() if not any(True for _ in module.children()))
-
-
-def _is_pointwise(module: nn.Module) -> bool:
-    return any(word in type(module).__name__.lower() for word in _POINTWISE)
+    return all(facts.is_tokenwise(module) for module in child.modules() if not any(True for _ in module.children()))
 
 
 def _one_call(part: str, calls: Calls, block: Tensor | None) -> Tensor:
@@ -206,25 +203,25 @@ def apply(model: nn.Module, program: Program, mesh: Mesh, styles: Styles) -> Non
     step = program.step
     if not step.layout.sequence_parallel:
         return
-    group, experts = mesh.groups["tp"], experts_of(model)
+    group, experts, facts = mesh.groups["tp"], experts_of(model), facts_of(model)
     blocks = [layer.modules[0] for layer in step.model.layers if layer.is_block]
     first, last = model.get_submodule(blocks[0]), model.get_submodule(blocks[-1])
     split = functools.partial(_split, group=group, owner=blocks[0])
-    first.register_forward_pre_hook(lambda _, args, kwargs: with_given(args, kwargs, split), with_kwargs=True)
+    first.register_forward_pre_hook(lambda _, args, kwargs: with_given(args, kwargs, split, facts), with_kwargs=True)
     for path in blocks:
         parts = _parts(path, model, styles, experts)
         gathered = Shared(gather, group)
         for part in parts:
             once = functools.partial(gathered, part)
             model.get_submodule(part).register_forward_pre_hook(
-                functools.partial(_gather_given, once), with_kwargs=True
+                functools.partial(_gather_given, once, facts), with_kwargs=True
             )
     join = functools.partial(_join, group=group, owner=blocks[-1])
     last.register_forward_hook(lambda _, args, output: with_first(output, join))
 
 
-def _gather_given(gather: Callable[[Tensor], Tensor], _: nn.Module, args: Any, kwargs: Any) -> Any:
-    return with_given(args, kwargs, gather)
+def _gather_given(gather: Callable[[Tensor], Tensor], facts: FamilyFacts, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return with_given(args, kwargs, gather, facts)
 
 
 class Shared:
@@ -252,11 +249,13 @@ class Shared:
             self._given = self._moved = None
 
 
-def with_given(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> Any:
+def with_given(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor], facts: FamilyFacts
+) -> Any:
     """Change the tensor that a module is given first."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
-    name = _name_of_given(kwargs)
+    name = facts.name_of_hidden(kwargs)
     return args, {**kwargs, name: change(kwargs[name])}
 
 
@@ -265,12 +264,8 @@ def with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
-def _name_of_given(kwargs: dict[str, Any]) -> str:
-    return "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
-
-
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    given = args[0] if args else kwargs[_name_of_given(kwargs)] if kwargs else None
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any], facts: FamilyFacts) -> Tensor | None:
+    given = args[0] if args else kwargs[facts.name_of_hidden(kwargs)] if kwargs else None
     return given if isinstance(given, Tensor) else None
 
 
