@@ -36,7 +36,7 @@ from samestep.job import Job, RunTable, ScheduleTable
 from samestep.layout import Layout
 from samestep.memory import readable
 from samestep.runtime import joining, launch
-from samestep.runtime.assembly import Loss, Source, holder_of, prepare
+from samestep.runtime.assembly import Loss, Source, copied, holder_of, prepare, with_slices
 from samestep.runtime.build import loss_of, model_source, optimizer_of
 from samestep.runtime.families import facts_named, family_config
 from samestep.runtime.joining import Place
@@ -82,7 +82,7 @@ def verify(
     folder = Path(tempfile.mkdtemp(prefix="samestep-proof-"))
     try:
         proving = _proving(job, steps)
-        source, data, example = _given(proving, model, loss, optimizer, dataset)
+        source, data, example = _given(proving, where, model, loss, optimizer, dataset)
         subject = Subject(source, data, example, proving, where, folder)
         notes: tuple[str, ...] = ()
         if model is None and (smaller := shrunk(subject)):
@@ -108,12 +108,13 @@ def _proving(job: Job, steps: int) -> Job:
 
 def _given(
     job: Job,
+    layout: Layout,
     model: Callable[[], nn.Module] | nn.Module | None,
     loss: Loss | None,
     optimizer: Callable[[list[Tensor]], Optimizer] | Optimizer | None,
     dataset: Dataset | None,
 ) -> tuple[Source, Dataset, Any]:
-    """Take from the job what is not given, and trace the model once, before workers are forked."""
+    """Take from the job what is not given, and trace the model once for the layout, before workers are forked."""
     data = open_dataset(job, "train") if dataset is None else dataset
     example = Batch(0, np.arange(1), data).samples([0])
     names = {id(param): name for name, param in model.named_parameters()} if isinstance(model, nn.Module) else None
@@ -125,7 +126,8 @@ def _given(
         optimizer_of(job) if optimizer is None else optimizer_source(optimizer, names),
         name,
     )
-    return dataclasses.replace(source, prepared=prepare(source, job, example)), data, example
+    traced = with_slices(prepare(source, job, example), layout, example)
+    return dataclasses.replace(source, prepared=traced), data, example
 
 
 # -- a model too large for one device --------------------------------------------------------------
@@ -161,7 +163,7 @@ def shrunk(subject: Subject) -> tuple[Subject, str] | None:
     table = subject.job.model
     smaller = table.model_copy(update={"config": {**table.config, key: depth}})
     job = subject.job.model_copy(update={"model": smaller})
-    source, data, example = _given(job, None, None, None, None)
+    source, data, example = _given(job, subject.layout, None, None, None, None)
     note = f"the whole model needs {gibibytes}: proven with {depth} of {len(blocks)} layers, at full width"
     return dataclasses.replace(subject, source=source, dataset=data, example=example, job=job), note
 
@@ -233,7 +235,7 @@ def _rounded(subject: Subject, own: str) -> Subject:
     """Return the same subject in the job's own precision; of the model, a worker needs another copy for it."""
     numerics = subject.job.numerics.model_copy(update={"precision": own})
     job = subject.job.model_copy(update={"numerics": numerics})
-    source = dataclasses.replace(subject.source, prepared=prepare(subject.source, job, subject.example))
+    source = dataclasses.replace(subject.source, prepared=copied(subject.source, job))
     return dataclasses.replace(subject, source=source, job=job)
 
 

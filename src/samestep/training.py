@@ -94,9 +94,9 @@ class Workload:
         self.example = Batch(0, np.arange(1), self.dataset).samples([0])
         source = Source(model_source(job), loss_of(job), optimizer, job.model.source)
         prepared = prepare(source, job, self.example)
-        _check_fit(job, prepared[0].module, self.dataset, self.example)
+        _check_fit(job, prepared.module, self.dataset, self.example)
         if ":" not in job.optimizer.name:  # a class of torch.optim says at once whether its settings and shapes fit
-            shapes = [(param.name, torch.empty(param.shape, device="meta")) for param in prepared[1].params]
+            shapes = [(param.name, torch.empty(param.shape, device="meta")) for param in prepared.spec.params]
             optimizer([(name, torch.nn.Parameter(weight)) for name, weight in shapes])
         self.source = Source(source.model, source.loss, optimizer, source.name, prepared)
 
@@ -112,7 +112,7 @@ class Workload:
     def spec(self) -> ModelSpec:
         """The model's shape."""
         assert self.source.prepared is not None
-        return self.source.prepared[1]
+        return self.source.prepared.spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -555,7 +555,7 @@ def _traced(job: Job) -> ModelSpec:
     tokens = torch.zeros(1, job.data.sequence_length, dtype=torch.int64)
     source = Source(model_source(job), loss_of(job), optimizer_of(job), job.model.source)
     example = {"input_ids": tokens, "labels": tokens}
-    return with_slices(prepare(source, job, example), Layout(cp=2), example)[1]
+    return with_slices(prepare(source, job, example), Layout(cp=2), example).spec
 
 
 def step_samples(job: Job, layout: Layout, dataset: Dataset) -> Sequence[np.ndarray[Any, Any]]:

@@ -34,7 +34,7 @@ from samestep.model import ModelSpec
 from samestep.observation import Observation
 from samestep.program import Program
 from samestep.runtime import checkpoint, dropout
-from samestep.runtime.assembly import Source, prepare, with_slices
+from samestep.runtime.assembly import Source
 from samestep.runtime.families import facts_of
 from samestep.runtime.joining import Place
 from samestep.runtime.precision import DTYPES
@@ -53,6 +53,7 @@ class Subject:
     """What is proven: a worker inherits it."""
 
     source: Source
+    """With its model prepared for the layout."""
     dataset: Dataset
     example: Any
     job: Job
@@ -68,8 +69,8 @@ class Subject:
     @property
     def spec(self) -> ModelSpec:
         """The model's shape."""
-        prepared = self.source.prepared or prepare(self.source, self.job, self.example)
-        return with_slices(prepared, self.layout, self.example)[1]
+        assert self.source.prepared is not None
+        return self.source.prepared.spec
 
     def note(self, name: str) -> Path:
         """The file of a note in the precision of this subject's job."""

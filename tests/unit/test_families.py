@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from samestep.datasets import Batch
 from samestep.errors import LayoutError
+from samestep.layout import Layout
 from samestep.runtime import families
 from samestep.runtime.families import DEFAULT, FAMILIES, FamilyFacts, facts_of
+from samestep.strategies import program_of
 from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, clipped, make_run, observe
 from tests.models import MODELS, Tokens
 from tests.pool import pool
@@ -119,33 +121,34 @@ class Curious(nn.Module):
         return self.head(self.base.last(x))  # type: ignore[operator]
 
 
-def observe_curious(rank: int, world: int, layout: str, facts: FamilyFacts | None) -> Observed:
-    MODELS["curious"] = Curious
+def observe_curious(rank: int, world: int, layout: str) -> Observed:
     with pytest.MonkeyPatch.context() as patch:
-        if facts is not None:
-            patch.setitem(FAMILIES, "curious", facts)
+        patch.setitem(MODELS, "curious", Curious)
+        patch.setitem(FAMILIES, "curious", CURIOUS)
         return observe(rank, world, "curious", layout, clipped(), record=True)
 
 
 @pytest.mark.parametrize("layout", ["tp=2 sequence_parallel", "pp=2"])
 def test_one_row_of_facts_teaches_every_axis_a_family(layout: str) -> None:
-    ranks = pool(2).run(observe_curious, layout, CURIOUS)
-    assert_same(ranks, observe_curious(0, 1, "dp=1", CURIOUS), TOLERANCE)
+    ranks = pool(2).run(observe_curious, layout)
+    assert_same(ranks, observe_curious(0, 1, "dp=1"), TOLERANCE)
     assert_ledger(ranks, layout)
 
 
 def test_norms_of_a_family_compute_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "curious", Curious)
     monkeypatch.setitem(FAMILIES, "curious", CURIOUS)
-    job = clipped("bf16")
-    run = make_run(0, 1, "curious", "dp=1", job)
+    run = make_run(0, 1, "curious", "dp=1", clipped("bf16"))
     run.step(Batch(0, list(range(8)), Tokens()))  # type: ignore[arg-type]
     assert run.model.base.last.dtypes == {torch.float32}  # type: ignore[union-attr]
 
 
-def test_without_the_row_the_family_is_refused() -> None:
+def test_without_the_row_the_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "curious", Curious)
+    run = make_run(0, 1, "curious", "dp=1", clipped())
+    run.prepare({key: value[None] for key, value in Tokens()[0].items()})
     with pytest.raises(LayoutError, match="transformers has none for it"):
-        pool(2).run(observe_curious, "tp=2", None)
+        program_of(run.made.spec, clipped(), Layout.parse("tp=2"))
 
 
 def test_a_part_of_a_model_is_read_by_the_facts_of_no_family() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from samestep.errors import ModelError
 from samestep.model import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSum, is_below
-from samestep.runtime.expert import experts_of
 from samestep.runtime.families import facts_of
 
 Plan = Mapping[str, str]
@@ -37,8 +36,11 @@ class Cuts:
     refusal: str = ""
 
 
-def cuts_of(model: nn.Module) -> Cuts:
-    """Find how a model may be cut: by its own `tensor_plan`, or by what transformers says of its family."""
+def cuts_of(model: nn.Module, experts: Iterable[str]) -> Cuts:
+    """Find how a model may be cut: by its own `tensor_plan`, or by what transformers says of its family.
+
+    `experts` are the paths of modules of experts, which a family's plan may name and which are not cut.
+    """
     own = getattr(model, "tensor_plan", None)
     if own is not None:
         return _matched(model, dict(own))
@@ -46,7 +48,7 @@ def cuts_of(model: nn.Module) -> Cuts:
     plan = facts.plan_of(model)
     if plan is None:
         return Cuts(refusal="it has no tensor_plan, and transformers has none for it")
-    plan = {pattern: style for pattern, style in plan.items() if not _is_of_experts(model, pattern)}
+    plan = {pattern: style for pattern, style in plan.items() if not _is_of_experts(model, experts, pattern)}
     unknown = sorted({style for style in plan.values() if style not in facts.plan_styles})
     if unknown:
         return Cuts(refusal=f"its plan asks for {', '.join(unknown)}, which is not built")
@@ -58,11 +60,10 @@ def cuts_of(model: nn.Module) -> Cuts:
     return cuts
 
 
-def _is_of_experts(model: nn.Module, pattern: str) -> bool:
+def _is_of_experts(model: nn.Module, experts: Iterable[str], pattern: str) -> bool:
     """Whether a pattern names experts, which stay whole on each rank of a tensor cut: `ep` deals them."""
     names = [
-        [path, *(f"{path}.{leaf}" for leaf, _ in model.get_submodule(path).named_parameters())]
-        for path in experts_of(model)
+        [path, *(f"{path}.{leaf}" for leaf, _ in model.get_submodule(path).named_parameters())] for path in experts
     ]
     return any(fnmatch.fnmatch(name, pattern) for below in names for name in below)
 
@@ -138,7 +139,7 @@ def watching(model: nn.Module, cuts: Cuts) -> Iterator[Seen]:
         yield seen
 
 
-def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: Seen) -> ModelSpec:
+def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: Seen, shareable: Mapping[str, int]) -> ModelSpec:
     """Write into a spec how its weights may be cut and what that costs, and into `cuts` which whole weights need sums."""
     varies = f"the shapes at {spec.varies_at} depend on values" if spec.varies_at else ""
     refusal = cuts.refusal or varies or _unclear_use(spec, cuts, seen)
@@ -147,7 +148,6 @@ def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: Seen) -> Mode
     cuts.styles |= {path: "sum" for path, uses in seen.uses.items() if "cut" in uses and path not in cuts.styles}
     if name := _half_summed(spec, cuts):
         return replace(spec, cut_refusal=f"{name} is shared by modules, and used on what tp cuts in some of them only")
-    shareable = shareable_heads(model, cuts)
     params = tuple(
         replace(param, cut=_cut_of(model, cuts, param, shareable), partial="cut" if _is_summed(cuts, param) else "")
         for param in spec.params

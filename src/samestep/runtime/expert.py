@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from samestep.analysis import ExpertModules
 from samestep.errors import ModelError
 from samestep.model import Dealing, LayerSpec, ModelSpec, ParamSpec, is_below
 from samestep.program import Program
@@ -36,19 +37,21 @@ from samestep.runtime.build import at_least_float32
 from samestep.runtime.families import FamilyFacts, facts_of
 from samestep.runtime.mesh import Mesh
 from samestep.runtime.record import owned
+from samestep.runtime.traced_model import TracedModel
 
 
-def experts_of(model: nn.Module) -> dict[str, int]:
-    """Return how many experts each module of experts holds, by its path.
+def experts_of(model: nn.Module) -> ExpertModules:
+    """Find the modules of experts: those of transformers, or those that the model's own `expert_plan` names.
 
     Raises:
         ModelError: the model's own `expert_plan` names none, or one that holds something else.
     """
     plan, facts = getattr(model, "expert_plan", None), facts_of(model)
+    modules = dict(model.named_modules())
+    switchable = tuple(path for path, part in modules.items() if facts.expert_configuration(part) is not None)
     if plan is None:
-        parts = [(path, part) for path, part in model.named_modules() if facts.expert_configuration(part) is not None]
-        return {path: size for path, part in parts if (size := facts.experts_in(part))}
-    found = {path: part for path, part in model.named_modules() if any(fnmatch.fnmatch(path, word) for word in plan)}
+        return ExpertModules({path: n for path in switchable if (n := facts.experts_in(modules[path]))}, switchable)
+    found = {path: part for path, part in modules.items() if any(fnmatch.fnmatch(path, word) for word in plan)}
     if not found:
         raise ModelError(f"expert_plan names no module: {', '.join(plan)}")
     for path, part in found.items():
@@ -56,13 +59,14 @@ def experts_of(model: nn.Module) -> dict[str, int]:
             raise ModelError(
                 f"expert_plan: {path} must say `{facts.expert_count}`, and have that many along dimension 0 of each weight"
             )
-    return {path: facts.experts_in(part) for path, part in found.items()}
+    return ExpertModules({path: facts.experts_in(part) for path, part in found.items()}, switchable)
 
 
-def _compute(model: nn.Module, way: str) -> dict[int, tuple[Any, str]]:
+def _compute(model: nn.Module, experts: ExpertModules, way: str) -> dict[int, tuple[Any, str]]:
     """Let transformers compute all experts of a model one way; return each configuration with the way it had."""
     facts = facts_of(model)
-    configs = {id(found): found for part in model.modules() if (found := facts.expert_configuration(part)) is not None}
+    found = [facts.expert_configuration(model.get_submodule(path)) for path in experts.switchable]
+    configs = {id(config): config for config in found}
     before = {key: (config, getattr(config, facts.expert_way)) for key, config in configs.items()}
     for config in configs.values():
         setattr(config, facts.expert_way, way)
@@ -73,23 +77,23 @@ def _compute(model: nn.Module, way: str) -> dict[int, tuple[Any, str]]:
 
 
 @contextmanager
-def watching(model: nn.Module) -> Iterator[list[Dealing]]:
+def watching(model: nn.Module, experts: ExpertModules) -> Iterator[list[Dealing]]:
     """Note, in the forward of one sample that runs meanwhile, what each module of experts is given.
 
     Meanwhile experts are computed by groups, whose shapes do not depend on what is chosen.
     """
     seen: list[Dealing] = []
-    experts, facts = experts_of(model), facts_of(model)
+    facts = facts_of(model)
 
     def note(path: str, module: nn.Module, args: Any, named: Any) -> None:
         x, chosen, _ = called_with(args, named)
-        seen.append(Dealing(owner=path, rows=chosen.numel(), width=x.shape[-1], experts=experts[path]))
+        seen.append(Dealing(owner=path, rows=chosen.numel(), width=x.shape[-1], experts=experts.counts[path]))
 
     handles = [
         model.get_submodule(path).register_forward_pre_hook(functools.partial(note, path), with_kwargs=True)
-        for path in experts
+        for path in experts.counts
     ]
-    before = _compute(model, facts.grouped_way)
+    before = _compute(model, experts, facts.grouped_way)
     try:
         yield seen
     finally:
@@ -138,14 +142,14 @@ def local_part(whole: Tensor, mesh: Mesh) -> Tensor:
     return whole.chunk(mesh.ep)[mesh.ep_index].clone()  # else the whole would stay
 
 
-def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
+def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     """Let each module of experts send its rows to the ranks that have their experts."""
-    facts = facts_of(model)
+    model, facts, found = traced.module, traced.facts, traced.analysis.experts
     if program.step.compute_dtype == "float64":
-        _compute(model, facts.one_by_one_way)
+        _compute(model, found, facts.one_by_one_way)
     if program.step.layout.ep == 1:
         return
-    for path, experts in experts_of(model).items():
+    for path, experts in found.counts.items():
         module = model.get_submodule(path)
         facts.set_experts(module, experts // mesh.ep)
         module.forward = functools.partial(_dealt, module.forward, experts, mesh.groups["ep"], path)
@@ -199,9 +203,9 @@ class Balance:
     facts: FamilyFacts
 
     @classmethod
-    def of(cls, model: nn.Module, program: Program, mesh: Mesh) -> Balance | None:
+    def of(cls, traced: TracedModel, program: Program, mesh: Mesh) -> Balance | None:
         """Read what a transformers model asks for; None where it asks for nothing."""
-        experts, facts = program.step.model.balanced_experts, facts_of(model)
+        experts, model, facts = program.step.model.balanced_experts, traced.module, traced.facts
         coefficient = facts.balance_of(model)
         if not experts or not coefficient:
             return None

@@ -26,10 +26,11 @@ from samestep.model import Cut, ParamSpec, is_below
 from samestep.program import Program
 from samestep.runtime import sequence
 from samestep.runtime.build import IGNORED_LABEL, at_least_float32, target_of
-from samestep.runtime.cuts import cuts_of, is_head, shareable_heads
-from samestep.runtime.families import FamilyFacts, facts_of
+from samestep.runtime.cuts import is_head
+from samestep.runtime.families import FamilyFacts
 from samestep.runtime.mesh import Mesh
 from samestep.runtime.record import owned
+from samestep.runtime.traced_model import TracedModel
 
 
 def local_part(whole: Tensor, param: ParamSpec, mesh: Mesh) -> Tensor:
@@ -46,11 +47,11 @@ def joined(cuts: Sequence[Tensor], cut: Cut) -> Tensor:
     return torch.cat([torch.cat(part, dim=cut.dim) for part in parts], dim=cut.dim)
 
 
-def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
+def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     """Put `copy` and `reduce` around every module that the program's model cuts."""
     if program.step.layout.tp == 1:
         return
-    cuts, facts = cuts_of(model), facts_of(model)
+    model, analysis, facts = traced.module, traced.analysis, traced.facts
     cut = {p.name.rpartition(".")[0] for p in program.step.model.params if p.cut is not None}
     cut |= {a.rpartition(".")[0] for p in program.step.model.params if p.cut is not None for a in p.aliases}
     group = mesh.groups["tp"]
@@ -58,8 +59,8 @@ def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
     within = _Borders(lambda _, x: x, lambda path, x: sequence.scatter(x, group, path))
     blocks = [path for layer in program.step.model.layers if layer.is_block for path in layer.modules]
     projected: set[str] = set()
-    shared = {path: heads for path, heads in shareable_heads(model, cuts).items() if heads < mesh.tp}
-    for path, style in cuts.styles.items():
+    shared = {path: heads for path, heads in analysis.shareable_heads.items() if heads < mesh.tp}
+    for path, style in analysis.cut_styles.items():
         module = model.get_submodule(path)
         if path in cut or path in shared:
             if is_head(module, style) and not program.step.cuts_loss:
@@ -77,7 +78,7 @@ def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
     for parent, heads in {path.rpartition(".")[0]: heads for path, heads in shared.items()}.items():
         attention = model.get_submodule(parent)
         facts.set_repeats(attention, facts.repeats_of(attention) * heads // mesh.tp)
-    sequence.apply(model, program, mesh, cuts.styles)
+    sequence.apply(traced, program, mesh)
 
 
 @dataclass(frozen=True, slots=True)
