@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from samestep.datasets import Dataset, batches
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.model import Cut, ModelSpec
+from samestep.model import Cut
 from samestep.program import LedgerRow
-from samestep.runtime.assembly import Source, prepare
+from samestep.runtime.assembly import Source, copied, prepare
 from samestep.runtime.build import loss_of, optimizer_of
-from samestep.runtime.init import Blueprint, blueprint
 from samestep.runtime.joining import Place
 from samestep.runtime.record import Ledger
 from samestep.runtime.run import Run
 from samestep.runtime.tensor import joined
+from samestep.runtime.traced_model import TracedModel
 from samestep.runtime.update import Piece
 from tests.models import MODELS, Tokens
 from tests.pool import pool
@@ -75,17 +75,15 @@ def combinations(layouts: Sequence[str], models: Sequence[str]) -> list[Any]:
     ]
 
 
-_TRACED: dict[tuple[str, str, int], ModelSpec] = {}
+_TRACED: dict[tuple[str, str, int], TracedModel] = {}
 
 
-def _prepared(source: Source, job: Job) -> tuple[Blueprint, ModelSpec]:
+def _prepared(source: Source, job: Job) -> TracedModel:
     """Trace a model once: a worker of the pool runs it in many layouts, and the trace is the same in all of them."""
     key = (source.name, job.train.loss, job.train.seed)
-    if key in _TRACED:
-        return blueprint(source.model, job.train.seed), _TRACED[key]
-    prepared = prepare(source, job, next(batches(Tokens(), job)).samples([0]))
-    _TRACED[key] = prepared[1]
-    return prepared
+    if key not in _TRACED:
+        _TRACED[key] = prepare(source, job, next(batches(Tokens(), job)).samples([0]))
+    return copied(replace(source, prepared=_TRACED[key]), job)
 
 
 def make_run(rank: int, world: int, model: str, layout: str, job: Job, is_traced: bool = False) -> Run:

@@ -57,6 +57,8 @@ class Case:
     """Whether a module, given by its path, drops elements."""
     weighted: Callable[[str], bool]
     """Whether a module has weights."""
+    positional: Callable[[str], bool]
+    """Whether a module knows positions alone, by what is known of the model's family."""
     borders: Sequence[tuple[str, ...]]
     """Modules of the first layer of each pipeline run but the first."""
     collectives: Callable[[str], str]
@@ -120,7 +122,7 @@ def _forward(case: Case, first: Comparison) -> Found:
         return Cause.DROPOUT, f"the masks of {where}"
     if step > 1 and case.weighted(path):
         return Cause.STALE_WEIGHT, f"weights agree after step {step - 1}, yet not the output of {where}"
-    if not case.weighted(path) or _is_positional(path):
+    if not case.weighted(path) or case.positional(path):
         return Cause.POSITIONS, f"first {where}; it knows positions and buffers alone"
     sums = _sum_over_copies(case, path, step)
     if sums is not None:
@@ -133,11 +135,6 @@ def _forward(case: Case, first: Comparison) -> Found:
     if any(path == border or path.startswith(f"{border}.") for borders in case.borders for border in borders):
         return Cause.BORDER, f"first {where}{times}; it is the first layer of a pipeline stage"
     return Cause.FORWARD, f"first {where}{times}{case.collectives(path)}"
-
-
-def _is_positional(path: str) -> bool:
-    leaf = path.rpartition(".")[2]
-    return any(word in leaf for word in ("rotary", "position", "wpe", "pos_emb"))
 
 
 def _projections(case: Case, path: str, step: int) -> list[tuple[Observation, float, float]]:

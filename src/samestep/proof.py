@@ -36,8 +36,9 @@ from samestep.job import Job, RunTable, ScheduleTable
 from samestep.layout import Layout
 from samestep.memory import readable
 from samestep.runtime import joining, launch
-from samestep.runtime.assembly import Loss, Source, holder_of, prepare
+from samestep.runtime.assembly import Loss, Source, copied, holder_of, prepare, with_slices
 from samestep.runtime.build import loss_of, model_source, optimizer_of
+from samestep.runtime.families import facts_named, family_config
 from samestep.runtime.joining import Place
 from samestep.runtime.update import optimizer_source
 from samestep.trial import Subject
@@ -81,7 +82,7 @@ def verify(
     folder = Path(tempfile.mkdtemp(prefix="samestep-proof-"))
     try:
         proving = _proving(job, steps)
-        source, data, example = _given(proving, model, loss, optimizer, dataset)
+        source, data, example = _given(proving, where, model, loss, optimizer, dataset)
         subject = Subject(source, data, example, proving, where, folder)
         notes: tuple[str, ...] = ()
         if model is None and (smaller := shrunk(subject)):
@@ -122,12 +123,13 @@ def _proving(job: Job, steps: int) -> Job:
 
 def _given(
     job: Job,
+    layout: Layout,
     model: Callable[[], nn.Module] | nn.Module | None,
     loss: Loss | None,
     optimizer: Callable[[list[Tensor]], Optimizer] | Optimizer | None,
     dataset: Dataset | None,
 ) -> tuple[Source, Dataset, Any]:
-    """Take from the job what is not given, and trace the model once, before workers are forked."""
+    """Take from the job what is not given, and trace the model once for the layout, before workers are forked."""
     data = open_dataset(job, "train") if dataset is None else dataset
     example = Batch(0, np.arange(1), data).samples([0])
     names = {id(param): name for name, param in model.named_parameters()} if isinstance(model, nn.Module) else None
@@ -139,12 +141,12 @@ def _given(
         optimizer_of(job) if optimizer is None else optimizer_source(optimizer, names),
         name,
     )
-    return dataclasses.replace(source, prepared=prepare(source, job, example)), data, example
+    traced = with_slices(prepare(source, job, example), layout, example)
+    return dataclasses.replace(source, prepared=traced), data, example
 
 
 # -- a model too large for one device --------------------------------------------------------------
 
-_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
 _COPIES = 8
 """Of the weights, in float64: themselves, gradients, two states, and what is noted of three steps, on disk or mapped."""
 
@@ -169,14 +171,14 @@ def shrunk(subject: Subject) -> tuple[Subject, str] | None:
     if key is None:
         raise JobError(
             f"a proof on one device needs {gibibytes}, and model.config has no key for the depth "
-            f"({', '.join(_DEPTHS)}); a smaller model or train.global_batch works"
+            f"({', '.join(_depth_fields(subject.job))}); a smaller model or train.global_batch works"
         )
     if rest + depth * a_block > free or depth >= len(blocks):
         raise JobError(f"a proof on one device needs {gibibytes}; a smaller train.global_batch works")
     table = subject.job.model
     smaller = table.model_copy(update={"config": {**table.config, key: depth}})
     job = subject.job.model_copy(update={"model": smaller})
-    source, data, example = _given(job, None, None, None, None)
+    source, data, example = _given(job, subject.layout, None, None, None, None)
     note = f"the whole model needs {gibibytes}: proven with {depth} of {len(blocks)} layers, at full width"
     return dataclasses.replace(subject, source=source, dataset=data, example=example, job=job), note
 
@@ -192,11 +194,16 @@ def _proof_bytes(subject: Subject, index: int) -> int:
 
 
 def _depth_key(job: Job) -> str | None:
-    given = [key for key in _DEPTHS if key in job.model.config]
+    fields = _depth_fields(job)
+    given = [key for key in fields if key in job.model.config]
     if given or not job.model.source.startswith("hf:"):
         return next(iter(given), None)
-    config = getattr(model_source(job), "args", (None,))[0]
-    return next((key for key in _DEPTHS if hasattr(config, key)), None)
+    config = family_config(job.model.source.removeprefix("hf:"), job.model.config)
+    return next((key for key in fields if hasattr(config, key)), None)
+
+
+def _depth_fields(job: Job) -> tuple[str, ...]:
+    return facts_named(job.model.source.removeprefix("hf:")).depth_fields
 
 
 def _on_cpu(device: str) -> bool:
@@ -243,7 +250,7 @@ def _rounded(subject: Subject, own: str) -> Subject:
     """Return the same subject in the job's own precision; of the model, a worker needs another copy for it."""
     numerics = subject.job.numerics.model_copy(update={"precision": own})
     job = subject.job.model_copy(update={"numerics": numerics})
-    source = dataclasses.replace(subject.source, prepared=prepare(subject.source, job, subject.example))
+    source = dataclasses.replace(subject.source, prepared=copied(subject.source, job))
     return dataclasses.replace(subject, source=source, job=job)
 
 

@@ -47,6 +47,7 @@ from samestep.report import Metrics, Screen
 from samestep.runtime import checkpoint, joining, launch, shortage
 from samestep.runtime.assembly import Source, holder_of, prepare, with_slices
 from samestep.runtime.build import loss_of, model_source, optimizer_of
+from samestep.runtime.families import facts_of
 from samestep.runtime.joining import Place
 from samestep.runtime.run import Run, StepReport
 from samestep.runtime.update import check_optimizer
@@ -92,9 +93,9 @@ class Workload:
         self.example = Batch(0, np.arange(1), self.dataset).samples([0])
         source = Source(model_source(job), loss_of(job), optimizer, job.model.source)
         prepared = prepare(source, job, self.example)
-        _check_fit(job, prepared[0].module, self.dataset, self.example)
+        _check_fit(job, prepared.module, self.dataset, self.example)
         if ":" not in job.optimizer.name:  # a class of torch.optim says at once whether its settings and shapes fit
-            shapes = [(param.name, torch.empty(param.shape, device="meta")) for param in prepared[1].params]
+            shapes = [(param.name, torch.empty(param.shape, device="meta")) for param in prepared.spec.params]
             optimizer([(name, torch.nn.Parameter(weight)) for name, weight in shapes])
         self.source = Source(source.model, source.loss, optimizer, source.name, prepared)
 
@@ -110,7 +111,7 @@ class Workload:
     def spec(self) -> ModelSpec:
         """The model's shape."""
         assert self.source.prepared is not None
-        return self.source.prepared[1]
+        return self.source.prepared.spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,8 +437,8 @@ def _is_text(job: Job) -> bool:
 
 def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any) -> None:
     """Refuse tokens and sequences that a transformers model has no embeddings for."""
-    config = getattr(model, "config", None)
-    words, positions = getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
+    facts = facts_of(model)
+    words, positions = facts.setting(model, facts.vocabulary_field), facts.setting(model, facts.positions_field)
     if isinstance(words, int):
         known, whose = 0, job.data.source
         if _is_text(job):
@@ -446,13 +447,13 @@ def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any)
             known = int(tokens[:_TOKENS_LOOKED_AT].max()) + 1
         if known > words:
             raise ModelError(
-                f"{whose} has tokens up to {known - 1}, but model.config.vocab_size = {words}; {known} works"
+                f"{whose} has tokens up to {known - 1}, but model.config.{facts.vocabulary_field} = {words}; {known} works"
             )
     length = example["input_ids"].shape[-1] if isinstance(example, dict) and "input_ids" in example else 0
     if isinstance(positions, int) and length > positions > 0:
         raise ModelError(
-            f"samples of {length} tokens are longer than model.config.max_position_embeddings = {positions}; "
-            f"data.sequence_length = {positions} works, or max_position_embeddings = {length}"
+            f"samples of {length} tokens are longer than model.config.{facts.positions_field} = {positions}; "
+            f"data.sequence_length = {positions} works, or {facts.positions_field} = {length}"
         )
 
 
@@ -525,7 +526,7 @@ def _traced(job: Job) -> ModelSpec:
     tokens = torch.zeros(1, job.data.sequence_length, dtype=torch.int64)
     source = Source(model_source(job), loss_of(job), optimizer_of(job), job.model.source)
     example = {"input_ids": tokens, "labels": tokens}
-    return with_slices(prepare(source, job, example), Layout(cp=2), example)[1]
+    return with_slices(prepare(source, job, example), Layout(cp=2), example).spec
 
 
 def step_samples(job: Job, layout: Layout, dataset: Dataset) -> Sequence[np.ndarray[Any, Any]]:

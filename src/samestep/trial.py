@@ -34,7 +34,8 @@ from samestep.model import ModelSpec
 from samestep.observation import Observation
 from samestep.program import Program
 from samestep.runtime import checkpoint, dropout
-from samestep.runtime.assembly import Source, prepare, with_slices
+from samestep.runtime.assembly import Source
+from samestep.runtime.families import facts_of
 from samestep.runtime.joining import Place
 from samestep.runtime.precision import DTYPES
 from samestep.runtime.run import Run
@@ -52,6 +53,7 @@ class Subject:
     """What is proven: a worker inherits it."""
 
     source: Source
+    """With its model prepared for the layout."""
     dataset: Dataset
     example: Any
     job: Job
@@ -67,8 +69,8 @@ class Subject:
     @property
     def spec(self) -> ModelSpec:
         """The model's shape."""
-        prepared = self.source.prepared or prepare(self.source, self.job, self.example)
-        return with_slices(prepared, self.layout, self.example)[1]
+        assert self.source.prepared is not None
+        return self.source.prepared.spec
 
     def note(self, name: str) -> Path:
         """The file of a note in the precision of this subject's job."""
@@ -210,6 +212,7 @@ def _case(
         aliases=aliases,
         dropout=lambda path: dropout.has_dropout(model.get_submodule(path)),
         weighted=lambda path: any(True for _ in model.get_submodule(path).parameters()),
+        positional=facts_of(model).is_positional,
         borders=[layers[chunk.start].modules for p in programs for chunk in p.chunks if chunk.start],
         collectives=functools.partial(_collectives, programs),
         parts=functools.lru_cache(parts),

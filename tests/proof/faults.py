@@ -29,7 +29,7 @@ from samestep.layout import Layout
 from samestep.model import ParamSpec
 from samestep.program import Step, ends_step
 from samestep.runtime import assembly, checkpoint, context, dropout, pipeline, placement, sequence, tensor, update
-from samestep.runtime.assembly import Source, prepare
+from samestep.runtime.assembly import Source, prepare, with_slices
 from samestep.runtime.build import cross_entropy, loss_of, optimizer_of
 from samestep.runtime.data import Replicated
 from samestep.runtime.deferred import Deferred
@@ -543,7 +543,7 @@ def a_row_cuts_bias_is_added_on_every_rank(patch: Patch) -> None:
     patch.setitem(tensor._AROUND, "row", _naive_row)
 
 
-def _naive_row(module: Any, path: str, mesh: Any, borders: Any) -> None:
+def _naive_row(module: Any, path: str, mesh: Any, borders: Any, facts: Any) -> None:
     module.register_forward_hook(lambda _, args, output: tensor.reduce(output, mesh.groups["tp"], path))
 
 
@@ -554,14 +554,14 @@ def learned_activations_are_not_summed_over_tp(patch: Patch) -> None:
 
 @fault(Cause.MISSING_REDUCTION, "dp=1 tp=2 sequence_parallel", "gpt2_even")
 def positions_are_not_summed_under_sequence_parallel(patch: Patch) -> None:
-    def apply(original: Any, model: Any, program: Any, mesh: Any, styles: Any) -> None:
+    def apply(original: Any, traced: Any, program: Any, mesh: Any) -> None:
         def of_own_tokens(_: Any, args: Any, output: Tensor) -> Tensor:
             length = output.shape[-2]
             is_own = torch.arange(length) * mesh.size("tp") // length == mesh.index("tp")
             return torch.where(is_own[:, None], output, output.detach())
 
-        original(model, program, mesh, styles)
-        model.get_submodule("transformer.wpe").register_forward_hook(of_own_tokens)
+        original(traced, program, mesh)
+        traced.module.get_submodule("transformer.wpe").register_forward_hook(of_own_tokens)
 
     around(patch, sequence, "apply", apply)
 
@@ -709,7 +709,9 @@ def a_stage_skips_by_itself(patch: Patch) -> None:
 def subject(model: str, layout: str, job: Job, folder: Path) -> trial.Subject:
     source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
     example = Batch(0, [0], Tokens()).samples([0])  # type: ignore[arg-type]
-    return trial.Subject(source, Tokens(), example, job, Layout.parse(layout), folder)
+    where = Layout.parse(layout)
+    source = dataclasses.replace(source, prepared=with_slices(prepare(source, job, example), where, example))
+    return trial.Subject(source, Tokens(), example, job, where, folder)
 
 
 def on_a_rank(rank: int, world: int, model: str, layout: str, job: Job, folder: Path, name: str) -> None:
@@ -738,9 +740,6 @@ def prove(model: str, layout: str, name: str = "", own_precision: bool = False, 
         ranks = Layout.parse(layout).world_size
         pool(ranks).run(on_a_rank, model, layout, job, folder, name)
         mine = subject(model, layout, job, folder)
-        mine = dataclasses.replace(
-            mine, source=dataclasses.replace(mine.source, prepared=prepare(mine.source, job, mine.example))
-        )
         judged = trial.judge_rounding if own_precision else trial.judge
         checks, cause, explanation = judged(ONE, mine)
     finally:

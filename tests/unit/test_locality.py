@@ -24,7 +24,7 @@ from tests.models import EVEN, MODELS, AttentiveBlock, Tokens, hf
 def shown(build: Callable[[], nn.Module]) -> ModelSpec:
     example = Batch(0, [0], Tokens()).samples([0])  # type: ignore[arg-type]
     source = Source(build, cross_entropy, lambda named: torch.optim.SGD([t for _, t in named], lr=0.1))
-    return with_slices(prepare(source, job_of(), example), Layout(cp=2), example)[1]
+    return with_slices(prepare(source, job_of(), example), Layout(cp=2), example).spec
 
 
 class Odd(nn.Module):

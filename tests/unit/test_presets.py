@@ -12,6 +12,7 @@ from samestep.job import Job
 from samestep.model import ModelSpec
 from samestep.presets import preset
 from samestep.runtime import cuts
+from samestep.runtime.expert import experts_of
 from samestep.runtime.trace import trace
 
 transformers = pytest.importorskip("transformers")
@@ -46,7 +47,7 @@ def traced(family: str) -> ModelSpec:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(PAIRS[family][0]())
     ids = torch.zeros(1, SEQUENCE, dtype=torch.long)
-    return trace(model.train(), {"input_ids": ids}, family, styles=cuts.cuts_of(model).styles)
+    return trace(model.train(), {"input_ids": ids}, family, styles=cuts.cuts_of(model, experts_of(model).counts).styles)
 
 
 @pytest.mark.parametrize("family", PAIRS)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from samestep.analysis import ModelAnalysis
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.model import ModelSpec
@@ -40,10 +41,12 @@ from samestep.runtime import mesh as meshes
 from samestep.runtime.build import cross_entropy, learning_rate_factor
 from samestep.runtime.data import Replicated
 from samestep.runtime.deferred import Deferred
+from samestep.runtime.families import facts_of
 from samestep.runtime.init import Blueprint, blueprint, fill_rest
 from samestep.runtime.joining import Place
 from samestep.runtime.masks import Part
 from samestep.runtime.trace import samples_traced, trace
+from samestep.runtime.traced_model import TracedModel
 from samestep.runtime.update import OptimizerSource, Updater, check_optimizer
 from samestep.strategies import program_of
 
@@ -61,7 +64,7 @@ class Source:
     loss: Loss
     optimizer: OptimizerSource
     name: str = "model"
-    prepared: tuple[Blueprint, ModelSpec] | None = None
+    prepared: TracedModel | None = None
     """Built and traced already: a forked worker inherits it."""
 
 
@@ -99,24 +102,46 @@ class Assembly:
     """Which part of each mask this rank of a tensor cut, or of a cut of the sequence, draws."""
 
 
-def prepare(source: Source, job: Job, example: Any) -> tuple[Blueprint, ModelSpec]:
-    """Build the model on the meta device and trace it on one sample."""
-    plan = blueprint(source.model, job.train.seed)
-    if not plan.module.training:
-        plan.module.train()  # loaded for inference as a whole; in a model that trains, a part in evaluation mode is meant
+def prepare(source: Source, job: Job, example: Any) -> TracedModel:
+    """Build the model on the meta device and trace it on one sample: it is looked at here, and nowhere else."""
+    plan = _built(source, job)
     dtype = next((param.dtype for param in plan.module.parameters() if param.is_floating_point()), torch.float32)
     one = _first_of(example, dtype)
-    planned = cuts.cuts_of(plan.module)
+    experts = expert.experts_of(plan.module)
+    planned = cuts.cuts_of(plan.module, experts.counts)
+    shareable = {} if planned.refusal else cuts.shareable_heads(plan.module, planned)
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
     with ExitStack() as stack:
         seen = stack.enter_context(cuts.watching(plan.module, planned))
         calls = stack.enter_context(sequence.watching(plan.module))
         masks = stack.enter_context(dropout.noting(plan.module, samples_traced(plan.module)))
-        dealings = stack.enter_context(expert.watching(plan.module))
+        dealings = stack.enter_context(expert.watching(plan.module, experts))
         spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, seen.use)
     spec = expert.with_experts(spec, dealings, plan.module if source.loss is cross_entropy else None)
-    spec = _with_loss(cuts.with_cuts(spec, plan.module, planned, seen))
-    return plan, replace(sequence.with_sequence(spec, plan.module, planned.styles, calls), masks=tuple(masks))
+    spec = _with_loss(cuts.with_cuts(spec, plan.module, planned, seen, shareable))
+    spec, parts = sequence.with_sequence(spec, plan.module, planned.styles, calls, experts.counts)
+    analysis = ModelAnalysis(
+        spec=replace(spec, masks=tuple(masks)),
+        cut_styles=planned.styles,
+        shareable_heads=shareable,
+        sequence_parts=parts,
+        experts=experts,
+        has_dropout=dropout.has_dropout(plan.module),
+    )
+    return TracedModel(plan, analysis, facts_of(plan.module))
+
+
+def copied(source: Source, job: Job) -> TracedModel:
+    """Return the source's traced model with a blueprint of its own, for another run: what was learned stays."""
+    assert source.prepared is not None
+    return replace(source.prepared, blueprint=_built(source, job))
+
+
+def _built(source: Source, job: Job) -> Blueprint:
+    plan = blueprint(source.model, job.train.seed)
+    if not plan.module.training:
+        plan.module.train()  # loaded for inference as a whole; in a model that trains, a part in evaluation mode is meant
+    return plan
 
 
 def _with_loss(spec: ModelSpec) -> ModelSpec:
@@ -137,14 +162,15 @@ def _with_loss(spec: ModelSpec) -> ModelSpec:
     return replace(spec, layers=(*others, last))
 
 
-def with_slices(prepared: tuple[Blueprint, ModelSpec], layout: Layout, example: Any) -> tuple[Blueprint, ModelSpec]:
+def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedModel:
     """Find out whether blocks work token by token, where the layout asks it of them and nobody has found out yet."""
-    plan, spec = prepared
+    analysis, spec = traced.analysis, traced.spec
     gives_experts_parts = layout.sequence_parallel and any(layer.dealings for layer in spec.layers)
-    if spec.length or (layout.cp == 1 and not gives_experts_parts):
-        return prepared
-    value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
-    return plan, locality.prove(plan.module, _first_of(example, torch.float32), spec, value_of)
+    if analysis.knows_slices or (layout.cp == 1 and not gives_experts_parts):
+        return traced
+    value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
+    spec = locality.prove(traced.module, _first_of(example, torch.float32), spec, value_of, analysis.experts)
+    return replace(traced, analysis=replace(analysis, spec=spec, knows_slices=True))
 
 
 def _first_of(example: Any, dtype: torch.dtype) -> Any:
@@ -154,7 +180,8 @@ def _first_of(example: Any, dtype: torch.dtype) -> Any:
 
 def assemble(source: Source, layout: Layout, job: Job, place: Place, example: Any) -> Assembly:
     """Build, cut and fill the model of one rank."""
-    plan, spec = with_slices(source.prepared or prepare(source, job, example), layout, example)
+    traced = with_slices(source.prepared or prepare(source, job, example), layout, example)
+    plan, spec = traced.blueprint, traced.spec
     ranks = Ranks.of(layout)
     stage, replica = ranks.coordinate(place.rank, "pp"), ranks.coordinate(place.rank, "dp")
     program = program_of(spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica)
@@ -166,9 +193,9 @@ def assemble(source: Source, layout: Layout, job: Job, place: Place, example: An
     precision.apply(model, program)
     if layout.pp > 1:
         pipeline.check(model, program)
-    tensor.apply(model, program, mesh)
+    tensor.apply(traced, program, mesh)
     slicing = context.Slicing(model, program, mesh) if layout.cp > 1 else None
-    expert.apply(model, program, mesh)
+    expert.apply(traced, program, mesh)
     dropout.track_modules(model)
     deferred = Deferred(model, program)
     recompute.apply(model, program, functools.partial(_recompute_contexts, model, job, slicing))
@@ -191,13 +218,13 @@ def assemble(source: Source, layout: Layout, job: Job, place: Place, example: An
         slicing=slicing,
         deferred=deferred,
         loss=functools.partial(tensor.cut_loss, mesh) if tensor.cuts_logits(program) else source.loss,
-        balance=expert.Balance.of(model, program, mesh),
+        balance=expert.Balance.of(traced, program, mesh),
         lr_factor=learning_rate_factor(job.schedule, job.train.steps),
         nominal_count=_nominal_count(example, job.train.global_batch),
         master=precision.DTYPES[program.step.master_dtype],
         modes={module: module.training for module in model.modules()},
         running=[buffer for path in spec.coupled_modules for buffer in model.get_submodule(path).buffers()],
-        draws=True if spec.masks or dropout.has_dropout(model) else None,
+        draws=True if spec.masks or traced.analysis.has_dropout else None,
         mask_part=Part(
             spec, mesh.size("tp"), mesh.index("tp"), layout.sequence_parallel, mesh.size("cp"), mesh.index("cp")
         )

@@ -11,15 +11,12 @@ field that no configuration has, is an error here.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import inspect
 import math
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +28,7 @@ from torch.optim import Optimizer
 
 from samestep.errors import InputError, JobError, ModelError, did_you_mean
 from samestep.job import Job, OptimizerTable, ScheduleTable
+from samestep.runtime.families import family_source, near_family
 
 IGNORED_LABEL = -100
 """A label of this value is not counted."""
@@ -38,9 +36,6 @@ IGNORED_LABEL = -100
 LossFunction = Callable[[Any, Any], tuple[Tensor, Tensor]]
 
 # -- the model -------------------------------------------------------------------------------------
-
-_LEGACY_FIELDS = frozenset({"rope_theta", "rope_scaling", "attn_implementation", "experts_implementation"})
-"""What every configuration takes besides its own fields."""
 
 
 def model_source(job: Job) -> Callable[[], nn.Module]:
@@ -51,14 +46,12 @@ def model_source(job: Job) -> Callable[[], nn.Module]:
     """
     source, config = job.model.source, job.model.config
     if source.startswith("hf:"):
-        family = source.removeprefix("hf:")
-        _check_family(family)
-        return functools.partial(_build_family, _family_config(family, config))
+        return family_source(source.removeprefix("hf:"), config)
     if job.model.preset is not None:
         raise ModelError(f"{source} is a model's shape, to plan and simulate; train hf:FAMILY or module:function")
     if ":" not in source:
         raise ModelError(
-            f"model.source = {source!r} is not of the form module:function or hf:FAMILY{_near_family(source)}"
+            f"model.source = {source!r} is not of the form module:function or hf:FAMILY{near_family(source)}"
         )
     function = imported(source, "model.source", ModelError)
     try:
@@ -73,99 +66,6 @@ def _build_function(function: Callable[..., Any], source: str, config: Mapping[s
     if not isinstance(model, nn.Module):
         raise ModelError(f"{source} returned a {type(model).__name__}; it must return an nn.Module")
     return model
-
-
-def _build_family(config: Any) -> nn.Module:
-    transformers = importlib.import_module("transformers")
-    with _quiet():
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    return model.train()
-
-
-_AUTO = "transformers.models.auto"
-
-
-def _causal_families() -> Mapping[str, str]:
-    families: Mapping[str, str] = importlib.import_module(f"{_AUTO}.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return families
-
-
-def _near_family(word: str) -> str:
-    """Name the family that was probably meant, where transformers is there to know any."""
-    try:
-        return did_you_mean(word.lower(), _causal_families()).replace("mean '", "mean 'hf:")
-    except ImportError:
-        return ""
-
-
-def _check_family(family: str) -> None:
-    """Refuse what is no family of transformers, or none that predicts the next token."""
-    try:
-        importlib.import_module("transformers")
-    except ImportError:
-        raise ModelError(f"hf:{family} needs transformers: pip install 'samestep[hf]'") from None
-    families = importlib.import_module(f"{_AUTO}.configuration_auto").CONFIG_MAPPING_NAMES
-    causal = _causal_families()
-    if family not in families:
-        raise ModelError(f"hf:{family}: transformers has no family {family!r}{did_you_mean(family, causal)}")
-    if family not in causal:
-        raise ModelError(
-            f"hf:{family}: this family of transformers has no causal language model; "
-            "a module:function that builds the model works"
-        )
-
-
-def _family_config(family: str, fields: Mapping[str, Any]) -> Any:
-    """Make the family's configuration; transformers itself takes any field, known or not."""
-    transformers = importlib.import_module("transformers")
-    kind = transformers.CONFIG_MAPPING[family]
-    if dataclasses.is_dataclass(kind):
-        own = {field.name for field in dataclasses.fields(kind)}
-    else:
-        own = set(inspect.signature(kind.__init__).parameters) - {"self", "kwargs"}
-    known = own | set(getattr(kind, "attribute_map", {})) | _LEGACY_FIELDS
-    for name in fields:
-        if name not in known and not _is_read(kind, name):
-            raise ModelError(f"model.config.{name}: hf:{family} has no such field{did_you_mean(name, sorted(known))}")
-    with _quiet():
-        try:
-            config = transformers.AutoConfig.for_model(family, **fields)
-        except Exception as error:
-            # The classes of these errors differ between versions of transformers and of huggingface_hub.
-            raise ModelError(f"model.config does not fit hf:{family}: {' '.join(str(error).split())}") from None
-    _prepare(config, fields)
-    return config
-
-
-def _is_read(kind: type, name: str) -> bool:
-    """Whether the family's own code reads a field that its configuration does not declare, as some do."""
-    folder = Path(inspect.getfile(kind)).parent
-    words = re.compile(rf"""config(\.|, ["']){re.escape(name)}\b""")
-    return any(words.search(path.read_text(encoding="utf-8")) for path in folder.glob("modeling_*.py"))
-
-
-def _prepare(config: Any, fields: Mapping[str, Any]) -> None:
-    """Set what training a decoder from scratch needs."""
-    for part in (config, config.get_text_config(decoder=True)):
-        # Without a cache, position_ids that begin anew keep packed documents apart.
-        part.use_cache = False
-        if hasattr(part, "is_decoder") and "is_decoder" not in fields:
-            part.is_decoder = True
-        pad, size = getattr(part, "pad_token_id", None), getattr(part, "vocab_size", None)
-        if pad is not None and size is not None and not 0 <= pad < size and "pad_token_id" not in fields:
-            part.pad_token_id = None  # the family's own vocabulary has it, a smaller one does not
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hold back what transformers logs of special tokens outside a small vocabulary and the like."""
-    logging = importlib.import_module("transformers.utils.logging")
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def imported(source: str, key: str, error: type[InputError]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Which modules of a model tensor parallelism cuts, and what each cut costs, seen in a forward on the meta device.
 
 A plan names modules by patterns and says how each is cut: `{"blocks.*.q": "column", "blocks.*.out": "row"}`. It comes
-from transformers (`base_model_tp_plan`) or from the user (`module.tensor_plan`). The forward shows what no plan needs to
+from what is known of its family (`runtime/families.py`) or from the user (`module.tensor_plan`). The forward shows what no plan needs to
 say: which cuts read one tensor and share its sum, whose input takes no gradient, and which weights that stay whole are
 used on what is cut. `runtime/tensor.py` carries it out.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,26 +19,12 @@ from torch import Tensor, nn
 
 from samestep.errors import ModelError
 from samestep.model import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSum, is_below
-from samestep.runtime.expert import experts_of
+from samestep.runtime.families import facts_of
 
 Plan = Mapping[str, str]
 """Patterns of module paths, and how they are cut: one of `STYLES` each."""
 
 STYLES = ("column", "qkv", "gather", "row", "vocab", "sum")
-
-_OWN_PLANS: dict[str, dict[str, str]] = {
-    "gpt2": {"h.*.attn.c_attn": "qkv", "h.*.attn.c_proj": "row", "h.*.mlp.c_fc": "column", "h.*.mlp.c_proj": "row"},
-}
-"""For families that transformers has no plan for, below the base model."""
-
-_FROM_TRANSFORMERS = {
-    "colwise": "column",
-    "rowwise": "row",
-    "embedding_rowwise": "vocab",
-    "replicated_with_grad_allreduce": "sum",
-    "colwise_gather_output": "gather",
-    **{style: style for style in ("column", "row", "qkv")},
-}
 
 
 @dataclass(slots=True)
@@ -50,49 +36,41 @@ class Cuts:
     refusal: str = ""
 
 
-def cuts_of(model: nn.Module) -> Cuts:
-    """Find how a model may be cut: by its own `tensor_plan`, or by what transformers says of its family."""
+def cuts_of(model: nn.Module, experts: Iterable[str]) -> Cuts:
+    """Find how a model may be cut: by its own `tensor_plan`, or by what transformers says of its family.
+
+    `experts` are the paths of modules of experts, which a family's plan may name and which are not cut.
+    """
     own = getattr(model, "tensor_plan", None)
     if own is not None:
         return _matched(model, dict(own))
-    plan = _transformers_plan(model)
+    facts = facts_of(model)
+    plan = facts.plan_of(model)
     if plan is None:
         return Cuts(refusal="it has no tensor_plan, and transformers has none for it")
-    plan = {pattern: style for pattern, style in plan.items() if not _is_of_experts(model, pattern)}
-    unknown = sorted({style for style in plan.values() if style not in _FROM_TRANSFORMERS})
+    plan = {pattern: style for pattern, style in plan.items() if not _is_of_experts(model, experts, pattern)}
+    unknown = sorted({style for style in plan.values() if style not in facts.plan_styles})
     if unknown:
         return Cuts(refusal=f"its plan asks for {', '.join(unknown)}, which is not built")
-    cuts = _matched(model, {pattern: _FROM_TRANSFORMERS[style] for pattern, style in plan.items()})
-    for part in (model.get_input_embeddings(), model.get_output_embeddings()):  # type: ignore[operator]
+    cuts = _matched(model, {pattern: facts.plan_styles[style] for pattern, style in plan.items()})
+    for part in facts.vocabulary_parts(model):
         path = next((path for path, module in model.named_modules() if module is part), None)
         if path is not None:
             cuts.styles[path] = "vocab"
     return cuts
 
 
-def _transformers_plan(model: nn.Module) -> dict[str, str] | None:
-    """Return the plan of a transformers model with whole paths, without the head's."""
-    config = getattr(model, "config", None)
-    family = getattr(config, "model_type", "")
-    plan = getattr(config, "base_model_tp_plan", None) or _OWN_PLANS.get(family)
-    prefix = getattr(model, "base_model_prefix", "")
-    if not plan or not prefix:
-        return None
-    return {f"{prefix}.{pattern}": style for pattern, style in plan.items()}
-
-
-def _is_of_experts(model: nn.Module, pattern: str) -> bool:
+def _is_of_experts(model: nn.Module, experts: Iterable[str], pattern: str) -> bool:
     """Whether a pattern names experts, which stay whole on each rank of a tensor cut: `ep` deals them."""
     names = [
-        [path, *(f"{path}.{leaf}" for leaf, _ in model.get_submodule(path).named_parameters())]
-        for path in experts_of(model)
+        [path, *(f"{path}.{leaf}" for leaf, _ in model.get_submodule(path).named_parameters())] for path in experts
     ]
     return any(fnmatch.fnmatch(name, pattern) for below in names for name in below)
 
 
 def _matched(model: nn.Module, plan: Plan) -> Cuts:
     """Match the plan's patterns with the model's modules."""
-    cuts = Cuts()
+    cuts, facts = Cuts(), facts_of(model)
     paths = [path for path, _ in model.named_modules()]
     for pattern, style in plan.items():
         if style not in STYLES:
@@ -100,7 +78,7 @@ def _matched(model: nn.Module, plan: Plan) -> Cuts:
         found = fnmatch.filter(paths, pattern)
         for path in found:
             module = model.get_submodule(path)
-            if style == "sum" or isinstance(module, nn.Linear | nn.Embedding) or is_transposed(module):
+            if style == "sum" or isinstance(module, nn.Linear | nn.Embedding) or facts.is_transposed(module):
                 cuts.styles[path] = style
             else:
                 cuts.refusal = f"{path} is a {type(module).__name__}, and only Linear and Embedding can be cut"
@@ -161,7 +139,7 @@ def watching(model: nn.Module, cuts: Cuts) -> Iterator[Seen]:
         yield seen
 
 
-def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: Seen) -> ModelSpec:
+def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: Seen, shareable: Mapping[str, int]) -> ModelSpec:
     """Write into a spec how its weights may be cut and what that costs, and into `cuts` which whole weights need sums."""
     varies = f"the shapes at {spec.varies_at} depend on values" if spec.varies_at else ""
     refusal = cuts.refusal or varies or _unclear_use(spec, cuts, seen)
@@ -170,7 +148,6 @@ def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: Seen) -> Mode
     cuts.styles |= {path: "sum" for path, uses in seen.uses.items() if "cut" in uses and path not in cuts.styles}
     if name := _half_summed(spec, cuts):
         return replace(spec, cut_refusal=f"{name} is shared by modules, and used on what tp cuts in some of them only")
-    shareable = shareable_heads(model, cuts)
     params = tuple(
         replace(param, cut=_cut_of(model, cuts, param, shareable), partial="cut" if _is_summed(cuts, param) else "")
         for param in spec.params
@@ -223,19 +200,20 @@ def _is_within(path: str, layer: LayerSpec) -> bool:
 def shareable_heads(model: nn.Module, cuts: Cuts) -> dict[str, int]:
     """Count the heads of keys and values that several ranks may share, by the projection's path.
 
-    The attention's code repeats them `num_key_value_groups` times, which a rank with fewer queries is told.
+    The attention's code repeats them for its queries, and a rank with fewer queries is told how often.
     """
+    facts = facts_of(model)
     found: dict[str, int] = {}
     projections: dict[str, dict[str, int]] = {}
     for path, style in cuts.styles.items():
         module = model.get_submodule(path)
         if style == "column" and isinstance(module, nn.Linear):
             parent = path.rpartition(".")[0]
-            heads = _heads(model.get_submodule(parent), module.out_features)
+            heads = facts.heads_of(model.get_submodule(parent), module.out_features)
             projections.setdefault(parent, {})[path] = heads
     for parent, heads_of in projections.items():
-        times = getattr(model.get_submodule(parent), "num_key_value_groups", 1)
-        if isinstance(times, int) and times > 1:
+        times = facts.repeats_of(model.get_submodule(parent))
+        if times > 1:
             queries = max(heads_of.values())
             found |= {path: heads for path, heads in heads_of.items() if heads * times == queries}
     return found
@@ -247,32 +225,19 @@ def _cut_of(model: nn.Module, cuts: Cuts, param: ParamSpec, shareable: Mapping[s
     style = cuts.styles.get(path)
     if style in (None, "sum"):
         return None
-    module = model.get_submodule(path)
+    module, facts = model.get_submodule(path), facts_of(model)
     if style == "vocab":
         return Cut(style="vocab", dim=0, groups=param.shape[0])
     if style == "row" and leaf == "bias":
         return None
-    across = 0 if is_transposed(module) and leaf == "weight" else 1  # the dimension of the input
+    across = 0 if facts.is_transposed(module) and leaf == "weight" else 1  # the dimension of the input
     dim = across if style == "row" else (1 - across) * (len(param.shape) > 1)
     parts = 3 if style == "qkv" else 1
     size = param.shape[dim] // parts
-    heads = _heads(model.get_submodule(path.rpartition(".")[0]), size)
+    heads = facts.heads_of(model.get_submodule(path.rpartition(".")[0]), size)
     return Cut(
         style="row" if style == "row" else "column", dim=dim, groups=heads, parts=parts, is_shareable=path in shareable
     )
-
-
-def _heads(attention: nn.Module, size: int) -> int:
-    """Count the heads that a projection of an attention is made of; elsewhere every neuron is one of its own."""
-    width, count = getattr(attention, "head_dim", None), getattr(attention, "num_heads", None)
-    if isinstance(width, int) and width and size % width == 0:
-        return size // width
-    return count if isinstance(count, int) and count and size % count == 0 else size
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether a module is a linear layer that keeps its weight as [in, out], as GPT-2's do."""
-    return type(module).__name__ == "Conv1D" and "weight" in module._parameters
 
 
 def is_head(module: nn.Module, style: str) -> bool:

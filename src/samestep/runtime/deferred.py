@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.program import Program
-from samestep.runtime.cuts import is_transposed
+from samestep.runtime.families import FamilyFacts, facts_of
 
 
 class _Left(NamedTuple):
@@ -41,10 +41,11 @@ class Deferred:
         self._left: dict[int, list[_Left]] = {}
         if not program.step.splits_backward:
             return
+        facts = facts_of(model)
         shared = {name for p in program.step.model.params if p.shared for name in (p.name, *p.aliases)}
         for path, module in model.named_modules():
-            if _is_linear(module) and f"{path}.weight" not in shared:
-                module.forward = self._around(module, module.forward)
+            if _is_linear(module, facts) and f"{path}.weight" not in shared:
+                module.forward = self._around(module, module.forward, facts.is_transposed(module))
 
     def add_up(self, microbatch: int) -> None:
         """Give the weights what the backward of a micro-batch has left for them, in its order."""
@@ -57,21 +58,23 @@ class Deferred:
         """Note what is to be added to a weight's gradient."""
         self._left.setdefault(self.microbatch, []).append(_Left(weight, given, gradient, is_transposed))
 
-    def _around(self, module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def _around(
+        self, module: nn.Module, forward: Callable[[Tensor], Tensor], is_transposed: bool
+    ) -> Callable[[Tensor], Tensor]:
         def call(x: Tensor) -> Tensor:
             weight, bias = module.weight, module.bias
             assert isinstance(weight, Tensor)
             if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
                 return forward(x)
             # In a list autograd does not see the weight, and so gives it nothing.
-            return _Split.apply(x, bias, [weight], forward, self, is_transposed(module))
+            return _Split.apply(x, bias, [weight], forward, self, is_transposed)
 
         return call
 
 
-def _is_linear(module: nn.Module) -> bool:
+def _is_linear(module: nn.Module, facts: FamilyFacts) -> bool:
     """Whether a module multiplies by its weight, [out, in] or as GPT-2's [in, out], and adds its bias."""
-    return type(module).forward is nn.Linear.forward or is_transposed(module)
+    return type(module).forward is nn.Linear.forward or facts.is_transposed(module)
 
 
 class _Split(torch.autograd.Function):

@@ -35,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import ModelError
 from samestep.model import MaskSpec
+from samestep.runtime.families import FamilyFacts, facts_of
 from samestep.runtime.masks import Cuts, Part, drop_mask, mix, places, spread
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
@@ -284,33 +285,33 @@ def has_dropout(model: nn.Module) -> bool:
     """Say whether a module or a configuration in the model has a dropout probability above 0.
 
     A probability is a number above 0 and up to 1 whose name holds "drop" (`dropout`, `attn_pdrop`, `layerdrop`), in a
-    module's attributes or in its `config`, or any number of a module whose class name holds it (`Dropout.p`). Fields of
+    module's attributes or in its configuration, or any number of a module whose class name holds it (`Dropout.p`). Fields of
     a configuration for heads (`classifier_dropout`, `summary_first_dropout`) count through their `nn.Dropout` only.
     A number written in the code (`F.dropout(x, 0.1)`) cannot be seen: run the first micro-batch under a `DropoutMode`
     whatever this says, and keep the mode if its `num_draws` is not 0. That first one also refuses random numbers.
     """
     seen: set[int] = set()
+    facts = facts_of(model)
     for module in model.modules():
-        if _has_rate(vars(module), everything="drop" in type(module).__name__.lower()):
+        if _has_rate(vars(module), facts, everything="drop" in type(module).__name__.lower()):
             return True
-        for name in ("config", "cfg", "args"):
-            config = vars(module).get(name)
-            if config is None or id(config) in seen:
+        for config in facts.configurations_of(module):
+            if id(config) in seen:
                 continue
             seen.add(id(config))
             fields = config.to_dict() if hasattr(config, "to_dict") else config
-            if _has_rate(fields if isinstance(fields, Mapping) else getattr(fields, "__dict__", {})):
+            if _has_rate(fields if isinstance(fields, Mapping) else getattr(fields, "__dict__", {}), facts):
                 return True
     return False
 
 
-def _has_rate(fields: Mapping[str, Any], everything: bool = False) -> bool:
+def _has_rate(fields: Mapping[str, Any], facts: FamilyFacts, everything: bool = False) -> bool:
     """Say whether a field, or one of a mapping in it, is a dropout probability above 0."""
     for name, value in fields.items():
-        named = everything or ("drop" in str(name).lower() and not str(name).startswith(("classifier_", "summary_")))
+        named = everything or ("drop" in str(name).lower() and not facts.is_head_dropout(str(name)))
         if named and isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1:
             return True
-        if isinstance(value, Mapping) and not str(name).startswith("_") and _has_rate(value):
+        if isinstance(value, Mapping) and not str(name).startswith("_") and _has_rate(value, facts):
             return True
     return False
 
@@ -320,7 +321,7 @@ def _refuse_sequence_first(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if not isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
             continue
-        if not module.self_attn.batch_first and _has_rate({"dropout": module.dropout.p}):
+        if not module.self_attn.batch_first and module.dropout.p > 0:
             raise ModelError(
                 f"{name or 'the model itself'}: dropout in a {type(module).__name__} with batch_first=False, whose "
                 "tensors hold no batch in dimension 0; batch_first=True works"

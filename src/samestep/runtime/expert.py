@@ -29,55 +29,47 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from samestep.analysis import ExpertModules
 from samestep.errors import ModelError
 from samestep.model import Dealing, LayerSpec, ModelSpec, ParamSpec, is_below
 from samestep.program import Program
 from samestep.runtime.build import at_least_float32
+from samestep.runtime.families import FamilyFacts, facts_of
 from samestep.runtime.mesh import Mesh
 from samestep.runtime.record import owned
-
-_BY_GROUPS, _ONE_BY_ONE = "grouped_mm", "eager"
-"""What transformers calls its ways to compute experts."""
+from samestep.runtime.traced_model import TracedModel
 
 
-def experts_of(model: nn.Module) -> dict[str, int]:
-    """Return how many experts each module of experts holds, by its path.
+def experts_of(model: nn.Module) -> ExpertModules:
+    """Find the modules of experts: those of transformers, or those that the model's own `expert_plan` names.
 
     Raises:
         ModelError: the model's own `expert_plan` names none, or one that holds something else.
     """
-    plan = getattr(model, "expert_plan", None)
+    plan, facts = getattr(model, "expert_plan", None), facts_of(model)
+    modules = dict(model.named_modules())
+    switchable = tuple(path for path, part in modules.items() if facts.expert_configuration(part) is not None)
     if plan is None:
-        return {path: size for path, part in model.named_modules() if _is_hf(part) and (size := _num_experts(part))}
-    found = {path: part for path, part in model.named_modules() if any(fnmatch.fnmatch(path, word) for word in plan)}
+        return ExpertModules({path: n for path in switchable if (n := facts.experts_in(modules[path]))}, switchable)
+    found = {path: part for path, part in modules.items() if any(fnmatch.fnmatch(path, word) for word in plan)}
     if not found:
         raise ModelError(f"expert_plan names no module: {', '.join(plan)}")
     for path, part in found.items():
-        if not _num_experts(part):
+        if not facts.experts_in(part):
             raise ModelError(
-                f"expert_plan: {path} must say `num_experts`, and have that many along dimension 0 of each weight"
+                f"expert_plan: {path} must say `{facts.expert_count}`, and have that many along dimension 0 of each weight"
             )
-    return {path: _num_experts(part) for path, part in found.items()}
+    return ExpertModules({path: facts.experts_in(part) for path, part in found.items()}, switchable)
 
 
-def _is_hf(module: nn.Module) -> bool:
-    """Whether a module is one that transformers computes in several ways."""
-    return hasattr(module, "is_transposed") and hasattr(getattr(module, "config", None), "_experts_implementation")
-
-
-def _num_experts(module: nn.Module) -> int:
-    """Count the experts of a module all of whose weights have them along their first dimension; 0 for another one."""
-    count = getattr(module, "num_experts", 0)
-    shapes = [param.shape for param in module.parameters()]
-    return count if isinstance(count, int) and shapes and all(s and s[0] == count for s in shapes) else 0
-
-
-def _compute(model: nn.Module, way: str) -> dict[int, tuple[Any, str]]:
+def _compute(model: nn.Module, experts: ExpertModules, way: str) -> dict[int, tuple[Any, str]]:
     """Let transformers compute all experts of a model one way; return each configuration with the way it had."""
-    configs: dict[int, Any] = {id(part.config): part.config for part in model.modules() if _is_hf(part)}
-    before = {key: (config, config._experts_implementation) for key, config in configs.items()}
+    facts = facts_of(model)
+    found = [facts.expert_configuration(model.get_submodule(path)) for path in experts.switchable]
+    configs = {id(config): config for config in found}
+    before = {key: (config, getattr(config, facts.expert_way)) for key, config in configs.items()}
     for config in configs.values():
-        config._experts_implementation = way
+        setattr(config, facts.expert_way, way)
     return before
 
 
@@ -85,28 +77,28 @@ def _compute(model: nn.Module, way: str) -> dict[int, tuple[Any, str]]:
 
 
 @contextmanager
-def watching(model: nn.Module) -> Iterator[list[Dealing]]:
+def watching(model: nn.Module, experts: ExpertModules) -> Iterator[list[Dealing]]:
     """Note, in the forward of one sample that runs meanwhile, what each module of experts is given.
 
     Meanwhile experts are computed by groups, whose shapes do not depend on what is chosen.
     """
     seen: list[Dealing] = []
-    experts = experts_of(model)
+    facts = facts_of(model)
 
     def note(path: str, module: nn.Module, args: Any, named: Any) -> None:
         x, chosen, _ = called_with(args, named)
-        seen.append(Dealing(owner=path, rows=chosen.numel(), width=x.shape[-1], experts=experts[path]))
+        seen.append(Dealing(owner=path, rows=chosen.numel(), width=x.shape[-1], experts=experts.counts[path]))
 
     handles = [
         model.get_submodule(path).register_forward_pre_hook(functools.partial(note, path), with_kwargs=True)
-        for path in experts
+        for path in experts.counts
     ]
-    before = _compute(model, _BY_GROUPS)
+    before = _compute(model, experts, facts.grouped_way)
     try:
         yield seen
     finally:
         for config, way in before.values():
-            config._experts_implementation = way
+            setattr(config, facts.expert_way, way)
         for handle in handles:
             handle.remove()
 
@@ -133,8 +125,7 @@ def with_experts(spec: ModelSpec, dealings: list[Dealing], balanced: nn.Module |
         mine = [exchange for exchange in dealings if any(is_below(exchange.owner, root) for root in layer.modules)]
         return replace(layer, dealings=tuple(mine))
 
-    config = getattr(balanced, "config", None)
-    asks = getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0.0)
+    asks = balanced is not None and facts_of(balanced).balance_of(balanced)
     return replace(
         spec,
         params=tuple(map(param_with, spec.params)),
@@ -146,15 +137,16 @@ def with_experts(spec: ModelSpec, dealings: list[Dealing], balanced: nn.Module |
 # -- carrying it out -------------------------------------------------------------------------------
 
 
-def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
+def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     """Let each module of experts send its rows to the ranks that have their experts."""
+    model, facts, found = traced.module, traced.facts, traced.analysis.experts
     if program.step.compute_dtype == "float64":
-        _compute(model, _ONE_BY_ONE)
+        _compute(model, found, facts.one_by_one_way)
     if program.step.layout.ep == 1:
         return
-    for path, experts in experts_of(model).items():
+    for path, experts in found.counts.items():
         module = model.get_submodule(path)
-        module.num_experts = experts // mesh.size("ep")  # type: ignore[assignment]
+        facts.set_experts(module, experts // mesh.size("ep"))
         module.forward = functools.partial(_dealt, module.forward, experts, mesh.groups["ep"], path)
 
 
@@ -203,22 +195,24 @@ class Balance:
     """Of all ranks; None for a single one."""
     copies: int
     """Ranks that count the same samples."""
+    facts: FamilyFacts
 
     @classmethod
-    def of(cls, model: nn.Module, program: Program, mesh: Mesh) -> Balance | None:
+    def of(cls, traced: TracedModel, program: Program, mesh: Mesh) -> Balance | None:
         """Read what a transformers model asks for; None where it asks for nothing."""
-        experts, config = program.step.model.balanced_experts, getattr(model, "config", None)
-        if not experts or config is None:
+        experts, model, facts = program.step.model.balanced_experts, traced.module, traced.facts
+        coefficient = facts.balance_of(model)
+        if not experts or not coefficient:
             return None
-        group = mesh.groups.get("world")
-        return cls(config.router_aux_loss_coef, config.num_experts_per_tok, experts, group, mesh.size("tp"))
+        top_k = facts.setting(model, facts.experts_per_token)
+        return cls(coefficient, top_k, experts, mesh.groups.get("world"), mesh.size("tp"), facts)
 
     def __call__(self, outputs: Any, count: Tensor | int, weight: float) -> Tensor:
         """Return this rank's part, times the count of the whole step. Collective over the world.
 
         `count` is what the other loss counts here, `weight` 0 for samples that stand in for none.
         """
-        shares = [at_least_float32(logits).softmax(dim=-1) for logits in outputs.router_logits]
+        shares = [at_least_float32(logits).softmax(dim=-1) for logits in self.facts.router_scores(outputs)]
         picks = torch.cat([share.topk(self.top_k, dim=-1).indices.flatten() for share in shares])
         rows = sum(len(share) for share in shares)
         known = torch.tensor([rows, float(count)], dtype=torch.float64, device=picks.device)

@@ -29,7 +29,7 @@ from torch.utils.flop_counter import flop_registry
 from samestep.errors import ModelError, SamestepError
 from samestep.model import Cutting, Exchange, Factors, Product, is_below
 from samestep.runtime.build import call_model
-from samestep.runtime.precision import is_norm
+from samestep.runtime.families import facts_of
 
 OnUse = Callable[[str, set[str], bool], None]
 """Told of the module that runs, the modules that own the weights it uses, and whether it does so on what is cut."""
@@ -185,7 +185,9 @@ class Watch(TorchDispatchMode):
         self._depth = 0
         self._alive: dict[int, torch.UntypedStorage] = {}
         self._weights = {self.key(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        self._norms = {path for path, part in module.named_modules() if is_norm(part)}
+        facts = facts_of(module)
+        self._grouped_fallback = facts.grouped_fallback
+        self._norms = {path for path, part in module.named_modules() if facts.is_norm(part)}
         self._frozen = {self.key(param) for param in module.parameters() if not param.requires_grad}
         self._owners: dict[int, set[str]] = {}
         """For trained weights, and what is made of nothing else: the modules that own them."""
@@ -205,10 +207,21 @@ class Watch(TorchDispatchMode):
             given = operands(*args, *kwargs.values())
         outcome = self._run(func, given, args, kwargs)
         written = [tensor for tensor in operands(outcome) if tensor.is_meta]
-        flops = _flops_of(func, args, kwargs, outcome)
+        flops = self._flops_of(func, args, kwargs, outcome)
         given = [tensor for tensor in given if tensor.is_meta]
         self.note(given, written, flops, None if flops is None else self._product(func, args, outcome, flops))
         return outcome
+
+    def _is_grouped(self, func: Any) -> bool:
+        """Return whether an operation multiplies rows with the matrix of their group."""
+        return func in _GROUPED_PRODUCTS or func._schema.name == self._grouped_fallback
+
+    def _flops_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> int | None:
+        """Count the FLOPs of a matrix product or convolution; None for all else."""
+        if self._is_grouped(func):
+            return int(2 * outcome.numel() * args[0].shape[-1])
+        formula = flop_registry.get(func.overloadpacket)
+        return None if formula is None else int(formula(*args, **kwargs, out_val=outcome))
 
     def _product(self, func: Any, args: tuple[Any, ...], outcome: Tensor, flops: int) -> Product:
         """Describe a matrix product or convolution by its three numbers; one of another kind by its FLOPs alone."""
@@ -227,7 +240,7 @@ class Watch(TorchDispatchMode):
             count = args[8]
             columns, inner, taps = right.shape[0] // count, right.shape[1:].numel(), right.shape[2:].numel()
             rows = outcome.numel() // right.shape[0]
-        elif func in _GROUPED_PRODUCTS or func._schema.name == _GROUPED_FALLBACK:
+        elif self._is_grouped(func):
             rows, inner, columns, groups = left.shape[0], left.shape[1], right.shape[2], right.shape[0]
         else:
             rows, inner, columns = max(flops // 2, 1), 1, 1
@@ -533,7 +546,6 @@ _GROUPED_PRODUCTS = (torch.ops.aten._grouped_mm.default,)
 """Products of rows with the matrix of their group (expert): torch does not count them, and on meta takes only bf16."""
 
 
-_GROUPED_FALLBACK = "transformers::grouped_mm_fallback"
 _PLAIN = (torch.ops.aten.mm, torch.ops.aten.addmm)
 _BATCHED = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 _ADDING = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
@@ -551,14 +563,6 @@ def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if left.dim() == 2 and right.dim() == 2 and ends is not None:  # its backward: [K, N] with [N, M], a result a group
         return left.new_empty((ends.numel(), left.shape[0], right.shape[1]))
     raise NotImplementedError(f"a grouped product of {list(left.shape)} with {list(right.shape)}")
-
-
-def _flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> int | None:
-    """Count the FLOPs of a matrix product or convolution; None for all else."""
-    if func in _GROUPED_PRODUCTS or func._schema.name == _GROUPED_FALLBACK:
-        return int(2 * outcome.numel() * args[0].shape[-1])
-    formula = flop_registry.get(func.overloadpacket)
-    return None if formula is None else int(formula(*args, **kwargs, out_val=outcome))
 
 
 def operands(*values: Any) -> list[Tensor]:

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
 
+from samestep.analysis import ExpertModules
 from samestep.errors import InputError
 from samestep.model import ModelSpec
 from samestep.runtime import expert
@@ -49,7 +50,9 @@ _WORKS = "scaled_dot_product_attention (attn_implementation = 'sdpa') with a mas
 _aten = torch.ops.aten
 
 
-def prove(module: nn.Module, sample: Any, spec: ModelSpec, value_of: ValueOf | None) -> ModelSpec:
+def prove(
+    module: nn.Module, sample: Any, spec: ModelSpec, value_of: ValueOf | None, experts: ExpertModules
+) -> ModelSpec:
     """Return the spec with the length of its samples, and how its blocks are sliced, or why they cannot be.
 
     `sample` is a batch of one real sample; what is as long as its labels has a number for each token.
@@ -64,7 +67,7 @@ def prove(module: nn.Module, sample: Any, spec: ModelSpec, value_of: ValueOf | N
         return _refused(spec, length, reason)
     watches = [_Dependence(module, blocks, size) for size in lengths]
     for watch in watches:
-        if refusal := _refusal_of(watch, module, _shortened(sample, length, watch.size * PARTS), value_of):
+        if refusal := _refusal_of(watch, module, _shortened(sample, length, watch.size * PARTS), value_of, experts):
             return _refused(spec, length, refusal)
     first, second = (watch.said for watch in watches)
     if first != second:
@@ -92,19 +95,21 @@ def _shortened(sample: Any, length: int, wanted: int) -> Any:
     return tree_map_only(Tensor, lambda t: t[:, :wanted] if t.dim() > 1 and t.shape[1] == length else t, sample)
 
 
-def _refusal_of(watch: _Dependence, module: nn.Module, sample: Any, value_of: ValueOf | None) -> str:
+def _refusal_of(
+    watch: _Dependence, module: nn.Module, sample: Any, value_of: ValueOf | None, experts: ExpertModules
+) -> str:
     """Run the forward; say why it cannot be sliced, or nothing."""
     handles = [
         module.get_submodule(path).register_forward_pre_hook(watch.enter_block, with_kwargs=True)
         for path in watch.blocks
     ]
     handles.append(module.register_forward_hook(lambda _, args, outputs: watch.check_outputs(outputs)))
-    for path in expert.experts_of(module):
+    for path in experts.counts:
         part = module.get_submodule(path)
         handles.append(part.register_forward_pre_hook(watch.enter_experts, with_kwargs=True))
         handles.append(part.register_forward_hook(watch.leave_experts))
     try:
-        with _Reshaping(watch), expert.watching(module):
+        with _Reshaping(watch), expert.watching(module, experts):
             watch_forward(module, sample, 1, "the model", containers_of(module), watch, value_of)
     except NeedsValuesError:
         return f"{watch.where} looks at values of its slice"

@@ -35,6 +35,7 @@ from samestep.errors import LayoutError
 from samestep.model import ModelSpec, is_below
 from samestep.program import Program
 from samestep.runtime.context import Slicing
+from samestep.runtime.families import FamilyFacts, facts_of
 from samestep.runtime.mesh import Mesh, link_name
 from samestep.runtime.precision import DTYPES
 from samestep.runtime.record import owned
@@ -61,11 +62,11 @@ class Stage:
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, slicing: Slicing | None = None) -> None:
         self._program, self._mesh, self._slicing = program, mesh, slicing
-        self._model = model
+        self._model, self._facts = model, facts_of(model)
         layers = program.step.model.layers
         self._slots = [(index, path) for index, layer in enumerate(layers) for path in layer.modules if path]
         self._real = {path: model.get_submodule(path) for _, path in self._slots}
-        self._stand_ins = {path: _StandIn(self._real[path], layers[i].is_block) for i, path in self._slots}
+        self._stand_ins = {path: _StandIn(self._real[path], self._facts) for i, path in self._slots}
         self._parents = {path: model.get_submodule(path.rpartition(".")[0]) for path in self._real}
         self._arrivals = _arrivals_of(program)
         self._links: dict[str, _Link] = {}
@@ -160,13 +161,14 @@ class Stage:
         """Make the hook that puts the received activation in the place of what a stand-in gave."""
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            place = args[0] if args else kwargs["hidden_states"]
+            name = "" if args else self._facts.name_of_hidden(kwargs)
+            place = args[0] if args else kwargs[name]
             shape = self._passed_shape(place.shape)
             received = self._received(action, shape, place)
             if torch.is_grad_enabled():
                 self._shapes[action.chunk, self._shapes_of(action.microbatch)] = shape
                 self._inputs[action.microbatch, action.chunk] = received.requires_grad_()
-            return ((received, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": received})
+            return ((received, *args[1:]), kwargs) if args else (args, {**kwargs, name: received})
 
         return hook
 
@@ -296,10 +298,10 @@ def _arrivals_of(program: Program) -> dict[Action, list[Action]]:
 class _StandIn(nn.Module):
     """Takes the place of a layer that another stage runs. What the model's code asks of it, it asks of the layer."""
 
-    def __init__(self, real: nn.Module, is_block: bool) -> None:
+    def __init__(self, real: nn.Module, facts: FamilyFacts) -> None:
         super().__init__()
         object.__setattr__(self, "_real", real)
-        self._is_block = is_block
+        self._facts = facts
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -310,7 +312,7 @@ class _StandIn(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Hand on what is given; an embedding gives zeros that take no memory."""
         real = object.__getattribute__(self, "_real")
-        given = args[0] if args else next(iter(kwargs.values()))
+        given = args[0] if args else kwargs[self._facts.name_of_hidden(kwargs)]
         if not any(True for _ in real.parameters()):
             return real(*args, **kwargs)  # rotary angles and the like, which every stage makes for itself
         if isinstance(real, nn.Embedding):

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from samestep.errors import ModelError
 from samestep.program import Program
+from samestep.runtime.families import facts_of
 
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -46,23 +47,19 @@ def apply(model: nn.Module, program: Program) -> None:
     compute, master = DTYPES[step.compute_dtype], DTYPES[step.master_dtype]
     if compute == master:
         return
+    facts = facts_of(model)
     for layer in step.model.layers:
         for path in layer.modules:
             for module in model.get_submodule(path).modules():
                 is_block = layer.is_block and module is model.get_submodule(path)
-                if (is_block or any(True for _ in module.parameters(recurse=False))) and not is_norm(module):
+                if (is_block or any(True for _ in module.parameters(recurse=False))) and not facts.is_norm(module):
                     _cast_inputs(module, compute)
     shared = {name.rpartition(".")[0] for p in step.model.params if p.shared for name in (p.name, *p.aliases)}
     for path, module in model.named_modules():
-        if is_norm(module):
+        if facts.is_norm(module):
             _compute_in(module, master, cast_inputs=True)
         elif path in shared:
             _compute_in(module, compute, cast_inputs=False)
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Whether a module normalises: torch's and transformers' classes all say so by name."""
-    return "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
 
 
 def for_loss(outputs: Any) -> Any:

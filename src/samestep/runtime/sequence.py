@@ -23,15 +23,17 @@ from torch import Tensor, nn
 from samestep.errors import LayoutError
 from samestep.model import Border, LayerSpec, ModelSpec, is_below
 from samestep.program import Program
-from samestep.runtime.expert import experts_of
+from samestep.runtime.families import FamilyFacts, facts_of
 from samestep.runtime.mesh import Mesh, all_gather, reduce_scatter
 from samestep.runtime.record import owned
+from samestep.runtime.traced_model import TracedModel
 
 Styles = Mapping[str, str]
 """How modules are cut, by their paths."""
+Parts = Mapping[str, tuple[str, ...]]
+"""The children of each block that are given whole sequences, by the block's path."""
 
 _COLUMN = ("column", "qkv", "gather", "vocab")
-_POINTWISE = ("layernorm", "rmsnorm", "dropout", "identity", "linear", "conv1d", "activation", "gelu", "silu", "relu")
 
 
 # -- what could be cut, seen in a forward on the meta device ---------------------------------------
@@ -48,10 +50,10 @@ class Calls:
 @contextmanager
 def watching(model: nn.Module) -> Iterator[Calls]:
     """Note what every module is given and gives in the forward that runs meanwhile."""
-    calls = Calls()
+    calls, facts = Calls(), facts_of(model)
 
     def enter(path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        calls.entered.setdefault(path, []).append(_given(args, kwargs))
+        calls.entered.setdefault(path, []).append(_given(args, kwargs, facts))
 
     def leave(path: str, _: nn.Module, args: Any, output: Any) -> None:
         calls.left.setdefault(path, []).append(_first(output))
@@ -63,28 +65,31 @@ def watching(model: nn.Module) -> Iterator[Calls]:
         yield calls
 
 
-def with_sequence(spec: ModelSpec, model: nn.Module, styles: Styles, calls: Calls) -> ModelSpec:
-    """Write into a spec where its sequence may be cut, or why it may not."""
+def with_sequence(
+    spec: ModelSpec, model: nn.Module, styles: Styles, calls: Calls, experts: Collection[str]
+) -> tuple[ModelSpec, Parts]:
+    """Write into a spec where its sequence may be cut, or why it may not; return with it each block's cut parts."""
     if spec.cut_refusal:
-        return replace(spec, sequence_refusal=f"{spec.name} cannot be cut, {spec.cut_refusal}")
+        return replace(spec, sequence_refusal=f"{spec.name} cannot be cut, {spec.cut_refusal}"), {}
     blocks = [layer for layer in spec.layers if layer.is_block]
     if not blocks:
-        return replace(spec, sequence_refusal=f"{spec.name} has no blocks")
-    experts = experts_of(model)
+        return replace(spec, sequence_refusal=f"{spec.name} has no blocks"), {}
+    parts: dict[str, tuple[str, ...]] = {}
+    found: list[tuple[LayerSpec, set[str]]] = []
     try:
         _check_row(spec, blocks, calls)
-        found = [
-            _bordered(layer, model, spec, styles, calls, experts) if layer.is_block else (layer, set())
-            for layer in spec.layers
-        ]
+        for layer in spec.layers:
+            if layer.is_block:
+                inner = parts[layer.modules[0]] = _parts(layer.modules[0], model, styles, experts)
+            found.append(_bordered(layer, model, spec, styles, calls, inner) if layer.is_block else (layer, set()))
     except _CannotCutError as reason:
-        return replace(spec, sequence_refusal=str(reason))
+        return replace(spec, sequence_refusal=str(reason)), {}
     given = calls.entered[blocks[0].modules[0]][0]
     assert given is not None
     between = set().union(*(names for _, names in found))
     params = tuple(replace(p, partial=p.partial or ("sequence" if p.name in between else "")) for p in spec.params)
     layers = tuple(layer for layer, _ in found)
-    return replace(spec, layers=layers, params=params, sequence=given.shape[1], sequence_refusal="")
+    return replace(spec, layers=layers, params=params, sequence=given.shape[1], sequence_refusal=""), parts
 
 
 class _CannotCutError(Exception):
@@ -110,11 +115,10 @@ def _check_row(spec: ModelSpec, blocks: list[LayerSpec], calls: Calls) -> None:
 
 
 def _bordered(
-    layer: LayerSpec, model: nn.Module, spec: ModelSpec, styles: Styles, calls: Calls, experts: Collection[str]
+    layer: LayerSpec, model: nn.Module, spec: ModelSpec, styles: Styles, calls: Calls, parts: tuple[str, ...]
 ) -> tuple[LayerSpec, set[str]]:
     """Find the borders of a block, and the weights between its cut parts."""
     path = layer.modules[0]
-    parts = _parts(path, model, styles, experts)
     order = sorted(parts, key=lambda part: list(calls.entered).index(part))
     borders: list[Border] = []
     last: Tensor | None = None
@@ -138,8 +142,9 @@ def _bordered(
     return replace(layer, products=products, sequence_borders=tuple(borders)), {param.name for param in between}
 
 
-def _parts(block: str, model: nn.Module, styles: Styles, experts: Collection[str]) -> list[str]:
+def _parts(block: str, model: nn.Module, styles: Styles, experts: Collection[str]) -> tuple[str, ...]:
     """Children of a block that hold cut modules; the others must work on each token by itself."""
+    facts = facts_of(model)
     parts: list[str] = []
     for name, child in model.get_submodule(block).named_children():
         path = f"{block}.{name}"
@@ -149,20 +154,16 @@ def _parts(block: str, model: nn.Module, styles: Styles, experts: Collection[str
             )
         if any(is_below(inner, path) for inner in styles):
             parts.append(path)
-        elif not _works_alone(child, path, experts):
+        elif not _works_alone(child, path, experts, facts):
             raise _CannotCutError(f"{path}, a {type(child).__name__}, may mix tokens")
-    return parts
+    return tuple(parts)
 
 
-def _works_alone(child: nn.Module, path: str, experts: Collection[str]) -> bool:
+def _works_alone(child: nn.Module, path: str, experts: Collection[str], facts: FamilyFacts) -> bool:
     """Whether a child of a block works on each token by itself: all its parts do, or it holds experts."""
     if any(is_below(inner, path) for inner in experts):
         return True  # which tokens they are is shown by `locality`
-    return all(_is_pointwise(module) for module in child.modules() if not any(True for _ in module.children()))
-
-
-def _is_pointwise(module: nn.Module) -> bool:
-    return any(word in type(module).__name__.lower() for word in _POINTWISE)
+    return all(facts.is_tokenwise(module) for module in child.modules() if not any(True for _ in module.children()))
 
 
 def _one_call(part: str, calls: Calls, block: Tensor | None) -> Tensor:
@@ -184,7 +185,7 @@ def _inner_border(path: str, style: str, given: Tensor, calls: Calls) -> list[Bo
     return [Border(owner=path, elements=output.numel(), kind="scatter")]
 
 
-def _check_weights(model: nn.Module, parts: list[str], styles: Styles) -> None:
+def _check_weights(model: nn.Module, parts: tuple[str, ...], styles: Styles) -> None:
     """Refuse a weight that is whole within a cut part: its gradient would be that of one rank."""
     for part in parts:
         for path, module in model.get_submodule(part).named_modules(prefix=part):
@@ -192,7 +193,7 @@ def _check_weights(model: nn.Module, parts: list[str], styles: Styles) -> None:
                 raise _CannotCutError(f"{path} stays whole within {part}")
 
 
-def _stands_between(name: str, parts: list[str], styles: Styles) -> bool:
+def _stands_between(name: str, parts: tuple[str, ...], styles: Styles) -> bool:
     """Whether a weight works on a rank's tokens only: outside the cut parts, or a bias that is added to a row's sum."""
     owner, _, leaf = name.rpartition(".")
     return not any(is_below(name, part) for part in parts) or (styles.get(owner) == "row" and leaf == "bias")
@@ -201,30 +202,29 @@ def _stands_between(name: str, parts: list[str], styles: Styles) -> bool:
 # -- carrying it out -------------------------------------------------------------------------------
 
 
-def apply(model: nn.Module, program: Program, mesh: Mesh, styles: Styles) -> None:
+def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     """Put the borders around the cut parts of each block, and around all blocks."""
     step = program.step
     if not step.layout.sequence_parallel:
         return
-    group, experts = mesh.groups["tp"], experts_of(model)
+    model, group, facts = traced.module, mesh.groups["tp"], traced.facts
     blocks = [layer.modules[0] for layer in step.model.layers if layer.is_block]
     first, last = model.get_submodule(blocks[0]), model.get_submodule(blocks[-1])
     split = functools.partial(_split, group=group, owner=blocks[0])
-    first.register_forward_pre_hook(lambda _, args, kwargs: with_given(args, kwargs, split), with_kwargs=True)
+    first.register_forward_pre_hook(lambda _, args, kwargs: with_given(args, kwargs, split, facts), with_kwargs=True)
     for path in blocks:
-        parts = _parts(path, model, styles, experts)
         gathered = Shared(gather, group)
-        for part in parts:
+        for part in traced.analysis.sequence_parts[path]:
             once = functools.partial(gathered, part)
             model.get_submodule(part).register_forward_pre_hook(
-                functools.partial(_gather_given, once), with_kwargs=True
+                functools.partial(_gather_given, once, facts), with_kwargs=True
             )
     join = functools.partial(_join, group=group, owner=blocks[-1])
     last.register_forward_hook(lambda _, args, output: with_first(output, join))
 
 
-def _gather_given(gather: Callable[[Tensor], Tensor], _: nn.Module, args: Any, kwargs: Any) -> Any:
-    return with_given(args, kwargs, gather)
+def _gather_given(gather: Callable[[Tensor], Tensor], facts: FamilyFacts, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return with_given(args, kwargs, gather, facts)
 
 
 class Shared:
@@ -252,11 +252,13 @@ class Shared:
             self._given = self._moved = None
 
 
-def with_given(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> Any:
+def with_given(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor], facts: FamilyFacts
+) -> Any:
     """Change the tensor that a module is given first."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
-    name = _name_of_given(kwargs)
+    name = facts.name_of_hidden(kwargs)
     return args, {**kwargs, name: change(kwargs[name])}
 
 
@@ -265,12 +267,8 @@ def with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
-def _name_of_given(kwargs: dict[str, Any]) -> str:
-    return "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
-
-
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    given = args[0] if args else kwargs[_name_of_given(kwargs)] if kwargs else None
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any], facts: FamilyFacts) -> Tensor | None:
+    given = args[0] if args else kwargs[facts.name_of_hidden(kwargs)] if kwargs else None
     return given if isinstance(given, Tensor) else None
 
 

@@ -26,12 +26,11 @@ from samestep.model import Cut, is_below
 from samestep.program import Program
 from samestep.runtime import sequence
 from samestep.runtime.build import IGNORED_LABEL, at_least_float32, target_of
-from samestep.runtime.cuts import cuts_of, is_head, is_transposed, shareable_heads
+from samestep.runtime.cuts import is_head
+from samestep.runtime.families import FamilyFacts
 from samestep.runtime.mesh import Mesh
 from samestep.runtime.record import owned
-
-_COUNTS = ("num_heads", "split_size", "embed_dim")
-"""What an attention keeps of its own width, of which a rank has a part."""
+from samestep.runtime.traced_model import TracedModel
 
 
 def joined(cuts: Sequence[Tensor], cut: Cut) -> Tensor:
@@ -40,11 +39,11 @@ def joined(cuts: Sequence[Tensor], cut: Cut) -> Tensor:
     return torch.cat([torch.cat(part, dim=cut.dim) for part in parts], dim=cut.dim)
 
 
-def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
+def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     """Put `copy` and `reduce` around every module that the program's model cuts."""
     if program.step.layout.tp == 1:
         return
-    cuts = cuts_of(model)
+    model, analysis, facts = traced.module, traced.analysis, traced.facts
     cut = {p.name.rpartition(".")[0] for p in program.step.model.params if p.cut is not None}
     cut |= {a.rpartition(".")[0] for p in program.step.model.params if p.cut is not None for a in p.aliases}
     group = mesh.groups["tp"]
@@ -52,8 +51,8 @@ def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
     within = _Borders(lambda _, x: x, lambda path, x: sequence.scatter(x, group, path))
     blocks = [path for layer in program.step.model.layers if layer.is_block for path in layer.modules]
     projected: set[str] = set()
-    shared = {path: heads for path, heads in shareable_heads(model, cuts).items() if heads < mesh.size("tp")}
-    for path, style in cuts.styles.items():
+    shared = {path: heads for path, heads in analysis.shareable_heads.items() if heads < mesh.size("tp")}
+    for path, style in analysis.cut_styles.items():
         module = model.get_submodule(path)
         if path in cut or path in shared:
             if is_head(module, style) and not program.step.cuts_loss:
@@ -65,13 +64,13 @@ def apply(model: nn.Module, program: Program, mesh: Mesh) -> None:
             if path in shared:
                 _around_shared(module, path, mesh, borders, shared[path])
             else:
-                _AROUND[style](module, path, mesh, borders)
+                _AROUND[style](module, path, mesh, borders, facts)
     for path in projected:
-        _divide_counts(model.get_submodule(path), mesh.size("tp"))
+        facts.divide_heads(model.get_submodule(path), mesh.size("tp"))
     for parent, heads in {path.rpartition(".")[0]: heads for path, heads in shared.items()}.items():
         attention = model.get_submodule(parent)
-        attention.num_key_value_groups = attention.num_key_value_groups * heads // mesh.size("tp")  # type: ignore[operator, assignment]
-    sequence.apply(model, program, mesh, cuts.styles)
+        facts.set_repeats(attention, facts.repeats_of(attention) * heads // mesh.size("tp"))
+    sequence.apply(traced, program, mesh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +85,12 @@ def _reduced(group: dist.ProcessGroup, path: str, x: Tensor) -> Tensor:
     return reduce(x, group, path)
 
 
-def _divide_counts(attention: nn.Module, degree: int) -> None:
-    """Tell an attention how many heads a rank has, where it keeps the number."""
-    for name in _COUNTS:
-        if isinstance(getattr(attention, name, None), int):
-            setattr(attention, name, getattr(attention, name) // degree)
-
-
-def _around_column(module: nn.Module, path: str, mesh: Mesh, borders: _Borders) -> None:
+def _around_column(module: nn.Module, path: str, mesh: Mesh, borders: _Borders, facts: FamilyFacts) -> None:
     module.register_forward_pre_hook(lambda _, args: (borders.enter(path, args[0]), *args[1:]))
     if isinstance(module, nn.Linear):
         module.out_features //= mesh.size("tp")
-    elif is_transposed(module):
-        module.nf //= mesh.size("tp")  # type: ignore[operator, assignment]
+    elif facts.is_transposed(module):
+        facts.divide_outputs(module, mesh.size("tp"))
 
 
 def _around_shared(module: nn.Module, path: str, mesh: Mesh, borders: _Borders, heads: int) -> None:
@@ -110,13 +102,13 @@ def _around_shared(module: nn.Module, path: str, mesh: Mesh, borders: _Borders, 
     module.out_features //= heads
 
 
-def _around_gather(module: nn.Module, path: str, mesh: Mesh, borders: _Borders) -> None:
-    _around_column(module, path, mesh, borders)
+def _around_gather(module: nn.Module, path: str, mesh: Mesh, borders: _Borders, facts: FamilyFacts) -> None:
+    _around_column(module, path, mesh, borders, facts)
     group = mesh.groups["tp"]
     module.register_forward_hook(lambda _, args, output: gather_last(output, group, path), prepend=True)
 
 
-def _around_row(module: nn.Module, path: str, mesh: Mesh, borders: _Borders) -> None:
+def _around_row(module: nn.Module, path: str, mesh: Mesh, borders: _Borders, facts: FamilyFacts) -> None:
     """Hold the bias back while the module runs, and add it once to the sum."""
     held: list[Tensor | None] = []
 
@@ -124,7 +116,7 @@ def _around_row(module: nn.Module, path: str, mesh: Mesh, borders: _Borders) -> 
         bias = module._parameters.get("bias")
         held.append(bias)
         # GPT-2's linear layers cannot do without one.
-        none = bias.new_zeros(()) if is_transposed(module) and bias is not None else None
+        none = bias.new_zeros(()) if facts.is_transposed(module) and bias is not None else None
         module._parameters["bias"] = none  # type: ignore[assignment]
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:
@@ -141,10 +133,10 @@ def _around_row(module: nn.Module, path: str, mesh: Mesh, borders: _Borders) -> 
         module.in_features //= mesh.size("tp")
 
 
-def _around_vocab(module: nn.Module, path: str, mesh: Mesh, borders: _Borders) -> None:
+def _around_vocab(module: nn.Module, path: str, mesh: Mesh, borders: _Borders, facts: FamilyFacts) -> None:
     """A cut embedding looks up its own tokens; a cut head gives its own logits."""
     if isinstance(module, nn.Linear):
-        _around_column(module, path, mesh, borders)
+        _around_column(module, path, mesh, borders, facts)
         return
     assert isinstance(module, nn.Embedding)
     module.num_embeddings //= mesh.size("tp")
@@ -185,7 +177,7 @@ def _replace_weights(module: nn.Module, used: Callable[[nn.Parameter], Tensor]) 
     module.register_forward_hook(after, always_call=True, prepend=True)
 
 
-_AROUND: dict[str, Callable[[nn.Module, str, Mesh, _Borders], None]] = {
+_AROUND: dict[str, Callable[[nn.Module, str, Mesh, _Borders, FamilyFacts], None]] = {
     "column": _around_column,
     "qkv": _around_column,
     "gather": _around_gather,

@@ -1,0 +1,94 @@
+"""A model is looked at once: what was learned of it is frozen, and a run that is given it asks the modules nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from samestep.datasets import batches
+from samestep.layout import Layout
+from samestep.runtime import assembly, cuts, dropout, expert, locality, sequence
+from samestep.runtime.assembly import Source, copied, prepare, with_slices
+from samestep.runtime.build import loss_of, optimizer_of
+from samestep.runtime.joining import Place
+from samestep.runtime.run import Run
+from tests.laboratory import clipped
+from tests.models import MODELS, Tokens
+from tests.pool import pool
+
+EXAMINATIONS = [
+    (expert, "experts_of"),
+    (cuts, "cuts_of"),
+    (cuts, "shareable_heads"),
+    (sequence, "_parts"),
+    (locality, "prove"),
+    (dropout, "has_dropout"),
+    (assembly, "trace"),
+]
+"""Functions that find something out about a model."""
+
+
+def source_of(model: str, layout: str) -> Source:
+    source = Source(MODELS[model], loss_of(clipped()), optimizer_of(clipped()), model)
+    example = next(batches(Tokens(), clipped())).samples([0])
+    traced = with_slices(prepare(source, clipped(), example), Layout.parse(layout), example)
+    return dataclasses.replace(source, prepared=traced)
+
+
+def examined(patch: pytest.MonkeyPatch, called: list[str]) -> None:
+    """Note every call of a function that finds something out about a model."""
+    for home, name in EXAMINATIONS:
+        original = getattr(home, name)
+
+        def noting(*args: Any, original: Any = original, name: str = name, **named: Any) -> Any:
+            called.append(name)
+            return original(*args, **named)
+
+        patch.setattr(home, name, noting)
+
+
+def step_of_a_traced_model(rank: int, world: int, model: str, layout: str) -> tuple[list[str], list[str]]:
+    """Return which examinations tracing made, and which a step of a run of the traced model."""
+    before: list[str] = []
+    after: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        examined(patch, before)
+        source = source_of(model, layout)
+    run = Run(source, Layout.parse(layout), clipped(), Place(rank, rank, world, world, torch.device("cpu")))
+    with pytest.MonkeyPatch.context() as patch:
+        examined(patch, after)
+        run.step(next(batches(Tokens(), clipped())))
+    return before, after
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), [("mixtral", "tp=2 sequence_parallel"), ("mixtral", "dp=2 ep=2"), ("llama_even", "cp=2")]
+)
+def test_a_run_of_a_traced_model_examines_nothing(model: str, layout: str) -> None:
+    for before, after in pool(2).run(step_of_a_traced_model, model, layout):
+        assert {"experts_of", "cuts_of", "has_dropout", "trace"} <= set(before)
+        assert before.count("experts_of") == before.count("cuts_of") == before.count("trace") == 1
+        assert not after
+
+
+def test_what_was_learned_holds_of_another_copy_of_the_model() -> None:
+    source = source_of("mixtral", "cp=2")
+    again = copied(source, clipped())
+    assert source.prepared is not None
+    assert again.analysis is source.prepared.analysis
+    assert again.module is not source.prepared.module
+
+
+def test_a_model_without_sequences_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That there is nothing to slice is known from then on too."""
+    called: list[str] = []
+    examined(monkeypatch, called)
+    source = Source(MODELS["mixtral"], loss_of(clipped()), optimizer_of(clipped()))
+    example = next(batches(Tokens(), clipped())).samples([0])
+    short = {name: tensor[:, :1] for name, tensor in example.items()}
+    once = with_slices(prepare(source, clipped(), short), Layout.parse("cp=2"), short)
+    assert with_slices(once, Layout.parse("cp=2"), short) is once
+    assert called.count("prove") == 1
