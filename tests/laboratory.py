@@ -149,7 +149,7 @@ def follow(run: Run, dataset: Dataset, job: Job, record: bool = False) -> Observ
             with Ledger() as ledger:
                 report = run.step(batch)
             seen.ledger = ledger.rows
-            seen.predicted = run.program.ledger(group_of=run.made.mesh.group_of)
+            seen.predicted = run.program.ledger(group_of=run.assembly.parallel.mesh.group_of)
         else:
             report = run.step(batch)
         seen.losses.append(report.loss)
@@ -158,7 +158,7 @@ def follow(run: Run, dataset: Dataset, job: Job, record: bool = False) -> Observ
         pieces = run.updater.pieces
         seen.gradients.append([(p.name, *_place(run, p), p.gradient().detach().clone()) for p in pieces])
     seen.weights = [(p.name, *_place(run, p), p.value.detach().clone()) for p in run.updater.pieces]
-    seen.index = run.made.mesh.tp_index
+    seen.index = run.assembly.parallel.mesh.tp_index
     seen.cuts = {p.name: (p.cut, p.shape) for p in run.program.step.model.params if p.cut and run.layout.tp > 1}
     return seen
 
@@ -166,7 +166,7 @@ def follow(run: Run, dataset: Dataset, job: Job, record: bool = False) -> Observ
 def _place(run: Run, piece: Piece) -> tuple[int, int]:
     """Where a piece stands: experts of other ranks, which lie before its own, are counted too."""
     spec = next(param for param in run.program.step.model.params if param.name == piece.name)
-    before = run.made.mesh.ep_index * spec.numel if is_dealt(run.program.step, spec) else 0
+    before = run.assembly.parallel.mesh.ep_index * spec.numel if is_dealt(run.program.step, spec) else 0
     return before + piece.start, before + piece.stop
 
 

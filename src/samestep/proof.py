@@ -36,7 +36,7 @@ from samestep.job import Job, RunTable, ScheduleTable
 from samestep.layout import Layout
 from samestep.memory import readable
 from samestep.runtime import joining, launch
-from samestep.runtime.assembly import Loss, Source, holder_of, prepare
+from samestep.runtime.assembly import Loss, Source, prepare, store_of
 from samestep.runtime.build import loss_of, model_source, optimizer_of
 from samestep.runtime.joining import Place
 from samestep.runtime.update import optimizer_source
@@ -282,7 +282,7 @@ def _judge(place: Place, subjects: Sequence[Subject], workers: int) -> None:
 
 def _launch(subject: Subject, ranks: int, work: Callable[..., Any], *args: Any, apart: bool = False) -> Any:
     run = subject.job.run
-    holder_of(subject.layout)
+    store_of(subject.layout)
     return launch.run_workers(
         work,
         args,

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from samestep.runtime.run import StepReport
+from samestep.runtime.step_report import StepReport
 
 _LINES = 40
 """About so many lasting lines a run prints, beside the live one."""

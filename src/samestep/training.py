@@ -46,10 +46,11 @@ from samestep.nearest import nearest
 from samestep.prediction import predict
 from samestep.report import Metrics, Screen, write_whole
 from samestep.runtime import checkpoint, joining, launch, shortage
-from samestep.runtime.assembly import Source, holder_of, prepare, with_slices
+from samestep.runtime.assembly import Source, prepare, store_of, with_slices
 from samestep.runtime.build import loss_of, model_source, optimizer_of
 from samestep.runtime.joining import Place
-from samestep.runtime.run import Run, StepReport
+from samestep.runtime.run import Run
+from samestep.runtime.step_report import StepReport
 from samestep.runtime.update import check_optimizer
 from samestep.strategies import program_of
 
@@ -182,7 +183,7 @@ def train(
             return _work(place, checked)
         finally:
             joining.leave()
-    holder_of(checked.layout)
+    store_of(checked.layout)
     try:
         return launch.run_workers(
             _work,

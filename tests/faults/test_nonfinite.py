@@ -151,7 +151,7 @@ def take(rank: int, world: int, kind: str, layout: str, job: Job, leave_out: int
         seen.losses.append(report.loss)
         seen.skipped.append(report.skipped)
         seen.notes.append(report.note)
-        if run.updater.loss_scale is not None:
+        if run.updater.loss_scale.is_dynamic:
             seen.scales.append(run.updater.loss_scale.scale)
             states = run.updater.optimizer.state.values()
             seen.updates.append(max((float(state["step"]) for state in states), default=0.0))

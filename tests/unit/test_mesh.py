@@ -24,10 +24,10 @@ def prepared(rank: int, world: int, layout: str) -> Any:
 
 
 def runs_in_turn(rank: int, world: int) -> tuple[bool, list[int]]:
-    first = prepared(rank, world, "dp=2 tp=2").made.mesh.groups
+    first = prepared(rank, world, "dp=2 tp=2").assembly.parallel.mesh.groups
     threads, same = [], True
     for _ in range(3):
-        again = prepared(rank, world, "dp=2 tp=2").made.mesh.groups
+        again = prepared(rank, world, "dp=2 tp=2").assembly.parallel.mesh.groups
         same = same and all(again[axis] is group for axis, group in first.items())
         threads.append(psutil.Process().num_threads())
     return same and len(first) >= 2, threads

@@ -69,7 +69,7 @@ def watch_backward(module: nn.Module, outputs: Iterable[Tensor], watch: Watch) -
     ]
     before = set(watch.sizes)
     try:
-        with _Watching(watch, found):
+        with _BackwardTracer(watch, found):
             given = [torch.empty_like(root) for root in roots]
             torch.autograd.grad(roots, weights, given, allow_unused=True)
     except Exception:  # an operator that has no meta kernel: of what comes behind it nothing is known
@@ -81,7 +81,7 @@ def watch_backward(module: nn.Module, outputs: Iterable[Tensor], watch: Watch) -
     return found
 
 
-class _Watching(TorchDispatchMode):
+class _BackwardTracer(TorchDispatchMode):
     """Notes what each operation of a backward reads and writes."""
 
     def __init__(self, watch: Watch, found: Backward) -> None:

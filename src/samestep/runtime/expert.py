@@ -210,13 +210,17 @@ class Balance:
     """Ranks that count the same samples."""
 
     @classmethod
-    def of(cls, model: nn.Module, program: Program, mesh: Mesh) -> Balance | None:
-        """Read what a transformers model asks for; None where it asks for nothing."""
+    def of(cls, model: nn.Module, program: Program, mesh: Mesh) -> Balance | NoBalance:
+        """Read what a transformers model asks for."""
         experts, config = program.step.model.balanced_experts, getattr(model, "config", None)
         if not experts or config is None:
-            return None
+            return NoBalance()
         group = mesh.groups.get("world")
         return cls(config.router_aux_loss_coef, config.num_experts_per_tok, experts, group, mesh.tp)
+
+    def added_to(self, loss_sum: Tensor, outputs: Any, count: Tensor | int, weight: float) -> Tensor:
+        """Return the sum of both losses over a micro-batch. Collective over the world, as the part added here is."""
+        return loss_sum + self(outputs, count, weight)
 
     def __call__(self, outputs: Any, count: Tensor | int, weight: float) -> Tensor:
         """Return this rank's part, times the count of the whole step. Collective over the world.
@@ -235,6 +239,14 @@ class Balance:
         chosen = chosen / self.copies / rows_of_all
         mean = torch.stack([share.sum(dim=0) for share in shares]).sum(dim=0) / rows_of_all
         return self.coefficient * self.num_experts * count_of_all * (chosen.to(mean.dtype) * mean).sum()
+
+
+class NoBalance:
+    """Stands in for `Balance` where the job asks for no loss that balances experts."""
+
+    def added_to(self, loss_sum: Tensor, outputs: Any, count: Tensor | int, weight: float) -> Tensor:
+        """Return the loss as it is."""
+        return loss_sum
 
 
 class _AllToAll(torch.autograd.Function):

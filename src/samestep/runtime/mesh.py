@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -132,6 +133,15 @@ def build(program: Program, device: torch.device) -> Mesh:
         ranks=mine,
         ep=layout.ep,
     )
+
+
+def gather_objects(mine: Any, world_size: int) -> list[Any]:
+    """Return what every rank gives, by rank. Collective over the world: if a rank does not call it, the others wait."""
+    if world_size == 1:
+        return [mine]
+    given: list[Any] = [None] * world_size
+    dist.all_gather_object(given, mine)
+    return given
 
 
 _made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}

@@ -55,11 +55,11 @@ from samestep.program import (
     is_replicated,
     partial_sizes,
 )
-from samestep.runtime.data import Materialize
 from samestep.runtime.mesh import Mesh
 from samestep.runtime.precision import DTYPES
 from samestep.runtime.record import owned
 from samestep.runtime.update import Piece, squared_norm
+from samestep.runtime.weight_store import Materialize
 
 
 class Sharded:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,37 +26,55 @@ from torch import Tensor
 
 from samestep.errors import DriftError
 from samestep.program import Kind, LedgerRow, is_dealt, is_replicated
-from samestep.runtime.mesh import group_over
+from samestep.runtime.assembly import Assembly
+from samestep.runtime.mesh import Mesh, gather_objects, group_over
 from samestep.runtime.record import Ledger
-
-if TYPE_CHECKING:
-    from samestep.runtime.run import Run, StepReport
-    from samestep.runtime.update import Piece
+from samestep.runtime.step_report import StepReport
+from samestep.runtime.update import Piece
 
 TOLERANCE = 1e-3
 """Of weights that ranks compute redundantly, against their norm: a missing reduction parts them further in few steps."""
 _COLUMNS = 4096
 
 
-class Watch:
+class DriftMonitor:
     """Checks the invariants of one run. Every rank makes one and calls it alike."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        pieces = run.updater.pieces
-        step = run.program.step
+    def __init__(self, assembly: Assembly) -> None:
+        """Make the groups to compare in. Collective over the world: if a rank does not, the others wait for it."""
+        mesh = self._mesh = assembly.parallel.mesh
+        pieces = assembly.weights.updater.pieces
+        step = assembly.parallel.program.step
+        self._has_compared_sent = False
         whole = {param.name for param in step.model.params if is_replicated(step, param)}
         self._redundant = [piece for piece in pieces if piece.name in whole]
-        tp_index = 0 if all(piece.name in whole for piece in pieces) else run.made.mesh.tp_index
+        tp_index = 0 if all(piece.name in whole for piece in pieces) else mesh.tp_index
         dealt = {param.name for param in step.model.params if is_dealt(step, param)}
         self._replicas: list[tuple[list[Piece], dist.ProcessGroup | None]] = []
         """Pieces, and the ranks that hold the same of them: of experts others than of all else."""
-        for index in (0, 1 + run.made.mesh.ep_index)[: 1 + (run.layout.ep > 1)]:
+        for index in (0, 1 + mesh.ep_index)[: 1 + (mesh.ep > 1)]:
             mine = [piece for piece in pieces if (piece.name in dealt) is (index > 0)]
             held = repr([(piece.name, piece.start, piece.stop) for piece in mine] + [tp_index, index]).encode()
-            self._replicas.append((mine, _group_of_equals(run, xxhash.xxh3_64_hexdigest(held))))
-        cut = run.layout.tp > 1
-        self._cut_ranks = _group_of_equals(run, str(run.made.mesh.ranks["tp"])) if cut else None
+            self._replicas.append((mine, _group_of_equals(mesh, xxhash.xxh3_64_hexdigest(held))))
+        self._cut_ranks = _group_of_equals(mesh, str(mesh.ranks["tp"])) if mesh.tp > 1 else None
+
+    def watch(self, take_step: Callable[[], StepReport], indices: np.ndarray[Any, Any]) -> StepReport:
+        """Take a step on the samples of `indices`, then compare; what was sent is compared in the first such step.
+
+        Collective over the world, as the step and the comparisons are.
+
+        Raises:
+            DriftError: ranks that must agree do not.
+        """
+        if self._has_compared_sent:
+            report = take_step()
+        else:
+            self._has_compared_sent = True
+            with Ledger() as sent:
+                report = take_step()
+            self.check_sent(report.step, sent)
+        self.check(report, indices)
+        return report
 
     def check(self, report: StepReport, indices: np.ndarray[Any, Any]) -> None:
         """Compare after a step. Collective over the world.
@@ -81,8 +100,7 @@ class Watch:
             "the loss": _bits(report.loss),
             "the gradient norm": _bits(report.grad_norm),
         }
-        device = self._run.place.device
-        numbers = torch.tensor([*facts.values(), len(names)], dtype=torch.int64, device=device)
+        numbers = torch.tensor([*facts.values(), len(names)], dtype=torch.int64, device=self._mesh.device)
         both = torch.cat([numbers, -numbers])
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
         most, least = both.chunk(2)
@@ -99,12 +117,12 @@ class Watch:
         """
         mine = {group: _comparable(rows) for group, rows in ledger.rows.items()}
         mine = {group: rows for group, rows in mine.items() if rows}
-        prints = self._said({group: xxhash.xxh3_64_intdigest(repr(rows).encode()) for group, rows in mine.items()})
+        prints = self._gathered({group: xxhash.xxh3_64_intdigest(repr(rows).encode()) for group, rows in mine.items()})
         groups = dict.fromkeys(group for one in prints for group in one)
         odd = [group for group in groups if len({prints[rank].get(group) for rank in _ranks_of(group)}) > 1]
         if not odd:
             return
-        sent = self._said({group: [*rows, ("nothing more", "", 0)] for group, rows in mine.items() if group in odd})
+        sent = self._gathered({group: [*rows, ("nothing more", "", 0)] for group, rows in mine.items() if group in odd})
         ranks = _ranks_of(odd[0])
         lists = [sent[rank].get(odd[0], [("nothing", "", 0)]) for rank in ranks]
         differing = next(rows for rows in zip(*lists, strict=False) if len(set(rows)) > 1)
@@ -115,24 +133,21 @@ class Watch:
             f"wrong: rank {ranks[0]} with {words[0]}, rank {ranks[other]} with {words[other]} bytes"
         )
 
-    def _said(self, mine: Any) -> list[Any]:
-        """Return what every rank says."""
-        said: list[Any] = [None] * self._run.layout.world_size
-        dist.all_gather_object(said, mine)
-        return said
+    def _gathered(self, mine: Any) -> list[Any]:
+        return gather_objects(mine, self._mesh.world_size)
 
     def _stop(self, step: int, mine: dict[str, tuple[Any, ...]]) -> None:
         """Say which rank differs from most of those that hold the same."""
-        said = self._said(mine)
+        said = self._gathered(mine)
         name = next(name for one in said for name in one)
         holders = {rank: one[name] for rank, one in enumerate(said) if name in one}
         most, count = Counter(holders.values()).most_common(1)[0]
         odd = [rank for rank, value in holders.items() if value != most]
         if 2 * count > len(holders):
-            who = f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} from the other{'s' * (count > 1)}"
+            who = f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} against the other{'s' * (count > 1)}"
         else:
-            who = f"ranks {', '.join(map(str, holders))} from each other"
-        raise DriftError(f"after step {step} {name} differs on {who}; samestep verify finds the cause")
+            who = f"ranks {', '.join(map(str, holders))} against each other"
+        raise DriftError(f"ranks disagree on {name} after step {step}: {who}; samestep verify finds the cause")
 
 
 def _comparable(rows: list[LedgerRow]) -> list[tuple[str, str, int]]:
@@ -149,10 +164,9 @@ def _ranks_of(group: str) -> list[int]:
     return [int(rank) for rank in group.partition(" ")[0].split(",")]
 
 
-def _group_of_equals(run: Run, key: str) -> dist.ProcessGroup | None:
+def _group_of_equals(mesh: Mesh, key: str) -> dist.ProcessGroup | None:
     """Make the group of the ranks with the same key; None for a rank by itself. Collective over the world."""
-    keys: list[Any] = [None] * run.layout.world_size
-    dist.all_gather_object(keys, key)
+    keys = gather_objects(key, mesh.world_size)
     mine = None
     for one in dict.fromkeys(keys):
         ranks = [rank for rank, other in enumerate(keys) if other == one]
