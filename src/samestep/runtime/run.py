@@ -30,10 +30,9 @@ from samestep.errors import DataError, LayoutError, NonFiniteError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program import Program, Task, TaskKind
-from samestep.runtime import diagnose, evaluation, joining, precision
+from samestep.runtime import diagnose, dropout, evaluation, joining, precision
 from samestep.runtime.assembly import Assembly, Loss, Source, assemble, set_modes
 from samestep.runtime.build import call_model
-from samestep.runtime.dropout import Draw, Dropout, DropoutMode
 from samestep.runtime.evaluation import as_number
 from samestep.runtime.joining import Place
 from samestep.runtime.microbatches import Microbatches, StepBatch
@@ -228,12 +227,12 @@ class Run:
         parallel, model = self.assembly.parallel, self.assembly.model
         make_mode = self._observer.dropout_mode()
         with precision.raised_islands(parallel.program):
-            if make_mode is None and model.dropout.dropout is Dropout.ABSENT:
+            if make_mode is None and model.dropout.dropout is dropout.Dropout.ABSENT:
                 yield
                 return
             samples = torch.as_tensor(microbatches.drawn(microbatch), device=self.place.device)
-            draw = Draw(self.job.train.seed, microbatches.batch.step, samples)
-            with (make_mode or DropoutMode)(model.module, draw, model.mask_part) as mode:
+            draw = dropout.Draw(self.job.train.seed, microbatches.batch.step, samples)
+            with (make_mode or dropout.DropoutMode)(model.module, draw, model.mask_part) as mode:
                 yield
             model.dropout.end_forward(mode.num_draws)
 
