@@ -43,7 +43,7 @@ from foresight import as_lines
 from samestep import Job, Layout, schedules
 from samestep.datasets import batches
 from samestep.program import Program, Task
-from samestep.runtime.joining import LOOPBACK, Place
+from samestep.runtime.joining import LOOPBACK, RankInfo
 from samestep.runtime.launch import die_with_parent
 from samestep.runtime.pipeline import Stage
 from samestep.runtime.run import Run
@@ -102,7 +102,7 @@ class Step:
 class _Timed(StepObserver):
     """A run whose tasks are timed."""
 
-    def __init__(self, workload: Workload, layout: Layout, place: Place) -> None:
+    def __init__(self, workload: Workload, layout: Layout, place: RankInfo) -> None:
         self.tasks_s: list[float] = []
         self._waited_s = 0.0
         self.run = Run(workload.source, layout, workload.job, place, self)
@@ -144,7 +144,7 @@ def _serve(rank: int, world: int, folder: str, runs: list[tuple[Job, Layout]], p
     timed, feeds, programs = [], [], []
     for job, layout in runs:
         workload = Workload(job)
-        timed.append(_Timed(workload, layout, Place(rank, rank, world, world, torch.device("cpu"))))
+        timed.append(_Timed(workload, layout, RankInfo(rank, rank, world, world, torch.device("cpu"))))
         feeds.append(iter(batches(workload.dataset, workload.job)))
         programs.append(timed[-1].run.program)
     pipe.send(programs)

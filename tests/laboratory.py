@@ -23,7 +23,7 @@ from samestep.program import LedgerRow, is_dealt
 from samestep.runtime.assembly import Source, prepare
 from samestep.runtime.build import loss_of, optimizer_of
 from samestep.runtime.init import Blueprint, blueprint
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.record import Ledger
 from samestep.runtime.run import Run
 from samestep.runtime.tensor import joined
@@ -90,7 +90,7 @@ def _prepared(source: Source, job: Job) -> tuple[Blueprint, ModelSpec]:
 
 def make_run(rank: int, world: int, model: str, layout: str, job: Job, is_traced: bool = False) -> Run:
     per_node = job.run.ranks_per_node or world
-    place = Place(rank, rank % per_node, world, per_node, torch.device("cpu"))
+    place = RankInfo(rank, rank % per_node, world, per_node, torch.device("cpu"))
     source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
     if is_traced:
         source = replace(source, prepared=_prepared(source, job))

@@ -27,7 +27,7 @@ from samestep.hardware import Hardware
 from samestep.report import write_whole
 from samestep.runtime import figures, launch
 from samestep.runtime.figures import Device, Figures
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 
 _MOST_RANKS = 8  # of a CPU: more would share what they measure
 _OVERLAPS_BELOW = 0.75  # of both times one after the other: half way to hiding the shorter one
@@ -72,7 +72,7 @@ def _check_writable(path: Path, *, makes_folder: bool) -> None:
         raise SamestepError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def _measured(place: Place) -> tuple[Device, Figures]:
+def _measured(place: RankInfo) -> tuple[Device, Figures]:
     return figures.device_of(place), figures.measured(place)
 
 

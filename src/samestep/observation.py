@@ -32,7 +32,7 @@ from samestep.layout import Layout
 from samestep.program import Task, TaskKind
 from samestep.runtime.assembly import Source
 from samestep.runtime.dropout import Draw
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.masks import Part
 from samestep.runtime.placement import part_of
 from samestep.runtime.routes import RouteMode, Routes
@@ -150,7 +150,7 @@ class _Watched:
 class ObservedRun(StepObserver):
     """A run, with notes of the samples that it reads and of what every module gives for them."""
 
-    def __init__(self, source: Source, layout: Layout, job: Job, place: Place, example: Any) -> None:
+    def __init__(self, source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> None:
         """Prepare the run. Collective over the world: if a rank does not, the others wait for its process groups."""
         self.shares: list[Share] = []
         self.noted: dict[tuple[str, int, int], Output] = {}

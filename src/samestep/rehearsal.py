@@ -28,7 +28,7 @@ from samestep.layout import Layout
 from samestep.prediction import Prediction
 from samestep.report import write_whole
 from samestep.runtime import joining, launch
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.update import check_optimizer
 from samestep.strategies import programs_of
@@ -96,7 +96,7 @@ def rehearse(job: Job, best: Sequence[Prediction], machine: Hardware) -> tuple[l
     return [Rehearsed(*row, refitted_s) for row, refitted_s in zip(measured, after, strict=True)], path
 
 
-def _times(place: Place, workload: Workload, layout: Layout) -> list[float]:
+def _times(place: RankInfo, workload: Workload, layout: Layout) -> list[float]:
     run = Run(workload.source, layout, workload.job, place)
     run.prepare(workload.example)
     times = []

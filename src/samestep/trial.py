@@ -35,7 +35,7 @@ from samestep.observation import Observation, ObservedRun
 from samestep.program import Program
 from samestep.runtime import checkpoint, dropout
 from samestep.runtime.assembly import Source, prepare, with_slices
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.precision import DTYPES
 from samestep.runtime.run import Run
 from samestep.strategies import programs_of
@@ -85,13 +85,13 @@ def _sgd(named: list[tuple[str, Tensor]]) -> Optimizer:
 # -- what workers do -------------------------------------------------------------------------------
 
 
-def one_device(place: Place, subject: Subject) -> None:
+def one_device(place: RankInfo, subject: Subject) -> None:
     """Write down what one device computes."""
     observed = ObservedRun(subject.steps_by_sgd, Layout(), subject.job, place, subject.example)
     torch.save(_noted(observed, subject, None), subject.note("one"))
 
 
-def in_layout(place: Place, subject: Subject) -> None:
+def in_layout(place: RankInfo, subject: Subject) -> None:
     """Write down what one rank of the layout computes, and save a checkpoint with the others."""
     one: Observation = _read(subject.note("one"))
     observed = ObservedRun(subject.steps_by_sgd, subject.layout, subject.job, place, subject.example)
@@ -135,7 +135,7 @@ def _observations(subject: Subject) -> tuple[Observation, list[Observation]]:
 Found = tuple[tuple[Check, ...], Cause | None, str]
 
 
-def judge(place: Place, subject: Subject) -> Found:
+def judge(place: RankInfo, subject: Subject) -> Found:
     """Compare what was noted, read the checkpoint of the layout, and look for the cause of the first difference."""
     one, ranks = _observations(subject)
     run = Run(subject.source, Layout(), subject.job, place)
@@ -273,7 +273,7 @@ def _gradients(run: Run, batch: Batch) -> tuple[Mapping[str, Tensor], float, flo
 # -- the job's own precision -----------------------------------------------------------------------
 
 
-def measure_rounding(place: Place, subject: Subject) -> None:
+def measure_rounding(place: RankInfo, subject: Subject) -> None:
     """Write down what one device computes, and how far it parts from that when it starts off by one rounding.
 
     Workers that do so apart from each other share the perturbed runs; the first of them writes what is right.
@@ -310,7 +310,7 @@ def _unclaimed(subject: Subject) -> Iterator[int]:
         yield seed
 
 
-def judge_rounding(place: Place, subject: Subject) -> Found:
+def judge_rounding(place: RankInfo, subject: Subject) -> Found:
     """Hold the layout in the job's own precision against what one rounding does."""
     one, ranks = _observations(subject)
     deviations: dict[tuple[str, str, int], float] = {}

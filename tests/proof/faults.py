@@ -33,7 +33,7 @@ from samestep.runtime.data import Replicated
 from samestep.runtime.deferred import Deferred
 from samestep.runtime.expert import Balance
 from samestep.runtime.init import Blueprint
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.step_observer import StepScalars
 from samestep.runtime.update import Updater
@@ -708,14 +708,14 @@ def subject(model: str, layout: str, job: Job, folder: Path) -> trial.Subject:
 
 def on_a_rank(rank: int, world: int, model: str, layout: str, job: Job, folder: Path, name: str) -> None:
     """Run one rank of the layout with a fault in it."""
-    place = Place(rank, rank, world, world, torch.device("cpu"))
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         if name:
             FAULTS[name].install(patch)
         trial.in_layout(place, subject(model, layout, job, folder))
 
 
-ONE = Place(0, 0, 1, 1, torch.device("cpu"))
+ONE = RankInfo(0, 0, 1, 1, torch.device("cpu"))
 _REFERENCES: dict[Any, Path] = {}
 _KEPT = tempfile.TemporaryDirectory(prefix="samestep-references-")
 

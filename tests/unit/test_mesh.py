@@ -8,7 +8,7 @@ import psutil
 import torch.distributed as dist
 
 from samestep.datasets import batches
-from samestep.runtime.joining import Place, leave
+from samestep.runtime.joining import RankInfo, leave
 from samestep.runtime.launch import run_workers
 from samestep.runtime.mesh import group_over
 from tests.laboratory import clipped, make_run
@@ -49,7 +49,7 @@ def test_a_name_asks_for_a_group_of_its_own() -> None:
     assert pool(2).run(groups_of_two_names) == [(True, False, True)] * 2
 
 
-def threads_after_leaving(place: Place) -> tuple[int, int]:
+def threads_after_leaving(place: RankInfo) -> tuple[int, int]:
     with_world = psutil.Process().num_threads()
     group_over((0, 1), "cp")
     dist.barrier()

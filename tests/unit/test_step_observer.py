@@ -15,7 +15,7 @@ from samestep.program import Task, TaskKind
 from samestep.runtime.assembly import Source
 from samestep.runtime.build import loss_of, optimizer_of
 from samestep.runtime.dropout import Dropout, DropoutState
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.step_observer import Indices, StepObserver, StepScalars
 from tests.laboratory import job_of, perturbed
@@ -42,7 +42,7 @@ class Recorder(StepObserver):
 
 
 def run_of(rank: int, world: int, model: str, layout: str, job: Job, *observers: StepObserver) -> Run:
-    place = Place(rank, rank, world, world, torch.device("cpu"))
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
     source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
     return Run(source, Layout.parse(layout), job, place, *observers)
 

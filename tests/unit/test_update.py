@@ -20,7 +20,7 @@ from samestep.layout import Layout
 from samestep.model import LayerSpec, ModelSpec, ParamSpec
 from samestep.runtime.assembly import Source
 from samestep.runtime.build import loss_of, optimizer_of
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.update import (
     LossScale,
@@ -328,7 +328,7 @@ def test_torch_optimizers_can_all_be_rebuilt(name: str) -> None:
 def injected(rank: int, world: int, layout: str, names: list[str]) -> dict[str, Runs]:
     """Feed equal gradients into each optimizer over the pieces of a layout, three steps; return weights and states."""
     job = job_of("float64")
-    place = Place(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
+    place = RankInfo(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
     run = Run(Source(perturbed(MODELS["plain"]), loss_of(job), optimizer_of(job)), Layout.parse(layout), job, place)
     run.prepare(next(batches(Tokens(), job)).samples([0]))
     store = run.assembly.weights.store

@@ -42,7 +42,7 @@ from samestep.runtime.build import cross_entropy, learning_rate_factor
 from samestep.runtime.data import Replicated
 from samestep.runtime.deferred import Deferred
 from samestep.runtime.init import Blueprint, blueprint, fill_rest
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.masks import Part
 from samestep.runtime.trace import samples_traced, trace
 from samestep.runtime.update import OptimizerSource, Updater, check_optimizer
@@ -189,7 +189,7 @@ def _first_of(example: Any, dtype: torch.dtype) -> Any:
     return precision.cast_floating(tree_map_only(Tensor, lambda tensor: tensor[:1], example), dtype)
 
 
-def assemble(source: Source, layout: Layout, job: Job, place: Place, example: Any) -> Assembly:
+def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> Assembly:
     """Build, cut and fill the model of one rank."""
     plan, spec = with_slices(source.prepared or prepare(source, job, example), layout, example)
     stage = meshes.stage_of(place.rank, layout.world_size, layout.pp)

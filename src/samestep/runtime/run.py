@@ -34,7 +34,7 @@ from samestep.runtime import diagnose, dropout, evaluation, joining, precision
 from samestep.runtime.assembly import Assembly, Loss, Source, assemble, set_modes
 from samestep.runtime.build import call_model
 from samestep.runtime.evaluation import as_number
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.microbatches import Microbatches, StepBatch
 from samestep.runtime.record import owned
 from samestep.runtime.step_observer import Indices, StepObserver, StepScalars
@@ -50,7 +50,7 @@ class Run:
     """A model in a layout, ready to take steps. Every rank makes one and calls it alike."""
 
     def __init__(
-        self, source: Source, layout: Layout, job: Job, place: Place, observer: StepObserver = _NOBODY
+        self, source: Source, layout: Layout, job: Job, place: RankInfo, observer: StepObserver = _NOBODY
     ) -> None:
         self.job, self.layout, self.place = job, layout, place
         self.steps_taken = 0

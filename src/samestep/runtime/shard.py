@@ -85,7 +85,7 @@ class Sharded:
         return self.model
 
     @torch.no_grad()
-    def _fill(self, places: dict[str, _Place], materialize: Materialize) -> None:
+    def _fill(self, places: dict[str, _ParamSlots], materialize: Materialize) -> None:
         """Allocate this rank's rows, and fill them from each whole parameter in turn, which is freed at once."""
         device = self.mesh.device
         self.model._apply(lambda t: torch.empty_like(t, device=device) if isinstance(t, DTensor) else t)
@@ -206,7 +206,7 @@ class Sharded:
             unit.reset()
 
 
-_Place = list[tuple[nn.Module, str]]
+_ParamSlots = list[tuple[nn.Module, str]]
 """Modules of a unit that have a weight, and its name there."""
 
 
@@ -218,7 +218,7 @@ class _RunningUnit:
     micro-batch, since in a pipeline several are under way.
     """
 
-    def __init__(self, model: nn.Module, unit: Unit, program: Program, places: dict[str, _Place]) -> None:
+    def __init__(self, model: nn.Module, unit: Unit, program: Program, places: dict[str, _ParamSlots]) -> None:
         self.unit = unit
         self.params = {_at(places[name][0]) for name in unit.params}
         """Still on meta, before FSDP2 cuts them."""
@@ -355,11 +355,11 @@ def _keep_order(units: list[_RunningUnit]) -> None:
                 module.register_forward_pre_hook(functools.partial(unit.check_order, passed), prepend=True)
 
 
-def _reshape(model: nn.Module, program: Program) -> dict[str, _Place]:
+def _reshape(model: nn.Module, program: Program) -> dict[str, _ParamSlots]:
     """Give every parameter, still on meta, the shape and dtype that this rank's program has of it; return its places."""
     dtype = DTYPES[program.step.master_dtype]
     mine = {name: {*unit.modules} for unit in program.units for name in unit.params}
-    places: dict[str, _Place] = {}
+    places: dict[str, _ParamSlots] = {}
     for spec in program.step.model.params:
         names = [name.rpartition(".") for name in (spec.name, *spec.aliases)]
         if spec.tied_stages:  # another stage has the weight's other name
@@ -376,7 +376,7 @@ def _at(place: tuple[nn.Module, str]) -> Tensor:
     return value
 
 
-def _put(places: _Place, param: nn.Parameter) -> None:
+def _put(places: _ParamSlots, param: nn.Parameter) -> None:
     for owner, leaf in places:
         setattr(owner, leaf, param)
 
