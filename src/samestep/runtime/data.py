@@ -60,7 +60,7 @@ class _GradientSlot:
 
 
 class Replicated:
-    """Weights whole on every rank, in the working dtype; gradients and optimizer as the program's buckets say."""
+    """A `WeightStore` of whole weights, in the working dtype; gradients and optimizer as the program's buckets say."""
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         self.program, self.mesh = program, mesh
@@ -193,7 +193,10 @@ class Replicated:
             flat.work = self._send(flat, op, flat.gradients)
 
     def finish_gradients(self) -> None:
-        """Start what no backward reached, wait for all, and issue what follows a bucket's first collective."""
+        """Start what no backward reached, wait for all, and issue what follows a bucket's first collective.
+
+        Collective over the axes of the program's buckets: if a rank does not call it, the others wait for it.
+        """
         for flat in self._flats[self._next :]:
             self._start(flat)
         self._next = len(self._flats)
@@ -247,7 +250,7 @@ class Replicated:
         return mesh.dp_replicate * mesh.dp_shard // bucket.ep, mesh.summed_index // bucket.ep, 1
 
     def publish(self) -> None:
-        """Gather every rank's chunk of the updated weights (zero=1)."""
+        """Gather every rank's chunk of the updated weights under zero=1. Collective over `dp_shard`."""
         for flat in self._flats:
             for op in flat.gathers:
                 assert flat.weights is not None

@@ -92,7 +92,7 @@ class WholeModel:
 
 
 class Stage:
-    """The runs of layers of this rank, and what passes between them and other ranks."""
+    """The chunks of layers of this rank, and what passes between them and other ranks."""
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, slicing: Slicing | WholeSequences) -> None:
         self._program, self._mesh, self._slicing = program, mesh, slicing
@@ -125,7 +125,11 @@ class Stage:
             self._links.setdefault(self._link_of(action), _Link()).due.append(action)
 
     def forward(self, microbatch: int, chunk: int, call: Callable[[nn.Module], Any]) -> Any:
-        """Run the layers of one run on a micro-batch; return the model's outputs where the run ends the model."""
+        """Run the layers of one chunk on a micro-batch; return the model's outputs where the chunk ends the model.
+
+        Receives from the stage before and sends to the one behind: every stage calls it for each forward of its program,
+        in that order. If one does not, its neighbours wait for the message.
+        """
         layers = self._program.chunks[chunk]
         action = Action(ActionKind.FORWARD, microbatch, chunk)
         handles = []
@@ -147,7 +151,10 @@ class Stage:
         return outputs if self.is_last(chunk) else None
 
     def backward(self, microbatch: int, chunk: int, loss: Tensor | None) -> None:
-        """Run the backward of one run: from the loss, or from the gradient that the next run sends."""
+        """Run the backward of one chunk: from the loss, or from the gradient that the next chunk sends.
+
+        Communicates as `forward` does, in the other direction.
+        """
         action = Action(ActionKind.BACKWARD, microbatch, chunk)
         if loss is not None:
             self._await_ahead()
@@ -163,7 +170,7 @@ class Stage:
             self._send(action, given.grad)
 
     def finish(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all that was sent has left, which it does once the neighbours have received it."""
         for action in list(self._sent):
             self._release(action)
 

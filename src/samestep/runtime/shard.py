@@ -63,7 +63,7 @@ from samestep.runtime.weight_store import Materialize
 
 
 class Sharded:
-    """Weights, gradients and optimizer cut over `dp_shard` along their first dimension."""
+    """A `WeightStore` of weights, gradients and optimizer cut over `dp_shard` along their first dimension."""
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         self.program, self.mesh = program, mesh
@@ -153,6 +153,8 @@ class Sharded:
 
     def finish_gradients(self) -> None:
         """Wait for FSDP2's reductions; sum over stages that share a weight, and over `tp` what is that of a part.
+
+        Collective over these stages and `tp`: if a rank does not call it, the others wait for it.
 
         Raises:
             LayoutError: a unit took no part in a backward, so this rank did not reduce its gradients with the others.
