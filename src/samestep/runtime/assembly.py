@@ -79,7 +79,7 @@ class Parallel:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class PreparedModel:
     """This rank's module, as the layout has cut it, and what is known of it."""
 
     module: nn.Module
@@ -122,7 +122,7 @@ class Assembly:
     """The parts of a prepared run."""
 
     parallel: Parallel
-    model: Model
+    model: PreparedModel
     objective: Objective
     weights: Weights
 
@@ -228,7 +228,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
             slicing=slicing,
             deferred=deferred,
         ),
-        model=Model(
+        model=PreparedModel(
             module=model,
             spec=spec,
             master_dtype=precision.DTYPES[program.step.master_dtype],
