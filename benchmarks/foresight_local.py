@@ -48,7 +48,7 @@ from samestep.errors import InputError
 from samestep.memory import at_rest, states_per_param
 from samestep.prediction import predict
 from samestep.runtime import launch
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.run import Run
 from samestep.training import Workload
 
@@ -80,7 +80,7 @@ class Measured:
     """Bytes of all tensors at most, beyond those between steps."""
 
 
-def work(place: Place, workload: Workload, layout: Layout, steps: int) -> Measured:
+def work(place: RankInfo, workload: Workload, layout: Layout, steps: int) -> Measured:
     """Take one step that is not timed, `steps` that are, and one that is watched."""
     run = Run(workload.source, layout, workload.job, place)
     run.prepare(workload.example)

@@ -43,10 +43,11 @@ from foresight import as_lines
 from samestep import Job, Layout, schedules
 from samestep.datasets import batches
 from samestep.program import Program, Task
-from samestep.runtime.joining import LOOPBACK, Place
+from samestep.runtime.joining import LOOPBACK, RankInfo
 from samestep.runtime.launch import die_with_parent
+from samestep.runtime.pipeline import Stage
 from samestep.runtime.run import Run
-from samestep.runtime.update import Updater
+from samestep.runtime.step_observer import Indices, StepObserver
 from samestep.schedules import Action
 from samestep.training import Workload
 
@@ -98,22 +99,22 @@ class Step:
     """Of each task of the program in its order, the update last, without waits for messages."""
 
 
-class _Timed:
+class _Timed(StepObserver):
     """A run whose tasks are timed."""
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.tasks_s = run, [0.0]
+    def __init__(self, workload: Workload, layout: Layout, place: RankInfo) -> None:
+        self.tasks_s: list[float] = []
         self._waited_s = 0.0
-        made = run.made
-        self._running, made.holder.running = made.holder.running, self._task  # type: ignore[method-assign]
-        if made.stage is not None:
-            self._receive, made.stage._received = made.stage._received, self._received  # type: ignore[method-assign]
+        self.run = Run(workload.source, layout, workload.job, place, self)
+        self.run.prepare(workload.example)
+        stage = self.run.assembly.parallel.stage
+        if isinstance(stage, Stage):
+            self._receive, stage._received = stage._received, self._received  # type: ignore[method-assign]
 
     @contextmanager
-    def _task(self, task: Task) -> Iterator[None]:
+    def running(self, task: Task, samples: Indices) -> Iterator[None]:
         began_s, self._waited_s = time.perf_counter(), 0.0
-        with self._running(task):
-            yield
+        yield
         self.tasks_s.append(time.perf_counter() - began_s - self._waited_s)
 
     def _received(self, *words: Any) -> Any:
@@ -127,23 +128,13 @@ class _Timed:
         began_s = time.perf_counter()
         self.run.step(batch)
         ended_s = time.perf_counter()
-        return Step(ended_s - began_s, (*self.tasks_s, _updates_s.pop()))
-
-
-_updates_s: list[float] = []
-
-
-def _timed_update(updater: Updater, factor: float, update: Any = Updater.step) -> None:
-    began_s = time.perf_counter()
-    update(updater, factor)
-    _updates_s[:] = [time.perf_counter() - began_s]
+        return Step(ended_s - began_s, tuple(self.tasks_s))
 
 
 def _serve(rank: int, world: int, folder: str, runs: list[tuple[Job, Layout]], pipe: Connection) -> None:
     """Take turns with the runs that are asked for, by their number."""
     die_with_parent(os.getppid())
     torch.set_num_threads(1)
-    Updater.step = _timed_update  # type: ignore[method-assign]
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     if world > 1:
         store = dist.FileStore(f"{folder}/store", world)
@@ -153,11 +144,9 @@ def _serve(rank: int, world: int, folder: str, runs: list[tuple[Job, Layout]], p
     timed, feeds, programs = [], [], []
     for job, layout in runs:
         workload = Workload(job)
-        run = Run(workload.source, layout, workload.job, Place(rank, rank, world, world, torch.device("cpu")))
-        run.prepare(workload.example)
-        timed.append(_Timed(run))
+        timed.append(_Timed(workload, layout, RankInfo(rank, rank, world, world, torch.device("cpu"))))
         feeds.append(iter(batches(workload.dataset, workload.job)))
-        programs.append(run.program)
+        programs.append(timed[-1].run.program)
     pipe.send(programs)
     while (number := pipe.recv()) is not None:
         for _ in range(WARM_UP):

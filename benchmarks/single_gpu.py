@@ -25,7 +25,7 @@ from samestep.memory import states_per_param
 from samestep.model import ModelSpec
 from samestep.prediction import predict
 from samestep.runtime import launch
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.shortage import is_shortage
 from samestep.training import Workload
@@ -110,11 +110,11 @@ def measured(chosen: Sequence[Setting], steps: int, device: str, sequence: int =
     return launch.run_workers(_work, (tuple(chosen), steps, sequence), ranks=1, device=device)
 
 
-def _work(place: Place, chosen: Sequence[Setting], steps: int, sequence: int) -> list[Seen]:
+def _work(place: RankInfo, chosen: Sequence[Setting], steps: int, sequence: int) -> list[Seen]:
     return [_run(place, setting, steps, sequence) for setting in chosen]
 
 
-def _run(place: Place, setting: Setting, steps: int, sequence: int) -> Seen:
+def _run(place: RankInfo, setting: Setting, steps: int, sequence: int) -> Seen:
     workload = Workload(setting.job(sequence))
     try:
         seen = _steps(place, setting, workload, steps)
@@ -128,7 +128,7 @@ def _run(place: Place, setting: Setting, steps: int, sequence: int) -> Seen:
     return seen
 
 
-def _steps(place: Place, setting: Setting, workload: Workload, steps: int) -> Seen:
+def _steps(place: RankInfo, setting: Setting, workload: Workload, steps: int) -> Seen:
     on_gpu = place.device.type == "cuda"
     before = 0 if on_gpu else Live().count_all()  # a worker on CPUs begins as a copy of this process, with its tensors
     run = Run(workload.source, setting.layout, workload.job, place)

@@ -22,7 +22,7 @@ from samestep.model import Cut
 from samestep.program import LedgerRow
 from samestep.runtime.assembly import Source, copied, prepare
 from samestep.runtime.build import loss_of, optimizer_of
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.record import Ledger
 from samestep.runtime.run import Run
 from samestep.runtime.tensor import joined
@@ -88,7 +88,7 @@ def _prepared(source: Source, job: Job) -> TracedModel:
 
 def make_run(rank: int, world: int, model: str, layout: str, job: Job, is_traced: bool = False) -> Run:
     per_node = job.run.ranks_per_node or world
-    place = Place(rank, rank % per_node, world, per_node, torch.device("cpu"))
+    place = RankInfo(rank, rank % per_node, world, per_node, torch.device("cpu"))
     source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
     if is_traced:
         source = replace(source, prepared=_prepared(source, job))
@@ -147,7 +147,7 @@ def follow(run: Run, dataset: Dataset, job: Job, record: bool = False) -> Observ
             with Ledger() as ledger:
                 report = run.step(batch)
             seen.ledger = ledger.rows
-            seen.predicted = run.program.ledger(group_of=run.made.mesh.group_of)
+            seen.predicted = run.program.ledger(group_of=run.assembly.parallel.mesh.group_of)
         else:
             report = run.step(batch)
         seen.losses.append(report.loss)
@@ -156,7 +156,7 @@ def follow(run: Run, dataset: Dataset, job: Job, record: bool = False) -> Observ
         pieces = run.updater.pieces
         seen.gradients.append([(p.name, *_place(run, p), p.gradient().detach().clone()) for p in pieces])
     seen.weights = [(p.name, *_place(run, p), p.value.detach().clone()) for p in run.updater.pieces]
-    seen.index = run.made.mesh.index("tp")
+    seen.index = run.assembly.parallel.mesh.index("tp")
     seen.cuts = {p.name: (p.cut, p.shape) for p in run.program.step.model.params if p.cut and run.layout.tp > 1}
     return seen
 
@@ -164,7 +164,8 @@ def follow(run: Run, dataset: Dataset, job: Job, record: bool = False) -> Observ
 def _place(run: Run, piece: Piece) -> tuple[int, int]:
     """Where a piece stands: experts of other ranks, which lie before its own, are counted too."""
     spec = next(param for param in run.program.step.model.params if param.name == piece.name)
-    before = run.made.mesh.index("ep") * spec.numel if run.program.step.holding(spec).is_expert_sharded else 0
+    mesh = run.assembly.parallel.mesh
+    before = mesh.index("ep") * spec.numel if run.program.step.holding(spec).is_expert_sharded else 0
     return before + piece.start, before + piece.stop
 
 

@@ -31,7 +31,7 @@ from samestep.output_file import check_writable, write_whole
 from samestep.rehearsal import StepTimes, step_times
 from samestep.runtime import figures, launch
 from samestep.runtime.figures import Device, Figures
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 
 _MOST_RANKS = 8  # of a CPU: more would share what they measure
 _OVERLAPS_BELOW = 0.75  # of both times one after the other: half way to hiding the shorter one
@@ -112,7 +112,7 @@ def _make_folder(path: Path) -> None:
         raise InputError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def _measured(place: Place) -> tuple[Device, Figures]:
+def _measured(place: RankInfo) -> tuple[Device, Figures]:
     return figures.device_of(place), figures.measured(place)
 
 

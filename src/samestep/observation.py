@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,12 +31,15 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program import Task
 from samestep.runtime.assembly import Source
-from samestep.runtime.dropout import Draw, DropoutMode
-from samestep.runtime.joining import Place
+from samestep.runtime.dropout import Draw
+from samestep.runtime.joining import RankInfo
+from samestep.runtime.masks import Part
 from samestep.runtime.placement import part_of
 from samestep.runtime.routes import RouteMode, Routes
 from samestep.runtime.run import Run
+from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
 from samestep.runtime.update import Piece
+from samestep.schedules import TaskKind
 
 Share = tuple[int, int, tuple[int, ...]]
 """Micro-batch, virtual stage, and the samples that a rank read for it."""
@@ -144,11 +148,11 @@ class _Watched:
         return samples
 
 
-class _Watching(Run):
-    """A run that notes which samples it reads, and what every module gives for them."""
+class ObservedRun(StepObserver):
+    """A run, with notes of the samples that it reads and of what every module gives for them."""
 
-    def __init__(self, source: Source, layout: Layout, job: Job, place: Place) -> None:
-        super().__init__(source, layout, job, place)
+    def __init__(self, source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> None:
+        """Prepare the run. Collective over the world: if a rank does not, the others wait for its process groups."""
         self.shares: list[Share] = []
         self.noted: dict[tuple[str, int, int], Output] = {}
         self.learning_rate: float | None = None
@@ -157,50 +161,57 @@ class _Watching(Run):
         """Of each step, to be noted where it is empty, else replayed; None: experts are chosen freely."""
         self._samples: list[int] | None = None
         self._calls: dict[str, int] = {}
+        self.run = Run(source, layout, job, place, self)
+        self.run.prepare(example)
+        self._hook_modules()
 
-    def watch(self) -> None:
+    def _hook_modules(self) -> None:
         """Put hooks behind every module that this rank computes; of a pipeline, behind those of its own layers."""
-        program = self.program
+        program, model = self.run.program, self.run.model
         mine = [path for chunk in program.chunks for i in chunk for path in program.step.model.layers[i].modules]
-        for path, module in self.model.named_modules():
+        for path, module in model.named_modules():
             if path and (not program.chunks or any(f"{path}.".startswith(f"{root}.") for root in mine)):
                 module.register_forward_hook(functools.partial(self._note, path))
         blocks = [path for layer in program.step.model.layers if layer.is_block for path in layer.modules]
         for path in blocks:
             if not program.chunks or path in mine:
                 hook = functools.partial(self._note_given, path)
-                self.model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
+                model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
 
     def begin(self) -> None:
         """Forget the step before."""
         self.shares, self.noted = [], {}
 
-    def _forward(self, batch: Any, task: Task, indices: Any, totals: Tensor) -> Tensor | None:
-        self._samples, self._calls = indices.tolist(), {}
-        self.shares.append((task.microbatch, task.chunk, tuple(self._samples)))
+    @contextmanager
+    def running(self, task: Task, samples: Indices) -> Iterator[None]:
+        """Know the samples of a forward while it runs, and no longer: what runs in backward is a repetition."""
+        if task.kind is TaskKind.FORWARD:
+            self._samples, self._calls = samples.tolist(), {}
+            self.shares.append((task.microbatch, task.chunk, tuple(self._samples)))
         try:
-            return super()._forward(batch, task, indices, totals)
+            yield
         finally:
-            self._samples = None  # what runs in backward is a repetition
+            self._samples = None
 
-    def _drawing(self, draw: Draw) -> DropoutMode:
-        if self.routes is None:
-            return super()._drawing(draw)
-        made, mesh = self.made, self.made.mesh
-        index = mesh.index("cp") if self.layout.cp > 1 else mesh.index("tp")
-        return RouteMode(made.model, draw, made.mask_part, self.routes[draw.step], index)
+    def dropout_mode(self) -> MakeMode | None:
+        """Let forwards note or replay the choices of experts, where there are `routes`."""
+        return None if self.routes is None else functools.partial(self._route_mode, self.routes)
 
-    def _agree(self, totals: Tensor) -> list[float]:
-        _, count, norm_squared, _ = agreed = super()._agree(totals)
-        updater = self.updater
-        if self.learning_rate is None and math.isfinite(norm_squared):
-            norm = math.sqrt(norm_squared) * self.made.nominal_count / max(1.0, count)
-            norm /= updater.loss_scale.scale if updater.loss_scale else 1.0
-            norm = min(norm, self.job.optimizer.clip_norm or norm)
+    def _route_mode(self, routes: list[Routes], model: nn.Module, draw: Draw, part: Part | None) -> RouteMode:
+        mesh = self.run.assembly.parallel.mesh
+        index = mesh.index("cp") if self.run.layout.cp > 1 else mesh.index("tp")
+        return RouteMode(model, draw, part, routes[draw.step], index)
+
+    def agreed(self, scalars: StepScalars) -> None:
+        """Set the learning rate of plain SGD before the update; the first step finds one that suits its gradients."""
+        updater, nominal_count = self.run.updater, self.run.assembly.objective.nominal_count
+        if self.learning_rate is None and math.isfinite(scalars.norm_squared):
+            norm = math.sqrt(scalars.norm_squared) * nominal_count / max(1.0, scalars.count)
+            norm /= updater.loss_scale.scale
+            norm = min(norm, self.run.job.optimizer.clip_norm or norm)
             size = math.sqrt(sum(float(piece.value.detach().double().square().sum()) for piece in updater.pieces))
             self.learning_rate = FIRST_MOVE * size / norm if norm > 0.0 else FIRST_MOVE
         updater.first_lr = [self.learning_rate or 0.0] * len(updater.first_lr)
-        return agreed
 
     @torch.no_grad()
     def _note(self, path: str, _: nn.Module, args: Any, output: Any) -> None:
@@ -226,9 +237,9 @@ class _Watching(Run):
         if found.dim() < 2 or len(found) != len(samples):
             return
         rows = found.detach().reshape(len(found), -1).double()
-        signs, slicing = None, self.made.slicing
-        is_part = bool(slicing and slicing.block and found.shape[1] * slicing.degree == slicing.length)
-        if is_part and slicing is not None:
+        signs, slicing = None, self.run.assembly.parallel.slicing
+        is_part = bool(slicing.block) and found.shape[1] * slicing.degree == slicing.length
+        if is_part:
             signs = _signs(rows.shape[1] * slicing.degree, rows.device).chunk(slicing.degree)[slicing.index]
         projections = (rows @ (_signs(rows.shape[1], rows.device) if signs is None else signs)).tolist()
         for sample, projection, norm in zip(samples, projections, rows.norm(dim=1).tolist(), strict=True):
@@ -256,17 +267,13 @@ def join_slices(ranks: Sequence[Observation]) -> None:
                         step.outputs[key] = whole
 
 
-def open_run(source: Source, layout: Layout, job: Job, place: Place, example: Any) -> _Watching:
-    """Prepare a run that notes what it does. Collective over the world."""
-    run = _Watching(source, layout, job, place)
-    run.prepare(example)
-    run.watch()
-    return run
+def observe(observed: ObservedRun, dataset: Dataset) -> Observation:
+    """Take the steps of the run's job, and note everything.
 
-
-def observe(run: _Watching, dataset: Dataset) -> Observation:
-    """Take the steps of the run's job, and note everything. Collective over the world."""
-    mesh = run.made.mesh
+    Collective over the world: every rank calls it; if one does not, the others wait for it in the first step.
+    """
+    run = observed.run
+    mesh = run.assembly.parallel.mesh
     seen = Observation(
         rank=mesh.rank,
         axes={axis: mesh.members(axis) for axis in mesh.groups},
@@ -275,18 +282,19 @@ def observe(run: _Watching, dataset: Dataset) -> Observation:
     )
     watched = _Watched(dataset)
     for batch in batches(watched, run.job):
-        run.begin()
+        observed.begin()
         watched.digests = {}
-        seen.steps.append(_one_step(run, batch, watched))
+        seen.steps.append(_one_step(observed, batch, watched))
     seen.buffers = _held_buffers(run)
     last = Batch(run.steps_taken, batch.indices, dataset)
     total, count = run.evaluate(last)
     seen.held_out = total / max(count, 1.0)
-    seen.learning_rate = run.learning_rate or 0.0
+    seen.learning_rate = observed.learning_rate or 0.0
     return seen
 
 
-def _one_step(run: _Watching, batch: Batch, watched: _Watched) -> SeenStep:
+def _one_step(observed: ObservedRun, batch: Batch, watched: _Watched) -> SeenStep:
+    run = observed.run
     report = run.step(batch)
     limit = run.job.optimizer.clip_norm
     factor = 1.0 if limit is None else min(1.0, limit / (report.grad_norm + 1e-6))
@@ -296,12 +304,12 @@ def _one_step(run: _Watching, batch: Batch, watched: _Watched) -> SeenStep:
         factor=factor,
         skipped=report.skipped,
         note=report.note,
-        shares=run.shares,
+        shares=observed.shares,
         digests=watched.digests,
-        outputs=run.noted,
+        outputs=observed.noted,
         gradients=_kept((p.name, p.gradient(), _places(run, p)) for p in run.updater.pieces),
         weights=held_weights(run),
-        routes=run.routes[batch.step] if run.routes else {},
+        routes=observed.routes[batch.step] if observed.routes else {},
     )
 
 
@@ -355,11 +363,12 @@ def _kept(found: Iterable[tuple[str, Tensor, Tensor | range]]) -> list[Held]:
 
 def _places(run: Run, piece: Piece) -> Tensor | range:
     """Find where a piece's elements stand in the flattened whole weight."""
-    spec = next(param for param in run.made.spec.params if param.name == piece.name)
+    spec = next(param for param in run.assembly.model.spec.params if param.name == piece.name)
     cut = next(param for param in run.program.step.model.params if param.name == piece.name)
     if cut.shape == spec.shape:
         return range(piece.start, piece.stop)
-    return part_of(spec, cut, run.program.step.holding(cut), run.made.mesh).runs(piece.start, piece.stop).places()
+    mesh = run.assembly.parallel.mesh
+    return part_of(spec, cut, run.program.step.holding(cut), mesh).runs(piece.start, piece.stop).places()
 
 
 @torch.no_grad()
@@ -377,10 +386,10 @@ def feed(run: Run, gradients: Sequence[dict[str, Tensor]]) -> Iterator[list[Held
             if isinstance(places, Tensor):
                 values = values * (places >= 0).to(values)
             given.copy_(values.view_as(given))
-        run.updater.set_lr(run.made.lr_factor(step))
+        run.updater.set_lr(run.assembly.weights.lr_factor(step))
         run.updater.step(1.0)
         run.updater.publish()
-        run.made.holder.publish()
+        run.assembly.weights.store.publish()
         run.steps_taken = step + 1
         yield held_weights(run)
 
@@ -395,5 +404,5 @@ def restart(run: Run, start: Sequence[Tensor], buffers: Sequence[Tensor]) -> Non
     if run.updater.optimizer is not None:
         run.updater.optimizer.state.clear()
     run.updater.publish()
-    run.made.holder.publish()
+    run.assembly.weights.store.publish()
     run.steps_taken = 0

@@ -36,10 +36,10 @@ from samestep.job import Job, RunTable, ScheduleTable
 from samestep.layout import Layout
 from samestep.memory import readable
 from samestep.runtime import joining, launch
-from samestep.runtime.assembly import Loss, Source, copied, holder_of, prepare, with_slices
+from samestep.runtime.assembly import Loss, Source, copied, prepare, store_of, with_slices
 from samestep.runtime.build import loss_of, model_source, optimizer_of
 from samestep.runtime.families import facts_named, family_config
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.update import optimizer_source
 from samestep.trial import Subject
 from samestep.verdict import Check, Verdict
@@ -270,14 +270,14 @@ def _workers(run: RunTable) -> int:
     return min(2, max(1, devices))
 
 
-def _alone(place: Place, exact: Subject | None, rounded: Subject | None) -> None:
+def _alone(place: RankInfo, exact: Subject | None, rounded: Subject | None) -> None:
     if exact and place.local_rank == 0:
         trial.one_device(place, exact)
     if rounded:
         trial.measure_rounding(place, rounded)
 
 
-def _in_layout(place: Place, subjects: Sequence[Subject]) -> None:
+def _in_layout(place: RankInfo, subjects: Sequence[Subject]) -> None:
     for subject in subjects:
         trial.in_layout(place, subject)
 
@@ -295,7 +295,7 @@ def _judged(subjects: Sequence[Subject]) -> trial.Found:
     return checks, None, ""
 
 
-def _judge(place: Place, subjects: Sequence[Subject], workers: int) -> None:
+def _judge(place: RankInfo, subjects: Sequence[Subject], workers: int) -> None:
     for subject in subjects[place.local_rank :: workers]:
         in_float64 = subject.job.numerics.precision == "float64"
         judge = trial.judge if in_float64 else trial.judge_rounding
@@ -304,7 +304,7 @@ def _judge(place: Place, subjects: Sequence[Subject], workers: int) -> None:
 
 def _launch(subject: Subject, ranks: int, work: Callable[..., Any], *args: Any, apart: bool = False) -> Any:
     run = subject.job.run
-    holder_of(subject.layout)
+    store_of(subject.layout)
     return launch.run_workers(
         work,
         args,

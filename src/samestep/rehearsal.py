@@ -27,7 +27,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.output_file import write_whole
 from samestep.runtime import joining, launch
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.update import check_optimizer
 from samestep.strategies import programs_of
@@ -133,7 +133,7 @@ def step_times(job: Job, layouts: Sequence[Layout]) -> StepTimes:
     )
 
 
-def _times(place: Place, workload: Workload, layout: Layout) -> list[float]:
+def _times(place: RankInfo, workload: Workload, layout: Layout) -> list[float]:
     run = Run(workload.source, layout, workload.job, place)
     run.prepare(workload.example)
     times = []

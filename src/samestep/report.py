@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.text import Text
 
 from samestep.output_file import write_whole
-from samestep.runtime.run import StepReport
+from samestep.runtime.step_report import StepReport
 
 _LINES = 40
 """About so many lasting lines a run prints, beside the live one."""

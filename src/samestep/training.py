@@ -45,11 +45,12 @@ from samestep.output_file import write_whole
 from samestep.prediction import predict
 from samestep.report import Metrics, Screen
 from samestep.runtime import checkpoint, joining, launch, shortage
-from samestep.runtime.assembly import Source, holder_of, prepare, with_slices
+from samestep.runtime.assembly import Source, prepare, store_of, with_slices
 from samestep.runtime.build import loss_of, model_source, optimizer_of
 from samestep.runtime.families import facts_of
-from samestep.runtime.joining import Place
-from samestep.runtime.run import Run, StepReport
+from samestep.runtime.joining import RankInfo
+from samestep.runtime.run import Run
+from samestep.runtime.step_report import StepReport
 from samestep.runtime.update import check_optimizer
 from samestep.strategies import program_of
 
@@ -182,7 +183,7 @@ def train(
             return _work(place, checked)
         finally:
             joining.leave()
-    holder_of(checked.layout)
+    store_of(checked.layout)
     try:
         return launch.run_workers(
             _work,
@@ -209,7 +210,7 @@ def check(
     steps: int | None = None,
     out: str | Path | None = None,
     resume: bool = False,
-    place: Place | None = None,
+    place: RankInfo | None = None,
 ) -> Checked:
     """Check what `train` is given; nothing is started or written. Collective where there is a `place`.
 
@@ -310,7 +311,7 @@ def _less_memory(checked: Checked, device_type: str) -> str:
     return "\n".join(lines)
 
 
-def _work(place: Place, checked: Checked) -> Summary | None:
+def _work(place: RankInfo, checked: Checked) -> Summary | None:
     """Do one rank's part of a run.
 
     Raises:
@@ -327,7 +328,7 @@ def _work(place: Place, checked: Checked) -> Summary | None:
     raise OutOfMemoryError(f"{text}\n{_less_memory(checked, place.device.type)}")
 
 
-def _trained(run: Run, place: Place, checked: Checked) -> Summary | None:
+def _trained(run: Run, place: RankInfo, checked: Checked) -> Summary | None:
     """Train from where the run stands to its end, with all that is told and written on the way."""
     workload, folder, until = checked.workload, checked.folder, checked.until
     run.prepare(workload.example)
@@ -457,7 +458,7 @@ def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any)
         )
 
 
-def _agreed(decide: Callable[[], T], place: Place | None) -> T:
+def _agreed(decide: Callable[[], T], place: RankInfo | None) -> T:
     """Return what rank 0 decides: clocks and profiles differ, and the others may look when it has begun to write."""
     if place is None or place.world_size == 1:
         return decide()
@@ -487,7 +488,7 @@ def _resume_from(folder: Path, job: Job, until: int) -> Path:
     return newest
 
 
-def _warn(checked: Checked, place: Place | None) -> None:
+def _warn(checked: Checked, place: RankInfo | None) -> None:
     """Say once what will have no effect, or a bad one."""
     run = checked.workload.job.run
     on_cpu = place.device.type == "cpu" if place else run.device == "cpu" or not torch.cuda.device_count()

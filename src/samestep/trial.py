@@ -31,15 +31,14 @@ from samestep.errors import CheckpointError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.model import ModelSpec
-from samestep.observation import Observation
+from samestep.observation import Observation, ObservedRun
 from samestep.program import Program
 from samestep.runtime import checkpoint, dropout
 from samestep.runtime.assembly import Source
 from samestep.runtime.families import facts_of
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.precision import DTYPES
 from samestep.runtime.run import Run
-from samestep.runtime.update import Updater
 from samestep.strategies import programs_of
 from samestep.verdict import Cause, Check
 
@@ -88,37 +87,37 @@ def _sgd(named: list[tuple[str, Tensor]]) -> Optimizer:
 # -- what workers do -------------------------------------------------------------------------------
 
 
-def one_device(place: Place, subject: Subject) -> None:
+def one_device(place: RankInfo, subject: Subject) -> None:
     """Write down what one device computes."""
-    run = observation.open_run(subject.steps_by_sgd, Layout(), subject.job, place, subject.example)
-    torch.save(_noted(run, subject, None), subject.note("one"))
+    observed = ObservedRun(subject.steps_by_sgd, Layout(), subject.job, place, subject.example)
+    torch.save(_noted(observed, subject, None), subject.note("one"))
 
 
-def in_layout(place: Place, subject: Subject) -> None:
+def in_layout(place: RankInfo, subject: Subject) -> None:
     """Write down what one rank of the layout computes, and save a checkpoint with the others."""
     one: Observation = _read(subject.note("one"))
-    run = observation.open_run(subject.steps_by_sgd, subject.layout, subject.job, place, subject.example)
-    seen = _noted(run, subject, one)
+    observed = ObservedRun(subject.steps_by_sgd, subject.layout, subject.job, place, subject.example)
+    seen = _noted(observed, subject, one)
     torch.save(seen, subject.note(f"rank-{place.rank}"))
     if one.updated:
         if place.rank == 0:
             shutil.rmtree(subject.folder / "checkpoints", ignore_errors=True)
-        checkpoint.save(run, subject.folder / "checkpoints", keep=1)
+        checkpoint.save(observed.run, subject.folder / "checkpoints", keep=1)
 
 
-def _noted(run: Any, subject: Subject, one: Observation | None) -> Observation:
+def _noted(observed: ObservedRun, subject: Subject, one: Observation | None) -> Observation:
     """Take the steps as one device took them, then feed the job's own optimizer with its gradients."""
+    run = observed.run
     start = [piece.value.detach().clone() for piece in run.updater.pieces]
     buffers = [buffer.clone() for buffer in run.model.buffers()]
-    run.learning_rate = one.learning_rate if one else None
+    observed.learning_rate = one.learning_rate if one else None
     if subject.job.numerics.precision != "float64" and any(layer.dealings for layer in subject.spec.layers):
-        run.routes = [step.routes for step in one.steps] if one else [{} for _ in range(subject.job.train.steps)]
-        run.made.draws = True  # each forward runs in the mode that knows the routes
-    seen = observation.observe(run, subject.dataset)
+        observed.routes = [step.routes for step in one.steps] if one else [{} for _ in range(subject.job.train.steps)]
+    seen = observation.observe(observed, subject.dataset)
     if subject.job.numerics.precision != "float64":
         return seen
     observation.restart(run, start, buffers)
-    run.made.updater = Updater.over(run.made.holder.pieces, subject.source.optimizer, subject.job.numerics)
+    run.adopt(run.assembly.with_optimizer(subject.source.optimizer, subject.job.numerics))
     given = [comparison.whole_of(comparison.unclipped(one or seen, i)) for i in range(len(seen.steps))]
     seen.updated = list(observation.feed(run, given))
     seen.state = observation.held_state(run)
@@ -138,10 +137,11 @@ def _observations(subject: Subject) -> tuple[Observation, list[Observation]]:
 Found = tuple[tuple[Check, ...], Cause | None, str]
 
 
-def judge(place: Place, subject: Subject) -> Found:
+def judge(place: RankInfo, subject: Subject) -> Found:
     """Compare what was noted, read the checkpoint of the layout, and look for the cause of the first difference."""
     one, ranks = _observations(subject)
-    run = observation.open_run(subject.source, Layout(), subject.job, place, subject.example)
+    run = Run(subject.source, Layout(), subject.job, place)
+    run.prepare(subject.example)
     start = [piece.value.detach().clone() for piece in run.updater.pieces]
     limit = comparison.constant(FLOAT64_ALLOWANCE)
     steps = comparison.compare(one, ranks, limit)
@@ -238,7 +238,7 @@ def _parts(run: Run, subject: Subject, step: int) -> list[Part]:
     """Run each micro-batch of each data rank by itself, on one device."""
     layout, count = subject.layout, subject.programs()[0].step.num_microbatches
     batch = _batch(subject, step)
-    run.made.balance = None  # of a part it would be another one
+    run.adopt(run.assembly.without_balance())  # of a part it would be another one
     found = []
     for rank in range(layout.dp):
         for microbatch, indices in enumerate(batch.shares(rank, layout.dp, count)):
@@ -269,22 +269,23 @@ def _gradients(run: Run, batch: Batch) -> tuple[Mapping[str, Tensor], float, flo
     if not len(batch.indices):
         return {piece.name: torch.zeros_like(piece.value) for piece in pieces}, 0.0, 0.0
     totals = run.forward_backward(batch)
-    scale = run.made.nominal_count
+    scale = run.assembly.objective.nominal_count
     return {piece.name: piece.gradient().detach() * scale for piece in pieces}, float(totals[0]), float(totals[1])
 
 
 # -- the job's own precision -----------------------------------------------------------------------
 
 
-def measure_rounding(place: Place, subject: Subject) -> None:
+def measure_rounding(place: RankInfo, subject: Subject) -> None:
     """Write down what one device computes, and how far it parts from that when it starts off by one rounding.
 
     Workers that do so apart from each other share the perturbed runs; the first of them writes what is right.
     """
-    run = observation.open_run(subject.steps_by_sgd, Layout(), subject.job, place, subject.example)
+    observed = ObservedRun(subject.steps_by_sgd, Layout(), subject.job, place, subject.example)
+    run = observed.run
     start = [piece.value.detach().clone() for piece in run.updater.pieces]
     buffers = [buffer.clone() for buffer in run.model.buffers()]
-    seen = _noted(run, subject, None)
+    seen = _noted(observed, subject, None)
     if place.local_rank == 0:
         torch.save(seen, subject.note("one"))
     rounding = _rounding(subject)
@@ -292,7 +293,7 @@ def measure_rounding(place: Place, subject: Subject) -> None:
         generator = torch.Generator().manual_seed(seed)
         signs = [torch.randint(0, 2, v.shape, generator=generator).to(v) * 2 - 1 for v in start]
         observation.restart(run, [v * (1 + rounding * s) for v, s in zip(start, signs, strict=True)], buffers)
-        compared = comparison.compare(seen, [observation.observe(run, subject.dataset)], comparison.constant(-1.0))
+        compared = comparison.compare(seen, [observation.observe(observed, subject.dataset)], comparison.constant(-1.0))
         deviations = {(one.what, m.name, one.step or 1): m.error for one in compared for m in one.misfits}
         torch.save(deviations, subject.note(f"off-{seed}"))
 
@@ -312,7 +313,7 @@ def _unclaimed(subject: Subject) -> Iterator[int]:
         yield seed
 
 
-def judge_rounding(place: Place, subject: Subject) -> Found:
+def judge_rounding(place: RankInfo, subject: Subject) -> Found:
     """Hold the layout in the job's own precision against what one rounding does."""
     one, ranks = _observations(subject)
     deviations: dict[tuple[str, str, int], float] = {}

@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from samestep.errors import LayoutError, NonFiniteError, WorkerError
 from samestep.runtime import launch
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.launch import run_workers
 
 FAR_BELOW_THE_TIMEOUT_S = 30.0  # of the collectives, which is 120 s in these tests
 
 
-def _fail(place: Place, how: str, culprit: int) -> None:
+def _fail(place: RankInfo, how: str, culprit: int) -> None:
     dist.barrier()
     if place.rank != culprit:
         dist.all_reduce(torch.ones(1))
@@ -86,7 +86,7 @@ def test_a_death_is_named_and_not_its_echo(how: str, words: str, culprit: int) -
         _run(how, culprit)
 
 
-def _hang(place: Place) -> None:
+def _hang(place: RankInfo) -> None:
     dist.barrier()
     if place.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -109,7 +109,7 @@ def test_a_worker_that_never_joins_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         run_workers(_hang, ranks=2, timeout_s=2)
 
 
-def _unpicklable(place: Place) -> object:
+def _unpicklable(place: RankInfo) -> object:
     return lambda: None
 
 
@@ -118,7 +118,7 @@ def test_a_result_that_cannot_be_sent_is_said() -> None:
         run_workers(_unpicklable, ranks=2, timeout_s=60)
 
 
-def _tell_pid_and_wait(place: Place, folder: str) -> None:
+def _tell_pid_and_wait(place: RankInfo, folder: str) -> None:
     child = subprocess.Popen(["sleep", "600"]) if place.rank == 1 else None
     Path(folder, f"{os.getpid()}.tmp").write_text(str(child.pid if child else ""))
     Path(folder, f"{os.getpid()}.tmp").rename(Path(folder, f"{os.getpid()}.pid"))

@@ -20,7 +20,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.assembly import Source
 from samestep.runtime.build import cross_entropy, optimizer_of
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.run import Run
 from tests.laboratory import Runs, job_of, largest_error, whole
 from tests.models import VOCABULARY, Tokens
@@ -117,7 +117,7 @@ def job_for(policy: str = "stop", precision: str = "float64", steps: int = 4, **
 
 
 def run_of(rank: int, world: int, kind: str, layout: str, job: Job) -> Run:
-    place = Place(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
+    place = RankInfo(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
     return Run(
         Source(lambda: Model(kind), loss_of(kind), optimizer_of(job), "planted"), Layout.parse(layout), job, place
     )
@@ -151,7 +151,7 @@ def take(rank: int, world: int, kind: str, layout: str, job: Job, leave_out: int
         seen.losses.append(report.loss)
         seen.skipped.append(report.skipped)
         seen.notes.append(report.note)
-        if run.updater.loss_scale is not None:
+        if run.updater.loss_scale.is_dynamic:
             seen.scales.append(run.updater.loss_scale.scale)
             states = run.updater.optimizer.state.values()
             seen.updates.append(max((float(state["step"]) for state in states), default=0.0))
@@ -279,7 +279,7 @@ def test_a_skipped_step_leaves_running_statistics_and_counters_alone() -> None:
     def buffers(policy: str, leave_out: int | None = None) -> dict[str, Tensor]:
         job = job_for(policy)
         run = Run(
-            Source(Counting, cross_entropy, optimizer_of(job)), Layout(), job, Place(0, 0, 1, 1, torch.device("cpu"))
+            Source(Counting, cross_entropy, optimizer_of(job)), Layout(), job, RankInfo(0, 0, 1, 1, torch.device("cpu"))
         )
         for batch in batches(Marked(job), job):
             if batch.step != leave_out:

@@ -21,7 +21,7 @@ from samestep.job import load
 from samestep.layout import Layout
 from samestep.memory import during_init, during_step, saving_host_bytes, states_per_param
 from samestep.runtime import checkpoint
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.run import Run
 from samestep.training import Workload
 from tests.pool import pool
@@ -34,8 +34,8 @@ JOB = Path(__file__).parents[2] / "jobs" / "default.toml"
 SETTINGS = ("train.global_batch=16", "model.config.num_hidden_layers=3", "data.sequence_length=32")
 
 
-def _place(rank: int, world: int) -> Place:
-    return Place(rank, rank, world, world, torch.device("cpu"))
+def _place(rank: int, world: int) -> RankInfo:
+    return RankInfo(rank, rank, world, world, torch.device("cpu"))
 
 
 @dataclass(frozen=True, slots=True)

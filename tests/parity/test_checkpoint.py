@@ -74,7 +74,7 @@ def _steps(
     if end is not None:
         checkpoint.save(run, Path(end), keep=1)
     scale = run.updater.loss_scale
-    return losses, (scale.scale, scale.steps_since) if scale else None
+    return losses, (scale.scale, scale.steps_since) if scale.is_dynamic else None
 
 
 def _run(layout: str, *args: Any) -> list[tuple[list[float], Any]]:

@@ -17,6 +17,7 @@ from samestep import memory
 from samestep.datasets import batches
 from samestep.errors import LayoutError
 from samestep.layout import Layout
+from samestep.runtime.build import call_model
 from tests.laboratory import (
     TOLERANCE,
     Observed,
@@ -143,8 +144,9 @@ def saved_bytes(rank: int, world: int, layout: str) -> tuple[int, int]:
         return tensor
 
     samples = batch.samples(range(4))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), run._slicing(samples):
-        outputs = run._run_layers(samples, 0, 0)
+    slicing = run.assembly.parallel.slicing
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), slicing.of(samples):
+        outputs = call_model(run.model, samples)
     said = sum(memory.saved_bytes(run.program.step, layer)[1] for layer in run.program.step.model.layers)
     del outputs
     return sum(kept.values()), said

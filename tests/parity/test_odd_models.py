@@ -22,7 +22,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.assembly import Source
 from samestep.runtime.build import loss_of, optimizer_of
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.run import Run
 from tests.laboratory import Observed, Runs, assert_same, follow, job_of, largest_error, perturbed, whole
 from tests.models import LENGTH, VOCABULARY, Plain, Tokens
@@ -577,7 +577,7 @@ def job_for(name: str, precision: str = "float64", **tables: Any) -> Job:
 
 
 def run_of(rank: int, world: int, name: str, layout: str, job: Job) -> Run:
-    place = Place(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
+    place = RankInfo(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
     source = Source(perturbed((ODD | REFUSED)[name].build), loss_of(job), optimizer_of(job), name)
     return Run(source, Layout.parse(layout), job, place)
 
@@ -626,7 +626,7 @@ def test_a_parameter_without_dimensions_cannot_be_cut_in_rows() -> None:
 
 def prepare_alone(name: str, layout: str) -> None:
     """Come as far as a layout can be refused before there are other ranks."""
-    place = Place(0, 0, Layout.parse(layout).world_size, 2, torch.device("cpu"))
+    place = RankInfo(0, 0, Layout.parse(layout).world_size, 2, torch.device("cpu"))
     job, odd = job_for(name), (ODD | REFUSED)[name]
     run = Run(Source(odd.build, loss_of(job), optimizer_of(job)), Layout.parse(layout), job, place)
     run.prepare(next(batches(odd.dataset(), job)).samples([0]))
@@ -738,7 +738,7 @@ def test_an_instance_trains_as_in_a_plain_loop(layout: str) -> None:
     assert error <= TOLERANCE, f"{name}: {error:.1e}"
 
 
-def main(place: Place, layout: str) -> list[float]:
+def main(place: RankInfo, layout: str) -> list[float]:
     """What a user's script does on every rank."""
     job = samestep.Job(train={"global_batch": 8, "steps": 4}, numerics={"precision": "float64"}, run={"device": "cpu"})
     run = samestep.parallelize(
@@ -762,7 +762,9 @@ def test_a_model_that_was_built_for_inference_trains() -> None:
             return Plain(dropout=0.5).train(is_built_in_training)
 
         job = job_of("float64", 2)
-        run = Run(Source(build, loss_of(job), optimizer_of(job)), Layout(), job, Place(0, 0, 1, 1, torch.device("cpu")))
+        run = Run(
+            Source(build, loss_of(job), optimizer_of(job)), Layout(), job, RankInfo(0, 0, 1, 1, torch.device("cpu"))
+        )
         return [run.step(batch).loss for batch in batches(Tokens(), job)]
 
     assert losses(False) == losses(True)

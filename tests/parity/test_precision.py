@@ -20,7 +20,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.assembly import Source
 from samestep.runtime.build import cross_entropy, loss_of, optimizer_of
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.precision import for_loss
 from samestep.runtime.run import Run
 from tests import rounding
@@ -39,7 +39,7 @@ def job_for(model: str, precision: str) -> Job:
 
 
 def run_of(rank: int, world: int, model: str, layout: str, job: Job) -> Run:
-    place = Place(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
+    place = RankInfo(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
     build = REGRESSORS[model].build if model in REGRESSORS else MODELS[model]
     return Run(Source(perturbed(build), loss_of(job), optimizer_of(job), model), Layout.parse(layout), job, place)
 
@@ -177,7 +177,7 @@ def spied_step(rank: int, world: int, layout: str, precision: str) -> tuple[set[
     """Run a step of one sample, which only rank 0 has; say what was seen, and whose gradients fit the compute dtype."""
     numerics = {"loss_scale": 256.0}  # a power of two: it takes no bit from a gradient
     job = job_of(precision, 1, train={"global_batch": 1}, optimizer={"name": "adamw", "options": {}}, numerics=numerics)
-    place = Place(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
+    place = RankInfo(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
     run = Run(Source(Spied, spied_loss, optimizer_of(job)), Layout.parse(layout), job, place)
     batch = next(batches(Tokens(), job))
     run.prepare(batch.samples(batch.indices))
@@ -267,6 +267,8 @@ def test_parameters_that_are_no_real_numbers_are_refused(values: Tensor, works: 
             return (self.embed(input_ids) * self.strange).real
 
     job = job_of("float32", 1)
-    run = Run(Source(Strange, loss_of(job), optimizer_of(job)), Layout(), job, Place(0, 0, 1, 1, torch.device("cpu")))
+    run = Run(
+        Source(Strange, loss_of(job), optimizer_of(job)), Layout(), job, RankInfo(0, 0, 1, 1, torch.device("cpu"))
+    )
     with pytest.raises(ModelError, match=f"parameter strange is .*: {works} works"):
         run.step(next(batches(Tokens(), job)))

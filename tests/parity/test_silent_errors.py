@@ -69,7 +69,7 @@ def test_a_weight_whose_gradient_would_be_neither_whole_nor_a_part_is_refused(mo
     run = make_run(0, 1, model, "dp=1", clipped())
     run.prepare({key: value[None] for key, value in Tokens()[0].items()})
     with pytest.raises(LayoutError, match=text):
-        program_of(run.made.spec, clipped(), Layout.parse("tp=2"))
+        program_of(run.assembly.model.spec, clipped(), Layout.parse("tp=2"))
 
 
 def weights(rank: int, world: int, bucket_bytes: int) -> torch.Tensor:

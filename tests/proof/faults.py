@@ -35,8 +35,9 @@ from samestep.runtime.data import Replicated
 from samestep.runtime.deferred import Deferred
 from samestep.runtime.expert import Balance
 from samestep.runtime.init import Blueprint
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.run import Run
+from samestep.runtime.step_observer import StepScalars
 from samestep.runtime.update import Updater
 from samestep.schedules import Action, TaskKind
 from samestep.verdict import Cause, Verdict
@@ -101,15 +102,15 @@ def loss_is_mean_over_ranks(patch: Patch) -> None:
 
 
 def _with_loss(self: Run, loss: Any, forward: Any, *args: Any) -> Any:
-    self.made.loss = loss
+    self.adopt(replace(self.assembly, objective=replace(self.assembly.objective, loss=loss)))
     return forward(self, *args)
 
 
 @fault(Cause.MEAN_OF_MEANS, "dp=2 microbatch=2")
 def gradients_are_mean_over_microbatches(patch: Patch) -> None:
-    def forward(original: Any, self: Run, batch: Any, task: Any, indices: Any, totals: Tensor) -> Any:
+    def forward(original: Any, self: Run, task: Any, microbatches: Any, totals: Tensor) -> Any:
         before = totals.clone()
-        found = original(self, batch, task, indices, totals)
+        found = original(self, task, microbatches, totals)
         return found / (totals - before)[1] * 12.0
 
     around(patch, Run, "_forward", forward)
@@ -132,9 +133,9 @@ def gradients_are_not_divided_by_the_microbatches(patch: Patch) -> None:
 
 @fault(Cause.LOSS_SCALE, "dp=2")
 def loss_is_divided_twice(patch: Patch) -> None:
-    def agree(original: Any, self: Run, totals: Tensor) -> list[float]:
-        loss, count, norm, stop = original(self, totals)
-        return [loss, 2 * count, norm, stop]
+    def agree(original: Any, self: Run, totals: Tensor) -> StepScalars:
+        found = original(self, totals)
+        return replace(found, count=2 * found.count)
 
     around(patch, Run, "_agree", agree)
 
@@ -151,9 +152,9 @@ def experts_are_balanced_within_each_rank(patch: Patch) -> None:
 
 @fault(Cause.MISSING_REDUCTION, "dp=2")
 def loss_is_that_of_the_rank(patch: Patch) -> None:
-    def agree(original: Any, self: Run, totals: Tensor) -> list[float]:
-        _, count, norm, stop = original(self, totals)
-        return [float(totals[0] / totals[1]) * count, count, norm, stop]
+    def agree(original: Any, self: Run, totals: Tensor) -> StepScalars:
+        found = original(self, totals)
+        return replace(found, loss_sum=float(totals[0] / totals[1]) * found.count)
 
     around(patch, Run, "_agree", agree)
 
@@ -387,9 +388,9 @@ def a_running_statistic_is_that_of_the_rank(patch: Patch) -> None:
 
 @fault(Cause.CLIP_NORM, "dp=2 zero=1", optimizer={"clip_norm": 0.05})
 def the_norm_is_that_of_the_shard(patch: Patch) -> None:
-    def agree(original: Any, self: Run, totals: Tensor) -> list[float]:
-        loss, count, _, stop = original(self, totals)
-        return [loss, count, float(self.made.holder.norm_squared()), stop]
+    def agree(original: Any, self: Run, totals: Tensor) -> StepScalars:
+        mine = float(self.assembly.weights.store.norm_squared())
+        return replace(original(self, totals), norm_squared=mine)
 
     around(patch, Run, "_agree", agree)
 
@@ -404,9 +405,9 @@ def the_norm_counts_whole_weights_once_a_tp_rank(patch: Patch) -> None:
 
 @fault(Cause.CLIP_NORM, "dp=1 pp=2 microbatch=4", "deep_llama", optimizer={"clip_norm": 0.05})
 def the_norm_lacks_the_other_stages(patch: Patch) -> None:
-    def agree(original: Any, self: Run, totals: Tensor) -> list[float]:
-        loss, count, _, stop = original(self, totals)
-        return [loss, count, float(self.made.holder.norm_squared()), stop]
+    def agree(original: Any, self: Run, totals: Tensor) -> StepScalars:
+        mine = float(self.assembly.weights.store.norm_squared())
+        return replace(original(self, totals), norm_squared=mine)
 
     around(patch, Run, "_agree", agree)
 
@@ -683,9 +684,9 @@ FP16 = {"precision": "fp16", "loss_scale": 2.0**10}
 
 @fault(Cause.SKIP, "dp=2", own_precision=True, numerics=FP16)
 def a_rank_skips_by_itself(patch: Patch) -> None:
-    def agree(original: Any, self: Run, totals: Tensor) -> list[float]:
+    def agree(original: Any, self: Run, totals: Tensor) -> StepScalars:
         found = original(self, totals)
-        return [*found[:2], float("inf"), found[3]] if rank() == 1 and self.steps_taken == 1 else found
+        return replace(found, norm_squared=float("inf")) if rank() == 1 and self.steps_taken == 1 else found
 
     around(patch, Run, "_agree", agree)
     patch.setattr(Run, "_diagnose", lambda self, batch: "overflow")
@@ -693,11 +694,10 @@ def a_rank_skips_by_itself(patch: Patch) -> None:
 
 @fault(Cause.SKIP, "dp=1 pp=2 microbatch=4", "llama", own_precision=True, numerics=FP16)
 def a_stage_skips_by_itself(patch: Patch) -> None:
-    def agree(original: Any, self: Run, totals: Tensor) -> list[float]:
-        loss, count, norm, stop = original(self, totals)
-        assert self.made.stage is not None
-        overflows = self.made.stage.is_last(0) and self.steps_taken == 1
-        return [loss, count, float("inf") if overflows else norm, stop]
+    def agree(original: Any, self: Run, totals: Tensor) -> StepScalars:
+        found = original(self, totals)
+        overflows = self.assembly.parallel.stage.is_last(0) and self.steps_taken == 1
+        return replace(found, norm_squared=float("inf")) if overflows else found
 
     around(patch, Run, "_agree", agree)
     patch.setattr(Run, "_diagnose", lambda self, batch: "overflow")
@@ -716,14 +716,14 @@ def subject(model: str, layout: str, job: Job, folder: Path) -> trial.Subject:
 
 def on_a_rank(rank: int, world: int, model: str, layout: str, job: Job, folder: Path, name: str) -> None:
     """Run one rank of the layout with a fault in it."""
-    place = Place(rank, rank, world, world, torch.device("cpu"))
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         if name:
             FAULTS[name].install(patch)
         trial.in_layout(place, subject(model, layout, job, folder))
 
 
-ONE = Place(0, 0, 1, 1, torch.device("cpu"))
+ONE = RankInfo(0, 0, 1, 1, torch.device("cpu"))
 _REFERENCES: dict[Any, Path] = {}
 _KEPT = tempfile.TemporaryDirectory(prefix="samestep-references-")
 

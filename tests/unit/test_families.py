@@ -148,7 +148,7 @@ def test_without_the_row_the_family_is_refused(monkeypatch: pytest.MonkeyPatch) 
     run = make_run(0, 1, "curious", "dp=1", clipped())
     run.prepare({key: value[None] for key, value in Tokens()[0].items()})
     with pytest.raises(LayoutError, match="transformers has none for it"):
-        program_of(run.made.spec, clipped(), Layout.parse("tp=2"))
+        program_of(run.assembly.model.spec, clipped(), Layout.parse("tp=2"))
 
 
 def test_a_part_of_a_model_is_read_by_the_facts_of_no_family() -> None:

@@ -18,14 +18,14 @@ import torch.distributed as dist
 
 from samestep.errors import JobError
 from samestep.runtime import joining, launch
-from samestep.runtime.joining import Place, join, leave
+from samestep.runtime.joining import RankInfo, join, leave
 from samestep.runtime.launch import run_workers
 from tests.pool import Pool, pool
 
 # ---------------------------------------------------------------- run_workers
 
 
-def _sum_of_ranks(place: Place, more: float) -> tuple[Place, torch.Tensor, int]:
+def _sum_of_ranks(place: RankInfo, more: float) -> tuple[RankInfo, torch.Tensor, int]:
     total = torch.full((2,), place.rank + more, dtype=torch.float64)
     dist.all_reduce(total)
     return place, total, torch.get_num_threads()
@@ -34,13 +34,13 @@ def _sum_of_ranks(place: Place, more: float) -> tuple[Place, torch.Tensor, int]:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_rank_0s_result_comes_back(ranks: int) -> None:
     place, total, threads = run_workers(_sum_of_ranks, (0.5,), ranks=ranks, timeout_s=60)
-    assert place == Place(0, 0, ranks, ranks, torch.device("cpu"))
+    assert place == RankInfo(0, 0, ranks, ranks, torch.device("cpu"))
     assert total.tolist() == [sum(range(ranks)) + 0.5 * ranks] * 2
     assert threads == 1
     assert not dist.is_initialized()
 
 
-def _all_places(place: Place) -> list[tuple[int, int, int]]:
+def _all_places(place: RankInfo) -> list[tuple[int, int, int]]:
     mine = torch.tensor([place.rank, place.local_rank, place.ranks_per_node])
     everybodys = [torch.empty_like(mine) for _ in range(place.world_size)]
     dist.all_gather(everybodys, mine)
@@ -53,7 +53,7 @@ def test_ranks_per_node_is_a_pretence_that_the_caller_may_make() -> None:
         run_workers(_all_places, ranks=3, ranks_per_node=2)
 
 
-def _write_down(place: Place, folder: Path) -> None:
+def _write_down(place: RankInfo, folder: Path) -> None:
     total = torch.ones(1)
     dist.all_reduce(total)
     (folder / str(place.local_rank)).write_text(f"rank {place.rank} of {place.world_size} sums {total.item()}")
@@ -79,7 +79,7 @@ def test_fork_only_where_it_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch._start_method("cpu", 1) == "spawn"
 
 
-def _nothing(place: Place) -> None:
+def _nothing(place: RankInfo) -> None:
     return None
 
 
@@ -100,7 +100,7 @@ def test_mistakes_say_what_would_work(arguments: dict[str, Any], words: str) -> 
         run_workers(_nothing, **arguments)
 
 
-def _speak(place: Place) -> None:
+def _speak(place: RankInfo) -> None:
     print(f"out {place.rank}", flush=True)
     warnings.warn(f"warning {place.rank}", UserWarning, stacklevel=1)
     dist.barrier()
@@ -118,7 +118,7 @@ def test_only_rank_0_speaks_and_quiet_silences_it(capfd: pytest.CaptureFixture[s
         assert "".join(capfd.readouterr()) == ""
 
 
-def _own_listening_sockets(place: Place) -> list[str]:
+def _own_listening_sockets(place: RankInfo) -> list[str]:
     dist.barrier()
     mine = [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
     elsewhere = torch.tensor([sum(ip not in ("127.0.0.1", "::1") for ip in mine)])
@@ -147,7 +147,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # ---------------------------------------------------------------- stop signals
 
 
-def _until_stopped(place: Place) -> str:
+def _until_stopped(place: RankInfo) -> str:
     stop = torch.zeros(1)
     while not stop.item():
         time.sleep(0.01)
@@ -164,7 +164,7 @@ def test_a_stop_signal_asks_every_worker_to_stop(number: signal.Signals) -> None
     assert not joining.stop_requested()
 
 
-def _never_stops(place: Place, heard: Path) -> None:
+def _never_stops(place: RankInfo, heard: Path) -> None:
     while not joining.stop_requested():
         time.sleep(0.01)
     heard.touch()
@@ -194,7 +194,7 @@ def test_alone_is_a_run_of_one_rank_without_network() -> None:
     handler = signal.getsignal(signal.SIGINT)
     place = join("cpu", timeout_s=60)
     try:
-        assert place == Place(0, 0, 1, 1, torch.device("cpu"))
+        assert place == RankInfo(0, 0, 1, 1, torch.device("cpu"))
         assert join("cpu") is place
         total = torch.ones(2)
         dist.all_reduce(total)

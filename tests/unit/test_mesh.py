@@ -8,7 +8,7 @@ import psutil
 import torch.distributed as dist
 
 from samestep.datasets import batches
-from samestep.runtime.joining import Place, leave
+from samestep.runtime.joining import RankInfo, leave
 from samestep.runtime.launch import run_workers
 from samestep.runtime.mesh import group_over
 from tests.laboratory import clipped, make_run
@@ -24,10 +24,10 @@ def prepared(rank: int, world: int, layout: str) -> Any:
 
 
 def runs_in_turn(rank: int, world: int) -> tuple[bool, list[int]]:
-    first = prepared(rank, world, "dp=2 tp=2").made.mesh.groups
+    first = prepared(rank, world, "dp=2 tp=2").assembly.parallel.mesh.groups
     threads, same = [], True
     for _ in range(3):
-        again = prepared(rank, world, "dp=2 tp=2").made.mesh.groups
+        again = prepared(rank, world, "dp=2 tp=2").assembly.parallel.mesh.groups
         same = same and all(again[axis] is group for axis, group in first.items())
         threads.append(psutil.Process().num_threads())
     return same and len(first) >= 2, threads
@@ -49,7 +49,7 @@ def test_a_name_asks_for_a_group_of_its_own() -> None:
     assert pool(2).run(groups_of_two_names) == [(True, False, True)] * 2
 
 
-def threads_after_leaving(place: Place) -> tuple[int, int]:
+def threads_after_leaving(place: RankInfo) -> tuple[int, int]:
     with_world = psutil.Process().num_threads()
     group_over((0, 1), "cp")
     dist.barrier()

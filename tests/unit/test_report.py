@@ -13,7 +13,7 @@ import pytest
 
 from samestep import output_file
 from samestep.report import Metrics, Screen
-from samestep.runtime.run import StepReport
+from samestep.runtime.step_report import StepReport
 
 
 def _report(step: int, **changes: Any) -> StepReport:

@@ -13,7 +13,7 @@ from samestep.layout import Layout
 from samestep.runtime import assembly, cuts, dropout, expert, locality, sequence
 from samestep.runtime.assembly import Source, copied, prepare, with_slices
 from samestep.runtime.build import loss_of, optimizer_of
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.run import Run
 from tests.laboratory import clipped
 from tests.models import MODELS, Tokens
@@ -57,7 +57,7 @@ def step_of_a_traced_model(rank: int, world: int, model: str, layout: str) -> tu
     with pytest.MonkeyPatch.context() as patch:
         examined(patch, before)
         source = source_of(model, layout)
-    run = Run(source, Layout.parse(layout), clipped(), Place(rank, rank, world, world, torch.device("cpu")))
+    run = Run(source, Layout.parse(layout), clipped(), RankInfo(rank, rank, world, world, torch.device("cpu")))
     with pytest.MonkeyPatch.context() as patch:
         examined(patch, after)
         run.step(next(batches(Tokens(), clipped())))

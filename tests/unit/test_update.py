@@ -20,7 +20,7 @@ from samestep.layout import Layout
 from samestep.model import LayerSpec, ModelSpec, ParamSpec
 from samestep.runtime.assembly import Source
 from samestep.runtime.build import loss_of, optimizer_of
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.update import (
     LossScale,
@@ -328,18 +328,18 @@ def test_torch_optimizers_can_all_be_rebuilt(name: str) -> None:
 def injected(rank: int, world: int, layout: str, names: list[str]) -> dict[str, Runs]:
     """Feed equal gradients into each optimizer over the pieces of a layout, three steps; return weights and states."""
     job = job_of("float64")
-    place = Place(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
+    place = RankInfo(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
     run = Run(Source(perturbed(MODELS["plain"]), loss_of(job), optimizer_of(job)), Layout.parse(layout), job, place)
     run.prepare(next(batches(Tokens(), job)).samples([0]))
-    holder = run.made.holder
-    holder.begin_step()
+    store = run.assembly.weights.store
+    store.begin_step()
     sizes = {param.name: param.numel for param in run.program.step.model.params}
-    first = [piece.value.detach().clone() for piece in holder.pieces]
+    first = [piece.value.detach().clone() for piece in store.pieces]
     found: dict[str, Runs] = {}
     for name in names:
-        for piece, value in zip(holder.pieces, first, strict=True):
+        for piece, value in zip(store.pieces, first, strict=True):
             piece.value.detach().copy_(value)
-        updater = Updater.over(holder.pieces, source_of(name), job.numerics)
+        updater = Updater.over(store.pieces, source_of(name), job.numerics)
         for step in range(3):
             for piece in updater.pieces:
                 generator = torch.Generator().manual_seed(100 * step + list(sizes).index(piece.name))
@@ -348,14 +348,14 @@ def injected(rank: int, world: int, layout: str, names: list[str]) -> dict[str, 
             updater.set_lr(1.0 / (step + 1))
             updater.step(0.5)
             updater.publish()
-            holder.publish()
+            store.publish()
         found[name] = [
             (f"{piece.name}/{key}", piece.start, piece.stop, value.detach().clone())
             for piece in updater.pieces
             for key, value in {"value": piece.value, **updater.optimizer.state[piece.value]}.items()
             if isinstance(value, Tensor) and value.shape == piece.value.shape
         ]
-        for piece in holder.pieces:  # what stands in the module is what was updated
+        for piece in store.pieces:  # what stands in the module is what was updated
             assert piece.target is None or torch.equal(piece.target.flatten(), piece.value.detach().flatten())
     return found
 
@@ -407,6 +407,15 @@ def test_clipping_is_torchs_own(norm: float, limit: float) -> None:
     torch.nn.utils.clip_grad_norm_([weight], limit)
     assert norm * clip_factor(norm, limit) == pytest.approx(float(weight.grad), rel=1e-12)
     assert clip_factor(norm, None) == 1.0
+
+
+@given(st.lists(st.booleans(), max_size=40))
+def test_a_loss_scale_of_one_stays_as_it_is(overflows: list[bool]) -> None:
+    scale = LossScale()
+    for overflowed in overflows:
+        scale.after(overflowed=overflowed)
+        assert scale.scale == 1.0
+    assert not scale.is_dynamic
 
 
 @given(

@@ -1,25 +1,28 @@
-"""What a run is made of: a model built on the meta device, traced, cut, filled by this rank's part, and given a holder.
+"""What a run is made of: a model built on the meta device, traced, cut, filled by this rank's part, and given a store.
 
 prepare    the blueprint and its ModelSpec, once for all ranks: a forked worker inherits them
 assemble   each axis's twin at work on the modules, from the inside out: precision, the cuts of tp, cp and ep,
-           recomputation around them, and around all what holds the weights of the data axis
+           recomputation around them, and around all the store of the weights of the data axis
+
+Nothing in an assembly changes its parts afterwards; what changes as steps go by is inside them: weights, gradients, the
+optimizer's state, the loss scale, and what is known of dropout.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.analysis import ModelAnalysis
-from samestep.job import Job
+from samestep.job import Job, NumericsTable
 from samestep.layout import Layout
 from samestep.model import ModelSpec
 from samestep.program import Program
@@ -43,15 +46,13 @@ from samestep.runtime.data import Replicated
 from samestep.runtime.deferred import Deferred
 from samestep.runtime.families import facts_of
 from samestep.runtime.init import Blueprint, blueprint, fill_rest
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.masks import Part
 from samestep.runtime.trace import samples_traced, trace
 from samestep.runtime.traced_model import TracedModel
 from samestep.runtime.update import OptimizerSource, Updater, check_optimizer
+from samestep.runtime.weight_store import Materialize, WeightStore
 from samestep.strategies import program_of
-
-if TYPE_CHECKING:
-    from samestep.runtime.shard import Sharded
 
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
 
@@ -68,38 +69,76 @@ class Source:
     """Built and traced already: a forked worker inherits it."""
 
 
-@dataclass(slots=True)
-class Assembly:
-    """What a prepared run consists of."""
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """The program of this rank, and what carries it out between ranks."""
 
-    model: nn.Module
-    spec: ModelSpec
-    """The whole model."""
     program: Program
     mesh: meshes.Mesh
-    holder: Replicated | Sharded
-    updater: Updater
-    stage: pipeline.Stage | None
-    """What passes between pipeline stages; None where one rank runs all layers."""
-    slicing: context.Slicing | None
-    """This rank's slice of sequences; None where it has them whole."""
+    stage: pipeline.Stage | pipeline.WholeModel
+    """The layers that this rank runs, and what passes between it and other pipeline stages."""
+    slicing: context.Slicing | context.WholeSequences
+    """The slice of every sequence that this rank runs."""
     deferred: Deferred
     """Gradients of weights that backwards leave for later."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """This rank's module, as the layout has cut it, and what is known of it."""
+
+    module: nn.Module
+    spec: ModelSpec
+    """The whole model."""
+    master_dtype: torch.dtype
+    """Dtype of master weights and gradients, and of a batch's floating tensors."""
+    training_modes: Mapping[nn.Module, bool]
+    """Which modules train: a batch norm that was built frozen stays so."""
+    running_buffers: Sequence[Tensor]
+    """Running statistics, which a skipped step leaves as they were."""
+    dropout: dropout.DropoutState
+    mask_part: Part | None
+    """Which part of each dropout mask this rank draws; None where no axis cuts a mask."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What a step minimises."""
+
     loss: Loss
-    balance: expert.Balance | None
-    """What the job adds to its loss so that experts are chosen alike; None where it asks for nothing."""
-    lr_factor: Callable[[int], float]
+    balance: expert.Balance | expert.NoBalance
+    """What the job adds to its loss so that experts are chosen alike."""
     nominal_count: float
     """A power of two near the count of a whole step: dividing by it costs no bit."""
-    master: torch.dtype
-    modes: dict[nn.Module, bool]
-    """Which modules train: a batch norm that was built frozen stays so."""
-    running: list[Tensor]
-    """Running statistics, which a skipped step leaves as they were."""
-    draws: bool | None
-    """Whether forwards draw dropout masks; None until the first step has shown it."""
-    mask_part: Part | None
-    """Which part of each mask this rank of a tensor cut, or of a cut of the sequence, draws."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """This rank's weights, and what updates them."""
+
+    store: WeightStore
+    updater: Updater
+    lr_factor: Callable[[int], float]
+    """Returns what the learning rate of a step, counted from 0, is multiplied by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """The parts of a prepared run."""
+
+    parallel: Parallel
+    model: PreparedModel
+    objective: Objective
+    weights: Weights
+
+    def with_optimizer(self, source: OptimizerSource, numerics: NumericsTable) -> Assembly:
+        """Return this assembly with another optimizer over the same weights; its state is empty."""
+        updater = Updater.over(self.weights.store.pieces, source, numerics)
+        return replace(self, weights=replace(self.weights, updater=updater))
+
+    def without_balance(self) -> Assembly:
+        """Return this assembly with the loss alone: what balances experts is left out."""
+        return replace(self, objective=replace(self.objective, balance=expert.NoBalance()))
 
 
 def prepare(source: Source, job: Job, example: Any) -> TracedModel:
@@ -178,7 +217,7 @@ def _first_of(example: Any, dtype: torch.dtype) -> Any:
     return precision.cast_floating(tree_map_only(Tensor, lambda tensor: tensor[:1], example), dtype)
 
 
-def assemble(source: Source, layout: Layout, job: Job, place: Place, example: Any) -> Assembly:
+def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> Assembly:
     """Build, cut and fill the model of one rank."""
     traced = with_slices(source.prepared or prepare(source, job, example), layout, example)
     plan, spec = traced.blueprint, traced.spec
@@ -194,49 +233,55 @@ def assemble(source: Source, layout: Layout, job: Job, place: Place, example: An
     if layout.pp > 1:
         pipeline.check(model, program)
     tensor.apply(traced, program, mesh)
-    slicing = context.Slicing(model, program, mesh) if layout.cp > 1 else None
+    slicing = context.Slicing(model, program, mesh) if layout.cp > 1 else context.WholeSequences()
     expert.apply(traced, program, mesh)
     dropout.track_modules(model)
     deferred = Deferred(model, program)
-    recompute.apply(model, program, functools.partial(_recompute_contexts, model, job, slicing))
+    recompute.apply(model, program, functools.partial(_recompute_contexts, model, program, slicing))
 
     def materialize(name: str, dtype: torch.dtype) -> Tensor:
         whole, cut = plan.materialize(name, place.device, dtype), params[name]
         return placement.local_part(whole, cut, program.step.holding(cut), mesh)
 
     params = {param.name: param for param in program.step.model.params}
-    holder = holder_of(layout)(model, program, mesh, materialize)
+    store = store_of(layout)(model, program, mesh, materialize)
     fill_rest(plan, place.device, torch.float64 if job.numerics.precision == "float64" else None)
+    of_tp, of_cp = ((mesh.size(axis), mesh.index(axis)) for axis in ("tp", "cp"))
     return Assembly(
-        model=model,
-        spec=spec,
-        program=program,
-        mesh=mesh,
-        holder=holder,
-        updater=Updater.over(holder.pieces, source.optimizer, job.numerics),
-        stage=pipeline.Stage(model, program, mesh, slicing) if layout.pp > 1 else None,
-        slicing=slicing,
-        deferred=deferred,
-        loss=functools.partial(tensor.cut_loss, mesh) if tensor.cuts_logits(program) else source.loss,
-        balance=expert.Balance.of(traced, program, mesh),
-        lr_factor=learning_rate_factor(job.schedule, job.train.steps),
-        nominal_count=_nominal_count(example, job.train.global_batch),
-        master=precision.DTYPES[program.step.master_dtype],
-        modes={module: module.training for module in model.modules()},
-        running=[buffer for path in spec.coupled_modules for buffer in model.get_submodule(path).buffers()],
-        draws=True if spec.masks or traced.analysis.has_dropout else None,
-        mask_part=Part(
-            spec, mesh.size("tp"), mesh.index("tp"), layout.sequence_parallel, mesh.size("cp"), mesh.index("cp")
-        )
-        if mesh.size("tp") * mesh.size("cp") > 1
-        else None,
+        parallel=Parallel(
+            program=program,
+            mesh=mesh,
+            stage=pipeline.Stage(model, program, mesh, slicing) if layout.pp > 1 else pipeline.WholeModel(model),
+            slicing=slicing,
+            deferred=deferred,
+        ),
+        model=PreparedModel(
+            module=model,
+            spec=spec,
+            master_dtype=precision.DTYPES[program.step.master_dtype],
+            training_modes={module: module.training for module in model.modules()},
+            running_buffers=[buffer for path in spec.coupled_modules for buffer in model.get_submodule(path).buffers()],
+            dropout=dropout.DropoutState.of(traced.analysis.has_dropout, spec),
+            mask_part=Part(spec, *of_tp, layout.sequence_parallel, *of_cp) if layout.tp * layout.cp > 1 else None,
+        ),
+        objective=Objective(
+            loss=functools.partial(tensor.cut_loss, mesh) if tensor.cuts_logits(program) else source.loss,
+            balance=expert.Balance.of(traced, program, mesh),
+            nominal_count=_nominal_count(example, job.train.global_batch),
+        ),
+        weights=Weights(
+            store=store,
+            updater=Updater.over(store.pieces, source.optimizer, job.numerics),
+            lr_factor=learning_rate_factor(job.schedule, job.train.steps),
+        ),
     )
 
 
-def holder_of(layout: Layout) -> type[Replicated] | type[Sharded]:
-    """Return what holds the weights. FSDP2 and DTensor take a second to import, which replicated runs need not pay.
+def store_of(layout: Layout) -> Callable[[nn.Module, Program, meshes.Mesh, Materialize], WeightStore]:
+    """Return the class that stores a layout's weights.
 
-    A process that forks workers calls it first, so that they need not pay either.
+    FSDP2 and DTensor take a second to import, which replicated runs need not pay. A process that forks workers calls
+    this first, so that they need not pay either.
     """
     if layout.zero < 2 or layout.num_shards == 1:
         return Replicated
@@ -245,11 +290,18 @@ def holder_of(layout: Layout) -> type[Replicated] | type[Sharded]:
     return Sharded
 
 
-def _recompute_contexts(model: nn.Module, job: Job, slicing: context.Slicing | None) -> recompute.Contexts:
+def set_modes(modes: Mapping[nn.Module, bool]) -> None:
+    """Let each module train or evaluate."""
+    for module, training in modes.items():
+        module.training = training
+
+
+def _recompute_contexts(
+    model: nn.Module, program: Program, slicing: context.Slicing | context.WholeSequences
+) -> recompute.Contexts:
     """Surround a forward, and its repetition inside backward, where the modes of the forward are not active."""
     first, again = dropout.recompute_contexts(model)
-    inner = again if slicing is None else recompute.nested(again, slicing.again())
-    return first, recompute.nested(precision.RaiseIslands(), inner) if job.numerics.precision == "float64" else inner
+    return first, recompute.nested(precision.raised_islands(program), again, slicing.again())
 
 
 def _nominal_count(example: Any, global_batch: int) -> float:

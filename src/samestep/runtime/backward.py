@@ -1,6 +1,6 @@
 """One backward on the meta device, watched: how much of a sample a layer's backward needs beside what its forward kept.
 
-The forward must have run under `forward.Watch`. A storage of the backward is alive from the operation that makes it to
+The forward must have run under `forward.ForwardTracer`. A storage of the backward is alive from the operation that makes it to
 the last one that reads it; one that the forward kept is freed behind the last operation of the backward that reads it.
 Alive at once, most in the backward of a block with one hidden layer h = a(W x), y = V h:
 
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samestep.runtime.forward import Watch, operands, run_on_meta
+from samestep.runtime.forward import ForwardTracer, operands, run_on_meta
 
 
 class Working(NamedTuple):
@@ -56,7 +56,7 @@ class Backward:
     """Storages that there were not before."""
 
 
-def watch_backward(module: nn.Module, outputs: Iterable[Tensor], watch: Watch) -> Backward:
+def watch_backward(module: nn.Module, outputs: Iterable[Tensor], watch: ForwardTracer) -> Backward:
     """Run the backward of what a watched forward returned; where an operation cannot run on meta, the part before it."""
     found = Backward()
     roots = [tensor for tensor in outputs if tensor.requires_grad and tensor.is_meta]
@@ -69,7 +69,7 @@ def watch_backward(module: nn.Module, outputs: Iterable[Tensor], watch: Watch) -
     ]
     before = set(watch.sizes)
     try:
-        with _Watching(watch, found):
+        with _BackwardTracer(watch, found):
             given = [torch.empty_like(root) for root in roots]
             torch.autograd.grad(roots, weights, given, allow_unused=True)
     except Exception:  # an operator that has no meta kernel: of what comes behind it nothing is known
@@ -81,10 +81,10 @@ def watch_backward(module: nn.Module, outputs: Iterable[Tensor], watch: Watch) -
     return found
 
 
-class _Watching(TorchDispatchMode):
+class _BackwardTracer(TorchDispatchMode):
     """Notes what each operation of a backward reads and writes."""
 
-    def __init__(self, watch: Watch, found: Backward) -> None:
+    def __init__(self, watch: ForwardTracer, found: Backward) -> None:
         super().__init__()
         self.watch, self.found = watch, found
         self.marks = [number for number, _ in watch.marks]
@@ -134,7 +134,7 @@ def _edges_to_weights(roots: Iterable[Tensor]) -> Iterator[tuple[Node, list[int]
 
 
 def _note_weights(
-    found: Backward, watch: Watch, places: list[int], results: tuple[Tensor | None, ...], given: Any
+    found: Backward, watch: ForwardTracer, places: list[int], results: tuple[Tensor | None, ...], given: Any
 ) -> None:
     for place in places:
         result = results[place]
@@ -142,7 +142,7 @@ def _note_weights(
             found.of_weights.add(watch.key(result))
 
 
-def working_sets(backward: Backward, layer_of: Mapping[str, int], watch: Watch) -> dict[int, Working]:
+def working_sets(backward: Backward, layer_of: Mapping[str, int], watch: ForwardTracer) -> dict[int, Working]:
     """Return by layer what is alive at most in its backward, beside what its forward kept."""
     kept = {key: layer_of[region] for key, region in (watch.norm_savers | watch.savers).items()}
     # Gradients are as large as what they are of; where something whole is as large too, they are taken to be whole.

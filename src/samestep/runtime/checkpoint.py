@@ -35,6 +35,7 @@ from torch import Tensor
 from samestep.errors import CheckpointError
 from samestep.job import Job
 from samestep.model import ParamSpec
+from samestep.runtime.mesh import gather_objects
 from samestep.runtime.placement import Part, Runs, copy_shared, part_index, part_of, whole
 from samestep.runtime.run import Run
 from samestep.runtime.update import Piece
@@ -66,7 +67,7 @@ def save(run: Run, folder: Path, keep: int) -> Path:
         _sync(draft / file)
     digest = _digest(draft / file) if tensors else ""
     part = {"file": file, "tensors": sorted(tensors), "plain": plain, "cuts": _parts(run), "digest": digest}
-    parts = _gathered(run, part)
+    parts = gather_objects(part, run.layout.world_size)
     if rank == 0:
         _write_manifest(run, draft / "manifest.json", [part for part in parts if part["tensors"]])
         _remove(final)
@@ -98,10 +99,10 @@ def load(run: Run, folder: Path) -> None:
         buffers = dict(run.model.named_buffers())
         for name, file in stored.buffers.items():
             buffers[name].copy_(file.get_tensor(f"buffer/{name}"))
-    if run.updater.loss_scale is not None and manifest["loss_scale"]:
+    if run.updater.loss_scale.is_dynamic and manifest["loss_scale"]:
         run.updater.loss_scale.scale, run.updater.loss_scale.steps_since = manifest["loss_scale"]
     run.updater.publish()
-    run.made.holder.publish()
+    run.assembly.weights.store.publish()
     run.steps_taken = manifest["step"]
 
 
@@ -160,7 +161,11 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> None:
 def _stored_name(run: Run, name: str) -> str:
     """Name a weight in the files; this rank's part of one that is sharded over tp or ep has a name of its own."""
     holding = run.program.step.holding(_spec(run, name))
-    return f"{name}@{part_index(holding, run.made.mesh)}of{holding.num_parts}" if holding.sharded_over else name
+    return (
+        f"{name}@{part_index(holding, run.assembly.parallel.mesh)}of{holding.num_parts}"
+        if holding.sharded_over
+        else name
+    )
 
 
 def _spec(run: Run, name: str) -> ParamSpec:
@@ -170,9 +175,9 @@ def _spec(run: Run, name: str) -> ParamSpec:
 
 def _part(run: Run, name: str) -> Part:
     """Say which part of a whole weight this rank has."""
-    uncut = next(param for param in run.made.spec.params if param.name == name)
+    uncut = next(param for param in run.assembly.model.spec.params if param.name == name)
     cut = _spec(run, name)
-    return part_of(uncut, cut, run.program.step.holding(cut), run.made.mesh)
+    return part_of(uncut, cut, run.program.step.holding(cut), run.assembly.parallel.mesh)
 
 
 def _parts(run: Run) -> dict[str, list[Any]]:
@@ -184,7 +189,7 @@ def _parts(run: Run) -> dict[str, list[Any]]:
 
 def _held_elsewhere(run: Run) -> set[str]:
     """Weights that an earlier rank writes: of all that hold the same the first one does."""
-    step, mesh = run.program.step, run.made.mesh
+    step, mesh = run.program.step, run.assembly.parallel.mesh
     return {param.name for param in step.model.params if any(map(mesh.index, step.holding(param).copied_over))}
 
 
@@ -226,7 +231,7 @@ def _write_manifest(run: Run, path: Path, parts: list[Any]) -> None:
         "format_version": FORMAT_VERSION,
         "step": run.steps_taken,
         "layout": str(run.layout),
-        "loss_scale": [scale.scale, scale.steps_since] if scale else None,
+        "loss_scale": [scale.scale, scale.steps_since] if scale.is_dynamic else None,
         "job": run.job.model_dump(mode="json"),
         "shapes": _shapes(run),
         "parts": parts,
@@ -237,7 +242,7 @@ def _write_manifest(run: Run, path: Path, parts: list[Any]) -> None:
 
 def _shapes(run: Run) -> dict[str, list[int]]:
     """Shapes of the whole weights that are trained; the others are what the seed makes them."""
-    return {param.name: list(param.shape) for param in run.made.spec.params if param.trainable}
+    return {param.name: list(param.shape) for param in run.assembly.model.spec.params if param.trainable}
 
 
 def _remove(checkpoint: Path) -> None:
@@ -385,7 +390,7 @@ def _check_files(manifest: Mapping[str, Any], run: Run, folder: Path) -> None:
             is_whole = False
         if not is_whole:
             bad.append(_damaged(path))
-    if found := [text for texts in _gathered(run, bad) for text in texts]:
+    if found := [text for texts in gather_objects(bad, run.layout.world_size) for text in texts]:
         raise CheckpointError(found[0])
 
 
@@ -413,15 +418,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _gathered(run: Run, value: Any) -> list[Any]:
-    """Return every rank's `value`."""
-    values = [value]
-    if run.layout.world_size > 1:
-        values = [None] * run.layout.world_size
-        dist.all_gather_object(values, value)
-    return values
 
 
 def _barrier(run: Run) -> None:

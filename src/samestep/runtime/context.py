@@ -13,7 +13,7 @@ Legend: B samples, A heads, T tokens, N ranks of `cp`, D features of a head.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +32,30 @@ from samestep.runtime.locality import reshaped, sequence_dim
 from samestep.runtime.mesh import Mesh
 from samestep.runtime.record import owned
 from samestep.strategies.context import sent_heads
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class WholeSequences:
+    """The slice of a layout without `cp`, as `Slicing` is used: every sequence is this rank's as a whole."""
+
+    degree, index, length, block = 1, 0, 0, ""
+
+    def of(self, samples: Any) -> AbstractContextManager[None]:
+        """Return the context of a forward on whole sequences, which is none."""
+        return _NOTHING
+
+    def again(self) -> AbstractContextManager[None]:
+        """Return the context of a block's repeated forward, which is none."""
+        return _NOTHING
+
+    def part(self, samples: Any) -> Any:
+        """Return what the loss compares this rank's outputs with: all tokens."""
+        return samples
+
+    def shape_of(self, shape: torch.Size) -> torch.Size:
+        """Return the shape of hidden states between blocks."""
+        return shape
 
 
 class Slicing:
@@ -77,7 +101,7 @@ class Slicing:
         finally:
             self.length, self.block, self.exchanged = before
 
-    def again(self) -> Any:
+    def again(self) -> AbstractContextManager[None]:
         """Return the context of a block's repeated forward, as this one is in."""
         return self._slicing(self.length, self.block)
 

@@ -28,14 +28,12 @@ from samestep.runtime.mesh import Mesh, all_gather, reduce_scatter
 from samestep.runtime.precision import DTYPES
 from samestep.runtime.record import owned
 from samestep.runtime.update import Piece, squared_norm
+from samestep.runtime.weight_store import Materialize
 from samestep.schedules import TaskKind
-
-Materialize = Callable[[str, torch.dtype], Tensor]
-"""Returns the whole parameter of this name, fresh, on the device."""
 
 
 @dataclass(slots=True)
-class _Flat:
+class _FlatBuffer:
     """The buffers of one bucket on this rank."""
 
     bucket: Bucket
@@ -54,16 +52,16 @@ class _Flat:
 
 
 @dataclass(slots=True)
-class _Place:
+class _GradientSlot:
     """Where the gradient of one parameter goes."""
 
-    flat: _Flat
+    flat: _FlatBuffer
     name: str
     gradient: Tensor
 
 
 class Replicated:
-    """Weights whole on every rank, in the working dtype; gradients and optimizer as the program's buckets say."""
+    """A `WeightStore` of whole weights, in the working dtype; gradients and optimizer as the program's buckets say."""
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         self.program, self.mesh = program, mesh
@@ -77,7 +75,7 @@ class Replicated:
 
     # -- setting up --------------------------------------------------------------------------------
 
-    def _flat(self, bucket: Bucket) -> _Flat:
+    def _flat(self, bucket: Bucket) -> _FlatBuffer:
         step = self.program.step
         device = self.mesh.device
         bodies = self.program.bodies
@@ -86,7 +84,7 @@ class Replicated:
         weights = None
         if step.zero == 1:
             weights = torch.zeros(bucket.padded_numel, dtype=DTYPES[bucket.dtype], device=device)
-        return _Flat(
+        return _FlatBuffer(
             bucket=bucket,
             gradients=torch.zeros(bucket.padded_numel, dtype=DTYPES[step.master_dtype], device=device),
             starts=[op for op in last if op.owner == bucket.name],
@@ -116,15 +114,15 @@ class Replicated:
                 self.pieces += self._pieces_of(spec.name, flat, member, param, value)
 
     def _pieces_of(
-        self, name: str, flat: _Flat | None, member: Member | None, param: nn.Parameter, value: Tensor
+        self, name: str, flat: _FlatBuffer | None, member: Member | None, param: nn.Parameter, value: Tensor
     ) -> Iterator[Piece]:
         """Yield what this rank updates of a parameter; its gradients go to its place in the bucket from now on."""
         if flat is None or member is None:
             yield self._piece(name, 0, param.numel(), param, value, lambda: _gradient_or_zero(param))
             return
         gradient = flat.gradients[member.offset : member.offset + member.numel].view(param.shape)
-        place = _Place(flat, name, gradient)
-        param.register_post_accumulate_grad_hook(functools.partial(_tell, weakref.ref(self), place))
+        slot = _GradientSlot(flat, name, gradient)
+        param.register_post_accumulate_grad_hook(functools.partial(_gradient_hook, weakref.ref(self), slot))
         if flat.weights is None:
             yield self._piece(name, 0, member.numel, param, value, lambda: gradient)
             return
@@ -166,17 +164,17 @@ class Replicated:
         self._starts = ends_gradients(task.body, self.program.step)
         yield
 
-    def _gradient_ready(self, place: _Place, param: Tensor) -> None:
+    def _gradient_ready(self, slot: _GradientSlot, param: Tensor) -> None:
         """Add a finished gradient to its bucket; start the bucket's reduction when it was the last one."""
-        flat, name, found = place.flat, place.name, param.grad
+        flat, name, found = slot.flat, slot.name, param.grad
         assert found is not None
-        if found is not place.gradient:
+        if found is not slot.gradient:
             if name in flat.untouched:
-                place.gradient.copy_(found)
+                slot.gradient.copy_(found)
             else:
-                place.gradient.add_(found)
+                slot.gradient.add_(found)
             # In master precision autograd goes on adding in place; else each micro-batch's gradient is cast first.
-            param.grad = place.gradient if param.dtype == place.gradient.dtype else None
+            param.grad = slot.gradient if param.dtype == slot.gradient.dtype else None
         flat.untouched.discard(name)
         if self._last:
             flat.missing.discard(name)
@@ -188,7 +186,7 @@ class Replicated:
             self._start(self._flats[self._next])
             self._next += 1
 
-    def _start(self, flat: _Flat) -> None:
+    def _start(self, flat: _FlatBuffer) -> None:
         for member in flat.bucket.members:
             if member.name in flat.untouched:
                 flat.gradients[member.offset : member.offset + member.numel].zero_()
@@ -196,7 +194,10 @@ class Replicated:
             flat.work = self._send(flat, op, flat.gradients)
 
     def finish_gradients(self) -> None:
-        """Start what no backward reached, wait for all, and issue what follows a bucket's first collective."""
+        """Start what no backward reached, wait for all, and issue what follows a bucket's first collective.
+
+        Collective over the axes of the program's buckets: if a rank does not call it, the others wait for it.
+        """
         for flat in self._flats[self._next :]:
             self._start(flat)
         self._next = len(self._flats)
@@ -207,7 +208,7 @@ class Replicated:
         for flat in self._flats:
             _wait(flat)
 
-    def _send(self, flat: _Flat, op: Op, whole: Tensor) -> dist.Work | None:
+    def _send(self, flat: _FlatBuffer, op: Op, whole: Tensor) -> dist.Work | None:
         """Issue one collective of a bucket on the buffer, or on this rank's chunk of it."""
         assert op.axis is not None
         group = self.mesh.groups[op.axis]
@@ -251,7 +252,7 @@ class Replicated:
         return self.mesh.size(axis), self.mesh.index(axis), replicas
 
     def publish(self) -> None:
-        """Gather every rank's chunk of the updated weights (zero=1)."""
+        """Gather every rank's chunk of the updated weights under zero=1. Collective over `dp_shard`."""
         for flat in self._flats:
             for op in flat.gathers:
                 assert flat.weights is not None
@@ -263,7 +264,7 @@ class Replicated:
         """Nothing is gathered for a forward, so nothing is left over after one."""
 
 
-def _wait(flat: _Flat) -> None:
+def _wait(flat: _FlatBuffer) -> None:
     if flat.work is not None:
         flat.work.wait()
         flat.work = None
@@ -275,8 +276,8 @@ def _gradient_or_zero(param: nn.Parameter) -> Tensor:
     return param.grad
 
 
-def _tell(holder: weakref.ref[Replicated], place: _Place, param: Tensor) -> None:
-    """Call a holder that is still there: what a tensor's hooks refer to, Python's collector never sees as a cycle."""
-    told = holder()
-    if told is not None:
-        told._gradient_ready(place, param)
+def _gradient_hook(store: weakref.ref[Replicated], slot: _GradientSlot, param: Tensor) -> None:
+    """Call a store that is still there: what a tensor's hooks refer to, Python's collector never sees as a cycle."""
+    alive = store()
+    if alive is not None:
+        alive._gradient_ready(slot, param)

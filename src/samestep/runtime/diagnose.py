@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from samestep.runtime.assembly import Assembly
 from samestep.runtime.dropout import named_modules
 from samestep.runtime.forward import tensors_in
+from samestep.runtime.mesh import gather_objects
+from samestep.runtime.update import LARGEST_SUM
 
 LARGEST_FLOAT16 = 65504
 
@@ -47,19 +50,55 @@ def first_nonfinite(
     `masters` gives max|float32 value| of parameters by full name, where the model holds a float16 cast of them: an
     overflow in the cast is then named as such.
     """
-    watch = _Watch(masters or {})
+    finder = _NonFiniteFinder(masters or {})
     modules = named_modules(model)
     try:
         for name, module in modules.items():
-            watch.attach(name, module)
+            finder.attach(name, module)
         loss = run_forward_backward()
     finally:
-        watch.detach()
-    if watch.forward_fault:
-        return watch.forward_fault
+        finder.detach()
+    if finder.forward_fault:
+        return finder.forward_fault
     if isinstance(loss, Tensor) and not _is_finite(loss, masks=False):
         return f"loss: not finite ({loss.detach().flatten()[0].item()}), though every module's output is"
-    return watch.backward_fault or watch.backward_fault_outside()
+    return finder.backward_fault or finder.backward_fault_outside()
+
+
+def cause_of_nonfinite(assembly: Assembly, run_forward_backward: Callable[[], Tensor]) -> str:
+    """Run a step's forwards and backwards again, and name the first module at fault, on the first rank that has one.
+
+    Collective over the world: every rank calls it, and is told the same. If one does not, the others wait for it.
+    """
+    weights, module = assembly.weights, assembly.model.module
+    world_size = assembly.parallel.mesh.size("world")
+    masters: dict[str, float] = {}
+    if weights.updater.loss_scale.is_dynamic:
+        for piece in weights.store.pieces:
+            masters[piece.name] = max(masters.get(piece.name, 0.0), float(piece.value.detach().abs().max()))
+        for others in gather_objects(masters, world_size):  # a rank may hold a part of a weight only
+            masters |= {name: max(most, masters.get(name, 0.0)) for name, most in others.items()}
+    buffers = saved(module.buffers())
+    text = first_nonfinite(run_forward_backward, module, masters)
+    put_back(buffers)
+    named = [f"{text} (rank {rank})" for rank, text in enumerate(gather_objects(text, world_size)) if text]
+    if named:
+        return named[0]
+    if weights.updater.loss_scale.is_dynamic:
+        return f"a gradient under the loss scale {weights.updater.loss_scale.scale:g} is above {LARGEST_SUM:g}"
+    return "loss or gradient norm is not finite, though no module's output or gradient is"
+
+
+def saved(buffers: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return tensors with copies of their values, for `put_back`."""
+    return [(buffer, buffer.clone()) for buffer in buffers]
+
+
+@torch.no_grad()
+def put_back(values: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Give tensors the values they had."""
+    for held, value in values:
+        held.copy_(value)
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +114,7 @@ class _Call:
     """Ids of inputs that are outputs too: a gradient there says nothing about the module."""
 
 
-class _Watch:
+class _NonFiniteFinder:
     """The hooks of one run, and what they saw."""
 
     def __init__(self, masters: Mapping[str, float]) -> None:

@@ -17,6 +17,7 @@ Recompute takes `functools.partial(recompute_contexts, model)` as the `context_f
 from __future__ import annotations
 
 import dataclasses
+import enum
 import hashlib
 import math
 import types
@@ -34,7 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import ModelError
-from samestep.model import MaskSpec
+from samestep.model import MaskSpec, ModelSpec
 from samestep.runtime.families import FamilyFacts, facts_of
 from samestep.runtime.masks import Cuts, Part, drop_mask, mix, places, spread
 
@@ -52,6 +53,44 @@ class Draw:
     step: int
     samples: Tensor
     """int64 [B]: the global index of each sample of the micro-batch, in the order of dimension 0."""
+
+
+class Dropout(enum.Enum):
+    """What is known of the dropout of a model's training forwards.
+
+    UNKNOWN ─► ACTIVE    a forward has drawn a mask
+    UNKNOWN ─► ABSENT    a whole step has drawn none
+    """
+
+    UNKNOWN = "unknown"
+    """Nothing in the model tells of dropout, and no step has run: forwards run under a `DropoutMode`, and it counts."""
+    ACTIVE = "active"
+    """Every training forward runs under a `DropoutMode`."""
+    ABSENT = "absent"
+    """Forwards run without a mode, and modules without its hooks."""
+
+
+@dataclass(slots=True)
+class DropoutState:
+    """What is known of a model's dropout as steps go by: the part of an assembly that changes."""
+
+    dropout: Dropout
+
+    @classmethod
+    def of(cls, has_dropout: bool, spec: ModelSpec) -> DropoutState:
+        """Begin with the masks that the trace has seen drawn, and whether a module has a probability above 0."""
+        return cls(Dropout.ACTIVE if spec.masks or has_dropout else Dropout.UNKNOWN)
+
+    def end_forward(self, num_draws: int) -> None:
+        """Learn how many masks a training forward has drawn."""
+        if num_draws > 0 and self.dropout is Dropout.UNKNOWN:
+            self.dropout = Dropout.ACTIVE
+
+    def end_step(self, model: nn.Module) -> None:
+        """Conclude that a model has no dropout whose first step has drawn no mask, and take the hooks away."""
+        if self.dropout is Dropout.UNKNOWN:
+            self.dropout = Dropout.ABSENT
+            untrack_modules(model)
 
 
 @dataclass(slots=True)

@@ -198,14 +198,18 @@ class Balance:
     facts: FamilyFacts
 
     @classmethod
-    def of(cls, traced: TracedModel, program: Program, mesh: Mesh) -> Balance | None:
-        """Read what a transformers model asks for; None where it asks for nothing."""
+    def of(cls, traced: TracedModel, program: Program, mesh: Mesh) -> Balance | NoBalance:
+        """Read what a transformers model asks for."""
         experts, model, facts = program.step.model.balanced_experts, traced.module, traced.facts
         coefficient = facts.balance_of(model)
         if not experts or not coefficient:
-            return None
+            return NoBalance()
         top_k = facts.setting(model, facts.experts_per_token)
         return cls(coefficient, top_k, experts, mesh.groups.get("world"), mesh.size("tp"), facts)
+
+    def added_to(self, loss_sum: Tensor, outputs: Any, count: Tensor | int, weight: float) -> Tensor:
+        """Return the sum of both losses over a micro-batch. Collective over the world, as the part added here is."""
+        return loss_sum + self(outputs, count, weight)
 
     def __call__(self, outputs: Any, count: Tensor | int, weight: float) -> Tensor:
         """Return this rank's part, times the count of the whole step. Collective over the world.
@@ -224,6 +228,14 @@ class Balance:
         chosen = chosen / self.copies / rows_of_all
         mean = torch.stack([share.sum(dim=0) for share in shares]).sum(dim=0) / rows_of_all
         return self.coefficient * self.num_experts * count_of_all * (chosen.to(mean.dtype) * mean).sum()
+
+
+class NoBalance:
+    """Stands in for `Balance` where the job asks for no loss that balances experts."""
+
+    def added_to(self, loss_sum: Tensor, outputs: Any, count: Tensor | int, weight: float) -> Tensor:
+        """Return the loss as it is."""
+        return loss_sum
 
 
 class _AllToAll(torch.autograd.Function):

@@ -37,7 +37,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from samestep.cost import ATTENTION_BACKWARD, BACKWARD_KERNELS
-from samestep.runtime.joining import Place
+from samestep.runtime.joining import RankInfo
 from samestep.runtime.trace import trace
 
 DTYPES = {
@@ -101,7 +101,7 @@ class Figures:
     """Products alone, all_reduce alone, both beside each other."""
 
 
-def device_of(place: Place) -> Device:
+def device_of(place: RankInfo) -> Device:
     """Ask the device; those of a CPU share the machine's memory."""
     if place.device.type == "cuda":
         properties = torch.cuda.get_device_properties(place.device)
@@ -109,12 +109,12 @@ def device_of(place: Place) -> Device:
     return Device("a core", int(psutil.virtual_memory().total) // place.world_size, 0)
 
 
-def measured(place: Place) -> Figures:
+def measured(place: RankInfo) -> Figures:
     """Measure with all ranks at once; collective."""
     return _middle([_turn(place) for _ in range(TURNS[place.device.type])])
 
 
-def _turn(place: Place) -> Figures:
+def _turn(place: RankInfo) -> Figures:
     """Take all figures once."""
     many = place.world_size > 1
     one = torch.zeros(1, device=place.device)
@@ -160,7 +160,7 @@ def _middle(turns: Sequence[Figures]) -> Figures:
     )
 
 
-def _taken_s(work: Callable[[], Any], place: Place, *, waits: bool = True, collective: bool = False) -> float:
+def _taken_s(work: Callable[[], Any], place: RankInfo, *, waits: bool = True, collective: bool = False) -> float:
     """Time `work` many times on all ranks at once: the best of a GPU, the middle one of a CPU.
 
     Args:
@@ -184,21 +184,21 @@ def _taken_s(work: Callable[[], Any], place: Place, *, waits: bool = True, colle
     return (min if on_gpu else statistics.median)([once() for _ in range(count)])
 
 
-def _tries(once: Callable[[], float], place: Place, *, collective: bool) -> int:
+def _tries(once: Callable[[], float], place: RankInfo, *, collective: bool) -> int:
     """Return how often something is done for `ENOUGH_S`; much is made at the first use, which is not counted."""
     once()
     count = max(3, min(50, int(ENOUGH_S[place.device.type] / max(min(once() for _ in range(3)), 1e-6))))
     return _agreed(count, place) if collective else count
 
 
-def _agreed(count: int, place: Place) -> int:
+def _agreed(count: int, place: RankInfo) -> int:
     """Return rank 0's, on every rank."""
     told = torch.tensor([count], device=place.device)
     dist.broadcast(told, src=0)
     return int(told.item())
 
 
-def _products(dtype: torch.dtype, edges: tuple[int, ...], place: Place) -> dict[int, float]:
+def _products(dtype: torch.dtype, edges: tuple[int, ...], place: RankInfo) -> dict[int, float]:
     """Return FLOP/s by edge; a larger product is left out where it would take too long."""
     found: dict[int, float] = {}
     for edge in edges:
@@ -210,7 +210,7 @@ def _products(dtype: torch.dtype, edges: tuple[int, ...], place: Place) -> dict[
     return found
 
 
-def _copied_bytes_per_s(place: Place) -> float:
+def _copied_bytes_per_s(place: RankInfo) -> float:
     source = torch.ones(COPIED_BYTES[place.device.type], dtype=torch.uint8, device=place.device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _taken_s(lambda: target.copy_(source), place)
@@ -252,7 +252,7 @@ class _Block(nn.Module):
         return result
 
 
-def _in_blocks_s(place: Place) -> float:
+def _in_blocks_s(place: RankInfo) -> float:
     """Return what an operation takes of blocks whose arithmetic takes nothing, its backward counted as `cost` counts it."""
     with torch.device("meta"):
         counted = nn.Sequential(_Block(), _Block())
@@ -266,7 +266,7 @@ def _in_blocks_s(place: Place) -> float:
     return _taken_s(both, place) / operations / (1 + BACKWARD_KERNELS)
 
 
-def _small_attention_flops_per_s(place: Place) -> float:
+def _small_attention_flops_per_s(place: RankInfo) -> float:
     """Time a causal attention of 4 heads of 32 over 128 tokens, forward and backward, as `cost` counts both."""
     samples, heads, length, width = 8, 4, 128, 32
     q, k, v = (torch.ones(samples, heads, length, width, requires_grad=True) for _ in range(3))
@@ -278,7 +278,7 @@ def _small_attention_flops_per_s(place: Place) -> float:
     return flops / _taken_s(both, place)
 
 
-def _elementwise_bytes_per_s(place: Place) -> float:
+def _elementwise_bytes_per_s(place: RankInfo) -> float:
     """Return bytes read and written by an activation, a softmax and a norm of what fits in a cache."""
     given = torch.randn(_CACHED)
 
@@ -290,7 +290,7 @@ def _elementwise_bytes_per_s(place: Place) -> float:
     return 3 * 2 * given.nbytes / _taken_s(work, place)
 
 
-def _once_s(place: Place) -> float:
+def _once_s(place: RankInfo) -> float:
     """Return what an update and the norm of the gradient take for many small weights."""
     weights = [torch.nn.Parameter(torch.ones(64)) for _ in range(SMALL)]
     for weight in weights:
@@ -304,7 +304,7 @@ def _once_s(place: Place) -> float:
     return _taken_s(once, place)
 
 
-def _unit_s(place: Place) -> float:
+def _unit_s(place: RankInfo) -> float:
     """Return what FSDP2 does around one gather or scatter: blocks with it, without it, and what is sent."""
 
     def blocks() -> nn.Sequential:
@@ -325,7 +325,7 @@ def _unit_s(place: Place) -> float:
     return max(0.0, (whole_s - alone_s) / (3 * UNITS) - sent_s)
 
 
-def _attention_flops_per_s(place: Place) -> float:
+def _attention_flops_per_s(place: RankInfo) -> float:
     """Time a causal attention of 16 heads of 128 over 4,096 tokens."""
     length, heads, width = 4096, 16, 128
     q, k, v = (torch.ones(1, heads, length, width, dtype=torch.bfloat16, device=place.device) for _ in range(3))
@@ -349,7 +349,7 @@ _COLLECTIVES = {"all_reduce": _all_reduce, "all_gather": _all_gather}
 WAYS = {"all_reduce": 2, "all_gather": 1}
 
 
-def _all_sent(place: Place) -> dict[str, dict[int, float]]:
+def _all_sent(place: RankInfo) -> dict[str, dict[int, float]]:
     """Return what collectives take by size."""
     compute = _computing(place) if place.device.type == "cpu" else None
     sent: dict[str, dict[int, float]] = {name: {} for name in _COLLECTIVES}
@@ -361,7 +361,7 @@ def _all_sent(place: Place) -> dict[str, dict[int, float]]:
     return sent
 
 
-def _behind_s(compute: Callable[[], None], send: Callable[[], None], place: Place) -> float:
+def _behind_s(compute: Callable[[], None], send: Callable[[], None], place: RankInfo) -> float:
     """Time a collective behind compute; return what a rank spends in it, waiting for the others too, on average of all."""
 
     def once() -> float:
@@ -375,7 +375,7 @@ def _behind_s(compute: Callable[[], None], send: Callable[[], None], place: Plac
     return float(taken.median()) / place.world_size
 
 
-def _computing(place: Place) -> Callable[[], None]:
+def _computing(place: RankInfo) -> Callable[[], None]:
     """Return what takes about `_BETWEEN_S` on every rank: products."""
     a = torch.ones(_CACHED)
     product = functools.partial(torch.mm, a, a, out=torch.empty_like(a))
@@ -392,7 +392,7 @@ def _repeated(work: Callable[[], Any], times: int) -> Callable[[], None]:
     return often
 
 
-def _beside_s(place: Place) -> tuple[float, float, float]:
+def _beside_s(place: RankInfo) -> tuple[float, float, float]:
     """Time products, an all_reduce, and both beside each other, each about as long."""
     kind = place.device.type
     edge, size = EDGES[kind][-2], MESSAGES[kind][-2]

@@ -124,7 +124,7 @@ class Region:
     """Storages written by matrix products, convolutions and attention."""
 
 
-class Watch(TorchDispatchMode):
+class ForwardTracer(TorchDispatchMode):
     """Notes what every operation reads, writes and costs, by regions. A storage is known by its address."""
 
     goes_back = True
@@ -415,7 +415,7 @@ def watch_forward(
     num_samples: int,
     name: str,
     containers: tuple[str, ...],
-    watch: Watch,
+    watch: ForwardTracer,
     value_of: ValueOf | None,
 ) -> Any:
     """Run the forward under `watch`, on `num_samples` copies of the sample, and return what it returns.
@@ -450,7 +450,7 @@ def _given_back(tensor: Tensor | None) -> Tensor:
 
 
 @contextmanager
-def _hooks(module: nn.Module, containers: tuple[str, ...], watch: Watch) -> Iterator[None]:
+def _hooks(module: nn.Module, containers: tuple[str, ...], watch: ForwardTracer) -> Iterator[None]:
     """Tell `watch` of every module that is entered and left."""
     with ExitStack() as hooks:
         for path, part in module.named_modules():
@@ -474,7 +474,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, watch: Watch, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+        ctx: Any, watch: ForwardTracer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
     ) -> Tensor:
         # Queries come as [..., head, token, features]; the kernels write the heads of a token side by side.
         *batch, num_heads, length = query.shape[:-1] if query.dim() > 3 else (*query.shape[:-2], 1, query.shape[-2])
@@ -506,7 +506,7 @@ class _Attention(torch.autograd.Function):
 
 
 @contextmanager
-def _fused_attention(watch: Watch) -> Iterator[None]:
+def _fused_attention(watch: ForwardTracer) -> Iterator[None]:
     """Let scaled_dot_product_attention on the meta device be a fused kernel; its own choice there is plain products."""
     held = weakref.ref(watch)  # torch keeps the last one that stood in for an operator
 

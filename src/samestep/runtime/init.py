@@ -156,7 +156,7 @@ def fill_rest(blueprint: Blueprint, device: torch.device, float_dtype: torch.dty
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Attribute:
     """Where a tensor stands in a module."""
 
     name: str
@@ -165,20 +165,20 @@ class _Place:
     tensor: Tensor
 
 
-def _places(module: nn.Module) -> Iterator[_Place]:
+def _places(module: nn.Module) -> Iterator[_Attribute]:
     """Find every tensor under every name: parameters, then buffers, then attributes, each in the module's order."""
     modules = list(module.named_modules(remove_duplicate=False))
     for kind, held in (("parameter", "_parameters"), ("buffer", "_buffers")):
         for prefix, owner in modules:
             for key, tensor in getattr(owner, held).items():
                 if tensor is not None:
-                    yield _Place(_join(prefix, key), kind, tensor)
+                    yield _Attribute(_join(prefix, key), kind, tensor)
     parameters = {id(parameter) for parameter in module.parameters()}
-    found: list[_Place] = []
+    found: list[_Attribute] = []
 
     def find(name: str, tensor: Tensor) -> Tensor:
         if id(tensor) not in parameters:
-            found.append(_Place(name, "attribute", tensor))
+            found.append(_Attribute(name, "attribute", tensor))
         return tensor
 
     for prefix, owner in modules:
@@ -244,9 +244,9 @@ def _on_meta(module: nn.Module, tape: Tape, from_instance: bool) -> nn.Module:
         raise ModelError(f"the {type(module).__name__} cannot be copied ({error}): pass a build function") from error
 
 
-def _check_parameters(places: list[_Place], refs: dict[str, Ref], slices: dict[int, Slice], tape: Tape) -> None:
+def _check_parameters(places: list[_Attribute], refs: dict[str, Ref], slices: dict[int, Slice], tape: Tape) -> None:
     """Refuse parameters without values, and different parameters in one memory: each would go its own way."""
-    owners: dict[int, list[_Place]] = {}
+    owners: dict[int, list[_Attribute]] = {}
     for place in places:
         ref = refs[place.name]
         memory, part = tape.memories[ref.memory], slices[ref.memory]

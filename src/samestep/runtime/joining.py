@@ -1,6 +1,6 @@
 """Joining a run: this process becomes a rank, of workers that `runtime/launch.py` or somebody else started.
 
-`join` meets the other ranks and makes the process group; it returns the `Place` of this one. A request to stop sets a
+`join` meets the other ranks and makes the process group; it returns the `RankInfo` of this one. A request to stop sets a
 flag, on which all ranks must agree before they act. Who launched us is read in `runtime/seat.py`.
 """
 
@@ -31,8 +31,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # USR1: Slurm's 
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where this process stands among all ranks of the run."""
+class RankInfo:
+    """This process among all ranks of the run: its rank, its machine and its device."""
 
     rank: int
     local_rank: int
@@ -43,7 +43,7 @@ class Place:
 
 @dataclass(frozen=True)
 class _Joined:
-    place: Place
+    place: RankInfo
     made_group: bool
     old_handlers: Mapping[int, Any]
     borrowed_variables: tuple[str, ...]
@@ -61,7 +61,7 @@ def launched_from_outside() -> bool:
 
 def join(
     device: str = "auto", *, timeout_s: float = 600.0, ranks_per_node: int | None = None, threads: int | None = None
-) -> Place:
+) -> RankInfo:
     """Make this process a rank of its run, and return its place; every rank must call it once.
 
     The process group is gloo on CPUs and nccl on GPUs. It is nccl alone there: the few scalars of a step live on the
@@ -96,7 +96,7 @@ def join(
     # A process of the user's own keeps its signals: only there does nobody promise to ask stop_requested().
     handlers = _listen_for_stop() if seat.launcher in ("torchrun", "srun") else {}
     local_rank = seat.local_rank if per_node == seat.ranks_per_node else seat.rank % per_node
-    place = Place(seat.rank, local_rank, seat.world_size, per_node, where)
+    place = RankInfo(seat.rank, local_rank, seat.world_size, per_node, where)
     _joined = _Joined(place, made_group, handlers, borrowed)
     return place
 

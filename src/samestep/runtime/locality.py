@@ -34,7 +34,7 @@ from samestep.errors import InputError
 from samestep.model import ModelSpec
 from samestep.runtime import expert
 from samestep.runtime.build import target_of
-from samestep.runtime.forward import NeedsValuesError, ValueOf, Watch, address, operands, watch_forward
+from samestep.runtime.forward import ForwardTracer, NeedsValuesError, ValueOf, address, operands, watch_forward
 from samestep.runtime.trace import containers_of
 
 LENGTHS = (7, 5, 3, 2)
@@ -122,7 +122,7 @@ def _refusal_of(
     return watch.refusal
 
 
-class _Dependence(Watch):
+class _Dependence(ForwardTracer):
     """Watches a forward, and knows of every element on which tokens of the slice it may depend."""
 
     goes_back = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,6 +86,15 @@ def build(program: Program, device: torch.device) -> Mesh:
             if rank in members:
                 groups[axis] = group
     return Mesh(rank, ranks, device, groups)
+
+
+def gather_objects(mine: Any, world_size: int) -> list[Any]:
+    """Return what every rank gives, by rank. Collective over the world: if a rank does not call it, the others wait."""
+    if world_size == 1:
+        return [mine]
+    given: list[Any] = [None] * world_size
+    dist.all_gather_object(given, mine)
+    return given
 
 
 _made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}

@@ -34,7 +34,7 @@ from samestep import schedules
 from samestep.errors import LayoutError
 from samestep.model import ModelSpec, is_below
 from samestep.program import Program
-from samestep.runtime.context import Slicing
+from samestep.runtime.context import Slicing, WholeSequences
 from samestep.runtime.families import FamilyFacts, facts_of
 from samestep.runtime.mesh import Mesh, link_name
 from samestep.runtime.precision import DTYPES
@@ -57,12 +57,48 @@ class _Link:
     posted: dict[Action, tuple[dist.Work, Tensor]] = field(default_factory=dict)
 
 
-class Stage:
-    """The runs of layers of this rank, and what passes between them and other ranks."""
+class WholeModel:
+    """The one stage of a layout without a pipeline, as `Stage` is used: it has all layers, and sends nothing."""
 
-    def __init__(self, model: nn.Module, program: Program, mesh: Mesh, slicing: Slicing | None = None) -> None:
+    num_chunks = 1
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def is_last(self, chunk: int) -> bool:
+        """Whether a chunk ends the model, and so has the loss: the only one does."""
+        return True
+
+    def begin_step(self, shapes_of: ShapesOf) -> None:
+        """Nothing will come."""
+
+    def forward(self, microbatch: int, chunk: int, call: Callable[[nn.Module], Any]) -> Any:
+        """Run all layers on a micro-batch; return the model's outputs."""
+        return call(self._model)
+
+    def backward(self, microbatch: int, chunk: int, loss: Tensor | None) -> None:
+        """Run the backward of the whole model."""
+        assert loss is not None
+        loss.backward()
+
+    def finish(self) -> None:
+        """Nothing was sent."""
+
+    def finish_forward(self) -> None:
+        """Nothing was kept."""
+
+    def from_last(self, outputs: Any) -> Any:
+        """Return the outputs: this is the last stage."""
+        return outputs
+
+
+class Stage:
+    """The chunks of layers of this rank, and what passes between them and other ranks."""
+
+    def __init__(self, model: nn.Module, program: Program, mesh: Mesh, slicing: Slicing | WholeSequences) -> None:
         self._program, self._mesh, self._slicing = program, mesh, slicing
         self._model, self._facts = model, facts_of(model)
+        self.num_chunks = len(program.chunks)
         layers = program.step.model.layers
         self._slots = [(index, path) for index, layer in enumerate(layers) for path in layer.modules if path]
         self._real = {path: model.get_submodule(path) for _, path in self._slots}
@@ -90,7 +126,11 @@ class Stage:
             self._links.setdefault(self._link_of(action), _Link()).due.append(action)
 
     def forward(self, microbatch: int, chunk: int, call: Callable[[nn.Module], Any]) -> Any:
-        """Run the layers of one run on a micro-batch; return the model's outputs where the run ends the model."""
+        """Run the layers of one chunk on a micro-batch; return the model's outputs where the chunk ends the model.
+
+        Receives from the stage before and sends to the one behind: every stage calls it for each forward of its program,
+        in that order. If one does not, its neighbours wait for the message.
+        """
         layers = self._program.chunks[chunk]
         action = Action(TaskKind.FORWARD, microbatch, chunk)
         handles = []
@@ -112,7 +152,10 @@ class Stage:
         return outputs if self.is_last(chunk) else None
 
     def backward(self, microbatch: int, chunk: int, loss: Tensor | None) -> None:
-        """Run the backward of one run: from the loss, or from the gradient that the next run sends."""
+        """Run the backward of one chunk: from the loss, or from the gradient that the next chunk sends.
+
+        Communicates as `forward` does, in the other direction.
+        """
         action = Action(TaskKind.BACKWARD, microbatch, chunk)
         if loss is not None:
             self._await_ahead()
@@ -128,7 +171,7 @@ class Stage:
             self._send(action, given.grad)
 
     def finish(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all that was sent has left, which it does once the neighbours have received it."""
         for action in list(self._sent):
             self._release(action)
 
@@ -139,8 +182,11 @@ class Stage:
         self._outputs.clear()
 
     def from_last(self, outputs: Any) -> Any:
-        """Hand the outputs of the last stage to all stages."""
-        held = [outputs]
+        """Hand the logits of the last stage to all stages, whose `outputs` are None.
+
+        Collective over `pp`: if a stage does not call it, the others wait for it.
+        """
+        held = [getattr(outputs, "logits", outputs)]
         ranks = self._mesh.members("pp")
         dist.broadcast_object_list(held, src=ranks[-1], group=self._mesh.groups["pp"])
         return held[0]
@@ -175,9 +221,8 @@ class Stage:
     def _passed_shape(self, whole: torch.Size) -> tuple[int, ...]:
         """Shape of what blocks hand on, given that of one device."""
         layout = self._program.step.layout
-        if self._slicing is not None:
-            return tuple(self._slicing.shape_of(whole))
-        return (whole[0], whole[1] // layout.tp, *whole[2:]) if layout.sequence_parallel else tuple(whole)
+        shape = self._slicing.shape_of(whole)
+        return (shape[0], shape[1] // layout.tp, *shape[2:]) if layout.sequence_parallel else tuple(shape)
 
     # -- messages ----------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -124,6 +125,11 @@ def _relist(module: nn.Module) -> None:
 
 def _floating_dtype(values: Iterable[Any], default: torch.dtype) -> torch.dtype:
     return next((v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point()), default)
+
+
+def raised_islands(program: Program) -> AbstractContextManager[Any]:
+    """Return the context of a forward: under float64 the model's own float32 islands are raised, else nothing is."""
+    return RaiseIslands() if program.step.compute_dtype == "float64" else nullcontext()
 
 
 class RaiseIslands(TorchFunctionMode):

@@ -53,16 +53,16 @@ from samestep.program import (
     ends_step,
     partial_sizes,
 )
-from samestep.runtime.data import Materialize
 from samestep.runtime.mesh import Mesh
 from samestep.runtime.precision import DTYPES
 from samestep.runtime.record import owned
 from samestep.runtime.update import Piece, squared_norm
+from samestep.runtime.weight_store import Materialize
 from samestep.schedules import TaskKind
 
 
 class Sharded:
-    """Weights, gradients and optimizer cut over `dp_shard` along their first dimension."""
+    """A `WeightStore` of weights, gradients and optimizer cut over `dp_shard` along their first dimension."""
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         self.program, self.mesh = program, mesh
@@ -84,7 +84,7 @@ class Sharded:
         return self.model
 
     @torch.no_grad()
-    def _fill(self, places: dict[str, _Place], materialize: Materialize) -> None:
+    def _fill(self, places: dict[str, _ParamSlots], materialize: Materialize) -> None:
         """Allocate this rank's rows, and fill them from each whole parameter in turn, which is freed at once."""
         device = self.mesh.device
         self.model._apply(lambda t: torch.empty_like(t, device=device) if isinstance(t, DTensor) else t)
@@ -153,6 +153,8 @@ class Sharded:
     def finish_gradients(self) -> None:
         """Wait for FSDP2's reductions; sum over stages that share a weight, and what is partial over the ranks of the others.
 
+        Collective over these stages and `tp`: if a rank does not call it, the others wait for it.
+
         Raises:
             LayoutError: a unit took no part in a backward, so this rank did not reduce its gradients with the others.
         """
@@ -204,7 +206,7 @@ class Sharded:
             unit.reset()
 
 
-_Place = list[tuple[nn.Module, str]]
+_ParamSlots = list[tuple[nn.Module, str]]
 """Modules of a unit that have a weight, and its name there."""
 
 
@@ -216,7 +218,7 @@ class _RunningUnit:
     micro-batch, since in a pipeline several are under way.
     """
 
-    def __init__(self, model: nn.Module, unit: Unit, program: Program, places: dict[str, _Place]) -> None:
+    def __init__(self, model: nn.Module, unit: Unit, program: Program, places: dict[str, _ParamSlots]) -> None:
         self.unit = unit
         self.params = {_at(places[name][0]) for name in unit.params}
         """Still on meta, before FSDP2 cuts them."""
@@ -353,11 +355,11 @@ def _keep_order(units: list[_RunningUnit]) -> None:
                 module.register_forward_pre_hook(functools.partial(unit.check_order, passed), prepend=True)
 
 
-def _reshape(model: nn.Module, program: Program) -> dict[str, _Place]:
+def _reshape(model: nn.Module, program: Program) -> dict[str, _ParamSlots]:
     """Give every parameter, still on meta, the shape and dtype that this rank's program has of it; return its places."""
     dtype = DTYPES[program.step.master_dtype]
     mine = {name: {*unit.modules} for unit in program.units for name in unit.params}
-    places: dict[str, _Place] = {}
+    places: dict[str, _ParamSlots] = {}
     for spec in program.step.model.params:
         names = [name.rpartition(".") for name in (spec.name, *spec.aliases)]
         if program.step.holding(spec).tied_over:  # another stage has the weight's other name
@@ -374,7 +376,7 @@ def _at(place: tuple[nn.Module, str]) -> Tensor:
     return value
 
 
-def _put(places: _Place, param: nn.Parameter) -> None:
+def _put(places: _ParamSlots, param: nn.Parameter) -> None:
     for owner, leaf in places:
         setattr(owner, leaf, param)
 

@@ -51,23 +51,23 @@ def where_of(error: BaseException, run: Run) -> str:
     """Name the op that an error came out of: the task, and the deepest module that was called in it."""
     task: Task | None = None
     module = ""
-    names = {id(one): name for name, one in run.model.named_modules()} if run.is_made else {}
+    names = {id(one): name for name, one in run.model.named_modules()} if run.is_prepared else {}
     for frame in _frames(error):
         task = next((one for one in frame.f_locals.values() if isinstance(one, Task)), task)
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
             module = names.get(id(owner), "") or module
     inside = f", module {module}" if module else ""
-    if not run.is_made:
+    if not run.is_prepared:
         return f"while the model was made{inside}"
-    if task is None:
+    if task is None or task.kind is TaskKind.UPDATE:
         return f"in the update of step {run.steps_taken + 1}{inside}"
     return f"in the {_TASKS[task.kind]} of micro-batch {task.microbatch}, step {run.steps_taken + 1}{inside}"
 
 
 def held(run: Run) -> dict[str, int]:
     """Bytes of the storages of what a run keeps between steps, by what they are for."""
-    if not run.is_made:
+    if not run.is_prepared:
         return {"weights": 0}
     params = [_local(param) for param in run.model.parameters()]
     grads = [_local(param.grad) for param in run.model.parameters() if param.grad is not None]

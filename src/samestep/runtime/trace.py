@@ -37,7 +37,15 @@ from samestep.job import Job
 from samestep.model import LayerSpec, ModelSpec, ParamSpec, Product, is_below
 from samestep.runtime.backward import Backward, Working, watch_backward, working_sets
 from samestep.runtime.build import model_source
-from samestep.runtime.forward import NeedsValuesError, OnUse, ValueOf, Watch, is_outside, tensors_in, watch_forward
+from samestep.runtime.forward import (
+    ForwardTracer,
+    NeedsValuesError,
+    OnUse,
+    ValueOf,
+    is_outside,
+    tensors_in,
+    watch_forward,
+)
 from samestep.runtime.init import blueprint
 
 KNOWN_WEIGHTS = 2**26
@@ -76,14 +84,14 @@ def trace(
     """
     num_samples = samples_traced(module)
     containers = containers_of(module)
-    watch = Watch(module, on_keep, on_use, styles or {})
+    watch = ForwardTracer(module, on_keep, on_use, styles or {})
     try:
         outputs = watch_forward(module, sample, num_samples, name, containers, watch, value_of)
     except NeedsValuesError:
         if value_of is None or _num_elements(module) > KNOWN_WEIGHTS:
             raise ModelError(_unseen(name, watch, module)) from None
         looked = watch.innermost or name
-        watch = Watch(module, on_keep, on_use, styles or {}, of_everything=True)
+        watch = ForwardTracer(module, on_keep, on_use, styles or {}, of_everything=True)
         watch.varies = looked
         try:
             outputs = watch_forward(module, sample, num_samples, name, containers, watch, value_of)
@@ -117,7 +125,7 @@ def _couples_samples(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
 
 
-def _unseen(name: str, watch: Watch, module: nn.Module) -> str:
+def _unseen(name: str, watch: ForwardTracer, module: nn.Module) -> str:
     """Say that code looks at values that a trace does not have."""
     return (
         f"{name} cannot be traced: {watch.reached} looks at the values of a tensor (as .item(), `if`, x[mask] or a loop over "
@@ -201,7 +209,7 @@ class _Layer:
     regions: list[str] = field(default_factory=list)
 
 
-def _arrange(module: nn.Module, name: str, containers: tuple[str, ...], watch: Watch) -> list[_Layer]:
+def _arrange(module: nn.Module, name: str, containers: tuple[str, ...], watch: ForwardTracer) -> list[_Layer]:
     """Put the top-most modules into layers, in the order in which they were first entered."""
     if not containers or len(watch.regions) == 1:
         owns_weights = any(True for _ in module.parameters(recurse=False))
@@ -244,7 +252,7 @@ def _name(layers: list[_Layer]) -> None:
 
 
 def _layer_specs(
-    module: nn.Module, layers: list[_Layer], watch: Watch, backward: Backward, num_samples: int
+    module: nn.Module, layers: list[_Layer], watch: ForwardTracer, backward: Backward, num_samples: int
 ) -> tuple[LayerSpec, ...]:
     """Add up what each layer's regions did."""
     layer_of = {region: index for index, layer in enumerate(layers) for region in layer.regions}
@@ -320,7 +328,7 @@ def _backward_reads_weights(module: nn.Module, layer: _Layer) -> bool:
 
 
 def _param_specs(
-    module: nn.Module, layers: list[_Layer], containers: tuple[str, ...], watch: Watch
+    module: nn.Module, layers: list[_Layer], containers: tuple[str, ...], watch: ForwardTracer
 ) -> tuple[ParamSpec, ...]:
     """Describe each parameter once, under its first name."""
     names = _names_of(module)

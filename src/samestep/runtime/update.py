@@ -250,11 +250,16 @@ def _check_step(optimizer: Optimizer) -> None:
 
 @dataclass(slots=True)
 class LossScale:
-    """Dynamic loss scaling for fp16: halved at an overflow, doubled after a while without one."""
+    """Dynamic loss scaling for fp16: halved at an overflow, doubled after a while without one. Without arguments, 1."""
 
-    scale: float
-    growth_steps: int
+    scale: float = 1.0
+    growth_steps: float = math.inf
     steps_since: int = 0
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the scale may change; 1 for ever in other precisions than fp16."""
+        return self.growth_steps < math.inf
 
     def after(self, *, overflowed: bool) -> None:
         """Adapt to a step. Every rank sees the same `overflowed`, so every rank holds the same scale."""
@@ -273,7 +278,7 @@ class Updater:
     pieces: list[Piece]
     optimizer: Optimizer | None
     """None where the rank has no piece: the last of more ranks than rows."""
-    loss_scale: LossScale | None
+    loss_scale: LossScale
     first_lr: list[float] = field(default_factory=list)
 
     @classmethod
@@ -285,7 +290,7 @@ class Updater:
         if optimizer is not None:
             _check_step(optimizer)
         scaled = numerics.precision == "fp16"
-        scale = LossScale(numerics.loss_scale, numerics.loss_scale_growth_steps) if scaled else None
+        scale = LossScale(numerics.loss_scale, numerics.loss_scale_growth_steps) if scaled else LossScale()
         first_lr = [float(group["lr"]) for group in optimizer.param_groups] if optimizer else []
         return cls(pieces, optimizer, scale, first_lr)
 
@@ -319,7 +324,7 @@ class Updater:
         whole step does not. So a step is skipped for the sum, and layouts decide alike.
         """
         none = torch.zeros((), dtype=torch.float64, device=device)
-        if self.loss_scale is None or self.loss_scale.scale <= 1.0:
+        if self.loss_scale.scale <= 1.0:
             return none
         gradients = [gradient for piece in self.pieces if (gradient := piece.gradient()).numel()]
         if not gradients:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,35 +27,54 @@ from torch import Tensor
 from samestep.errors import DriftError
 from samestep.holding import Holding
 from samestep.program import Kind, LedgerRow
-from samestep.runtime.mesh import Mesh, group_over
+from samestep.runtime.assembly import Assembly
+from samestep.runtime.mesh import Mesh, gather_objects, group_over
 from samestep.runtime.record import Ledger
-
-if TYPE_CHECKING:
-    from samestep.runtime.run import Run, StepReport
-    from samestep.runtime.update import Piece
+from samestep.runtime.step_report import StepReport
+from samestep.runtime.update import Piece
 
 TOLERANCE = 1e-3
 """Of weights that ranks compute redundantly, against their norm: a missing reduction parts them further in few steps."""
 _COLUMNS = 4096
 
 
-class Watch:
+class DriftMonitor:
     """Checks the invariants of one run. Every rank makes one and calls it alike."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        pieces = run.updater.pieces
-        step = run.program.step
+    def __init__(self, assembly: Assembly) -> None:
+        """Make the groups to compare in. Collective over the world: if a rank does not, the others wait for it."""
+        mesh = self._mesh = assembly.parallel.mesh
+        pieces = assembly.weights.updater.pieces
+        step = assembly.parallel.program.step
+        self._has_compared_sent = False
         holdings = {param.name: step.holding(param) for param in step.model.params}
         self._redundant = [piece for piece in pieces if holdings[piece.name].replicated_over]
         of_axis: dict[str, list[Piece]] = {}
         for piece in pieces:
             of_axis.setdefault(holdings[piece.name].data_axis, []).append(piece)
-        groups = _groups_of_equals(run, {axis: _held(run.made.mesh, mine, holdings) for axis, mine in of_axis.items()})
+        groups = _groups_of_equals(mesh, {axis: _held(mesh, mine, holdings) for axis, mine in of_axis.items()})
         self._replicas = [(mine, groups[axis]) for axis, mine in of_axis.items()]
         """Pieces, and the ranks that hold the same of them: of experts others than of all else."""
-        cut = run.layout.tp > 1
-        self._cut_ranks = _groups_of_equals(run, {"tp": str(run.made.mesh.members("tp"))})["tp"] if cut else None
+        is_cut = step.layout.tp > 1
+        self._cut_ranks = _groups_of_equals(mesh, {"tp": str(mesh.members("tp"))})["tp"] if is_cut else None
+
+    def watch(self, take_step: Callable[[], StepReport], indices: np.ndarray[Any, Any]) -> StepReport:
+        """Take a step on the samples of `indices`, then compare; what was sent is compared in the first such step.
+
+        Collective over the world, as the step and the comparisons are.
+
+        Raises:
+            DriftError: ranks that must agree do not.
+        """
+        if self._has_compared_sent:
+            report = take_step()
+        else:
+            self._has_compared_sent = True
+            with Ledger() as sent:
+                report = take_step()
+            self.check_sent(report.step, sent)
+        self.check(report, indices)
+        return report
 
     def check(self, report: StepReport, indices: np.ndarray[Any, Any]) -> None:
         """Compare after a step. Collective over the world.
@@ -81,8 +100,7 @@ class Watch:
             "the loss": _bits(report.loss),
             "the gradient norm": _bits(report.grad_norm),
         }
-        device = self._run.place.device
-        numbers = torch.tensor([*facts.values(), len(names)], dtype=torch.int64, device=device)
+        numbers = torch.tensor([*facts.values(), len(names)], dtype=torch.int64, device=self._mesh.device)
         both = torch.cat([numbers, -numbers])
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
         most, least = both.chunk(2)
@@ -99,12 +117,12 @@ class Watch:
         """
         mine = {group: _comparable(rows) for group, rows in ledger.rows.items()}
         mine = {group: rows for group, rows in mine.items() if rows}
-        prints = self._said({group: xxhash.xxh3_64_intdigest(repr(rows).encode()) for group, rows in mine.items()})
+        prints = self._gathered({group: xxhash.xxh3_64_intdigest(repr(rows).encode()) for group, rows in mine.items()})
         groups = dict.fromkeys(group for one in prints for group in one)
         odd = [group for group in groups if len({prints[rank].get(group) for rank in _ranks_of(group)}) > 1]
         if not odd:
             return
-        sent = self._said({group: [*rows, ("nothing more", "", 0)] for group, rows in mine.items() if group in odd})
+        sent = self._gathered({group: [*rows, ("nothing more", "", 0)] for group, rows in mine.items() if group in odd})
         ranks = _ranks_of(odd[0])
         lists = [sent[rank].get(odd[0], [("nothing", "", 0)]) for rank in ranks]
         differing = next(rows for rows in zip(*lists, strict=False) if len(set(rows)) > 1)
@@ -115,24 +133,21 @@ class Watch:
             f"wrong: rank {ranks[0]} with {words[0]}, rank {ranks[other]} with {words[other]} bytes"
         )
 
-    def _said(self, mine: Any) -> list[Any]:
-        """Return what every rank says."""
-        said: list[Any] = [None] * self._run.layout.world_size
-        dist.all_gather_object(said, mine)
-        return said
+    def _gathered(self, mine: Any) -> list[Any]:
+        return gather_objects(mine, self._mesh.size("world"))
 
     def _stop(self, step: int, mine: dict[str, tuple[Any, ...]]) -> None:
         """Say which rank differs from most of those that hold the same."""
-        said = self._said(mine)
+        said = self._gathered(mine)
         name = next(name for one in said for name in one)
         holders = {rank: one[name] for rank, one in enumerate(said) if name in one}
         most, count = Counter(holders.values()).most_common(1)[0]
         odd = [rank for rank, value in holders.items() if value != most]
         if 2 * count > len(holders):
-            who = f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} from the other{'s' * (count > 1)}"
+            who = f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} against the other{'s' * (count > 1)}"
         else:
-            who = f"ranks {', '.join(map(str, holders))} from each other"
-        raise DriftError(f"after step {step} {name} differs on {who}; samestep verify finds the cause")
+            who = f"ranks {', '.join(map(str, holders))} against each other"
+        raise DriftError(f"ranks disagree on {name} after step {step}: {who}; samestep verify finds the cause")
 
 
 def _comparable(rows: list[LedgerRow]) -> list[tuple[str, str, int]]:
@@ -164,13 +179,12 @@ def _held(mesh: Mesh, pieces: Sequence[Piece], holdings: Mapping[str, Holding]) 
     return xxhash.xxh3_64_hexdigest(repr(places).encode())
 
 
-def _groups_of_equals(run: Run, mine: Mapping[str, str]) -> dict[str, dist.ProcessGroup | None]:
+def _groups_of_equals(mesh: Mesh, mine: Mapping[str, str]) -> dict[str, dist.ProcessGroup | None]:
     """Make for each name the group of the ranks that say the same of it; None for a rank by itself.
 
     Collective over the world: ranks may say nothing of a name.
     """
-    said: list[Mapping[str, str]] = [{}] * run.layout.world_size
-    dist.all_gather_object(said, mine)
+    said: list[Mapping[str, str]] = gather_objects(mine, mesh.size("world"))
     found: dict[str, dist.ProcessGroup | None] = dict.fromkeys(mine)
     for name, value in dict.fromkeys(item for one in said for item in one.items()):
         ranks = tuple(rank for rank, one in enumerate(said) if one.get(name) == value)

@@ -1,0 +1,85 @@
+"""Forwards without gradients in any layout: held-out loss, and outputs for samples that every rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from samestep.runtime import microbatches, precision, tensor
+from samestep.runtime.assembly import Assembly, set_modes
+from samestep.runtime.build import call_model
+from samestep.runtime.microbatches import StepBatch
+
+
+def evaluate(assembly: Assembly, batch: StepBatch) -> tuple[float, float]:
+    """Return the sum of the loss over a batch and its count, without gradients.
+
+    Collective over the world: every rank calls it with the same batch. If one does not, the others wait for it, at the
+    latest in the all_reduce of the sums.
+    """
+    parallel = assembly.parallel
+    mesh, dp = parallel.mesh, parallel.program.step.layout.dp
+    size = parallel.program.step.microbatch_samples * dp
+    everything = batch.shares(0, 1, 1)[0]
+    totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    with _forward_only(assembly):
+        for part in np.array_split(everything, max(1, -(-len(everything) // size))):
+            mine = np.array_split(part, dp)[mesh.index("dp")]
+            samples, weight = microbatches.read(assembly, batch, mine)
+            with parallel.slicing.of(samples):
+                outputs = _forward(assembly, samples)
+            if outputs is not None:
+                loss_sum, count = assembly.objective.loss(outputs, parallel.slicing.part(samples))
+                totals += torch.stack([as_number(loss_sum, totals), as_number(count, totals)]) * weight
+    if mesh.size("world") > 1:
+        dist.all_reduce(totals)
+    loss_sum, count = (totals / mesh.size("tp")).tolist()  # ranks of a tensor cut count the same samples
+    return loss_sum, count
+
+
+def outputs_of(assembly: Assembly, samples: Any) -> Any:
+    """Run the model forward on samples that every rank holds alike; return its outputs, in a pipeline its logits.
+
+    Collective over the world: every rank calls it and is given the outputs. If one does not, the ranks with which it
+    shares layers or cut weights wait for it.
+    """
+    parallel = assembly.parallel
+    with _forward_only(assembly):
+        moved = tree_map_only(Tensor, lambda leaf: leaf.to(parallel.mesh.device), samples)
+        outputs = _forward(assembly, precision.cast_floating(moved, assembly.model.master_dtype))
+        if outputs is not None:
+            outputs = tensor.whole_logits(outputs, parallel.program, parallel.mesh)
+    return parallel.stage.from_last(outputs)
+
+
+def as_number(value: Tensor | int | float, like: Tensor) -> Tensor:
+    """Return a sum or a count as a scalar with the dtype and on the device of `like`."""
+    return torch.as_tensor(value, dtype=like.dtype, device=like.device).reshape(())
+
+
+def _forward(assembly: Assembly, samples: Any) -> Any:
+    """Run samples forward through all stages; return the outputs on ranks of the last one, and None on others."""
+    stage, outputs = assembly.parallel.stage, None
+    for chunk in range(stage.num_chunks):
+        outputs = stage.forward(0, chunk, lambda model: call_model(model, samples))
+    stage.finish_forward()
+    return None if outputs is None else precision.for_loss(outputs)
+
+
+@contextmanager
+def _forward_only(assembly: Assembly) -> Iterator[None]:
+    """Let the model evaluate inside, without gradients."""
+    module = assembly.model.module
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    with torch.no_grad(), precision.raised_islands(assembly.parallel.program):
+        yield
+    set_modes(modes)
+    assembly.weights.store.end_forward_only()

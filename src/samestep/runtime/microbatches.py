@@ -1,0 +1,83 @@
+"""The samples of a step, as one rank reads them: its share of the global batch, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from samestep.runtime import precision
+from samestep.runtime.assembly import Assembly
+from samestep.runtime.step_observer import Indices
+
+
+class StepBatch(Protocol):
+    """The global batch of one step, as `datasets.Batch` holds it: every rank reads only its own part."""
+
+    @property
+    def step(self) -> int:
+        """Number of the step, from 0."""
+        ...
+
+    def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[Indices]:
+        """Sample indices of each micro-batch of a rank; one may be empty."""
+        ...
+
+    def samples(self, indices: Sequence[int] | Indices) -> Any:
+        """Read samples into tensors with the batch dimension first."""
+        ...
+
+
+def read(assembly: Assembly, batch: StepBatch, indices: Indices) -> tuple[Any, float]:
+    """Read a micro-batch onto the device; return its samples and the weight of its loss.
+
+    An empty one runs a sample of another rank with weight 0, so that all ranks send alike.
+    """
+    samples = batch.samples(_never_empty(batch, indices))
+    device = assembly.parallel.mesh.device
+    moved = tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), samples)
+    return precision.cast_floating(moved, assembly.model.master_dtype), 1.0 if len(indices) else 0.0
+
+
+def _never_empty(batch: StepBatch, indices: Indices) -> Indices:
+    return indices if len(indices) else batch.shares(0, 1, 1)[0][:1]
+
+
+class Microbatches:
+    """The micro-batches of a rank in one step, each read once, when it is first asked for."""
+
+    def __init__(self, assembly: Assembly, batch: StepBatch) -> None:
+        self.batch = batch
+        self._assembly = assembly
+        step = assembly.parallel.program.step
+        self._shares = batch.shares(assembly.parallel.mesh.index("dp"), step.layout.dp, step.num_microbatches)
+        self._held: dict[int, tuple[Any, float]] = {}
+        self._shapes: dict[int, tuple[torch.Size, ...]] = {}
+
+    def indices(self, microbatch: int) -> Indices:
+        """Return the global indices of a micro-batch's samples; there may be none."""
+        return self._shares[microbatch]
+
+    def drawn(self, microbatch: int) -> Indices:
+        """Return the global indices of the samples that run, for which dropout draws masks; at least one."""
+        return _never_empty(self.batch, self._shares[microbatch])
+
+    def samples(self, microbatch: int) -> tuple[Any, float]:
+        """Return the samples of a micro-batch, and the weight of its loss."""
+        if microbatch not in self._held:
+            self._held[microbatch] = read(self._assembly, self.batch, self._shares[microbatch])
+        return self._held[microbatch]
+
+    def forget(self, microbatch: int) -> None:
+        """Let go of samples, after their last use."""
+        del self._held[microbatch]
+
+    def shapes_of(self, microbatch: int) -> tuple[torch.Size, ...]:
+        """Return the shapes of a micro-batch's samples."""
+        if microbatch not in self._shapes:
+            samples, _ = self.samples(microbatch)
+            self._shapes[microbatch] = tuple(leaf.shape for leaf in tree_leaves(samples) if isinstance(leaf, Tensor))
+        return self._shapes[microbatch]

@@ -1,0 +1,59 @@
+"""What a run tells an observer while it takes a step: the one seam on which a proof or a recorder of spans stands.
+
+```
+forward_backward   for each task:  with observer.running(task, samples): ...    forward, backward, weight gradients
+                   in a forward:   observer.dropout_mode()
+step               observer.agreed(scalars)                                     after the step's one all_reduce
+                   with observer.running(update, none): ...                     unless the step is skipped
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from samestep.program import Task
+from samestep.runtime.dropout import Draw, DropoutMode
+from samestep.runtime.masks import Part
+
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+"""Global indices of samples."""
+
+MakeMode = Callable[[nn.Module, Draw, Part | None], DropoutMode]
+"""Makes the mode of one forward, as `DropoutMode` itself does."""
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class StepScalars:
+    """The scalars of a step, summed over all ranks."""
+
+    loss_sum: float
+    count: float
+    """Tokens or samples that the loss counts."""
+    norm_squared: float
+    """Squared norm of the gradients as the backward left them: scaled by the loss scale over `nominal_count`."""
+    stop: float
+    """Ranks that were asked to stop."""
+
+
+class StepObserver:
+    """Looks on while a run takes its steps, on every rank by itself. Each method here does nothing."""
+
+    def running(self, task: Task, samples: Indices) -> AbstractContextManager[None]:
+        """Return the context in which a task runs; `samples` are those of its micro-batch, none for the update."""
+        return _NOTHING
+
+    def dropout_mode(self) -> MakeMode | None:
+        """Return what makes the mode of the next training forward; None leaves dropout to the run."""
+        return None
+
+    def agreed(self, scalars: StepScalars) -> None:
+        """Learn the step's scalars, equal on all ranks, before the weights are updated."""

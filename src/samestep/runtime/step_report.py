@@ -1,0 +1,39 @@
+"""What a step reports, and the memory it is measured by."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one step did, the same on every rank but for the seconds and the bytes."""
+
+    step: int
+    """Steps taken so far, this one included."""
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    """Counted tokens or samples."""
+    step_s: float
+    tokens_per_s: float
+    memory_bytes: int
+    """Peak of this rank: of its GPU, or the process's resident memory."""
+    skipped: bool = False
+    stop: bool = False
+    """Some rank was asked to stop."""
+    note: str = ""
+    """What went wrong in a step that is not finite."""
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak bytes allocated on a GPU, or on a CPU the peak resident bytes of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

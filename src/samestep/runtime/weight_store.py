@@ -1,0 +1,75 @@
+"""What holds a rank's weights and gradients during a step: the interface of `data.Replicated` and `shard.Sharded`.
+
+```
+begin_step ─► running(task) of every forward, backward and weight-gradient task ─► finish_gradients
+           ─► norm_squared ─► (the optimizer updates `pieces`) ─► publish
+```
+A method that is collective is called by all ranks alike, since a decision to skip a step is agreed on first. A rank that
+leaves such a call out leaves the other ranks of the group waiting in theirs until `run.timeout_s` ends the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from samestep.program import Task
+from samestep.runtime.update import Piece
+
+Materialize = Callable[[str, torch.dtype], Tensor]
+"""Returns the whole parameter of this name, fresh, on the device."""
+
+
+class WeightStore(Protocol):
+    """The weights and gradients of one rank, as its layout stores them."""
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """Runs of weights that this rank updates, in the order of the model's parameters."""
+        ...
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the step before. Called first in a step, by every rank; sends nothing."""
+        ...
+
+    def running(self, task: Task) -> AbstractContextManager[None]:
+        """Return the context in which one forward, backward or weight-gradient task runs.
+
+        Called for each such task, by every rank of the task's pipeline stage. Collective over `dp_shard` and
+        `dp_replicate`: inside, weights are gathered and buckets reduced as the program says. If a rank leaves a task
+        out, the ranks with which it shares weights wait for it.
+        """
+        ...
+
+    def finish_gradients(self) -> None:
+        """Wait for all reductions of the step, and issue those that follow its last backward.
+
+        Called once a step, after its last task, by every rank. Collective over the axes of the data, over `tp` for
+        weights used on a part of the sequence, and over the stages that share a tied weight. If a rank leaves it out,
+        the ranks of those groups wait for it, and its own gradients are not summed.
+        """
+        ...
+
+    def norm_squared(self) -> Tensor:
+        """Return this rank's share of the squared gradient norm: the shares of all ranks add up to the whole.
+
+        Called once a step, after `finish_gradients`, by every rank; sends nothing.
+        """
+        ...
+
+    def publish(self) -> None:
+        """Let the next forward see the updated pieces.
+
+        Called after every update, by every rank; not after a skipped step. Collective over `dp_shard` with zero=1,
+        where each rank gathers what the others have updated; else it sends nothing. If a rank leaves it out, the others
+        wait for it.
+        """
+        ...
+
+    def end_forward_only(self) -> None:
+        """Free what forwards without a backward left gathered. Called after each such series, by every rank; sends nothing."""
+        ...

@@ -1,0 +1,114 @@
+"""An observer is told every task of a step in its order, and changes no bit of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from samestep.datasets import batches
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.program import Task, TaskKind
+from samestep.runtime.assembly import Source
+from samestep.runtime.build import loss_of, optimizer_of
+from samestep.runtime.dropout import Dropout, DropoutState
+from samestep.runtime.joining import RankInfo
+from samestep.runtime.run import Run
+from samestep.runtime.step_observer import Indices, StepObserver, StepScalars
+from tests.laboratory import job_of, perturbed
+from tests.models import MODELS, Tokens
+from tests.pool import pool
+
+
+class Recorder(StepObserver):
+    """Notes all that it is told."""
+
+    def __init__(self) -> None:
+        self.began: list[tuple[Task, list[int]]] = []
+        self.ended: list[Task] = []
+        self.scalars: list[StepScalars] = []
+
+    @contextmanager
+    def running(self, task: Task, samples: Indices) -> Iterator[None]:
+        self.began.append((task, samples.tolist()))
+        yield
+        self.ended.append(task)
+
+    def agreed(self, scalars: StepScalars) -> None:
+        self.scalars.append(scalars)
+
+
+def run_of(rank: int, world: int, model: str, layout: str, job: Job, *observers: StepObserver) -> Run:
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
+    return Run(source, Layout.parse(layout), job, place, *observers)
+
+
+def tasks_told(rank: int, world: int, model: str, layout: str) -> tuple[bool, list[TaskKind], list[int]]:
+    """Take a step; say whether the tasks were told as the program has them, their kinds, and the samples of forwards."""
+    job = job_of("float64", 1)
+    recorder = Recorder()
+    run = run_of(rank, world, model, layout, job, recorder)
+    run.step(next(iter(batches(Tokens(), job))))
+    told = [task for task, _ in recorder.began]
+    samples = [index for task, indices in recorder.began if task.kind is TaskKind.FORWARD for index in indices]
+    assert recorder.began[-1][1] == []
+    return told == list(run.program.tasks) == recorder.ended, [task.kind for task in told], samples
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("plain", "dp=2 microbatch=1"), ("deep_llama", "dp=1 pp=2 schedule=zero-bubble microbatch=2")],
+)
+def test_tasks_are_told_in_the_order_of_the_program(model: str, layout: str) -> None:
+    every_sample = next(iter(batches(Tokens(), job_of("float64", 1)))).indices.tolist()
+    ranks = pool(2).run(tasks_told, model, layout)
+    assert all(is_as_programmed for is_as_programmed, _, _ in ranks)
+    assert all(kinds[-1] is TaskKind.UPDATE for _, kinds, _ in ranks)
+    read = [samples for _, _, samples in ranks]
+    assert sorted(read[0] + read[1] if "dp=2" in layout else read[0]) == sorted(every_sample)
+
+
+def test_an_observer_changes_no_bit() -> None:
+    job = job_of("float32", 3)
+    recorder = Recorder()
+    plain, observed = run_of(0, 1, "plain", "dp=1", job), run_of(0, 1, "plain", "dp=1", job, recorder)
+    for batch in batches(Tokens(), job):
+        expected, report = plain.step(batch), observed.step(batch)
+        assert (report.loss, report.grad_norm) == (expected.loss, expected.grad_norm)
+        assert recorder.scalars[-1].loss_sum / recorder.scalars[-1].count == report.loss
+    for ours, theirs in zip(observed.updater.pieces, plain.updater.pieces, strict=True):
+        assert torch.equal(ours.value, theirs.value)
+
+
+def test_no_update_is_told_of_a_skipped_step() -> None:
+    job = job_of("float32", 1, numerics={"on_nonfinite": "skip"})
+    recorder = Recorder()
+    run = run_of(0, 1, "plain", "dp=1", job, recorder)
+    batch = next(iter(batches(Tokens(), job)))
+    run.prepare(batch.samples([0]))
+    with torch.no_grad():
+        run.updater.pieces[0].value.fill_(torch.nan)
+    assert run.step(batch).skipped
+    assert TaskKind.UPDATE not in {task.kind for task in recorder.ended}
+
+
+def test_a_step_without_masks_shows_that_dropout_is_absent() -> None:
+    model = torch.nn.Linear(2, 2)
+    state = DropoutState(Dropout.UNKNOWN)
+    state.end_forward(num_draws=0)
+    assert state.dropout is Dropout.UNKNOWN
+    state.end_step(model)
+    assert state.dropout is Dropout.ABSENT
+
+
+def test_one_mask_shows_that_dropout_is_active() -> None:
+    model = torch.nn.Linear(2, 2)
+    state = DropoutState(Dropout.UNKNOWN)
+    for num_draws in (0, 3, 0):
+        state.end_forward(num_draws)
+    state.end_step(model)
+    assert state.dropout is Dropout.ACTIVE
