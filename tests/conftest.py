@@ -1,8 +1,9 @@
-"""One thread a process, and the pools of ranks."""
+"""One thread a process, the pools of ranks, time limits and progress."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: a fork with a used OpenMP pool hangs
@@ -11,11 +12,23 @@ import pytest
 import torch
 from hypothesis import settings
 
+from samestep.runtime import joining
 from tests import pool as pools
+from tests import time_limit
+from tests.progress import Progress
 
 torch.set_num_threads(1)
 settings.register_profile("samestep", deadline=None)  # no test asserts on the clock
 settings.load_profile("samestep")
+
+
+@pytest.hookimpl(trylast=True)  # once there is a reporter
+def pytest_configure(config: pytest.Config) -> None:
+    """Put the time limits to work, and with `-q` the lines of progress."""
+    config.pluginmanager.register(time_limit)
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    if reporter is not None and config.get_verbosity() < 0:
+        config.pluginmanager.register(Progress(reporter))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,6 +52,18 @@ def _runs(config: pytest.Config, item: pytest.Item) -> bool:
 def _no_pool_is_left() -> Iterator[None]:
     yield
     pools.close_all()
+
+
+@pytest.fixture
+def stop_signals() -> Iterator[None]:
+    """The stop signals as a terminal leaves them: a shell that starts a command in the background ignores SIGINT.
+
+    `run_workers` passes no signal on that is ignored, so a test that waits for the effect of one would wait for ever.
+    """
+    usual = dict.fromkeys(joining.STOP_SIGNALS, signal.SIG_DFL) | {signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    joining.restore_signals(before)
 
 
 @pytest.fixture(scope="session")

@@ -115,7 +115,7 @@ SILENT = (
         ("a_stage_skips_by_itself", "a_rank_skips_by_itself"),
         tests=(
             "tests/parity/test_precision.py::test_every_layout_skips_the_same_steps",
-            "tests/faults/test_nonfinite.py::test_an_overflow_on_one_rank_skips_the_step_on_all",
+            "tests/crashes/test_nonfinite.py::test_an_overflow_on_one_rank_skips_the_step_on_all",
         ),
     ),
     Silent(
@@ -135,7 +135,7 @@ SILENT = (
     Silent(
         "Ranks take part in one collective with other dtypes or sizes: gloo adds up the bytes it is given",
         "Every collective of a layout is the program's; the first watched step of a run compares what all ranks sent",
-        tests=("tests/faults/test_watch.py::test_a_collective_with_different_things_is_named",),
+        tests=("tests/crashes/test_watch.py::test_a_collective_with_different_things_is_named",),
     ),
     Silent(
         "A resumed run adds in another order: DDP makes its buckets anew after the first backward",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 import warnings
@@ -21,6 +22,7 @@ from samestep.runtime import joining, launch
 from samestep.runtime.joining import RankInfo, join, leave
 from samestep.runtime.launch import run_workers
 from tests.pool import Pool, pool
+from tests.time_limit import OutOfTime
 
 # ---------------------------------------------------------------- run_workers
 
@@ -156,6 +158,7 @@ def _until_stopped(place: RankInfo) -> str:
     return "stopped"
 
 
+@pytest.mark.usefixtures("stop_signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_stop_signal_asks_every_worker_to_stop(number: signal.Signals) -> None:
     # At once, so that it may come before the workers listen: it must reach them all the same.
@@ -171,6 +174,7 @@ def _never_stops(place: RankInfo, heard: Path) -> None:
     time.sleep(600)
 
 
+@pytest.mark.usefixtures("stop_signals")
 @pytest.mark.parametrize(("number", "end"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_a_second_signal_kills(number: signal.Signals, end: type[BaseException], tmp_path: Path) -> None:
     heard = tmp_path / "heard"
@@ -295,11 +299,6 @@ def _warn(rank: int, world: int) -> None:
     warnings.warn("careful", UserWarning, stacklevel=1)
 
 
-def _sleep(rank: int, world: int) -> None:
-    if rank == 1:
-        time.sleep(600)
-
-
 def test_pool_gives_every_ranks_result(pool2: Pool, pool4: Pool) -> None:
     assert pool2.run(_gather, 3) == [[0, 3]] * 2
     assert pool4.run(_gather, 3) == [[0, 3, 6, 9]] * 4
@@ -311,8 +310,50 @@ def test_pool_survives_a_failing_job(pool2: Pool) -> None:
         pool2.run(_refuse, 1)
     assert "In rank 1 of the pool:\nTraceback" in caught.value.__notes__[0]
     assert pool2.run(_gather, 1) == [[0, 1]] * 2
-    with pytest.raises(TimeoutError, match=r"(?s)rank 1:.*in _sleep"):
-        pool2.run(_sleep, timeout=0.5)
     with pytest.raises(UserWarning, match="careful"):
         pool2.run(_warn)
     assert pool2.run(_gather, 1) == [[0, 1]] * 2
+
+
+# ---------------------------------------------------------------- the tests' own time limit
+
+
+def _strike_once(folder: Path, name: str) -> None:
+    """End the time of this test as soon as both ranks work."""
+
+    def wait_and_strike() -> None:
+        while len(list(folder.glob(f"{name}-*"))) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    threading.Thread(target=wait_and_strike).start()
+
+
+def _sleep_in_the_pool(rank: int, world: int, folder: Path) -> None:
+    (folder / f"pool-{rank}").touch()
+    time.sleep(600)
+
+
+def test_a_test_out_of_time_shows_the_stacks_of_pool_ranks(pool2: Pool, tmp_path: Path) -> None:
+    _strike_once(tmp_path, "pool")
+    with pytest.raises(OutOfTime, match=r"took longer than 120 s\n(?s:.)*in _collect") as caught:
+        pool2.run(_sleep_in_the_pool, tmp_path)
+    assert str(caught.value).count("in _sleep_in_the_pool") == 2
+    assert pool2.run(_gather, 1) == [[0, 1]] * 2
+
+
+def _sleep_in_a_worker(place: Place, folder: Path) -> None:
+    (folder / f"worker-{place.rank}").touch()
+    time.sleep(600)
+
+
+def test_a_test_out_of_time_shows_the_stacks_of_launched_workers(tmp_path: Path) -> None:
+    before = psutil.Process().children()
+    with subprocess.Popen(["sleep", "600"]) as program:
+        _strike_once(tmp_path, "worker")
+        with pytest.raises(OutOfTime) as caught:
+            run_workers(_sleep_in_a_worker, (tmp_path,), ranks=2, timeout_s=60)
+        program.kill()
+    assert str(caught.value).count("in _sleep_in_a_worker") == 2
+    assert "sleep 600\n  a program of its own" in str(caught.value)
+    assert psutil.Process().children() == before

@@ -20,6 +20,8 @@ from samestep.runtime import checkpoint
 from samestep.runtime.run import Run
 from tests import small
 
+pytestmark = pytest.mark.usefixtures("stop_signals")
+
 LONG = {"train.steps": 100_000, "train.evaluate_samples": 8, "train.sample_tokens": 4}
 
 
