@@ -48,13 +48,13 @@ LEAST_ROWS = 8
 """Of one node, without which nothing is calibrated."""
 
 CONSTANTS: dict[str, tuple[float, ...]] = {
-    "launch_s": (10e-6, 20e-6, 30e-6, 40e-6, 60e-6),
-    "step_s": (5e-3, 2.5e-3, 10e-3, 20e-3),
+    "kernel_launch_s": (10e-6, 20e-6, 30e-6, 40e-6, 60e-6),
+    "host_step_s": (5e-3, 2.5e-3, 10e-3, 20e-3),
     "products": (1.0, 0.94, 0.88, 0.82, 0.76),
     "attention": (1.0, 0.8, 0.65, 0.5),
     "collective_s": (15e-6, 25e-6, 50e-6),
 }
-"""Name and levels, `launch_s` for the processors of a DGX A100; the first level of each is the value from before any fit: what the literature says, or no loss."""
+"""Name and levels, `kernel_launch_s` for the processors of a DGX A100; the first level of each is the value from before any fit: what the literature says, or no loss."""
 Setting = tuple[float, ...]
 BASE = machines.load("a100-80x8")
 """The machine whose host others are compared with."""
@@ -67,10 +67,10 @@ PER_SOURCE = 10
 
 def adjusted(machine: Hardware, shipped: Hardware, setting: Setting) -> Hardware:
     """Return a machine with these constants; `products` and `attention` scale what its profile says is reached."""
-    launch_s, per_step_s, products, attention, collective_s = setting
+    kernel_launch_s, per_step_s, products, attention, collective_s = setting
     # what the profile or the row says of this host and this run beside others stays as it is
-    host = machine.launch_s / BASE.launch_s
-    once = machine.step_s / shipped.step_s if shipped.step_s else 1.0
+    host = machine.kernel_launch_s / BASE.kernel_launch_s
+    once = machine.host_step_s / shipped.host_step_s if shipped.host_step_s else 1.0
     checked = machine.intra.collective_s / shipped.intra.collective_s if shipped.intra.collective_s else 1.0
     reached = {
         k: min(1.0, v * (attention / cost.ATTENTION_REACHED if k == "attention" else products / cost.REACHED))
@@ -78,8 +78,8 @@ def adjusted(machine: Hardware, shipped: Hardware, setting: Setting) -> Hardware
     }
     return replace(
         machine,
-        launch_s=launch_s * host,
-        step_s=per_step_s * once,
+        kernel_launch_s=kernel_launch_s * host,
+        host_step_s=per_step_s * once,
         efficiency=reached,
         intra=replace(machine.intra, collective_s=collective_s * checked),
         inter=replace(machine.inter, collective_s=collective_s * checked),
@@ -172,7 +172,7 @@ NEAR_ROWS = 40
 """Rows of one node that take part in a calibration, at most, evenly spaced; every second one is fitted to."""
 STEPS = (1.6, 1.25, 1.1)
 """By which a constant is tried larger and smaller, one after the other."""
-SCALES = ("launch_s", "step_s", "products", "attention", "memory", "collective_s", "links")
+SCALES = ("kernel_launch_s", "host_step_s", "products", "attention", "memory", "collective_s", "links")
 """What `measure` finds of a machine, each as a factor of what its profile says."""
 
 
@@ -186,8 +186,8 @@ def scaled(machine: Hardware, factors: Sequence[float]) -> Hardware:
     reached = {k: min(1.0, v * (attention if k == "attention" else products)) for k, v in machine.efficiency.items()}
     return replace(
         machine,
-        launch_s=machine.launch_s * launch,
-        step_s=machine.step_s * once,
+        kernel_launch_s=machine.kernel_launch_s * launch,
+        host_step_s=machine.host_step_s * once,
         efficiency=reached,
         memory_efficiency=min(1.0, machine.memory_efficiency * memory_part),
         intra=of(machine.intra),

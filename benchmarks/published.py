@@ -164,7 +164,9 @@ def case_of(row: Row) -> Case:
         model, dealt = with_experts(row, model, words, tp if splits else 1, ep)
         words |= {"ep": dealt} if dealt > 1 else {}
     if "optimizer=muon" in joined(row, "notes") and not words.get("zero"):
-        machine = replace(machine, step_s=machine.step_s + _matrices(model, pp, ep) * MUON_STARTS * machine.launch_s)
+        machine = replace(
+            machine, host_step_s=machine.host_step_s + _matrices(model, pp, ep) * MUON_STARTS * machine.kernel_launch_s
+        )
     tokens_of_step = global_batch * tokens
     return Case(
         id=row.get("id") or "",

@@ -115,12 +115,14 @@ def _with_software(machine: Hardware, row: Row) -> Hardware:
             for link in (machine.intra, machine.inter)
         )
         slower = CHECKED * _engine(joined(row, "notes")) * (SHARED if _on_shared_runner(row) else 1)
-        host = {"launch_s": slower * machine.launch_s, "step_s": CHECKED * machine.step_s}
+        host = {"kernel_launch_s": slower * machine.kernel_launch_s, "host_step_s": CHECKED * machine.host_step_s}
         machine = replace(machine, **host, intra=near, inter=far)
     notes = joined(row, "notes")
     covered = _in_graphs(notes)
     if covered:
-        machine = replace(machine, launch_s=machine.launch_s + covered * (GRAPH_LAUNCH_S - machine.launch_s))
+        machine = replace(
+            machine, kernel_launch_s=machine.kernel_launch_s + covered * (GRAPH_LAUNCH_S - machine.kernel_launch_s)
+        )
     if _has_own_attention(row, machine):
         reached = min(1.0, machine.efficiency["attention"] * OWN_ATTENTION)
         machine = replace(machine, efficiency={**machine.efficiency, "attention": reached})

@@ -428,7 +428,7 @@ class Bounds:
     def _update_s(self, step: Step, numel: float, apart: float) -> float:
         moved = numel * UPDATE_PASSES * BYTES_OF[step.master_dtype]
         moved += apart / (step.layout.num_shards if step.zero else 1) * BYTES_OF[step.compute_dtype]
-        return moved / self.hardware.memory_bytes_per_s / self.hardware.memory_efficiency + self.hardware.step_s
+        return moved / self.hardware.memory_bytes_per_s / self.hardware.memory_efficiency + self.hardware.host_step_s
 
 
 class _Reductions(NamedTuple):

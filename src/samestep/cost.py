@@ -6,7 +6,7 @@ A layer's forward takes what its parts take one after the other, but never less 
                  (where tiles and waves are not known, of a CPU, by what its shortest side lets it reach)
     attention    FLOPs / (peak x what a fused kernel reaches); a causal one does half of them
     other work   elements read and written / bandwidth
-    the layer    (device^n + host^n)^(1/n), host = operations x launch_s                 a soft maximum, n = 8
+    the layer    (device^n + host^n)^(1/n), host = operations x kernel_launch_s          a soft maximum, n = 8
 
 A product [m, k] x [k, n] is cut into tiles, one for a multiprocessor at a time, so that its time grows in steps of
 `num_units` tiles; a tile pays for filling its pipeline too: (k + FILL) instead of k (Williams et al. 2009,
@@ -90,7 +90,9 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
         return _collective_s(op, program, hardware)
     if op.kind is Kind.UPDATE:
         moved = _update_bytes(program.step) / hardware.memory_bytes_per_s / hardware.memory_efficiency
-        return moved + hardware.step_s + (hardware.unit_s * _handlings(program) if hardware.unit_s else 0.0)
+        return (
+            moved + hardware.host_step_s + (hardware.fsdp_unit_s * _handlings(program) if hardware.fsdp_unit_s else 0.0)
+        )
     dtype = dtype_on(hardware, op.dtype)
     if op.flops:
         _peak(hardware, dtype)
@@ -141,14 +143,14 @@ def _layer_s(
     if kind is Kind.WEIGHT:
         products = tuple(product for product in products if product.is_deferrable)
         times = [_product_s(product, samples, True, part, work, dtypes, hardware) for product in products]
-        return _soft_maximum(sum(times), len(products) * hardware.launch_s)
+        return _soft_maximum(sum(times), len(products) * hardware.kernel_launch_s)
     times = [_product_s(product, samples, backward, part, work, dtypes, hardware) for product in products]
     moved = work.moved_elements * samples * BYTES_OF[dtypes.values] * (BACKWARD_MOVES if backward else 1.0)
     launched = max(work.kernels - (0 if is_whole else len(work.products)), 0) + _casts(products, dtypes)
     kernels = launched * (BACKWARD_KERNELS if backward else 1.0)
     others = max(kernels - len(times), 0)
     device_s = sum(times) + moved / _bandwidth(hardware) + others * hardware.kernel_s
-    return _soft_maximum(device_s, kernels * hardware.launch_s)
+    return _soft_maximum(device_s, kernels * hardware.kernel_launch_s)
 
 
 def _casts(products: tuple[Product, ...], dtypes: _Dtypes) -> int:
@@ -210,7 +212,7 @@ def _matrix_s(
     if dtype in hardware.efficiency:
         aligned = next(part for multiple, part in ALIGNED if k % multiple == 0 and n % multiple == 0)
         rate *= REACHED * hardware.efficiency[dtype] * aligned
-    rate *= _reached_by(min(m, k, n), hardware.sides.get(dtype, {}))
+    rate *= _reached_by(min(m, k, n), hardware.efficiency_by_shortest_side.get(dtype, {}))
     compute_s = 2.0 * m * k * n * count / rate
     if hardware.num_units:
         compute_s = min(

@@ -21,16 +21,16 @@ What follows may be left out; then nothing reaches less than its peak, and launc
 ```toml
 num_units = 132                   # multiprocessors: a product is cut into tiles, and the last wave is seldom full
 kernel_s = 3e-6                   # what the shortest kernel takes on the device
-launch_s = 10e-6                  # what the host needs to start one operation
-step_s = 5e-3                     # what the host does once a step: data, norm, log
-unit_s = 1e-3                     # what FSDP2 does for each gather and scatter, where nothing hides it: on a CPU
+kernel_launch_s = 10e-6           # what the host needs to start one operation
+host_step_s = 5e-3                # what the host does once a step: data, norm, log
+fsdp_unit_s = 1e-3                # what FSDP2 does for each gather and scatter, where nothing hides it: on a CPU
 memory_efficiency = 0.85          # part of memory_bytes_per_s that an elementwise kernel reaches
 contention = 1.1                  # compute beside communication takes so much longer
 reserved_bytes = 2_000_000_000    # context, communicators, libraries
 [efficiency]                      # part of a peak that the best large product reaches; `attention` of bfloat16's
 bfloat16 = 0.80
 attention = 0.6
-[sides.float32]                   # part of it that a product reaches whose shortest side is so long; without it any does
+[efficiency_by_shortest_side.float32]   # part of it that a product reaches whose shortest side is so long; without it any does
 64 = 0.55
 256 = 1.0
 ```
@@ -111,16 +111,18 @@ class Hardware:
     """Multiprocessors; 0 knows nothing of tiles and waves."""
     efficiency: Mapping[str, Fraction] = field(default_factory=dict)
     """Part of a dtype's peak that the best large product reaches; `attention`: that a fused attention does."""
-    sides: Mapping[str, Mapping[Annotated[int, Field(ge=1)], Fraction]] = field(default_factory=dict)
+    efficiency_by_shortest_side: Mapping[str, Mapping[Annotated[int, Field(ge=1)], Fraction]] = field(
+        default_factory=dict
+    )
     """By dtype: part of the best product's rate by the length of a product's shortest side; straight between two."""
     memory_efficiency: Fraction = 1.0
     kernel_s: Seconds = 0.0
     """What the shortest kernel takes."""
-    launch_s: Seconds = 0.0
+    kernel_launch_s: Seconds = 0.0
     """What the host needs to start one operation."""
-    step_s: Seconds = 0.0
+    host_step_s: Seconds = 0.0
     """What the host does once a step."""
-    unit_s: Seconds = 0.0
+    fsdp_unit_s: Seconds = 0.0
     """What the code around a gather or a scatter of zero=2 and 3 takes, where host and device are one."""
     contention: Annotated[float, Field(ge=1.0)] = 1.0
     """How much longer compute takes beside communication."""
@@ -131,7 +133,7 @@ class Hardware:
 
     def __hash__(self) -> int:
         """Hash what tells machines apart, so that prices can be remembered by machine."""
-        return hash((self.name, self.memory_bytes_per_s, self.launch_s, self.kernel_s, self.num_units))
+        return hash((self.name, self.memory_bytes_per_s, self.kernel_launch_s, self.kernel_s, self.num_units))
 
 
 def load(name_or_path: str | Path) -> Hardware:
@@ -149,7 +151,8 @@ def load(name_or_path: str | Path) -> Hardware:
         return TypeAdapter(Hardware).validate_python({"name": source.name.removesuffix(".toml"), **table})
     except ValidationError as error:
         mistakes = [f"{'.'.join(map(str, m['loc']))}: {m['msg'].lower()}" for m in error.errors(include_url=False)]
-        raise InputError(f"{name_or_path}: {'; '.join(mistakes)}") from None
+        anew = f"; samestep measure writes {OWN} anew" if str(name_or_path) == OWN else ""
+        raise InputError(f"{name_or_path}: {'; '.join(mistakes)}{anew}") from None
 
 
 def origins(machine: Hardware) -> dict[str, int]:

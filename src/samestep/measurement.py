@@ -95,7 +95,7 @@ def as_text(machine: Hardware) -> str:
         )
     return (
         f"{count} device{'s' * (count > 1)} of {readable(machine.memory_bytes)}; GFLOP/s: {rates}\n"
-        f"memory {machine.memory_bytes_per_s / 1e9:.4g} GB/s, launch {machine.launch_s * 1e6:.3g} us, {links}"
+        f"memory {machine.memory_bytes_per_s / 1e9:.4g} GB/s, launch {machine.kernel_launch_s * 1e6:.3g} us, {links}"
     )
 
 
@@ -124,13 +124,13 @@ def _as_toml(device: Device, found: Figures, ranks: int) -> str:
         "memory_bytes": device.memory_bytes,
         "memory_bytes_per_s": _rounded(found.copied_bytes_per_s),
         "devices_per_node": ranks,
-        "launch_s": _rounded(found.launch_s),
+        "kernel_launch_s": _rounded(found.kernel_launch_s),
     }
     sources = {
         "memory_bytes": f"measured: {device.name}" if on_gpu else f"measured: the machine's by {ranks}",
         "memory_bytes_per_s": "measured: copy of a large buffer, bytes read and written, all devices at once",
         "devices_per_node": f"measured: {ranks} devices of this machine",
-        "launch_s": f"measured: {figures.TINY} operations on one element, one after the other",
+        "kernel_launch_s": f"measured: {figures.TINY} operations on one element, one after the other",
     }
     if on_gpu:
         table |= {"num_units": device.num_units, "kernel_s": _rounded(found.kernel_s)}
@@ -140,17 +140,17 @@ def _as_toml(device: Device, found: Figures, ranks: int) -> str:
         elementwise = min(1.0, found.elementwise_bytes_per_s / found.copied_bytes_per_s)
         table |= {
             "kernel_s": _rounded(found.kernel_s),
-            "step_s": _rounded(found.step_s),
+            "host_step_s": _rounded(found.host_step_s),
             "memory_efficiency": _rounded(elementwise),
         }
         sources["memory_efficiency"] = "measured: activation, softmax and norm of one MiB, bytes read and written"
         sources["kernel_s"] = (
             f"measured: operations of two blocks of width {figures.WIDTH} on a few tokens, forward and backward"
         )
-        sources["step_s"] = f"measured: AdamW and the norm of {figures.SMALL} small gradients"
+        sources["host_step_s"] = f"measured: AdamW and the norm of {figures.SMALL} small gradients"
         if ranks > 1:
-            table["unit_s"] = _rounded(found.unit_s)
-            sources["unit_s"] = (
+            table["fsdp_unit_s"] = _rounded(found.fsdp_unit_s)
+            sources["fsdp_unit_s"] = (
                 f"measured: {figures.UNITS} blocks of width {figures.WIDTH} under FSDP2, without their gathers"
             )
     table["overlap"], sources["overlap"] = _overlap(found)
@@ -168,8 +168,10 @@ def _as_toml(device: Device, found: Figures, ranks: int) -> str:
         sources["efficiency.attention"] = "measured: causal, 16 heads of 128, 4,096 tokens, forward"
     else:
         table["efficiency"] = {"attention": attention}
-        table["sides"] = {name: _sides(rates) for name, rates in found.products.items()}
-        sources |= dict.fromkeys((f"sides.{name}" for name in best), "measured: the products above, beside the best")
+        table["efficiency_by_shortest_side"] = {name: _sides(rates) for name, rates in found.products.items()}
+        sources |= dict.fromkeys(
+            (f"efficiency_by_shortest_side.{name}" for name in best), "measured: the products above, beside the best"
+        )
         sources["efficiency.attention"] = "measured: causal, 4 heads of 32, 128 tokens, forward and backward"
     table["intra"], about = _intra(found, ranks)
     sources |= {f"intra.{key}": text for key, text in about.items()}

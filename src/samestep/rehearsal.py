@@ -38,7 +38,7 @@ STEPS = 5
 """That are timed, after one that is not."""
 _FACTORS = tuple(tuple(2 ** (power / parts) for power in range(-6, 7)) for parts in (2, 12, 72))
 """Of times, tried one after the other: an eighth to eight times by halves of a doubling, then what is between."""
-_COMPUTE = ("flops_per_s", "memory_bytes_per_s", "kernel_s", "launch_s", "step_s")
+_COMPUTE = ("flops_per_s", "memory_bytes_per_s", "kernel_s", "kernel_launch_s", "host_step_s")
 _LINKS = ("intra", "inter")
 
 
@@ -181,8 +181,8 @@ def slower(machine: Hardware, compute: float, links: float) -> Hardware:
         flops_per_s={dtype: rate / compute for dtype, rate in machine.flops_per_s.items()},
         memory_bytes_per_s=machine.memory_bytes_per_s / compute,
         kernel_s=machine.kernel_s * compute,
-        launch_s=machine.launch_s * compute,
-        step_s=machine.step_s * compute,
+        kernel_launch_s=machine.kernel_launch_s * compute,
+        host_step_s=machine.host_step_s * compute,
         intra=link(machine.intra),
         inter=link(machine.inter),
     )

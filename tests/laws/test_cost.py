@@ -121,7 +121,7 @@ def test_other_work_takes_its_bytes() -> None:
 
 
 def test_the_host_is_a_floor_under_small_layers_and_nothing_under_large_ones() -> None:
-    slow = replace(GPU, launch_s=1e-3)
+    slow = replace(GPU, kernel_launch_s=1e-3)
     small = layer_of(Product(rows=8, inner=64, columns=64), kernels=10)
     assert price(small, Kind.FORWARD, slow) == pytest.approx(10e-3, rel=0.01)
     large = layer_of(Product(rows=2**17, inner=8192, columns=8192), kernels=10)
@@ -233,7 +233,7 @@ def test_slower_hardware_never_makes_a_faster_step() -> None:
     base = step_s("gpt3-1.3b", "dp=16 zero=3 microbatch=4", 64, GPU)
     slower = [
         replace(GPU, memory_bytes_per_s=GPU.memory_bytes_per_s / 2),
-        replace(GPU, launch_s=4 * GPU.launch_s),
+        replace(GPU, kernel_launch_s=4 * GPU.kernel_launch_s),
         replace(GPU, inter=replace(GPU.inter, bytes_per_s=GPU.inter.bytes_per_s / 4)),
         replace(GPU, efficiency={key: value / 2 for key, value in GPU.efficiency.items()}),
         replace(GPU, intra=Link(latency_s=1e-3, bytes_per_s=1e9)),

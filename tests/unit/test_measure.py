@@ -7,6 +7,7 @@ import json
 import re
 import tomllib
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -106,7 +107,7 @@ def _sent(ranks: int, collective_s: float, latency_s: float, bytes_per_s: float)
 
 def _found(sent: dict[str, dict[int, float]]) -> figures.Figures:
     return figures.Figures(
-        products={"float32": {64: 1e9}}, copied_bytes_per_s=1e9, launch_s=1e-6, kernel_s=0.0, attention_flops_per_s=1e8,
+        products={"float32": {64: 1e9}}, copied_bytes_per_s=1e9, kernel_launch_s=1e-6, kernel_s=0.0, attention_flops_per_s=1e8,
         sent=sent, beside_s=(1.0, 1.0, 1.9),
     )  # fmt: skip
 
@@ -140,7 +141,7 @@ def test_a_figure_is_the_middle_one_of_its_turns() -> None:
 def test_a_gpu_profile_loads_too(tmp_path: Path) -> None:
     device = figures.Device("GPU", 80 * 10**9, 132)
     found = figures.Figures(
-        products={dtype: {4096: 5e14} for dtype in figures.DTYPES}, copied_bytes_per_s=2e12, launch_s=5e-6, kernel_s=2e-6,
+        products={dtype: {4096: 5e14} for dtype in figures.DTYPES}, copied_bytes_per_s=2e12, kernel_launch_s=5e-6, kernel_s=2e-6,
         attention_flops_per_s=2.5e14,
     )  # fmt: skip
     (tmp_path / "gpu.toml").write_text(measurement._as_toml(device, found, 1))
@@ -170,6 +171,17 @@ def test_what_was_not_measured_cannot_be_named(home: Path, capsys: pytest.Captur
     assert capsys.readouterr().err == (
         "samestep: nothing was measured of this machine: samestep measure writes this-machine\n"
     )
+
+
+def test_what_another_version_measured_is_to_be_measured_anew(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = hardware.own_path()
+    own.parent.mkdir(parents=True)
+    shipped = resources.files("samestep").joinpath("profiles", "h100x8.toml").read_text(encoding="utf-8")
+    own.write_text(shipped.replace("kernel_launch_s", "launch_s"))
+    assert cli.main(["plan", "--set", "model.source=preset:gpt2", "--devices", "2"]) == 2
+    complaint = capsys.readouterr().err
+    assert complaint.startswith("samestep: this-machine: launch_s: ")
+    assert complaint.endswith("; samestep measure writes this-machine anew\n")
 
 
 # -- train --layout auto -------------------------------------------------------------------------------------------------

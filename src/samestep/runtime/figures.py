@@ -85,15 +85,15 @@ class Figures:
     products: dict[str, dict[int, float]]
     """FLOP/s by dtype and edge."""
     copied_bytes_per_s: float
-    launch_s: float
+    kernel_launch_s: float
     kernel_s: float
     attention_flops_per_s: float
     """Of a fused causal attention, its masked half left out; of a CPU forward and backward."""
     elementwise_bytes_per_s: float = 0.0
     """What elementwise operations read and write."""
-    step_s: float = 0.0
+    host_step_s: float = 0.0
     """What an update takes, however small."""
-    unit_s: float = 0.0
+    fsdp_unit_s: float = 0.0
     """What is around a gather or a scatter of FSDP2."""
     sent: dict[str, dict[int, float]] = field(default_factory=dict)
     """Seconds by collective and bytes of the whole buffer."""
@@ -128,7 +128,7 @@ def _turn(place: RankInfo) -> Figures:
         sent=_all_sent(place) if many else {},
         products={name: _products(dtype, EDGES[place.device.type], place) for name, dtype in DTYPES.items()},
         copied_bytes_per_s=_copied_bytes_per_s(place),
-        launch_s=_taken_s(tiny, place, waits=False) / TINY,
+        kernel_launch_s=_taken_s(tiny, place, waits=False) / TINY,
         beside_s=_beside_s(place) if many else (),
     )
     if place.device.type == "cuda":
@@ -137,8 +137,8 @@ def _turn(place: RankInfo) -> Figures:
         kernel_s=_in_blocks_s(place),
         attention_flops_per_s=_small_attention_flops_per_s(place),
         elementwise_bytes_per_s=_elementwise_bytes_per_s(place),
-        step_s=_once_s(place),
-        unit_s=_unit_s(place) if many else 0.0,
+        host_step_s=_once_s(place),
+        fsdp_unit_s=_unit_s(place) if many else 0.0,
     )
 
 
