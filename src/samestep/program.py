@@ -197,7 +197,9 @@ class Bucket:
     name: str
     members: tuple[Member, ...]
     dtype: str
-    """Dtype of the weights as the forward uses them; gradients are in the program's reduce dtype."""
+    """Dtype of the weights as the forward uses them; gradients are added up in master precision."""
+    reduce_dtype: str
+    """Dtype in which its gradients are sent."""
     padded_numel: int
     replicas: int = 1
     """Ranks that hold the same, of a tensor cut or of two tied stages: the norm counts them once."""
@@ -230,6 +232,8 @@ class Unit:
     last_layer: int
     dtype: str
     """Dtype in which the weights are gathered."""
+    reduce_dtype: str
+    """Dtype in which the gradients are sent."""
     padded_numel: int
     """Elements of the unsharded buffer: each parameter's first dimension padded to a multiple of the ranks that share it."""
     padded_grad_numel: int
@@ -340,8 +344,13 @@ class Step:
 
     @property
     def master_dtype(self) -> str:
-        """Dtype of master weights, accumulated gradients, reductions and optimizer state."""
+        """Dtype of master weights, accumulated gradients and optimizer state."""
         return "float64" if self.precision == "float64" else "float32"
+
+    @property
+    def reduce_dtype(self) -> str:
+        """Dtype in which gradients are sent over the data axes; buckets, units and their ops take it from here."""
+        return self.master_dtype
 
     @property
     def is_mixed(self) -> bool:
@@ -543,6 +552,7 @@ def _bucket(step: Step, index: int, params: list[ParamSpec]) -> Bucket:
         name=f"bucket.{index}",
         members=tuple(members),
         dtype=step.working_dtype(params[0]),
+        reduce_dtype=step.reduce_dtype,
         padded_numel=padded(offset, step.layout.num_summed // ep),
         replicas=(step.layout.tp if is_replicated(step, params[0]) else 1) * (2 if params[0].tied_stages else 1),
         is_tied=params[0].tied_stages,

@@ -136,7 +136,7 @@ def _reductions(step: Step, bucket: Bucket) -> tuple[Op, ...]:
     numel = bucket.padded_numel
 
     def op(kind: Kind, axis: str, numel: int) -> Op:
-        return Op(kind=kind, owner=bucket.name, axis=axis, dtype=step.master_dtype).sized(numel)
+        return Op(kind=kind, owner=bucket.name, axis=axis, dtype=bucket.reduce_dtype).sized(numel)
 
     if step.zero == 1:
         shards = step.layout.num_shards // bucket.ep
