@@ -121,7 +121,7 @@ class Bounds:
         )
         ranks = step.ranks.size(axis)
         gather_s = self._sent_s(Kind.ALL_GATHER, gathered, axis, ranks, step)
-        scatter_s = self._sent_s(Kind.REDUCE_SCATTER, scattered * BYTES_OF[step.master_dtype], axis, ranks, step)
+        scatter_s = self._sent_s(Kind.REDUCE_SCATTER, scattered * BYTES_OF[step.reduce_dtype], axis, ranks, step)
         return _Part(kind, number, gather_s, scatter_s, self.prices.few.layers[kind].backward_reads_weights)
 
     def _slowed_s(self, sent_s: float, exposed_s: float) -> float:
@@ -242,7 +242,8 @@ class Bounds:
     def _streams(self, step: Step) -> list[tuple[list[float], float]]:
         """Return of each stream that reduces gradients behind their backward what it takes for each kind of layer, and for
         what waits in a bucket."""
-        layout, master = step.layout, BYTES_OF[step.master_dtype]
+        layout, sent = step.layout, BYTES_OF[step.reduce_dtype]
+        filled = (BUCKET_BYTES // BYTES_OF[step.master_dtype] + 1) * sent
         count, replicas, shards = len(self.prices.few.layers), layout.num_replicas, layout.num_shards
         if step.zero >= 2:
             early = [self._replicated_s(step, one.reduced_early) for one in self.prices.units(step)]
@@ -260,10 +261,10 @@ class Bounds:
         for part, (name, size) in enumerate(((axis, ranks), ("dp_expert", step.ranks.size("dp_expert")))):
             begun_s = self._sent_s(kind, 1, name, size, step)  # without any bytes; buckets may hold several layers
             sent_s = [
-                max(0.0, self._sent_s(kind, numel[part] * master, name, size, step) - begun_s)
+                max(0.0, self._sent_s(kind, numel[part] * sent, name, size, step) - begun_s)
                 for numel in self.prices.cut(step).early
             ]
-            found.append((sent_s, max(0.0, self._sent_s(kind, BUCKET_BYTES + master, name, size, step) - begun_s)))
+            found.append((sent_s, max(0.0, self._sent_s(kind, filled, name, size, step) - begun_s)))
         return found
 
     def step_s(self, step: Step, times: Times) -> float:
@@ -357,24 +358,22 @@ class Bounds:
 
     def _bucket_streams(self, step: Step, mine: Sizes) -> tuple[float, ...]:
         """Seconds that reductions take of each stream: of weights that all ranks have, of experts, of shards."""
-        layout, master = step.layout, BYTES_OF[step.master_dtype]
+        layout, sent = step.layout, BYTES_OF[step.reduce_dtype]
         of_experts = mine.expert_trained
         whole, own = mine.trained - of_experts, mine.block_trained - of_experts
         replicas, shards, holders = layout.num_replicas, layout.num_shards, step.ranks.size("dp_expert")
         kind, borrows = Kind.REDUCE_SCATTER if step.zero else Kind.ALL_REDUCE, layout.borrows_data_ranks
         if step.zero == 0:
             return (
-                self._in_buckets_s(step, kind, whole * master, "dp_replicate", replicas, own),
-                self._in_buckets_s(step, kind, of_experts * master, "dp_expert", holders, of_experts)
-                if borrows
-                else 0.0,
+                self._in_buckets_s(step, kind, whole * sent, "dp_replicate", replicas, own),
+                self._in_buckets_s(step, kind, of_experts * sent, "dp_expert", holders, of_experts) if borrows else 0.0,
             )
         return (
-            self._in_buckets_s(step, kind, whole * master, "dp_shard", shards, own),
-            self._in_buckets_s(step, kind, of_experts * master, "dp_expert", holders, of_experts) if borrows else 0.0,
-            self._in_buckets_s(step, Kind.ALL_REDUCE, whole * master / shards, "dp_replicate", replicas, own)
+            self._in_buckets_s(step, kind, whole * sent, "dp_shard", shards, own),
+            self._in_buckets_s(step, kind, of_experts * sent, "dp_expert", holders, of_experts) if borrows else 0.0,
+            self._in_buckets_s(step, Kind.ALL_REDUCE, whole * sent / shards, "dp_replicate", replicas, own)
             + self._in_buckets_s(
-                step, Kind.ALL_REDUCE, of_experts * master / holders, "dp_replicate", replicas, of_experts
+                step, Kind.ALL_REDUCE, of_experts * sent / holders, "dp_replicate", replicas, of_experts
             ),
         )
 
@@ -414,7 +413,7 @@ class Bounds:
 
     def _replicated_s(self, step: Step, numel: float) -> float:
         """Sum so many elements of gradients over the replicas."""
-        size = numel * BYTES_OF[step.master_dtype]
+        size = numel * BYTES_OF[step.reduce_dtype]
         return self._sent_s(Kind.ALL_REDUCE, size, "dp_replicate", step.layout.num_replicas, step)
 
     @staticmethod

@@ -200,7 +200,9 @@ class Bucket:
     name: str
     members: tuple[Member, ...]
     dtype: str
-    """Dtype of the weights as the forward uses them; gradients are in the program's reduce dtype."""
+    """Dtype of the weights as the forward uses them; gradients are added up in master precision."""
+    reduce_dtype: str
+    """Dtype in which its gradients are sent."""
     padded_numel: int
     holding: Holding
     """What a rank holds of each of its weights."""
@@ -222,6 +224,8 @@ class Unit:
     last_layer: int
     dtype: str
     """Dtype in which the weights are gathered."""
+    reduce_dtype: str
+    """Dtype in which the gradients are sent."""
     padded_numel: int
     """Elements of the unsharded buffer: each parameter's first dimension padded to a multiple of the ranks that share it."""
     padded_grad_numel: int
@@ -336,8 +340,13 @@ class Step:
 
     @property
     def master_dtype(self) -> str:
-        """Dtype of master weights, accumulated gradients, reductions and optimizer state."""
+        """Dtype of master weights, accumulated gradients and optimizer state."""
         return "float64" if self.precision == "float64" else "float32"
+
+    @property
+    def reduce_dtype(self) -> str:
+        """Dtype in which gradients are sent over the data axes; buckets, units and their ops take it from here."""
+        return self.master_dtype
 
     @property
     def is_mixed(self) -> bool:
@@ -526,6 +535,7 @@ def _bucket(step: Step, index: int, params: list[ParamSpec]) -> Bucket:
         name=f"bucket.{index}",
         members=tuple(members),
         dtype=step.working_dtype(params[0]),
+        reduce_dtype=step.reduce_dtype,
         padded_numel=padded(offset, math.prod(map(step.ranks.size, holding.data_axes))),
         holding=holding,
     )

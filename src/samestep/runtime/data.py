@@ -46,9 +46,23 @@ class _FlatBuffer:
     weights: Tensor | None = None
     missing: set[str] = field(default_factory=set)
     untouched: set[str] = field(default_factory=set)
-    work: dist.Work | None = None
+    work: dist.Work | _Cast | None = None
     chunk: Tensor | None = None
     """What this rank holds of the reduced bucket while it is cut."""
+
+
+@dataclass(slots=True)
+class _Cast:
+    """A collective on a copy in the dtype in which a bucket is sent."""
+
+    work: dist.Work
+    sent: Tensor
+    into: Tensor
+
+    def wait(self) -> None:
+        """Wait for what was sent, and copy it back."""
+        self.work.wait()
+        self.into.copy_(self.sent)
 
 
 @dataclass(slots=True)
@@ -208,25 +222,30 @@ class Replicated:
         for flat in self._flats:
             _wait(flat)
 
-    def _send(self, flat: _FlatBuffer, op: Op, whole: Tensor) -> dist.Work | None:
-        """Issue one collective of a bucket on the buffer, or on this rank's chunk of it."""
+    def _send(self, flat: _FlatBuffer, op: Op, whole: Tensor) -> dist.Work | _Cast | None:
+        """Issue one collective of a bucket on the buffer, or on this rank's chunk of it, in the dtype of the op."""
         assert op.axis is not None
         group = self.mesh.groups[op.axis]
+        size = whole.numel() // dist.get_world_size(group)
+        start = dist.get_rank(group) * size
+        into = flat.chunk if op.kind is Kind.ALL_REDUCE and flat.chunk is not None else whole
+        sent = into.to(DTYPES[op.dtype])  # itself, where the dtypes are equal
         with owned(op.owner):
             if op.kind is Kind.ALL_REDUCE:
-                return dist.all_reduce(whole if flat.chunk is None else flat.chunk, group=group, async_op=True)
-            if op.kind is Kind.REDUCE:
-                return dist.reduce(whole, dst=self.mesh.members(op.axis)[0], group=group, async_op=True)
-            if op.kind is Kind.BROADCAST:
-                return dist.broadcast(whole, src=self.mesh.members(op.axis)[0], group=group, async_op=True)
-            size = whole.numel() // dist.get_world_size(group)
-            mine = whole[dist.get_rank(group) * size :][:size]
-            if op.kind is Kind.REDUCE_SCATTER:
-                flat.chunk = mine
-                return reduce_scatter(mine, whole, group=group, async_op=True)
-            assert op.kind is Kind.ALL_GATHER, f"a bucket has no use for {op.kind}"
-            flat.chunk = None
-            return all_gather(whole, mine, group=group, async_op=True)
+                work = dist.all_reduce(sent, group=group, async_op=True)
+            elif op.kind is Kind.REDUCE:
+                work = dist.reduce(sent, dst=self.mesh.members(op.axis)[0], group=group, async_op=True)
+            elif op.kind is Kind.BROADCAST:
+                work = dist.broadcast(sent, src=self.mesh.members(op.axis)[0], group=group, async_op=True)
+            elif op.kind is Kind.REDUCE_SCATTER:
+                flat.chunk = into = whole[start : start + size]
+                whole_sent, sent = sent, sent[start : start + size]
+                work = reduce_scatter(sent, whole_sent, group=group, async_op=True)
+            else:
+                assert op.kind is Kind.ALL_GATHER, f"a bucket has no use for {op.kind}"
+                flat.chunk = None
+                work = all_gather(sent, sent[start : start + size], group=group, async_op=True)
+        return work if sent.dtype == into.dtype or work is None else _Cast(work, sent, into)
 
     def norm_squared(self) -> Tensor:
         """This rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""

@@ -393,10 +393,10 @@ def _wrap(model: nn.Module, units: list[_RunningUnit], program: Program, mesh: M
         if not unit.keep_after_forward:
             for module in modules:
                 module.register_forward_hook(_whole_outputs)
-        master, dtype = DTYPES[program.step.master_dtype], DTYPES[unit.dtype]
+        master, dtype, sent = DTYPES[program.step.master_dtype], DTYPES[unit.dtype], DTYPES[unit.reduce_dtype]
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == master else dtype,
-            reduce_dtype=None if dtype == master else master,
+            reduce_dtype=None if dtype == sent else sent,
             cast_forward_inputs=False,  # precision.py casts, by one rule for every layout
         )
         fully_shard(

@@ -134,7 +134,7 @@ def _reductions(step: Step, bucket: Bucket) -> tuple[Op, ...]:
     numel, holding = bucket.padded_numel, bucket.holding
 
     def op(kind: Kind, axis: str, numel: int) -> Op:
-        return Op(kind=kind, owner=bucket.name, axis=axis, dtype=step.master_dtype).sized(numel)
+        return Op(kind=kind, owner=bucket.name, axis=axis, dtype=bucket.reduce_dtype).sized(numel)
 
     chunk = numel // holding.num_shards
     over_ties = tuple(op(Kind.ALL_REDUCE, axis, chunk) for axis in holding.tied_over)

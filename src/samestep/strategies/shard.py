@@ -110,7 +110,7 @@ def _hold(ranks: Ranks, known: dict[Holding, Holding], _: ParamSpec, holding: Ho
 def _stage_1(key: BodyKey, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops:
     if ends_gradients(key, step):
         # What a rank holds alone is cut no further.
-        return start_reductions(ops, step, buckets, lambda b: (_scattered(step, b),) * (b.holding.num_shards > 1))
+        return start_reductions(ops, step, buckets, lambda b: (_scattered(b),) * (b.holding.num_shards > 1))
     if key != UPDATE_BODY:
         return ops
     gathers = tuple(
@@ -124,8 +124,8 @@ def _stage_1(key: BodyKey, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) ->
     return (*ops, *gathers)
 
 
-def _scattered(step: Step, bucket: Bucket) -> Op:
-    return _op(Kind.REDUCE_SCATTER, bucket.name, step.master_dtype, bucket.padded_numel, bucket.holding.data_axis)
+def _scattered(bucket: Bucket) -> Op:
+    return _op(Kind.REDUCE_SCATTER, bucket.name, bucket.reduce_dtype, bucket.padded_numel, bucket.holding.data_axis)
 
 
 def _stage_2_or_3(
@@ -204,11 +204,11 @@ def _scattered_backward(ops: Ops, step: Step, units: tuple[Unit, ...], *, reduce
         if op.kind is Kind.BACKWARD:
             for unit in late:
                 while over and _follows(over[-1], unit):
-                    behind.append(_scatter(over.pop(), step, op))
+                    behind.append(_scatter(over.pop(), op))
                 behind.extend(reach(unit))
-            behind.extend(_scatter(unit, step, op) for unit in reversed(over))
+            behind.extend(_scatter(unit, op) for unit in reversed(over))
     yield from behind
-    yield from (_scatter(unit, step, last) for unit in scattered if not unit.ends_early)
+    yield from (_scatter(unit, last) for unit in scattered if not unit.ends_early)
 
 
 def _by_layer(units: Iterable[Unit], field: str) -> dict[int | None, list[Unit]]:
@@ -228,8 +228,8 @@ def _gather(unit: Unit) -> Op:
     return replace(_op(Kind.ALL_GATHER, unit.name, unit.dtype, unit.padded_numel, unit.shard_axis), implied=True)
 
 
-def _scatter(unit: Unit, step: Step, after: Op) -> Op:
-    op = _op(Kind.REDUCE_SCATTER, unit.name, step.master_dtype, unit.padded_grad_numel, unit.shard_axis)
+def _scatter(unit: Unit, after: Op) -> Op:
+    op = _op(Kind.REDUCE_SCATTER, unit.name, unit.reduce_dtype, unit.padded_grad_numel, unit.shard_axis)
     return replace(op, implied=True, after=(after.name,))
 
 
@@ -334,6 +334,7 @@ def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec], chunks:
         first_layer=first_layer,
         last_layer=last_layer,
         dtype=step.working_dtype(params[0]),
+        reduce_dtype=step.reduce_dtype,
         padded_numel=sum(padded_rows(param, holding.num_shards) for param in params),
         padded_grad_numel=sum(padded_rows(param, holding.num_shards) for param in params if param.trainable),
         # The last layer's backward follows at once, and a weight that first and last layer share is in use throughout.
