@@ -1,0 +1,60 @@
+"""Golden verdicts: what `verify` compares, allows and says, of clean layouts and of planted bugs.
+
+What is within its allowance is the order of sums, which depends on the machine, and is not kept; nor are limits that
+were measured. Errors of a planted bug are kept to two digits.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests import pool
+from tests.proof.faults import FAULTS, prove
+from tests.small import main, settings
+
+FILE = Path(__file__).parent / "verdicts.json"
+CLEAN = [("qwen3", "dp=2 tp=2"), ("qwen3_moe", "dp=2 ep=2 zero=1")]
+PLANTED = [
+    "gradients_are_not_reduced",
+    "the_norm_is_that_of_the_shard",
+    "tied_weights_are_counted_twice",
+    "gradients_of_experts_are_summed_with_other_experts",
+    "split_off_weight_gradients_are_lost",
+]
+COMMANDS = ["dp=2 zero=2 microbatch=2", "pp=2 schedule=zero-bubble microbatch=4"]
+
+
+def verdicts() -> dict[str, Any]:
+    """Return the records of all proofs, without what is noise."""
+    found = {f"{model}, {layout}": prove(model, layout).to_record() for model, layout in CLEAN}
+    for name in PLANTED:
+        fault = FAULTS[name]
+        found[name] = prove(fault.model, fault.layout, name, fault.own_precision, **fault.job).to_record()
+    with tempfile.TemporaryDirectory() as folder:
+        for layout in COMMANDS:
+            file = Path(folder, "verdict.json")
+            assert main("verify", *settings(), "--layout", layout, "--json", file) == 0
+            found[f"samestep verify --layout {layout!r}"] = json.loads(file.read_text())
+    return {name: _without_noise(record) for name, record in found.items()}
+
+
+def _without_noise(record: dict[str, Any]) -> dict[str, Any]:
+    record["seconds"] = "*"
+    for check in record["checks"]:
+        check["error"] = "within" if check["passed"] else f"{check['error']:.1e}"
+        if " in " in check["what"]:
+            check["allowance"] = "measured"
+    return json.loads(json.dumps(record))
+
+
+def test_verdicts_are_what_they_were() -> None:
+    assert verdicts() == json.loads(FILE.read_text())
+
+
+def write() -> None:
+    """Prove all anew."""
+    FILE.write_text(json.dumps(verdicts(), indent=1) + "\n")
+    pool.close_all()
