@@ -14,6 +14,7 @@ bucket 0  [ head.weight | norm.weight | pad ]    gradients of the last layers, f
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -266,9 +267,8 @@ class Replicated:
 
     def _division(self, bucket: Bucket) -> tuple[int, int, int]:
         """Return among how many ranks a bucket is divided, the place of this one, and how many hold each part."""
-        axis = bucket.holding.data_axis
-        replicas = self.mesh.size("dp_replicate") if self.program.step.zero == 1 else 1
-        return self.mesh.size(axis), self.mesh.index(axis), replicas
+        innermost, *others = bucket.holding.data_axes
+        return self.mesh.size(innermost), self.mesh.index(innermost), math.prod(map(self.mesh.size, others))
 
     def publish(self) -> None:
         """Gather every rank's chunk of the updated weights under zero=1. Collective over `dp_shard`."""
