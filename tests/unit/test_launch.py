@@ -342,7 +342,7 @@ def test_a_test_out_of_time_shows_the_stacks_of_pool_ranks(pool2: Pool, tmp_path
     assert pool2.run(_gather, 1) == [[0, 1]] * 2
 
 
-def _sleep_in_a_worker(place: Place, folder: Path) -> None:
+def _sleep_in_a_worker(place: RankInfo, folder: Path) -> None:
     (folder / f"worker-{place.rank}").touch()
     time.sleep(600)
 
