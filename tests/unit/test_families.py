@@ -21,7 +21,7 @@ from samestep.runtime import families
 from samestep.runtime.families import DEFAULT, FAMILIES, FamilyFacts, facts_of
 from samestep.strategies import program_of
 from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, clipped, make_run, observe
-from tests.models import MODELS, Tokens
+from tests.models import MODELS, Parted, PartedBlock, Tokens
 from tests.pool import pool
 
 SOURCE = Path(families.__file__).parents[1]
@@ -154,6 +154,32 @@ def test_without_the_row_the_family_is_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_a_part_of_a_model_is_read_by_the_facts_of_no_family() -> None:
     assert facts_of(nn.Linear(2, 2)) is DEFAULT
     assert facts_of(Curious()) is DEFAULT
+
+
+class Convolving(PartedBlock):
+    """A causal convolution over tokens stands beside the attention: torch's Conv1d is not transformers' Conv1D."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.mix = nn.Conv1d(width, width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + self.mix(F.pad(x.mT, (2, 0))).mT
+
+
+class Convolutional(Parted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Convolving(16, 4) for _ in range(2))
+
+
+def test_a_convolution_is_no_linear_layer_that_works_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "convolutional", Convolutional)
+    run = make_run(0, 1, "convolutional", "dp=1", clipped())
+    run.prepare({key: value[None] for key, value in Tokens()[0].items()})
+    with pytest.raises(LayoutError, match=r"blocks.0.mix, a Conv1d, may mix tokens"):
+        program_of(run.made.spec, clipped(), Layout.parse("tp=2 sequence_parallel"))
 
 
 # -- nobody else spells them -------------------------------------------------------------------------

@@ -1,16 +1,16 @@
 """Which modules of a model tensor parallelism cuts, and what each cut costs, seen in a forward on the meta device.
 
 A plan names modules by patterns and says how each is cut: `{"blocks.*.q": "column", "blocks.*.out": "row"}`. It comes
-from what is known of its family (`runtime/families.py`) or from the user (`module.tensor_plan`). The forward shows what no plan needs to
-say: which cuts read one tensor and share its sum, whose input takes no gradient, and which weights that stay whole are
-used on what is cut. `runtime/tensor.py` carries it out.
+from what is known of the model's family (`runtime/families.py`) or from the user (`module.tensor_plan`). The forward
+shows what no plan needs to say: which cuts read one tensor and share its sum, whose input takes no gradient, and which
+weights that stay whole are used on what is cut. `runtime/tensor.py` carries it out.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,7 +36,7 @@ class Cuts:
     refusal: str = ""
 
 
-def cuts_of(model: nn.Module, experts: Iterable[str]) -> Cuts:
+def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
     """Find how a model may be cut: by its own `tensor_plan`, or by what transformers says of its family.
 
     `experts` are the paths of modules of experts, which a family's plan may name and which are not cut.
@@ -60,7 +60,7 @@ def cuts_of(model: nn.Module, experts: Iterable[str]) -> Cuts:
     return cuts
 
 
-def _is_of_experts(model: nn.Module, experts: Iterable[str], pattern: str) -> bool:
+def _is_of_experts(model: nn.Module, experts: Collection[str], pattern: str) -> bool:
     """Whether a pattern names experts, which stay whole on each rank of a tensor cut: `ep` deals them."""
     names = [
         [path, *(f"{path}.{leaf}" for leaf, _ in model.get_submodule(path).named_parameters())] for path in experts

@@ -31,9 +31,12 @@ class FamilyFacts:
     norm_words: tuple[str, ...] = ("norm",)
     """Words in the lower-case class names of modules that normalise."""
     tokenwise_words: tuple[str, ...] = (
-        "layernorm", "rmsnorm", "dropout", "identity", "linear", "conv1d", "activation", "gelu", "silu", "relu",
+        "layernorm", "rmsnorm", "dropout", "identity", "linear", "activation", "gelu", "silu", "relu",
     )  # fmt: skip
-    """Words in the lower-case class names of modules without children that work on each token by itself."""
+    """Words in the lower-case class names of modules without children that work on each token by itself.
+
+    Transposed linears, which do so too, have a field of their own.
+    """
     transposed_linears: Mapping[str, str] = field(default_factory=lambda: {"Conv1D": "nf"})
     """Classes of linear layers whose weight is [in, out], each with its attribute for the number of outputs."""
 
@@ -108,7 +111,8 @@ class FamilyFacts:
 
     def is_tokenwise(self, module: nn.Module) -> bool:
         """Return whether a module without children works on each token by itself."""
-        return _has_word(type(module).__name__, self.tokenwise_words)
+        name = type(module).__name__
+        return _has_word(name, self.tokenwise_words) or name in self.transposed_linears
 
     def is_transposed(self, module: nn.Module) -> bool:
         """Return whether a module is a linear layer that keeps its weight as [in, out], as GPT-2's do."""

@@ -79,9 +79,12 @@ def with_sequence(
     try:
         _check_row(spec, blocks, calls)
         for layer in spec.layers:
-            if layer.is_block:
-                inner = parts[layer.modules[0]] = _parts(layer.modules[0], model, styles, experts)
-            found.append(_bordered(layer, model, spec, styles, calls, inner) if layer.is_block else (layer, set()))
+            if not layer.is_block:
+                found.append((layer, set()))
+                continue
+            path = layer.modules[0]
+            parts[path] = _parts(path, model, styles, experts)
+            found.append(_bordered(layer, model, spec, styles, calls, parts[path]))
     except _CannotCutError as reason:
         return replace(spec, sequence_refusal=str(reason)), {}
     given = calls.entered[blocks[0].modules[0]][0]
