@@ -7,9 +7,9 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from samestep.memory import memory_summary
 from samestep.prediction import Prediction
 from samestep.program import Program
-from samestep.search import memory_summary
 
 MOST_LINES = 60
 """Of a program that is listed unasked: a longer one would leave nothing else on the screen."""

@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from samestep.errors import JobError, did_you_mean
+from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.model import LayerSpec, ParamSpec
 from samestep.program import BYTES_OF, BodyKey, Kind, Op, Ops, Program, Step, Unit, is_forward
@@ -102,6 +103,13 @@ def gib(size: float) -> str:
 
 def _three_digits(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def memory_summary(use: MemoryUse, hardware: Hardware) -> str:
+    """Format the peak against the capacity, in GiB, with its three largest parts."""
+    parts = sorted(use.parts().items(), key=lambda item: -item[1])
+    most = ", ".join(f"{name} {gib(size)}" for name, size in parts[:3] if size)
+    return f"needs {gib(use.total)} GiB of {gib(hardware.memory_bytes)} at {use.peak_at}: {most}"
 
 
 def classic_bytes_per_param(zero: int, num_shards: int) -> float:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.memory import gib
+from samestep.memory import gib, memory_summary
 from samestep.nearest import nearest
 from samestep.prediction import Prediction, intervals, predict
-from samestep.search import MOST_PLAYED, Fallen, Plan, memory_summary
+from samestep.search import MOST_PLAYED, Fallen, Plan
 from samestep.text_table import aligned
 
 TIGHT = 0.05

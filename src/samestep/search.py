@@ -35,7 +35,7 @@ from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.memory import MemoryUse, gib
+from samestep.memory import gib, memory_summary
 from samestep.model import ModelSpec
 from samestep.needs import Need, Needs
 from samestep.prediction import Prediction, labels, memory_of, predict_programs
@@ -388,13 +388,6 @@ def fewest(
         if (devices <= node or devices % node == 0) and (fewer := on(devices)).best:
             return fewer
     return found
-
-
-def memory_summary(use: MemoryUse, hardware: Hardware) -> str:
-    """Format the peak against the capacity, in GiB, with its three largest parts."""
-    parts = sorted(use.parts().items(), key=lambda item: -item[1])
-    most = ", ".join(f"{name} {gib(size)}" for name, size in parts[:3] if size)
-    return f"needs {gib(use.total)} GiB of {gib(hardware.memory_bytes)} at {use.peak_at}: {most}"
 
 
 def _at_least(need: Need, total: float, hardware: Hardware) -> str:
