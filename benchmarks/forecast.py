@@ -8,11 +8,14 @@ from dataclasses import dataclass, fields, replace
 from cells import Row, SkippedError
 from published import Case, case_of, repeated
 
-from samestep import clock, cost, memory
 from samestep.errors import InputError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.program import UPDATE_BODY, BodyKey, Kind, Op, Ops, Program, Step
+from samestep.program.bodies import UPDATE_BODY, BodyKey
+from samestep.program.ops import Kind, Op, Ops
+from samestep.program.program import Program
+from samestep.program.step import Step
+from samestep.simulation import clock, cost, memory
 from samestep.strategies import programs_of
 
 UNREADABLE = (SkippedError, InputError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError)

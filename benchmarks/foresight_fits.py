@@ -37,10 +37,10 @@ from forecast import UNREADABLE, chosen_programs, rounded
 from published import Case, case_of, is_timed
 from published_machines import SHIPPED, machine_of
 
-from samestep import clock, cost
 from samestep import hardware as machines
 from samestep.hardware import Hardware, Link
-from samestep.program import Program
+from samestep.program.program import Program
+from samestep.simulation import clock, cost
 
 FAR = 64
 """Devices from which on a row is far from one node."""

@@ -45,12 +45,12 @@ from torch.distributed.tensor import DTensor
 from samestep import Job, Layout, hardware, load, measure
 from samestep.datasets import batches
 from samestep.errors import InputError
-from samestep.memory import at_rest, states_per_param
-from samestep.prediction import predict
-from samestep.runtime import launch
-from samestep.runtime.joining import RankInfo
+from samestep.runtime.processes import workers
+from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.training import Workload
+from samestep.simulation.memory import at_rest, states_per_param
+from samestep.simulation.prediction import predict
+from samestep.training.workload import Workload
 
 LAYOUTS = (
     "dp=1",
@@ -125,7 +125,7 @@ def measured(job: Job, steps: int) -> dict[str, Measured]:
             layout = Layout.parse(words)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*share . core")
-                one = launch.run_workers(work, (workload, layout, steps), ranks=layout.world_size)
+                one = workers.run_workers(work, (workload, layout, steps), ranks=layout.world_size)
             before = found[words].step_s if words in found else ()
             found[words] = Measured((*before, *one.step_s), one.weights, one.gradients, one.optimizer, one.in_step)
     return found

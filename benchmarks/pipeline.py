@@ -42,14 +42,15 @@ from foresight import as_lines
 
 from samestep import Job, Layout, schedules
 from samestep.datasets import batches
-from samestep.program import Program, Task
-from samestep.runtime.joining import LOOPBACK, RankInfo
-from samestep.runtime.launch import die_with_parent
-from samestep.runtime.pipeline import Stage
+from samestep.program.ops import Task
+from samestep.program.program import Program
+from samestep.runtime.axes.pipeline import Stage
+from samestep.runtime.processes.join import LOOPBACK, RankInfo
+from samestep.runtime.processes.workers import die_with_parent
 from samestep.runtime.run import Run
 from samestep.runtime.step_observer import Indices, StepObserver
 from samestep.schedules import Action
-from samestep.training import Workload
+from samestep.training.workload import Workload
 
 AIM = 0.95
 TOKENS, SAMPLES = 128, 1

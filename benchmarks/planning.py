@@ -14,8 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from samestep import Job, Layout, hardware, load, presets, search
-from samestep.prediction import predict
+from samestep import Job, Layout, hardware, load
+from samestep.models import presets
+from samestep.planning import search
+from samestep.simulation.prediction import predict
 
 H100 = "h100x8"
 JOB = Path(__file__).parent.parent / "jobs" / "default.toml"
@@ -38,7 +40,7 @@ def plan(name: str, devices: int, sequence: int, batch: int) -> Callable[[], obj
 
 def plan_default(devices: int) -> Callable[[], object]:
     """Return what plans the default job."""
-    from samestep import catalog
+    from samestep.models import catalog
 
     job, machine = load(JOB), hardware.load(H100)
     model = catalog.model_spec(job)

@@ -41,10 +41,10 @@ from published_experts import sent_rows, with_experts
 from published_machines import is_by_engine, is_late, machine_of
 from published_models import decoder_of, recipe_of
 
-from samestep.decoder import Decoder, spec
 from samestep.hardware import Hardware
-from samestep.model import LayerSpec, ModelSpec, ParamSpec, Product
-from samestep.presets import resnet
+from samestep.models.decoder import Decoder, spec
+from samestep.models.presets import resnet
+from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec, Product
 
 _YES = ("true", "yes", "1", "on", "1.0")
 TARGETS = ("metric_step_time_s", "metric_tokens_per_s_per_gpu", "metric_tflops_per_gpu", "metric_mfu")

@@ -15,9 +15,9 @@ from dataclasses import replace
 from cells import Row, joined
 from published_machines import is_by_engine, is_late
 
-from samestep.decoder import Decoder
 from samestep.hardware import Hardware
-from samestep.model import Border, Cut, LayerSpec, ModelSpec, ParamSpec, Product
+from samestep.models.decoder import Decoder
+from samestep.models.spec import Border, Cut, LayerSpec, ModelSpec, ParamSpec, Product
 
 ROUTING = 12
 """Operations that Megatron-LM starts less to route rows than a decoder counts: it fuses the sorting, and most of it has no backward."""

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from cells import Row, SkippedError, joined, number, whole
 
-from samestep.decoder import Decoder
 from samestep.hardware import Hardware
-from samestep.presets import DECODERS, sized
+from samestep.models.decoder import Decoder
+from samestep.models.presets import DECODERS, sized
 
 _ALIASES = (
     (r"llama.?3(\.\d)?.?405b", "llama3-405b"),

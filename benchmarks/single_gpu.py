@@ -21,14 +21,14 @@ from live import Live
 from samestep import Job, Layout
 from samestep.datasets import batches
 from samestep.hardware import Hardware
-from samestep.memory import states_per_param
-from samestep.model import ModelSpec
-from samestep.prediction import predict
-from samestep.runtime import launch
-from samestep.runtime.joining import RankInfo
+from samestep.models.spec import ModelSpec
+from samestep.runtime.processes import workers
+from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.runtime.shortage import is_shortage
-from samestep.training import Workload
+from samestep.simulation.memory import states_per_param
+from samestep.simulation.prediction import predict
+from samestep.training.out_of_memory import is_shortage
+from samestep.training.workload import Workload
 
 SEQUENCE = 2048
 VOCAB = 32000
@@ -107,7 +107,7 @@ def settings(sizes: Sequence[str]) -> tuple[Setting, ...]:
 
 def measured(chosen: Sequence[Setting], steps: int, device: str, sequence: int = SEQUENCE) -> list[Seen]:
     """Run settings on one device, one after the other."""
-    return launch.run_workers(_work, (tuple(chosen), steps, sequence), ranks=1, device=device)
+    return workers.run_workers(_work, (tuple(chosen), steps, sequence), ranks=1, device=device)
 
 
 def _work(place: RankInfo, chosen: Sequence[Setting], steps: int, sequence: int) -> list[Seen]:

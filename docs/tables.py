@@ -15,10 +15,12 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from samestep import Job, Layout, catalog, legality
+from samestep import Job, Layout
 from samestep import job as jobs
-from samestep.memory import at_rest, classic_bytes_per_param, held_bytes_per_param
-from samestep.presets import DECODERS, preset
+from samestep.models import catalog
+from samestep.models.presets import DECODERS, preset
+from samestep.planning import legality
+from samestep.simulation.memory import at_rest, classic_bytes_per_param, held_bytes_per_param
 from samestep.strategies import program_of
 
 ROOT = Path(__file__).parent.parent

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from samestep.runtime import joining
+from samestep.runtime.processes import join
 from tests import pool as pools
 from tests import time_limit
 from tests.progress import Progress
@@ -60,10 +60,10 @@ def stop_signals() -> Iterator[None]:
 
     `run_workers` passes no signal on that is ignored, so a test that waits for the effect of one would wait for ever.
     """
-    usual = dict.fromkeys(joining.STOP_SIGNALS, signal.SIG_DFL) | {signal.SIGINT: signal.default_int_handler}
+    usual = dict.fromkeys(join.STOP_SIGNALS, signal.SIG_DFL) | {signal.SIGINT: signal.default_int_handler}
     before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
-    joining.restore_signals(before)
+    join.restore_signals(before)
 
 
 @pytest.fixture(scope="session")

@@ -13,13 +13,13 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from samestep import decoder
-from samestep.decoder import Decoder
 from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.model import ModelSpec
-from samestep.program import Step
+from samestep.models import decoder
+from samestep.models.decoder import Decoder
+from samestep.models.spec import ModelSpec
+from samestep.program.step import Step
 from samestep.strategies import refusal_of
 
 BATCH = 8

@@ -15,19 +15,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from samestep.building.loss import loss_of
+from samestep.building.optimizer import optimizer_of
 from samestep.datasets import Dataset, batches
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.model import Cut
-from samestep.program import LedgerRow
+from samestep.models.spec import Cut
+from samestep.program.ops import LedgerRow
 from samestep.runtime.assembly import Source, copied, prepare
-from samestep.runtime.build import loss_of, optimizer_of
-from samestep.runtime.joining import RankInfo
-from samestep.runtime.record import Ledger
+from samestep.runtime.axes.tensor import joined
+from samestep.runtime.ledger import Ledger
+from samestep.runtime.optimizer_step import Piece
+from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.runtime.tensor import joined
-from samestep.runtime.traced_model import TracedModel
-from samestep.runtime.update import Piece
+from samestep.tracing.traced_model import TracedModel
 from tests.models import MODELS, Tokens
 from tests.pool import pool
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import SamestepError
-from samestep.runtime import joining, launch
+from samestep.runtime.processes import join, workers
 
 ECHO_GRACE_S = 1.0  # how long to wait for the cause when one rank only says that its peer has gone
 
@@ -134,13 +134,13 @@ _made: list[Pool] = []
 
 def _is_echo(error: BaseException) -> bool:
     is_torchs = isinstance(error, RuntimeError) and not isinstance(error, SamestepError)
-    return is_torchs and launch._ECHO.search(str(error)) is not None
+    return is_torchs and workers._ECHO.search(str(error)) is not None
 
 
 def _serve(rank: int, world: int, folder: str, pipe: connection.Connection, parent_pid: int) -> None:
-    launch.die_with_parent(parent_pid)
+    workers.die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest's Ctrl-C is pytest's affair, which then kills us
-    os.environ["GLOO_SOCKET_IFNAME"] = joining.LOOPBACK
+    os.environ["GLOO_SOCKET_IFNAME"] = join.LOOPBACK
     torch.set_num_threads(1)
     try:
         store = dist.FileStore(f"{folder}/store", world)

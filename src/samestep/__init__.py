@@ -35,25 +35,25 @@ from samestep.layout import Layout
 
 if TYPE_CHECKING:
     from samestep.datasets import batches
-    from samestep.legality import layouts
-    from samestep.measurement import measure
-    from samestep.planning import plan
-    from samestep.proof import verify
-    from samestep.runtime.launch import launch
+    from samestep.measurement.profile import measure
+    from samestep.planning.legality import layouts
+    from samestep.planning.plan import plan
+    from samestep.proof.verify import verify
+    from samestep.runtime.processes.workers import launch
     from samestep.runtime.run import parallelize
-    from samestep.simulation import simulate
-    from samestep.training import train
+    from samestep.simulation.simulate import simulate
+    from samestep.training.train import train
 
 _LAZY = {
     "batches": ("samestep.datasets", "batches"),
-    "launch": ("samestep.runtime.launch", "launch"),
-    "layouts": ("samestep.legality", "layouts"),
-    "measure": ("samestep.measurement", "measure"),
+    "launch": ("samestep.runtime.processes.workers", "launch"),
+    "layouts": ("samestep.planning.legality", "layouts"),
+    "measure": ("samestep.measurement.profile", "measure"),
     "parallelize": ("samestep.runtime.run", "parallelize"),
-    "plan": ("samestep.planning", "plan"),
-    "simulate": ("samestep.simulation", "simulate"),
-    "train": ("samestep.training", "train"),
-    "verify": ("samestep.proof", "verify"),
+    "plan": ("samestep.planning.plan", "plan"),
+    "simulate": ("samestep.simulation.simulate", "simulate"),
+    "train": ("samestep.training.train", "train"),
+    "verify": ("samestep.proof.verify", "verify"),
 }
 
 __all__ = [

@@ -16,11 +16,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from samestep import arguments, hardware, run_folder
+from samestep import arguments, hardware
 from samestep import job as jobs
 from samestep.errors import InputError, LayoutError, RunError, WorkerError
 from samestep.layout import Layout
-from samestep.output_file import check_writable, write
+from samestep.output.output_file import check_writable, write
+from samestep.training import run_folder
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -86,11 +87,11 @@ def _train(words: Namespace) -> None:
     _limit_threads(job.run.threads)
     given = {"layout": words.layout, "ranks": words.ranks, "steps": words.steps, "out": out, "resume": words.resume}
     if words.dry_run:
-        from samestep.dry_run import dry_run
+        from samestep.training.dry_run import dry_run
 
         print(dry_run(job, **given).to_text())
     else:
-        from samestep.training import train
+        from samestep.training.train import train
 
         train(job, **given)
 
@@ -98,16 +99,16 @@ def _train(words: Namespace) -> None:
 def _verify(words: Namespace) -> int:
     job = _job(words)
     _limit_threads(job.run.threads)
-    from samestep import proof
+    from samestep.proof import verify
 
     if words.all == (words.layout is not None) or words.all != (words.devices is not None):
         raise LayoutError('verify tries one layout, --layout "dp=2 tp=2", or all of a number: --all --devices 4')
     given, verdicts = {"steps": words.steps, "precision": words.precision}, []
     try:
         every = (
-            proof.verify_all(job, words.devices, **given)
+            verify.verify_all(job, words.devices, **given)
             if words.all
-            else [proof.verify(job, layout=words.layout, **given)]
+            else [verify.verify(job, layout=words.layout, **given)]
         )
         for verdict in every:
             print(verdict.to_line() if words.all else verdict.to_text(), flush=True)
@@ -120,14 +121,14 @@ def _verify(words: Namespace) -> int:
 
 
 def _plan(words: Namespace) -> int:
-    from samestep import planning, ranking
+    from samestep.planning import plan, ranking
 
     job = _job(words)
     asked = None if words.why is None else Layout.parse(words.why)
     if words.measure_top:
         _check_measurable(words, job)
     top = max(words.top, words.measure_top)
-    found = planning.plan(job, words.devices, words.hardware, top=top, fewest_devices=words.fewest_devices)
+    found = plan.plan(job, words.devices, words.hardware, top=top, fewest_devices=words.fewest_devices)
     _say_cautions(words, found.hardware, words.devices)
     print(ranking.as_text(found))
     if asked is not None:
@@ -138,7 +139,7 @@ def _plan(words: Namespace) -> int:
     record = ranking.as_record(found)
     if words.measure_top and found.best:
         _limit_threads(job.run.threads)
-        from samestep.measurement import measure
+        from samestep.measurement.profile import measure
 
         times = measure(job, layouts=[one.layout for one in found.best[: words.measure_top]])
         print(times.to_text())
@@ -169,8 +170,8 @@ def _simulate(words: Namespace) -> None:
     if words.case is not None:
         _case(words)
         return
-    from samestep import listing
-    from samestep.simulation import simulate
+    from samestep.simulation import listing
+    from samestep.simulation.simulate import simulate
 
     found = simulate(_job(words), words.layout, words.hardware, devices=words.devices)
     _say_cautions(words, found.hardware, found.devices)
@@ -179,7 +180,7 @@ def _simulate(words: Namespace) -> None:
 
 
 def _case(words: Namespace) -> None:
-    from samestep import cases
+    from samestep.simulation import cases
 
     given = [flag for flag in ("job", "layout", "set", "hardware", "devices", "program") if getattr(words, flag)]
     if given:
@@ -198,13 +199,13 @@ def _write_prediction(words: Namespace, found: Any) -> None:
     if words.trace:
         write(words.trace, json.dumps(found.timeline.to_chrome_trace()))
     if words.html:
-        from samestep.picture import to_html
+        from samestep.simulation.html import to_html
 
         write(words.html, to_html(found))
 
 
 def _layouts(words: Namespace) -> None:
-    from samestep import legality
+    from samestep.planning import legality
 
     job = _job(words)
     if words.why_not is not None:
@@ -219,10 +220,10 @@ def _layouts(words: Namespace) -> None:
 
 def _measure(words: Namespace) -> None:
     _limit_threads(1)
-    from samestep import measurement
+    from samestep.measurement import profile
 
-    machine = measurement.measure(out=words.out, ranks=words.ranks, device=words.device)
-    print(measurement.as_text(machine))
+    machine = profile.measure(out=words.out, ranks=words.ranks, device=words.device)
+    print(profile.as_text(machine))
     print(f"written: {words.out or hardware.own_path()}; every number has its source there")
 
 

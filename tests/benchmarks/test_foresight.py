@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from samestep.layout import Layout
-from samestep.prediction import intervals
+from samestep.simulation.prediction import intervals
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

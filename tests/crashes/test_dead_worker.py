@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import LayoutError, NonFiniteError, WorkerError
-from samestep.runtime import launch
-from samestep.runtime.joining import RankInfo
-from samestep.runtime.launch import run_workers
+from samestep.runtime.processes import workers
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.processes.workers import run_workers
 
 FAR_BELOW_THE_TIMEOUT_S = 30.0  # of the collectives, which is 120 s in these tests
 
@@ -94,7 +94,7 @@ def _hang(place: RankInfo) -> None:
 
 
 def test_a_hung_worker_is_named_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_ECHO_GRACE_S", 1.0)
+    monkeypatch.setattr(workers, "_ECHO_GRACE_S", 1.0)
     with pytest.raises(WorkerError, match=r"^rank 1 of 2 did not answer; rank 0 of 2 failed: "):
         run_workers(_hang, ranks=2, timeout_s=2, quiet=True)
 
@@ -104,7 +104,7 @@ def test_a_worker_that_never_joins_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         if rank == 1:
             time.sleep(600)
 
-    monkeypatch.setattr(launch, "_write_to_files", write_to_files)
+    monkeypatch.setattr(workers, "_write_to_files", write_to_files)
     with pytest.raises(WorkerError, match=r"^rank 1 of 2 did not (join within 2 s|answer; rank 0)"):
         run_workers(_hang, ranks=2, timeout_s=2)
 

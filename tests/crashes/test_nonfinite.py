@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from samestep.building.loss import cross_entropy
+from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.errors import NonFiniteError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.assembly import Source
-from samestep.runtime.build import cross_entropy, optimizer_of
-from samestep.runtime.joining import RankInfo
+from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests.laboratory import Runs, job_of, largest_error, whole
 from tests.models import VOCABULARY, Tokens

@@ -15,9 +15,9 @@ import psutil
 import pytest
 import torch
 
-from samestep import report, training
 from samestep.runtime import checkpoint
 from samestep.runtime.run import Run
+from samestep.training import metrics, train
 from tests import small
 
 pytestmark = pytest.mark.usefixtures("stop_signals")
@@ -135,25 +135,25 @@ def _die_when(happens: Callable[[], bool]) -> None:
 
 def _after_the_log_line(patch: pytest.MonkeyPatch) -> None:
     """Step 5 is in the log, and in no checkpoint."""
-    write = report.Metrics.write
+    write = metrics.Metrics.write
 
-    def and_die(self: report.Metrics, step: Any) -> None:
+    def and_die(self: metrics.Metrics, step: Any) -> None:
         write(self, step)
         _die_when(lambda: step.step == 5)
 
-    patch.setattr(report.Metrics, "write", and_die)
+    patch.setattr(metrics.Metrics, "write", and_die)
 
 
 def _within_a_log_line(patch: pytest.MonkeyPatch) -> None:
-    def half(self: report.Metrics, step: Any) -> None:
+    def half(self: metrics.Metrics, step: Any) -> None:
         write(self, step)
         if step.step == 5:
             self._file.flush()
             os.truncate(self._file.name, os.path.getsize(self._file.name) - 20)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    write = report.Metrics.write
-    patch.setattr(report.Metrics, "write", half)
+    write = metrics.Metrics.write
+    patch.setattr(metrics.Metrics, "write", half)
 
 
 def _before_the_manifest(patch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,7 @@ def test_a_number_that_is_not_finite_ends_a_run_by_name(tmp_path: Path, capfd: p
 def test_a_folder_that_cannot_be_made_is_said_before_a_worker_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(training.launch, "run_workers", pytest.fail)
+    monkeypatch.setattr(train.launch, "run_workers", pytest.fail)
     (tmp_path / "file").touch()
     assert small.train("--ranks", "1", "--out", tmp_path / "file" / "run") == 2
     assert capfd.readouterr().err == (

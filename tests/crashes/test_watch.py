@@ -8,7 +8,7 @@ import torch
 from samestep.datasets import batches
 from samestep.errors import DriftError
 from samestep.layout import Layout
-from samestep.runtime.data import Replicated
+from samestep.runtime.axes.data import Replicated
 from tests.laboratory import job_of, make_run
 from tests.models import Tokens
 from tests.pool import pool
@@ -108,7 +108,7 @@ def test_a_collective_with_different_things_is_named(layout):
 
 
 def test_a_fingerprint_sees_every_bit():
-    from samestep.runtime.watch import _fingerprint
+    from samestep.runtime.guards.drift import _fingerprint
 
     value = torch.randn(5000)
     for index in (0, 4095, 4096, 4999):

@@ -11,11 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from samestep import Job, Layout, clock, hardware, memory
+from samestep import Job, Layout, hardware
 from samestep.errors import LayoutError
-from samestep.model import ModelSpec
-from samestep.presets import preset
-from samestep.program import Op, Program
+from samestep.models.presets import preset
+from samestep.models.spec import ModelSpec
+from samestep.program.ops import Op
+from samestep.program.program import Program
+from samestep.simulation import clock, memory
 from samestep.strategies import programs_of
 
 _SMALL = {"layers": 4, "hidden": 32, "heads": 4, "vocab": 96}

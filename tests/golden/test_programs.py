@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.model import ModelSpec
+from samestep.models.spec import ModelSpec
 from tests.golden.cases import FILES
 from tests.golden.product import Case, expanded_text_of, text_of
 
@@ -58,8 +58,8 @@ def _titled(case: Case) -> str:
 
 def write() -> None:
     """Trace the default job's model, and write all programs."""
-    from samestep import catalog
     from samestep import job as jobs
+    from samestep.models import catalog
 
     spec = catalog.model_spec(jobs.load(FOLDER.parents[1] / "jobs" / "default.toml"))
     (FOLDER / "llama.json").write_text(json.dumps(json.loads(spec.to_json()), indent=1) + "\n")

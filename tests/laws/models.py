@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from samestep.decoder import Decoder, spec
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware, Link, load
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.model import Dealing, LayerSpec, ModelSpec, ParamSpec
-from samestep.prediction import Prediction, memory_of, predict_programs
-from samestep.presets import preset
-from samestep.program import Program
+from samestep.models.decoder import Decoder, spec
+from samestep.models.presets import preset
+from samestep.models.spec import Dealing, LayerSpec, ModelSpec, ParamSpec
+from samestep.program.program import Program
+from samestep.simulation.prediction import Prediction, memory_of, predict_programs
 from samestep.strategies import ProgramBuilder, program_of
 
 LAW = settings(max_examples=25, derandomize=True, database=None)

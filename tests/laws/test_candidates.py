@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep import candidates
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.model import ModelSpec
-from samestep.program import Step
-from samestep.search import plan
+from samestep.models.spec import ModelSpec
+from samestep.planning import candidates
+from samestep.planning.search import plan
+from samestep.program.step import Step
 from samestep.strategies import refusal_of
 from tests.laws.models import LAW, MACHINES, MODELS, job_of, predictions
 

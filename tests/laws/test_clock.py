@@ -15,14 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep import decoder
-from samestep.clock import play
-from samestep.cost import seconds
-from samestep.decoder import Decoder
 from samestep.errors import InputError
 from samestep.hardware import Hardware, Link, load, profiles
-from samestep.program import EXPOSED_AXES, UPDATE_BODY, Kind, Op
-from samestep.timeline import COMPUTE, LETTERS, Span, Timeline
+from samestep.models import decoder
+from samestep.models.decoder import Decoder
+from samestep.program.bodies import UPDATE_BODY
+from samestep.program.ops import EXPOSED_AXES, Kind, Op
+from samestep.simulation.clock import play
+from samestep.simulation.cost import seconds
+from samestep.simulation.timeline import COMPUTE, LETTERS, Span, Timeline
 from tests.laws.models import LAW, Case, blocks, case, cases, machine
 
 SLOW = machine(bytes_per_s=1e9, latency_s=1e-5, memory_bytes_per_s=1e11)

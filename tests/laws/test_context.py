@@ -8,13 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep import decoder, memory
-from samestep.decoder import Decoder
 from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.model import ModelSpec
-from samestep.program import BYTES_OF, Kind, Program
+from samestep.models import decoder
+from samestep.models.decoder import Decoder
+from samestep.models.spec import ModelSpec
+from samestep.program.ops import BYTES_OF, Kind
+from samestep.program.program import Program
+from samestep.simulation import memory
 from samestep.strategies import program_of
 from samestep.strategies.context import sent_heads
 from tests.laws.models import LAW

@@ -8,13 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep import clock, cost, hardware, presets
-from samestep.cost import Group, collective_s
+from samestep import hardware
 from samestep.hardware import Hardware, Link
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.model import LayerSpec, ModelSpec, Product
-from samestep.program import Kind, Program
+from samestep.models import presets
+from samestep.models.spec import LayerSpec, ModelSpec, Product
+from samestep.program.ops import Kind
+from samestep.program.program import Program
+from samestep.simulation import clock, cost
+from samestep.simulation.cost import Group, collective_s
 from samestep.strategies import program_of
 from tests.laws.models import LAW
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.memory import at_rest
-from samestep.model import ModelSpec
-from samestep.program import Kind, Program, ends_gradients
+from samestep.models.spec import ModelSpec
+from samestep.program.ops import Kind
+from samestep.program.program import Program, ends_gradients
+from samestep.simulation.memory import at_rest
 from tests.laws.models import LAW, case, dealing, machine
 
 DEGREES = [
@@ -122,7 +123,7 @@ def test_a_loss_over_the_batch_needs_all_of_it_at_once() -> None:
 
 def test_the_search_deals_experts() -> None:
     from samestep.job import Job
-    from samestep.search import plan
+    from samestep.planning.search import plan
 
     found = plan(dealing(), Job(train={"global_batch": 8}), machine(), 4, top=1000)
     tried = {played.layout.ep for played in found.best}

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from samestep import Job, Layout
 from samestep.errors import LayoutError
-from samestep.model import ModelSpec
-from samestep.presets import preset
-from samestep.program import Program
+from samestep.models.presets import preset
+from samestep.models.spec import ModelSpec
+from samestep.program.program import Program
 from samestep.strategies import programs_of
 from tests.laws.models import LAW
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.memory import at_rest, classic_bytes_per_param, during_step, held_bytes_per_param, readable
-from samestep.model import LayerSpec, ModelSpec, ParamSpec
-from samestep.program import BYTES_OF
+from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec
+from samestep.program.ops import BYTES_OF
+from samestep.simulation.memory import at_rest, classic_bytes_per_param, during_step, held_bytes_per_param, readable
 from tests.laws.models import LAW, Case, block, blocks, case, cases
 
 

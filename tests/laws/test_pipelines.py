@@ -10,16 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep import clock, memory
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.model import ModelSpec, Product
-from samestep.prediction import predict
-from samestep.program import Kind, Program, is_forward
+from samestep.models.spec import ModelSpec, Product
+from samestep.program.bodies import is_forward
+from samestep.program.ops import Kind
+from samestep.program.program import Program
 from samestep.schedules import TaskKind
+from samestep.simulation import clock, memory
+from samestep.simulation.prediction import predict
+from samestep.simulation.timeline import COMPUTE
 from samestep.strategies import program_of
 from samestep.strategies.pipeline import balanced, runs_of
-from samestep.timeline import COMPUTE
 from tests.laws.models import LAW, blocks, case, machine
 
 FLOPS = 10**9

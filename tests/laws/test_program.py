@@ -8,8 +8,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 
-from samestep.model import ModelSpec, ParamSpec
-from samestep.program import BYTES_OF, BodyKey, Kind, Program
+from samestep.models.spec import ModelSpec, ParamSpec
+from samestep.program.bodies import BodyKey
+from samestep.program.ops import BYTES_OF, Kind
+from samestep.program.program import Program
 from samestep.schedules import TaskKind
 from samestep.strategies import program_of
 from tests.laws.models import LAW, Case, blocks, case, cases

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep import Layout
-from samestep.ranks import LINKS, Ranks
+from samestep.program.ranks import LINKS, Ranks
 
 DEGREE = st.integers(1, 4)
 ORDERS = (

@@ -12,20 +12,20 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from samestep import candidates, ranking, search
-from samestep.beside import Reduced, longer_s
-from samestep.bounds import Bounds
 from samestep.hardware import Hardware, load
 from samestep.job import Job
 from samestep.layout import Layout, Recompute
-from samestep.model import ModelSpec
-from samestep.nearest import distance, nearest
-from samestep.needs import Needs
-from samestep.prediction import Prediction, predict
-from samestep.presets import preset
-from samestep.prices import Prices
-from samestep.program import Step
-from samestep.search import Plan, plan
+from samestep.models.presets import preset
+from samestep.models.spec import ModelSpec
+from samestep.planning import candidates, ranking, search
+from samestep.planning.bounds.layer_costs import Prices
+from samestep.planning.bounds.least_memory import Needs
+from samestep.planning.bounds.overlap import Reduced, longer_s
+from samestep.planning.bounds.step_time import Bounds
+from samestep.planning.nearest_layout import distance, nearest
+from samestep.planning.search import Plan, plan
+from samestep.program.step import Step
+from samestep.simulation.prediction import Prediction, predict
 from samestep.strategies import ProgramBuilder, refusal_of
 from tests.laws.models import LAW, MACHINES, MODELS, blocks, job_of, predictions
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from samestep.datasets import batches
 from samestep.layout import Layout
-from samestep.memory import at_rest
+from samestep.simulation.memory import at_rest
 from tests.laboratory import combinations, job_of, make_run, prove_ledger
 from tests.models import Tokens
 from tests.parity.test_data_axis import LAYOUTS, MODELS_HERE

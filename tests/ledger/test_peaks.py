@@ -19,11 +19,11 @@ import torch
 from samestep.datasets import batches
 from samestep.job import load
 from samestep.layout import Layout
-from samestep.memory import during_init, during_step, saving_host_bytes, states_per_param
 from samestep.runtime import checkpoint
-from samestep.runtime.joining import RankInfo
+from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.training import Workload
+from samestep.simulation.memory import during_init, during_step, saving_host_bytes, states_per_param
+from samestep.training.workload import Workload
 from tests.pool import pool
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-from samestep import observation
 from samestep.datasets import Batch, batches
 from samestep.errors import CheckpointError
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.proof import observation
 from samestep.runtime import checkpoint
 from tests import small
 from tests.laboratory import job_of, make_run

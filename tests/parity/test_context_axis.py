@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from samestep import memory
+from samestep.building.model import call_model
 from samestep.datasets import batches
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.runtime.build import call_model
+from samestep.simulation import memory
 from tests.laboratory import (
     TOLERANCE,
     Observed,

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+from samestep.building.initial_values import blueprint, fill_rest
+from samestep.building.loss import loss_of
+from samestep.building.model import call_model
 from samestep.datasets import batches
-from samestep.runtime.build import call_model, loss_of
-from samestep.runtime.init import blueprint, fill_rest
 from tests.laboratory import (
     TOLERANCE,
     assert_same,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import LayoutError
-from samestep.runtime import dropout
-from samestep.runtime.masks import Part
+from samestep.runtime.dropout import mode as dropout
+from samestep.runtime.dropout.masks import Part
 from tests.laboratory import TOLERANCE, Observed, assert_same, clipped, combinations, observe, prove, reference
 from tests.models import MODELS, Attentive
 from tests.pool import pool

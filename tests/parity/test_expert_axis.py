@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import pytest
 
+from samestep.building.loss import loss_of
+from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.runtime.assembly import Source, prepare, with_slices
-from samestep.runtime.build import loss_of, optimizer_of
 from samestep.strategies import program_of
 from tests.laboratory import clipped, combinations, job_of, make_run, observe, prove, prove_ledger, reference
 from tests.models import MODELS, Tokens

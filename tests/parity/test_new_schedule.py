@@ -11,18 +11,18 @@ from contextlib import contextmanager
 
 import pytest
 
-from samestep import search
-from samestep.bounds import Bounds
-from samestep.decoder import Decoder, spec
 from samestep.errors import LayoutError
 from samestep.hardware import load
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.needs import Needs
-from samestep.prediction import predict
-from samestep.prices import Prices
-from samestep.program import Step
+from samestep.models.decoder import Decoder, spec
+from samestep.planning import search
+from samestep.planning.bounds.layer_costs import Prices
+from samestep.planning.bounds.least_memory import Needs
+from samestep.planning.bounds.step_time import Bounds
+from samestep.program.step import Step
 from samestep.schedules import SCHEDULES, Action, Order, ScheduleSpec, TaskKind, check, gpipe, order
+from samestep.simulation.prediction import predict
 from samestep.strategies import programs_of
 from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, clipped, observe, reference
 from tests.pool import pool

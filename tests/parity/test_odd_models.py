@@ -16,13 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import samestep
+from samestep.building.loss import loss_of
+from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.errors import LayoutError, ModelError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.assembly import Source
-from samestep.runtime.build import loss_of, optimizer_of
-from samestep.runtime.joining import RankInfo
+from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests.laboratory import Observed, Runs, assert_same, follow, job_of, largest_error, perturbed, whole
 from tests.models import LENGTH, VOCABULARY, Plain, Tokens

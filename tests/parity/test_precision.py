@@ -14,14 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from samestep.building.loss import cross_entropy, loss_of
+from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.assembly import Source
-from samestep.runtime.build import cross_entropy, loss_of, optimizer_of
-from samestep.runtime.joining import RankInfo
-from samestep.runtime.precision import for_loss
+from samestep.runtime.axes.precision import for_loss
+from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import rounding
 from tests.laboratory import Observed, follow, job_of, largest_error, perturbed, whole

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from samestep.bounds import Bounds
 from samestep.hardware import load
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.prediction import predict
-from samestep.prices import Prices
-from samestep.program import Step
+from samestep.planning.bounds.layer_costs import Prices
+from samestep.planning.bounds.step_time import Bounds
+from samestep.program.step import Step
+from samestep.simulation.prediction import predict
 from tests.laboratory import Observed, assert_ledger, job_of, largest_error, observe, reference, whole
 from tests.laws.test_search import MODELS
 from tests.pool import pool

@@ -12,7 +12,7 @@ import pytest
 from samestep.datasets import batches
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.program import BYTES_OF, Kind
+from samestep.program.ops import BYTES_OF, Kind
 from samestep.schedules import TaskKind
 from samestep.strategies import program_of
 from tests.laboratory import clipped, combinations, make_run, observe, prove, prove_ledger

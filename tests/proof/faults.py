@@ -21,26 +21,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep import proof, trial
+from samestep.building.initial_values import Blueprint
+from samestep.building.loss import cross_entropy, loss_of
+from samestep.building.optimizer import optimizer_of
 from samestep.datasets import Batch
-from samestep.holding import Holding
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.model import ParamSpec
-from samestep.program import Step, ends_step
-from samestep.runtime import assembly, checkpoint, context, dropout, pipeline, placement, sequence, tensor, update
+from samestep.models.spec import ParamSpec
+from samestep.program.bodies import ends_step
+from samestep.program.holding import Holding
+from samestep.program.step import Step
+from samestep.proof import sides, verify
+from samestep.proof.verdict import Cause, Verdict
+from samestep.runtime import assembly, checkpoint, optimizer_step, placement
 from samestep.runtime.assembly import Source, prepare, with_slices
-from samestep.runtime.build import cross_entropy, loss_of, optimizer_of
-from samestep.runtime.data import Replicated
-from samestep.runtime.deferred import Deferred
-from samestep.runtime.expert import Balance
-from samestep.runtime.init import Blueprint
-from samestep.runtime.joining import RankInfo
+from samestep.runtime.axes import context, pipeline, sequence, tensor
+from samestep.runtime.axes.data import Replicated
+from samestep.runtime.axes.expert import Balance
+from samestep.runtime.axes.weight_gradients import Deferred
+from samestep.runtime.dropout import mode as dropout
+from samestep.runtime.optimizer_step import Updater
+from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.step_observer import StepScalars
-from samestep.runtime.update import Updater
 from samestep.schedules import Action, TaskKind
-from samestep.verdict import Cause, Verdict
 from tests.laboratory import job_of, perturbed
 from tests.models import MODELS, Tokens
 from tests.pool import pool
@@ -398,7 +402,7 @@ def the_norm_is_that_of_the_shard(patch: Patch) -> None:
 @fault(Cause.CLIP_NORM, "dp=1 tp=2", "attentive", optimizer={"clip_norm": 0.05})
 def the_norm_counts_whole_weights_once_a_tp_rank(patch: Patch) -> None:
     def norm(original: Any, self: Replicated) -> Tensor:
-        return update.squared_norm([piece.gradient() for piece in self.pieces], self.mesh.device)
+        return optimizer_step.squared_norm([piece.gradient() for piece in self.pieces], self.mesh.device)
 
     around(patch, Replicated, "norm_squared", norm)
 
@@ -430,7 +434,7 @@ def updated_weights_are_not_gathered(patch: Patch) -> None:
 
 @fault(Cause.STALE_WEIGHT, "dp=2 zero=3")
 def gathered_weights_are_kept_after_the_step(patch: Patch) -> None:
-    from samestep.runtime.shard import _RunningUnit
+    from samestep.runtime.axes.shard import _RunningUnit
 
     around(
         patch,
@@ -706,12 +710,12 @@ def a_stage_skips_by_itself(patch: Patch) -> None:
 # -- carrying it out -------------------------------------------------------------------------------
 
 
-def subject(model: str, layout: str, job: Job, folder: Path) -> trial.Subject:
+def subject(model: str, layout: str, job: Job, folder: Path) -> sides.Subject:
     source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
     example = Batch(0, [0], Tokens()).samples([0])  # type: ignore[arg-type]
     where = Layout.parse(layout)
     source = dataclasses.replace(source, prepared=with_slices(prepare(source, job, example), where, example))
-    return trial.Subject(source, Tokens(), example, job, where, folder)
+    return sides.Subject(source, Tokens(), example, job, where, folder)
 
 
 def on_a_rank(rank: int, world: int, model: str, layout: str, job: Job, folder: Path, name: str) -> None:
@@ -720,7 +724,7 @@ def on_a_rank(rank: int, world: int, model: str, layout: str, job: Job, folder: 
     with pytest.MonkeyPatch.context() as patch:
         if name:
             FAULTS[name].install(patch)
-        trial.in_layout(place, subject(model, layout, job, folder))
+        sides.in_layout(place, subject(model, layout, job, folder))
 
 
 ONE = RankInfo(0, 0, 1, 1, torch.device("cpu"))
@@ -733,14 +737,14 @@ def prove(model: str, layout: str, name: str = "", own_precision: bool = False, 
     numerics = tables.get("numerics", {})
     job = job_of(numerics.get("precision", "float32" if own_precision else "float64"), 3, **tables)
     if not own_precision:
-        job = proof._proving(job, 3)
+        job = verify._proving(job, 3)
     folder = Path(tempfile.mkdtemp(prefix="samestep-fault-"))
     try:
         _reference(model, job, own_precision, folder)
         ranks = Layout.parse(layout).world_size
         pool(ranks).run(on_a_rank, model, layout, job, folder, name)
         mine = subject(model, layout, job, folder)
-        judged = trial.judge_rounding if own_precision else trial.judge
+        judged = sides.judge_rounding if own_precision else sides.judge
         checks, cause, explanation = judged(ONE, mine)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -755,7 +759,7 @@ def _reference(model: str, job: Job, own_precision: bool, folder: Path) -> None:
     if key not in _REFERENCES:
         kept = _REFERENCES[key] = Path(_KEPT.name, str(len(_REFERENCES)))
         kept.mkdir()
-        work = trial.measure_rounding if own_precision else trial.one_device
+        work = sides.measure_rounding if own_precision else sides.one_device
         work(ONE, subject(model, "dp=1", job, kept))
     for file in _REFERENCES[key].iterdir():
         shutil.copy(file, folder)

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 import samestep
-from samestep import proof
 from samestep.job import Job
+from samestep.proof import verify
 from tests.laboratory import job_of
 from tests.models import MODELS, Tokens
 from tests.proof.faults import FAULTS, prove
@@ -114,7 +114,7 @@ def test_a_model_too_large_is_proven_with_fewer_layers(monkeypatch):
     config = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 6}
     config |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}
     job = job_of("float64", model={"source": "hf:llama", "config": config})
-    monkeypatch.setattr(proof, "_free_bytes", lambda device: 4_000_000)
+    monkeypatch.setattr(verify, "_free_bytes", lambda device: 4_000_000)
     job = job.model_copy(update={"data": Job(data={"sequence_length": 16}).data})
     verdict = samestep.verify(job, layout="pp=2 microbatch=4", dataset=None)
     assert verdict.proven, verdict.to_text()

@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from samestep.building.loss import loss_of
+from samestep.building.model import call_model, model_source
+from samestep.building.optimizer import learning_rate_factor, optimizer_of
 from samestep.errors import JobError, ModelError
 from samestep.job import Job, ScheduleTable
-from samestep.runtime.build import call_model, learning_rate_factor, loss_of, model_source, optimizer_of
 
 TINY_LLAMA = {
     "hidden_size": 16,

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from samestep import cases, cli, picture
+from samestep import cli
 from samestep.hardware import load
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.prediction import Prediction, predict
-from samestep.presets import preset
-from samestep.program import Kind
+from samestep.models.presets import preset
+from samestep.program.ops import Kind
+from samestep.simulation import cases
+from samestep.simulation import html as picture
+from samestep.simulation.prediction import Prediction, predict
 
 
 def gpt2(layout: str) -> Prediction:

@@ -16,8 +16,13 @@ import pytest
 import torch
 
 import samestep
-from samestep import catalog, cli, hardware, memory, proof, run_folder, search, training
-from samestep.verdict import Verdict
+from samestep import cli, hardware
+from samestep.models import catalog
+from samestep.planning import search
+from samestep.proof import verify as proof
+from samestep.proof.verdict import Verdict
+from samestep.simulation import memory
+from samestep.training import run_folder, train, workload
 from tests import small
 
 
@@ -28,7 +33,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training.launch, "run_workers", lambda *_, **__: pytest.fail("workers were started"))
+    monkeypatch.setattr(train.launch, "run_workers", lambda *_, **__: pytest.fail("workers were started"))
 
 
 Words = list[str]
@@ -177,7 +182,7 @@ def test_a_verb_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
 
 def _warnings_of(*words: str, monkeypatch: pytest.MonkeyPatch, cores: int, **changes: Any) -> list[str]:
     """The warnings of a run that is not started."""
-    monkeypatch.setattr(training.launch, "run_workers", lambda *_, **__: None)
+    monkeypatch.setattr(train.launch, "run_workers", lambda *_, **__: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     with warnings.catch_warnings(record=True) as caught:
@@ -285,7 +290,7 @@ def test_a_dry_run_knows_the_optimizer(
 def test_the_states_of_an_optimizer_are_those_that_torch_keeps(name: str, options: dict[str, Any]) -> None:
     job = samestep.Job(optimizer={"name": name, "options": options})
     param = torch.nn.Parameter(torch.ones(6, 4))
-    optimizer = training.optimizer_of(job)([("weight", param)])
+    optimizer = train.optimizer_of(job)([("weight", param)])
     param.grad = torch.ones(6, 4)
     optimizer.step()
     kept = [value for value in optimizer.state[param].values() if isinstance(value, torch.Tensor)]
@@ -377,7 +382,7 @@ def test_a_bad_cache_costs_time_and_nothing_else(
 
     def trace(job: samestep.Job) -> str:
         traced.append(job)
-        return training._traced(job).to_json()
+        return workload._traced(job).to_json()
 
     monkeypatch.setattr(catalog, "_trace_elsewhere", trace)
     if state == "unreadable":
@@ -391,7 +396,7 @@ def test_a_bad_cache_costs_time_and_nothing_else(
 
 def test_a_spec_needs_no_data(capsys: pytest.CaptureFixture[str]) -> None:
     Path("job.toml").write_text("[data]\nsource = 'text:/nope/book.txt'\n")
-    training.write_spec(samestep.load("job.toml").model_dump_json())
+    workload.write_spec(samestep.load("job.toml").model_dump_json())
     assert samestep.model.ModelSpec.from_json(capsys.readouterr().out).name == "hf:llama"
 
 
@@ -412,7 +417,7 @@ def test_a_talkative_model_is_traced(capsys: pytest.CaptureFixture[str]) -> None
         "        print('forward'); return self.head(self.embed(input_ids))\n"
         "def build(): print('building'); return Model()\n"
     )
-    training.write_spec(samestep.Job(model={"source": "loud:build"}).model_dump_json())
+    workload.write_spec(samestep.Job(model={"source": "loud:build"}).model_dump_json())
     said, complaints = capsys.readouterr()
     assert samestep.model.ModelSpec.from_json(said).num_params == 256 * 8 + 8 * 256 + 256
     assert "building" in complaints
@@ -431,7 +436,7 @@ def test_a_talkative_model_is_traced(capsys: pytest.CaptureFixture[str]) -> None
 def test_mistakes_of_simulate(
     words: Words, says: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(catalog, "model_spec", lambda job: training._traced(job))
+    monkeypatch.setattr(catalog, "model_spec", lambda job: workload._traced(job))
     assert small.main("simulate", *small.settings(), *words) == 2
     complaint = capfd.readouterr().err
     assert says in complaint
@@ -452,7 +457,7 @@ def test_what_cannot_be_written_is_said_before_any_work(
 def test_layouts_writes_its_table_or_says_why_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(catalog, "model_spec", lambda job: training._traced(job))
+    monkeypatch.setattr(catalog, "model_spec", lambda job: workload._traced(job))
     words = ("layouts", *small.settings(), "--devices", "2", "--json")
     assert small.main(*words, tmp_path / "table.json") == 0
     assert {row["legal"] for row in json.loads((tmp_path / "table.json").read_text())} == {True}
@@ -471,7 +476,7 @@ def test_layouts_writes_its_table_or_says_why_not(
 def test_layouts_answers_for_one(
     layout: str, says: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(catalog, "model_spec", lambda job: training._traced(job))
+    monkeypatch.setattr(catalog, "model_spec", lambda job: workload._traced(job))
     assert small.main("layouts", *small.settings(), "--devices", "2", "--why-not", layout) == 0
     said = capfd.readouterr().out
     assert said.startswith(says)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from samestep.runtime.diagnose import first_nonfinite
+from samestep.runtime.guards.nonfinite import first_nonfinite
 
 
 class Call(nn.Module):
@@ -293,7 +293,7 @@ def test_sharded_parameters() -> None:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    from samestep.runtime.dropout import Draw, DropoutMode
+    from samestep.runtime.dropout.mode import Draw, DropoutMode
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

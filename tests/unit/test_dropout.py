@@ -15,8 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from samestep.errors import LayoutError, ModelError
-from samestep.model import Cut, MaskSpec, ModelSpec, ParamSpec
-from samestep.runtime.dropout import (
+from samestep.models.spec import Cut, MaskSpec, ModelSpec, ParamSpec
+from samestep.runtime.dropout.masks import Part, drop_mask, mix, places, spread
+from samestep.runtime.dropout.mode import (
     _HANDLERS,
     Draw,
     DropoutMode,
@@ -25,7 +26,6 @@ from samestep.runtime.dropout import (
     recompute_contexts,
     track_modules,
 )
-from samestep.runtime.masks import Part, drop_mask, mix, places, spread
 
 
 def draw(samples: list[int], seed: int = 1, step: int = 3) -> Draw:

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from samestep.building import families
+from samestep.building.families import DEFAULT, FAMILIES, FamilyFacts, facts_of
 from samestep.datasets import Batch
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.runtime import families
-from samestep.runtime.families import DEFAULT, FAMILIES, FamilyFacts, facts_of
 from samestep.strategies import program_of
 from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, clipped, make_run, observe
 from tests.models import MODELS, Parted, PartedBlock, Tokens

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from samestep.building.initial_values import Blueprint, blueprint, fill_rest
 from samestep.errors import ModelError
-from samestep.runtime.init import Blueprint, blueprint, fill_rest
 
 CPU = torch.device("cpu")
 

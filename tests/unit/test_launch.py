@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import JobError
-from samestep.runtime import joining, launch
-from samestep.runtime.joining import RankInfo, join, leave
-from samestep.runtime.launch import run_workers
+from samestep.runtime.processes import join as joining
+from samestep.runtime.processes import workers
+from samestep.runtime.processes.join import RankInfo, join, leave
+from samestep.runtime.processes.workers import run_workers
 from tests.pool import Pool, pool
 from tests.time_limit import OutOfTime
 
@@ -74,11 +75,11 @@ def test_more_threads_are_spawned() -> None:
 
 
 def test_fork_only_where_it_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launch._start_method("cpu", 1) == "fork"
-    assert launch._start_method("cpu", 2) == "spawn"
-    assert launch._start_method("cuda", 1) == "spawn"
-    monkeypatch.setattr(launch, "_autograd_has_threads", lambda: True)
-    assert launch._start_method("cpu", 1) == "spawn"
+    assert workers._start_method("cpu", 1) == "fork"
+    assert workers._start_method("cpu", 2) == "spawn"
+    assert workers._start_method("cuda", 1) == "spawn"
+    monkeypatch.setattr(workers, "_autograd_has_threads", lambda: True)
+    assert workers._start_method("cpu", 1) == "spawn"
 
 
 def _nothing(place: RankInfo) -> None:
@@ -275,9 +276,9 @@ def test_a_batch_script_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_default_ranks_and_the_warning_of_too_many() -> None:
-    assert launch.default_ranks("cpu") == 2
-    assert launch.oversubscribed(1) is None
-    assert "10000 ranks of 3 threads share" in (launch.oversubscribed(10000, 3) or "")
+    assert workers.default_ranks("cpu") == 2
+    assert workers.oversubscribed(1) is None
+    assert "10000 ranks of 3 threads share" in (workers.oversubscribed(10000, 3) or "")
 
 
 # ---------------------------------------------------------------- the tests' own pool

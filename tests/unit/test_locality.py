@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from samestep.building.loss import cross_entropy
 from samestep.datasets import Batch
 from samestep.layout import Layout
-from samestep.model import ModelSpec
+from samestep.models.spec import ModelSpec
 from samestep.runtime.assembly import Source, prepare, with_slices
-from samestep.runtime.build import cross_entropy
 from tests.laboratory import job_of
 from tests.models import EVEN, MODELS, AttentiveBlock, Tokens, hf
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from samestep import cli, hardware, measurement, search
+from samestep import cli, hardware
 from samestep.hardware import cautions_here, load
-from samestep.runtime import figures
+from samestep.measurement import microbenchmarks, profile
+from samestep.planning import search
 from tests import small
 
 
@@ -27,11 +28,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "EDGES", {"cpu": (16, 32)})
-    monkeypatch.setattr(figures, "COPIED_BYTES", {"cpu": 2**20})
-    monkeypatch.setattr(figures, "MESSAGES", {"cpu": (2**10, 2**14)})
-    monkeypatch.setattr(figures, "ENOUGH_S", {"cpu": 0.01})
-    monkeypatch.setattr(figures, "TURNS", {"cpu": 2})
+    monkeypatch.setattr(microbenchmarks, "EDGES", {"cpu": (16, 32)})
+    monkeypatch.setattr(microbenchmarks, "COPIED_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr(microbenchmarks, "MESSAGES", {"cpu": (2**10, 2**14)})
+    monkeypatch.setattr(microbenchmarks, "ENOUGH_S", {"cpu": 0.01})
+    monkeypatch.setattr(microbenchmarks, "TURNS", {"cpu": 2})
 
 
 @pytest.mark.usefixtures("quick")
@@ -72,7 +73,7 @@ def test_one_device_has_no_link_to_tell_of(capfd: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.usefixtures("quick")
 def test_every_number_is_measured_or_said_to_be_assumed(ranks: int, tmp_path: Path) -> None:
-    machine = measurement.measure(out=tmp_path / "mine.toml", ranks=ranks, device="cpu")
+    machine = profile.measure(out=tmp_path / "mine.toml", ranks=ranks, device="cpu")
     table = tomllib.loads((tmp_path / "mine.toml").read_text())
     sources = table.pop("sources")
     keys = {
@@ -87,7 +88,7 @@ def test_every_number_is_measured_or_said_to_be_assumed(ranks: int, tmp_path: Pa
     )
     assert all(sources[key].startswith("assumed: ") for key in assumed)
     assert machine.devices_per_node == ranks
-    assert set(machine.flops_per_s) == set(figures.DTYPES)
+    assert set(machine.flops_per_s) == set(microbenchmarks.DTYPES)
     for dtype in machine.flops_per_s:  # a curve by size, and its best
         rates = [float(rate) for rate in re.findall(r"\^3 (\S+?)[,;]", sources[f"flops_per_s.{dtype}"])]
         assert len(rates) == 2
@@ -99,14 +100,14 @@ def _sent(ranks: int, collective_s: float, latency_s: float, bytes_per_s: float)
     return {
         name: {
             size: collective_s + ways * (ranks - 1) * (latency_s + size / (ranks * bytes_per_s))
-            for size in figures.MESSAGES["cpu"]
+            for size in microbenchmarks.MESSAGES["cpu"]
         }
         for name, ways in (("all_reduce", 2), ("all_gather", 1))
     }
 
 
-def _found(sent: dict[str, dict[int, float]]) -> figures.Figures:
-    return figures.Figures(
+def _found(sent: dict[str, dict[int, float]]) -> microbenchmarks.Figures:
+    return microbenchmarks.Figures(
         products={"float32": {64: 1e9}}, copied_bytes_per_s=1e9, kernel_launch_s=1e-6, kernel_s=0.0, attention_flops_per_s=1e8,
         sent=sent, beside_s=(1.0, 1.0, 1.9),
     )  # fmt: skip
@@ -120,12 +121,12 @@ def test_the_link_is_fitted_to_what_a_ring_takes(collective_s: float, spoilt: di
     sent = _sent(ranks, collective_s, latency_s, bytes_per_s)
     for (name, size), times in spoilt.items():
         sent[name][size] *= times
-    link, about = measurement._intra(_found(sent), ranks)
+    link, about = profile._intra(_found(sent), ranks)
     assert link["collective_s"] == pytest.approx(collective_s, rel=0.02, abs=1e-9)
     assert link["latency_s"] == pytest.approx(latency_s, rel=0.02)
     assert link["bytes_per_s"] == pytest.approx(bytes_per_s, rel=0.02)
     assert ("0% off" in about["latency_s"]) == (not spoilt)
-    assert measurement._overlap(_found(sent))[0] is False
+    assert profile._overlap(_found(sent))[0] is False
 
 
 def test_a_figure_is_the_middle_one_of_its_turns() -> None:
@@ -133,18 +134,18 @@ def test_a_figure_is_the_middle_one_of_its_turns() -> None:
         dataclasses.replace(_found({"all_reduce": {1024: seconds}}), kernel_s=seconds, beside_s=(seconds, 1.0, 2.0))
         for seconds in (5.0, 1.0, 2.0)
     ]
-    middle = figures._middle(turns)
+    middle = microbenchmarks._middle(turns)
     assert (middle.kernel_s, middle.sent, middle.beside_s) == (2.0, {"all_reduce": {1024: 2.0}}, [2.0, 1.0, 2.0])
     assert middle.products == turns[0].products
 
 
 def test_a_gpu_profile_loads_too(tmp_path: Path) -> None:
-    device = figures.Device("GPU", 80 * 10**9, 132)
-    found = figures.Figures(
-        products={dtype: {4096: 5e14} for dtype in figures.DTYPES}, copied_bytes_per_s=2e12, kernel_launch_s=5e-6, kernel_s=2e-6,
+    device = microbenchmarks.Device("GPU", 80 * 10**9, 132)
+    found = microbenchmarks.Figures(
+        products={dtype: {4096: 5e14} for dtype in microbenchmarks.DTYPES}, copied_bytes_per_s=2e12, kernel_launch_s=5e-6, kernel_s=2e-6,
         attention_flops_per_s=2.5e14,
     )  # fmt: skip
-    (tmp_path / "gpu.toml").write_text(measurement._as_toml(device, found, 1))
+    (tmp_path / "gpu.toml").write_text(profile._as_toml(device, found, 1))
     machine = load(tmp_path / "gpu.toml")
     assert machine.num_units == 132
     assert machine.efficiency["bfloat16"] == 1.0
@@ -154,7 +155,7 @@ def test_a_gpu_profile_loads_too(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_said_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(measurement.launch, "run_workers", lambda *_, **__: pytest.fail("it was measured"))
+    monkeypatch.setattr(profile.launch, "run_workers", lambda *_, **__: pytest.fail("it was measured"))
     assert cli.main(["measure", "--out", "/proc/mine.toml"]) == 2
     assert capsys.readouterr().err.startswith("samestep: /proc/mine.toml cannot be written: ")
     nowhere = tmp_path / "nowhere"

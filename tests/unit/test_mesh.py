@@ -8,9 +8,9 @@ import psutil
 import torch.distributed as dist
 
 from samestep.datasets import batches
-from samestep.runtime.joining import RankInfo, leave
-from samestep.runtime.launch import run_workers
-from samestep.runtime.mesh import group_over
+from samestep.runtime.processes.join import RankInfo, leave
+from samestep.runtime.processes.mesh import group_over
+from samestep.runtime.processes.workers import run_workers
 from tests.laboratory import clipped, make_run
 from tests.models import Tokens
 from tests.pool import pool

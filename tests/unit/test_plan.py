@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from samestep import Job, Layout, advice, cli, hardware, presets, search
-from samestep.prediction import intervals, predict
+from samestep import Job, Layout, cli, hardware
+from samestep.models import presets
+from samestep.planning import other_numerics, search
+from samestep.simulation.prediction import intervals, predict
 
 GPT2 = ("--set", "model.source=preset:gpt2", "--set", "train.global_batch=8")
 A100 = ("--hardware", "a100-80x8", "--set", "numerics.precision=bf16")
@@ -100,7 +102,7 @@ def test_gradients_of_a_byte_save_no_more_than_what_is_exposed(tmp_path: Path) -
     machine = replace(machine, flops_per_s={**machine.flops_per_s, "bfloat16": 1e14})
     for text in ("dp=16", "dp=16 zero=1", "dp=16 zero=2", "dp=1", "tp=4", "dp=1 pp=2 microbatch=8"):
         said = predict(model, job, Layout.parse(text), machine)
-        found = advice.savings(said, model, job, machine)
+        found = other_numerics.savings(said, model, job, machine)
         assert [one.change for one in found] == ["gradients sent as int8, which is not built"] * ("dp=16" in text), text
         for one in found:
             assert said.step_s - said.exposed_comm_s <= one.step_s < said.step_s, text

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from samestep import catalog, presets
-from samestep.decoder import Decoder, spec
 from samestep.errors import ModelError
 from samestep.job import Job
-from samestep.model import ModelSpec
-from samestep.presets import preset
-from samestep.runtime import cuts
-from samestep.runtime.expert import experts_of
-from samestep.runtime.trace import trace
+from samestep.models import catalog, presets
+from samestep.models.decoder import Decoder, spec
+from samestep.models.presets import preset
+from samestep.models.spec import ModelSpec
+from samestep.tracing import tensor_plan
+from samestep.tracing.experts import experts_of
+from samestep.tracing.trace import trace
 
 transformers = pytest.importorskip("transformers")
 
@@ -47,7 +47,9 @@ def traced(family: str) -> ModelSpec:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(PAIRS[family][0]())
     ids = torch.zeros(1, SEQUENCE, dtype=torch.long)
-    return trace(model.train(), {"input_ids": ids}, family, styles=cuts.cuts_of(model, experts_of(model).counts).styles)
+    return trace(
+        model.train(), {"input_ids": ids}, family, styles=tensor_plan.cuts_of(model, experts_of(model).counts).styles
+    )
 
 
 @pytest.mark.parametrize("family", PAIRS)

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from samestep import hardware, presets
-from samestep.clock import play
+from samestep import hardware
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.rehearsal import as_toml, refit, slower
+from samestep.measurement.refit import as_toml, refit, slower
+from samestep.models import presets
+from samestep.simulation.clock import play
 from samestep.strategies import programs_of
 from tests import small
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from samestep import output_file
-from samestep.report import Metrics, Screen
+from samestep.output import output_file
 from samestep.runtime.step_report import StepReport
+from samestep.training.metrics import Metrics, Screen
 
 
 def _report(step: int, **changes: Any) -> StepReport:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from samestep.errors import JobError
-from samestep.runtime.seat import Seat, _first_host, _srun_seat, _tasks_per_node, seat_from
+from samestep.runtime.processes.launchers import Seat, _first_host, _srun_seat, _tasks_per_node, seat_from
 
 
 def test_torchruns_variables() -> None:

@@ -8,14 +8,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from samestep.building.loss import loss_of
+from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.program import Task, TaskKind
+from samestep.program.ops import Task
+from samestep.program.program import TaskKind
 from samestep.runtime.assembly import Source
-from samestep.runtime.build import loss_of, optimizer_of
-from samestep.runtime.dropout import Dropout, DropoutState
-from samestep.runtime.joining import RankInfo
+from samestep.runtime.dropout.mode import Dropout, DropoutState
+from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.step_observer import Indices, StepObserver, StepScalars
 from tests.laboratory import job_of, perturbed

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from samestep.building.initial_values import blueprint
+from samestep.building.model import call_model, model_source
 from samestep.errors import ModelError
 from samestep.job import Job
-from samestep.model import LayerSpec, ModelSpec
-from samestep.runtime import trace as traces
-from samestep.runtime.build import call_model, model_source
-from samestep.runtime.init import blueprint
-from samestep.runtime.trace import model_spec, trace
+from samestep.models.spec import LayerSpec, ModelSpec
+from samestep.tracing import trace as traces
+from samestep.tracing.trace import model_spec, trace
 
 T, H, V, FF, HEADS, KV = 16, 64, 100, 160, 4, 2
 LLAMA = {

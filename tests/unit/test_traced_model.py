@@ -8,23 +8,27 @@ from typing import Any
 import pytest
 import torch
 
+from samestep.building.loss import loss_of
+from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.layout import Layout
-from samestep.runtime import assembly, cuts, dropout, expert, locality, sequence
+from samestep.runtime import assembly
 from samestep.runtime.assembly import Source, copied, prepare, with_slices
-from samestep.runtime.build import loss_of, optimizer_of
-from samestep.runtime.joining import RankInfo
+from samestep.runtime.axes import expert, sequence
+from samestep.runtime.dropout import mode as dropout
+from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
+from samestep.tracing import independence, tensor_plan
 from tests.laboratory import clipped
 from tests.models import MODELS, Tokens
 from tests.pool import pool
 
 EXAMINATIONS = [
     (expert, "experts_of"),
-    (cuts, "cuts_of"),
-    (cuts, "shareable_heads"),
+    (tensor_plan, "cuts_of"),
+    (tensor_plan, "shareable_heads"),
     (sequence, "_parts"),
-    (locality, "prove"),
+    (independence, "prove"),
     (dropout, "has_dropout"),
     (assembly, "trace"),
 ]

@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samestep.building.loss import loss_of
+from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.errors import LayoutError, ModelError
 from samestep.job import Job, NumericsTable
 from samestep.layout import Layout
-from samestep.model import LayerSpec, ModelSpec, ParamSpec
+from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec
 from samestep.runtime.assembly import Source
-from samestep.runtime.build import loss_of, optimizer_of
-from samestep.runtime.joining import RankInfo
-from samestep.runtime.run import Run
-from samestep.runtime.update import (
+from samestep.runtime.optimizer_step import (
     LossScale,
     OptimizerSource,
     Piece,
@@ -32,6 +31,8 @@ from samestep.runtime.update import (
     optimizer_source,
     squared_norm,
 )
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run import Run
 from tests.laboratory import Runs, job_of, largest_error, perturbed, whole
 from tests.models import MODELS, Tokens
 from tests.pool import pool

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import samestep
-from samestep import cli, hardware, planning, ranking
+from samestep import cli, hardware
 from samestep.job import Job, default
+from samestep.planning import plan, ranking
 
 GPT2 = Job(model={"source": "preset:gpt2"}, train={"global_batch": 8}, numerics={"precision": "bf16"})
 WORDS = ("model.source=preset:gpt2", "train.global_batch=8", "numerics.precision=bf16")
@@ -59,7 +60,7 @@ def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixt
 def test_the_help_says_how_many_rows_there_may_be(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["plan", "--help"])
-    assert f"rows, {planning.MOST_ROWS} at most" in capsys.readouterr().out
+    assert f"rows, {plan.MOST_ROWS} at most" in capsys.readouterr().out
 
 
 def test_the_fewest_devices_are_planned_for() -> None:

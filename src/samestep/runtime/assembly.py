@@ -21,38 +21,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from samestep.analysis import ModelAnalysis
+from samestep.building.families import facts_of
+from samestep.building.initial_values import Blueprint, blueprint, fill_rest
+from samestep.building.loss import cross_entropy
+from samestep.building.optimizer import learning_rate_factor
 from samestep.job import Job, NumericsTable
 from samestep.layout import Layout
-from samestep.model import ModelSpec
-from samestep.program import Program
-from samestep.ranks import Ranks
-from samestep.runtime import (
-    context,
-    cuts,
-    dropout,
-    expert,
-    locality,
-    pipeline,
-    placement,
-    precision,
-    recompute,
-    sequence,
-    tensor,
-)
-from samestep.runtime import mesh as meshes
-from samestep.runtime.build import cross_entropy, learning_rate_factor
-from samestep.runtime.data import Replicated
-from samestep.runtime.deferred import Deferred
-from samestep.runtime.families import facts_of
-from samestep.runtime.init import Blueprint, blueprint, fill_rest
-from samestep.runtime.joining import RankInfo
-from samestep.runtime.masks import Part
-from samestep.runtime.trace import samples_traced, trace
-from samestep.runtime.traced_model import TracedModel
-from samestep.runtime.update import OptimizerSource, Updater, check_optimizer
+from samestep.models.analysis import ModelAnalysis
+from samestep.models.spec import ModelSpec
+from samestep.program.program import Program
+from samestep.program.ranks import Ranks
+from samestep.runtime import placement
+from samestep.runtime.axes import context, expert, pipeline, precision, recompute, tensor
+from samestep.runtime.axes.data import Replicated
+from samestep.runtime.axes.weight_gradients import Deferred
+from samestep.runtime.dropout import mode as dropout
+from samestep.runtime.dropout.masks import Part
+from samestep.runtime.optimizer_step import OptimizerSource, Updater, check_optimizer
+from samestep.runtime.processes import mesh as meshes
+from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.weight_store import Materialize, WeightStore
 from samestep.strategies import program_of
+from samestep.tracing import experts as experts_module
+from samestep.tracing import independence, sequence_borders, tensor_plan
+from samestep.tracing.trace import samples_traced, trace
+from samestep.tracing.traced_model import TracedModel
 
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
 
@@ -146,19 +139,19 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     plan = _built(source, job)
     dtype = next((param.dtype for param in plan.module.parameters() if param.is_floating_point()), torch.float32)
     one = _first_of(example, dtype)
-    experts = expert.experts_of(plan.module)
-    planned = cuts.cuts_of(plan.module, experts.counts)
-    shareable = {} if planned.refusal else cuts.shareable_heads(plan.module, planned)
+    experts = experts_module.experts_of(plan.module)
+    planned = tensor_plan.cuts_of(plan.module, experts.counts)
+    shareable = {} if planned.refusal else tensor_plan.shareable_heads(plan.module, planned)
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
     with ExitStack() as stack:
-        seen = stack.enter_context(cuts.watching(plan.module, planned))
-        calls = stack.enter_context(sequence.watching(plan.module))
+        seen = stack.enter_context(tensor_plan.watching(plan.module, planned))
+        calls = stack.enter_context(sequence_borders.watching(plan.module))
         masks = stack.enter_context(dropout.noting(plan.module, samples_traced(plan.module)))
-        dealings = stack.enter_context(expert.watching(plan.module, experts))
+        dealings = stack.enter_context(experts_module.watching(plan.module, experts))
         spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, seen.use)
-    spec = expert.with_experts(spec, dealings, plan.module if source.loss is cross_entropy else None)
-    spec = _with_loss(cuts.with_cuts(spec, plan.module, planned, seen, shareable))
-    spec, parts = sequence.with_sequence(spec, plan.module, planned.styles, calls, experts.counts)
+    spec = experts_module.with_experts(spec, dealings, plan.module if source.loss is cross_entropy else None)
+    spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable))
+    spec, parts = sequence_borders.with_sequence(spec, plan.module, planned.styles, calls, experts.counts)
     analysis = ModelAnalysis(
         spec=replace(spec, masks=tuple(masks)),
         cut_styles=planned.styles,
@@ -208,7 +201,7 @@ def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedMode
     if analysis.knows_slices or (layout.cp == 1 and not gives_experts_parts):
         return traced
     value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
-    spec = locality.prove(traced.module, _first_of(example, torch.float32), spec, value_of, analysis.experts)
+    spec = independence.prove(traced.module, _first_of(example, torch.float32), spec, value_of, analysis.experts)
     return replace(traced, analysis=replace(analysis, spec=spec, knows_slices=True))
 
 
@@ -285,7 +278,7 @@ def store_of(layout: Layout) -> Callable[[nn.Module, Program, meshes.Mesh, Mater
     """
     if layout.zero < 2 or layout.num_shards == 1:
         return Replicated
-    from samestep.runtime.shard import Sharded  # noqa: PLC0415
+    from samestep.runtime.axes.shard import Sharded  # noqa: PLC0415
 
     return Sharded
 

@@ -34,11 +34,11 @@ from torch import Tensor
 
 from samestep.errors import CheckpointError
 from samestep.job import Job
-from samestep.model import ParamSpec
-from samestep.runtime.mesh import gather_objects
+from samestep.models.spec import ParamSpec
+from samestep.runtime.optimizer_step import Piece
 from samestep.runtime.placement import Part, Runs, copy_shared, part_index, part_of, whole
+from samestep.runtime.processes.mesh import gather_objects
 from samestep.runtime.run import Run
-from samestep.runtime.update import Piece
 
 FORMAT_VERSION = 2
 _RESULT_KEYS = ("model", "data", "optimizer", "schedule", "numerics")

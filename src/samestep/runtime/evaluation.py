@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from samestep.runtime import microbatches, precision, tensor
+from samestep.building.model import call_model
+from samestep.runtime import microbatches
 from samestep.runtime.assembly import Assembly, set_modes
-from samestep.runtime.build import call_model
+from samestep.runtime.axes import precision, tensor
 from samestep.runtime.microbatches import StepBatch
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from samestep.runtime import precision
 from samestep.runtime.assembly import Assembly
+from samestep.runtime.axes import precision
 from samestep.runtime.step_observer import Indices
 
 

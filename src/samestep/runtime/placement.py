@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from samestep.holding import Holding
-from samestep.model import ParamSpec
-from samestep.runtime.mesh import Mesh
+from samestep.models.spec import ParamSpec
+from samestep.program.holding import Holding
+from samestep.runtime.processes.mesh import Mesh
 
 Integers = npt.NDArray[np.int64]
 

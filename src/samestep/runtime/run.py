@@ -26,21 +26,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samestep.building.model import call_model
 from samestep.errors import DataError, LayoutError, NonFiniteError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.program import Program, Task
-from samestep.runtime import diagnose, dropout, evaluation, joining, precision
+from samestep.program.ops import Task
+from samestep.program.program import Program
+from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly, Loss, Source, assemble, set_modes
-from samestep.runtime.build import call_model
+from samestep.runtime.axes import precision
+from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.evaluation import as_number
-from samestep.runtime.joining import RankInfo
+from samestep.runtime.guards import nonfinite
+from samestep.runtime.guards.drift import DriftMonitor
+from samestep.runtime.ledger import owned
 from samestep.runtime.microbatches import Microbatches, StepBatch
-from samestep.runtime.record import owned
+from samestep.runtime.optimizer_step import Updater, clip_factor, optimizer_source
+from samestep.runtime.processes import join
+from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.step_observer import Indices, StepObserver, StepScalars
 from samestep.runtime.step_report import StepReport, peak_memory_bytes
-from samestep.runtime.update import Updater, clip_factor, optimizer_source
-from samestep.runtime.watch import DriftMonitor
 from samestep.schedules import TaskKind
 
 _NOBODY = StepObserver()
@@ -144,7 +149,7 @@ class Run:
         model, weights = self.assembly.model, self.assembly.weights
         updater = weights.updater
         set_modes(model.training_modes)
-        running = diagnose.saved(model.running_buffers)
+        running = nonfinite.saved(model.running_buffers)
         totals = self.forward_backward(batch)
         agreed = self._agree(totals)
         self._observer.agreed(agreed)
@@ -158,7 +163,7 @@ class Run:
         lr_factor = weights.lr_factor(batch.step)
         updater.set_lr(lr_factor)
         if skipped:
-            diagnose.put_back(running)
+            nonfinite.put_back(running)
         else:
             self._update(scale * clip_factor(norm, self.job.optimizer.clip_norm))
         if math.isfinite(loss):
@@ -245,7 +250,7 @@ class Run:
     def _agree(self, totals: Tensor) -> StepScalars:
         """Sum the step's scalars over the world."""
         weights, device = self.assembly.weights, self.place.device
-        stop = torch.tensor([float(joining.stop_requested())], dtype=torch.float64, device=device)
+        stop = torch.tensor([float(join.stop_requested())], dtype=torch.float64, device=device)
         norm_squared = weights.store.norm_squared() + weights.updater.overflow(device)
         scalars = torch.cat([totals, norm_squared.view(1), stop])
         if self.layout.world_size > 1:
@@ -263,7 +268,7 @@ class Run:
 
     def _diagnose(self, batch: StepBatch) -> str:
         """Name the first module at fault: the step is run once more."""
-        return diagnose.cause_of_nonfinite(self.assembly, lambda: self.forward_backward(batch)[0])
+        return nonfinite.cause_of_nonfinite(self.assembly, lambda: self.forward_backward(batch)[0])
 
     def _skips(self, note: str, loss_is_finite: bool) -> bool:
         """Decide what a step that is not finite does; every rank decides alike."""
@@ -299,7 +304,7 @@ def parallelize(
         InputError: what was given cannot run; the text says what would.
     """
     job = job or Job()
-    place = joining.join(job.run.device, timeout_s=job.run.timeout_s, ranks_per_node=job.run.ranks_per_node)
+    place = join.join(job.run.device, timeout_s=job.run.timeout_s, ranks_per_node=job.run.ranks_per_node)
     where = Layout.parse(layout) if isinstance(layout, str) else layout
     if layout == "":
         where = Layout(dp_replicate=place.world_size)

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from samestep.program import Task
-from samestep.runtime.dropout import Draw, DropoutMode
-from samestep.runtime.masks import Part
+from samestep.program.ops import Task
+from samestep.runtime.dropout.masks import Part
+from samestep.runtime.dropout.mode import Draw, DropoutMode
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 """Global indices of samples."""

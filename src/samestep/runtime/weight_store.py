@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from samestep.program import Task
-from samestep.runtime.update import Piece
+from samestep.program.ops import Task
+from samestep.runtime.optimizer_step import Piece
 
 Materialize = Callable[[str, torch.dtype], Tensor]
 """Returns the whole parameter of this name, fresh, on the device."""

@@ -13,8 +13,11 @@ from types import ModuleType
 from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.model import ModelSpec
-from samestep.program import UPDATE_BODY, BodyKey, Kind, Op, Ops, Program, Step, Task, position
+from samestep.models.spec import ModelSpec
+from samestep.program.bodies import UPDATE_BODY, BodyKey, position
+from samestep.program.ops import Kind, Op, Ops, Task
+from samestep.program.program import Program
+from samestep.program.step import Step
 from samestep.schedules import TaskKind
 from samestep.strategies import context, data, expert, pipeline, precision, recompute, sequence, shard, tensor
 

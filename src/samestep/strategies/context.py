@@ -21,8 +21,11 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from samestep.model import Exchange, LayerSpec, ModelSpec, remembered
-from samestep.program import BodyKey, Kind, Op, Ops, Program, Step, is_backward
+from samestep.models.spec import Exchange, LayerSpec, ModelSpec, remembered
+from samestep.program.bodies import BodyKey, is_backward
+from samestep.program.ops import Kind, Op, Ops
+from samestep.program.program import Program
+from samestep.program.step import Step
 
 AXIS = "cp"
 LEAST_TOKENS = 2

@@ -20,27 +20,20 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from samestep.holding import REPLICAS, TIE
-from samestep.program import (
-    REDUCING,
-    STEP_SCALARS,
-    UPDATE_BODY,
-    BodyKey,
+from samestep.program.bodies import UPDATE_BODY, BodyKey, is_backward
+from samestep.program.buckets import (
     Bucket,
-    Kind,
-    Op,
-    Ops,
-    Program,
-    Step,
     Unit,
-    ends_gradients,
     finish_reductions,
-    is_backward,
     make_buckets,
     padded,
     partial_sizes,
     start_reductions,
 )
+from samestep.program.holding import REPLICAS, TIE
+from samestep.program.ops import REDUCING, STEP_SCALARS, Kind, Op, Ops
+from samestep.program.program import Program, ends_gradients
+from samestep.program.step import Step
 
 AXIS = REPLICAS
 

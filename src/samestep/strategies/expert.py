@@ -32,9 +32,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from samestep.holding import Holding
-from samestep.model import Dealing, LayerSpec, ModelSpec, ParamSpec, Product, remembered
-from samestep.program import BYTES_OF, Kind, Op, Ops, Program, Step, is_forward
+from samestep.models.spec import Dealing, LayerSpec, ModelSpec, ParamSpec, Product, remembered
+from samestep.program.bodies import is_forward
+from samestep.program.holding import Holding
+from samestep.program.ops import BYTES_OF, Kind, Op, Ops
+from samestep.program.program import Program
+from samestep.program.step import Step
 
 AXIS = "ep"
 SAME = "dp_expert"

@@ -23,9 +23,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from samestep import schedules
-from samestep.holding import TIE, Holding
-from samestep.model import ModelSpec, ParamSpec, remembered
-from samestep.program import UPDATE_BODY, BodyKey, Kind, Op, Ops, Program, Step, Task, is_backward, position
+from samestep.models.spec import ModelSpec, ParamSpec, remembered
+from samestep.program.bodies import UPDATE_BODY, BodyKey, is_backward, position
+from samestep.program.holding import TIE, Holding
+from samestep.program.ops import Kind, Op, Ops, Task
+from samestep.program.program import Program
+from samestep.program.step import Step
 from samestep.schedules import SCHEDULES, TaskKind
 
 AXIS = "pp"

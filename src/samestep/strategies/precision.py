@@ -7,7 +7,10 @@ reductions run in float32, so the rule is the same in every layout, one device i
 
 from __future__ import annotations
 
-from samestep.program import BodyKey, Ops, Program, Step
+from samestep.program.bodies import BodyKey
+from samestep.program.ops import Ops
+from samestep.program.program import Program
+from samestep.program.step import Step
 
 
 def refusal(step: Step) -> str | None:

@@ -10,8 +10,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from samestep.model import LayerSpec
-from samestep.program import BodyKey, Kind, Op, Ops, Program, Step, is_backward
+from samestep.models.spec import LayerSpec
+from samestep.program.bodies import BodyKey, is_backward
+from samestep.program.ops import Kind, Op, Ops
+from samestep.program.program import Program
+from samestep.program.step import Step
 from samestep.schedules import TaskKind
 
 

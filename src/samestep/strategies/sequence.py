@@ -22,9 +22,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from samestep.holding import Holding
-from samestep.model import LayerSpec, ModelSpec, ParamSpec, remembered
-from samestep.program import BodyKey, Kind, Op, Ops, Program, Step, is_backward, is_forward
+from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec, remembered
+from samestep.program.bodies import BodyKey, is_backward, is_forward
+from samestep.program.holding import Holding
+from samestep.program.ops import Kind, Op, Ops
+from samestep.program.program import Program
+from samestep.program.step import Step
 
 AXIS = "tp"
 

@@ -25,28 +25,14 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from samestep.holding import REPLICAS, Holding
-from samestep.model import ModelSpec, ParamSpec, is_below, remembered
-from samestep.program import (
-    UPDATE_BODY,
-    BodyKey,
-    Bucket,
-    Kind,
-    Op,
-    Ops,
-    Program,
-    Step,
-    Unit,
-    ends_gradients,
-    ends_step,
-    is_backward,
-    is_forward,
-    make_buckets,
-    padded,
-    start_reductions,
-    starts_step,
-)
-from samestep.ranks import Ranks
+from samestep.models.spec import ModelSpec, ParamSpec, is_below, remembered
+from samestep.program.bodies import UPDATE_BODY, BodyKey, ends_step, is_backward, is_forward, starts_step
+from samestep.program.buckets import Bucket, Unit, make_buckets, padded, start_reductions
+from samestep.program.holding import REPLICAS, Holding
+from samestep.program.ops import Kind, Op, Ops
+from samestep.program.program import Program, ends_gradients
+from samestep.program.ranks import Ranks
+from samestep.program.step import Step
 
 AXIS = "dp_shard"
 

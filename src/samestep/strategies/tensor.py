@@ -28,9 +28,11 @@ import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from samestep.holding import Holding
-from samestep.model import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSum, remembered
-from samestep.program import Kind, Op, Ops, Program, Step
+from samestep.models.spec import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSum, remembered
+from samestep.program.holding import Holding
+from samestep.program.ops import Kind, Op, Ops
+from samestep.program.program import Program
+from samestep.program.step import Step
 
 AXIS = "tp"
 

@@ -1,0 +1,361 @@
+"""Everything that is known of transformers' families, and of code that is written like theirs, stands in this file.
+
+A model is traced; what a trace cannot show is a fact: how a class, an attribute, an argument or a field of the
+configuration is called. `DEFAULT` holds of every model, a user's own included, and `FAMILIES` has a row for each family
+that does something else. The rest of the package asks `facts_of(model)` and spells none of these names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samestep.errors import ModelError, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyFacts:
+    """The names by which the modules, arguments and configurations of a family of models are known."""
+
+    norm_words: tuple[str, ...] = ("norm",)
+    """Words in the lower-case class names of modules that normalise."""
+    tokenwise_words: tuple[str, ...] = (
+        "layernorm", "rmsnorm", "dropout", "identity", "linear", "activation", "gelu", "silu", "relu",
+    )  # fmt: skip
+    """Words in the lower-case class names of modules without children that work on each token by itself.
+
+    Transposed linears, which do so too, have a field of their own.
+    """
+    transposed_linears: Mapping[str, str] = field(default_factory=lambda: {"Conv1D": "nf"})
+    """Classes of linear layers whose weight is [in, out], each with its attribute for the number of outputs."""
+
+    head_width: str = "head_dim"
+    """An attention's attribute for the features of one head."""
+    head_count: str = "num_heads"
+    """An attention's attribute for the number of its heads."""
+    head_repeats: str = "num_key_value_groups"
+    """An attention's attribute for how many queries share a head of keys and values."""
+    divided_attributes: tuple[str, ...] = ("num_heads", "split_size", "embed_dim")
+    """An attention's attributes for its own width, of which a rank of a tensor cut has a part."""
+    hidden_argument: str = "hidden_states"
+    """The argument by which a block or part is given hidden states, where it is given them by name."""
+    positional_words: tuple[str, ...] = ("rotary", "position", "wpe", "pos_emb")
+    """Words in the last name of modules that know positions alone."""
+
+    plan_field: str = "base_model_tp_plan"
+    """The configuration's field for a plan of tensor parallelism, below the base model."""
+    base_prefix: str = "base_model_prefix"
+    """A model's attribute for the path of its base model."""
+    plan_styles: Mapping[str, str] = field(
+        default_factory=lambda: {
+            "colwise": "column",
+            "rowwise": "row",
+            "embedding_rowwise": "vocab",
+            "replicated_with_grad_allreduce": "sum",
+            "colwise_gather_output": "gather",
+            **{style: style for style in ("column", "row", "qkv")},
+        }
+    )
+    """Styles of such plans, and the style of `tracing/tensor_plan.py` that each of them is."""
+    tensor_plan: Mapping[str, str] | None = None
+    """A plan for a family that transformers has none for."""
+
+    expert_form: str = "is_transposed"
+    """An attribute that modules of experts have, whatever its value."""
+    expert_way: str = "_experts_implementation"
+    """The field of their configuration for the way in which they are computed."""
+    grouped_way: str = "grouped_mm"
+    """The way by grouped matrix products."""
+    one_by_one_way: str = "eager"
+    """The way from expert to expert, in any dtype."""
+    grouped_fallback: str = "transformers::grouped_mm_fallback"
+    """The operator that stands for grouped products where torch has none."""
+    expert_count: str = "num_experts"
+    """An attribute of modules of experts for how many there are."""
+    balance_switch: str = "output_router_logits"
+    """The configuration's field that asks for a loss which balances experts."""
+    balance_coefficient: str = "router_aux_loss_coef"
+    """The configuration's field for the coefficient of that loss."""
+    experts_per_token: str = "num_experts_per_tok"
+    """The configuration's field for how many experts are chosen for a token."""
+    router_outputs: str = "router_logits"
+    """The attribute of a model's outputs for what its routers gave."""
+
+    configuration_attributes: tuple[str, ...] = ("config", "cfg", "args")
+    """Attributes in which modules keep their configuration."""
+    head_dropout_prefixes: tuple[str, ...] = ("classifier_", "summary_")
+    """How fields begin whose dropout is that of heads which a decoder does not have."""
+    vocabulary_field: str = "vocab_size"
+    """The configuration's field for the number of tokens that have an embedding."""
+    positions_field: str = "max_position_embeddings"
+    """The configuration's field for the number of positions that have an embedding."""
+    depth_fields: tuple[str, ...] = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
+    """The configuration's fields for the number of blocks, the usual one first."""
+
+    # -- modules -----------------------------------------------------------------------------------
+
+    def is_norm(self, module: nn.Module) -> bool:
+        """Return whether a module normalises: torch's and transformers' classes all say so by name."""
+        return _has_word(type(module).__name__, self.norm_words) and not any(True for _ in module.children())
+
+    def is_tokenwise(self, module: nn.Module) -> bool:
+        """Return whether a module without children works on each token by itself."""
+        name = type(module).__name__
+        return _has_word(name, self.tokenwise_words) or name in self.transposed_linears
+
+    def is_transposed(self, module: nn.Module) -> bool:
+        """Return whether a module is a linear layer that keeps its weight as [in, out], as GPT-2's do."""
+        return type(module).__name__ in self.transposed_linears and "weight" in module._parameters
+
+    def divide_outputs(self, transposed: nn.Module, degree: int) -> None:
+        """Tell a transposed linear layer that it has one of `degree` equal parts of its outputs."""
+        _divide(transposed, self.transposed_linears[type(transposed).__name__], degree)
+
+    def is_positional(self, path: str) -> bool:
+        """Return whether a module of this path knows positions alone."""
+        return any(word in path.rpartition(".")[2] for word in self.positional_words)
+
+    def name_of_hidden(self, named: Mapping[str, Any]) -> str:
+        """Return which of its named arguments gives a module its hidden states: the first, if none is called so."""
+        return self.hidden_argument if self.hidden_argument in named else next(iter(named))
+
+    # -- attentions --------------------------------------------------------------------------------
+
+    def heads_of(self, attention: nn.Module, size: int) -> int:
+        """Count the heads in `size` rows of a projection of an attention; elsewhere every neuron is one of its own."""
+        width, count = getattr(attention, self.head_width, None), getattr(attention, self.head_count, None)
+        if isinstance(width, int) and width and size % width == 0:
+            return size // width
+        return count if isinstance(count, int) and count and size % count == 0 else size
+
+    def divide_heads(self, attention: nn.Module, degree: int) -> None:
+        """Tell an attention that it has one of `degree` equal parts of its heads, where it keeps their number."""
+        for name in self.divided_attributes:
+            if isinstance(getattr(attention, name, None), int):
+                _divide(attention, name, degree)
+
+    def repeats_of(self, attention: nn.Module) -> int:
+        """Return how many queries of an attention share a head of keys and values."""
+        times = getattr(attention, self.head_repeats, 1)
+        return times if isinstance(times, int) else 1
+
+    def set_repeats(self, attention: nn.Module, times: int) -> None:
+        """Tell an attention how many of its queries share a head of keys and values."""
+        setattr(attention, self.head_repeats, times)
+
+    # -- plans of tensor parallelism ---------------------------------------------------------------
+
+    def plan_of(self, model: nn.Module) -> dict[str, str] | None:
+        """Return the family's plan with whole paths and in its own styles, without the head; None where it has none."""
+        plan = self.setting(model, self.plan_field) or self.tensor_plan
+        prefix = getattr(model, self.base_prefix, "")
+        if not plan or not prefix:
+            return None
+        return {f"{prefix}.{pattern}": style for pattern, style in plan.items()}
+
+    def vocabulary_parts(self, model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+        """Return the embedding of tokens and the head of a model that has a plan."""
+        return model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+
+    # -- experts -----------------------------------------------------------------------------------
+
+    def expert_configuration(self, module: nn.Module) -> Any:
+        """Return the configuration of a module of experts that can be computed in several ways; None of another one."""
+        config = _configuration(module)
+        return config if hasattr(module, self.expert_form) and hasattr(config, self.expert_way) else None
+
+    def experts_in(self, module: nn.Module) -> int:
+        """Count the experts of a module all of whose weights have them along their first dimension; 0 of another."""
+        count = getattr(module, self.expert_count, 0)
+        shapes = [param.shape for param in module.parameters()]
+        return count if isinstance(count, int) and shapes and all(s and s[0] == count for s in shapes) else 0
+
+    def set_experts(self, module: nn.Module, count: int) -> None:
+        """Tell a module of experts how many it holds."""
+        setattr(module, self.expert_count, count)
+
+    def balance_of(self, model: nn.Module) -> float:
+        """Return the coefficient of the loss that the configuration asks for to balance experts; 0 where it does not."""
+        asks = self.setting(model, self.balance_switch)
+        return (asks and self.setting(model, self.balance_coefficient)) or 0.0
+
+    def router_scores(self, outputs: Any) -> tuple[Tensor, ...]:
+        """Return what the routers gave, by a model's outputs: a tensor [tokens, experts] a layer."""
+        scores: tuple[Tensor, ...] = getattr(outputs, self.router_outputs)
+        return scores
+
+    # -- configurations ----------------------------------------------------------------------------
+
+    def setting(self, model: nn.Module, name: str) -> Any:
+        """Return a field of the model's configuration; None where there is none."""
+        return getattr(_configuration(model), name, None)
+
+    def configurations_of(self, module: nn.Module) -> list[Any]:
+        """List the configurations that a module itself keeps."""
+        found = (vars(module).get(name) for name in self.configuration_attributes)
+        return [config for config in found if config is not None]
+
+    def is_head_dropout(self, name: str) -> bool:
+        """Return whether a field is the dropout of a head that a decoder does not have."""
+        return name.startswith(self.head_dropout_prefixes)
+
+
+DEFAULT = FamilyFacts()
+"""What holds of a model unless its family's row says otherwise."""
+
+FAMILIES: dict[str, FamilyFacts] = {
+    "gpt2": FamilyFacts(
+        tensor_plan={
+            "h.*.attn.c_attn": "qkv",
+            "h.*.attn.c_proj": "row",
+            "h.*.mlp.c_fc": "column",
+            "h.*.mlp.c_proj": "row",
+        }
+    ),
+}
+"""Families that do something else, by the `model_type` of their configuration."""
+
+
+def facts_of(model: nn.Module) -> FamilyFacts:
+    """Return what is known of a model, or of a part of it, by the family that its configuration names."""
+    family = getattr(_configuration(model), "model_type", None)
+    return facts_named(family) if isinstance(family, str) else DEFAULT
+
+
+def facts_named(family: str) -> FamilyFacts:
+    """Return what is known of the family that transformers calls so."""
+    return FAMILIES.get(family, DEFAULT)
+
+
+def _configuration(module: nn.Module) -> Any:
+    return getattr(module, "config", None)
+
+
+def _has_word(name: str, words: tuple[str, ...]) -> bool:
+    return any(word in name.lower() for word in words)
+
+
+def _divide(module: nn.Module, name: str, degree: int) -> None:
+    setattr(module, name, getattr(module, name) // degree)
+
+
+# -- a family's model from its configuration ---------------------------------------------------------
+
+_AUTO = "transformers.models.auto"
+_COMMON_FIELDS = frozenset({"rope_theta", "rope_scaling", "attn_implementation", "experts_implementation"})
+"""Fields that every configuration takes besides its own."""
+
+
+def family_source(family: str, fields: Mapping[str, Any]) -> Callable[[], nn.Module]:
+    """Return the function that builds a family's causal language model, in training mode.
+
+    Raises:
+        ModelError: transformers, the family or a field is not there.
+    """
+    _check_family(family)
+    return functools.partial(_build_family, family_config(family, fields))
+
+
+def _build_family(config: Any) -> nn.Module:
+    transformers = importlib.import_module("transformers")
+    with _quiet():
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return model.train()
+
+
+def _causal_families() -> Mapping[str, str]:
+    families: Mapping[str, str] = importlib.import_module(f"{_AUTO}.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return families
+
+
+def near_family(word: str) -> str:
+    """Name the family that was probably meant, where transformers is there to know any."""
+    try:
+        return did_you_mean(word.lower(), _causal_families()).replace("mean '", "mean 'hf:")
+    except ImportError:
+        return ""
+
+
+def _check_family(family: str) -> None:
+    """Refuse what is no family of transformers, or none that predicts the next token."""
+    try:
+        importlib.import_module("transformers")
+    except ImportError:
+        raise ModelError(f"hf:{family} needs transformers: pip install 'samestep[hf]'") from None
+    families = importlib.import_module(f"{_AUTO}.configuration_auto").CONFIG_MAPPING_NAMES
+    causal = _causal_families()
+    if family not in families:
+        raise ModelError(f"hf:{family}: transformers has no family {family!r}{did_you_mean(family, causal)}")
+    if family not in causal:
+        raise ModelError(
+            f"hf:{family}: this family of transformers has no causal language model; "
+            "a module:function that builds the model works"
+        )
+
+
+def family_config(family: str, fields: Mapping[str, Any]) -> Any:
+    """Make the family's configuration; transformers itself takes any field, known or not.
+
+    Raises:
+        ModelError: the family has no such field, or refuses its value.
+    """
+    transformers = importlib.import_module("transformers")
+    kind = transformers.CONFIG_MAPPING[family]
+    if dataclasses.is_dataclass(kind):
+        own = {one.name for one in dataclasses.fields(kind)}
+    else:
+        own = set(inspect.signature(kind.__init__).parameters) - {"self", "kwargs"}
+    known = own | set(getattr(kind, "attribute_map", {})) | _COMMON_FIELDS
+    for name in fields:
+        if name not in known and not _is_read(kind, name):
+            raise ModelError(f"model.config.{name}: hf:{family} has no such field{did_you_mean(name, sorted(known))}")
+    with _quiet():
+        try:
+            config = transformers.AutoConfig.for_model(family, **fields)
+        except Exception as error:
+            # The classes of these errors differ between versions of transformers and of huggingface_hub.
+            raise ModelError(f"model.config does not fit hf:{family}: {' '.join(str(error).split())}") from None
+    _prepare(config, fields)
+    return config
+
+
+def _is_read(kind: type, name: str) -> bool:
+    """Return whether the family's own code reads a field that its configuration does not declare, as some do."""
+    folder = Path(inspect.getfile(kind)).parent
+    words = re.compile(rf"""config(\.|, ["']){re.escape(name)}\b""")
+    return any(words.search(path.read_text(encoding="utf-8")) for path in folder.glob("modeling_*.py"))
+
+
+def _prepare(config: Any, fields: Mapping[str, Any]) -> None:
+    """Set what training a decoder from scratch needs."""
+    for part in (config, config.get_text_config(decoder=True)):
+        # Without a cache, position_ids that begin anew keep packed documents apart.
+        part.use_cache = False
+        if hasattr(part, "is_decoder") and "is_decoder" not in fields:
+            part.is_decoder = True
+        pad, size = getattr(part, "pad_token_id", None), getattr(part, DEFAULT.vocabulary_field, None)
+        if pad is not None and size is not None and not 0 <= pad < size and "pad_token_id" not in fields:
+            part.pad_token_id = None  # the family's own vocabulary has it, a smaller one does not
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back what transformers logs of special tokens outside a small vocabulary and the like."""
+    logging = importlib.import_module("transformers.utils.logging")
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

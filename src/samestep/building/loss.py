@@ -1,0 +1,107 @@
+"""The loss of a job: cross entropy, mean squared error, or a function that the user names."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from samestep.building.imported import imported
+from samestep.errors import JobError, did_you_mean
+from samestep.job import Job
+
+IGNORED_LABEL = -100
+"""A label of this value is not counted."""
+
+LossFunction = Callable[[Any, Any], tuple[Tensor, Tensor]]
+
+
+# -- the loss --------------------------------------------------------------------------------------
+
+
+def loss_of(job: Job) -> LossFunction:
+    """Return the job's loss: (outputs, batch) -> (sum, count), never a mean.
+
+    Raises:
+        JobError: the loss has no such name.
+    """
+    losses: dict[str, LossFunction] = {"cross_entropy": cross_entropy, "mse": mse}
+    name = job.train.loss
+    if name in losses:
+        return losses[name]
+    if ":" not in name:
+        raise JobError(
+            f"train.loss = {name!r} is none of {', '.join(losses)}{did_you_mean(name, losses)}, nor module:function"
+        )
+    return functools.partial(_checked_loss, imported(name, "train.loss", JobError), name)
+
+
+def _checked_loss(function: LossFunction, name: str, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    result = function(outputs, batch)
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
+        return result[0], torch.as_tensor(result[1], device=result[0].device)
+    raise JobError(f"train.loss: {name} must return (sum, count): a tensor and the number of what it sums over")
+
+
+def cross_entropy(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """Sum the cross entropy over all labels but -100, in float32 at least, and count them.
+
+    Classes are the last dimension of the logits, [B, T, V] for labels [B, T], or else the second, [B, V, ...].
+    """
+    logits, labels = at_least_float32(_prediction(outputs)), target_of(batch)
+    if logits.shape[:-1] == labels.shape:
+        logits, labels = logits.flatten(0, -2), labels.flatten()
+    elif logits.shape[:1] + logits.shape[2:] != labels.shape:
+        raise JobError(
+            f"train.loss = 'cross_entropy': logits {list(logits.shape)} do not fit labels {list(labels.shape)}; "
+            "[B, T, V] with [B, T], or [B, C] with [B], works"
+        )
+    total = F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+    return total, (labels != IGNORED_LABEL).sum()
+
+
+def mse(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """Sum the squared errors, in float32 at least, and count the elements."""
+    prediction, target = at_least_float32(_prediction(outputs)), target_of(batch)
+    if prediction.shape != target.shape:
+        raise JobError(
+            f"train.loss = 'mse': the model gives {list(prediction.shape)}, the target is {list(target.shape)}; "
+            "equal shapes work"
+        )
+    total = F.mse_loss(prediction, target.to(prediction.dtype), reduction="sum")
+    return total, torch.tensor(target.numel(), device=total.device)
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Raise a half-precision tensor."""
+    return tensor if tensor.dtype is torch.float64 else tensor.float()
+
+
+def _prediction(outputs: Any) -> Tensor:
+    """What the model predicts: a tensor itself, its `logits`, or the first of a tuple."""
+    found = getattr(outputs, "logits", outputs)
+    if isinstance(found, Mapping):
+        found = found.get("logits")
+    elif isinstance(found, (tuple, list)) and found:
+        found = found[0]
+    if isinstance(found, Tensor):
+        return found
+    raise JobError(
+        f"the model gives a {type(outputs).__name__} without logits; train.loss = 'module:function' can read it"
+    )
+
+
+def target_of(batch: Any) -> Tensor:
+    """What the model should have predicted: `labels` of a dict, the second of a tuple."""
+    found = None
+    if isinstance(batch, Mapping):
+        found = batch.get("labels")
+    elif isinstance(batch, (tuple, list)) and len(batch) > 1:
+        found = batch[1]
+    if isinstance(found, Tensor):
+        return found
+    raise JobError("the batch has no labels: a dict with `labels`, or a tuple (inputs, labels), works")

@@ -1,0 +1,128 @@
+"""The optimizer of a job, and its learning rate at each step."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from samestep.building.imported import imported
+from samestep.errors import JobError, did_you_mean
+from samestep.job import Job, OptimizerTable, ScheduleTable
+
+# -- the optimizer ---------------------------------------------------------------------------------
+
+_UNFIT = {
+    "lbfgs": "it evaluates the loss several times a step",
+    "sparseadam": "it needs sparse gradients",
+}
+_FUSED = {"cpu": ("adam", "adamw", "sgd", "adagrad"), "cuda": ("adam", "adamw", "sgd")}
+"""Classes with a fused update in every torch we run on, by the parameters' device."""
+
+
+def optimizer_of(job: Job) -> Callable[[list[tuple[str, Tensor]]], Optimizer]:
+    """Return the function that makes the job's optimizer over named parameters, or over pieces of them.
+
+    Raises:
+        JobError: torch.optim has no such class, or the class no such option; the returned function: a value is wrong.
+    """
+    table = job.optimizer
+    if ":" in table.name:
+        return functools.partial(_from_function, imported(table.name, "optimizer.name", JobError), table.name)
+    kind = _optimizer_class(table.name)
+    accepted = [name for name in inspect.signature(kind).parameters if name not in ("params", "lr", "weight_decay")]
+    for name in table.options:
+        if name not in accepted:
+            raise JobError(
+                f"optimizer.options.{name}: {kind.__name__} takes {', '.join(accepted)}{did_you_mean(name, accepted)}"
+            )
+    if table.weight_decay and "weight_decay" not in inspect.signature(kind).parameters:
+        raise JobError(f"optimizer.weight_decay: {kind.__name__} has none; weight_decay = 0.0 works")
+    return functools.partial(_make_optimizer, kind, table)
+
+
+def _optimizer_class(name: str) -> type[Optimizer]:
+    classes = {
+        word.lower(): kind
+        for word, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+    }
+    kind = classes.get(name.lower())
+    if kind is None:
+        usable = sorted(set(classes) - set(_UNFIT))
+        hint = did_you_mean(name.lower(), usable)
+        raise JobError(f"optimizer.name = {name!r} is none of {', '.join(usable)}{hint}, nor module:function")
+    if name.lower() in _UNFIT:
+        raise JobError(f"optimizer.name = {name!r} cannot be used: {_UNFIT[name.lower()]}; adamw works")
+    return kind
+
+
+def _from_function(function: Callable[..., Any], source: str, named: list[tuple[str, Tensor]]) -> Optimizer:
+    optimizer = function([tensor for _, tensor in named])
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    raise JobError(f"optimizer.name: {source} returned a {type(optimizer).__name__}, not a torch optimizer")
+
+
+def _make_optimizer(kind: type[Optimizer], table: OptimizerTable, named: list[tuple[str, Tensor]]) -> Optimizer:
+    """Group the parameters into decayed and not decayed, and make the optimizer."""
+    options: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in table.options.items()
+    }
+    accepted = inspect.signature(kind).parameters
+    options["lr"] = table.lr
+    if "weight_decay" in accepted:
+        options["weight_decay"] = table.weight_decay
+    rivals = ("fused", "foreach", "differentiable", "capturable")
+    if "fused" in accepted and not any(rival in options for rival in rivals):
+        options["fused"] = _can_fuse(kind, [tensor for _, tensor in named])
+    groups: list[dict[str, Any]] = [{"params": [tensor for _, tensor in named]}]
+    if table.weight_decay and table.no_weight_decay:
+        spared = [any(fnmatchcase(name, pattern) for pattern in table.no_weight_decay) for name, _ in named]
+        groups = [
+            {"params": [tensor for (_, tensor), is_spared in zip(named, spared, strict=True) if not is_spared]},
+            {
+                "params": [tensor for (_, tensor), is_spared in zip(named, spared, strict=True) if is_spared],
+                "weight_decay": 0.0,
+            },
+        ]
+    try:
+        # A rank may have nothing to update; torch takes an empty group, though not an empty list.
+        return kind([group for group in groups if group["params"]] or groups[:1], **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise JobError(f"optimizer: {kind.__name__} refuses its settings: {error}") from None
+
+
+def _can_fuse(kind: type[Optimizer], tensors: Sequence[Tensor]) -> bool:
+    """Whether torch updates these in one kernel: plain floating tensors, on one device."""
+    devices = {tensor.device.type for tensor in tensors}
+    if len(devices) != 1 or kind.__name__.lower() not in _FUSED.get(devices.pop(), ()):
+        return False
+    dtypes = (torch.float32, torch.float64)
+    return all(type(tensor) in (Tensor, nn.Parameter) and tensor.dtype in dtypes for tensor in tensors)
+
+
+def learning_rate_factor(schedule: ScheduleTable, num_steps: int) -> Callable[[int], float]:
+    """Return what the learning rate is multiplied by in step 0, 1, ...: up to 1, then down to final_ratio.
+
+    Step `warmup_steps` has the whole learning rate, step `num_steps - 1` and all after it the last.
+    """
+    warmup, last = schedule.warmup_steps, num_steps - 1
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        if schedule.name == "constant" or last <= 0:
+            return 1.0
+        done = min((step - warmup) / (last - warmup), 1.0) if last > warmup else 1.0
+        remaining = 1.0 - done if schedule.name == "linear" else (1.0 + math.cos(math.pi * done)) / 2.0
+        return schedule.final_ratio + (1.0 - schedule.final_ratio) * remaining
+
+    return factor

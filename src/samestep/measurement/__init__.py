@@ -1,0 +1,1 @@
+"""This machine in figures: microbenchmarks, the hardware profile made of them, and steps measured to refit it."""

@@ -1,0 +1,252 @@
+"""The verb `measure`: the hardware profile of the machine it runs on, in a minute or two, every number with its source.
+
+`measurement/microbenchmarks.py` measures on all devices at once; here the figures become a profile.
+
+    flops_per_s  the best rate of a dtype's products is the dtype's; all rates stand in its source
+    intra        T = c + w (n-1) (a + S/(nB)) of a collective of S bytes on n ranks, w = 2 ways round the ring for all_reduce
+                 and 1 for all_gather, with the c, a and B of the least sum of relative deviations: a few times that were
+                 spoilt do not move it
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import tomli_w
+import torch
+
+from samestep import hardware
+from samestep.errors import InputError
+from samestep.hardware import Hardware
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.measurement import microbenchmarks
+from samestep.measurement.microbenchmarks import Device, Figures
+from samestep.measurement.refit import StepTimes, step_times
+from samestep.output.output_file import check_writable, write_whole
+from samestep.runtime.processes import workers
+from samestep.runtime.processes.join import RankInfo
+from samestep.simulation.cost import ATTENTION_REACHED
+from samestep.simulation.memory import readable
+
+_MOST_RANKS = 8  # of a CPU: more would share what they measure
+_OVERLAPS_BELOW = 0.75  # of both times one after the other: half way to hiding the shorter one
+
+
+@overload
+def measure(*, out: str | Path | None = None, ranks: int | None = None, device: str = "auto") -> Hardware: ...
+
+
+@overload
+def measure(job: Job, *, layouts: Iterable[Layout | str]) -> StepTimes: ...
+
+
+def measure(
+    job: Job | None = None,
+    *,
+    layouts: Iterable[Layout | str] = (),
+    out: str | Path | None = None,
+    ranks: int | None = None,
+    device: str = "auto",
+) -> Hardware | StepTimes:
+    """Measure this machine and write its profile; or, with a job, the step times of layouts, and refit the profile to them.
+
+    Args:
+        job: what to run in each layout for a few steps; without it the machine itself is measured.
+        layouts: where, one after the other; those that the job's optimizer cannot follow are left out.
+        out: a TOML file for the profile; without it the user's own, `hardware.own_path()`, where `plan` looks for it.
+        ranks: devices that measure at once; without it all GPUs, or one a core and at least two.
+        device: cpu, cuda or auto.
+
+    Returns:
+        The profile; with a job, what was predicted and measured of each layout, and the refitted profile.
+
+    Raises:
+        InputError: the file cannot be written or the job cannot run; nothing has been measured.
+    """
+    chosen = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
+    if (job is None) != (not chosen):
+        raise InputError("measure runs the layouts of a job: give both, or neither to measure this machine")
+    if job is not None:
+        return step_times(job, chosen)
+    path = Path(out) if out is not None else hardware.own_path()
+    if out is None:
+        _make_folder(path)
+    check_writable(path)
+    count = _default_ranks(device) if ranks is None else ranks
+    device_found, found = workers.run_workers(_measured, ranks=count, device=device, quiet=True)
+    write_whole(path, _as_toml(device_found, found, count))
+    return hardware.load(path)
+
+
+def as_text(machine: Hardware) -> str:
+    """Write the most telling numbers of a measured profile."""
+    rates = ", ".join(f"{dtype} {rate / 1e9:.4g}" for dtype, rate in machine.flops_per_s.items())
+    count, link = machine.devices_per_node, machine.intra
+    links = "no link measured: one device sends nothing, and what the profile says of links is assumed"
+    if count > 1:
+        links = (
+            f"link {link.bytes_per_s / 1e9:.4g} GB/s, {link.latency_s * 1e6:.4g} us a hop, "
+            f"{link.collective_s * 1e6:.4g} us a call"
+        )
+    return (
+        f"{count} device{'s' * (count > 1)} of {readable(machine.memory_bytes)}; GFLOP/s: {rates}\n"
+        f"memory {machine.memory_bytes_per_s / 1e9:.4g} GB/s, launch {machine.kernel_launch_s * 1e6:.3g} us, {links}"
+    )
+
+
+def _default_ranks(device: str) -> int:
+    if device != "cpu" and torch.cuda.device_count():
+        return torch.cuda.device_count()
+    return max(2, min(os.cpu_count() or 1, _MOST_RANKS))
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _measured(place: RankInfo) -> tuple[Device, Figures]:
+    return microbenchmarks.device_of(place), microbenchmarks.measured(place)
+
+
+def _as_toml(device: Device, found: Figures, ranks: int) -> str:
+    """Write figures as a profile; every number has its source."""
+    best = {name: max(rates.values()) for name, rates in found.products.items()}
+    on_gpu = device.num_units > 0
+    table: dict[str, Any] = {
+        "memory_bytes": device.memory_bytes,
+        "memory_bytes_per_s": _rounded(found.copied_bytes_per_s),
+        "devices_per_node": ranks,
+        "kernel_launch_s": _rounded(found.kernel_launch_s),
+    }
+    sources = {
+        "memory_bytes": f"measured: {device.name}" if on_gpu else f"measured: the machine's by {ranks}",
+        "memory_bytes_per_s": "measured: copy of a large buffer, bytes read and written, all devices at once",
+        "devices_per_node": f"measured: {ranks} devices of this machine",
+        "kernel_launch_s": f"measured: {microbenchmarks.TINY} operations on one element, one after the other",
+    }
+    if on_gpu:
+        table |= {"num_units": device.num_units, "kernel_s": _rounded(found.kernel_s)}
+        sources["num_units"] = f"measured: as the driver says of {device.name}"
+        sources["kernel_s"] = "measured: kernels on one element behind a long product"
+    else:
+        elementwise = min(1.0, found.elementwise_bytes_per_s / found.copied_bytes_per_s)
+        table |= {
+            "kernel_s": _rounded(found.kernel_s),
+            "host_step_s": _rounded(found.host_step_s),
+            "memory_efficiency": _rounded(elementwise),
+        }
+        sources["memory_efficiency"] = "measured: activation, softmax and norm of one MiB, bytes read and written"
+        sources["kernel_s"] = (
+            f"measured: operations of two blocks of width {microbenchmarks.WIDTH} on a few tokens, forward and backward"
+        )
+        sources["host_step_s"] = f"measured: AdamW and the norm of {microbenchmarks.SMALL} small gradients"
+        if ranks > 1:
+            table["fsdp_unit_s"] = _rounded(found.fsdp_unit_s)
+            sources["fsdp_unit_s"] = (
+                f"measured: {microbenchmarks.UNITS} blocks of width {microbenchmarks.WIDTH} under FSDP2, without their gathers"
+            )
+    table["overlap"], sources["overlap"] = _overlap(found)
+    table["flops_per_s"] = {name: _rounded(rate) for name, rate in best.items()}
+    for name, rates in found.products.items():
+        curve = ", ".join(f"{edge}^3 {rate:.3g}" for edge, rate in rates.items())
+        sources[f"flops_per_s.{name}"] = f"measured: FLOP/s of products {curve}; the best"
+    part = found.attention_flops_per_s / best["bfloat16" if on_gpu else "float32"]
+    attention = _rounded(min(1.0, part if on_gpu else part / ATTENTION_REACHED))
+    if on_gpu:
+        table["efficiency"] = dict.fromkeys(best, 1.0) | {"attention": attention}
+        sources |= {
+            f"efficiency.{name}": "measured: the peak given here is what the best product reaches" for name in best
+        }
+        sources["efficiency.attention"] = "measured: causal, 16 heads of 128, 4,096 tokens, forward"
+    else:
+        table["efficiency"] = {"attention": attention}
+        table["efficiency_by_shortest_side"] = {name: _sides(rates) for name, rates in found.products.items()}
+        sources |= dict.fromkeys(
+            (f"efficiency_by_shortest_side.{name}" for name in best), "measured: the products above, beside the best"
+        )
+        sources["efficiency.attention"] = "measured: causal, 4 heads of 32, 128 tokens, forward and backward"
+    table["intra"], about = _intra(found, ranks)
+    sources |= {f"intra.{key}": text for key, text in about.items()}
+    table["inter"] = {"latency_s": max(table["intra"]["latency_s"], 20e-6), "bytes_per_s": 0.125e9}
+    sources["inter.latency_s"] = "assumed: no less than inside the machine, and 20 us"
+    sources["inter.bytes_per_s"] = "assumed: gigabit Ethernet; write here what your network has"
+    return tomli_w.dumps({**table, "sources": sources})
+
+
+def _sides(rates: dict[int, float]) -> dict[str, float]:
+    """Part of the best rate by edge; a larger product can be cut into smaller ones, so it reaches no less."""
+    best, reached, parts = max(rates.values()), 0.0, {}
+    for edge, rate in sorted(rates.items()):
+        reached = max(reached, rate / best)
+        parts[str(edge)] = min(1.0, _rounded(reached))
+    return parts
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _overlap(found: Figures) -> tuple[bool, str]:
+    if not found.beside_s:
+        return True, "assumed: one device sends nothing"
+    compute_s, send_s, both_s = found.beside_s
+    said = f"products {compute_s:.3g} s, all_reduce {send_s:.3g} s, both at once {both_s:.3g} s"
+    return both_s < _OVERLAPS_BELOW * (compute_s + send_s), f"measured: {said}"
+
+
+def _intra(found: Figures, ranks: int) -> tuple[dict[str, float], dict[str, str]]:
+    """Fit what is sent by what a ring takes; say what was measured, and how far the fit is from it."""
+    if ranks == 1:
+        link = {"latency_s": 10e-6, "bytes_per_s": 25e9}
+        return link, dict.fromkeys(link, "assumed: one device sends nothing; PCI Express 4.0, 16 lanes")
+    terms, times = [], []
+    for name, by_size in found.sent.items():
+        for size, taken_s in by_size.items():
+            hops = microbenchmarks.WAYS[name] * (ranks - 1)
+            terms.append((1.0, float(hops), hops / ranks * size))
+            times.append(taken_s)
+    (collective_s, latency_s, byte_s), off = _least_deviations(terms, times)
+    link = {"collective_s": collective_s, "latency_s": latency_s, "bytes_per_s": 1 / byte_s}
+    said = "; ".join(
+        f"{name} on {ranks} ranks "
+        + ", ".join(f"{size:,} B {taken_s * 1e6:.4g} us" for size, taken_s in by_size.items())
+        for name, by_size in found.sent.items()
+    )
+    about = {
+        key: f"measured: the line nearest to the {len(times)} times of bytes_per_s, {off:.0%} off in the mean"
+        for key in link
+    }
+    return {key: _rounded(value) for key, value in link.items()}, about | {"bytes_per_s": f"measured: {said}"}
+
+
+def _least_deviations(terms: Sequence[tuple[float, ...]], times: Sequence[float]) -> tuple[tuple[float, ...], float]:
+    """Return factors of the terms, none below zero and the last above it, and the mean relative deviation of their sums.
+
+    The least sum of absolute deviations has a solution that meets as many of the times as it has factors that are not zero
+    (the corner of a linear program): of so few times all corners are tried.
+    """
+    relative = torch.tensor(terms, dtype=torch.float64) / torch.tensor(times, dtype=torch.float64)[:, None]
+    count, width = relative.shape
+    best: tuple[float, tuple[float, ...]] = (math.inf, ())
+    for size in range(1, width + 1):
+        corners = itertools.combinations(range(width - 1), size - 1), itertools.combinations(range(count), size)
+        for kept, met in itertools.product(*corners):
+            columns = [*kept, width - 1]
+            square = relative[list(met)][:, columns]
+            solved, info = torch.linalg.solve_ex(square, torch.ones(size, dtype=torch.float64))
+            if int(info) or not bool((solved[:-1] >= 0).all()) or float(solved[-1]) <= 0:
+                continue
+            factors = torch.zeros(width, dtype=torch.float64)
+            factors[columns] = solved
+            off = float((relative @ factors - 1).abs().mean())
+            best = min(best, (off, tuple(factors.tolist())))
+    return best[1], best[0]

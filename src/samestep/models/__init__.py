@@ -1,0 +1,1 @@
+"""The shape of a model as data: traced, or counted from hyperparameters."""

@@ -1,0 +1,93 @@
+"""What a program must know of a job's model and optimizer, without torch: from a cache, a table, or a subprocess.
+
+A transformers model is a function of its family, its configuration and the versions of three packages, so its spec is
+kept under a digest of these below `~/.cache/samestep`. A user's own code can change at any time: it is traced anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from importlib import metadata, resources
+from pathlib import Path
+
+import xxhash
+
+from samestep.errors import InputError, ModelError, did_you_mean
+from samestep.job import PRESET, Job
+from samestep.models import presets
+from samestep.models.spec import FORMAT_VERSION, ModelSpec
+
+_TRACERS = (
+    "models/spec.py",
+    *(f"building/{name}.py" for name in ("model", "initial_values")),
+    *(f"tracing/{name}.py" for name in ("independence", "sequence_borders", "tensor_plan", "trace")),
+)
+
+
+def model_spec(job: Job) -> ModelSpec:
+    """Return the shape of a job's model; torch is imported in a subprocess, and only where no cache has it.
+
+    `preset:NAME` needs neither: `model.config` overrides fields of the preset's decoder, and a sample is as long as the
+    job says, or as the preset where the job does not say.
+
+    Raises:
+        InputError: the model cannot be built or traced; the text is the one `train` would give.
+    """
+    if job.model.preset is not None:
+        length = job.data.sequence_length if "sequence_length" in job.data.model_fields_set else None
+        return presets.preset(job.model.preset, length, job.model.config)
+    if ":" not in job.model.source:
+        words = [f"{PRESET}{name}" for name in presets.PRESETS]
+        if hint := did_you_mean(job.model.source.lower(), words):
+            raise ModelError(f"model.source = {job.model.source!r} is not of the form hf:FAMILY or preset:NAME{hint}")
+    path = _cache_path(job)
+    if path is not None:
+        # Missing, damaged, or written by another version under the same digest: it is traced again.
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            return ModelSpec.from_json(path.read_text(encoding="utf-8"))
+    text = _trace_elsewhere(job)
+    if path is not None:
+        with contextlib.suppress(OSError):  # a home that cannot be written to costs the time of tracing, no more
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft = path.with_suffix(f".{xxhash.xxh3_64_hexdigest(text.encode())}")
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(path)
+    return ModelSpec.from_json(text)
+
+
+def _cache_path(job: Job) -> Path | None:
+    if not job.model.source.startswith("hf:"):
+        return None
+    versions = [f"{name} {_version(name)}" for name in ("samestep", "torch", "transformers")]
+    own = resources.files("samestep")
+    tracers = [xxhash.xxh3_64_hexdigest(own.joinpath(file).read_bytes()) for file in _TRACERS]
+    # The sequence length shapes the sample that is traced; where samples come from does not.
+    key = [FORMAT_VERSION, versions, tracers, job.model.model_dump(mode="json"), job.data.sequence_length]
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(key, sort_keys=True).encode())
+    try:
+        return Path.home() / ".cache" / "samestep" / "specs" / f"{digest}.json"
+    except RuntimeError:  # there is no home
+        return None
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _trace_elsewhere(job: Job) -> str:
+    code = "import sys; from samestep.training.workload import write_spec; write_spec(sys.stdin.read())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=job.model_dump_json(), capture_output=True, text=True, check=False
+    )
+    if done.returncode == 0:
+        return done.stdout
+    if done.returncode == 2 and done.stdout.strip():
+        raise InputError(done.stdout.strip())
+    words = done.stderr.strip().splitlines() or ["no word"]
+    raise ModelError(f"tracing {job.model.source} failed: {words[-1]}")

@@ -1,0 +1,509 @@
+"""A transformer as data, from its hyperparameters: what tracing a module would find, without the module.
+
+A `Decoder` is what a model's config says; `spec` counts what one sample of it does. With s tokens, hidden size h, a heads
+of size d, k key-value heads, intermediate size f, vocabulary V:
+
+    q, k, v      [s, h] x [h, (a + 2k) d]       proj   [s, a d] x [a d, h]
+    attention    a times [s, d] x [d, s] and [s, s] x [s, d], fused unless `attention` is plain
+    up, down     [s, h] x [h, f (2f gated)] and [s, f] x [f, h]; with experts s top_k rows, dealt to them
+    head         [s, h] x [h, V]
+
+Activations follow Korthikanti et al. 2022 (arXiv:2205.05198, section 4): a block keeps the inputs of its products and
+norms, and plain attention its scores. A tensor cut divides what lies between a column-cut and a row-cut product.
+Latent attention (DeepSeek-V2, arXiv:2405.04434) has low-rank queries, keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from samestep.models.spec import (
+    Border,
+    BorderKind,
+    Cut,
+    Cutting,
+    Dealing,
+    Exchange,
+    LayerSpec,
+    ModelSpec,
+    ParamSpec,
+    Partial,
+    PartialSum,
+    Product,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """A transformer, mostly of decoder blocks, by its hyperparameters; sequence is the length of a sample."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    sequence: int
+    keys: int = 0
+    """Tokens that a token attends to, where a sample is a part of a sequence; 0: as sequence."""
+    kv_heads: int = 0
+    """0: as many as heads."""
+    head_dim: int = 0
+    """0: hidden / heads."""
+    intermediate: int = 0
+    """0: four times hidden."""
+    gated: bool = False
+    positions: int = 0
+    """Learned positional embeddings; 0: rotary or none."""
+    tied: bool = False
+    bias: bool = False
+    qkv_bias: bool = False
+    """Of the products of blocks, queries, keys and values alone have a bias."""
+    layer_norm: bool = False
+    """Norms have a bias as well."""
+    embedding_norm: bool = False
+    """A norm behind the embedding."""
+    post_norm: bool = False
+    """Norms behind attention and feed-forward too, before they are added to the stream."""
+    query_norm: Literal["", "head", "all"] = ""
+    """Norms of queries and of keys: of each head, or of all heads together."""
+    sinks: bool = False
+    """Each head has a learned score that belongs to no token."""
+    dropout: bool = False
+    attention: Literal["causal", "attention", "plain"] = "causal"
+    """A fused kernel, causal or not; or plain products with scores in memory."""
+    fused: bool = True
+    """Norms, rotations and activations are one kernel each; written with PyTorch's own operations they are several."""
+    experts: int = 0
+    top_k: int = 0
+    expert_intermediate: int = 0
+    """0: as intermediate."""
+    shared_experts: int = 0
+    dense_layers: int = 0
+    """First blocks that have no experts."""
+    query_rank: int = 0
+    """Latent attention: rank of the queries; 0: one product makes them."""
+    latent_rank: int = 0
+    """Latent attention: rank of keys and values together; 0: plain heads."""
+    rotary_dim: int = 0
+    """Latent attention: size of a head's part with positions."""
+    adapter_rank: int = 0
+    """Low-rank adapters (LoRA) on q, k, v and proj; all else is frozen."""
+
+    @property
+    def kv(self) -> int:
+        """Key-value heads."""
+        return self.kv_heads or self.heads
+
+    @property
+    def dim(self) -> int:
+        """Size of a head."""
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def ffn(self) -> int:
+        """Intermediate size of a dense block."""
+        return self.intermediate or 4 * self.hidden
+
+    @property
+    def expert_ffn(self) -> int:
+        """Intermediate size of an expert."""
+        return self.expert_intermediate or self.ffn
+
+    def is_sparse(self, block: int) -> bool:
+        """Whether this block has experts."""
+        return self.experts > 0 and block >= self.dense_layers
+
+
+@dataclass(slots=True)
+class _Block:
+    """A layer in the making: elements of one sample."""
+
+    params: list[tuple[str, tuple[int, ...], Cut | None, Partial, int]]
+    products: list[Product]
+    dealings: tuple[Dealing, ...] = ()
+    moved: float = 0.0
+    moved_cut: float = 0.0
+    saved: float = 0.0
+    saved_cut: float = 0.0
+    results: float = 0.0
+    """Results of products, which recompute=selective keeps."""
+    results_cut: float = 0.0
+    working: float = 0.0
+    """What its backward has alive at most beside what is saved."""
+    working_cut: float = 0.0
+    kernels: int = 0
+
+    def weight(
+        self, name: str, shape: tuple[int, ...], cut: Cut | None = None, partial: Partial = "", experts: int = 0
+    ) -> None:
+        """Add a weight."""
+        self.params.append((name, shape, cut, partial, experts))
+
+    def move(self, whole: float, cut: float, kernels: int) -> None:
+        """Add work that is no product: elements that stay whole under a tensor cut, and that do not."""
+        self.moved += whole + cut
+        self.moved_cut += cut
+        self.kernels += kernels
+
+    def save(self, whole: float, cut: float) -> None:
+        """Add what is kept for the backward."""
+        self.saved += whole + cut
+        self.saved_cut += cut
+
+    def work(self, whole: float, cut: float) -> None:
+        """Have so much alive in the backward at one time; what comes nearer to the layer's input comes later."""
+        if whole + cut > self.working:
+            self.working, self.working_cut = whole + cut, cut
+
+    def result(self, whole: float, cut: float) -> None:
+        """Add results of products."""
+        self.results += whole + cut
+        self.results_cut += cut
+
+
+def spec(decoder: Decoder, name: str) -> ModelSpec:
+    """Count what one sample of a decoder does."""
+    embedding, head = _embedding(decoder), _head(decoder)
+    dense, sparse = _block(decoder, False), _block(decoder, True) if decoder.experts else None
+    roots = dict.fromkeys(f"model.{name.rpartition('.')[0]}" for name, *_ in embedding.params)
+    layers = [_layer(decoder, embedding, "embed_tokens", tuple(roots), False)]
+    params = list(_params(embedding, 0, "model"))
+    work = {False: _layer(decoder, dense, "", (), True)}
+    if sparse:
+        work[True] = _layer(decoder, sparse, "", (), True)
+    for index in range(decoder.layers):
+        is_sparse = decoder.is_sparse(index)
+        path = f"model.layers.{index}"
+        layers.append(_named(work[is_sparse], path))
+        params += _params(sparse if is_sparse and sparse else dense, index + 1, path, is_block=True)
+    layers.append(_layer(decoder, head, "norm+lm_head", ("model.norm", "lm_head"), False))
+    params += _params(head, decoder.layers + 1, "")
+    if decoder.tied:
+        params = [
+            replace(p, shared=True, aliases=("lm_head.weight",)) if p.name.endswith("tokens.weight") else p
+            for p in params
+        ]
+    if decoder.adapter_rank:
+        params = [p if ".lora_" in p.name else replace(p, trainable=False) for p in params]
+        layers = [replace(layer, products=tuple(map(_frozen, layer.products))) for layer in layers]
+    return ModelSpec(
+        name=name,
+        layers=tuple(layers),
+        params=tuple(params),
+        cut_refusal="",
+        logit_rows=decoder.sequence,
+        sequence=decoder.sequence,
+        sequence_refusal="",
+        length=decoder.sequence,
+        expert_refusal="",
+        slice_refusal="its attention is made of plain products" if decoder.attention == "plain" else "",
+    )
+
+
+def _frozen(product: Product) -> Product:
+    return replace(product, factors="frozen") if product.factors == "weight" and product.owner != "lora" else product
+
+
+def _named(layer: LayerSpec, path: str) -> LayerSpec:
+    """Give a block's layer its place; sums are owned by its modules."""
+
+    def placed(parts: tuple[PartialSum, ...]) -> tuple[PartialSum, ...]:
+        return tuple(replace(part, owner=f"{path}.{part.owner}") for part in parts)
+
+    return replace(
+        layer,
+        name=path,
+        modules=(path,),
+        forward_sums=placed(layer.forward_sums),
+        backward_sums=placed(layer.backward_sums),
+        sequence_borders=tuple(replace(b, owner=f"{path}.{b.owner}") for b in layer.sequence_borders),
+        dealings=tuple(replace(part, owner=f"{path}.{part.owner}") for part in layer.dealings),
+    )
+
+
+def _params(block: _Block, layer: int, path: str, is_block: bool = False) -> Iterator[ParamSpec]:
+    for name, shape, cut, partial, experts in block.params:
+        full = f"{path}.{name}" if path else name
+        if is_block and cut is None:
+            partial = partial or "sequence"
+        yield ParamSpec(name=full, shape=shape, layer=layer, cut=cut, partial=partial, experts=experts)
+
+
+def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], is_block: bool) -> LayerSpec:
+    stream = decoder.sequence * decoder.hidden
+    is_head = name.startswith("norm")
+    is_embedding = name.startswith("embed")
+    forward: tuple[PartialSum, ...] = ()
+    backward: tuple[PartialSum, ...] = ()
+    borders: tuple[Border, ...] = ()
+    if is_block:
+        parts = [("self_attn", "q_proj", "o_proj")]
+        if not made.dealings:
+            parts.append(("mlp", "up_proj", "down_proj"))
+        elif decoder.shared_experts:
+            parts.append(("mlp.shared_experts", "up_proj", "down_proj"))
+        forward = tuple(PartialSum(owner=f"{part}.{last}", elements=stream) for part, _, last in parts)
+        backward = tuple(PartialSum(owner=f"{part}.{first}", elements=stream) for part, first, _ in reversed(parts))
+        kinds: tuple[BorderKind, ...] = ("gather", "scatter")
+        owners = [(part, f"{part}.{last}") for part, _, last in parts]
+        borders = tuple(
+            Border(owner=owner, elements=stream, kind=kind)
+            for pair in owners
+            for owner, kind in zip(pair, kinds, strict=True)
+        )
+    elif is_embedding:
+        forward = (PartialSum(owner="model.embed_tokens", elements=stream),)
+    elif is_head:
+        backward = (PartialSum(owner="lm_head", elements=stream),)
+    given = 0 if is_embedding else stream
+    # A fused loss keeps logits of two bytes and writes their gradient into floats; else three copies of floats meet.
+    loss = decoder.sequence * decoder.vocab // (2 if decoder.fused else 1) if is_head else 0
+    return LayerSpec(
+        name=name,
+        modules=modules,
+        is_block=is_block,
+        forward_flops=sum(product.flops for product in made.products),
+        output_elements=decoder.sequence * decoder.vocab if is_head else stream,
+        saved_elements=round(made.saved),
+        saved_cut_elements=round(made.saved_cut),
+        working_elements=round(made.working),
+        working_cut_elements=round(made.working_cut),
+        loss_elements=loss,
+        loss_working_elements=2 * loss,
+        saved_selective_elements=round(min(given + made.results, made.saved)),
+        saved_selective_cut_elements=round(min(made.results_cut, made.saved_cut)),
+        input_elements=given,
+        backward_reads_weights=not is_embedding,
+        forward_sums=forward,
+        backward_sums=backward,
+        sequence_borders=borders,
+        products=tuple(made.products),
+        moved_elements=round(made.moved),
+        moved_cut_elements=round(made.moved_cut),
+        kernels=made.kernels + len(made.products),
+        exchanges=tuple(_exchanges(decoder)) if is_block else (),
+        dealings=made.dealings,
+    )
+
+
+def _exchanges(decoder: Decoder) -> Iterator[Exchange]:
+    """What an attention reads and makes."""
+    keys = decoder.heads if decoder.latent_rank else decoder.kv
+    wide = decoder.dim + decoder.rotary_dim if decoder.latent_rank else decoder.dim
+    parts: tuple[tuple[Literal["query", "key", "value", "output"], int, int], ...] = (
+        ("query", decoder.heads, wide),
+        ("key", keys, wide),
+        ("value", keys, decoder.dim),
+        ("output", decoder.heads, decoder.dim),
+    )
+    for role, heads, size in parts:
+        elements = decoder.sequence * heads * size
+        yield Exchange(
+            role=role, elements=elements, heads=heads, query_heads=decoder.heads, is_cut=True, is_kept=role == "output"
+        )
+
+
+def _embedding(decoder: Decoder) -> _Block:
+    s, h = decoder.sequence, decoder.hidden
+    made = _Block([], [])
+    made.weight("embed_tokens.weight", (decoder.vocab, h), Cut(style="vocab", dim=0, groups=decoder.vocab))
+    if decoder.positions:
+        made.weight("embed_positions.weight", (decoder.positions, h))
+    made.move((2 + 3 * bool(decoder.positions) + 2.5 * decoder.dropout) * s * h, 0, 2 + 2 * bool(decoder.positions))
+    made.save(0.5 * decoder.dropout * s * h, 0)
+    made.work(s * h, 0)
+    if decoder.embedding_norm:
+        _norm(decoder, made, "embed_layernorm", is_added=True)
+    return made
+
+
+def _norm(decoder: Decoder, made: _Block, name: str, *, is_added: bool = False) -> None:
+    made.weight(f"{name}.weight", (decoder.hidden,))
+    if decoder.layer_norm:
+        made.weight(f"{name}.bias", (decoder.hidden,))
+    elements = decoder.sequence * decoder.hidden
+    # a cast, a square, a mean, a scaling, a cast back and the weight, where they are not one kernel
+    made.move((2 if decoder.fused else 12) * elements, 0, 1 if decoder.fused else 6)
+    # what it is given, and what it gives to the products; what is added to the stream nobody keeps
+    made.save(((2 if decoder.fused else 4) - is_added) * elements, 0)
+
+
+def _linear(
+    decoder: Decoder, made: _Block, name: str, rows: int, inner: int, columns: int, cut: Cutting, groups: int = 0,
+    experts: int = 0, is_shareable: bool = False,
+) -> None:  # fmt: skip
+    """A weight [columns, inner] and its product, cut between `groups` (heads, neurons) on one side."""
+    style: Literal["column", "row"] = "row" if cut == "inner" else "column"
+    shape = (experts, columns, inner) if experts else (columns, inner)
+    dim = (1 if cut == "inner" else 0) + bool(experts)
+    spec_cut = Cut(style=style, dim=dim, groups=groups or shape[dim], is_shareable=is_shareable) if cut else None
+    made.weight(f"{name}.weight", shape, spec_cut, experts=experts)
+    if decoder.bias:
+        made.weight(f"{name}.bias", shape[:-1], spec_cut if cut == "columns" else None)
+    product = Product(
+        rows=rows, inner=inner, columns=columns, groups=max(experts, 1), cut=cut, owner=name,
+        most_parts=groups if is_shareable else 0, is_between=experts > 0,
+    )  # fmt: skip
+    made.products.append(product)
+    made.result(0 if cut == "columns" else rows * columns, rows * columns if cut == "columns" else 0)
+
+
+def _block(decoder: Decoder, is_sparse: bool) -> _Block:
+    s, h = decoder.sequence, decoder.hidden
+    made = _Block([], [])
+    _norm(decoder, made, "input_layernorm")
+    (_latent_attention if decoder.latent_rank else _attention)(decoder, made)
+    if decoder.post_norm:
+        _norm(decoder, made, "post_self_attn_layernorm", is_added=True)
+    made.move((3 + decoder.dropout) * s * h, 0, 1)
+    _norm(decoder, made, "post_attention_layernorm")
+    before = made.saved
+    (_experts if is_sparse else _feed_forward)(decoder, made)
+    if decoder.attention == "plain":  # gradients of scores before and behind their softmax, where the rest got free
+        keys = decoder.keys or s
+        made.work(2 * s * h + before - made.saved, 2 * decoder.heads * s * keys)
+    if decoder.post_norm:
+        _norm(decoder, made, "post_mlp_layernorm", is_added=True)
+    made.move((3 + decoder.dropout) * s * h, 0, 1)
+    made.save(2 * 0.5 * decoder.dropout * s * h, 0)  # masks of one byte
+    return made
+
+
+def _attention(decoder: Decoder, made: _Block) -> None:
+    s, h, a, k, d = decoder.sequence, decoder.hidden, decoder.heads, decoder.kv, decoder.dim
+    if decoder.bias:
+        _linear(decoder, made, "self_attn.qkv", s, h, (a + 2 * k) * d, "columns", min(a, k))
+    else:
+        biased = replace(decoder, bias=decoder.qkv_bias)
+        for name, heads in (("q_proj", a), ("k_proj", k), ("v_proj", k)):
+            _linear(biased, made, f"self_attn.{name}", s, h, heads * d, "columns", heads, is_shareable=heads < a)
+    if decoder.query_norm:
+        _query_norms(decoder, made)
+    if not decoder.positions:
+        made.move(0, (2 if decoder.fused else 8) * (a + k) * d * s, 2 if decoder.fused else 10)
+    if decoder.sinks:
+        made.weight("self_attn.sinks", (a,), Cut(style="column", dim=0, groups=a))
+    _adapters(decoder, made, (a + 2 * k) * d)
+    _scores(decoder, made, d, d)
+    made.save(0, (a + 2 * k) * d * s)
+    _linear(decoder, made, "self_attn.o_proj", s, a * d, h, "inner", a)
+
+
+def _query_norms(decoder: Decoder, made: _Block) -> None:
+    """Norms of queries and keys: one weight for every head, or one as wide as all heads, cut as its product is."""
+    a, k, d = decoder.heads, decoder.kv, decoder.dim
+    for name, heads in (("q_norm", a), ("k_norm", k)):
+        if decoder.query_norm == "head":
+            made.weight(f"self_attn.{name}.weight", (d,), partial="cut")
+        else:
+            cut = Cut(style="column", dim=0, groups=heads, is_shareable=heads < a)
+            made.weight(f"self_attn.{name}.weight", (heads * d,), cut)
+    elements = (a + k) * d * decoder.sequence
+    made.move(0, (2 if decoder.fused else 12) * elements, 2 if decoder.fused else 12)
+    made.save(0, (1 if decoder.fused else 3) * elements)  # what they are given; attention keeps what they give
+
+
+def _adapters(decoder: Decoder, made: _Block, columns: int) -> None:
+    rank = decoder.adapter_rank
+    if rank:
+        s, h = decoder.sequence, decoder.hidden
+        made.weight("self_attn.lora_a", (2 * rank, h))
+        made.weight("self_attn.lora_b", (columns + h, rank))
+        made.products.append(Product(rows=s, inner=h, columns=2 * rank, owner="lora"))
+        made.products.append(Product(rows=s, inner=rank, columns=columns + h, owner="lora"))
+
+
+def _scores(decoder: Decoder, made: _Block, key_dim: int, value_dim: int) -> None:
+    """Attention itself, fused or with its scores in memory."""
+    s, a, keys = decoder.sequence, decoder.heads, decoder.keys or decoder.sequence
+    if decoder.attention != "plain":
+        product = Product(
+            rows=s, inner=key_dim + value_dim, columns=keys, count=a, factors=decoder.attention, cut="count",
+            owner="self_attn",
+        )  # fmt: skip
+        made.products.append(product)
+        made.save(0, a * value_dim * s)
+        made.result(0, a * value_dim * s)
+        return
+    for inner, columns in ((key_dim, keys), (keys, value_dim)):
+        made.products.append(
+            Product(rows=s, inner=inner, columns=columns, count=a, factors="pair", cut="count", owner="self_attn")
+        )
+    # softmax reads and writes the scores, dropout reads them, writes them and a mask of bytes
+    made.move(0, (2 + 2.5 * decoder.dropout) * a * s * keys, 1 + decoder.dropout)
+    made.move(0, 2 * 4 * a * s * value_dim, 4)  # heads are laid side by side for the products, and back
+    made.save(0, (1 + 1.5 * decoder.dropout) * a * s * keys + a * value_dim * s)
+    made.result(0, a * s * keys + a * value_dim * s)
+
+
+def _latent_attention(decoder: Decoder, made: _Block) -> None:
+    s, h, a, d, r = decoder.sequence, decoder.hidden, decoder.heads, decoder.dim, decoder.rotary_dim
+    if decoder.query_rank:
+        _linear(decoder, made, "self_attn.q_a_proj", s, h, decoder.query_rank, "")
+        made.weight("self_attn.q_a_layernorm.weight", (decoder.query_rank,))
+        _linear(decoder, made, "self_attn.q_b_proj", s, decoder.query_rank, a * (d + r), "columns", a)
+    else:
+        _linear(decoder, made, "self_attn.q_proj", s, h, a * (d + r), "columns", a)
+    _linear(decoder, made, "self_attn.kv_a_proj", s, h, decoder.latent_rank + r, "")
+    made.weight("self_attn.kv_a_layernorm.weight", (decoder.latent_rank,))
+    _linear(decoder, made, "self_attn.kv_b_proj", s, decoder.latent_rank, a * 2 * d, "columns", a)
+    made.move(2 * (decoder.query_rank + decoder.latent_rank) * s, 6 * a * (d + r) * s, 8)
+    made.save(2 * (decoder.query_rank + decoder.latent_rank) * s, a * (3 * d + 2 * r) * s)
+    _scores(decoder, made, d + r, d)
+    _linear(decoder, made, "self_attn.o_proj", s, a * d, h, "inner", a)
+
+
+def _feed_forward(decoder: Decoder, made: _Block, name: str = "mlp", width: int = 0) -> None:
+    s, h, f = decoder.sequence, decoder.hidden, width or decoder.ffn
+    for part in ("gate_proj", "up_proj") if decoder.gated else ("up_proj",):
+        _linear(decoder, made, f"{name}.{part}", s, h, f, "columns")
+    separate = decoder.gated and not decoder.fused
+    made.move(0, (5 if separate else 3 if decoder.gated else 2) * s * f, 1 + separate)
+    made.save(0, (4 if separate else 3 if decoder.gated else 2) * s * f)
+    # gradients of what is given and of what activations gave and were given, one of which is in a place that got free
+    made.work(s * h, (1 + decoder.gated) * s * f)
+    _linear(decoder, made, f"{name}.down_proj", s, f, h, "inner")
+
+
+def _experts(decoder: Decoder, made: _Block) -> None:
+    """A router, and rows that are sorted by expert, multiplied, weighted and put back."""
+    s, h, f, e = decoder.sequence, decoder.hidden, decoder.expert_ffn, decoder.experts
+    rows = s * decoder.top_k
+    made.weight("mlp.gate.weight", (e, h))
+    if decoder.bias:
+        made.weight("mlp.gate.bias", (e,))
+    made.products.append(Product(rows=s, inner=h, columns=e, owner="mlp.gate", is_between=True))
+    made.result(s * e, 0)
+    plain = replace(decoder, bias=False)
+    # A tensor cut leaves experts whole: they are dealt, by `ep`.
+    _linear(plain, made, "mlp.experts.gate_up_proj", rows, h, (1 + decoder.gated) * f, "", experts=e)
+    _linear(plain, made, "mlp.experts.down_proj", rows, f, h, "", experts=e)
+    if decoder.bias:
+        made.weight("mlp.experts.gate_up_proj_bias", (e, (1 + decoder.gated) * f), experts=e)
+        made.weight("mlp.experts.down_proj_bias", (e, h), experts=e)
+    made.dealings = (Dealing(owner="mlp.experts", rows=rows, width=h, experts=e),)
+    # rows are copied out and back, weighted and added up; the router's scores are sorted
+    inside = (3 if decoder.gated else 2) * rows * f
+    made.move(8 * rows * h + 8 * s * e + inside, 0, 24)
+    made.save(2 * rows * h + inside, 0)
+    made.work(s * h + rows * h + (1 + decoder.gated) * rows * f, 0)
+    if decoder.shared_experts:
+        _feed_forward(plain, made, "mlp.shared_experts", f * decoder.shared_experts)
+
+
+def _head(decoder: Decoder) -> _Block:
+    s, h, v = decoder.sequence, decoder.hidden, decoder.vocab
+    made = _Block([], [])
+    made.weight("model.norm.weight", (h,))
+    if decoder.layer_norm:
+        made.weight("model.norm.bias", (h,))
+    made.move(2 * s * h, 0, 1)
+    made.save(2 * s * h, 0)
+    made.products.append(Product(rows=s, inner=h, columns=v, cut="columns", owner="lm_head"))
+    if not decoder.tied:
+        made.weight("lm_head.weight", (v, h), Cut(style="vocab", dim=0, groups=v))
+    # logits become float32: written in twice the bytes, then read for the largest, the sum and the gradient
+    made.move(0, (1 + 2 + 2 + 2 + 2) * s * v, 8)
+    made.work(s * h, s * v)  # their gradient, and that of what the product is given
+    return made

@@ -1,0 +1,1 @@
+"""Text tables and files, as the command line prints and writes them."""

@@ -1,0 +1,331 @@
+"""What layers take and need on a rank, for the bounds of a search: worked out once for all layouts that share it.
+
+One layer of each kind (`planning/bounds/layer_kinds.py`) goes through the strategies that stand before the pipeline, and `simulation/cost.py` prices what
+they make of it: the programs of one sample and of two, from which those of more follow, since each sample adds the same
+FLOPs and bytes. A run of layers, what a stage has between two borders, is then a sum over its kinds. Of a layout matters
+here how it cuts layers (tp, cp, ep), how large a micro-batch is, what is computed again, and where runs are cut; sizes
+need no program, so that what does not fit is never priced.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple, get_args
+
+from samestep.hardware import Hardware
+from samestep.job import Job
+from samestep.layout import Recompute
+from samestep.models.spec import ModelSpec
+from samestep.planning.bounds.layer_kinds import (
+    Parts,
+    Seconds,
+    Sizes,
+    Units,
+    multiple,
+    one_of_each,
+    quicker,
+    reduced_early,
+    total,
+    units,
+    weights,
+)
+from samestep.program.bodies import BodyKey
+from samestep.program.ops import BYTES_OF, Kind, Op, Ops
+from samestep.program.program import Program
+from samestep.program.step import Step
+from samestep.schedules import TaskKind
+from samestep.simulation.clock import queue_of
+from samestep.simulation.cost import collective_s, group_of, seconds
+from samestep.simulation.memory import saved_bytes
+from samestep.simulation.timeline import COMPUTE
+from samestep.strategies import ProgramBuilder
+from samestep.strategies.pipeline import balanced, weights_apart
+
+
+class Runs(NamedTuple):
+    """The runs of layers of a pipeline, in the order of the layers: number i, i + pp, ... are those of stage i."""
+
+    counts: tuple[tuple[tuple[int, int], ...], ...]
+    """How many layers of each kind."""
+    kinds: tuple[tuple[int, ...], ...]
+    """Kind of each layer."""
+    tails: tuple[tuple[int, ...], ...]
+    """Kinds of the last layers, from the end to the last block."""
+    unlike: tuple[int, ...]
+    """Of equal stages the first one, which holds most activations, and the last stage."""
+
+
+class _Cut(NamedTuple):
+    """A layer of each kind as a rank has it."""
+
+    step: Step
+    """With the model of a rank, and what it holds of each weight."""
+    weights: tuple[tuple[float, ...], ...]
+    """What `Sizes` says of weights."""
+    largest: int
+    """Elements of the largest weight of a block."""
+    sent: int
+    """Elements of a sample between two blocks, at least."""
+    flops: tuple[int, ...]
+    """Of the forward of each kind: runs are cut by them."""
+    early: tuple[tuple[int, int], ...]
+    """Elements that are reduced behind the backward of each kind."""
+
+
+class _Part(NamedTuple):
+    """An op for one sample, and what each more adds to it."""
+
+    body: TaskKind
+    layer: int
+    op: Op
+    flops: int
+    size_bytes: int
+    like: int
+    """Number of the first one that takes as long: blocks differ at their borders alone."""
+
+
+class Prices:
+    """Seconds and sizes of layers, of the steps of one model, job and machine."""
+
+    def __init__(self, model: ModelSpec, job: Job, hardware: Hardware) -> None:
+        self.model, self.hardware = model, hardware
+        self.few, self.kind_of = one_of_each(model)
+        self._builder = ProgramBuilder(self.few, job, hardware.devices_per_node)
+        self._numbers = sorted(Counter(self.kind_of).items())
+        self._is_block = tuple(layer.is_block for layer in model.layers)
+        self._known_cuts: dict[tuple[object, ...], _Cut] = {}
+        self._known_parts: dict[tuple[object, ...], tuple[Program, list[_Part]]] = {}
+        self._known_seconds: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
+        self._known_sizes: dict[tuple[object, ...], tuple[Sizes, ...]] = {}
+        self._known_whole: dict[tuple[object, ...], Sizes] = {}
+        self._known_runs: dict[tuple[object, ...], Runs] = {}
+        self._known_stage_units: dict[tuple[object, ...], Units] = {}
+        self._known_units: dict[tuple[object, ...], list[Units]] = {}
+        self._known_run_seconds: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
+        self._known_run_sizes: dict[tuple[object, ...], tuple[Sizes, ...]] = {}
+
+    # -- one layer of each kind ----------------------------------------------------------------------------------------
+
+    def cut(self, step: Step) -> _Cut:
+        """Return a layer of each kind as a rank has it."""
+        layout = step.layout
+        key = layout.cuts
+        if key not in self._known_cuts:
+            one = replace(step, model=self.few, samples=1, layout=replace(layout, recompute="none"))
+            local = self._builder.before_stages(one).step
+            layers = local.model.layers
+            blocks = [index for index, layer in enumerate(layers) if layer.is_block] or [0]
+            indices = range(len(layers))
+            self._known_cuts[key] = _Cut(
+                local,
+                tuple(weights(local, index) for index in indices),
+                max((param.numel for index in blocks for param in local.model.params_of(index)), default=0),
+                min((layer.output_elements for layer in layers[blocks[0] : blocks[-1]]), default=0),
+                tuple(layer.forward_flops for layer in layers),
+                tuple(reduced_early(local, index) for index in indices),
+            )
+        return self._known_cuts[key]
+
+    @staticmethod
+    def key(step: Step) -> tuple[object, ...]:
+        """Return what prices depend on."""
+        layout = step.layout
+        return (layout.cuts, layout.recompute, step.microbatch_samples, step.splits_backward, step.samples)
+
+    def seconds(self, step: Step) -> tuple[Seconds, ...]:
+        """Price a layer of each kind."""
+        key = self.key(step)
+        if key not in self._known_seconds:
+            found = self._priced(step)
+            if step.samples is not None:  # more samples may even take less time: tiles are shared from some size on
+                found = tuple(map(quicker, found, self._priced(replace(step, samples=step.samples + 1))))
+            self._known_seconds[key] = found
+        return self._known_seconds[key]
+
+    def _priced(self, step: Step) -> tuple[Seconds, ...]:
+        program, parts = self._of_compute(step)
+        step = step.cut_like(program.step)
+        program, more, count = replace(program, step=step), step.microbatch_samples - 1, len(self.few.layers)
+        took_s = {kind: [0.0] * count for kind in TaskKind}
+        sent_s = {kind: [0.0] * count for kind in TaskKind}
+        behind_s = [0.0] * count
+        groups = {axis: group_of(axis, size, step, self.hardware) for axis, size in program.axes.items()}
+        each_s: list[float] = []
+        for body, layer, op, flops, size_bytes, like in parts:
+            if like < len(each_s):
+                op_s = each_s[like]
+            elif op.axis is not None:
+                size = op.size_bytes + more * size_bytes
+                op_s = collective_s(op.kind, size, groups[op.axis], self.hardware)
+            else:
+                op_s = seconds(op.but(flops=op.flops + more * flops), program, self.hardware)
+            each_s.append(op_s)
+            took_s[body][layer] += op_s
+            if op.axis is not None:
+                sent_s[body][layer] += op_s
+            if body is TaskKind.BACKWARD:
+                behind_s[layer] = 0.0 if op.kind is Kind.BACKWARD else behind_s[layer] + op_s
+        forward, backward, weight = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT
+        sent = sent_s[forward], sent_s[backward]
+        return tuple(map(Seconds, took_s[forward], took_s[backward], took_s[weight], behind_s, *sent))
+
+    def _of_compute(self, step: Step) -> tuple[Program, list[_Part]]:
+        """Return the program of micro-batches of one sample, and what of it runs in the queue of compute."""
+        layout = step.layout
+        key = (layout.cuts, layout.recompute, step.splits_backward)
+        if key not in self._known_parts:
+            one, two = (self._builder.before_stages(replace(step, model=self.few, samples=count)) for count in (1, 2))
+            forward, backward = BodyKey(TaskKind.FORWARD), BodyKey(TaskKind.BACKWARD)
+            bodies = [(key.kind, one.bodies[key], two.bodies[key]) for key in (forward, backward)]
+            if step.splits_backward:
+                apart, of_two = (tuple(weights_apart(each.bodies[backward], each.step)) for each in (one, two))
+                bodies.append((TaskKind.WEIGHT, apart, of_two))
+            self._known_parts[key] = (one, list(self._parts(one, bodies)))
+        return self._known_parts[key]
+
+    def _parts(self, program: Program, bodies: Sequence[tuple[TaskKind, Ops, Ops]]) -> Iterator[_Part]:
+        first: dict[object, int] = {}
+        number = 0
+        for body, ops, of_two in bodies:
+            layer = 0
+            for op, twice in zip(ops, of_two, strict=True):
+                layer = layer if op.layer is None else op.layer
+                # An axis of a strategy behind the pipeline is not known yet.
+                if queue_of(op, self.hardware) not in (COMPUTE, "") or not (op.axis is None or op.axis in program.axes):
+                    continue
+                flops, size_bytes = twice.flops - op.flops, twice.size_bytes - op.size_bytes
+                spec = program.step.model.layers[layer]
+                work = (spec.products, spec.moved_elements, spec.kernels, spec.backward_reads_weights)
+                what = (work, op.layer is None) if op.axis is None else op.axis
+                like = first.setdefault((op.kind, op.dtype, op.flops, flops, op.size_bytes, size_bytes, what), number)
+                yield _Part(body, layer, op, flops, size_bytes, like)
+                number += 1
+
+    def sizes(self, step: Step) -> tuple[Sizes, ...]:
+        """Return what a layer of each kind needs."""
+        layout = step.layout
+        key = (layout.cuts, layout.recompute)
+        if key not in self._known_sizes:
+            cut, one = self.cut(step), replace(step, samples=1)
+            saved = (saved_bytes(one, layer) for layer in cut.step.model.layers)
+            self._known_sizes[key] = tuple(
+                Sizes._make((one.kept, one.whole - one.kept, one.working, one.loss + one.loss_working, *held))
+                for one, held in zip(saved, cut.weights, strict=True)
+            )
+        return self._known_sizes[key]
+
+    def units(self, step: Step) -> list[Units]:
+        """Return what of a layer of each kind is gathered and scattered."""
+        layout = step.layout
+        key = (layout.cuts, layout.num_shards)
+        if key not in self._known_units:
+            local = step.cut_like(self.cut(step).step)
+            self._known_units[key] = [units(local, index) for index in range(len(local.model.layers))]
+        return self._known_units[key]
+
+    # -- all layers, and runs of them ----------------------------------------------------------------------------------
+
+    def whole_seconds(self, step: Step) -> Seconds:
+        """Add up all layers."""
+        return self._whole(self.seconds(step))
+
+    def whole_sizes(self, step: Step) -> Sizes:
+        """Add up all layers; of their activations those of what is computed again if the most is."""
+        layout = step.layout
+        key = layout.cuts
+        if key not in self._known_whole:
+            steps = (replace(step, layout=replace(layout, recompute=policy)) for policy in get_args(Recompute))
+            self._known_whole[key] = min((self._whole(self.sizes(one)) for one in steps), key=lambda sizes: sizes.kept)
+        return self._known_whole[key]
+
+    def _whole(self, kinds: Sequence[Parts]) -> Parts:
+        return total([multiple(kinds[kind], number) for kind, number in self._numbers])
+
+    def runs(self, step: Step) -> Runs:
+        """Cut the layers into runs, by what a rank of a cut model computes of each."""
+        flops, layout = self.cut(step).flops, step.layout
+        key = (flops, layout.pp, layout.virtual_stages)
+        if key not in self._known_runs:
+            costs = tuple(flops[kind] + 1 for kind in self.kind_of)
+            runs = balanced(costs, self._is_block, layout.pp * layout.virtual_stages)
+            kinds = tuple(tuple(self.kind_of[layer] for layer in run) for run in runs)
+            known = {run: tuple(sorted(Counter(run).items())) for run in set(kinds)}
+            counts = tuple(known[run] for run in kinds)
+            last = layout.pp - 1
+            unlike = {(counts[stage :: layout.pp], stage == last): stage for stage in reversed(range(layout.pp))}
+            tails = {run: tuple(self._tail(run)) for run in known}
+            self._known_runs[key] = Runs(counts, kinds, tuple(tails[run] for run in kinds), tuple(unlike.values()))
+        return self._known_runs[key]
+
+    def _tail(self, run: Sequence[int]) -> Iterator[int]:
+        for kind in reversed(run):
+            yield kind
+            if self.few.layers[kind].is_block:
+                return
+
+    def run_seconds(self, step: Step) -> tuple[Seconds, ...]:
+        """Add up the layers of each run."""
+        key = (*self.key(step), step.layout.pp, step.layout.virtual_stages)
+        if key not in self._known_run_seconds:
+            self._known_run_seconds[key] = self._of_runs(step, self.seconds(step))
+        return self._known_run_seconds[key]
+
+    def run_sizes(self, step: Step) -> tuple[Sizes, ...]:
+        """Add up the layers of each run."""
+        layout = step.layout
+        key = (layout.cuts, layout.recompute, layout.pp, layout.virtual_stages)
+        if key not in self._known_run_sizes:
+            self._known_run_sizes[key] = self._of_runs(step, self.sizes(step))
+        return self._known_run_sizes[key]
+
+    def _of_runs(self, step: Step, kinds: Sequence[Parts]) -> tuple[Parts, ...]:
+        counts = self.runs(step).counts
+        added = {run: total([multiple(kinds[kind], number) for kind, number in run]) for run in set(counts)}
+        return tuple(added[run] for run in counts)
+
+    def stage_seconds(self, step: Step, stage: int) -> Seconds:
+        """Add up the layers of a stage."""
+        return total(self.run_seconds(step)[stage :: step.layout.pp])
+
+    def stage_sizes(self, step: Step, stage: int) -> Sizes:
+        """Add up the layers of a stage."""
+        return total(self.run_sizes(step)[stage :: step.layout.pp])
+
+    def stage_units(self, step: Step, stage: int) -> Units:
+        """Add up what of a stage is gathered and scattered."""
+        layout = step.layout
+        key = (layout.cuts, layout.num_shards, layout.pp, layout.virtual_stages, stage)
+        if key not in self._known_stage_units:
+            kinds, runs = self.units(step), self.runs(step).counts[stage :: layout.pp]
+            self._known_stage_units[key] = total(
+                [multiple(kinds[kind], number) for run in runs for kind, number in run]
+            )
+        return self._known_stage_units[key]
+
+    def sent_bytes(self, step: Step) -> int:
+        """Return what of a micro-batch is sent between two stages, at least."""
+        return self.cut(step).sent * step.microbatch_samples * BYTES_OF[step.compute_dtype]
+
+
+def smallest(step: Step) -> Step:
+    """Return the step as if all its micro-batches were as small as the smallest, where they are not equal.
+
+    Only then has it `samples` of its own.
+    """
+    even, rest = divmod(step.rank_samples, step.num_microbatches)
+    return replace(step, samples=even) if rest and step.samples is None else step
+
+
+def larger_twin(step: Step) -> tuple[Step, int]:
+    """Return the smallest step's twin of the micro-batches with one sample more, which come first, and their number."""
+    if step.samples is None:
+        return step, 0
+    return replace(step, samples=step.samples + 1), step.rank_samples - step.num_microbatches * step.samples
+
+
+def least_updated(step: Step, mine: Sizes) -> float:
+    """Return how many elements the optimizer of a rank updates, however the data axis is split."""
+    whole, holders = mine.trained - mine.expert_trained, step.ranks.size("dp_outer") * step.ranks.size("dp_expert")
+    return whole / step.layout.num_summed + mine.expert_trained / holders

@@ -1,0 +1,217 @@
+"""Kinds of layers: layers of one kind cost the same on a rank, so of each kind one is priced, and the rest is sums.
+
+A model of hundreds of layers has a few kinds. What a rank needs for a run of layers is, for each kind, the number of its
+layers times what one of them takes (`Seconds`) and needs (`Sizes`, `Units`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
+
+from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec
+from samestep.program.ops import BYTES_OF
+from samestep.program.step import Step
+from samestep.strategies.shard import padded_rows
+
+
+class Seconds(NamedTuple):
+    """Of layers on one rank: what a micro-batch takes."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    """With what is computed again, and what is sent in the queue of compute."""
+    weight_s: float = 0.0
+    """Of gradients of weights, where the schedule takes them out of the backward."""
+    behind_s: float = 0.0
+    """The part of `backward_s` that comes after the gradients of its weights."""
+    sent_forward_s: float = 0.0
+    """The part of `forward_s` that is sent in the queue of compute."""
+    sent_backward_s: float = 0.0
+
+
+class Sizes(NamedTuple):
+    """Of layers on one rank: bytes of a sample, elements and bytes of their weights."""
+
+    kept: float = 0.0
+    """Activations after the forward."""
+    again: float = 0.0
+    """Activations that are there once more when they have been computed again."""
+    working: float = 0.0
+    """What its backward has alive beside them; of a run the sum says nothing."""
+    loss: float = 0.0
+    """What the backward of the loss behind it has alive, with what the loss kept."""
+    weights: float = 0.0
+    """Bytes, as weights stand in the module."""
+    trained: float = 0.0
+    """Elements that are trained."""
+    expert_trained: float = 0.0
+    """The part of them that is expert-sharded."""
+    apart: float = 0.0
+    """The part of them with masters of another dtype."""
+    expert_apart: float = 0.0
+    block_trained: float = 0.0
+    """Elements that are trained and belong to blocks."""
+
+
+class Units(NamedTuple):
+    """Weights of layers that are cut over data axes, zero=2 and 3, with the rows that FSDP2 pads them with."""
+
+    gathered: float = 0.0
+    """Bytes of weights that are gathered with no other layer's."""
+    scattered: float = 0.0
+    """Elements of their gradients."""
+    expert_gathered: float = 0.0
+    """The same of what is expert-sharded, which has an axis of its own; 0 where no two ranks have the same."""
+    expert_scattered: float = 0.0
+    held: float = 0.0
+    """Elements that a rank has of all weights."""
+    held_trained: float = 0.0
+    reduced_early: float = 0.0
+    """The part of them whose gradients are reduced as soon as the backward of their layer is over."""
+
+    @property
+    def all_gathered(self) -> float:
+        """Bytes, over either axis."""
+        return self.gathered + self.expert_gathered
+
+    @property
+    def all_scattered(self) -> float:
+        """Elements, over either axis."""
+        return self.scattered + self.expert_scattered
+
+
+Parts = TypeVar("Parts", Seconds, Sizes, Units)
+
+
+def total(parts: Sequence[Parts]) -> Parts:
+    """Add up."""
+    return parts[0] if len(parts) == 1 else type(parts[0])(*map(sum, zip(*parts, strict=True)))
+
+
+def multiple(part: Parts, number: int) -> Parts:
+    """Return that of so many layers."""
+    return part if number == 1 else type(part)(*[number * one for one in part])
+
+
+def quicker(one: Seconds, other: Seconds) -> Seconds:
+    """Return the times that are the least of both."""
+    return Seconds(
+        forward_s=min(one.forward_s, other.forward_s),
+        backward_s=min(one.backward_s, other.backward_s),
+        weight_s=min(one.weight_s, other.weight_s),
+        behind_s=max(one.behind_s, other.behind_s),
+        sent_forward_s=max(one.sent_forward_s, other.sent_forward_s),
+        sent_backward_s=max(one.sent_backward_s, other.sent_backward_s),
+    )
+
+
+def weights(step: Step, layer: int) -> tuple[float, ...]:
+    """Return what `Sizes` says of weights."""
+    params = step.model.params_of(layer)
+    trained = [param for param in params if param.trainable]
+    of_experts = [param for param in trained if step.holding(param).is_expert_sharded]
+
+    def apart(some: Sequence[ParamSpec]) -> int:
+        return sum(param.numel for param in some if step.working_dtype(param) != step.master_dtype)
+
+    return (
+        sum(param.numel * BYTES_OF[step.working_dtype(param)] for param in params),
+        sum(param.numel for param in trained),
+        sum(param.numel for param in of_experts),
+        apart(trained),
+        apart(of_experts),
+        sum(param.numel for param in trained) if step.model.layers[layer].is_block else 0,
+    )
+
+
+def units(step: Step, layer: int) -> Units:
+    """Return what of a layer is gathered and scattered."""
+    sizes = [0.0] * 4
+    held = held_trained = early = 0.0
+    params = step.model.params_of(layer)
+    is_shown = all(param.takes_gradient for param in params)  # where that backward is over
+    for param in params:
+        sharded = step.holding(param).is_expert_sharded
+        parts = step.ranks.size("dp_expert") if sharded else step.layout.num_shards
+        numel = padded_rows(param, parts)
+        held += numel / parts
+        held_trained += numel / parts * param.trainable
+        if not param.shared and not param.read_outside and _has_module(step, param):
+            early += numel / parts * param.trainable * is_shown
+            if parts > 1:
+                sizes[2 * sharded] += numel * BYTES_OF[step.working_dtype(param)]
+                sizes[2 * sharded + 1] += numel * param.trainable
+    return Units._make((*sizes, held, held_trained, early))
+
+
+def reduced_early(step: Step, layer: int) -> tuple[int, int]:
+    """Return of how many elements gradients are reduced as soon as the layer's backward has filled a bucket: of its own
+    weights, and of those that are expert-sharded.
+
+    What ranks of a tensor cut hold alike, and what several layers share, comes later.
+    """
+    numel = [0, 0]
+    for param in step.model.params_of(layer):
+        holding = step.holding(param)
+        if param.trainable and not param.shared and not holding.replicated_over:
+            numel[holding.is_expert_sharded] += param.numel
+    return numel[0], numel[1]
+
+
+def _has_module(step: Step, param: ParamSpec) -> bool:
+    """Whether a module of its layer owns a weight, so that it is gathered with the layer and not with the root."""
+    return any(module and param.name.startswith(f"{module}.") for module in step.model.layers[param.layer].modules)
+
+
+def one_of_each(model: ModelSpec) -> tuple[ModelSpec, list[int]]:
+    """Return a model of one layer of each kind, and the kind of every layer.
+
+    What is no block, the first block and the last are kinds of their own: strategies look at where they stand.
+    """
+    blocks = [index for index, layer in enumerate(model.layers) if layer.is_block]
+    owned: dict[int, list[ParamSpec]] = {}
+    for param in model.params:
+        owned.setdefault(param.layer, []).append(param)
+    known: dict[object, int] = {}
+    chosen: list[int] = []
+    kind_of: list[int] = []
+    for index, layer in enumerate(model.layers):
+        alone = not layer.is_block or index in (blocks[0], blocks[-1])
+        key = index if alone else _kind(layer, owned.get(index, []))
+        if key not in known:
+            known[key] = len(chosen)
+            chosen.append(index)
+        kind_of.append(known[key])
+    # A middle kind is met before the last block, so the order of the layers is kept.
+    place = {index: number for number, index in enumerate(chosen)}
+    params = tuple(
+        replace(param, layer=place[index], last_layer=None if param.last_layer is None else kind_of[param.last_layer])
+        for index in chosen
+        for param in owned.get(index, [])
+    )
+    return replace(model, layers=tuple(model.layers[index] for index in chosen), params=params), kind_of
+
+
+def _kind(layer: LayerSpec, params: Sequence[ParamSpec]) -> object:
+    """Return what tells kinds of layers apart: all but names."""
+    root = f"{layer.modules[0]}." if layer.modules else ""
+
+    def named(parts: tuple[object, ...]) -> tuple[object, ...]:
+        return tuple(replace(part, owner=part.owner.removeprefix(root)) for part in parts)  # type: ignore[type-var,attr-defined]
+
+    return (
+        replace(
+            layer, name="", modules=(), forward_sums=(), backward_sums=(), sequence_borders=(), dealings=(), products=()
+        ),
+        *(named(parts) for parts in (layer.forward_sums, layer.backward_sums, layer.sequence_borders, layer.dealings)),
+        named(layer.products),
+        tuple(
+            replace(
+                param, name=param.name.removeprefix(root), layer=0, called=(0, 0), last_layer=None,
+                aliases=tuple(alias.removeprefix(root) for alias in param.aliases),
+            )
+            for param in params
+        ),
+    )  # fmt: skip

@@ -1,0 +1,185 @@
+"""What no layout of given words can do without of memory: bytes of a rank, without building its program.
+
+Never above what `simulation/memory.py` finds, and first of all layouts with these degrees and this micro-batch, then of all ways to
+split the data axis, then of each. States by what of them is cut over which axis; activations of as many micro-batches as
+the schedule has in flight, and what is computed again for a backward; of gathered weights and gradients those of one
+layer and what was reduced before it, or under zero=2 all weights. Where gradients lie in no bucket, they may have come only
+when activations are gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from samestep.planning.bounds.layer_costs import Prices, larger_twin, least_updated, smallest
+from samestep.planning.bounds.layer_kinds import Sizes, Units
+from samestep.planning.bounds.pipeline_time import in_flight
+from samestep.program.ops import BYTES_OF
+from samestep.program.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes that the stage which needs most cannot do without."""
+
+    states: float
+    activations: float
+    gathered: float
+
+    gradients: float
+    """The part of `states` that comes with the backward: then either they are there, or activations."""
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return max(self.states, self.states - self.gradients + self.activations + self.gathered)
+
+
+class _AtBackward(NamedTuple):
+    """Bytes of a layer's units while it goes backward."""
+
+    gathered: float = 0.0
+    """Its weights, and those gathered ahead of need."""
+    whole: float = 0.0
+    """Its gradients, which are all there at its end."""
+    sent: float = 0.0
+    """Those of its unit that is reduced last, until the next one is."""
+
+
+def _at_backward(
+    one: Sizes, units: _AtBackward, samples: int, freed: float, sent: float
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return activations and units where a layer's backward works on most, and at its end."""
+    return (
+        (samples * (one.again + one.working) - freed, units.gathered + sent),
+        (-samples * one.kept - freed, units.gathered + sent + units.whole),
+    )
+
+
+class Needs:
+    """Bounds of the memory of layouts, each given as its `Step`."""
+
+    def __init__(self, prices: Prices, states_per_param: int) -> None:
+        self.prices, self.states_per_param = prices, states_per_param
+
+    def least_bytes(self, step: Step) -> float:
+        """Bound the memory of all layouts of these degrees and this micro-batch."""
+        step, layout = smallest(step), step.layout
+        whole = self.prices.whole_sizes(step)
+        states, gradients = self._least_states(step, whole, whole.trained / (layout.dp * layout.cp))
+        return max(states, states - gradients + whole.kept * step.microbatch_samples) / layout.pp
+
+    def group_bytes(self, step: Step) -> float:
+        """Bound the memory of all layouts that differ in how the data axis is split, and in ZeRO stage, alone."""
+        step, needed = smallest(step), 0.0
+        for stage in self.prices.runs(step).unlike:
+            mine = self.prices.stage_sizes(step, stage)
+            kept, _ = self._activations(step, stage, None)
+            states, gradients = self._least_states(step, mine, least_updated(step, mine))
+            needed = max(needed, states, states - gradients + kept)
+        return needed
+
+    def _least_states(self, step: Step, mine: Sizes, updated: float) -> tuple[float, float]:
+        """Bytes of weights, gradients and states, cut over all data ranks, and of gradients alone; on one rank weights
+        may be of two bytes."""
+        master = BYTES_OF[step.master_dtype]
+        if step.layout.offload:
+            return min(2 * updated * master, mine.weights + mine.trained * master), mine.trained * master
+        return (2 + self.states_per_param) * updated * master, updated * master
+
+    def need(self, step: Step) -> Need:
+        """Bound the memory of a layout: of equal stages the first one holds most."""
+        step = smallest(step)
+        return max((self._need_of(step, stage) for stage in self.prices.runs(step).unlike), key=lambda need: need.total)
+
+    def _need_of(self, step: Step, stage: int) -> Need:
+        mine = self.prices.stage_sizes(step, stage)
+        of_units = self.prices.units(step) if step.zero >= 2 else None
+        kept, unit = self._activations(step, stage, of_units)
+        whole = self.prices.stage_units(step, stage) if of_units else Units()
+        gathered = unit + (whole.all_gathered if step.zero == 2 else 0.0)
+        states = self._states(step, mine, whole) + self.prices.model.buffer_bytes
+        return Need(states, kept, gathered, self._late_gradients(step, stage, mine, whole))
+
+    def _late_gradients(self, step: Step, stage: int, mine: Sizes, whole: Units) -> float:
+        """Bytes of gradients that may come only when the activations of a step's first backwards are gone."""
+        layout = step.layout
+        held = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
+        _, num_larger = larger_twin(step)
+        if held.again is not None and (held.latest >= num_larger or held.again < num_larger):
+            return 0.0  # as much is in flight again, behind a backward
+        if step.zero >= 2:
+            return whole.held_trained * BYTES_OF[step.master_dtype]
+        return mine.trained * BYTES_OF[step.master_dtype] if layout.dp * layout.cp == 1 else 0.0
+
+    def _activations(self, step: Step, stage: int, of_units: Sequence[Units] | None) -> tuple[float, float]:
+        """Bytes of activations, and of units, at the backward at which a stage holds most."""
+        layout = step.layout
+        held = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
+        larger, rest = larger_twin(step)
+        step = larger if held.latest < rest else step
+        sizes, samples = self.prices.run_sizes(step), step.microbatch_samples
+        kept = samples * sum(count * sizes[chunk * layout.pp + stage].kept for chunk, count in enumerate(held.counts))
+        if held.next_chunk is None:
+            return kept, 0.0
+        run = held.next_chunk * layout.pp + stage
+        if step.splits_backward:  # nothing is freed before the gradients of weights
+            return kept + samples * sizes[run].again, 0.0
+        runs, kinds = self.prices.runs(step), self.prices.sizes(step)
+        most = samples * max(kinds[kind].loss for kind in runs.tails[run]), 0.0
+        freed = sent = 0.0
+        for kind in runs.tails[run]:
+            units = self._units_at(step, of_units, kind, runs.counts[run], 2)
+            most = max(most, *_at_backward(kinds[kind], units, samples, freed, sent), key=sum)
+            freed += samples * kinds[kind].kept
+            sent = units.sent or sent
+        blocks = self._blocks(runs.counts[run]) if of_units else []
+        if sum(number for _, number in blocks) > 1:
+            # The block before the last one is any of them; the last one's gradients are kept as long as its backward.
+            each = []
+            for kind, _ in blocks:
+                units = self._units_at(step, of_units, kind, runs.counts[run], 3)
+                each.append(max(_at_backward(kinds[kind], units, samples, freed, sent), key=sum))
+            most = max(most, min(each, key=sum), key=sum)
+        return kept + most[0], most[1]
+
+    def _units_at(
+        self, step: Step, of_units: Sequence[Units] | None, kind: int, run: tuple[tuple[int, int], ...], blocks: int
+    ) -> _AtBackward:
+        """Bytes of a layer's units in its backward; of a block that has another to be gathered ahead of its `blocks`."""
+        if of_units is None:
+            return _AtBackward()
+        one, layer, master = of_units[kind], self.prices.few.layers[kind], BYTES_OF[step.master_dtype]
+        parts = [part for part in (one.scattered, one.expert_scattered) if part > 0]
+        if step.zero == 2 or not layer.backward_reads_weights or not parts:
+            return _AtBackward(0.0, one.all_scattered * master, min(parts, default=0.0) * master)
+        ahead = self._ahead(of_units, run, blocks) if layer.is_block else 0.0
+        return _AtBackward(one.all_gathered + ahead, one.all_scattered * master, min(parts) * master)
+
+    def _ahead(self, of_units: Sequence[Units], run: tuple[tuple[int, int], ...], least: int) -> float:
+        """Bytes of the block that is gathered while another one goes backward, where there are so many; of its experts it
+        may be a part."""
+        blocks = self._blocks(run)
+        if sum(number for _, number in blocks) < least:
+            return 0.0
+        trained = all(
+            of_units[kind].scattered and self.prices.few.layers[kind].backward_reads_weights for kind, _ in blocks
+        )
+        return min(of_units[kind].gathered for kind, _ in blocks) if trained else 0.0
+
+    def _blocks(self, run: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
+        """Kinds of the blocks of a run, and how many there are of each."""
+        return [(kind, number) for kind, number in run if self.prices.few.layers[kind].is_block]
+
+    def _states(self, step: Step, mine: Sizes, whole: Units) -> float:
+        master, states = BYTES_OF[step.master_dtype], self.states_per_param
+        if step.zero >= 2:
+            return (whole.held + whole.held_trained * (1 + (0 if step.layout.offload else states))) * master
+        kept = (mine.trained * states + mine.apart) * master
+        if step.zero == 1:
+            shards = step.layout.num_shards
+            of_experts = (mine.expert_trained * states + mine.expert_apart) * master
+            kept = (kept - of_experts) / shards + of_experts / step.ranks.size("dp_expert")
+        return mine.weights + mine.trained * master + (0.0 if step.layout.offload else kept)

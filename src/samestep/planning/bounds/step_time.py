@@ -1,0 +1,474 @@
+"""What no layout of given words can do without of time: seconds of a step, without building its program.
+
+Search by such bounds is branch and bound (Land and Doig 1960): what is slower at best than what was found, or too large
+at best (`planning/bounds/least_memory.py`), is never played. So a bound must never be above what the clock says, and the closer it is, the less
+is played. Layers of one kind cost the same, so one of each kind is priced (`planning/bounds/layer_costs.py`).
+
+Stage i of p has m micro-batches of f_i + b_i seconds, and starts and ends the later the more is before it:
+
+    T >= m c / p, c = c_1 + ... + c_p, c_i = f_i + b_i    of all layouts with these degrees and this micro-batch
+    T >= m c_i + c_1 + ... + c_(i-1)                      with several runs a stage, their first ones
+    T >= the schedule, played with f, b and sends         where these do not throw the layout out
+    T >= the same, with the last b of each run slowed     by the reductions of its own gradients (`planning/bounds/overlap.py`)
+
+Where micro-batches differ by a sample the larger ones, which come first, have an f and a b of their own.
+
+What a stage sends over a data axis is a stream of its own: it takes as long as all of it, and longer than compute by what
+comes before the first forward and behind the last backward. Gradients of a stage's last run are whole first, and their
+reductions come first. Step scalars and update come on top.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from samestep.planning.bounds.layer_costs import Prices, larger_twin, least_updated, smallest
+from samestep.planning.bounds.layer_kinds import Seconds, Sizes
+from samestep.planning.bounds.overlap import Reduced, longer_s
+from samestep.planning.bounds.pipeline_time import Bodies, Times, behind_last_backward, play_bodies
+from samestep.program.buckets import BUCKET_BYTES
+from samestep.program.ops import BYTES_OF, SHARD_AXES, STEP_SCALARS, Kind
+from samestep.program.step import Step
+from samestep.schedules import DEFAULT
+from samestep.simulation.cost import UPDATE_PASSES, collective_s, group_of
+
+
+class Bounds:
+    """Bounds of the layouts of one model, job and machine, each given as its `Step`; what they share is worked out once."""
+
+    def __init__(self, prices: Prices) -> None:
+        self.prices, self.hardware = prices, prices.hardware
+        self._known_times: dict[tuple[object, ...], Times] = {}
+
+    def _sent_s(self, kind: Kind, size_bytes: float, axis: str, ranks: int, step: Step) -> float:
+        if ranks == 1 or size_bytes <= 0:
+            return 0.0
+        group = group_of(axis, ranks, step, self.hardware)
+        return collective_s(kind, int(size_bytes), group, self.hardware)
+
+    def least_s(self, step: Step) -> float:
+        """Bound the step of all layouts of these degrees and this micro-batch: as if nothing were computed again and no
+        backward were split, which takes no less."""
+        step = smallest(step)
+        if step.layout.recompute != "none" or step.splits_backward:
+            step = replace(step, layout=replace(step.layout, recompute="none", schedule=DEFAULT))
+        pp, whole, (larger, rest) = step.layout.pp, self.prices.whole_seconds(step), larger_twin(step)
+        more = self.prices.whole_seconds(larger) if rest else whole
+        busy_s = rest * (more.forward_s + more.backward_s)
+        busy_s += (step.num_microbatches - rest) * (whole.forward_s + whole.backward_s)
+        trained = self.prices.whole_sizes(step).trained
+        return busy_s / pp + self._update_s(step, trained / (step.layout.dp * step.layout.cp) / pp, 0.0)
+
+    def group_s(self, step: Step) -> float:
+        """Bound the step of all layouts that differ in how the data axis is split, and in ZeRO stage, alone."""
+        step = smallest(step)
+        stages = self.prices.runs(step).unlike
+        updated = max(least_updated(step, self.prices.stage_sizes(step, stage)) for stage in stages)
+        return max(self.closed_times(step).ends_s) + self._scalars_s(step) + self._update_s(step, updated, 0.0)
+
+    def _scalars_s(self, step: Step) -> float:
+        size = BYTES_OF["float64"] * len(STEP_SCALARS)
+        return self._sent_s(Kind.ALL_REDUCE, size, "world", step.layout.world_size, step)
+
+    def _bodies(self, step: Step) -> tuple[Bodies, ...]:
+        """Return the bodies of each run; under zero=2 and 3 they wait for gathers."""
+        costs = self.prices.run_seconds(step)
+        runs, gathers = self.prices.runs(step), self._gathers(step)
+        known: dict[object, Bodies] = {}
+        for run, cost in zip(runs.counts, costs, strict=True):
+            if run not in known:
+                known[run] = self._gathering(step, run, cost) if gathers else self._plain(step, cost)
+        return tuple(known[run] for run in runs.counts)
+
+    def _plain(self, step: Step, cost: Seconds) -> Bodies:
+        last_s = cost.weight_s if step.splits_backward else cost.backward_s
+        return Bodies(cost.forward_s, cost.forward_s, cost.backward_s, cost.weight_s, last_s)
+
+    def _gathering(self, step: Step, run: tuple[tuple[int, int], ...], cost: Seconds) -> Bodies:
+        """Bound bodies that gather and scatter a layer at a time, one layer ahead: along the data axis' stream, and that
+        of what is expert-sharded.
+
+        A forward lasts as long as the gathers of its blocks but the first two, with the blocks' compute only before and
+        behind them; a backward as long as its blocks' scatters but the last two and gathers but the first two, which
+        take turns. These all run beside what was issued behind them, or beside nothing.
+        """
+        kinds = self.prices.seconds(step)
+        blocks = [(kind, number) for kind, number in run if self.prices.few.layers[kind].is_block]
+        others_s = sum(kinds[kind].backward_s for kind, _ in run if not self.prices.few.layers[kind].is_block)
+        forward_s, backward_s = cost.forward_s, cost.backward_s
+        for axis in SHARD_AXES:
+            parts = [part for kind, number in blocks if (part := self._part(step, kind, number, axis)).gather_s]
+            if not parts or sum(part.number for part in parts) <= 2:
+                continue
+            gather_s, scatter_s = max(part.gather_s for part in parts), max(part.scatter_s for part in parts)
+            gathered_s = sum(part.number * part.gather_s for part in parts) - 2 * gather_s
+            mine = [kinds[part.kind] for part in parts]
+            forward_s = max(forward_s, gathered_s + 2 * min(kinds[kind].forward_s for kind, _ in blocks))
+            if step.zero == 3 and all(part.scatter_s and part.reads for part in parts):
+                turns_s = gathered_s + sum(part.number * part.scatter_s for part in parts) - 2 * scatter_s
+                around_s = min(one.backward_s - one.behind_s for one in mine) + min(one.backward_s for one in mine)
+                slowed_s = cost.backward_s + self._slowed_s(turns_s, cost.sent_backward_s)
+                backward_s = max(backward_s, turns_s + around_s + others_s, slowed_s)
+        plain_s = forward_s if step.zero == 3 else cost.forward_s
+        return Bodies(forward_s, plain_s, backward_s, cost.weight_s, backward_s)
+
+    def _part(self, step: Step, kind: int, number: int, axis: str) -> _Part:
+        """Return what layers of a kind send over one of the axes along which units are cut."""
+        one = self.prices.units(step)[kind]
+        gathered, scattered = (
+            (one.expert_gathered, one.expert_scattered) if axis == "dp_expert" else (one.gathered, one.scattered)
+        )
+        ranks = step.ranks.size(axis)
+        gather_s = self._sent_s(Kind.ALL_GATHER, gathered, axis, ranks, step)
+        scatter_s = self._sent_s(Kind.REDUCE_SCATTER, scattered * BYTES_OF[step.reduce_dtype], axis, ranks, step)
+        return _Part(kind, number, gather_s, scatter_s, self.prices.few.layers[kind].backward_reads_weights)
+
+    def _slowed_s(self, sent_s: float, exposed_s: float) -> float:
+        """How much longer compute takes beside so many seconds of what is sent over one axis.
+
+        Of what is sent no second costs nothing: it slows the compute beside it, or there is none beside it. Only what
+        compute's own queue sends is not slowed.
+        """
+        return (1 - 1 / self.hardware.contention) * max(0.0, sent_s - exposed_s)
+
+    def _once(self, step: Step, bound: Callable[[Step], Times]) -> Times:
+        """Bound times once for all ways to split the data axis, where bodies do not gather."""
+        if self._gathers(step):
+            return bound(step)
+        layout, larger = step.layout, larger_twin(step)[1]
+        key = (
+            bound.__name__, *self.prices.key(step), step.num_microbatches, larger, layout.schedule, layout.pp,
+            layout.virtual_stages,
+        )  # fmt: skip
+        if key not in self._known_times:
+            self._known_times[key] = bound(step)
+        return self._known_times[key]
+
+    def _gathers(self, step: Step) -> bool:
+        return step.zero >= 2 and self.hardware.overlap
+
+    def closed_times(self, step: Step) -> Times:
+        """Bound when stages end by what is before them."""
+        return self._once(smallest(step), self._closed_times)
+
+    def _closed_times(self, step: Step) -> Times:
+        layout = step.layout
+        m, pp, chunks = step.num_microbatches, layout.pp, layout.virtual_stages
+        small, (larger, rest) = self._bodies(step), larger_twin(step)
+        large = self._bodies(larger) if rest else small
+        first = max(1, rest)
+        busy = {
+            (one, more): (
+                more.first_s + (first - 1) * more.forward_s + (m - first) * one.forward_s,
+                rest * (more.backward_s + more.weight_s) + (m - rest) * (one.backward_s + one.weight_s),
+            )
+            for one, more in set(zip(small, large, strict=True))
+        }
+        of_run = [busy[pair] for pair in zip(small, large, strict=True)]
+        begins_s = [0.0, *itertools.accumulate(body.first_s for body in large[: pp - 1])]
+        whole_s, ends_s = [0.0] * (pp * chunks), [0.0] * pp
+        after_s = 0.0  # when the gradient of the last micro-batch comes that goes through all stages to the first one
+        for stage in reversed(range(pp)):
+            forward_s = backward_s = 0.0
+            for run in range(stage, pp * chunks, pp):
+                forward_s += of_run[run][0]
+                backward_s += of_run[run][1]
+            forward_s += begins_s[stage]
+            end_s, last = forward_s + backward_s, small[stage]
+            # What weights have left to do behind that gradient, where they have tasks of their own.
+            left = behind_last_backward(layout.schedule, stage, pp, m, chunks) if step.splits_backward else ()
+            left_s = sum((large if one.microbatch < rest else small)[one.chunk * pp + stage].weight_s for one in left)
+            after_s = max(after_s + last.backward_s, end_s - left_s)
+            ends_s[stage] = max(end_s, after_s + left_s)
+            for run in range(stage, pp * chunks, pp):
+                whole_s[run] = forward_s
+            whole_s[stage] = max(forward_s, ends_s[stage] - last.last_s)
+        return Times(tuple(whole_s), tuple(ends_s))
+
+    def played_times(self, step: Step) -> Times:
+        """Play the schedule with whole bodies, and nothing sent over the data axes but what bodies wait for."""
+        if step.layout.pp == 1:
+            return self.closed_times(step)
+        return self._once(smallest(step), self._played_times)
+
+    def _played_times(self, step: Step) -> Times:
+        return self._play(step, self._bodies(step))
+
+    def slowed_times(self, step: Step) -> Times:
+        """Play it with last backwards that are slowed by the reductions beside them."""
+        step = smallest(step)
+        bodies = self._bodies(step)
+        if not self.hardware.overlap or self.hardware.contention == 1:
+            return self.played_times(step)
+        longer: dict[tuple[int, ...], float] = {}
+        kinds = self.prices.runs(step).kinds
+        for run in kinds:
+            if run not in longer:
+                longer[run] = self._longer_s(step, run)
+        bodies = tuple(
+            body._replace(
+                last_s=max(body.last_s, (cost.weight_s if step.splits_backward else cost.backward_s) + longer[run])
+            )
+            for body, cost, run in zip(bodies, self.prices.run_seconds(step), kinds, strict=True)
+        )
+        if step.layout.pp > 1:
+            return self._play(step, bodies)
+        times = self.closed_times(step)
+        return Times(times.whole_s, (times.whole_s[0] + bodies[0].last_s,))
+
+    def _play(self, step: Step, bodies: Sequence[Bodies]) -> Times:
+        layout = step.layout
+        size, pp, (larger, rest) = self.prices.sent_bytes(step), layout.pp, larger_twin(step)
+        sends_s = [self._sent_s(Kind.SEND, size, "pp", pp, replace(step, stage=stage)) for stage in range(pp)]
+        large = self._bodies(larger) if rest else bodies
+        return play_bodies(layout, step.num_microbatches, bodies, sends_s, large, rest)
+
+    def _longer_s(self, step: Step, run: tuple[int, ...]) -> float:
+        """How much longer a run's last backward takes beside the reductions of its own gradients."""
+        kinds = self.prices.seconds(step)
+        found_s = 0.0
+        for stream, waiting_s in self._streams(step):
+            layers = []
+            for kind in reversed(run):
+                one = kinds[kind]
+                backward_s, sent_s = (
+                    (one.weight_s, 0.0) if step.splits_backward else (one.backward_s, one.sent_backward_s)
+                )
+                layers.append(Reduced(backward_s - sent_s, sent_s, stream[kind]))
+            found_s = max(found_s, longer_s(layers, waiting_s, self.hardware.contention))
+        return found_s
+
+    def _streams(self, step: Step) -> list[tuple[list[float], float]]:
+        """Return of each stream that reduces gradients behind their backward what it takes for each kind of layer, and for
+        what waits in a bucket."""
+        layout, sent = step.layout, BYTES_OF[step.reduce_dtype]
+        filled = (BUCKET_BYTES // BYTES_OF[step.master_dtype] + 1) * sent
+        count, replicas, shards = len(self.prices.few.layers), layout.num_replicas, layout.num_shards
+        if step.zero >= 2:
+            early = [self._replicated_s(step, one.reduced_early) for one in self.prices.units(step)]
+            scatters = [
+                [
+                    self._part(step, kind, 1, axis).scatter_s * (self.prices.units(step)[kind].reduced_early > 0)
+                    for kind in range(count)
+                ]
+                for axis in SHARD_AXES
+            ]
+            return [(one, 0.0) for one in (early, *scatters)]
+        kind = Kind.REDUCE_SCATTER if step.zero else Kind.ALL_REDUCE
+        axis, ranks = ("dp_shard", shards) if step.zero else ("dp_replicate", replicas)
+        found = []
+        for part, (name, size) in enumerate(((axis, ranks), ("dp_expert", step.ranks.size("dp_expert")))):
+            begun_s = self._sent_s(kind, 1, name, size, step)  # without any bytes; buckets may hold several layers
+            sent_s = [
+                max(0.0, self._sent_s(kind, numel[part] * sent, name, size, step) - begun_s)
+                for numel in self.prices.cut(step).early
+            ]
+            found.append((sent_s, max(0.0, self._sent_s(kind, filled, name, size, step) - begun_s)))
+        return found
+
+    def step_s(self, step: Step, times: Times) -> float:
+        """Bound the step of a layout whose stages come so far no sooner than that."""
+        step = smallest(step)
+        runs, pp = self.prices.runs(step), step.layout.pp
+        sendings: dict[tuple[object, ...], _Sending] = {}
+        met_s = last_s = 0.0
+        first_s: float | None = None
+        for stage in range(pp):
+            same = runs.kinds[stage::pp]
+            if same not in sendings:
+                sendings[same] = self._sending(step, stage)
+            sends = sendings[same]
+            first_s = sends.first_s if first_s is None else first_s  # all stages wait for the first one's first forward
+            end_s = times.ends_s[stage]
+            if self.hardware.overlap:
+                whole_s = times.whole_s[stage::pp]
+                slowed_s = whole_s[-1] + sends.left_s + self._slowed_s(sends.beside_s, sends.exposed_s)
+                summed_s = self._summed_s(whole_s, sends.of_runs)
+                met_s = max(met_s, first_s + end_s + sends.behind_s, summed_s, sends.all_s, slowed_s)
+            elif pp == 1:
+                met_s = end_s + sends.reduced_s + sends.all_s
+            else:  # of several stages one may send while it waits for another
+                mine = self.prices.stage_seconds(step, stage)
+                busy_s = step.num_microbatches * (mine.forward_s + mine.backward_s + mine.weight_s)
+                summed_s = self._summed_s(times.whole_s[stage::pp], sends.of_runs)
+                met_s = max(met_s, end_s, summed_s, busy_s + sends.all_s)
+            last_s = max(last_s, sends.update_s)
+        return met_s + self._scalars_s(step) + last_s
+
+    @staticmethod
+    def _summed_s(whole_s: Sequence[float], of_runs: Sequence[_Reductions]) -> float:
+        """When the last gradients of a stage are summed: those of its last run of layers come first, on any stream."""
+        ends_s = [0.0] * len(of_runs[0].streams_s)
+        for begun_s, one in zip(reversed(whole_s), reversed(of_runs), strict=True):
+            ends_s = [
+                max(end_s, begun_s + one.behind_s) + took_s for end_s, took_s in zip(ends_s, one.streams_s, strict=True)
+            ]
+        return max(ends_s)
+
+    def _sending(self, step: Step, stage: int) -> _Sending:
+        """Return what a stage sends over the data axes."""
+        took, mine = self.prices.stage_seconds(step, stage), self.prices.stage_sizes(step, stage)
+        update_s = self._update_s(step, self._updated(step, mine), 0.0 if step.zero >= 2 else mine.apart)
+        # What runs behind the first gradients that are whole: the last micro-batch's, of every run where they alternate.
+        left_s = took.weight_s if step.splits_backward else took.backward_s
+        sent_s = 0.0 if step.splits_backward else took.sent_backward_s
+        if step.zero >= 2:
+            sends = self._of_units(step, stage, took, update_s)
+        else:
+            sends = self._of_buckets(step, mine, update_s)
+        of_runs = tuple(
+            self._reductions(step, run)
+            for run in range(stage, step.layout.pp * step.layout.virtual_stages, step.layout.pp)
+        )
+        return sends._replace(left_s=left_s, exposed_s=sent_s, of_runs=of_runs)
+
+    def _reductions(self, step: Step, run: int) -> _Reductions:
+        runs = self.prices.runs(step)
+        first = self.prices.seconds(step)[runs.kinds[run][-1]]
+        behind_s = first.weight_s if step.splits_backward else first.backward_s - first.behind_s
+        if step.zero < 2:
+            streams_s = self._bucket_streams(step, self.prices.run_sizes(step)[run])
+        else:
+            each = (
+                number * self._replicated_s(step, self.prices.units(step)[kind].held_trained)
+                for kind, number in runs.counts[run]
+            )
+            streams_s = (sum(each),)
+        return _Reductions(behind_s, streams_s)
+
+    def _of_buckets(self, step: Step, mine: Sizes, update_s: float) -> _Sending:
+        layout, master = step.layout, BYTES_OF[step.master_dtype]
+        streams_s = self._bucket_streams(step, mine)
+        reduced_s, beside_s = max(streams_s), max(streams_s[:2])
+        if step.zero == 0:
+            return _Sending(reduced_s=reduced_s, update_s=update_s, beside_s=beside_s)
+        whole, apart = mine.trained - mine.expert_trained, mine.apart - mine.expert_apart
+        size, expert_size = (
+            (numel - part) * master + part * BYTES_OF[step.compute_dtype]
+            for numel, part in ((whole, apart), (mine.expert_trained, mine.expert_apart))
+        )
+        shards, own, of_experts = layout.num_shards, mine.block_trained - mine.expert_trained, mine.expert_trained
+        holders = step.ranks.size("dp_expert")
+        gathered_s = max(
+            self._in_buckets_s(step, Kind.ALL_GATHER, size, "dp_shard", shards, own),
+            self._in_buckets_s(step, Kind.ALL_GATHER, expert_size, "dp_expert", holders, of_experts),
+        )
+        return _Sending(reduced_s=reduced_s, update_s=update_s + gathered_s, beside_s=beside_s)
+
+    def _bucket_streams(self, step: Step, mine: Sizes) -> tuple[float, ...]:
+        """Seconds that reductions take of each stream: of weights that all ranks have, of experts, of shards."""
+        layout, sent = step.layout, BYTES_OF[step.reduce_dtype]
+        of_experts = mine.expert_trained
+        whole, own = mine.trained - of_experts, mine.block_trained - of_experts
+        replicas, shards, holders = layout.num_replicas, layout.num_shards, step.ranks.size("dp_expert")
+        kind, borrows = Kind.REDUCE_SCATTER if step.zero else Kind.ALL_REDUCE, layout.borrows_data_ranks
+        if step.zero == 0:
+            return (
+                self._in_buckets_s(step, kind, whole * sent, "dp_replicate", replicas, own),
+                self._in_buckets_s(step, kind, of_experts * sent, "dp_expert", holders, of_experts) if borrows else 0.0,
+            )
+        return (
+            self._in_buckets_s(step, kind, whole * sent, "dp_shard", shards, own),
+            self._in_buckets_s(step, kind, of_experts * sent, "dp_expert", holders, of_experts) if borrows else 0.0,
+            self._in_buckets_s(step, Kind.ALL_REDUCE, whole * sent / shards, "dp_replicate", replicas, own)
+            + self._in_buckets_s(
+                step, Kind.ALL_REDUCE, of_experts * sent / holders, "dp_replicate", replicas, of_experts
+            ),
+        )
+
+    def _in_buckets_s(self, step: Step, kind: Kind, size: float, axis: str, ranks: int, numel: float) -> float:
+        """Send what buckets of so many elements hold: each is closed by the weight that fills it."""
+        limit = BUCKET_BYTES // BYTES_OF[step.master_dtype] + self.prices.cut(step).largest
+        count = max(1, int(numel / limit))
+        return count * self._sent_s(kind, size / count, axis, ranks, step)
+
+    def _of_units(self, step: Step, stage: int, mine: Seconds, update_s: float) -> _Sending:
+        layout, runs, m = step.layout, self.prices.runs(step), step.num_microbatches
+        last = self.prices.kind_of[-1]
+        all_s = scattered_s = 0.0
+        for axis in SHARD_AXES:
+            gathers_s = scatters_s = 0.0
+            for run in runs.counts[stage :: layout.pp]:
+                for kind, number in run:
+                    part = self._part(step, kind, number, axis)
+                    again = self.prices.few.layers[kind].is_block and part.reads and part.scatter_s > 0 and kind != last
+                    gathers_s += number * part.gather_s * (m * (1 + again) if step.zero == 3 else 1)
+                    scatters_s += number * part.scatter_s * m
+            all_s, scattered_s = max(all_s, gathers_s + scatters_s), max(scattered_s, scatters_s)
+        first = self._part(step, runs.kinds[stage][0], 1, "dp_shard")
+        reduced_s = sum(
+            number * self._replicated_s(step, self.prices.units(step)[kind].held_trained)
+            for run in runs.counts[stage :: layout.pp]
+            for kind, number in run
+        )
+        behind_s = first.scatter_s + self._replicated_s(
+            step, self.prices.units(step)[first.kind].scattered / layout.num_shards
+        )
+        busy_s = m * (mine.forward_s + mine.backward_s + mine.weight_s)
+        busy_s += self._slowed_s(scattered_s, m * (mine.sent_forward_s + mine.sent_backward_s))
+        if self.hardware.overlap:
+            all_s = max(all_s, first.gather_s + busy_s)
+        return _Sending(first.gather_s, reduced_s, behind_s, all_s, update_s, beside_s=reduced_s)
+
+    def _replicated_s(self, step: Step, numel: float) -> float:
+        """Sum so many elements of gradients over the replicas."""
+        size = numel * BYTES_OF[step.reduce_dtype]
+        return self._sent_s(Kind.ALL_REDUCE, size, "dp_replicate", step.layout.num_replicas, step)
+
+    @staticmethod
+    def _updated(step: Step, mine: Sizes) -> float:
+        """Elements that the optimizer of a rank updates."""
+        if not step.zero:
+            return mine.trained
+        whole, holders = mine.trained - mine.expert_trained, step.ranks.size("dp_expert")
+        return whole / step.layout.num_shards + mine.expert_trained / holders
+
+    def _update_s(self, step: Step, numel: float, apart: float) -> float:
+        moved = numel * UPDATE_PASSES * BYTES_OF[step.master_dtype]
+        moved += apart / (step.layout.num_shards if step.zero else 1) * BYTES_OF[step.compute_dtype]
+        return moved / self.hardware.memory_bytes_per_s / self.hardware.memory_efficiency + self.hardware.host_step_s
+
+
+class _Reductions(NamedTuple):
+    """Gradients of a run of layers."""
+
+    behind_s: float
+    """From the start of its last backward until the first ones are whole."""
+    streams_s: tuple[float, ...]
+    """Seconds of each stream."""
+
+
+class _Sending(NamedTuple):
+    """Seconds that a stage sends over data axes."""
+
+    first_s: float = 0.0
+    """Before its first forward."""
+    reduced_s: float = 0.0
+    """From when the first gradients are whole."""
+    behind_s: float = 0.0
+    """Behind its last backward."""
+    all_s: float = 0.0
+    """In all, over one axis, or with all that it computes."""
+    update_s: float = 0.0
+    """The update, and what is gathered behind it."""
+    left_s: float = 0.0
+    """What is computed from when the first gradients are whole."""
+    exposed_s: float = 0.0
+    """The part of it that is sent in the queue of compute."""
+    of_runs: tuple[_Reductions, ...] = ()
+    beside_s: float = 0.0
+    """The part of `reduced_s` that is issued between the last backwards: the clock lets it slow those behind it."""
+
+
+class _Part(NamedTuple):
+    """What layers of a kind send over an axis along which they are cut, seconds of one."""
+
+    kind: int
+    number: int
+    gather_s: float
+    scatter_s: float
+    reads: bool
+    """Their backward reads the weights, so that they are gathered for it."""

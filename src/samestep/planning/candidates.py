@@ -1,0 +1,187 @@
+"""The layouts of a number of devices: every split of them over the axes, and every switch of each. All verbs read this list.
+
+    degrees      tp x pp x cp x data ranks, with ep among these
+    splits       of the data ranks into replicas and shards, with ZeRO stages
+    sized        micro-batches
+    variants     schedules, and recomputation, of each the quickest first
+
+`layouts` and `verify --all` list each switch by itself; `plan` tries them together, on a list that is thinned for its
+hardware: fewer splits and fewer values of the switches, for the same legal tp, pp, cp and ep. Nothing here asks whether a
+strategy refuses a layout; thinned, a degree is left out that the model refuses whatever the rest is. Left out are:
+
+    degrees      pp beyond the blocks; cp that a model refuses or that does not divide its tokens; ep that does not divide
+                 its experts; tp without sequence_parallel, where the sequence can be cut: it keeps less
+    splits       shards of another size than all data ranks and those of one node
+    sized        micro-batches of other sizes than `MICROBATCHES` and the whole share
+    variants     gpipe, which takes as long as 1f1b and keeps more; more than two virtual stages; accumulate=full;
+                 reduce=hierarchical and reduce=root; offload, which is not priced and which plan tries where nothing fits
+
+What is left out may be quicker: `tests/laws/test_candidates.py` says of which of it that is so, and by how much.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, get_args
+
+from samestep.hardware import Hardware
+from samestep.job import Job
+from samestep.layout import Layout, Recompute, Reduce
+from samestep.models.spec import ModelSpec
+from samestep.schedules import DEFAULT, SCHEDULES
+from samestep.strategies import sequence
+
+MICROBATCHES = (1, 2, 4, 8, 16, 32)
+"""Samples of a micro-batch that a thinned list has, beside a rank's whole share."""
+
+Words = Mapping[str, Any]
+"""Layout words and their values."""
+
+
+_DEFAULT = Layout()
+
+
+def schedule_words(schedule: str, virtual_stages: int = 2) -> Words:
+    """Return the layout words of a schedule, with the fewest virtual stages at which they do something."""
+    chunks = {"virtual_stages": virtual_stages} if SCHEDULES[schedule].takes_chunks else {}
+    return {"schedule": schedule, **chunks}
+
+
+def listed(devices: int, model: ModelSpec, *, switches: bool = False) -> Iterator[Layout]:
+    """Yield every split of `devices` over the axes of `model`; with `switches`, each switch of it by itself too."""
+    for degree in degrees(devices, model):
+        for split in splits(degree):
+            yield split
+            if switches:
+                yield from _one_by_one(split)
+
+
+def layouts_of(devices: int, model: ModelSpec, job: Job, *, thin: Hardware | None = None) -> Iterator[Layout]:
+    """Yield every split of `devices` over the axes of `model`, each with every combination of its switches.
+
+    Args:
+        devices: how many; each is used.
+        model: its experts and blocks say which degrees there are.
+        job: its global batch says which micro-batches there are.
+        thin: the hardware for which `plan` searches; without it nothing is left out.
+    """
+    for degree in degrees(devices, model, thin=thin):
+        for split in splits(degree, thin=thin):
+            yield from switched(split, model, job, thin=thin)
+
+
+# -- splits ----------------------------------------------------------------------------------------
+
+
+def degrees(devices: int, model: ModelSpec, *, thin: Hardware | None = None) -> Iterator[Layout]:
+    """Yield every split of `devices` over tp, pp, cp and replicas, with every ep where the model has experts."""
+    blocks = sum(layer.is_block for layer in model.layers)
+    experts = math.gcd(*(param.experts for param in model.params if param.experts))
+    for tp in _divisors(devices):
+        cuts_sequence = thin is not None and tp > 1 and sequence.refuse_model(model, tp) is None
+        for pp in _divisors(devices // tp):
+            if thin and pp > max(1, blocks):
+                continue
+            for cp in _divisors(devices // tp // pp):
+                if thin and cp > 1 and (model.slice_refusal or model.length % cp):
+                    continue
+                ranks = devices // tp // pp // cp
+                base = Layout(tp=tp, pp=pp, cp=cp, dp_replicate=ranks, sequence_parallel=cuts_sequence and cp == 1)
+                yield base
+                for ep in _divisors(ranks * cp)[1:] if experts else ():
+                    if not thin or experts % ep == 0:
+                        yield replace(base, ep=ep)
+
+
+def splits(degrees: Layout, *, thin: Hardware | None = None) -> Iterator[Layout]:
+    """Yield the ways to replicate and shard over the data ranks, and with cp=N over those of a sequence too.
+
+    Thinned, all data ranks are a group of shards, or those that lie in one node.
+    """
+    dp = degrees.dp
+    yield degrees
+    shards = _divisors(dp)
+    if thin:
+        inside = max(1, thin.devices_per_node // degrees.tp // degrees.cp)
+        shards = [shard for shard in shards if shard in (inside, dp)]
+    for shard in shards:
+        for zero in (1, 2, 3) if shard * degrees.cp > 1 and shard * degrees.cp % degrees.ep == 0 else ():
+            yield replace(degrees, dp_replicate=dp // shard, dp_shard=shard, zero=zero)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+# -- switches --------------------------------------------------------------------------------------
+
+
+def switched(split: Layout, model: ModelSpec, job: Job, *, thin: Hardware | None = None) -> Iterator[Layout]:
+    """Yield a split with every combination of its switches: micro-batch, schedule, recomputation and all else."""
+    every = variants(split) if thin else tuple(_combinations(split, model))
+    for one in sized(split, job, thin=thin):
+        for words in every:
+            yield replace(one, **words)
+
+
+def sized(split: Layout, job: Job, *, thin: Hardware | None = None) -> Iterator[Layout]:
+    """Yield a split with every micro-batch that is smaller than a rank's share of the samples, and with the whole share."""
+    share = -(-job.train.global_batch // split.dp)
+    for microbatch in MICROBATCHES if thin else range(1, share):
+        if microbatch < share:
+            yield replace(split, microbatch=microbatch)
+    yield replace(split, microbatch=None)
+
+
+def _schedules(split: Layout) -> list[Words]:
+    """Return the words of every schedule of the thinned list: without stages there is one."""
+    if split.pp == 1:
+        return [schedule_words(DEFAULT)]
+    return [schedule_words(spec.name) for spec in SCHEDULES.values() if spec.is_planned]
+
+
+def variants(split: Layout) -> tuple[Words, ...]:
+    """Return the words of every schedule and recomputation of the thinned list, of each schedule the quickest first."""
+    every = itertools.product(_schedules(split), get_args(Recompute))
+    return tuple({**words, "recompute": recompute} for words, recompute in every)
+
+
+def scheduled(split: Layout) -> Iterator[Layout]:
+    """Yield a split under every schedule of the thinned list."""
+    for words in _schedules(split):
+        yield replace(split, **words)
+
+
+def _choices(split: Layout) -> Iterator[tuple[Words, ...]]:
+    """Yield the values of each switch that a split has a use for, its default not among them."""
+    if split.zero >= 2:
+        yield ({"accumulate": "full"},)
+    yield tuple({"recompute": one} for one in get_args(Recompute) if one != _DEFAULT.recompute)
+    if split.num_summed > 1 and split.zero == 0:
+        yield tuple({"reduce": one} for one in get_args(Reduce) if one != _DEFAULT.reduce)
+    yield ({"offload": True},)
+    if split.tp > 1:
+        yield ({"sequence_parallel": True},)
+    if split.pp > 1:
+        yield tuple(schedule_words(one) for one in SCHEDULES if one != DEFAULT)
+
+
+def _one_by_one(split: Layout) -> Iterator[Layout]:
+    """Yield a split with one switch at another value than its default; what is about several micro-batches, with such."""
+    yield replace(split, microbatch=1)
+    for words in itertools.chain.from_iterable(_choices(split)):
+        microbatch = 1 if words.keys() & {"schedule", "accumulate"} else None
+        yield replace(split, microbatch=microbatch, **words)
+
+
+def _combinations(split: Layout, model: ModelSpec) -> Iterator[Words]:
+    """Yield the words of every combination of a split's switches, with every number of virtual stages."""
+    blocks = sum(layer.is_block for layer in model.layers)
+    for chosen in itertools.product(*(({}, *values) for values in _choices(split))):
+        words = {name: value for one in chosen for name, value in one.items()}
+        yield words
+        if words.get("virtual_stages"):
+            yield from ({**words, "virtual_stages": more} for more in range(3, blocks // split.pp + 1))

@@ -1,0 +1,194 @@
+"""Whether a job may have a layout, by the rules of the strategies, and what it holds and sends: for any list of layouts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from samestep.errors import InputError, LayoutError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.models import catalog
+from samestep.models.spec import ModelSpec
+from samestep.output.text_table import aligned
+from samestep.planning.candidates import listed, schedule_words
+from samestep.program.ops import Kind
+from samestep.program.program import Program
+from samestep.schedules import DEFAULT, SCHEDULES
+from samestep.simulation.memory import MemoryUse, at_rest
+from samestep.strategies import program_of
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One layout: what it holds and sends, or why it cannot be."""
+
+    layout: Layout
+    reason: str = ""
+    """Empty where the layout is legal."""
+    memory: MemoryUse | None = None
+    sent: dict[str, int] | None = None
+    """Bytes of buffers that one step hands to each kind of collective."""
+
+
+# -- what composes with what -----------------------------------------------------------------------
+
+_FEATURES: dict[str, dict[str, Any]] = {
+    "dp": {"dp_replicate": 2},
+    "zero=1": {"dp_shard": 2, "zero": 1},
+    "zero=2": {"dp_shard": 2, "zero": 2},
+    "zero=3": {"dp_shard": 2, "zero": 3},
+    "tp": {"tp": 2},
+    "sequence_parallel": {"tp": 2, "sequence_parallel": True},
+    "cp": {"cp": 2},
+    "cp zero=1": {"cp": 2, "dp_shard": 1, "zero": 1},
+    "cp zero=2": {"cp": 2, "dp_shard": 1, "zero": 2},
+    "cp zero=3": {"cp": 2, "dp_shard": 1, "zero": 3},
+    "ep": {"dp_replicate": 2, "ep": 2},
+    "pp": {"pp": 2},
+    **{one: {"pp": 2, **schedule_words(one)} for one in SCHEDULES if one != DEFAULT},
+    "microbatch": {"microbatch": 1},
+    "accumulate=full": {"accumulate": "full"},
+    "recompute": {"recompute": "full"},
+    "offload": {"offload": True},
+    "reduce=root": {"reduce": "root"},
+}
+"""Each word at the smallest degree at which it does something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two features in one layout."""
+
+    first: str
+    second: str
+    reason: str | None
+    """Why they cannot be together; empty where they can, None where they are two values of one word."""
+
+
+def pairs(job: Job) -> Iterator[Pair]:
+    """Try every two features together on a job."""
+    model = catalog.model_spec(job)
+    for (first, ours), (second, theirs) in itertools.combinations(_FEATURES.items(), 2):
+        if any(ours[word] != theirs[word] for word in ours.keys() & theirs.keys()):
+            yield Pair(first, second, None)
+            continue
+        try:
+            yield Pair(first, second, row_of(model, job, Layout(**{**ours, **theirs})).reason)
+        except LayoutError as error:
+            yield Pair(first, second, str(error))
+
+
+def matrix(found: Iterable[Pair], *, markdown: bool = False) -> str:
+    """Write which features compose: `x` together, `.` two values of one word, else the number of a reason below."""
+    reasons: dict[str, int] = {}
+    cell: dict[tuple[str, str], str] = {}
+    for pair in found:
+        mark = (
+            "."
+            if pair.reason is None
+            else "x"
+            if not pair.reason
+            else f"{reasons.setdefault(pair.reason, len(reasons) + 1)}"
+        )
+        cell[pair.first, pair.second] = cell[pair.second, pair.first] = mark
+    names = list(_FEATURES)
+    rows = [[name, *(cell.get((name, other), "") for other in names)] for name in names]
+    if markdown:
+        head = ["", *(f"`{name}`" for name in names)]
+        lines = [head, ["---", *("---" for _ in names)], *([f"`{row[0]}`", *row[1:]] for row in rows)]
+        text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return "\n".join([text, "", *(f"{number}. {reason}" for reason, number in reasons.items())])
+    width = max(map(len, names))
+    lines = [
+        [f"{number:>2} {name:<{width}}", *row[1:]]
+        for number, (name, row) in enumerate(zip(names, rows, strict=True), 1)
+    ]
+    text = "\n".join(
+        [
+            " " * (width + 3) + "".join(f"{n:>4}" for n in range(1, len(names) + 1)),
+            *(line[0] + "".join(f"{mark:>4}" for mark in line[1:]) for line in lines),
+        ]
+    )
+    return "\n".join([text, *(f"{number}: {reason}" for reason, number in reasons.items())])
+
+
+def row_of(model: ModelSpec, job: Job, layout: Layout) -> Row:
+    """Try one layout on a job."""
+    try:
+        program = program_of(model, job, layout)
+    except LayoutError as error:
+        return Row(layout, reason=str(error))
+    return Row(layout, memory=at_rest(program), sent=_sent(program))
+
+
+def layouts(job: Job, devices: int, *, switches: bool = False) -> tuple[Row, ...]:
+    """Try every layout that a job may have on a number of devices; what is refused stands there with its reason.
+
+    Args:
+        job: what is computed.
+        devices: how many; each is used.
+        switches: try each switch of every split by itself too, as recompute or offload.
+
+    Raises:
+        InputError: the job or its model cannot be understood.
+    """
+    if devices < 1:
+        raise InputError(f"devices={devices}: a layout needs at least 1")
+    model = catalog.model_spec(job)
+    return tuple(row_of(model, job, layout) for layout in listed(devices, model, switches=switches))
+
+
+def why_refused(job: Job, layout: Layout, devices: int) -> str:
+    """Say what a layout is refused for on a number of devices, or that it is legal: the answer to `--why-not`."""
+    reason = row_of(catalog.model_spec(job), job, layout).reason
+    if layout.world_size == devices:
+        return reason or f'"{layout}" is legal'
+    named = f"--devices {devices}, but layout {str(layout)!r} has {layout.world_size} ranks"
+    return f"{named}, on which it is {f'refused: {reason}' if reason else 'legal'}"
+
+
+def _sent(program: Program) -> dict[str, int]:
+    sent: dict[str, int] = {}
+    for _, op in program.ops():
+        if op.axis is not None and op.owner != "scalars":
+            sent[op.kind] = sent.get(op.kind, 0) + op.size_bytes
+    return {str(kind): sent[kind] for kind in Kind if kind in sent}
+
+
+_HEAD = ("layout", "weights", "gradients", "optimizer", "collectives of a step (bytes of their buffers)")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    if row.memory is None or row.sent is None:
+        return (str(row.layout), "", "", "", f"refused: {row.reason}")
+    held = (row.memory.weights, row.memory.gradients, row.memory.optimizer)
+    sent = ", ".join(f"{kind} {size:,}" for kind, size in row.sent.items())
+    return (str(row.layout), *(f"{size:,}" for size in held), sent or "none")
+
+
+def as_text(rows: Sequence[Row]) -> str:
+    """Write the table for a terminal: bytes that rank 0 holds between steps with Adam, and what a step sends."""
+    return aligned([_HEAD, *map(_cells, rows)], left=(0, len(_HEAD) - 1))
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """Write the table for a document."""
+    lines = [_HEAD, ("---", "---:", "---:", "---:", "---"), *((f"`{c[0]}`", *c[1:]) for c in map(_cells, rows))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def as_record(row: Row) -> dict[str, object]:
+    """Return plain data for JSON."""
+    held = row.memory
+    return {
+        "layout": str(row.layout),
+        "legal": not row.reason,
+        "reason": row.reason,
+        "bytes": None
+        if held is None
+        else {"weights": held.weights, "gradients": held.gradients, "optimizer": held.optimizer},
+        "sent": row.sent,
+    }

@@ -1,0 +1,117 @@
+"""What other numerics would save: said beside a plan, and never done, since the job alone says what is computed.
+
+Three changes are known to pay. TensorFloat-32 multiplies float32 with 10 bits of mantissa, on the units that are made for
+half precision, and leaves memory as it is. Half precision makes matrix products faster and halves activations and working
+weights; gradients of one byte (int8 with a scale for each block; Dettmers et al. 2022, arXiv:2110.02861) are a quarter of
+what data parallelism sends. Each is priced in the layout at hand, whose programs are written, played and added up anew: what
+a search under the other numerics would find may be better still.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from samestep.hardware import Hardware
+from samestep.job import Job
+from samestep.models.spec import ModelSpec
+from samestep.program.bodies import BodyKey
+from samestep.program.ops import BYTES_OF, REDUCING, TF32, Op, Ops
+from samestep.simulation import clock
+from samestep.simulation.memory import gib
+from samestep.simulation.prediction import Prediction, predict
+
+WORTH = 0.03
+"""Part of a step below which a saving is not worth another arithmetic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """One change of the job's numerics, and what a step would be."""
+
+    change: str
+    step_s: float
+    before_s: float
+    peak_bytes: int | None = None
+    """Of the rank that holds most; None where it stays."""
+    before_bytes: int = 0
+
+    def to_line(self) -> str:
+        """Say it."""
+        part = (self.before_s - self.step_s) / self.before_s
+        line = f"{self.change}: {self.step_s:.4g} s a step, {part:.0%} less"
+        if self.peak_bytes is not None:
+            line += f", and {gib(self.peak_bytes)} GiB instead of {gib(self.before_bytes)}"
+        return line
+
+    def to_record(self) -> dict[str, object]:
+        """Return plain data for JSON."""
+        return {"change": self.change, "step_s": self.step_s, "peak_bytes": self.peak_bytes or self.before_bytes}
+
+
+def savings(
+    best: Prediction, model: ModelSpec, job: Job, hardware: Hardware, states_per_param: int = 2
+) -> list[Saving]:
+    """List the changes of numerics that would save time worth having in this layout, the greatest first."""
+    found = [
+        saving
+        for saving in (
+            _rounded(best, model, job, hardware, states_per_param),
+            _halved(best, model, job, hardware, states_per_param),
+            _of_bytes(best, hardware),
+        )
+        if saving is not None and saving.step_s < (1 - WORTH) * saving.before_s
+    ]
+    return sorted(found, key=lambda saving: saving.step_s)
+
+
+def _rounded(best: Prediction, model: ModelSpec, job: Job, hardware: Hardware, states: int) -> Saving | None:
+    """Round the factors of products as they are multiplied."""
+    if job.numerics.precision != "float32" or job.numerics.tf32 or TF32 not in hardware.flops_per_s:
+        return None
+    said = predict(model, _under(job, tf32=True), best.layout, hardware, states)
+    return Saving(change="numerics.tf32=true", step_s=said.step_s, before_s=best.step_s, before_bytes=best.peak.total)
+
+
+def _halved(best: Prediction, model: ModelSpec, job: Job, hardware: Hardware, states: int) -> Saving | None:
+    """Compute in half precision, with masters, gradients and reductions as they are."""
+    if job.numerics.precision != "float32":
+        return None  # float64 is asked for by who wants every digit
+    kinds = (("bf16", "bfloat16"), ("fp16", "float16"))
+    precision = next((name for name, dtype in kinds if dtype in hardware.flops_per_s), None)
+    if precision is None:
+        return None
+    said = predict(model, _under(job, precision=precision), best.layout, hardware, states)
+    return Saving(
+        change=f"numerics.precision={precision}",
+        step_s=said.step_s,
+        before_s=best.step_s,
+        peak_bytes=said.peak.total,
+        before_bytes=best.peak.total,
+    )
+
+
+def _under(job: Job, **numerics: object) -> Job:
+    return job.model_copy(update={"numerics": job.numerics.model_copy(update=numerics)})
+
+
+def _of_bytes(best: Prediction, hardware: Hardware) -> Saving:
+    """Send gradients over the data axes as one byte each; what it takes to make them is not counted."""
+    programs = tuple(program.with_bodies(_compressed) for program in best.programs)
+    return Saving(
+        change="gradients sent as int8, which is not built",
+        step_s=clock.play(programs, hardware).step_s,
+        before_s=best.step_s,
+        before_bytes=best.peak.total,
+    )
+
+
+def _compressed(_: BodyKey, ops: Ops) -> Ops:
+    return tuple(_as_bytes(op) if _is_of_gradients(op) else op for op in ops)
+
+
+def _is_of_gradients(op: Op) -> bool:
+    return op.kind in REDUCING and op.axis is not None and op.axis.startswith("dp_")
+
+
+def _as_bytes(op: Op) -> Op:
+    return op.but(size_bytes=-(-op.size_bytes // BYTES_OF[op.dtype]))

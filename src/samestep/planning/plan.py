@@ -1,0 +1,52 @@
+"""The verb `plan`: a job and a number of devices in; the layouts that fit out, the fastest first, and why not the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from samestep.errors import InputError
+from samestep.hardware import Hardware, resolve_hardware
+from samestep.job import Job
+from samestep.models import catalog
+from samestep.planning import other_numerics, search
+from samestep.planning.search import Plan
+from samestep.simulation.memory import states_per_param
+
+MOST_ROWS = 50
+"""Layouts that a plan ranks at most: each of them, and many that might be among them, are played."""
+
+
+def plan(
+    job: Job,
+    devices: int,
+    hardware: Hardware | str | Path | None = None,
+    *,
+    top: int = 5,
+    fewest_devices: bool = False,
+) -> Plan:
+    """Search the fastest layouts of a job that fit; needs no torch for a preset or a model that was traced before.
+
+    Args:
+        job: what is computed; its global batch stays as it is.
+        devices: how many there are; each is used.
+        hardware: what they are: a profile, its name or its file; without it what was measured here, or cpu-laptop.
+        top: how many of the fastest are wanted.
+        fewest_devices: plan for the smallest number of devices, `devices` at most, that the job fits on.
+
+    Raises:
+        InputError: the job, its model or the hardware cannot be understood; nothing has been searched.
+    """
+    if devices < 1:
+        raise InputError(f"devices={devices}: a plan needs at least 1")
+    if not 1 <= top <= MOST_ROWS:
+        raise InputError(
+            f"{top} rows are too {'many' if top > 1 else 'few'} to play; {MOST_ROWS if top > 1 else 1} works"
+        )
+    where = resolve_hardware(hardware)
+    states, model = states_per_param(job), catalog.model_spec(job)
+    searched = search.fewest if fewest_devices else search.plan
+    found = searched(model, job, where, devices, top=top, states_per_param=states)
+    if not found.best:
+        return found
+    return replace(found, other_numerics=tuple(other_numerics.savings(found.best[0], model, job, where, states)))

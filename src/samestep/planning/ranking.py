@@ -1,0 +1,192 @@
+"""A plan in words: the ranked table, why one layout is not the best, how long a training takes and what it costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from samestep.errors import LayoutError
+from samestep.layout import Layout
+from samestep.output.text_table import aligned
+from samestep.planning.nearest_layout import nearest
+from samestep.planning.search import MOST_PLAYED, Fallen, Plan
+from samestep.simulation.memory import gib, memory_summary
+from samestep.simulation.prediction import Prediction, intervals, predict
+
+TIGHT = 0.05
+"""Part of a device's memory that is too little to have free: what is in pieces cannot be given away."""
+_HEAD = ("layout", "step s", "{}/s/device", "MFU", "GiB", "bubble", "exposed s")
+
+
+def as_text(found: Plan) -> str:
+    """Write the ranked table, what binds the best layout, and what the others fell out for."""
+    lines = []
+    if found.best:
+        rows = [tuple(title.format(found.best[0].unit) for title in _HEAD), *map(_cells, found.best)]
+        lines.append(aligned(rows))
+        lines.append(f"the best is bound by {binds(found.best[0])}")
+        lines += _cautions(found.best)
+        if found.best[0].layout.offload:
+            lines.append("nothing fits without offload, and what it takes to update on the host is not foreseen")
+    else:
+        lines.append(found.nearest)
+    rules: Counter[str] = Counter()
+    for one in found.fallen:
+        rules[one.rule] += len(one.group.splits)
+    counts = ", ".join(f"{count} {rule}" for rule, count in rules.most_common())
+    lines.append(
+        f"{found.considered} layouts of {found.devices} device{'s' * (found.devices > 1)} in {found.seconds:.2f} s: {counts}"
+    )
+    if rules["unplayed"]:
+        lines.append(
+            f"the search ended after {MOST_PLAYED} layouts played: of those unplayed one may be faster than what is shown"
+        )
+    lines.append(f"model: {found.labels['model']}; {found.hardware.name}: {found.labels['hardware']}")
+    lines.append(expected())
+    lines += [f'  "{next(one.group.layouts())}" {one.reason}' for one in examples(found.fallen)]
+    return "\n".join(lines)
+
+
+def _cautions(best: Sequence[Prediction]) -> list[str]:
+    """Say what speaks against the best layout: ranks without work, memory that is full."""
+    first, lines = best[0], []
+    samples, ranks = first.programs[0].step.global_batch, first.layout.dp
+    if samples < ranks:
+        lines.append(
+            f"train.global_batch={samples} leaves {ranks - samples} of its {ranks} data ranks without samples: "
+            f"{first.devices // ranks * samples} devices would take as long"
+        )
+    if _free(first) < TIGHT:
+        roomy = next((one for one in best if _free(one) >= TIGHT), None)
+        instead = f': "{roomy.layout}" leaves {_free(roomy):.0%}, at {roomy.step_s:.4g} s' if roomy else ""
+        lines.append(f"it leaves {_free(first):.0%} of the memory free, and may not fit{instead}")
+    return lines
+
+
+def _free(one: Prediction) -> float:
+    """Part of a device's memory that is left."""
+    return 1 - one.peak.total / one.hardware.memory_bytes
+
+
+def expected() -> str:
+    """Say how far predictions have been from what was measured."""
+    time, memory = intervals()["time"], intervals()["memory"]
+    return (
+        f"of {time.rows:,} published steps 8 in 10 took {time.low:.2f} to {time.high:.2f} times the foreseen, "
+        f"of {memory.rows:,} peaks {memory.low:.2f} to {memory.high:.2f} times (docs/foresight.md)"
+    )
+
+
+def examples(fallen: Sequence[Fallen]) -> list[Fallen]:
+    """Return one for each kind of reason, with its numbers left out of account."""
+    kinds: dict[str, Fallen] = {}
+    for one in fallen:
+        if one.rule != "slower":
+            words = "".join(char for char in one.reason.split(":")[0] if not char.isdigit() and char != ".")
+            kinds.setdefault(words, one)
+    return list(kinds.values())[:8]
+
+
+def binds(best: Prediction) -> str:
+    """Say what takes most of the best layout's step."""
+    busy = best.step_s * (1 - best.bubble_fraction) - best.exposed_comm_s
+    parts = {
+        "compute": busy,
+        "bubbles": best.bubble_fraction * best.step_s,
+        "exposed communication": best.exposed_comm_s,
+    }
+    name = max(parts, key=lambda part: parts[part])
+    return f"{name} ({parts[name] / best.step_s:.0%} of the step); {_free(best):.0%} of the memory is free"
+
+
+def _cells(one: Prediction) -> tuple[str, ...]:
+    return (
+        str(one.layout),
+        f"{one.step_s:.4g}",
+        f"{one.tokens_per_s_per_device:,.0f}",
+        f"{one.mfu:.1%}",
+        gib(one.peak.total),
+        f"{one.bubble_fraction:.1%}",
+        f"{one.exposed_comm_s:.3g}",
+    )
+
+
+def as_record(found: Plan) -> dict[str, object]:
+    """Return plain data for JSON."""
+    record: dict[str, object] = {
+        "devices": found.devices,
+        "hardware": found.hardware.name,
+        "considered": found.considered,
+        "seconds": found.seconds,
+        "best": [one.to_record() for one in found.best],
+        "rejections": [{"layout": str(one.layout), "rule": one.rule, "reason": one.reason} for one in found.rejections],
+        "nearest": found.nearest,
+        "labels": dict(found.labels),
+    }
+    if found.best:
+        record["other_numerics"] = [saving.to_record() for saving in found.other_numerics]
+    return record
+
+
+def answers(found: Plan, tokens: float | None, cost_per_hour: float | None) -> list[str]:
+    """Say how long a training takes in the best layout and what it costs, a line each; nothing where nothing fits.
+
+    Args:
+        found: what was planned.
+        tokens: how many the whole training reads.
+        cost_per_hour: of one device.
+    """
+    if not found.best:
+        return []
+    best, lines = found.best[0], []
+    per_s = best.tokens_per_s_per_device * best.devices
+    if tokens:
+        days = tokens / per_s / 86_400
+        lines.append(
+            f"{tokens:.3g} {best.unit} take {days:,.2f} days on {best.devices} device{'s' * (best.devices > 1)}"
+        )
+        if cost_per_hour:
+            lines.append(
+                f"they cost {cost_per_hour * best.devices * days * 24:,.0f}, at {cost_per_hour:g} for an hour of one device"
+            )
+    elif cost_per_hour:
+        lines.append(f"a billion {best.unit} cost {1e9 / per_s / 3600 * best.devices * cost_per_hour:,.2f}")
+    return lines
+
+
+def other_numerics(found: Plan) -> list[str]:
+    """Say what other numerics would save in the best layout, a line each."""
+    return [f"with other numerics, the job's to choose: {saving.to_line()}" for saving in found.other_numerics]
+
+
+def why_not(found: Plan, layout: Layout) -> str:
+    """Say why one layout is not the best, or that it is: the answer to `--why`."""
+
+    def near() -> str:
+        if not found.best:
+            return f"; {found.nearest}"
+        works = nearest(found.model, found.job, found.hardware, layout, found.devices, found.states_per_param)
+        return f'; "{works.layout}" works, {works.step_s:.4g} s a step' if works else ""
+
+    try:
+        mine = predict(found.model, found.job, layout, found.hardware, found.states_per_param)
+    except LayoutError as error:
+        return f'"{layout}" cannot be: {error}{near()}'
+    if not mine.fits:
+        return f'"{layout}" does not fit: {memory_summary(mine.peak, mine.hardware)}{near()}'
+    if not found.best:
+        return f'"{layout}" fits: {mine.step_s:.4g} s a step'
+    first = found.best[0]
+    if mine.devices != found.devices:
+        return (
+            f'"{layout}" is one of {mine.devices} devices, {mine.step_s:.4g} s a step; this plan is of {found.devices}'
+        )
+    if mine.layout == first.layout or mine.step_s <= first.step_s:
+        return f'"{layout}" is the fastest: {mine.step_s:.4g} s a step'
+    costs = [
+        ("exposed communication", mine.exposed_comm_s, first.exposed_comm_s),
+        ("bubbles", mine.bubble_fraction * mine.step_s, first.bubble_fraction * first.step_s),
+    ]
+    more = [f"{name} {ours:.3g} s instead of {theirs:.3g} s" for name, ours, theirs in costs if ours > theirs]
+    rest = "; " + ", ".join(more) if more else ""
+    return f'"{layout}" takes {mine.step_s / first.step_s:.3g} times the step of "{first.layout}" ({mine.step_s:.4g} s){rest}'

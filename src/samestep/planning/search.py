@@ -1,0 +1,405 @@
+"""The verb `plan`: every layout of a number of devices, which fit, which is fastest, and why not the others.
+
+Three tiers, so that tens of thousands of layouts take a second or two:
+
+    rules       the strategies' own refusals, once for each combination of degrees and schedule
+    bounds      memory that no layout of these words can do without (`planning/bounds/least_memory.py`), and a step time that none can beat
+                (`planning/bounds/step_time.py`): first of all layouts with these degrees and this micro-batch, then of all ways to split the
+                data axis, then of each, then with the schedule played, then with what reductions slow
+    the clock   op by op, in the order of the bounds, until no bound is left that could still be among the best
+
+so that what is found is the best there is, unless the search has played `MOST_PLAYED` layouts before; then it says so.
+What is thrown out keeps its reason: `needs 93 GiB of 80`, `tp=16 leaves the node`. `planning/ranking.py` tells what was found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import heapq
+import itertools
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import xxhash
+
+from samestep.errors import LayoutError
+from samestep.hardware import Hardware
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.models.spec import ModelSpec
+from samestep.planning import candidates
+from samestep.planning.bounds.layer_costs import Prices
+from samestep.planning.bounds.least_memory import Need, Needs
+from samestep.planning.bounds.step_time import Bounds
+from samestep.planning.other_numerics import Saving
+from samestep.simulation.memory import gib, memory_summary
+from samestep.simulation.prediction import Prediction, labels, memory_of, predict_programs
+from samestep.strategies import ProgramBuilder, refusal_of
+
+MOST_PLAYED = 200
+"""Layouts that the clock plays at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A layout that fell out, by which rule, and why."""
+
+    layout: Layout
+    rule: str
+    """refused, memory, slower, or unplayed: the search ended before it."""
+    reason: str
+
+
+class Group(NamedTuple):
+    """Layouts that differ in the words of the data axis alone."""
+
+    sized: Layout
+    """Their degrees and their micro-batch."""
+    words: Mapping[str, Any]
+    """Their schedule and what is computed again."""
+    splits: tuple[tuple[int, int, int], ...]
+    """Of each dp_replicate, dp_shard and zero."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> Group:
+        """Return a single one."""
+        return cls(layout, {}, ((layout.dp_replicate, layout.dp_shard, layout.zero),))
+
+    @property
+    def base(self) -> Layout:
+        """What they have in common; most groups fall out before it is asked for."""
+        return replace(self.sized, **self.words)
+
+    def layouts(self) -> Iterator[Layout]:
+        """Yield each of them."""
+        base = self.base
+        words = {field.name: getattr(base, field.name) for field in fields(Layout)}
+        for replicate, shard, zero in self.splits:
+            yield Layout(**{**words, "dp_replicate": replicate, "dp_shard": shard, "zero": zero})
+
+
+class _Family(NamedTuple):
+    """Groups of the same degrees and the same micro-batch."""
+
+    sized: Layout
+    groups: tuple[Group, ...]
+
+
+class _Chain(NamedTuple):
+    """Groups that differ in what is computed again alone, and take the longer the more that is: bounded by the first."""
+
+    groups: tuple[Group, ...]
+
+
+_Open = _Family | _Chain | Layout
+"""What is looked at, in the order of bounds."""
+
+
+def _groups_of(what: _Open) -> tuple[Group, ...]:
+    return (Group.of(what),) if isinstance(what, Layout) else what.groups
+
+
+class Fallen(NamedTuple):
+    """Layouts that fell out together."""
+
+    group: Group
+    rule: str
+    reason: str
+    needed_bytes: float = 0.0
+    """Of one that does not fit; what is known of it at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The layouts of a number of devices, best first, and what fell out."""
+
+    best: tuple[Prediction, ...]
+    fallen: tuple[Fallen, ...]
+    """What fell out, as it did: layouts together that differ in the data axis alone."""
+    considered: int
+    """Layouts that were looked at."""
+    seconds: float
+    devices: int
+    hardware: Hardware
+    labels: Mapping[str, str]
+    """What the numbers are made of."""
+    model: ModelSpec
+    job: Job
+    states_per_param: int
+    """Tensors that the optimizer keeps of each weight."""
+    nearest: str = ""
+    """Where nothing fits: what comes nearest."""
+    other_numerics: tuple[Saving, ...] = ()
+    """What other numerics would save in the best layout; the job alone chooses them."""
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """What tells this plan's job and hardware from all others."""
+        texts = {"job": self.job.model_dump_json(), "hardware": json.dumps(asdict(self.hardware), sort_keys=True)}
+        return {name: xxhash.xxh3_128_hexdigest(text.encode()) for name, text in texts.items()}
+
+    @cached_property
+    def rejections(self) -> tuple[Rejection, ...]:
+        """Every layout that fell out."""
+        return tuple(Rejection(layout, one.rule, one.reason) for one in self.fallen for layout in one.group.layouts())
+
+
+_Split = tuple[int, int, int]
+_Refusals = Mapping[str, Mapping[str | None, tuple[_Split, ...]]]
+"""Of each schedule, the splits by the reason why they are refused; None where they are not."""
+
+
+class _Search:
+    """Looks for the fastest layouts that fit, the least bound first."""
+
+    def __init__(self, model: ModelSpec, job: Job, hardware: Hardware, top: int, states_per_param: int) -> None:
+        self.model, self.job, self.hardware, self.top = model, job, hardware, top
+        self.states_per_param = states_per_param
+        prices = Prices(model, job, hardware)
+        self.bounds, self.needs = Bounds(prices), Needs(prices, states_per_param)
+        self.builder = ProgramBuilder(model, job, job.run.ranks_per_node or hardware.devices_per_node)
+        self.best: list[Prediction] = []
+        self.fallen: list[Fallen] = []
+        self.considered = self.played = 0
+        self._open: list[tuple[float, int, _Open, int]] = []
+        self._number = itertools.count()
+
+    def run(self, devices: int, *, offload: bool = False) -> None:
+        """Search every layout of so many devices."""
+        for degrees in candidates.degrees(devices, self.model, thin=self.hardware):
+            if degrees.tp > self.hardware.devices_per_node:
+                self.considered += 1
+                reason = f"tp={degrees.tp} leaves the node of {self.hardware.devices_per_node} devices"
+                self._throw_out(degrees, "refused", reason)
+                continue
+            degrees = replace(degrees, offload=offload)
+            refusals = self._refusals(degrees)
+            for sized in candidates.sized(degrees, self.job, thin=self.hardware) if refusals else ():
+                groups = tuple(
+                    group for words in candidates.variants(sized) for group in self._legal(sized, words, refusals)
+                )
+                if groups:
+                    self._open_family(_Family(sized, groups))
+        while self._open and self._open[0][0] < self._limit_s() and self.played < MOST_PLAYED:
+            self._look(*heapq.heappop(self._open))
+        self._close()
+
+    def _refusals(self, degrees: Layout) -> _Refusals:
+        """Ask the strategies about every split of the data axis and every schedule: what else there is they hardly mind."""
+        found: dict[str, dict[str | None, tuple[_Split, ...]]] = {}
+        for plain in candidates.splits(degrees, thin=self.hardware):
+            if reason := refusal_of(self.builder.step(plain)):
+                self.considered += 1
+                self._throw_out(plain, "refused", reason)
+                continue
+            for one in candidates.scheduled(plain):
+                reason = refusal_of(self.builder.step(one)) if one != plain else None
+                reasons = found.setdefault(one.schedule, {})
+                reasons[reason] = (*reasons.get(reason, ()), (one.dp_replicate, one.dp_shard, one.zero))
+        return found
+
+    def _legal(self, sized: Layout, words: Mapping[str, Any], refusals: _Refusals) -> Iterator[Group]:
+        """Yield the splits that are not refused, together."""
+        for reason, splits in refusals.get(words["schedule"], {}).items():
+            self.considered += len(splits)
+            group = Group(sized, words, splits)
+            if reason is None:
+                yield group
+            else:
+                self.fallen.append(Fallen(group, "refused", reason))
+
+    def _throw_out(self, layout: Layout, rule: str, reason: str, needed_bytes: float = 0.0) -> None:
+        self.fallen.append(Fallen(Group.of(layout), rule, reason, needed_bytes))
+
+    def _limit_s(self) -> float:
+        """What a layout has to be faster than."""
+        return self.best[-1].step_s if len(self.best) == self.top else float("inf")
+
+    def _open_family(self, family: _Family) -> None:
+        step = self.builder.step(family.sized)
+        if self._fits(self.needs.least_bytes(step), *family.groups):
+            self._put(self.bounds.least_s(step), family)
+
+    def _open_chain(self, groups: tuple[Group, ...], bound_s: float) -> None:
+        """Bound the first group that fits; those behind it take longer."""
+        for number, group in enumerate(groups):
+            step = self.builder.step(group.base)
+            if self._fits(self.needs.group_bytes(step), group):
+                self._put(max(bound_s, self.bounds.group_s(step)), _Chain(groups[number:]))
+                return
+
+    def _fits(self, needed: float, *groups: Group) -> bool:
+        needed += self.hardware.reserved_bytes
+        if needed <= self.hardware.memory_bytes:
+            return True
+        reason = f"needs at least {gib(needed)} GiB of {gib(self.hardware.memory_bytes)}"
+        self.fallen += [Fallen(group, "memory", reason, needed) for group in groups]
+        return False
+
+    def _open_layout(self, layout: Layout, bound_s: float) -> None:
+        step = self.builder.step(layout)
+        if reason := refusal_of(step):
+            self._throw_out(layout, "refused", reason)
+            return
+        need = self.needs.need(step)
+        needed = need.total + self.hardware.reserved_bytes
+        if needed > self.hardware.memory_bytes:
+            self._throw_out(layout, "memory", _at_least(need, needed, self.hardware), needed)
+        else:
+            closer_s = self.bounds.step_s(step, self.bounds.closed_times(step))
+            self._put(max(bound_s, closer_s), layout, int(layout.pp == 1))
+
+    def _put(self, bound_s: float, what: _Open, closeness: int = 0) -> None:
+        heapq.heappush(self._open, (bound_s, next(self._number), what, closeness))
+
+    def _look(self, bound_s: float, _: int, what: _Open, closeness: int) -> None:
+        """Bound something more closely, or play it."""
+        if isinstance(what, _Family):
+            for _, groups in itertools.groupby(what.groups, lambda group: group.words["schedule"]):
+                self._open_chain(tuple(groups), bound_s)
+        elif isinstance(what, _Chain):
+            for layout in what.groups[0].layouts():
+                self._open_layout(layout, bound_s)
+            self._open_chain(what.groups[1:], bound_s)
+        elif closeness < 2:
+            step = self.builder.step(what)
+            closer = self.bounds.slowed_times if closeness else self.bounds.played_times
+            self._put(max(bound_s, self.bounds.step_s(step, closer(step))), what, closeness + 1)
+        else:
+            self._play(what)
+
+    def _play(self, layout: Layout) -> None:
+        self.played += 1
+        try:
+            programs = self.builder.programs(layout)
+        except LayoutError as error:
+            self._throw_out(layout, "refused", str(error))
+            return
+        uses = memory_of(programs, self.hardware, self.states_per_param)
+        use = max(uses, key=lambda one: one.total)
+        if use.total > self.hardware.memory_bytes:
+            self._throw_out(layout, "memory", memory_summary(use, self.hardware), use.total)
+            return
+        found = predict_programs(programs, self.model, self.job, self.hardware, uses, self.states_per_param)
+        self.best = sorted([*self.best, found], key=lambda one: one.step_s)
+        for left in self.best[self.top :]:
+            self._throw_out(left.layout, "slower", f"{left.step_s:.4g} s a step")
+        del self.best[self.top :]
+
+    def _close(self) -> None:
+        """Say of what was never played why not."""
+        limit_s = self._limit_s()
+        for bound_s, _, what, _ in self._open:
+            rule = "slower" if bound_s >= limit_s else "unplayed"
+            reason = f"at least {bound_s:.4g} s a step"
+            self.fallen += [Fallen(group, rule, reason) for group in _groups_of(what)]
+
+
+def plan(
+    model: ModelSpec,
+    job: Job,
+    hardware: Hardware,
+    devices: int,
+    *,
+    top: int = 5,
+    states_per_param: int = 2,
+    may_offload: bool = True,
+) -> Plan:
+    """Search every legal layout of `devices`; the global batch stays as the job says.
+
+    Where nothing fits, the optimizer's states are tried on the host (`offload`), which is not priced.
+
+    Args:
+        model: what is trained.
+        job: batch, precision and optimizer.
+        hardware: what it runs on.
+        devices: how many; each is used.
+        top: how many of the fastest are wanted.
+        states_per_param: the optimizer's tensors of a weight's own shape.
+        may_offload: try that at all.
+    """
+    began = time.perf_counter()
+    search = _Search(model, job, hardware, top, states_per_param)
+    with _uncollected():
+        search.run(devices)
+        if may_offload and not search.best and any(one.rule == "memory" for one in search.fallen):
+            search.run(devices, offload=True)
+    nearest = "" if search.best else _nearest(search.fallen)
+    if may_offload and not search.best and (more := _enough(model, job, hardware, devices, states_per_param)):
+        nearest += f"; {more} devices would do"
+    return Plan(
+        best=tuple(search.best),
+        fallen=tuple(search.fallen),
+        considered=search.considered,
+        seconds=time.perf_counter() - began,
+        devices=devices,
+        hardware=hardware,
+        labels=labels(job, hardware),
+        model=model,
+        job=job,
+        states_per_param=states_per_param,
+        nearest=nearest,
+    )
+
+
+def _enough(model: ModelSpec, job: Job, hardware: Hardware, devices: int, states_per_param: int) -> int | None:
+    """Return how many devices a job would fit on that does not on so many: twice, four times, ... up to 64 times."""
+    sizes = (devices << doubled for doubled in range(1, 7))
+    few = functools.partial(plan, model, job, hardware, top=1, states_per_param=states_per_param, may_offload=False)
+    return next((size for size in sizes if few(size).best), None)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Leave garbage for later: all that a search makes lives as long as it does, and to go through it takes a third of
+    the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def fewest(
+    model: ModelSpec, job: Job, hardware: Hardware, most: int, *, top: int = 5, states_per_param: int = 2
+) -> Plan:
+    """Plan for the smallest number of devices that the job fits on: any number within a node, beyond it whole nodes."""
+
+    def on(devices: int) -> Plan:
+        return plan(
+            model, job, hardware, devices, top=top, states_per_param=states_per_param, may_offload=devices == most
+        )
+
+    node, too_few = hardware.devices_per_node, 0
+    for power in sorted({*(1 << exponent for exponent in range((most - 1).bit_length())), most}):
+        found = on(power)
+        if found.best or power == most:
+            break
+        too_few = power
+    for devices in range(too_few + 1, power):
+        if (devices <= node or devices % node == 0) and (fewer := on(devices)).best:
+            return fewer
+    return found
+
+
+def _at_least(need: Need, total: float, hardware: Hardware) -> str:
+    parts = {"states": need.states, "activations": need.activations, "gathered weights": need.gathered}
+    most = ", ".join(f"{name} {gib(size)}" for name, size in sorted(parts.items(), key=lambda p: -p[1]) if size)
+    return f"needs at least {gib(total)} GiB of {gib(hardware.memory_bytes)}: {most}"
+
+
+def _nearest(fallen: Sequence[Fallen]) -> str:
+    """Say what comes nearest to fitting."""
+    too_large = [one for one in fallen if one.rule == "memory"]
+    if not too_large:
+        return "no layout of these devices is legal"
+    near = min(too_large, key=lambda one: one.needed_bytes)
+    return f'nothing fits; "{next(near.group.layouts())}" comes nearest: {near.reason}'

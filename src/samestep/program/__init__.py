@@ -1,0 +1,1 @@
+"""One optimizer step as plain data, and the geometry that the runtime obeys."""

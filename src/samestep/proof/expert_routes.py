@@ -1,0 +1,59 @@
+"""Choices of experts, noted on one device and replayed where sums are rounded otherwise.
+
+A router takes the k largest of its scores. Where two are nearly equal, one rounding sends a token to another expert, and all
+that follows differs by far more than rounding does: in bf16 some tokens of every batch stand so. Nothing is wrong then, and
+nothing could be compared. So a proof in a job's own precision chooses as one device chose, and weighs the choice by its own
+scores; whether a layout chooses right has been proven in float64 before, where no two scores are so near.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from samestep.runtime.dropout.masks import Part
+from samestep.runtime.dropout.mode import Draw, DropoutMode
+
+Routes = dict[tuple[str, int, int, int], np.ndarray[Any, np.dtype[np.int16]]]
+"""By (module, its entry in the forward, choice within that, sample): int16 [tokens, k], as far as experts are so few."""
+
+_CHOOSING = (torch.topk, Tensor.topk)
+
+
+class RouteMode(DropoutMode):
+    """Replays the choices in `routes`, or notes them there while it has none of the step."""
+
+    def __init__(self, model: nn.Module, draw: Draw, part: Part | None, routes: Routes, slice_index: int) -> None:
+        super().__init__(model, draw, part)
+        self._routes = routes
+        self._replays = bool(routes)
+        self._slice_index = slice_index
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _CHOOSING:
+            return self._chosen(func, *args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _chosen(self, func: Callable[..., Any], scores: Tensor, k: int, dim: int = -1, **named: Any) -> Any:
+        """Choose k of the columns of scores [tokens of all samples, experts]."""
+        frame, samples = self._frames[-1], self._draw.samples.tolist()
+        if scores.dim() != 2 or dim not in (-1, 1) or len(scores) % len(samples):
+            return func(scores, k, dim, **named)
+        place = (frame.name, frame.entry, frame.num_choices)
+        frame.num_choices += 1
+        if not self._replays:
+            found = func(scores, k, dim, **named)
+            for sample, picks in zip(samples, found.indices.view(len(samples), -1, k), strict=True):
+                self._routes[*place, sample] = picks.cpu().numpy().astype(np.int16)
+            return found
+        noted = torch.from_numpy(np.stack([self._routes[*place, sample] for sample in samples]))
+        parts = noted.shape[1] * len(samples) // len(scores)
+        mine = noted.chunk(parts, dim=1)[self._slice_index if parts > 1 else 0]
+        picks = mine.reshape(-1, k).to(scores.device, torch.int64)
+        return torch.return_types.topk((scores.gather(1, picks), picks))

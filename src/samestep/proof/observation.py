@@ -1,0 +1,408 @@
+"""What a proof looks at: a run takes its steps, and everything that one device could be held against is written down.
+
+Every rank notes what it holds; nothing is gathered. A tensor that is cut is noted with the place of each of its elements
+in the whole one, so that a comparison needs to know no cut.
+
+Outputs of modules are noted per sample by two numbers, a projection on fixed signs and a norm,
+
+    p(x) = sum_j s_j x_j,  s_j = +1 or -1        |p(x) - p(y)| ~ |x - y|
+
+which are equal in every layout that gives a sample the same output, and cost no memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+
+from samestep.datasets import Batch, Dataset, batches
+from samestep.datasets.batch import read_samples
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.program.ops import Task
+from samestep.proof.expert_routes import RouteMode, Routes
+from samestep.runtime.assembly import Source
+from samestep.runtime.dropout.masks import Part
+from samestep.runtime.dropout.mode import Draw
+from samestep.runtime.optimizer_step import Piece
+from samestep.runtime.placement import part_of
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run import Run
+from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
+from samestep.schedules import TaskKind
+
+Share = tuple[int, int, tuple[int, ...]]
+"""Micro-batch, virtual stage, and the samples that a rank read for it."""
+
+
+FIRST_MOVE = 0.01
+"""How far the first step moves the weights, against their own size: enough to see, too little to diverge."""
+GIVEN = ": "
+"""Between a block's path and the place of one of its arguments."""
+ALL_SAMPLES = -1
+"""Stands for the sample of what a module gives once for all of them, as rotary angles."""
+
+
+@dataclass(slots=True)
+class Held:
+    """What a rank holds of one tensor: elements, and their places in the flattened whole."""
+
+    name: str
+    values: Tensor
+    places: Tensor | range
+    """Of each element; -1 where it is padding."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for ranks that hold the same elements."""
+        if isinstance(self.places, range):
+            return (self.name, self.places.start, self.places.stop)
+        return (self.name, xxhash.xxh3_64_intdigest(self.places.numpy().tobytes()))
+
+
+@dataclass(slots=True)
+class Output:
+    """What a module gave for one sample of one step, in two numbers."""
+
+    projection: float
+    norm: float
+    numel: int
+    is_part: bool = False
+    """Of a slice of the sequence: projections and squares of the norms of all ranks of `cp` add up."""
+
+
+@dataclass(slots=True)
+class SeenStep:
+    """One step of one rank."""
+
+    loss: float
+    norm: float
+    factor: float
+    """What the job's clipping multiplied the gradients by, as this rank's norm says."""
+    skipped: bool
+    note: str
+    shares: list[Share]
+    digests: dict[int, int]
+    """Of each sample that was read: its content."""
+    outputs: dict[tuple[str, int, int], Output]
+    """By (module, number of its call in the forward, sample), in order of execution."""
+    gradients: list[Held]
+    weights: list[Held]
+    routes: Routes
+    """Which experts were chosen, where that is replayed."""
+
+
+@dataclass(slots=True)
+class Observation:
+    """All that a rank has noted."""
+
+    rank: int
+    axes: dict[str, tuple[int, ...]]
+    """Ranks of its group of each axis of the program."""
+    indices: dict[str, int]
+    """Its positions: dp, tp, stage."""
+    start: list[Held] = field(default_factory=list)
+    steps: list[SeenStep] = field(default_factory=list)
+    buffers: list[Held] = field(default_factory=list)
+    held_out: float = 0.0
+    """Loss of one more batch, without gradients."""
+    updated: list[list[Held]] = field(default_factory=list)
+    """Weights after each step of the job's own optimizer, fed with equal gradients."""
+    state: list[Held] = field(default_factory=list)
+    """What that optimizer keeps; NAME/KEY."""
+    learning_rate: float = 0.0
+    """Of the SGD that the steps were taken with."""
+
+
+class _Watched:
+    """A dataset that notes the content of what is read."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+        self.digests: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def read(self, indices: Any) -> Any:
+        """Read samples as a batch does."""
+        samples = read_samples(self.dataset, indices)
+        for row, index in enumerate(np.asarray(indices).tolist()):
+            digest = xxhash.xxh3_64()
+            for leaf in tree_leaves(samples):
+                digest.update(np.ascontiguousarray(leaf[row].numpy()).tobytes())
+            self.digests[index] = digest.intdigest()
+        return samples
+
+
+class ObservedRun(StepObserver):
+    """A run, with notes of the samples that it reads and of what every module gives for them."""
+
+    def __init__(self, source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> None:
+        """Prepare the run. Collective over the world: if a rank does not, the others wait for its process groups."""
+        self.shares: list[Share] = []
+        self.noted: dict[tuple[str, int, int], Output] = {}
+        self.learning_rate: float | None = None
+        """Of plain SGD; None, on one device: the first step finds the one that moves the weights by FIRST_MOVE."""
+        self.routes: list[Routes] | None = None
+        """Of each step, to be noted where it is empty, else replayed; None: experts are chosen freely."""
+        self._samples: list[int] | None = None
+        self._calls: dict[str, int] = {}
+        self.run = Run(source, layout, job, place, self)
+        self.run.prepare(example)
+        self._hook_modules()
+
+    def _hook_modules(self) -> None:
+        """Put hooks behind every module that this rank computes; of a pipeline, behind those of its own layers."""
+        program, model = self.run.program, self.run.model
+        mine = [path for chunk in program.chunks for i in chunk for path in program.step.model.layers[i].modules]
+        for path, module in model.named_modules():
+            if path and (not program.chunks or any(f"{path}.".startswith(f"{root}.") for root in mine)):
+                module.register_forward_hook(functools.partial(self._note, path))
+        blocks = [path for layer in program.step.model.layers if layer.is_block for path in layer.modules]
+        for path in blocks:
+            if not program.chunks or path in mine:
+                hook = functools.partial(self._note_given, path)
+                model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
+
+    def begin(self) -> None:
+        """Forget the step before."""
+        self.shares, self.noted = [], {}
+
+    @contextmanager
+    def running(self, task: Task, samples: Indices) -> Iterator[None]:
+        """Know the samples of a forward while it runs, and no longer: what runs in backward is a repetition."""
+        if task.kind is TaskKind.FORWARD:
+            self._samples, self._calls = samples.tolist(), {}
+            self.shares.append((task.microbatch, task.chunk, tuple(self._samples)))
+        try:
+            yield
+        finally:
+            self._samples = None
+
+    def dropout_mode(self) -> MakeMode | None:
+        """Let forwards note or replay the choices of experts, where there are `routes`."""
+        return None if self.routes is None else functools.partial(self._route_mode, self.routes)
+
+    def _route_mode(self, routes: list[Routes], model: nn.Module, draw: Draw, part: Part | None) -> RouteMode:
+        mesh = self.run.assembly.parallel.mesh
+        index = mesh.index("cp") if self.run.layout.cp > 1 else mesh.index("tp")
+        return RouteMode(model, draw, part, routes[draw.step], index)
+
+    def agreed(self, scalars: StepScalars) -> None:
+        """Set the learning rate of plain SGD before the update; the first step finds one that suits its gradients."""
+        updater, nominal_count = self.run.updater, self.run.assembly.objective.nominal_count
+        if self.learning_rate is None and math.isfinite(scalars.norm_squared):
+            norm = math.sqrt(scalars.norm_squared) * nominal_count / max(1.0, scalars.count)
+            norm /= updater.loss_scale.scale
+            norm = min(norm, self.run.job.optimizer.clip_norm or norm)
+            size = math.sqrt(sum(float(piece.value.detach().double().square().sum()) for piece in updater.pieces))
+            self.learning_rate = FIRST_MOVE * size / norm if norm > 0.0 else FIRST_MOVE
+        updater.first_lr = [self.learning_rate or 0.0] * len(updater.first_lr)
+
+    @torch.no_grad()
+    def _note(self, path: str, _: nn.Module, args: Any, output: Any) -> None:
+        if not self._samples:
+            return
+        call = self._calls[path] = self._calls.get(path, -1) + 1
+        found = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
+        if found is not None and found.is_floating_point():
+            self._project(path, call, found)
+
+    @torch.no_grad()
+    def _note_given(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note what a block is given beside what the one before it gave: rotary angles, positions."""
+        for place, leaf in tree_flatten_with_path((args, kwargs))[0] if self._samples else ():
+            if isinstance(leaf, Tensor) and not leaf.requires_grad and leaf.dtype != torch.bool:
+                name = f"{path}{GIVEN}{keystr(place)}"
+                call = self._calls[name] = self._calls.get(name, -1) + 1
+                self._project(name, call, leaf)
+
+    def _project(self, path: str, call: int, found: Tensor) -> None:
+        """Note a tensor sample by sample."""
+        samples = self._samples if self._samples and len(found) == len(self._samples) else [ALL_SAMPLES]
+        if found.dim() < 2 or len(found) != len(samples):
+            return
+        rows = found.detach().reshape(len(found), -1).double()
+        signs, slicing = None, self.run.assembly.parallel.slicing
+        is_part = bool(slicing.block) and found.shape[1] * slicing.degree == slicing.length
+        if is_part:
+            signs = _signs(rows.shape[1] * slicing.degree, rows.device).chunk(slicing.degree)[slicing.index]
+        projections = (rows @ (_signs(rows.shape[1], rows.device) if signs is None else signs)).tolist()
+        for sample, projection, norm in zip(samples, projections, rows.norm(dim=1).tolist(), strict=True):
+            self.noted[path, call, sample] = Output(projection, norm, rows.shape[1], is_part)
+
+
+@functools.lru_cache(maxsize=64)
+def _signs(numel: int, device: torch.device) -> Tensor:
+    # numpy's numbers: torch's own are watched inside a forward, where they would be the model's
+    drawn = np.random.default_rng(numel).integers(0, 2, numel) * 2.0 - 1.0
+    return torch.from_numpy(drawn).to(device)
+
+
+def join_slices(ranks: Sequence[Observation]) -> None:
+    """Let every rank have the outputs of whole sequences, put together from the slices of its `cp` group."""
+    for group in {seen.axes["cp"] for seen in ranks if "cp" in seen.axes}:
+        members = [seen for seen in ranks if seen.rank in group]
+        for steps in zip(*(seen.steps for seen in members), strict=True):
+            for key, mine in list(steps[0].outputs.items()):
+                parts = [step.outputs[key] for step in steps if key in step.outputs]
+                if mine.is_part and len(parts) == len(members):
+                    norm = math.sqrt(sum(part.norm**2 for part in parts))
+                    whole = Output(sum(p.projection for p in parts), norm, sum(p.numel for p in parts))
+                    for step in steps:
+                        step.outputs[key] = whole
+
+
+def observe(observed: ObservedRun, dataset: Dataset) -> Observation:
+    """Take the steps of the run's job, and note everything.
+
+    Collective over the world: every rank calls it; if one does not, the others wait for it in the first step.
+    """
+    run = observed.run
+    mesh = run.assembly.parallel.mesh
+    seen = Observation(
+        rank=mesh.rank,
+        axes={axis: mesh.members(axis) for axis in mesh.groups},
+        indices={"dp": mesh.index("dp"), "tp": mesh.index("tp"), "stage": run.program.step.stage},
+        start=held_weights(run),
+    )
+    watched = _Watched(dataset)
+    for batch in batches(watched, run.job):
+        observed.begin()
+        watched.digests = {}
+        seen.steps.append(_one_step(observed, batch, watched))
+    seen.buffers = _held_buffers(run)
+    last = Batch(run.steps_taken, batch.indices, dataset)
+    total, count = run.evaluate(last)
+    seen.held_out = total / max(count, 1.0)
+    seen.learning_rate = observed.learning_rate or 0.0
+    return seen
+
+
+def _one_step(observed: ObservedRun, batch: Batch, watched: _Watched) -> SeenStep:
+    run = observed.run
+    report = run.step(batch)
+    limit = run.job.optimizer.clip_norm
+    factor = 1.0 if limit is None else min(1.0, limit / (report.grad_norm + 1e-6))
+    return SeenStep(
+        loss=report.loss,
+        norm=report.grad_norm,
+        factor=factor,
+        skipped=report.skipped,
+        note=report.note,
+        shares=observed.shares,
+        digests=watched.digests,
+        outputs=observed.noted,
+        gradients=_kept((p.name, p.gradient(), _places(run, p)) for p in run.updater.pieces),
+        weights=held_weights(run),
+        routes=observed.routes[batch.step] if observed.routes else {},
+    )
+
+
+def held_weights(run: Run) -> list[Held]:
+    """Note the weights that the forward uses, as far as this rank updates them."""
+    return _kept((piece.name, piece.value, _places(run, piece)) for piece in run.updater.pieces)
+
+
+def held_state(run: Run) -> list[Held]:
+    """Note what the optimizer keeps: tensors shaped like their weights, and single numbers."""
+    optimizer = run.updater.optimizer
+    held: list[tuple[str, Tensor, Tensor | range]] = []
+    if optimizer is None:
+        return []
+    for piece in run.updater.pieces:
+        for key, value in optimizer.state.get(piece.value, {}).items():
+            name = f"{piece.name}/{key}"
+            if isinstance(value, Tensor) and value.shape == piece.value.shape:
+                held.append((name, value, _places(run, piece)))
+            elif isinstance(value, Tensor | int | float):
+                held.append((name, torch.as_tensor(value), range(1)))
+    return _kept(held)
+
+
+def _held_buffers(run: Run) -> list[Held]:
+    """Note the buffers of the layers that this rank runs."""
+    program = run.program
+    mine = {index for chunk in program.chunks for index in chunk} or set(range(len(program.step.model.layers)))
+    elsewhere = tuple(
+        path for index, layer in enumerate(program.step.model.layers) if index not in mine for path in layer.modules
+    )
+    return _kept(
+        (name, buffer, range(buffer.numel()))
+        for name, buffer in run.model.named_buffers()
+        if not any(name == path or name.startswith(f"{path}.") for path in elsewhere)
+    )
+
+
+def _kept(found: Iterable[tuple[str, Tensor, Tensor | range]]) -> list[Held]:
+    """Copy tensors, those of a dtype into one memory: thousands of small ones would be slow to write and to read."""
+    names, tensors, places = zip(*found, strict=True) if (found := list(found)) else ((), (), ())
+    flat = [tensor.detach().flatten().cpu() for tensor in tensors]
+    kept = list(flat)
+    for dtype in {tensor.dtype for tensor in flat}:
+        members = [index for index, tensor in enumerate(flat) if tensor.dtype == dtype]
+        parts = torch.split(torch.cat([flat[index] for index in members]), [flat[index].numel() for index in members])
+        for index, part in zip(members, parts, strict=True):
+            kept[index] = part
+    return [Held(*one) for one in zip(names, kept, places, strict=True)]
+
+
+def _places(run: Run, piece: Piece) -> Tensor | range:
+    """Find where a piece's elements stand in the flattened whole weight."""
+    spec = next(param for param in run.assembly.model.spec.params if param.name == piece.name)
+    cut = next(param for param in run.program.step.model.params if param.name == piece.name)
+    if cut.shape == spec.shape:
+        return range(piece.start, piece.stop)
+    mesh = run.assembly.parallel.mesh
+    return part_of(spec, cut, run.program.step.holding(cut), mesh).runs(piece.start, piece.stop).places()
+
+
+@torch.no_grad()
+def feed(run: Run, gradients: Sequence[dict[str, Tensor]]) -> Iterator[list[Held]]:
+    """Give the optimizer the same whole gradients in every layout; yield the weights after each step.
+
+    Collective over the world.
+    """
+    for step, whole in enumerate(gradients):
+        for piece in run.updater.pieces:
+            places = _places(run, piece)
+            index = slice(places.start, places.stop) if isinstance(places, range) else places
+            given = piece.gradient()
+            values = whole[piece.name].flatten()[index].to(given)
+            if isinstance(places, Tensor):
+                values = values * (places >= 0).to(values)
+            given.copy_(values.view_as(given))
+        run.updater.set_lr(run.assembly.weights.lr_factor(step))
+        run.updater.step(1.0)
+        run.updater.publish()
+        run.assembly.weights.store.publish()
+        run.steps_taken = step + 1
+        yield held_weights(run)
+
+
+@torch.no_grad()
+def restart(run: Run, start: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+    """Put a run back before its first step, with other weights: one tensor for each piece."""
+    for piece, value in zip(run.updater.pieces, start, strict=True):
+        piece.value.copy_(value.view_as(piece.value))
+    for buffer, value in zip(run.model.buffers(), buffers, strict=True):
+        buffer.copy_(value)
+    if run.updater.optimizer is not None:
+        run.updater.optimizer.state.clear()
+    run.updater.publish()
+    run.assembly.weights.store.publish()
+    run.steps_taken = 0

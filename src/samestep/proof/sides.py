@@ -1,0 +1,348 @@
+"""What the workers of a proof do: each notes what it computes in a folder, and one of them holds the notes together.
+
+```
+one device ── steps by SGD ── the job's optimizer, fed with the gradients found ──► PRECISION-one.pt
+the layout ── the same, on its ranks ── a checkpoint ─────────────────────────────► PRECISION-rank-N.pt
+one device ── reads the checkpoint ── compares everything ── looks for the cause of the first difference
+```
+In float64 the limit is fixed. In float32 or bf16 no fixed limit is right, so it is measured: eight times the largest
+deviation of eight runs on one device whose first weights are each off by one rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from samestep.building.families import facts_of
+from samestep.datasets import Batch, Dataset, batches
+from samestep.errors import CheckpointError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.models.spec import ModelSpec
+from samestep.program.program import Program
+from samestep.proof import causes, comparison, observation
+from samestep.proof.causes import Case, Part
+from samestep.proof.comparison import Comparison
+from samestep.proof.observation import Observation, ObservedRun
+from samestep.proof.verdict import Cause, Check
+from samestep.runtime import checkpoint
+from samestep.runtime.assembly import Source
+from samestep.runtime.axes.precision import DTYPES
+from samestep.runtime.dropout import mode as dropout
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run import Run
+from samestep.strategies import programs_of
+
+FLOAT64_ALLOWANCE = 1e-9
+PERTURBED_RUNS = 8
+ALLOWANCE_FACTOR = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is proven: a worker inherits it."""
+
+    source: Source
+    """With its model prepared for the layout."""
+    dataset: Dataset
+    example: Any
+    job: Job
+    layout: Layout
+    folder: Path
+    """Where ranks write what they have noted."""
+
+    @property
+    def steps_by_sgd(self) -> Source:
+        """The source with plain SGD for its optimizer; its learning rate is set once gradients are known."""
+        return dataclasses.replace(self.source, optimizer=_sgd)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's shape."""
+        assert self.source.prepared is not None
+        return self.source.prepared.spec
+
+    def note(self, name: str) -> Path:
+        """The file of a note in the precision of this subject's job."""
+        return self.folder / f"{self.job.numerics.precision}-{name}.pt"
+
+    def programs(self) -> list[Program]:
+        """The step of every pipeline stage."""
+        return list(programs_of(self.spec, self.job, self.layout, self.job.run.ranks_per_node))
+
+
+def _sgd(named: list[tuple[str, Tensor]]) -> Optimizer:
+    return torch.optim.SGD([tensor for _, tensor in named], lr=1.0, momentum=0.9)
+
+
+# -- what workers do -------------------------------------------------------------------------------
+
+
+def one_device(place: RankInfo, subject: Subject) -> None:
+    """Write down what one device computes."""
+    observed = ObservedRun(subject.steps_by_sgd, Layout(), subject.job, place, subject.example)
+    torch.save(_noted(observed, subject, None), subject.note("one"))
+
+
+def in_layout(place: RankInfo, subject: Subject) -> None:
+    """Write down what one rank of the layout computes, and save a checkpoint with the others."""
+    one: Observation = _read(subject.note("one"))
+    observed = ObservedRun(subject.steps_by_sgd, subject.layout, subject.job, place, subject.example)
+    seen = _noted(observed, subject, one)
+    torch.save(seen, subject.note(f"rank-{place.rank}"))
+    if one.updated:
+        if place.rank == 0:
+            shutil.rmtree(subject.folder / "checkpoints", ignore_errors=True)
+        checkpoint.save(observed.run, subject.folder / "checkpoints", keep=1)
+
+
+def _noted(observed: ObservedRun, subject: Subject, one: Observation | None) -> Observation:
+    """Take the steps as one device took them, then feed the job's own optimizer with its gradients."""
+    run = observed.run
+    start = [piece.value.detach().clone() for piece in run.updater.pieces]
+    buffers = [buffer.clone() for buffer in run.model.buffers()]
+    observed.learning_rate = one.learning_rate if one else None
+    if subject.job.numerics.precision != "float64" and any(layer.dealings for layer in subject.spec.layers):
+        observed.routes = [step.routes for step in one.steps] if one else [{} for _ in range(subject.job.train.steps)]
+    seen = observation.observe(observed, subject.dataset)
+    if subject.job.numerics.precision != "float64":
+        return seen
+    observation.restart(run, start, buffers)
+    run.adopt(run.assembly.with_optimizer(subject.source.optimizer, subject.job.numerics))
+    given = [comparison.whole_of(comparison.unclipped(one or seen, i)) for i in range(len(seen.steps))]
+    seen.updated = list(observation.feed(run, given))
+    seen.state = observation.held_state(run)
+    return seen
+
+
+def _read(path: Path) -> Any:
+    return torch.load(path, weights_only=False, mmap=True)
+
+
+def _observations(subject: Subject) -> tuple[Observation, list[Observation]]:
+    ranks = [_read(subject.note(f"rank-{rank}")) for rank in range(subject.layout.world_size)]
+    observation.join_slices(ranks)
+    return _read(subject.note("one")), ranks
+
+
+Found = tuple[tuple[Check, ...], Cause | None, str]
+
+
+def judge(place: RankInfo, subject: Subject) -> Found:
+    """Compare what was noted, read the checkpoint of the layout, and look for the cause of the first difference."""
+    one, ranks = _observations(subject)
+    run = Run(subject.source, Layout(), subject.job, place)
+    run.prepare(subject.example)
+    start = [piece.value.detach().clone() for piece in run.updater.pieces]
+    limit = comparison.constant(FLOAT64_ALLOWANCE)
+    steps = comparison.compare(one, ranks, limit)
+    updates = comparison.compare_updates(one, ranks, limit)
+    loaded, refusal = _given_back(run, subject)
+    given_back = [
+        comparison.held_comparison("checkpoint", None, one.updated[-1], [(0, loaded.updated[-1])], limit),
+        comparison.held_comparison("checkpoint state", None, one.state, [(0, loaded.state)], limit),
+    ]
+    everything = [*steps, *updates, *given_back]
+    checks = comparison.checks_of(everything)
+    first = next((one_kind for one_kind in everything if one_kind.misfits), None)
+    if first is None:
+        return checks, None, ""
+    if first in given_back:
+        return checks, *((Cause.CHECKPOINT, refusal) if refusal else causes.find_checkpoint_cause(one, loaded, first))
+    found = causes.find_cause(_case(run, subject, one, ranks, [*steps, *updates], start))
+    assert found is not None
+    return checks, *found
+
+
+def _given_back(run: Run, subject: Subject) -> tuple[Observation, str]:
+    """Read the layout's checkpoint on one device; return what came back, and why nothing did."""
+    refusal = ""
+    try:
+        checkpoint.load(run, checkpoint.list_checkpoints(subject.folder / "checkpoints")[-1])
+    except CheckpointError as error:
+        refusal = str(error)
+    loaded = Observation(0, {}, {})
+    loaded.updated, loaded.state = [observation.held_weights(run)], observation.held_state(run)
+    return loaded, refusal
+
+
+def _case(
+    run: Run,
+    subject: Subject,
+    one: Observation,
+    ranks: Sequence[Observation],
+    comparisons: Sequence[Comparison],
+    start: Sequence[Tensor],
+) -> Case:
+    """Put together what a cause is looked for in; further runs on one device are made only when asked for."""
+    model = run.model
+    spec = subject.spec
+    programs = subject.programs()
+    layers = spec.layers
+    buffers = [buffer.clone() for buffer in model.buffers()]
+
+    def before(step: int) -> None:
+        weights = comparison.whole_of(one.steps[step - 1].weights) if step else None
+        values = start if weights is None else [weights[piece.name] for piece in run.updater.pieces]
+        observation.restart(run, values, buffers)
+
+    def parts(step: int) -> Sequence[Part]:
+        before(step)
+        return _parts(run, subject, step)
+
+    def uses(name: str, step: int) -> Sequence[Tensor]:
+        before(step)
+        return _uses(run, subject, (name, *aliases[name]), step)
+
+    aliases = {param.name: param.aliases for param in spec.params}
+    return Case(
+        reference=one,
+        ranks=ranks,
+        comparisons=comparisons,
+        layers={param.name: param.layer for param in spec.params},
+        aliases=aliases,
+        dropout=lambda path: dropout.has_dropout(model.get_submodule(path)),
+        weighted=lambda path: any(True for _ in model.get_submodule(path).parameters()),
+        positional=facts_of(model).is_positional,
+        borders=[layers[chunk.start].modules for p in programs for chunk in p.chunks if chunk.start],
+        collectives=functools.partial(_collectives, programs),
+        parts=functools.lru_cache(parts),
+        uses=uses,
+        clips=subject.job.optimizer.clip_norm is not None,
+        balances=spec.balanced_experts > 0,
+    )
+
+
+def _collectives(programs: Sequence[Program], path: str) -> str:
+    """Say what the program sends for a module."""
+    sent = dict.fromkeys(
+        f"{op.kind} over {op.axis}" for program in programs for _, op in program.ops() if op.axis and op.owner == path
+    )
+    return f"; beside it stands {', '.join(sent)}" if sent else ""
+
+
+def _batch(subject: Subject, step: int) -> Batch:
+    return next(iter(batches(subject.dataset, subject.job, first_step=step)))
+
+
+def _parts(run: Run, subject: Subject, step: int) -> list[Part]:
+    """Run each micro-batch of each data rank by itself, on one device."""
+    layout, count = subject.layout, subject.programs()[0].step.num_microbatches
+    batch = _batch(subject, step)
+    run.adopt(run.assembly.without_balance())  # of a part it would be another one
+    found = []
+    for rank in range(layout.dp):
+        for microbatch, indices in enumerate(batch.shares(rank, layout.dp, count)):
+            gradients, loss, counted = _gradients(run, Batch(step, indices, subject.dataset))
+            found.append(Part(rank, microbatch, gradients, loss, counted))
+    return found
+
+
+def _uses(run: Run, subject: Subject, names: Sequence[str], step: int) -> list[Tensor]:
+    """Give every use of a tied weight a weight of its own, and return the gradient of each."""
+    model = run.model
+    tied = model.get_parameter(names[0])
+    single = [nn.Parameter(tied.detach().clone()) for _ in names]
+    homes = [name.rpartition(".")[::2] for name in names]
+    try:
+        for (path, leaf), param in zip(homes, single, strict=True):
+            setattr(model.get_submodule(path), leaf, param)
+        run.forward_backward(_batch(subject, step))
+    finally:
+        for path, leaf in homes:
+            setattr(model.get_submodule(path), leaf, tied)
+    return [torch.zeros_like(param) if param.grad is None else param.grad for param in single]
+
+
+def _gradients(run: Run, batch: Batch) -> tuple[Mapping[str, Tensor], float, float]:
+    """Return the sums of gradients, loss and count over a batch."""
+    pieces = run.updater.pieces
+    if not len(batch.indices):
+        return {piece.name: torch.zeros_like(piece.value) for piece in pieces}, 0.0, 0.0
+    totals = run.forward_backward(batch)
+    scale = run.assembly.objective.nominal_count
+    return {piece.name: piece.gradient().detach() * scale for piece in pieces}, float(totals[0]), float(totals[1])
+
+
+# -- the job's own precision -----------------------------------------------------------------------
+
+
+def measure_rounding(place: RankInfo, subject: Subject) -> None:
+    """Write down what one device computes, and how far it parts from that when it starts off by one rounding.
+
+    Workers that do so apart from each other share the perturbed runs; the first of them writes what is right.
+    """
+    observed = ObservedRun(subject.steps_by_sgd, Layout(), subject.job, place, subject.example)
+    run = observed.run
+    start = [piece.value.detach().clone() for piece in run.updater.pieces]
+    buffers = [buffer.clone() for buffer in run.model.buffers()]
+    seen = _noted(observed, subject, None)
+    if place.local_rank == 0:
+        torch.save(seen, subject.note("one"))
+    rounding = _rounding(subject)
+    for seed in _unclaimed(subject):
+        generator = torch.Generator().manual_seed(seed)
+        signs = [torch.randint(0, 2, v.shape, generator=generator).to(v) * 2 - 1 for v in start]
+        observation.restart(run, [v * (1 + rounding * s) for v, s in zip(start, signs, strict=True)], buffers)
+        compared = comparison.compare(seen, [observation.observe(observed, subject.dataset)], comparison.constant(-1.0))
+        deviations = {(one.what, m.name, one.step or 1): m.error for one in compared for m in one.misfits}
+        torch.save(deviations, subject.note(f"off-{seed}"))
+
+
+def _rounding(subject: Subject) -> float:
+    """Return the distance of two neighbouring numbers near 1 in the job's compute dtype."""
+    return torch.finfo(DTYPES[subject.programs()[0].step.compute_dtype]).eps
+
+
+def _unclaimed(subject: Subject) -> Iterator[int]:
+    """Yield the seeds that no other worker has begun with."""
+    for seed in range(PERTURBED_RUNS):
+        try:
+            subject.note(f"begun-{seed}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        yield seed
+
+
+def judge_rounding(place: RankInfo, subject: Subject) -> Found:
+    """Hold the layout in the job's own precision against what one rounding does."""
+    one, ranks = _observations(subject)
+    deviations: dict[tuple[str, str, int], float] = {}
+    largest: dict[tuple[str, int], float] = {}
+    for seed in range(PERTURBED_RUNS):
+        for (what, name, step), error in _read(subject.note(f"off-{seed}")).items():
+            deviations[what, name, step] = max(deviations.get((what, name, step), 0.0), error)
+            largest[what, step] = max(largest.get((what, step), 0.0), error)
+    rounding = _rounding(subject)
+
+    def limit(what: str, name: str, step: int) -> float:
+        measured = deviations.get((what, name, step), largest.get((what, step), 0.0))
+        return float(ALLOWANCE_FACTOR * max(measured, rounding))
+
+    compared = [one_kind for one_kind in comparison.compare(one, ranks, limit) if one_kind.what != "start"]
+    checks = tuple(
+        dataclasses.replace(check, what=f"{check.what} in {subject.job.numerics.precision}")
+        for check in comparison.checks_of(compared)
+    )
+    skipped = [tuple(step.skipped for step in seen.steps) for seen in ranks]
+    if len(set(skipped)) > 1:
+        return checks, Cause.SKIP, f"ranks skip different steps: {', '.join(map(str, sorted(set(skipped))))}"
+    first = next((one_kind for one_kind in compared if one_kind.misfits), None)
+    if first is None:
+        return checks, None, ""
+    misfit = first.misfits[0]
+    return (
+        checks,
+        Cause.PRECISION,
+        f"{first.what} {misfit.name} in step {misfit.step} on rank {misfit.rank}: {misfit.error:.1e}",
+    )

@@ -1,0 +1,321 @@
+"""The verb `verify`: prove on a user's own job that a layout computes what one device computes.
+
+```
+one device ── takes the steps in float64 and in the job's own precision, and eight times off by one rounding
+the layout ── takes the same steps on its ranks, and saves a checkpoint
+one device ── reads the checkpoint, compares everything, looks for the cause of the first difference
+```
+In float64, with the model's float32 islands raised, two orders of the same sums differ by some 1e-16, a wrong sum by
+1e-3 and more: the limit of 1e-9 lies far from both. Weights are compared after steps of SGD, whose updates are as exact
+as the gradients; Adam, which makes 0.1 of a step of 1e-9 near its epsilon, is proven on equal gradients instead. In the
+job's own precision, a second check, the limit is measured (`trial`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from samestep.building.families import facts_named, family_config
+from samestep.building.loss import loss_of
+from samestep.building.model import model_source
+from samestep.building.optimizer import optimizer_of
+from samestep.datasets import Batch, Dataset, open_dataset
+from samestep.errors import JobError, WorkerError
+from samestep.job import Job, RunTable, ScheduleTable
+from samestep.layout import Layout
+from samestep.planning import legality
+from samestep.proof import sides
+from samestep.proof.sides import Subject
+from samestep.proof.verdict import Check, Verdict
+from samestep.runtime.assembly import Loss, Source, copied, prepare, store_of, with_slices
+from samestep.runtime.optimizer_step import optimizer_source
+from samestep.runtime.processes import join
+from samestep.runtime.processes import workers as launch
+from samestep.runtime.processes.join import RankInfo
+from samestep.simulation.memory import readable
+
+Precision = Literal["job", "float64"]
+
+
+def verify(
+    job: Job | None = None,
+    *,
+    layout: str | Layout,
+    model: Callable[[], nn.Module] | nn.Module | None = None,
+    loss: Loss | None = None,
+    optimizer: Callable[[list[Tensor]], Optimizer] | Optimizer | None = None,
+    dataset: Dataset | None = None,
+    steps: int = 3,
+    precision: Precision = "job",
+) -> Verdict:
+    """Prove that `layout` computes what one device computes; starts its own workers on this machine.
+
+    Args:
+        job: what is computed; model, loss, optimizer and data may be given by themselves instead.
+        layout: where.
+        model: a build function or an instance.
+        loss: (outputs, batch) -> (sum, count).
+        optimizer: a function of a list of parameters, or an instance over the model instance that has not stepped.
+        dataset: map-style.
+        steps: how many are compared; at least two, since a stale weight shows in the second.
+        precision: `float64` leaves out the second check, in the job's own precision.
+
+    Raises:
+        InputError: the layout cannot be tried; the text says why and what would work.
+        WorkerError: a worker died.
+    """
+    began = time.perf_counter()
+    job = job or Job()
+    if steps < 2:
+        raise JobError(f"steps={steps}: a stale weight shows in the second step; steps=2 is the least that proves")
+    where = Layout.parse(layout) if isinstance(layout, str) else layout
+    folder = Path(tempfile.mkdtemp(prefix="samestep-proof-"))
+    try:
+        proving = _proving(job, steps)
+        source, data, example = _given(proving, where, model, loss, optimizer, dataset)
+        subject = Subject(source, data, example, proving, where, folder)
+        notes: tuple[str, ...] = ()
+        if model is None and (smaller := shrunk(subject)):
+            subject, note = smaller
+            notes = (note,)
+        subject.programs()  # refuses what cannot be
+        try:
+            verdict = _prove(subject, job, precision)
+        except WorkerError as error:
+            raise WorkerError(f"layout {str(where)!r} could not be tried: {error}") from error
+        return dataclasses.replace(verdict, notes=(*notes, *verdict.notes), seconds=time.perf_counter() - began)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def verify_all(job: Job, devices: int, *, steps: int = 3, precision: Precision = "job") -> Iterator[Verdict]:
+    """Prove every legal layout of a number of devices, each switch by itself too; yield each verdict as it is found.
+
+    Raises:
+        InputError: the job cannot run.
+        WorkerError: a worker died; the text names the layout.
+    """
+    for row in legality.layouts(job, devices, switches=True):
+        if not row.reason:
+            yield verify(job, layout=row.layout, steps=steps, precision=precision)
+
+
+def _proving(job: Job, steps: int) -> Job:
+    """Return the job that is compared: its first steps in float64, at a constant learning rate."""
+    return job.model_copy(
+        update={
+            "train": job.train.model_copy(update={"steps": steps}),
+            "schedule": ScheduleTable(),
+            "numerics": job.numerics.model_copy(update={"precision": "float64"}),
+        }
+    )
+
+
+def _given(
+    job: Job,
+    layout: Layout,
+    model: Callable[[], nn.Module] | nn.Module | None,
+    loss: Loss | None,
+    optimizer: Callable[[list[Tensor]], Optimizer] | Optimizer | None,
+    dataset: Dataset | None,
+) -> tuple[Source, Dataset, Any]:
+    """Take from the job what is not given, and trace the model once for the layout, before workers are forked."""
+    data = open_dataset(job, "train") if dataset is None else dataset
+    example = Batch(0, np.arange(1), data).samples([0])
+    names = {id(param): name for name, param in model.named_parameters()} if isinstance(model, nn.Module) else None
+    named = model.func if isinstance(model, functools.partial) else model
+    name = job.model.source if named is None else getattr(named, "__name__", type(named).__name__)
+    source = Source(
+        model_source(job) if model is None else model,
+        loss_of(job) if loss is None else loss,
+        optimizer_of(job) if optimizer is None else optimizer_source(optimizer, names),
+        name,
+    )
+    traced = with_slices(prepare(source, job, example), layout, example)
+    return dataclasses.replace(source, prepared=traced), data, example
+
+
+# -- a model too large for one device --------------------------------------------------------------
+
+_COPIES = 8
+"""Of the weights, in float64: themselves, gradients, two states, and what is noted of three steps, on disk or mapped."""
+
+
+def shrunk(subject: Subject) -> tuple[Subject, str] | None:
+    """Return the subject with fewer layers, and how many, where the whole model does not fit one device.
+
+    Raises:
+        JobError: it does not fit, and its depth cannot be changed or not enough.
+    """
+    free = _free_bytes(subject.job.run.device)
+    blocks = [index for index, layer in enumerate(subject.spec.layers) if layer.is_block]
+    of_layers = [_proof_bytes(subject, index) for index in range(len(subject.spec.layers))]
+    if sum(of_layers) <= free or not blocks:
+        return None
+    a_block = max(of_layers[index] for index in blocks)
+    rest = sum(of_layers) - sum(of_layers[index] for index in blocks)
+    least = max(2, subject.layout.pp * subject.layout.virtual_stages)
+    depth = max(least, int((free - rest) // a_block))
+    gibibytes = f"{readable(sum(of_layers))} in float64 of {readable(free)} free"
+    key = _depth_key(subject.job)
+    if key is None:
+        raise JobError(
+            f"a proof on one device needs {gibibytes}, and model.config has no key for the depth "
+            f"({', '.join(_depth_fields(subject.job))}); a smaller model or train.global_batch works"
+        )
+    if rest + depth * a_block > free or depth >= len(blocks):
+        raise JobError(f"a proof on one device needs {gibibytes}; a smaller train.global_batch works")
+    table = subject.job.model
+    smaller = table.model_copy(update={"config": {**table.config, key: depth}})
+    job = subject.job.model_copy(update={"model": smaller})
+    source, data, example = _given(job, subject.layout, None, None, None, None)
+    note = f"the whole model needs {gibibytes}: proven with {depth} of {len(blocks)} layers, at full width"
+    return dataclasses.replace(subject, source=source, dataset=data, example=example, job=job), note
+
+
+def _proof_bytes(subject: Subject, index: int) -> int:
+    """Bytes that a layer takes in a proof: its weights in copies, what it saves of a whole batch, in float64."""
+    weights = sum(param.numel for param in subject.spec.params_of(index))
+    ranks = subject.layout.num_summed if subject.layout.zero == 0 else subject.layout.dp_replicate
+    # Ranks of a CPU share its memory.
+    replicas = max(ranks, _workers(subject.job.run)) if _on_cpu(subject.job.run.device) else 1
+    saved = subject.spec.layers[index].saved_elements * subject.job.train.global_batch
+    return 8 * (weights * _COPIES * replicas + saved)
+
+
+def _depth_key(job: Job) -> str | None:
+    fields = _depth_fields(job)
+    given = [key for key in fields if key in job.model.config]
+    if given or not job.model.source.startswith("hf:"):
+        return next(iter(given), None)
+    config = family_config(job.model.source.removeprefix("hf:"), job.model.config)
+    return next((key for key in fields if hasattr(config, key)), None)
+
+
+def _depth_fields(job: Job) -> tuple[str, ...]:
+    return facts_named(job.model.source.removeprefix("hf:")).depth_fields
+
+
+def _on_cpu(device: str) -> bool:
+    return join.resolve_device(device) == "cpu"
+
+
+def _free_bytes(device: str) -> int:
+    return psutil.virtual_memory().available if _on_cpu(device) else torch.cuda.mem_get_info()[0]
+
+
+# -- the course of a proof -------------------------------------------------------------------------
+
+
+def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
+    """Run one device and the layout, in float64 and in the job's own precision, and compare."""
+    layout, own = subject.layout, job.numerics.precision
+    notes: list[str] = []
+    exact: Subject | None = subject
+    rounded = _rounded(subject, own) if own != "float64" else None
+    try:
+        _on_one_device(exact, rounded if precision == "job" else None)
+    except WorkerError as error:
+        if rounded is None or not any(word in str(error) for word in ("Double", "float64")):
+            raise
+        notes.append(f"cannot run in float64 ({str(error).splitlines()[0]}); proven in {own} alone")
+        exact, precision = None, "job"
+        _on_one_device(None, rounded)
+    subjects = [one for one in (exact, rounded if precision == "job" else None) if one]
+    _launch(subject, layout.world_size, _in_layout, subjects)
+    checks, cause, explanation = _judged(subjects)
+    return Verdict(
+        layout=str(layout),
+        job=subject.source.name,
+        steps=subject.job.train.steps,
+        precision="float64" if exact else own,
+        checks=checks,
+        cause=cause,
+        explanation=explanation,
+        notes=tuple(notes),
+    )
+
+
+def _rounded(subject: Subject, own: str) -> Subject:
+    """Return the same subject in the job's own precision; of the model, a worker needs another copy for it."""
+    numerics = subject.job.numerics.model_copy(update={"precision": own})
+    job = subject.job.model_copy(update={"numerics": numerics})
+    source = dataclasses.replace(subject.source, prepared=copied(subject.source, job))
+    return dataclasses.replace(subject, source=source, job=job)
+
+
+def _on_one_device(exact: Subject | None, rounded: Subject | None) -> None:
+    """Let workers, each a device by itself, write down what is right; several share the runs off by one rounding."""
+    subject = exact or rounded
+    assert subject is not None
+    for left in subject.folder.iterdir():
+        left.unlink()
+    workers = _workers(subject.job.run) if rounded else 1
+    _launch(subject, workers, _alone, exact, rounded, apart=True)
+
+
+def _workers(run: RunTable) -> int:
+    """Return how many workers this machine has devices for, at most two: more of them start later than they help."""
+    devices = (os.cpu_count() or 1) // run.threads if _on_cpu(run.device) else torch.cuda.device_count()
+    return min(2, max(1, devices))
+
+
+def _alone(place: RankInfo, exact: Subject | None, rounded: Subject | None) -> None:
+    if exact and place.local_rank == 0:
+        sides.one_device(place, exact)
+    if rounded:
+        sides.measure_rounding(place, rounded)
+
+
+def _in_layout(place: RankInfo, subjects: Sequence[Subject]) -> None:
+    for subject in subjects:
+        sides.in_layout(place, subject)
+
+
+def _judged(subjects: Sequence[Subject]) -> sides.Found:
+    """Compare in every precision, apart from each other; what is said is said up to the first difference."""
+    workers = min(len(subjects), _workers(subjects[0].job.run))
+    _launch(subjects[0], workers, _judge, subjects, workers, apart=True)
+    checks: tuple[Check, ...] = ()
+    for subject in subjects:
+        judged, cause, explanation = torch.load(subject.note("judged"), weights_only=False)
+        checks = (*checks, *judged)
+        if cause:
+            return checks, cause, explanation
+    return checks, None, ""
+
+
+def _judge(place: RankInfo, subjects: Sequence[Subject], workers: int) -> None:
+    for subject in subjects[place.local_rank :: workers]:
+        in_float64 = subject.job.numerics.precision == "float64"
+        judge = sides.judge if in_float64 else sides.judge_rounding
+        torch.save(judge(place, subject), subject.note("judged"))
+
+
+def _launch(subject: Subject, ranks: int, work: Callable[..., Any], *args: Any, apart: bool = False) -> Any:
+    run = subject.job.run
+    store_of(subject.layout)
+    return launch.run_workers(
+        work,
+        args,
+        ranks=ranks,
+        device=run.device,
+        threads=run.threads,
+        timeout_s=run.timeout_s,
+        ranks_per_node=run.ranks_per_node if ranks == subject.layout.world_size and not apart else None,
+        apart=apart,
+    )

@@ -1,0 +1,242 @@
+"""Context parallelism on real modules (twin of `strategies/context.py`): slices for blocks, whole sequences for attention.
+
+The model runs its own forward on the whole batch. A hook in front of each block cuts out of its arguments this rank's
+rows of tokens (which arguments have such rows, `locality.py` has found), so that tokens are embedded, positions counted
+and masks made before that, of the whole sequence. Inside, a function mode stands around `scaled_dot_product_attention`:
+
+    query, key, value   [B, A, T/N, D]  all_to_all ──►  [B, A/N, T, D]   attention with the whole mask
+    output              [B, A, T/N, D]  ◄── all_to_all  [B, A/N, T, D]
+
+Legend: B samples, A heads, T tokens, N ranks of `cp`, D features of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
+
+from samestep.building.loss import target_of
+from samestep.errors import LayoutError
+from samestep.models.spec import LayerSpec
+from samestep.program.program import Program
+from samestep.runtime.dropout.mode import _multi_head_attention
+from samestep.runtime.ledger import owned
+from samestep.runtime.processes.mesh import Mesh
+from samestep.strategies.context import sent_heads
+from samestep.tracing.independence import reshaped, sequence_dim
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class WholeSequences:
+    """The slice of a layout without `cp`, as `Slicing` is used: every sequence is this rank's as a whole."""
+
+    degree, index, length, block = 1, 0, 0, ""
+
+    def of(self, samples: Any) -> AbstractContextManager[None]:
+        """Return the context of a forward on whole sequences, which is none."""
+        return _NOTHING
+
+    def again(self) -> AbstractContextManager[None]:
+        """Return the context of a block's repeated forward, which is none."""
+        return _NOTHING
+
+    def part(self, samples: Any) -> Any:
+        """Return what the loss compares this rank's outputs with: all tokens."""
+        return samples
+
+    def shape_of(self, shape: torch.Size) -> torch.Size:
+        """Return the shape of hidden states between blocks."""
+        return shape
+
+
+class Slicing:
+    """This rank's slice of every sequence, while a forward runs in `of`. Outside it the model computes on all tokens."""
+
+    def __init__(self, model: nn.Module, program: Program, mesh: Mesh) -> None:
+        self._places = dict(program.step.model.slices)
+        self.degree, self.index = mesh.size("cp"), mesh.index("cp")
+        self.group = mesh.groups["cp"]
+        self.length = 0
+        """Tokens of the whole sequence; 0 outside `of`."""
+        self.block = ""
+        """Name of the layer of the block that was entered last."""
+        self.exchanged = 0
+        """Attentions since it was entered."""
+        for layer in program.step.model.layers:
+            for path in layer.modules if layer.is_block else ():
+                block = model.get_submodule(path)
+                block.register_forward_pre_hook(self._entered(layer), with_kwargs=True)
+                if path == layer.modules[-1]:
+                    block.register_forward_hook(self._left(layer))
+
+    @contextmanager
+    def of(self, samples: Any) -> Iterator[None]:
+        """Slice the sequences of the forward inside; `samples` are whole.
+
+        Raises:
+            LayoutError: their tokens cannot be dealt to the ranks evenly.
+        """
+        length = target_of(samples).shape[1]
+        if length % self.degree:
+            raise LayoutError(f"cp={self.degree} does not divide the {length} tokens of a sample; cp=1 works")
+        with self._slicing(length, ""):
+            yield
+
+    @contextmanager
+    def _slicing(self, length: int, block: str) -> Iterator[None]:
+        before = self.length, self.block, self.exchanged
+        self.length, self.block, self.exchanged = length, block, 0
+        try:
+            with _Exchanging(self):
+                yield
+        finally:
+            self.length, self.block, self.exchanged = before
+
+    def again(self) -> AbstractContextManager[None]:
+        """Return the context of a block's repeated forward, as this one is in."""
+        return self._slicing(self.length, self.block)
+
+    def part(self, samples: Any) -> Any:
+        """Cut this rank's tokens out of a batch, for the loss."""
+        length = target_of(samples).shape[1]
+        return tree_map_only(
+            Tensor, lambda t: self._rows(t, 1, length) if t.dim() > 1 and t.shape[1] == length else t, samples
+        )
+
+    def shape_of(self, shape: torch.Size) -> torch.Size:
+        """Return the shape of hidden states between blocks, where it would be `shape` of whole sequences."""
+        return torch.Size([shape[0], shape[1] // self.degree, *shape[2:]]) if self.length else shape
+
+    def _rows(self, tensor: Tensor, dim: int, length: int) -> Tensor:
+        size = length // self.degree
+        return tensor.narrow(dim, self.index * size, size)
+
+    # -- around blocks -----------------------------------------------------------------------------
+
+    def _entered(self, layer: LayerSpec) -> Callable[..., Any]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not self.length:
+                return None
+            if self.block != layer.name:
+                self.block, self.exchanged = layer.name, 0
+            leaves, tree = tree_flatten_with_path((args, kwargs))
+            return tree_unflatten(
+                [self._sliced(keystr(place), leaf) if isinstance(leaf, Tensor) else leaf for place, leaf in leaves],
+                tree,
+            )
+
+        return hook
+
+    def _sliced(self, place: str, leaf: Tensor) -> Tensor:
+        dim = self._places.get(place)
+        if dim is None:
+            if sequence_dim(leaf.shape, self.length) is not None:
+                raise LayoutError(
+                    f"{self.block} is given {place} of shape {list(leaf.shape)}, which the traced forward did not give "
+                    "it: whether it has a row for each token is not known; cp=1 works"
+                )
+            return leaf
+        if dim < 0 or leaf.shape[dim] != self.length:
+            return leaf
+        part = self._rows(leaf, dim, self.length)
+        return part.contiguous() if leaf.requires_grad else part  # what is saved of it is not to hold the whole
+
+    def _left(self, layer: LayerSpec) -> Callable[..., None]:
+        expected = sum(exchange.role == "query" for exchange in layer.exchanges)
+
+        def hook(*_: Any) -> None:
+            if self.length and self.exchanged != expected:
+                raise LayoutError(
+                    f"{layer.name} attends {self.exchanged} times by scaled_dot_product_attention, and {expected} times in "
+                    "the traced forward: cp=1 works"
+                )
+
+        return hook
+
+    # -- around attention --------------------------------------------------------------------------
+
+    def attend(
+        self,
+        func: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **named: Any,
+    ) -> Tensor:
+        """Compute attention of all tokens for this rank's heads."""
+        self.exchanged += 1
+        heads = query.shape[1]
+        mine = [
+            self._exchange(self._repeated(part, heads), role, to_heads=True)
+            for part, role in ((query, "query"), (key, "key"), (value, "value"))
+        ]
+        if attn_mask is not None and attn_mask.dim() == 4 and attn_mask.shape[1] > 1:
+            attn_mask = attn_mask.chunk(self.degree, dim=1)[self.index]
+        output = func(*mine, attn_mask, dropout_p, is_causal, **named)
+        return self._exchange(output, "output", to_heads=False)
+
+    def _repeated(self, part: Tensor, query_heads: int) -> Tensor:
+        heads = part.shape[1]
+        times = sent_heads(heads, query_heads, self.degree) // heads
+        return part.repeat_interleave(times, dim=1) if times > 1 else part
+
+    def _exchange(self, part: Tensor, role: str, *, to_heads: bool) -> Tensor:
+        found: Tensor = _AllToAll.apply(part, self.group, f"{self.block}.{role}", to_heads)
+        return found
+
+
+class _Exchanging(TorchFunctionMode):
+    """Lets the attention of a slice be one of whole sequences."""
+
+    def __init__(self, slicing: Slicing) -> None:
+        super().__init__()
+        self._slicing = slicing
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        slicing, kwargs = self._slicing, kwargs or {}
+        if slicing.block:
+            if func is F.scaled_dot_product_attention:
+                return slicing.attend(func, *args, **kwargs)
+            if func is F.multi_head_attention_forward:
+                return _multi_head_attention(self, func, *args, **kwargs)  # type: ignore[arg-type]
+            args = reshaped(func, args, slicing.length, slicing.length // slicing.degree)
+        return func(*args, **kwargs)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Exchange tokens for heads, [B, A, T/N, D] -> [B, A/N, T, D], or back; its gradient takes the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, owner: str, to_heads: bool) -> Tensor:
+        ctx.group, ctx.owner, ctx.to_heads = group, owner, to_heads
+        return _sent(part, group, owner, to_heads)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _sent(gradients[0], ctx.group, ctx.owner, not ctx.to_heads), None, None, None
+
+
+def _sent(part: Tensor, group: dist.ProcessGroup, owner: str, to_heads: bool) -> Tensor:
+    dim = 1 if to_heads else 2
+    dealt = part.unflatten(dim, (dist.get_world_size(group), -1)).movedim(dim, 0).contiguous()  # [N, B, A/N, T/N, D]
+    came = torch.empty_like(dealt)
+    with owned(owner):
+        dist.all_to_all_single(came, dealt, group=group)
+    if to_heads:
+        return came.movedim(0, 2).flatten(2, 3)
+    # The heads of a token side by side, as the kernels write them: code may view the output so.
+    return came.permute(1, 3, 0, 2, 4).flatten(2, 3).transpose(1, 2)

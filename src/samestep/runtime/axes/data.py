@@ -1,0 +1,305 @@
+"""Replicated weights: gradients reduced in buckets while backward still runs (twin of `strategies/data.py`).
+
+Each bucket of the program is a flat buffer in master precision. A hook behind every parameter's gradient adds it to
+its place; when the last micro-batch's backward has filled a bucket, its first collective is started, always in the
+program's order, so that every rank sends the same. Under zero=1 the weights lie in flat buffers too: a rank updates
+its chunk of each, and `publish` gathers the others'.
+
+```
+bucket 0  [ head.weight | norm.weight | pad ]    gradients of the last layers, finished first
+           rank 0's chunk  rank 1's chunk        zero=1: what each rank updates
+```
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samestep.program.bodies import UPDATE_BODY, ends_step
+from samestep.program.buckets import Bucket, Member
+from samestep.program.ops import Kind, Op, Task
+from samestep.program.program import Program, ends_gradients
+from samestep.runtime.axes.precision import DTYPES
+from samestep.runtime.ledger import owned
+from samestep.runtime.optimizer_step import Piece, squared_norm
+from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
+from samestep.runtime.weight_store import Materialize
+from samestep.schedules import TaskKind
+
+
+@dataclass(slots=True)
+class _FlatBuffer:
+    """The buffers of one bucket on this rank."""
+
+    bucket: Bucket
+    gradients: Tensor
+    starts: list[Op]
+    """What is sent behind the backward that finishes it: one collective, or none."""
+    finishes: list[Op]
+    """What follows after the step's last backward."""
+    gathers: list[Op]
+    weights: Tensor | None = None
+    missing: set[str] = field(default_factory=set)
+    untouched: set[str] = field(default_factory=set)
+    work: dist.Work | _Cast | None = None
+    chunk: Tensor | None = None
+    """What this rank holds of the reduced bucket while it is cut."""
+
+
+@dataclass(slots=True)
+class _Cast:
+    """A collective on a copy in the dtype in which a bucket is sent."""
+
+    work: dist.Work
+    sent: Tensor
+    into: Tensor
+
+    def wait(self) -> None:
+        """Wait for what was sent, and copy it back."""
+        self.work.wait()
+        self.into.copy_(self.sent)
+
+
+@dataclass(slots=True)
+class _GradientSlot:
+    """Where the gradient of one parameter goes."""
+
+    flat: _FlatBuffer
+    name: str
+    gradient: Tensor
+
+
+class Replicated:
+    """A `WeightStore` of whole weights, in the working dtype; gradients and optimizer as the program's buckets say."""
+
+    def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
+        self.program, self.mesh = program, mesh
+        self.params: dict[str, nn.Parameter] = {}
+        self._last = self._starts = False
+        self._next = 0
+        self._flats = [self._flat(bucket) for bucket in program.buckets]
+        self._separate = program.step.layout.offload
+        self.pieces: list[Piece] = []
+        self._fill(model, materialize)
+
+    # -- setting up --------------------------------------------------------------------------------
+
+    def _flat(self, bucket: Bucket) -> _FlatBuffer:
+        step = self.program.step
+        device = self.mesh.device
+        bodies = self.program.bodies
+        last = [op for key, ops in bodies.items() if ends_gradients(key, step) for op in ops]
+        final = [op for op in bodies[UPDATE_BODY] if op.owner == bucket.name]
+        weights = None
+        if step.zero == 1:
+            weights = torch.zeros(bucket.padded_numel, dtype=DTYPES[bucket.dtype], device=device)
+        return _FlatBuffer(
+            bucket=bucket,
+            gradients=torch.zeros(bucket.padded_numel, dtype=DTYPES[step.master_dtype], device=device),
+            starts=[op for op in last if op.owner == bucket.name],
+            finishes=[op for op in final if not op.after[0].startswith(Kind.UPDATE)],
+            gathers=[op for op in final if op.after[0].startswith(Kind.UPDATE)],
+            weights=weights,
+        )
+
+    @torch.no_grad()
+    def _fill(self, model: nn.Module, materialize: Materialize) -> None:
+        """Give every parameter its first value, and make the pieces this rank updates."""
+        place = {member.name: (flat, member) for flat in self._flats for member in flat.bucket.members}
+        master = DTYPES[self.program.step.master_dtype]
+        for spec in self.program.step.model.params:
+            value = materialize(spec.name, master)
+            flat, member = place.get(spec.name, (None, None))
+            live = value.to(DTYPES[self.program.step.working_dtype(spec)])
+            if flat is not None and flat.weights is not None and member is not None:
+                window = flat.weights[member.offset : member.offset + member.numel].view(spec.shape)
+                live = window.copy_(live)
+            param = nn.Parameter(live, requires_grad=spec.trainable)
+            for name in (spec.name, *spec.aliases):
+                path, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(path), leaf, param)  # not by _parameters: LSTM keeps lists of its weights
+            if spec.trainable:
+                self.params[spec.name] = param
+                self.pieces += self._pieces_of(spec.name, flat, member, param, value)
+
+    def _pieces_of(
+        self, name: str, flat: _FlatBuffer | None, member: Member | None, param: nn.Parameter, value: Tensor
+    ) -> Iterator[Piece]:
+        """Yield what this rank updates of a parameter; its gradients go to its place in the bucket from now on."""
+        if flat is None or member is None:
+            yield self._piece(name, 0, param.numel(), param, value, lambda: _gradient_or_zero(param))
+            return
+        gradient = flat.gradients[member.offset : member.offset + member.numel].view(param.shape)
+        slot = _GradientSlot(flat, name, gradient)
+        param.register_post_accumulate_grad_hook(functools.partial(_gradient_hook, weakref.ref(self), slot))
+        if flat.weights is None:
+            yield self._piece(name, 0, member.numel, param, value, lambda: gradient)
+            return
+        parts, index, _ = self._division(flat.bucket)
+        size = flat.bucket.padded_numel // parts
+        first = index * size
+        start = min(max(first - member.offset, 0), member.numel)
+        stop = min(max(first + size - member.offset, 0), member.numel)
+        if start < stop:
+            mine = slice(member.offset + start, member.offset + stop)
+            part = flat.gradients[mine]
+            yield self._piece(name, start, stop, flat.weights[mine], value.flatten()[start:stop], lambda: part)
+
+    def _piece(
+        self, name: str, start: int, stop: int, live: Tensor, value: Tensor, gradient: Callable[[], Tensor]
+    ) -> Piece:
+        """A piece updates the live weights themselves, unless they stand in another dtype or the host holds it."""
+        if live.dtype == value.dtype and not self._separate:
+            return Piece(name, start, stop, live if isinstance(live, nn.Parameter) else live.detach(), gradient)
+        held = value.detach().to("cpu" if self._separate else live.device, copy=True)
+        return Piece(name, start, stop, held, gradient, target=live.detach())
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the step before."""
+        for param in self.params.values():
+            param.grad = None
+        for flat in self._flats:
+            names = {member.name for member in flat.bucket.members}
+            flat.missing, flat.untouched = set(names), set(names)
+            flat.work = flat.chunk = None
+        self._next = 0
+
+    @contextmanager
+    def running(self, task: Task) -> Iterator[None]:
+        """Know, while a task runs inside, whether gradients are the step's last, behind which buckets are reduced."""
+        self._last = task.kind in (TaskKind.BACKWARD, TaskKind.WEIGHT) and ends_step(task.body)
+        self._starts = ends_gradients(task.body, self.program.step)
+        yield
+
+    def _gradient_ready(self, slot: _GradientSlot, param: Tensor) -> None:
+        """Add a finished gradient to its bucket; start the bucket's reduction when it was the last one."""
+        flat, name, found = slot.flat, slot.name, param.grad
+        assert found is not None
+        if found is not slot.gradient:
+            if name in flat.untouched:
+                slot.gradient.copy_(found)
+            else:
+                slot.gradient.add_(found)
+            # In master precision autograd goes on adding in place; else each micro-batch's gradient is cast first.
+            param.grad = slot.gradient if param.dtype == slot.gradient.dtype else None
+        flat.untouched.discard(name)
+        if self._last:
+            flat.missing.discard(name)
+        if self._starts:
+            self._start_ready()
+
+    def _start_ready(self) -> None:
+        while self._next < len(self._flats) and not self._flats[self._next].missing:
+            self._start(self._flats[self._next])
+            self._next += 1
+
+    def _start(self, flat: _FlatBuffer) -> None:
+        for member in flat.bucket.members:
+            if member.name in flat.untouched:
+                flat.gradients[member.offset : member.offset + member.numel].zero_()
+        for op in flat.starts:
+            flat.work = self._send(flat, op, flat.gradients)
+
+    def finish_gradients(self) -> None:
+        """Start what no backward reached, wait for all, and issue what follows a bucket's first collective.
+
+        Collective over the axes of the program's buckets: if a rank does not call it, the others wait for it.
+        """
+        for flat in self._flats[self._next :]:
+            self._start(flat)
+        self._next = len(self._flats)
+        for flat in self._flats:
+            for op in flat.finishes:
+                _wait(flat)
+                flat.work = self._send(flat, op, flat.gradients)
+        for flat in self._flats:
+            _wait(flat)
+
+    def _send(self, flat: _FlatBuffer, op: Op, whole: Tensor) -> dist.Work | _Cast | None:
+        """Issue one collective of a bucket on the buffer, or on this rank's chunk of it, in the dtype of the op."""
+        assert op.axis is not None
+        group = self.mesh.groups[op.axis]
+        size = whole.numel() // dist.get_world_size(group)
+        start = dist.get_rank(group) * size
+        into = flat.chunk if op.kind is Kind.ALL_REDUCE and flat.chunk is not None else whole
+        sent = into.to(DTYPES[op.dtype])  # itself, where the dtypes are equal
+        with owned(op.owner):
+            if op.kind is Kind.ALL_REDUCE:
+                work = dist.all_reduce(sent, group=group, async_op=True)
+            elif op.kind is Kind.REDUCE:
+                work = dist.reduce(sent, dst=self.mesh.members(op.axis)[0], group=group, async_op=True)
+            elif op.kind is Kind.BROADCAST:
+                work = dist.broadcast(sent, src=self.mesh.members(op.axis)[0], group=group, async_op=True)
+            elif op.kind is Kind.REDUCE_SCATTER:
+                flat.chunk = into = whole[start : start + size]
+                whole_sent, sent = sent, sent[start : start + size]
+                work = reduce_scatter(sent, whole_sent, group=group, async_op=True)
+            else:
+                assert op.kind is Kind.ALL_GATHER, f"a bucket has no use for {op.kind}"
+                flat.chunk = None
+                work = all_gather(sent, sent[start : start + size], group=group, async_op=True)
+        return work if sent.dtype == into.dtype or work is None else _Cast(work, sent, into)
+
+    def norm_squared(self) -> Tensor:
+        """This rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        if not self._flats:
+            step = self.program.step
+            copies_of = {param.name: step.holding(param).num_copies for param in step.model.params}
+            for copies in sorted(set(copies_of.values())):
+                mine = [_gradient_or_zero(param) for name, param in self.params.items() if copies_of[name] == copies]
+                total += squared_norm(mine, self.mesh.device) / copies
+            return total
+        for copies in sorted({flat.bucket.holding.num_copies for flat in self._flats}):
+            alike = [flat for flat in self._flats if flat.bucket.holding.num_copies == copies]
+            divided = [(flat.gradients, *self._division(flat.bucket)) for flat in alike]
+            mine = [gradients.view(parts, -1)[index] for gradients, parts, index, _ in divided]
+            total += squared_norm(mine, self.mesh.device) / (divided[0][-1] * copies)
+        return total
+
+    def _division(self, bucket: Bucket) -> tuple[int, int, int]:
+        """Return among how many ranks a bucket is divided, the place of this one, and how many hold each part."""
+        innermost, *others = bucket.holding.data_axes
+        return self.mesh.size(innermost), self.mesh.index(innermost), math.prod(map(self.mesh.size, others))
+
+    def publish(self) -> None:
+        """Gather every rank's chunk of the updated weights under zero=1. Collective over `dp_shard`."""
+        for flat in self._flats:
+            for op in flat.gathers:
+                assert flat.weights is not None
+                flat.work = self._send(flat, op, flat.weights)
+        for flat in self._flats:
+            _wait(flat)
+
+    def end_forward_only(self) -> None:
+        """Nothing is gathered for a forward, so nothing is left over after one."""
+
+
+def _wait(flat: _FlatBuffer) -> None:
+    if flat.work is not None:
+        flat.work.wait()
+        flat.work = None
+
+
+def _gradient_or_zero(param: nn.Parameter) -> Tensor:
+    if param.grad is None:
+        param.grad = torch.zeros_like(param)
+    return param.grad
+
+
+def _gradient_hook(store: weakref.ref[Replicated], slot: _GradientSlot, param: Tensor) -> None:
+    """Call a store that is still there: what a tensor's hooks refer to, Python's collector never sees as a cycle."""
+    alive = store()
+    if alive is not None:
+        alive._gradient_ready(slot, param)

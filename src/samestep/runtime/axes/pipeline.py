@@ -1,0 +1,404 @@
+"""One pipeline stage of any decoder, without a port (twin of `strategies/pipeline.py`).
+
+Every stage runs the model's own forward, in which the layers of other stages are stood in for: a block hands on what it
+is given, an embedding gives nothing of the right shape. So masks, positions and rotary angles are made on each stage by
+the model's own code. At the first block of its run a stage puts the received activation in the place of that nothing,
+behind whatever the model does to embeddings; at the last it takes the result out.
+
+```
+model.forward:   embed     block 0   block 1   block 2   block 3   norm, head
+stage 1 of 2     (shape)   (pass)    (pass)    recv ►    ► out     own
+```
+What is sent leaves while the stage computes on, and what it will be sent next is awaited ahead of need: gloo moves bytes
+only once both ends have asked for it. A *link* is all messages of one direction, forward or backward, between
+neighbours, or around the end of the axis between the last stage and the first: each has a process group of its own, since
+NCCL runs what is sent between two ranks of a group one after the other, both directions alike, and would wait for ever
+for what is awaited ahead. On a link both ends name the messages in one order, which the schedules keep.
+
+A buffer that was sent is kept until something comes back that its receiver can only have sent after it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samestep import schedules
+from samestep.building.families import FamilyFacts, facts_of
+from samestep.errors import LayoutError
+from samestep.models.spec import ModelSpec, is_below
+from samestep.program.program import Program
+from samestep.runtime.axes.context import Slicing, WholeSequences
+from samestep.runtime.axes.precision import DTYPES
+from samestep.runtime.ledger import owned
+from samestep.runtime.processes.mesh import Mesh, link_name
+from samestep.schedules import Action, TaskKind
+from samestep.tracing.sequence_borders import with_first
+
+_FIRST_TAG = 2**29
+
+ShapesOf = Callable[[int], Hashable]
+"""Says of a micro-batch what the shapes of activations follow from: those of its samples."""
+
+
+@dataclass(slots=True)
+class _Link:
+    """What is still to come over one link in this step, in order, and what is awaited already."""
+
+    due: list[Action] = field(default_factory=list)
+    """Of this stage, that wait for it; the next one last."""
+    posted: dict[Action, tuple[dist.Work, Tensor]] = field(default_factory=dict)
+
+
+class WholeModel:
+    """The one stage of a layout without a pipeline, as `Stage` is used: it has all layers, and sends nothing."""
+
+    num_chunks = 1
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def is_last(self, chunk: int) -> bool:
+        """Whether a chunk ends the model, and so has the loss: the only one does."""
+        return True
+
+    def begin_step(self, shapes_of: ShapesOf) -> None:
+        """Nothing will come."""
+
+    def forward(self, microbatch: int, chunk: int, call: Callable[[nn.Module], Any]) -> Any:
+        """Run all layers on a micro-batch; return the model's outputs."""
+        return call(self._model)
+
+    def backward(self, microbatch: int, chunk: int, loss: Tensor | None) -> None:
+        """Run the backward of the whole model."""
+        assert loss is not None
+        loss.backward()
+
+    def finish(self) -> None:
+        """Nothing was sent."""
+
+    def finish_forward(self) -> None:
+        """Nothing was kept."""
+
+    def from_last(self, outputs: Any) -> Any:
+        """Return the outputs: this is the last stage."""
+        return outputs
+
+
+class Stage:
+    """The chunks of layers of this rank, and what passes between them and other ranks."""
+
+    def __init__(self, model: nn.Module, program: Program, mesh: Mesh, slicing: Slicing | WholeSequences) -> None:
+        self._program, self._mesh, self._slicing = program, mesh, slicing
+        self._model, self._facts = model, facts_of(model)
+        self.num_chunks = len(program.chunks)
+        layers = program.step.model.layers
+        self._slots = [(index, path) for index, layer in enumerate(layers) for path in layer.modules if path]
+        self._real = {path: model.get_submodule(path) for _, path in self._slots}
+        self._stand_ins = {path: _StandIn(self._real[path], self._facts) for i, path in self._slots}
+        self._parents = {path: model.get_submodule(path.rpartition(".")[0]) for path in self._real}
+        self._arrivals = _arrivals_of(program)
+        self._links: dict[str, _Link] = {}
+        self._sent: dict[Action, tuple[dist.Work, Tensor]] = {}
+        """By the action that made it."""
+        self._inputs: dict[tuple[int, int], Tensor] = {}
+        self._outputs: dict[tuple[int, int], Tensor] = {}
+        self._shapes: dict[tuple[int, Hashable], tuple[int, ...]] = {}
+        """Of what a run was given for samples of these shapes."""
+        self._shapes_of: ShapesOf = lambda _: None
+
+    def is_last(self, chunk: int) -> bool:
+        """Whether a run ends the model, and so has the loss."""
+        return self._program.chunks[chunk].stop == len(self._program.step.model.layers)
+
+    def begin_step(self, shapes_of: ShapesOf) -> None:
+        """Know what will come, and which shapes it has."""
+        self._shapes_of = shapes_of
+        self._links = {}
+        for action in reversed(self._arrivals):
+            self._links.setdefault(self._link_of(action), _Link()).due.append(action)
+
+    def forward(self, microbatch: int, chunk: int, call: Callable[[nn.Module], Any]) -> Any:
+        """Run the layers of one chunk on a micro-batch; return the model's outputs where the chunk ends the model.
+
+        Receives from the stage before and sends to the one behind: every stage calls it for each forward of its program,
+        in that order. If one does not, its neighbours wait for the message.
+        """
+        layers = self._program.chunks[chunk]
+        action = Action(TaskKind.FORWARD, microbatch, chunk)
+        handles = []
+        if layers.start > 0:
+            first = self._real[self._first_block(layers)]
+            # In front of all other hooks: what cuts, casts or gathers for the block sees what it is really given.
+            hook = self._receive(action)
+            handles.append(first.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+        if not self.is_last(chunk):
+            last = self._real[self._program.step.model.layers[layers.stop - 1].modules[-1]]
+            handles.append(last.register_forward_hook(functools.partial(self._take, action)))
+        self._await_ahead()
+        try:
+            with self._standing_in(layers):
+                outputs = call(self._model)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return outputs if self.is_last(chunk) else None
+
+    def backward(self, microbatch: int, chunk: int, loss: Tensor | None) -> None:
+        """Run the backward of one chunk: from the loss, or from the gradient that the next chunk sends.
+
+        Communicates as `forward` does, in the other direction.
+        """
+        action = Action(TaskKind.BACKWARD, microbatch, chunk)
+        if loss is not None:
+            self._await_ahead()
+            loss.backward()
+        else:
+            output = self._outputs[microbatch, chunk]
+            gradient = self._received(action, tuple(output.shape), output)
+            del self._outputs[microbatch, chunk]
+            output.backward(gradient)
+        given = self._inputs.pop((microbatch, chunk), None)
+        if given is not None:
+            assert given.grad is not None, "no gradient reached the activation that was received"
+            self._send(action, given.grad)
+
+    def finish(self) -> None:
+        """Wait until all that was sent has left, which it does once the neighbours have received it."""
+        for action in list(self._sent):
+            self._release(action)
+
+    def finish_forward(self) -> None:
+        """End a forward that no backward follows."""
+        self.finish()
+        self._inputs.clear()
+        self._outputs.clear()
+
+    def from_last(self, outputs: Any) -> Any:
+        """Hand the logits of the last stage to all stages, whose `outputs` are None.
+
+        Collective over `pp`: if a stage does not call it, the others wait for it.
+        """
+        held = [getattr(outputs, "logits", outputs)]
+        ranks = self._mesh.members("pp")
+        dist.broadcast_object_list(held, src=ranks[-1], group=self._mesh.groups["pp"])
+        return held[0]
+
+    def _take(self, action: Action, _: nn.Module, args: Any, output: Any) -> Any:
+        """Send what a run gives; the model's code that follows computes nothing, but knows the whole sequence's shape."""
+        result = self._outputs[action.microbatch, action.chunk] = _hidden(output)
+        self._send(action, result.detach())
+        layout = self._program.step.layout
+        if not layout.sequence_parallel:
+            return None
+        return with_first(output, lambda x: x.new_zeros(()).expand(x.shape[0], x.shape[1] * layout.tp, *x.shape[2:]))
+
+    def _first_block(self, layers: range) -> str:
+        return self._program.step.model.layers[layers.start].modules[0]
+
+    def _receive(self, action: Action) -> Callable[..., Any]:
+        """Make the hook that puts the received activation in the place of what a stand-in gave."""
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            name = "" if args else self._facts.name_of_hidden(kwargs)
+            place = args[0] if args else kwargs[name]
+            shape = self._passed_shape(place.shape)
+            received = self._received(action, shape, place)
+            if torch.is_grad_enabled():
+                self._shapes[action.chunk, self._shapes_of(action.microbatch)] = shape
+                self._inputs[action.microbatch, action.chunk] = received.requires_grad_()
+            return ((received, *args[1:]), kwargs) if args else (args, {**kwargs, name: received})
+
+        return hook
+
+    def _passed_shape(self, whole: torch.Size) -> tuple[int, ...]:
+        """Shape of what blocks hand on, given that of one device."""
+        layout = self._program.step.layout
+        shape = self._slicing.shape_of(whole)
+        return (shape[0], shape[1] // layout.tp, *shape[2:]) if layout.sequence_parallel else tuple(shape)
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def _send(self, action: Action, tensor: Tensor) -> None:
+        kept = tensor.contiguous()
+        border, step = self._border(action, sends=True)
+        with owned(self._program.step.model.layers[border - 1].name):
+            group = self._mesh.groups[self._link_of(action, sends=True)]
+            work = dist.isend(kept, self._peer(step), group=group, tag=self._tag(border, action))
+        assert work is not None
+        self._sent[action] = (work, kept)
+
+    def _received(self, action: Action, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Wait for what an action needs, in the compute dtype, on the device of `like`; then await what follows."""
+        link = self._links.get(self._link_of(action), _Link()) if torch.is_grad_enabled() else _Link()
+        if link.due and link.due[-1] == action:
+            link.due.pop()
+        posted = link.posted.pop(action) if action in link.posted else None
+        work, into = posted or self._awaited(action, shape, like.device)
+        assert into.shape == shape, f"{action} is given {list(shape)}, and {list(into.shape)} was awaited"
+        work.wait()
+        for sent in self._arrivals[action] if torch.is_grad_enabled() else ():
+            self._release(sent)
+        self._await_ahead()
+        return into
+
+    def _await_ahead(self) -> None:
+        """Ask for the next message of each link, where its shape is known."""
+        if not torch.is_grad_enabled():
+            return
+        for link in self._links.values():
+            action = link.due[-1] if link.due else None
+            if action is not None and action not in link.posted and (shape := self._shape_for(action)):
+                link.posted[action] = self._awaited(action, shape, self._mesh.device)
+
+    def _shape_for(self, action: Action) -> tuple[int, ...] | None:
+        if action.kind is TaskKind.FORWARD:
+            return self._shapes.get((action.chunk, self._shapes_of(action.microbatch)))
+        output = self._outputs.get((action.microbatch, action.chunk))
+        return None if output is None else tuple(output.shape)
+
+    def _awaited(self, action: Action, shape: tuple[int, ...], device: torch.device) -> tuple[dist.Work, Tensor]:
+        into = torch.empty(shape, dtype=DTYPES[self._program.step.compute_dtype], device=device)
+        border, step = self._border(action, sends=False)
+        with owned(self._program.step.model.layers[border - 1].name):
+            group = self._mesh.groups[self._link_of(action)]
+            work = dist.irecv(into, self._peer(step), group=group, tag=self._tag(border, action))
+        assert work is not None
+        return work, into
+
+    def _release(self, action: Action) -> None:
+        """Let go of what an action has sent, once it has left."""
+        work, _ = self._sent.pop(action)
+        work.wait()
+
+    def _border(self, action: Action, *, sends: bool) -> tuple[int, int]:
+        """Return the layer before which an action's message passes, and the way to the other rank: 1 or -1."""
+        layers = self._program.chunks[action.chunk]
+        is_forward = action.kind is TaskKind.FORWARD
+        return (layers.stop, 1) if sends == is_forward else (layers.start, -1)
+
+    def _link_of(self, action: Action, *, sends: bool = False) -> str:
+        """Name the link over which an action's message passes, by the group that serves it."""
+        _, step = self._border(action, sends=sends)
+        pp, stage = self._program.step.layout.pp, self._program.step.stage
+        return link_name(is_forward=action.kind is TaskKind.FORWARD, is_around=not 0 <= stage + step < pp)
+
+    def _peer(self, step: int) -> int:
+        """Global rank of the next or previous rank on the axis, around its end."""
+        ranks = self._mesh.members("pp")
+        return ranks[(ranks.index(self._mesh.rank) + step) % len(ranks)]
+
+    def _tag(self, border: int, action: Action) -> int:
+        # gloo counts its collectives by the same tags, from 0: kept apart, or a send would be taken for one of them.
+        backward = action.kind is TaskKind.BACKWARD
+        return _FIRST_TAG + (action.microbatch * len(self._program.step.model.layers) + border) * 2 + backward
+
+    @contextmanager
+    def _standing_in(self, layers: range) -> Iterator[None]:
+        """Let stand-ins take the places of all layers but those of one run."""
+        for index, path in self._slots:
+            self._put(path, self._real[path] if index in layers else self._stand_ins[path])
+        try:
+            yield
+        finally:
+            for path, real in self._real.items():
+                self._put(path, real)
+
+    def _put(self, path: str, module: nn.Module) -> None:
+        self._parents[path]._modules[path.rpartition(".")[2]] = module
+
+
+def _arrivals_of(program: Program) -> dict[Action, list[Action]]:
+    """Return this stage's actions that need a message, in order, and what it has sent that must have arrived by then.
+
+    The sender of the message has been through its own order up to it, and so has received all that this needed.
+    """
+    layout, stage, count = program.step.layout, program.step.stage, program.step.num_microbatches
+    chunks = layout.virtual_stages
+    orders = [schedules.order(layout.schedule, s, layout.pp, count, chunks) for s in range(layout.pp)]
+    known: dict[int, int] = {}  # of each sender: how far it must have come
+    found: dict[Action, list[Action]] = {}
+    for action in orders[stage]:
+        for sender, needed in schedules.needs(action, stage, layout.pp, chunks):
+            if sender != stage:
+                before, after = known.get(sender, 0), orders[sender].index(needed) + 1
+                known[sender] = max(before, after)
+                passed = [
+                    sent
+                    for theirs in orders[sender][before:after]
+                    for owner, sent in schedules.needs(theirs, sender, layout.pp, chunks)
+                    if owner == stage
+                ]
+                found[action] = passed
+    return found
+
+
+class _StandIn(nn.Module):
+    """Takes the place of a layer that another stage runs. What the model's code asks of it, it asks of the layer."""
+
+    def __init__(self, real: nn.Module, facts: FamilyFacts) -> None:
+        super().__init__()
+        object.__setattr__(self, "_real", real)
+        self._facts = facts
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "_real"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Hand on what is given; an embedding gives zeros that take no memory."""
+        real = object.__getattribute__(self, "_real")
+        given = args[0] if args else kwargs[self._facts.name_of_hidden(kwargs)]
+        if not any(True for _ in real.parameters()):
+            return real(*args, **kwargs)  # rotary angles and the like, which every stage makes for itself
+        if isinstance(real, nn.Embedding):
+            dtype = next(real.parameters()).dtype
+            return torch.zeros((), dtype=dtype, device=given.device).expand(*given.shape, real.embedding_dim)
+        return given
+
+
+def check(model: nn.Module, program: Program) -> None:
+    """Refuse a model that is not embeddings, then blocks, then a head.
+
+    Raises:
+        LayoutError: names the module that cannot be stood in for.
+    """
+    layers = program.step.model.layers
+    first = next(index for index, layer in enumerate(layers) if layer.is_block)
+    for layer in layers[:first]:
+        for path in layer.modules:
+            module = model.get_submodule(path)
+            if any(True for _ in module.parameters()) and not isinstance(module, nn.Embedding):
+                raise LayoutError(
+                    f"{path} before the blocks is a {type(module).__name__}, not an Embedding: pp=1 works"
+                )
+    _check_masks(model, program.step.model)
+
+
+def _check_masks(model: nn.Module, spec: ModelSpec) -> None:
+    """Refuse a module with dropout that several layers call: a stage cannot know how often the others did."""
+    drawing = {mask.owner for mask in spec.masks}
+    layers_of: dict[nn.Module, set[int]] = {}
+    names: dict[nn.Module, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, path)
+        layers = {index for index, layer in enumerate(spec.layers) for root in layer.modules if is_below(path, root)}
+        layers_of.setdefault(module, set()).update(layers)
+    for module, layers in layers_of.items():
+        if len(layers) > 1 and names[module] in drawing:
+            raise LayoutError(
+                f"{names[module]} draws the dropout masks of several layers: pp=1 works, and so does a module for each"
+            )
+
+
+def _hidden(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output

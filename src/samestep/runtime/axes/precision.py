@@ -1,0 +1,148 @@
+"""One precision rule in every layout, one device included (twin of `strategies/precision.py`).
+
+No autocast. Under bf16 and fp16 weights stand in the compute dtype, and floating inputs of a module that owns weights,
+and of a block, are cast to it; what has no weights, as a table of sines, computes in whatever it is given. Norms
+compute in float32 and hand back the dtype they were given; a shared weight stays in float32 and is cast at each use, so
+that its gradients meet in float32. The loss sees float32. Under float64 what a model computes in float32 by its own
+decree (`.float()`, `dtype=torch.float32`) is raised to float64, so that nothing but the order of sums is left between
+two layouts.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from samestep.building.families import facts_of
+from samestep.errors import ModelError
+from samestep.program.program import Program
+
+DTYPES: dict[str, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def apply(model: nn.Module, program: Program) -> None:
+    """Install the casts. Before sharding: a hook of ours must end before FSDP2 frees the weights it cast.
+
+    Raises:
+        ModelError: a parameter is no real number, and cannot stand in another dtype.
+    """
+    for name, param in model.named_parameters():
+        if not param.is_floating_point():
+            dtype = str(param.dtype).removeprefix("torch.")
+            works = "view_as_complex of a real parameter" if param.is_complex() else "a buffer"
+            raise ModelError(f"parameter {name} is {dtype}; parameters are floating-point numbers: {works} works")
+    step = program.step
+    compute, master = DTYPES[step.compute_dtype], DTYPES[step.master_dtype]
+    if compute == master:
+        return
+    facts = facts_of(model)
+    for layer in step.model.layers:
+        for path in layer.modules:
+            for module in model.get_submodule(path).modules():
+                is_block = layer.is_block and module is model.get_submodule(path)
+                if (is_block or any(True for _ in module.parameters(recurse=False))) and not facts.is_norm(module):
+                    _cast_inputs(module, compute)
+    shared = {name.rpartition(".")[0] for p in step.model.params if p.shared for name in (p.name, *p.aliases)}
+    for path, module in model.named_modules():
+        if facts.is_norm(module):
+            _compute_in(module, master, cast_inputs=True)
+        elif path in shared:
+            _compute_in(module, compute, cast_inputs=False)
+
+
+def for_loss(outputs: Any) -> Any:
+    """Raise half-precision outputs to float32, in which losses are computed."""
+    half = (torch.float16, torch.bfloat16)
+    if dataclasses.is_dataclass(outputs) and tree_flatten(outputs)[1].is_leaf():  # a class that torch does not know
+        raised = copy.copy(outputs)
+        for field in dataclasses.fields(outputs):
+            object.__setattr__(raised, field.name, for_loss(getattr(outputs, field.name)))
+        return raised
+    return tree_map_only(Tensor, lambda t: t.float() if t.dtype in half else t, outputs)
+
+
+def cast_floating(batch: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating tensors of a batch."""
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+
+
+def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
+    def cast(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dtype == dtype:
+            return None  # most often
+        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+    module.register_forward_pre_hook(cast, with_kwargs=True)
+
+
+def _compute_in(module: nn.Module, dtype: torch.dtype, *, cast_inputs: bool) -> None:
+    """Let `module` compute in `dtype`: its own weights are replaced by casts for the length of a forward."""
+    originals: dict[str, Tensor | None] = {}
+    given: list[torch.dtype] = []
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        for name, param in list(module._parameters.items()):
+            if param is not None and param.dtype != dtype:
+                originals[name] = param
+                module._parameters[name] = param.to(dtype)  # type: ignore[assignment]
+        _relist(module)
+        if not cast_inputs:
+            return None
+        given.append(_floating_dtype((*args, *kwargs.values()), dtype))
+        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+    def after(_: nn.Module, args: Any, output: Any) -> Any:
+        for name, param in originals.items():
+            module._parameters[name] = param  # type: ignore[assignment]
+        originals.clear()
+        _relist(module)
+        dtype_given = given.pop() if given else None
+        return cast_floating(output, dtype_given) if dtype_given and output is not None else None
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    # always_call: a recomputed forward stops by an exception once it has what backward needs.
+    module.register_forward_hook(after, always_call=True)
+
+
+def _relist(module: nn.Module) -> None:
+    """Let torch's recurrent layers see their weights, of which they keep a list."""
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+def _floating_dtype(values: Iterable[Any], default: torch.dtype) -> torch.dtype:
+    return next((v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point()), default)
+
+
+def raised_islands(program: Program) -> AbstractContextManager[Any]:
+    """Return the context of a forward: under float64 the model's own float32 islands are raised, else nothing is."""
+    return RaiseIslands() if program.step.compute_dtype == "float64" else nullcontext()
+
+
+class RaiseIslands(TorchFunctionMode):
+    """Raises a model's own float32 islands to float64: for the precision float64, and for proofs."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is Tensor.float:
+            return args[0].double()
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        if func in (Tensor.to, Tensor.type):
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        return func(*args, **kwargs)

@@ -1,0 +1,143 @@
+"""Activation checkpointing of blocks, inside their unit (twin of `strategies/recompute.py`).
+
+A block's `forward` is replaced, its hooks are not: FSDP2 gathers the unit's weights before and frees them after, so the
+repeated forward finds them in place. Non-reentrant; no random state is kept, since our dropout has none.
+
+A forward that leaves traces would not be the same the second time: buffers it writes (running statistics) are written
+once, the repetition writes into copies; a block that writes into its own input is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from samestep.errors import ModelError
+from samestep.program.program import Program
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+ContextFn = Callable[[], Contexts]
+
+_KEPT = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten.convolution.default,
+    torch.ops.aten._grouped_mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+"""recompute=selective keeps the results of these: what costs FLOPs."""
+
+
+def apply(model: nn.Module, program: Program, contexts: ContextFn | None = None) -> None:
+    """Make each block of `model` recompute its forward, as the layout says.
+
+    `contexts` returns what must surround a forward and its repetition, so that both draw the same dropout masks.
+    """
+    recompute = program.step.layout.recompute
+    if recompute == "none":
+        return
+    keeping = functools.partial(create_selective_checkpoint_contexts, _KEPT)
+    for layer in program.step.model.layers:
+        if layer.is_block:
+            for path in layer.modules:
+                block = model.get_submodule(path)
+                kept = keeping if recompute == "selective" and not _hides_operations(path, block, program) else None
+                around = _both(_both(kept, contexts), _buffers_written_once(block))
+                block.forward = _recomputed(path, block.forward, around)
+
+
+def _hides_operations(path: str, block: nn.Module, program: Program) -> bool:
+    """Whether results cannot be kept one by one, so that the block is repeated whole under recompute=selective too.
+
+    Recurrent layers go on to write into the results of their products, which torch does not notice: what was kept
+    would be wrong. A unit within a block is gathered in its first forward alone, and the two would not be alike.
+    """
+    recurrent = any(isinstance(module, (nn.RNNBase, nn.RNNCellBase)) for module in block.modules())
+    return recurrent or any(module.startswith(f"{path}.") for unit in program.units for module in unit.modules)
+
+
+def _recomputed(path: str, forward: Callable[..., Any], around: ContextFn | None) -> Callable[..., Any]:
+    options: dict[str, Any] = {"context_fn": around} if around else {}
+
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        given = [(leaf, leaf._version) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        output = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
+        if any(tensor._version != version for tensor, version in given):
+            raise ModelError(
+                f"{path} writes into its own input, from which its forward is to be repeated: recompute=none works, "
+                "and so does a forward that writes nowhere (x = x + y for x += y)"
+            )
+        return output
+
+    return call
+
+
+def _buffers_written_once(block: nn.Module) -> ContextFn | None:
+    """Return contexts of a forward and its repetition, which writes into copies of the buffers that the first wrote."""
+    owners = [module for module in block.modules() if module._buffers]
+    if not owners:
+        return None
+
+    def versions(module: nn.Module) -> list[int]:
+        return [buffer._version for buffer in module._buffers.values() if buffer is not None]
+
+    def pair() -> Contexts:
+        written: list[nn.Module] = []
+
+        @contextmanager
+        def first() -> Iterator[None]:
+            before = [versions(module) for module in owners]
+            yield
+            # All of a module's: batch norm counts its batches openly, and writes its statistics behind torch's back.
+            written.extend(m for m, seen in zip(owners, before, strict=True) if versions(m) != seen)
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            kept = [(module, dict(module._buffers)) for module in written]
+            for module, buffers in kept:
+                module._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
+            try:
+                yield
+            finally:
+                for module, buffers in kept:
+                    module._buffers.update(buffers)
+
+        return first(), again()
+
+    return pair
+
+
+def _both(first: ContextFn | None, second: ContextFn | None) -> ContextFn | None:
+    """Nest two pairs of contexts."""
+    if first is None or second is None:
+        return first or second
+
+    def pair() -> Contexts:
+        outer, inner = second(), first()
+        return nested(outer[0], inner[0]), nested(outer[1], inner[1])
+
+    return pair
+
+
+@contextmanager
+def nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter contexts one inside the other."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

@@ -1,0 +1,148 @@
+"""Sequence parallelism on real modules (twin of `strategies/sequence.py`).
+
+What is cut stands between two borders of a block's children: a child that holds tensor-cut modules (attention, MLP) is
+given the whole sequence, `gather`, and its row-cut modules give a rank its tokens of their sum, `scatter`. Everything
+else in a block must work on each token by itself, which is known of norms, dropouts and plain linear layers, and of experts
+and routers where `tracing/independence.py` has shown it; the residual sums are the block's own code. All of it is found out on the meta device, in the forward of one sample: whether the column
+cuts read what their part is given, and whether a block hands on what it is given the shape of.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samestep.building.families import FamilyFacts
+from samestep.errors import LayoutError
+from samestep.program.program import Program
+from samestep.runtime.ledger import owned
+from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
+from samestep.tracing.sequence_borders import with_first, with_given
+from samestep.tracing.traced_model import TracedModel
+
+# -- carrying it out -------------------------------------------------------------------------------
+
+
+def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
+    """Put the borders around the cut parts of each block, and around all blocks."""
+    step = program.step
+    if not step.layout.sequence_parallel:
+        return
+    model, group, facts = traced.module, mesh.groups["tp"], traced.facts
+    blocks = [layer.modules[0] for layer in step.model.layers if layer.is_block]
+    first, last = model.get_submodule(blocks[0]), model.get_submodule(blocks[-1])
+    split = functools.partial(_split, group=group, owner=blocks[0])
+    first.register_forward_pre_hook(lambda _, args, kwargs: with_given(args, kwargs, split, facts), with_kwargs=True)
+    for path in blocks:
+        gathered = Shared(gather, group)
+        for part in traced.analysis.sequence_parts[path]:
+            once = functools.partial(gathered, part)
+            model.get_submodule(part).register_forward_pre_hook(
+                functools.partial(_gather_given, once, facts), with_kwargs=True
+            )
+    join = functools.partial(_join, group=group, owner=blocks[-1])
+    last.register_forward_hook(lambda _, args, output: with_first(output, join))
+
+
+def _gather_given(gather: Callable[[Tensor], Tensor], facts: FamilyFacts, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return with_given(args, kwargs, gather, facts)
+
+
+class Shared:
+    """A move, made once for all modules that are given one tensor in turn, as q, k and v, or the parts of a parallel block.
+
+    In the backward they share one sum.
+    """
+
+    def __init__(self, move: Move, group: dist.ProcessGroup) -> None:
+        self._move, self._group = move, group
+        self._given: weakref.ref[Tensor] | None = None
+        self._moved: Tensor | None = None
+
+    def __call__(self, path: str, x: Tensor) -> Tensor:
+        """Return x moved, by the module of this path if it is the first one that is given it."""
+        if self._moved is not None and self._given is not None and self._given() is x:
+            return self._moved
+        moved = self._move(x, self._group, path)
+        self._given, self._moved = weakref.ref(x, self._forget), moved
+        return moved
+
+    def _forget(self, given: weakref.ref[Tensor]) -> None:
+        """Let go of what was moved, and of the graph behind it, with the tensor it was made of."""
+        if given is self._given:
+            self._given = self._moved = None
+
+
+# -- the borders -----------------------------------------------------------------------------------
+
+
+Move = Callable[[Tensor, dist.ProcessGroup, str], Tensor]
+
+
+class _Moved(torch.autograd.Function):
+    """One move of a sequence over the ranks in forward, another in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str, there: Move, back: Move) -> Tensor:
+        ctx.group, ctx.owner, ctx.back = group, owner, back
+        return there(x, group, owner)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.back(gradients[0], ctx.group, ctx.owner), None, None, None, None
+
+
+def gather(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Put the sequence together from all ranks; sum the gradients of all, and hand each rank its tokens'."""
+    return _Moved.apply(x, group, owner, _all_gathered, _reduce_scattered)
+
+
+def scatter(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Sum x over the ranks and keep this rank's tokens; put the gradients of all tokens together."""
+    return _Moved.apply(x, group, owner, _reduce_scattered, _all_gathered)
+
+
+def _split(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Keep this rank's tokens of what all ranks hold."""
+    degree = dist.get_world_size(group)
+    if x.shape[1] % degree:
+        raise LayoutError(
+            f"sequence_parallel: tp={degree} does not divide the {x.shape[1]} tokens of this batch; "
+            f"{x.shape[1] // degree * degree} tokens work, and so does tp={degree} alone"
+        )
+    return _Moved.apply(x, group, owner, _own, _all_gathered)
+
+
+def _join(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Put the sequence together; every rank goes on alike with the whole."""
+    return _Moved.apply(x, group, owner, _all_gathered, _own)
+
+
+def _own(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """[batch, sequence, features] that all ranks hold to this rank's [batch, sequence / N, features]."""
+    return x.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)].contiguous()
+
+
+def _all_gathered(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """[batch, sequence / N, features] of each rank to [batch, sequence, features]."""
+    degree = dist.get_world_size(group)
+    parts = x.new_empty(degree * x.shape[0], *x.shape[1:])
+    with owned(owner):
+        all_gather(parts, x.contiguous(), group=group)
+    return parts.view(degree, *x.shape).transpose(0, 1).flatten(1, 2)
+
+
+def _reduce_scattered(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """[batch, sequence, features] of each rank to this rank's [batch, sequence / N, features] of their sum."""
+    degree = dist.get_world_size(group)
+    parts = x.unflatten(1, (degree, -1)).transpose(0, 1).contiguous()
+    mine = torch.empty_like(parts[0])
+    with owned(owner):
+        reduce_scatter(mine, parts.flatten(0, 1), group=group)
+    return mine

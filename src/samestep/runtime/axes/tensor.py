@@ -1,0 +1,307 @@
+"""Tensor parallelism on real modules (twin of `strategies/tensor.py`): hooks around modules that keep their classes.
+
+`tracing/tensor_plan.py` says which modules a plan cuts, and how. They compute with their own code on the weights they are left
+with; `copy` and `reduce` stand at the borders:
+
+    column   input through `copy`                      output cut along its last dimension
+    row      bias held back, output through `reduce`   then the bias is added, once
+    vocab    tokens of other ranks give zeros          output through `reduce`; a head's logits stay cut
+    gather   a column cut whose output is put together again
+    sum      a weight that stays whole on what is cut  used as it is: its gradient is summed once a step
+    shared   a column cut of fewer heads than ranks    the rows of one head of the whole weight
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samestep.building.families import FamilyFacts
+from samestep.building.loss import IGNORED_LABEL, at_least_float32, target_of
+from samestep.models.spec import Cut, is_below
+from samestep.program.program import Program
+from samestep.runtime.axes import sequence
+from samestep.runtime.ledger import owned
+from samestep.runtime.processes.mesh import Mesh
+from samestep.tracing.tensor_plan import is_head
+from samestep.tracing.traced_model import TracedModel
+
+
+def joined(cuts: Sequence[Tensor], cut: Cut) -> Tensor:
+    """Put a weight together from the parts of all ranks, in their order: the inverse of `placement.local_part`."""
+    parts = zip(*(part.chunk(cut.parts, dim=cut.dim) for part in cuts), strict=True)
+    return torch.cat([torch.cat(part, dim=cut.dim) for part in parts], dim=cut.dim)
+
+
+def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
+    """Put `copy` and `reduce` around every module that the program's model cuts."""
+    if program.step.layout.tp == 1:
+        return
+    model, analysis, facts = traced.module, traced.analysis, traced.facts
+    cut = {p.name.rpartition(".")[0] for p in program.step.model.params if p.cut is not None}
+    cut |= {a.rpartition(".")[0] for p in program.step.model.params if p.cut is not None for a in p.aliases}
+    group = mesh.groups["tp"]
+    whole = _Borders(sequence.Shared(copy, group), functools.partial(_reduced, group))
+    within = _Borders(lambda _, x: x, lambda path, x: sequence.scatter(x, group, path))
+    blocks = [path for layer in program.step.model.layers if layer.is_block for path in layer.modules]
+    projected: set[str] = set()
+    shared = {path: heads for path, heads in analysis.shareable_heads.items() if heads < mesh.size("tp")}
+    for path, style in analysis.cut_styles.items():
+        module = model.get_submodule(path)
+        if path in cut or path in shared:
+            if is_head(module, style) and not program.step.cuts_loss:
+                style = "gather"
+            if style in ("column", "qkv"):
+                projected.add(path.rpartition(".")[0])
+            cuts_sequence = program.step.layout.sequence_parallel and any(is_below(path, block) for block in blocks)
+            borders = within if cuts_sequence else whole
+            if path in shared:
+                _around_shared(module, path, mesh, borders, shared[path])
+            else:
+                _AROUND[style](module, path, mesh, borders, facts)
+    for path in projected:
+        facts.divide_heads(model.get_submodule(path), mesh.size("tp"))
+    for parent, heads in {path.rpartition(".")[0]: heads for path, heads in shared.items()}.items():
+        attention = model.get_submodule(parent)
+        facts.set_repeats(attention, facts.repeats_of(attention) * heads // mesh.size("tp"))
+    sequence.apply(traced, program, mesh)
+
+
+@dataclass(frozen=True, slots=True)
+class _Borders:
+    """What a cut module's input and sum go through; under sequence parallelism the part around it has gathered."""
+
+    enter: Callable[[str, Tensor], Tensor]
+    leave: Callable[[str, Tensor], Tensor]
+
+
+def _reduced(group: dist.ProcessGroup, path: str, x: Tensor) -> Tensor:
+    return reduce(x, group, path)
+
+
+def _around_column(module: nn.Module, path: str, mesh: Mesh, borders: _Borders, facts: FamilyFacts) -> None:
+    module.register_forward_pre_hook(lambda _, args: (borders.enter(path, args[0]), *args[1:]))
+    if isinstance(module, nn.Linear):
+        module.out_features //= mesh.size("tp")
+    elif facts.is_transposed(module):
+        facts.divide_outputs(module, mesh.size("tp"))
+
+
+def _around_shared(module: nn.Module, path: str, mesh: Mesh, borders: _Borders, heads: int) -> None:
+    """Compute the one head of keys or values that this rank's queries need, by its rows of the whole weight."""
+    assert isinstance(module, nn.Linear)
+    index = mesh.index("tp") * heads // mesh.size("tp")
+    module.register_forward_pre_hook(lambda _, args: (borders.enter(path, args[0]), *args[1:]))
+    _replace_weights(module, lambda param: param.chunk(heads)[index])
+    module.out_features //= heads
+
+
+def _around_gather(module: nn.Module, path: str, mesh: Mesh, borders: _Borders, facts: FamilyFacts) -> None:
+    _around_column(module, path, mesh, borders, facts)
+    group = mesh.groups["tp"]
+    module.register_forward_hook(lambda _, args, output: gather_last(output, group, path), prepend=True)
+
+
+def _around_row(module: nn.Module, path: str, mesh: Mesh, borders: _Borders, facts: FamilyFacts) -> None:
+    """Hold the bias back while the module runs, and add it once to the sum."""
+    held: list[Tensor | None] = []
+
+    def before(_: nn.Module, args: Any) -> None:
+        bias = module._parameters.get("bias")
+        held.append(bias)
+        # GPT-2's linear layers cannot do without one.
+        none = bias.new_zeros(()) if facts.is_transposed(module) and bias is not None else None
+        module._parameters["bias"] = none  # type: ignore[assignment]
+
+    def after(_: nn.Module, args: Any, output: Any) -> Any:
+        bias = held.pop()
+        module._parameters["bias"] = bias  # type: ignore[assignment]
+        if output is None:
+            return None
+        total = borders.leave(path, output)
+        return total if bias is None else total + bias
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, always_call=True, prepend=True)
+    if isinstance(module, nn.Linear):
+        module.in_features //= mesh.size("tp")
+
+
+def _around_vocab(module: nn.Module, path: str, mesh: Mesh, borders: _Borders, facts: FamilyFacts) -> None:
+    """A cut embedding looks up its own tokens; a cut head gives its own logits."""
+    if isinstance(module, nn.Linear):
+        _around_column(module, path, mesh, borders, facts)
+        return
+    assert isinstance(module, nn.Embedding)
+    module.num_embeddings //= mesh.size("tp")
+    first, size = mesh.index("tp") * module.num_embeddings, module.num_embeddings
+    if module.padding_idx is not None:
+        own = module.padding_idx - first
+        module.padding_idx = own if 0 <= own < size else None
+    elsewhere: list[Tensor] = []
+
+    def before(_: nn.Module, args: Any) -> Any:
+        tokens = args[0] - first
+        elsewhere.append((tokens < 0) | (tokens >= size))
+        return (tokens.masked_fill(elsewhere[-1], 0), *args[1:])
+
+    def after(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return borders.leave(path, output.masked_fill(elsewhere.pop()[..., None], 0.0))
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, prepend=True)
+
+
+def _replace_weights(module: nn.Module, used: Callable[[nn.Parameter], Tensor]) -> None:
+    """Let a module compute with what is made of its weights each time."""
+    held: dict[str, nn.Parameter | None] = {}
+
+    def before(_: nn.Module, args: Any) -> None:
+        for name, param in list(module._parameters.items()):
+            if param is not None:
+                held[name] = param
+                module._parameters[name] = used(param)  # type: ignore[assignment]
+
+    def after(_: nn.Module, args: Any, output: Any) -> None:
+        for name, param in held.items():
+            module._parameters[name] = param
+        held.clear()
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, always_call=True, prepend=True)
+
+
+_AROUND: dict[str, Callable[[nn.Module, str, Mesh, _Borders, FamilyFacts], None]] = {
+    "column": _around_column,
+    "qkv": _around_column,
+    "gather": _around_gather,
+    "row": _around_row,
+    "vocab": _around_vocab,
+}
+
+
+# -- the two borders, and what stands on them ------------------------------------------------------
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+        ctx.group, ctx.owner = group, owner
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _summed(gradients[0], ctx.group, ctx.owner), None, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+        return _summed(x, group, owner)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None, None
+
+
+class _GatherLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        with owned(owner):
+            dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        parts = gradients[0].chunk(dist.get_world_size(ctx.group), dim=-1)
+        return parts[dist.get_rank(ctx.group)].contiguous(), None, None
+
+
+def copy(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Hand x on as it is; sum its gradient over the group."""
+    return _Copy.apply(x, group, owner)
+
+
+def reduce(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Sum x over the group; hand its gradient on as it is."""
+    return _Reduce.apply(x, group, owner)
+
+
+def gather_last(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Put the last dimension together from all ranks; every rank goes on with the whole."""
+    return _GatherLast.apply(x, group, owner)
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    total = x.contiguous().clone()
+    with owned(owner):
+        dist.all_reduce(total, group=group)
+    return total
+
+
+class _CutCrossEntropy(torch.autograd.Function):
+    """Keeps the exponentials of its logits alone."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
+        size = logits.shape[-1]
+        own = labels - dist.get_rank(group) * size
+        elsewhere = (own < 0) | (own >= size)
+        place = own.masked_fill(elsewhere, 0)[:, None]
+        largest = logits.amax(dim=-1)
+        with owned("loss.largest"):
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        shifted = logits - largest[:, None]
+        right = shifted.gather(-1, place)[:, 0].masked_fill(elsewhere, 0.0)
+        powers = shifted.exp_()
+        sums = _summed(torch.stack([powers.sum(dim=-1), right]), group, "loss.sums")
+        ignored = labels == IGNORED_LABEL
+        ctx.save_for_backward(powers, sums[0], place, elsewhere, ignored)
+        return (sums[0].log() - sums[1]).masked_fill(ignored, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        powers, total, place, elsewhere, ignored = ctx.saved_tensors
+        mine = gradients[0].expand_as(total).masked_fill(ignored, 0.0)
+        gradient = powers * (mine / total)[:, None]
+        return gradient.scatter_add_(-1, place, -mine.masked_fill(elsewhere, 0.0)[:, None]), None, None
+
+
+def cut_cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum of the cross entropies of rows whose logits are cut by vocabulary; labels of -100 count nothing.
+
+    logits [N, V / tp], labels [N]. With m the largest logit of a row: log(sum exp(x - m)) + m - x[label], each sum
+    taken over all ranks; its gradient by x is exp(x - m) / sum exp(x - m), less 1 at the label.
+    """
+    loss: Tensor = _CutCrossEntropy.apply(logits, labels, group)
+    return loss
+
+
+def cuts_logits(program: Program) -> bool:
+    """Whether the loss gets logits that are cut by vocabulary."""
+    return program.step.layout.tp > 1 and program.step.cuts_loss and program.step.model.logit_rows > 0
+
+
+def cut_loss(mesh: Mesh, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """`build.cross_entropy` on logits cut by vocabulary."""
+    logits, labels = outputs.logits if not isinstance(outputs, Tensor) else outputs, target_of(batch)
+    total = cut_cross_entropy(at_least_float32(logits).flatten(0, -2), labels.flatten(), mesh.groups["tp"])
+    return total, (labels != IGNORED_LABEL).sum()
+
+
+def whole_logits(outputs: Any, program: Program, mesh: Mesh) -> Any:
+    """Put logits cut by vocabulary together, for what reads all of them."""
+    if not cuts_logits(program):
+        return outputs
+    if isinstance(outputs, Tensor):
+        return gather_last(outputs, mesh.groups["tp"], "logits")
+    outputs.logits = gather_last(outputs.logits, mesh.groups["tp"], "logits")
+    return outputs

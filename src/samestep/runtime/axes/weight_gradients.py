@@ -1,0 +1,102 @@
+"""Backward in two parts, for zero-bubble schedules (twin of the W tasks of `strategies/pipeline.py`).
+
+Qi et al. 2023, arXiv:2401.10241. Of y = x A, with G the gradient of y:
+
+    B   gradient of x = G A^T     at once: the stage before waits for it
+    W   gradient of A = x^T G     later, from x and G, which are kept until then
+
+A linear layer's own forward computes y; what stands around it is a function whose backward does the first and notes the
+second. The gradient is then given to the weight as autograd would have done, so hooks on it run, and casts in front of it
+are gone back through. All that is no linear layer (norms, biases, embeddings) and weights that several modules share take
+their whole gradient in B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from samestep.building.families import FamilyFacts, facts_of
+from samestep.program.program import Program
+
+
+class _Left(NamedTuple):
+    """What a weight's gradient is computed from."""
+
+    weight: Tensor
+    given: Tensor
+    gradient: Tensor
+    is_transposed: bool
+
+
+class Deferred:
+    """The gradients of weights that the backward of each micro-batch has left."""
+
+    def __init__(self, model: nn.Module, program: Program) -> None:
+        self.microbatch = 0
+        """Whose backward runs."""
+        self._left: dict[int, list[_Left]] = {}
+        if not program.step.splits_backward:
+            return
+        facts = facts_of(model)
+        shared = {name for p in program.step.model.params if p.shared for name in (p.name, *p.aliases)}
+        for path, module in model.named_modules():
+            if _is_linear(module, facts) and f"{path}.weight" not in shared:
+                module.forward = self._around(module, module.forward, facts.is_transposed(module))
+
+    def add_up(self, microbatch: int) -> None:
+        """Give the weights what the backward of a micro-batch has left for them, in its order."""
+        for left in self._left.pop(microbatch, ()):
+            given, gradient = left.given.flatten(0, -2), left.gradient.flatten(0, -2)
+            product = given.T @ gradient if left.is_transposed else gradient.T @ given
+            torch.autograd.backward(left.weight, product)
+
+    def leave(self, weight: Tensor, given: Tensor, gradient: Tensor, is_transposed: bool) -> None:
+        """Note what is to be added to a weight's gradient."""
+        self._left.setdefault(self.microbatch, []).append(_Left(weight, given, gradient, is_transposed))
+
+    def _around(
+        self, module: nn.Module, forward: Callable[[Tensor], Tensor], is_transposed: bool
+    ) -> Callable[[Tensor], Tensor]:
+        def call(x: Tensor) -> Tensor:
+            weight, bias = module.weight, module.bias
+            assert isinstance(weight, Tensor)
+            if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
+                return forward(x)
+            # In a list autograd does not see the weight, and so gives it nothing.
+            return _Split.apply(x, bias, [weight], forward, self, is_transposed)
+
+        return call
+
+
+def _is_linear(module: nn.Module, facts: FamilyFacts) -> bool:
+    """Whether a module multiplies by its weight, [out, in] or as GPT-2's [in, out], and adds its bias."""
+    return type(module).forward is nn.Linear.forward or facts.is_transposed(module)
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        boxed: list[Tensor],
+        forward: Callable[[Tensor], Tensor],
+        deferred: Deferred,
+        is_transposed: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x, boxed[0].detach())
+        ctx.boxed, ctx.deferred, ctx.is_transposed = boxed, deferred, is_transposed
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        gradient = gradients[0]
+        x, weight = ctx.saved_tensors
+        ctx.deferred.leave(ctx.boxed[0], x, gradient, ctx.is_transposed)
+        given = gradient @ (weight.T if ctx.is_transposed else weight)
+        bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        return given, bias, None, None, None, None

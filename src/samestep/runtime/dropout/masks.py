@@ -1,0 +1,166 @@
+"""Which elements a dropout drops: a hash of the mask's key and of each element's place in the uncut tensor.
+
+    a, b     = two halves of mix64((mix64(sample) ^ key) + row * G)  once a row
+    h        = f(f(column' ^ a) + b),   f(x) = x (2x + 1) mod 2^32   once an element, in int32
+    dropped  = h < p * 2^32
+
+Row and column are places in the sample's own tensor, all of its dimensions but the last flattened, and the last. A rank
+that holds a part of the tensor asks for the rows and columns of its part, and gets that part of the mask:
+
+    whole mask [heads 0 1 2 3, queries, keys]     rank 1 of tp=2: heads 2 3, so rows 2L to 4L - 1, all columns
+    whole mask [tokens 0 1 2 3, features]         rank 1 of cp=2: tokens 2 3
+
+mix64 is the finalizer of splitmix64 (Steele, Lea, Flood 2014); f is the quadratic permutation of RC6 (Rivest et al.
+1998), one `addcmul` in torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.errors import LayoutError
+from samestep.models.spec import Cut, ModelSpec, ParamSpec, is_below
+
+_GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, odd, as a signed number
+_MIX_1 = -0x40A7B892E31B1A47
+_MIX_2 = -0x6B2FB644ECCEEE15
+
+
+Run = tuple[int, int, int]
+"""A dimension, in how many equal runs it is cut, and which of them is meant."""
+Cuts = tuple[Run, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which part of each mask a rank draws: with tp, one of `degree` equal runs of the dimension that is cut there.
+
+    With cp, one of so many runs of the tokens; or inside an attention, of the heads that tp leaves a rank.
+    """
+
+    model: ModelSpec
+    """The whole model."""
+    degree: int
+    index: int
+    cuts_sequence: bool = False
+    """Whether tensors between blocks hold a run of the tokens, by tp."""
+    cp: int = 1
+    cp_index: int = 0
+    _found: dict[tuple[Any, ...], Cuts] = field(default_factory=dict)
+
+    def cuts(self, mask: tuple[str, int, int], shape: tuple[int, ...]) -> Cuts:
+        """Find the dimensions of one sample's mask of which this rank, with this `shape`, has a run.
+
+        A mask is known by its module, entry and draw.
+
+        Raises:
+            LayoutError: the part cannot be told from the shapes.
+        """
+        if (mask, shape) not in self._found:
+            self._found[mask, shape] = self._find(mask, shape)
+        return self._found[mask, shape]
+
+    def _find(self, mask: tuple[str, int, int], shape: tuple[int, ...]) -> Cuts:
+        whole = next(
+            (known.shape for known in self.model.masks if (known.owner, known.entry, known.draw) == mask), None
+        )
+        if whole == shape:
+            return ()
+        owner = mask[0] or "the model itself"
+        one = " ".join(f"{axis}=1" for axis, degree in (("tp", self.degree), ("cp", self.cp)) if degree > 1)
+        if whole is None:
+            raise LayoutError(f"{owner} draws a dropout mask that the traced forward did not: {one} works")
+        found: list[Run] = []
+        unused = {axis for axis, degree in (("tp", self.degree), ("cp", self.cp)) if degree > 1}
+        differs = [dim for dim, (all_, mine) in enumerate(zip(whole, shape, strict=False)) if all_ != mine]
+        # [1, sequence, features] between blocks; within their cut parts heads or neurons are fewer.
+        is_sequence = self.cuts_sequence and differs == [1] and whole == (1, self.model.sequence, whole[-1])
+        if is_sequence and whole[1] == shape[1] * self.degree and len(whole) == len(shape):
+            return ((1, self.degree, self.index),)
+        for dim in differs if len(whole) == len(shape) else []:
+            run = self._run(mask[0], whole[dim], shape[dim], unused)
+            found += [] if run is None else [(dim, *run)]
+        if found and len(found) == len(differs):
+            return tuple(found)
+        layout = " ".join(f"{axis}={n}" for axis, n in (("tp", self.degree), ("cp", self.cp)) if n > 1)
+        raise LayoutError(
+            f"{owner} draws a dropout mask of shape {list(shape)} for a sample, and on one device one of {list(whole)}: "
+            f"of which heads or neurons {layout} holds it cannot be told; dropout where they have a dimension of "
+            f"their own works, and so does {one}"
+        )
+
+    def _run(self, owner: str, size: int, mine: int, unused: set[str]) -> tuple[int, int] | None:
+        """Say of how many runs of a dimension this rank has which one, by an axis that cuts no other dimension."""
+        if "cp" in unused and size == mine * self.cp == self.model.length:
+            unused.remove("cp")
+            return self.cp, self.cp_index
+        if "tp" in unused and size == mine * self.degree and size in _cut_sizes(self.model, owner):
+            unused.remove("tp")
+            return self.degree, self.index
+        for exchange in (e for layer in self.model.layers for e in layer.exchanges if "cp" in unused):
+            tp, index = (self.degree, self.index) if exchange.is_cut else (1, 0)
+            if size == exchange.query_heads == mine * tp * self.cp:
+                unused.clear()
+                return tp * self.cp, index * self.cp + self.cp_index
+        return None
+
+
+def _cut_sizes(model: ModelSpec, owner: str) -> set[int]:
+    """Return which sizes a dimension has that is cut in one run: of heads, or features of a cut weight nearby.
+
+    A dimension into which something else is folded, or q, k and v side by side, is cut in several.
+    """
+    near: list[tuple[ParamSpec, Cut]] = []
+    scope = f"{owner}."
+    while not near and scope:
+        scope = scope.rpartition(".")[0]
+        near = [(param, param.cut) for param in model.params if param.cut and is_below(param.name, scope)]
+    fused = {param.shape[cut.dim] for param, cut in near if cut.parts > 1}
+    return {size for param, cut in near for size in (cut.groups, param.shape[cut.dim] // cut.parts)} - fused
+
+
+def places(shape: tuple[int, ...], cuts: Cuts, device: torch.device) -> list[Tensor]:
+    """Return the rows and columns, int64 [R] and [C], of a sample's mask, or of a rank's part of it.
+
+    `shape` is the whole one's. A mask of one dimension is one row.
+    """
+
+    def along(dim: int) -> Tensor:
+        numbers = torch.arange(shape[dim], device=device)
+        for cut, degree, index in cuts:
+            numbers = numbers.view(degree, -1)[index] if cut == dim else numbers
+        return numbers
+
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    for dim in range(len(shape) - 1):
+        rows = (rows[:, None] * shape[dim] + along(dim)).flatten()
+    return [rows, along(len(shape) - 1)]
+
+
+def spread(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Prepare positions in the uncut tensor of a sample, int64 [R] and [C], for `drop_mask`: int64 [R], int32 [C]."""
+    return rows * _GOLDEN, mix(columns).view(torch.int32).view(-1, 2)[:, 0].contiguous()
+
+
+def drop_mask(keys: Tensor, rows: Tensor, columns: Tensor, p: float) -> Tensor:
+    """Return which elements are dropped, bool [B, R, C], of samples with these keys [B] at these places of `spread`."""
+    if p >= 1.0:
+        return torch.ones(keys.numel(), rows.numel(), columns.numel(), dtype=torch.bool, device=keys.device)
+    halves = mix(keys[:, None] + rows).view(torch.int32).view(keys.numel(), rows.numel(), 2)
+    hashed = columns ^ halves[..., :1]
+    hashed.addcmul_(hashed, hashed, value=2)
+    hashed.add_(halves[..., 1:])
+    hashed.addcmul_(hashed, hashed, value=2)
+    return hashed < min(round(p * 2**32), 2**32 - 1) - 2**31
+
+
+def mix(x: Tensor) -> Tensor:
+    """Mix the bits of int64 numbers, one to one (splitmix64); torch's shift copies the sign, so it is masked off."""
+    x = x + _GOLDEN
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * _MIX_1
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * _MIX_2
+    return x ^ ((x >> 31) & (2**33 - 1))

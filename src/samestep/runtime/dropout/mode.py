@@ -1,0 +1,568 @@
+"""Dropout masks that no layout can change: no random state, each mask is a function of what it is for.
+
+An element is dropped or kept by a hash of (seed, step, module, entry, draw, global sample, position in the sample), so
+it is the same on one device, in every cut of the batch or of the tensor, on every pipeline stage, in a recompute, and on
+a CPU and a GPU. `module` is the full name of the innermost module whose forward runs, `entry` how often it was entered
+before in this micro-batch's forward, `draw` counts the masks within that entry. Dimension 0 of a tensor is the batch.
+The hash of the first five, the mask's key, is made here, once a mask; the rest by `masks.py`.
+
+A model cut over tp computes with its own code on fewer heads or neurons. Which ones a mask is for shows in its shape: the
+trace notes the shape of each mask on one device (`noting`), and the dimension that is smaller is the one that is cut.
+
+How to use it: enter a fresh `DropoutMode` around the forward of each micro-batch (on each stage, of each chunk).
+Recompute takes `functools.partial(recompute_contexts, model)` as the `context_fn` of
+`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`. Backward needs no mode: the recompute brings its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import math
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
+
+from samestep.building.families import FamilyFacts, facts_of
+from samestep.errors import ModelError
+from samestep.models.spec import MaskSpec, ModelSpec
+from samestep.runtime.dropout.masks import Cuts, Part, drop_mask, mix, places, spread
+
+WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+"""Parts of a module's name that a wrapper added; the names of the job do not have them."""
+
+_SELU_ALPHA = 1.7580993408473766  # alpha * scale of SELU: what alpha_dropout puts in place of a dropped element
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What the masks of one micro-batch depend on, besides the model."""
+
+    seed: int
+    step: int
+    samples: Tensor
+    """int64 [B]: the global index of each sample of the micro-batch, in the order of dimension 0."""
+
+
+class Dropout(enum.Enum):
+    """What is known of the dropout of a model's training forwards.
+
+    UNKNOWN ─► ACTIVE    a forward has drawn a mask
+    UNKNOWN ─► ABSENT    a whole step has drawn none
+    """
+
+    UNKNOWN = "unknown"
+    """Nothing in the model tells of dropout, and no step has run: forwards run under a `DropoutMode`, and it counts."""
+    ACTIVE = "active"
+    """Every training forward runs under a `DropoutMode`."""
+    ABSENT = "absent"
+    """Forwards run without a mode, and modules without its hooks."""
+
+
+@dataclass(slots=True)
+class DropoutState:
+    """What is known of a model's dropout as steps go by: the part of an assembly that changes."""
+
+    dropout: Dropout
+
+    @classmethod
+    def of(cls, has_dropout: bool, spec: ModelSpec) -> DropoutState:
+        """Begin with the masks that the trace has seen drawn, and whether a module has a probability above 0."""
+        return cls(Dropout.ACTIVE if spec.masks or has_dropout else Dropout.UNKNOWN)
+
+    def end_forward(self, num_draws: int) -> None:
+        """Learn how many masks a training forward has drawn."""
+        if num_draws > 0 and self.dropout is Dropout.UNKNOWN:
+            self.dropout = Dropout.ACTIVE
+
+    def end_step(self, model: nn.Module) -> None:
+        """Conclude that a model has no dropout whose first step has drawn no mask, and take the hooks away."""
+        if self.dropout is Dropout.UNKNOWN:
+            self.dropout = Dropout.ABSENT
+            untrack_modules(model)
+
+
+@dataclass(slots=True)
+class _Frame:
+    """One running forward of a module."""
+
+    name: str
+    entry: int
+    num_draws: int = 0
+    num_choices: int = 0
+    """Of experts, which `routes` counts."""
+
+
+@dataclass(slots=True, eq=False)
+class _Tracker:
+    """The modes active on one model, and which of its modules already tell them of their forward."""
+
+    modes: list[DropoutMode] = field(default_factory=list)
+    hooked: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    hooks: list[RemovableHandle] = field(default_factory=list)
+
+
+_TRACKERS: WeakKeyDictionary[nn.Module, _Tracker] = WeakKeyDictionary()
+
+
+def named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules by their full names, without the parts that wrappers add; a wrapper itself has no name."""
+    modules = {}
+    for name, module in model.named_modules():
+        # A wrapper comes before what it wraps and has the same name here, so the inner one stays.
+        modules[".".join(part for part in name.split(".") if part not in WRAPPERS)] = module
+    return modules
+
+
+def track_modules(model: nn.Module) -> None:
+    """Install on each module the two hooks that tell the active mode which forward is running.
+
+    The first `DropoutMode` of a model does it. Call it again after modules were added or replaced: a module without
+    hooks would draw in the name of its parent. Without an active mode the hooks do nothing.
+    """
+    _refuse_sequence_first(model)
+    tracker = _TRACKERS.setdefault(model, _Tracker())
+    for name, module in named_modules(model).items():
+        if module not in tracker.hooked:
+            _hook(module, name, tracker)
+            tracker.hooked.add(module)
+
+
+def untrack_modules(model: nn.Module) -> None:
+    """Remove the hooks again, where nothing draws: a module with hooks takes longer to call."""
+    tracker = _TRACKERS.pop(model, None)
+    for hook in tracker.hooks if tracker is not None else ():
+        hook.remove()
+
+
+def _hook(module: nn.Module, name: str, tracker: _Tracker) -> None:
+    """Tell the active mode of each forward of one module."""
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if tracker.modes:
+            tracker.modes[-1]._enter_module(name)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if tracker.modes:
+            tracker.modes[-1]._leave_module(name)
+
+    tracker.hooks.append(module.register_forward_pre_hook(enter, prepend=True))
+    tracker.hooks.append(module.register_forward_hook(leave, always_call=True))
+
+
+class DropoutMode(TorchFunctionMode):
+    """Replaces, while it is active, every dropout by one whose mask depends on nothing but its place and `draw`.
+
+    One object serves one forward of one micro-batch (the counts of entries go on, they are never reset). Other random
+    numbers in the forward are refused, except `torch.rand([])`, one number for the whole step (LayerDrop).
+
+    Raises:
+        ModelError: on entering a forward that needs other random numbers, or a dropout whose tensor has no batch in
+            dimension 0.
+    """
+
+    def __init__(self, model: nn.Module, draw: Draw, part: Part | None = None) -> None:
+        super().__init__()
+        if model not in _TRACKERS:
+            track_modules(model)
+        self.num_draws = 0
+        """Masks drawn so far, recomputed ones included; 0 after a forward: this model has no dropout."""
+        self._draw = draw
+        self._part = part
+        self._tracker = _TRACKERS[model]
+        self._frames = [_Frame("", -1)]  # what draws outside every module, as a loss; the whole model is entry 0 of ""
+        self._entries: dict[str, int] = {}
+        self._sample_keys: dict[torch.device, Tensor] = {}
+        self._places: dict[tuple[tuple[int, ...], Cuts, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def __enter__(self) -> DropoutMode:
+        super().__enter__()
+        self._tracker.modes.append(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._tracker.modes.pop()
+        super().__exit__(*error)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        return handler(self, func, *args, **(kwargs or {}))
+
+    def _enter_module(self, name: str) -> None:
+        entry = self._entries.get(name, 0)
+        self._entries[name] = entry + 1
+        self._frames.append(_Frame(name, entry))
+
+    def _leave_module(self, name: str) -> None:
+        if self._frames[-1].name == name and len(self._frames) > 1:
+            self._frames.pop()
+
+    def _snapshot(self) -> tuple[list[_Frame], dict[str, int]]:
+        return [dataclasses.replace(frame) for frame in self._frames], dict(self._entries)
+
+    def _refuse(self, reason: str) -> ModelError:
+        return ModelError(f"{self._frames[-1].name or 'the model itself'}: {reason}")
+
+    def _next_draw(self) -> tuple[str, int, int]:
+        """Count a draw of the innermost module; return its name, entry and draw."""
+        frame = self._frames[-1]
+        frame.num_draws += 1
+        self.num_draws += 1
+        return frame.name, frame.entry, frame.num_draws - 1
+
+    def _next_key(self) -> int:
+        """Count a draw and return its 64 bits."""
+        place = "/".join(map(str, (self._draw.seed, self._draw.step, *self._next_draw())))
+        return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little", signed=True)
+
+    def _drop(self, shape: torch.Size, p: float, device: torch.device, what: str) -> Tensor:
+        """Draw a mask of this shape, bool, True where an element is dropped."""
+        num_samples = self._draw.samples.numel()
+        if not shape or shape[0] % num_samples or not shape[0]:
+            raise self._refuse(
+                f"{what} of a tensor of shape {tuple(shape)}: dimension 0 must hold the {num_samples} samples of the "
+                "micro-batch (or as many rows for each), or the mask would differ between layouts"
+            )
+        if not 0.0 <= p <= 1.0:
+            raise self._refuse(f"{what} with probability {p}; it is between 0 and 1")
+        if device not in self._sample_keys:
+            self._sample_keys[device] = mix(self._draw.samples.to(device, torch.int64))
+        frame = self._frames[-1]
+        whole = (shape[0] // num_samples, *shape[1:])
+        cuts: Cuts = ()
+        if self._part is not None:
+            cuts = self._part.cuts((frame.name, frame.entry, frame.num_draws), whole)
+            for dim, degree, _ in cuts:
+                whole = (*whole[:dim], whole[dim] * degree, *whole[dim + 1 :])
+        place = (whole, cuts, device)
+        if place not in self._places:
+            self._places[place] = spread(*places(whole, cuts, device))
+        return drop_mask(self._sample_keys[device] ^ self._next_key(), *self._places[place], p).view(shape)
+
+
+class _Noting(DropoutMode):
+    """Notes the shape of each mask, and leaves the forward as it is."""
+
+    def __init__(self, model: nn.Module, num_samples: int) -> None:
+        super().__init__(model, Draw(0, 0, torch.zeros(num_samples, dtype=torch.int64)))
+        self.masks: list[MaskSpec] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            # What a step would refuse it refuses itself; nor may a trace see what is only tried out here.
+            with suppress(ModelError), _disable_current_modes(), torch.no_grad():
+                handler(self, func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _drop(self, shape: torch.Size, p: float, device: torch.device, what: str) -> Tensor:
+        owner, entry, draw = self._next_draw()
+        each = (shape[0] // self._draw.samples.numel(), *shape[1:]) if shape else ()
+        self.masks.append(MaskSpec(owner=owner, entry=entry, draw=draw, shape=each))
+        return torch.empty(shape, dtype=torch.bool, device=device)
+
+
+@contextmanager
+def noting(model: nn.Module, num_samples: int = 1) -> Iterator[list[MaskSpec]]:
+    """Note every mask that the forward of `num_samples` samples, which runs meanwhile, draws."""
+    mode = _Noting(model, num_samples)
+    with mode:
+        yield mode.masks
+
+
+class _Recompute:
+    """Goes back, while it is active, to the counts that a mode had when it was made."""
+
+    def __init__(self, mode: DropoutMode) -> None:
+        self._mode = mode
+        self._then = mode._snapshot()
+        self._now: list[tuple[list[_Frame], dict[str, int]]] = []
+
+    def __enter__(self) -> None:
+        mode = self._mode
+        self._now.append((mode._frames, mode._entries))
+        frames, entries = self._then
+        # Copies: with retain_graph the same block is recomputed again.
+        mode._frames, mode._entries = [dataclasses.replace(frame) for frame in frames], dict(entries)
+        mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+        self._mode._frames, self._mode._entries = self._now.pop()
+
+
+def recompute_contexts(model: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of a checkpointed forward and of its recompute, which then draws the same masks.
+
+    For `context_fn` of `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, which calls it in the forward.
+    The recompute activates the mode of that forward by itself, on whatever thread the backward runs.
+    """
+    tracker = _TRACKERS.get(model)
+    if tracker is None or not tracker.modes:
+        return nullcontext(), nullcontext()
+    return nullcontext(), _Recompute(tracker.modes[-1])
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Say whether a module or a configuration in the model has a dropout probability above 0.
+
+    A probability is a number above 0 and up to 1 whose name holds "drop" (`dropout`, `attn_pdrop`, `layerdrop`), in a
+    module's attributes or in its configuration, or any number of a module whose class name holds it (`Dropout.p`). Fields of
+    a configuration for heads (`classifier_dropout`, `summary_first_dropout`) count through their `nn.Dropout` only.
+    A number written in the code (`F.dropout(x, 0.1)`) cannot be seen: run the first micro-batch under a `DropoutMode`
+    whatever this says, and keep the mode if its `num_draws` is not 0. That first one also refuses random numbers.
+    """
+    seen: set[int] = set()
+    facts = facts_of(model)
+    for module in model.modules():
+        if _has_rate(vars(module), facts, everything="drop" in type(module).__name__.lower()):
+            return True
+        for config in facts.configurations_of(module):
+            if id(config) in seen:
+                continue
+            seen.add(id(config))
+            fields = config.to_dict() if hasattr(config, "to_dict") else config
+            if _has_rate(fields if isinstance(fields, Mapping) else getattr(fields, "__dict__", {}), facts):
+                return True
+    return False
+
+
+def _has_rate(fields: Mapping[str, Any], facts: FamilyFacts, everything: bool = False) -> bool:
+    """Say whether a field, or one of a mapping in it, is a dropout probability above 0."""
+    for name, value in fields.items():
+        named = everything or ("drop" in str(name).lower() and not facts.is_head_dropout(str(name)))
+        if named and isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1:
+            return True
+        if isinstance(value, Mapping) and not str(name).startswith("_") and _has_rate(value, facts):
+            return True
+    return False
+
+
+def _refuse_sequence_first(model: nn.Module) -> None:
+    """Refuse torch's transformer layers that put the sequence in dimension 0: their dropout cannot see the samples."""
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+            continue
+        if not module.self_attn.batch_first and module.dropout.p > 0:
+            raise ModelError(
+                f"{name or 'the model itself'}: dropout in a {type(module).__name__} with batch_first=False, whose "
+                "tensors hold no batch in dimension 0; batch_first=True works"
+            )
+
+
+# What the mode does instead of torch's functions; each is given the mode, the function, and its arguments. ------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A member of the family of dropouts."""
+
+    channels: bool = False
+    """Drop whole channels (dimension 1) instead of elements."""
+    alpha: bool = False
+    """Keep mean and variance of SELU's outputs."""
+    min_dims: int = 1
+    """Dimensions of an input with a batch, at least."""
+
+
+def _dropped(mode: DropoutMode, what: str, kind: _Kind, x: Tensor, p: float, inplace: bool) -> Tensor:
+    """Drop elements of `x` with probability p and scale the others; gradients are exact, bool masks are kept for it."""
+    if x.dim() < kind.min_dims:
+        raise mode._refuse(
+            f"{what} of a tensor with {x.dim()} dimensions has no batch; {kind.min_dims} or more dimensions work"
+        )
+    drop = mode._drop(x.shape[:2] if kind.channels else x.shape, p, x.device, what)
+    if kind.channels:
+        drop = drop.view(*x.shape[:2], *(1,) * (x.dim() - 2))
+    if not kind.alpha:
+        kept = x.masked_fill_(drop, 0.0) if inplace else torch.where(drop, 0.0, x)
+        return kept.mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
+    if p >= 1.0:
+        return x.masked_fill_(drop, 0.0) if inplace else x.masked_fill(drop, 0.0)
+    a = 1.0 / math.sqrt((_SELU_ALPHA**2 * p + 1.0) * (1.0 - p))
+    filled = x.masked_fill_(drop, -_SELU_ALPHA) if inplace else x.masked_fill(drop, -_SELU_ALPHA)
+    return filled.mul_(a).add_(_SELU_ALPHA * a * p)
+
+
+def _functional(kind: _Kind) -> Callable[..., Tensor]:
+    """Stand in for `torch.nn.functional.dropout` and its like."""
+
+    def handler(
+        mode: DropoutMode,
+        func: Callable[..., Tensor],
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+    ) -> Tensor:
+        if not training or p == 0:
+            return input
+        return _dropped(mode, func.__name__, kind, input, p, inplace)
+
+    return handler
+
+
+def _native(kind: _Kind, inplace: bool) -> Callable[..., Tensor]:
+    """Stand in for `torch.dropout`, `torch.dropout_` and their like."""
+
+    def handler(mode: DropoutMode, func: Callable[..., Tensor], input: Tensor, p: float, train: bool) -> Tensor:
+        return input if not train or p == 0 else _dropped(mode, func.__name__, kind, input, p, inplace)
+
+    return handler
+
+
+def _attention(
+    mode: DropoutMode,
+    func: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Stand in for `scaled_dot_product_attention`: the formula written out, in at least float32.
+
+    Legend: B batch, H heads, L queries, S keys, D head width. Keeps the [B, H, L, S] weights that a fused kernel
+    would not; without dropout the fused kernel runs.
+    """
+    if dropout_p == 0.0:
+        return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if is_causal and attn_mask is not None:
+        raise mode._refuse("attention with both attn_mask and is_causal; one of them works")
+    q_bhld, k_bhsd, v_bhsd = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key, value))
+    if enable_gqa:
+        k_bhsd = k_bhsd.repeat_interleave(q_bhld.size(-3) // k_bhsd.size(-3), -3)
+        v_bhsd = v_bhsd.repeat_interleave(q_bhld.size(-3) // v_bhsd.size(-3), -3)
+    scores_bhls = (q_bhld * (query.size(-1) ** -0.5 if scale is None else scale)) @ k_bhsd.transpose(-2, -1)
+    if is_causal:
+        future_ls = torch.ones(scores_bhls.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
+        scores_bhls = scores_bhls.masked_fill(future_ls, -math.inf)
+    if attn_mask is None:
+        weights_bhls = scores_bhls.softmax(-1)
+    else:
+        if attn_mask.dtype == torch.bool:
+            scores_bhls = scores_bhls.masked_fill(~attn_mask, -math.inf)
+        else:
+            scores_bhls = scores_bhls + attn_mask.to(scores_bhls.dtype)
+        # A query that may look at nothing gets zeros, forward and backward, as in torch.
+        blind_bhl1 = (scores_bhls == -math.inf).all(-1, keepdim=True)
+        weights_bhls = scores_bhls.masked_fill(blind_bhl1, 0.0).softmax(-1).masked_fill(blind_bhl1, 0.0)
+    weights_bhls = _dropped(mode, func.__name__, _Kind(), weights_bhls, dropout_p, inplace=False)
+    return (weights_bhls @ v_bhsd).to(query.dtype)
+
+
+def _seen_through(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of torch's that does not hand itself to the mode, so that the mode sees the calls in it."""
+    assert isinstance(func, types.FunctionType)
+    names = {**func.__globals__, "has_torch_function": lambda tensors: False}
+    inner = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    inner.__kwdefaults__ = func.__kwdefaults__
+    return inner
+
+
+_MULTI_HEAD_ATTENTION = _seen_through(F.multi_head_attention_forward)
+
+
+def _multi_head_attention(mode: DropoutMode, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run `nn.MultiheadAttention`'s function with the mode looking into it."""
+    with mode:
+        return _MULTI_HEAD_ATTENTION(*args, **kwargs)
+
+
+def _recurrent(mode: DropoutMode, func: Callable[..., Any], *args: Any) -> Any:
+    """Refuse torch's recurrent layers with dropout, which draw inside one native operation."""
+    # (input, [batch_sizes,] hx, weights, has_biases, num_layers, dropout, train, ...): has_biases is the first bool.
+    first = next(i for i, arg in enumerate(args) if isinstance(arg, bool))
+    num_layers, dropout, train = args[first + 1 : first + 4]
+    if train and dropout > 0 and num_layers > 1:
+        raise mode._refuse(
+            f"torch's {func.__name__} draws its dropout={dropout} inside one native operation, so its masks would "
+            "differ between layouts; dropout=0, or single layers with nn.Dropout between them, work"
+        )
+    return func(*args)
+
+
+def _one_number(mode: DropoutMode, func: Callable[..., Tensor], *size: Any, **kwargs: Any) -> Tensor:
+    """Draw the number of `torch.rand([])`, equal for all samples of the step; refuse every other size."""
+    shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else kwargs.pop("size", size)
+    if len(shape) or kwargs.keys() - {"dtype", "device"}:
+        return _refused(mode, func)
+    return torch.full((), (mode._next_key() >> 11) % 2**53 / 2**53, **kwargs)
+
+
+def _rrelu(mode: DropoutMode, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Refuse `rrelu` in training, where its slopes are random."""
+    if kwargs.get("training") or args[3:4] == (True,):
+        return _refused(mode, func)
+    return func(*args, **kwargs)
+
+
+def _refused(mode: DropoutMode, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Refuse random numbers that samestep cannot make the same in every layout."""
+    name = "fractional_max_pool" if func.__name__ == "fn" else func.__name__
+    raise mode._refuse(
+        f"{name}: random numbers in a forward would differ between layouts; nn.Dropout, torch.nn.functional.dropout* "
+        "and the dropout_p of attention work"
+    )
+
+
+# Functions of torch, torch.Tensor, torch.nn.functional and torch.nn.init that a forward may not call.
+_REFUSED = """
+    bernoulli bernoulli_ binomial cauchy_ exponential_ geometric_ gumbel_softmax log_normal_ multinomial native_dropout
+    normal normal_ poisson rand_like randint randint_like randn randn_like random_ randperm rrelu_with_noise
+    rrelu_with_noise_ uniform_ kaiming_normal_ kaiming_uniform_ trunc_normal_ xavier_normal_ xavier_uniform_ orthogonal_
+    sparse_ fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices
+    fractional_max_pool3d_with_indices _sample_dirichlet _standard_gamma _fused_dropout
+    svd_lowrank pca_lowrank lobpcg
+"""
+
+
+def _handlers() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """List what the mode intercepts."""
+    homes = (torch, torch.Tensor, F, nn.init)
+    handlers: dict[Callable[..., Any], Callable[..., Any]] = {
+        getattr(home, name): _refused for home in homes for name in _REFUSED.split() if hasattr(home, name)
+    }
+    handlers |= {getattr(torch, name): _rrelu for name in ("rrelu", "rrelu_")} | {F.rrelu: _rrelu}
+    handlers |= {getattr(torch, name): _recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
+    for name, kind in {
+        "dropout": _Kind(),
+        "alpha_dropout": _Kind(alpha=True),
+        "feature_dropout": _Kind(channels=True, min_dims=2),
+        "feature_alpha_dropout": _Kind(channels=True, alpha=True, min_dims=2),
+        "dropout1d": _Kind(channels=True, min_dims=3),
+        "dropout2d": _Kind(channels=True, min_dims=3),
+        "dropout3d": _Kind(channels=True, min_dims=5),
+    }.items():
+        if hasattr(F, name):
+            handlers[getattr(F, name)] = _functional(kind)
+        if hasattr(torch, name):
+            handlers[getattr(torch, name)] = _native(kind, inplace=False)
+            handlers[getattr(torch, f"{name}_")] = _native(kind, inplace=True)
+    handlers[torch.rand] = _one_number
+    handlers[F.scaled_dot_product_attention] = _attention
+    handlers[F.multi_head_attention_forward] = _multi_head_attention
+    return handlers
+
+
+_HANDLERS = _handlers()

@@ -1,0 +1,243 @@
+"""Invariants that are watched while a run trains: what must be equal on several ranks is equal.
+
+    by its bits     the weights of ranks that hold the same pieces: replicas see the same reduced gradients
+                    step, samples, loss and gradient norm: all ranks
+    by tolerance    weights that a tensor cut leaves whole: its ranks compute them redundantly
+    once            what the ranks of each group sent in the first step that is watched: kind, dtype and bytes of every
+                    collective, since a backend adds up what it is given, and checks nothing
+
+Bits are compared by fingerprints made where the weights lie: sums of the words of each column of a table, in whole
+numbers, weighted by fixed odd ones. max(x) = min(x) over a group is one all_reduce of (x, -x), so that a check sends a
+few hundred bytes a tensor, in groups of its own. Only a difference makes ranks say more, to name the odd one out.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from samestep.errors import DriftError
+from samestep.program.holding import Holding
+from samestep.program.ops import Kind, LedgerRow
+from samestep.runtime.assembly import Assembly
+from samestep.runtime.ledger import Ledger
+from samestep.runtime.optimizer_step import Piece
+from samestep.runtime.processes.mesh import Mesh, gather_objects, group_over
+from samestep.runtime.step_report import StepReport
+
+TOLERANCE = 1e-3
+"""Of weights that ranks compute redundantly, against their norm: a missing reduction parts them further in few steps."""
+_COLUMNS = 4096
+
+
+class DriftMonitor:
+    """Checks the invariants of one run. Every rank makes one and calls it alike."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        """Make the groups to compare in. Collective over the world: if a rank does not, the others wait for it."""
+        mesh = self._mesh = assembly.parallel.mesh
+        pieces = assembly.weights.updater.pieces
+        step = assembly.parallel.program.step
+        self._has_compared_sent = False
+        holdings = {param.name: step.holding(param) for param in step.model.params}
+        self._redundant = [piece for piece in pieces if holdings[piece.name].replicated_over]
+        of_axis: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            of_axis.setdefault(holdings[piece.name].data_axis, []).append(piece)
+        groups = _groups_of_equals(mesh, {axis: _held(mesh, mine, holdings) for axis, mine in of_axis.items()})
+        self._replicas = [(mine, groups[axis]) for axis, mine in of_axis.items()]
+        """Pieces, and the ranks that hold the same of them: of experts others than of all else."""
+        is_cut = step.layout.tp > 1
+        self._cut_ranks = _groups_of_equals(mesh, {"tp": str(mesh.members("tp"))})["tp"] if is_cut else None
+
+    def watch(self, take_step: Callable[[], StepReport], indices: np.ndarray[Any, Any]) -> StepReport:
+        """Take a step on the samples of `indices`, then compare; what was sent is compared in the first such step.
+
+        Collective over the world, as the step and the comparisons are.
+
+        Raises:
+            DriftError: ranks that must agree do not.
+        """
+        if self._has_compared_sent:
+            report = take_step()
+        else:
+            self._has_compared_sent = True
+            with Ledger() as sent:
+                report = take_step()
+            self.check_sent(report.step, sent)
+        self.check(report, indices)
+        return report
+
+    def check(self, report: StepReport, indices: np.ndarray[Any, Any]) -> None:
+        """Compare after a step. Collective over the world.
+
+        Raises:
+            DriftError: names the tensor and the rank that differs from most.
+        """
+        names: list[str] = []
+        values: list[Any] = []
+        for pieces, group in self._replicas:
+            prints = torch.stack([_fingerprint(piece.value) for piece in pieces]) if pieces else torch.zeros(0)
+            odd = _differing(prints, group)
+            names += [pieces[index].name for index in odd]
+            values += prints[odd].tolist() if odd else []
+        if self._cut_ranks is not None and not names and self._redundant:
+            sizes = torch.stack([_projected(piece.value) for piece in self._redundant])
+            apart = _apart(sizes, self._cut_ranks)
+            names = [self._redundant[index].name for index in apart]
+            values = sizes[apart].tolist() if apart else []
+        facts = {
+            "the step": report.step,
+            "the samples": xxhash.xxh3_64_intdigest(indices.tobytes()) >> 1,
+            "the loss": _bits(report.loss),
+            "the gradient norm": _bits(report.grad_norm),
+        }
+        numbers = torch.tensor([*facts.values(), len(names)], dtype=torch.int64, device=self._mesh.device)
+        both = torch.cat([numbers, -numbers])
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        most, least = both.chunk(2)
+        unequal = [name for name, high, low in zip(facts, most[:-1], -least[:-1], strict=True) if high != low]
+        if unequal or int(most[-1]):
+            said = {name: (value,) for name, value in facts.items() if name in unequal}
+            self._stop(report.step, said | dict(zip(names, map(tuple, values), strict=True)))
+
+    def check_sent(self, step: int, ledger: Ledger) -> None:
+        """Compare what the ranks of each group sent in a step. Collective over the world.
+
+        Raises:
+            DriftError: names the collective in which two ranks took part with different things.
+        """
+        mine = {group: _comparable(rows) for group, rows in ledger.rows.items()}
+        mine = {group: rows for group, rows in mine.items() if rows}
+        prints = self._gathered({group: xxhash.xxh3_64_intdigest(repr(rows).encode()) for group, rows in mine.items()})
+        groups = dict.fromkeys(group for one in prints for group in one)
+        odd = [group for group in groups if len({prints[rank].get(group) for rank in _ranks_of(group)}) > 1]
+        if not odd:
+            return
+        sent = self._gathered({group: [*rows, ("nothing more", "", 0)] for group, rows in mine.items() if group in odd})
+        ranks = _ranks_of(odd[0])
+        lists = [sent[rank].get(odd[0], [("nothing", "", 0)]) for rank in ranks]
+        differing = next(rows for rows in zip(*lists, strict=False) if len(set(rows)) > 1)
+        words = [f"{kind} {dtype} {size or ''}".strip() for kind, dtype, size in differing]
+        other = next(index for index, row in enumerate(words) if row != words[0])
+        raise DriftError(
+            f"in step {step} the ranks {odd[0]} took part in one collective with different things, so its result is "
+            f"wrong: rank {ranks[0]} with {words[0]}, rank {ranks[other]} with {words[other]} bytes"
+        )
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        return gather_objects(mine, self._mesh.size("world"))
+
+    def _stop(self, step: int, mine: dict[str, tuple[Any, ...]]) -> None:
+        """Say which rank differs from most of those that hold the same."""
+        said = self._gathered(mine)
+        name = next(name for one in said for name in one)
+        holders = {rank: one[name] for rank, one in enumerate(said) if name in one}
+        most, count = Counter(holders.values()).most_common(1)[0]
+        odd = [rank for rank, value in holders.items() if value != most]
+        if 2 * count > len(holders):
+            who = f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} against the other{'s' * (count > 1)}"
+        else:
+            who = f"ranks {', '.join(map(str, holders))} against each other"
+        raise DriftError(f"ranks disagree on {name} after step {step}: {who}; samestep verify finds the cause")
+
+
+def _comparable(rows: list[LedgerRow]) -> list[tuple[str, str, int]]:
+    """Return what must be equal on all ranks of a group: no messages between two, no sizes where each has its own."""
+    return [
+        (row.kind, row.dtype, 0 if row.kind == Kind.ALL_TO_ALL else row.size_bytes)
+        for row in rows
+        if row.kind not in (Kind.SEND, Kind.RECV)
+    ]
+
+
+def _ranks_of(group: str) -> list[int]:
+    """Return the ranks of a ledger's list: it is named by them."""
+    return [int(rank) for rank in group.partition(" ")[0].split(",")]
+
+
+def _held(mesh: Mesh, pieces: Sequence[Piece], holdings: Mapping[str, Holding]) -> str:
+    """Return a digest of which elements of which weights these pieces are."""
+    places = [
+        (
+            piece.name,
+            piece.start,
+            piece.stop,
+            [mesh.index(axis) for axis in (*held.sharded_over, *held.replicated_over)],
+        )
+        for piece in pieces
+        if (held := holdings[piece.name])
+    ]
+    return xxhash.xxh3_64_hexdigest(repr(places).encode())
+
+
+def _groups_of_equals(mesh: Mesh, mine: Mapping[str, str]) -> dict[str, dist.ProcessGroup | None]:
+    """Make for each name the group of the ranks that say the same of it; None for a rank by itself.
+
+    Collective over the world: ranks may say nothing of a name.
+    """
+    said: list[Mapping[str, str]] = gather_objects(mine, mesh.size("world"))
+    found: dict[str, dist.ProcessGroup | None] = dict.fromkeys(mine)
+    for name, value in dict.fromkeys(item for one in said for item in one.items()):
+        ranks = tuple(rank for rank, one in enumerate(said) if one.get(name) == value)
+        if len(ranks) > 1:
+            group = group_over(ranks, "watch")
+            found |= {name: group} if mine.get(name) == value else {}
+    return found
+
+
+def _differing(prints: Tensor, group: dist.ProcessGroup | None) -> list[int]:
+    """Return the rows that are not the same on all ranks of the group."""
+    if group is None or not len(prints):
+        return []
+    both = torch.stack([prints, -prints])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return (both[0] != -both[1]).any(dim=1).nonzero().flatten().tolist()
+
+
+def _apart(sizes: Tensor, group: dist.ProcessGroup) -> list[int]:
+    """Return the rows whose projections differ between the ranks by more than the tolerance of their norm."""
+    both = torch.stack([sizes, -sizes])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    spread = (both[0] + both[1])[:, 0]
+    return (spread > TOLERANCE * both[0, :, 1].clamp_min(1e-30)).nonzero().flatten().tolist()
+
+
+@torch.no_grad()
+def _fingerprint(value: Tensor) -> Tensor:
+    """Reduce a tensor's bits to two whole numbers, [2] int64."""
+    flat = value.detach().contiguous().view(-1)
+    words = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    whole = len(words) - len(words) % _COLUMNS
+    sums = torch.zeros(_COLUMNS, dtype=torch.int64, device=value.device)
+    if whole:
+        sums += words[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
+    sums[: len(words) - whole] += words[whole:]
+    # Whole numbers wrap around, alike everywhere; halved, so that their negatives can be compared too.
+    return torch.stack([sums.sum(), (sums * _odd(value.device)).sum()]) >> 1
+
+
+@torch.no_grad()
+def _projected(value: Tensor) -> Tensor:
+    """Return a projection of a tensor and its norm, [2] float64."""
+    flat = value.detach().flatten().double()
+    index = torch.arange(len(flat), device=flat.device)
+    signs = 1.0 - 2.0 * ((index * 2654435761 >> 16) & 1)
+    return torch.stack([(flat * signs).sum(), flat.norm()])
+
+
+def _odd(device: torch.device) -> Tensor:
+    return torch.arange(1, 2 * _COLUMNS, 2, dtype=torch.int64, device=device) * 0x9E3779B97F4A7C1
+
+
+def _bits(number: float) -> int:
+    """Return the bits of a number as a whole one whose negative is one too."""
+    return int(struct.unpack("<q", struct.pack("<d", number))[0]) >> 1

@@ -1,0 +1,341 @@
+"""Name the module where the numbers went bad, by running the micro-batch once more under hooks.
+
+Forward: a module is at fault when its output is not finite though what it was given is. Hooks of inner modules run
+before those of the modules around them, so the innermost is named; where the operation stands in a module's own
+forward, between its children, that module is. Backward, only if every forward and the loss were finite: each output
+tensor, and a view of each input tensor, carries a hook on its gradient,
+
+    gradient of the output finite, gradient of an input or a weight not  ->  this module
+    gradient of the output the first that is not                         ->  the innermost module around it whose own
+                                                                             output's gradient is finite, or the loss
+
+Views are used, not torch's full backward hooks, which forbid in-place operations on what they wrap.
+-inf in a tensor without a gradient is an attention mask and counts as finite.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from samestep.runtime.assembly import Assembly
+from samestep.runtime.dropout.mode import named_modules
+from samestep.runtime.optimizer_step import LARGEST_SUM
+from samestep.runtime.processes.mesh import gather_objects
+from samestep.tracing.forward import tensors_in
+
+LARGEST_FLOAT16 = 65504
+
+
+def first_nonfinite(
+    run_forward_backward: Callable[[], Tensor | None],
+    model: nn.Module,
+    masters: Mapping[str, float] | None = None,
+) -> str | None:
+    """Run a micro-batch again and say which module first made a value that is not finite, and how; None if none did.
+
+    `run_forward_backward` runs what went wrong, on weights unchanged since (and a fresh `DropoutMode`, so that the
+    masks are the same). It should return the loss: one that is bad with good gradients, as the log of a negative
+    number, can be seen in no other way. It is called once and runs to its end, so every rank must call this where the
+    run communicates; each names what it sees itself. Gradients are added to those there are.
+
+    `masters` gives max|float32 value| of parameters by full name, where the model holds a float16 cast of them: an
+    overflow in the cast is then named as such.
+    """
+    finder = _NonFiniteFinder(masters or {})
+    modules = named_modules(model)
+    try:
+        for name, module in modules.items():
+            finder.attach(name, module)
+        loss = run_forward_backward()
+    finally:
+        finder.detach()
+    if finder.forward_fault:
+        return finder.forward_fault
+    if isinstance(loss, Tensor) and not _is_finite(loss, masks=False):
+        return f"loss: not finite ({loss.detach().flatten()[0].item()}), though every module's output is"
+    return finder.backward_fault or finder.backward_fault_outside()
+
+
+def cause_of_nonfinite(assembly: Assembly, run_forward_backward: Callable[[], Tensor]) -> str:
+    """Run a step's forwards and backwards again, and name the first module at fault, on the first rank that has one.
+
+    Collective over the world: every rank calls it, and is told the same. If one does not, the others wait for it.
+    """
+    weights, module = assembly.weights, assembly.model.module
+    world_size = assembly.parallel.mesh.size("world")
+    masters: dict[str, float] = {}
+    if weights.updater.loss_scale.is_dynamic:
+        for piece in weights.store.pieces:
+            masters[piece.name] = max(masters.get(piece.name, 0.0), float(piece.value.detach().abs().max()))
+        for others in gather_objects(masters, world_size):  # a rank may hold a part of a weight only
+            masters |= {name: max(most, masters.get(name, 0.0)) for name, most in others.items()}
+    buffers = saved(module.buffers())
+    text = first_nonfinite(run_forward_backward, module, masters)
+    put_back(buffers)
+    named = [f"{text} (rank {rank})" for rank, text in enumerate(gather_objects(text, world_size)) if text]
+    if named:
+        return named[0]
+    if weights.updater.loss_scale.is_dynamic:
+        return f"a gradient under the loss scale {weights.updater.loss_scale.scale:g} is above {LARGEST_SUM:g}"
+    return "loss or gradient norm is not finite, though no module's output or gradient is"
+
+
+def saved(buffers: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return tensors with copies of their values, for `put_back`."""
+    return [(buffer, buffer.clone()) for buffer in buffers]
+
+
+@torch.no_grad()
+def put_back(values: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Give tensors the values they had."""
+    for held, value in values:
+        held.copy_(value)
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One running forward."""
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs_are_finite: bool
+    handed_through: set[int] = dataclasses.field(default_factory=set)
+    """Ids of inputs that are outputs too: a gradient there says nothing about the module."""
+
+
+class _NonFiniteFinder:
+    """The hooks of one run, and what they saw."""
+
+    def __init__(self, masters: Mapping[str, float]) -> None:
+        self.forward_fault: str | None = None
+        self.backward_fault: str | None = None
+        self._masters = masters
+        self._handles: list[RemovableHandle] = []
+        self._running: list[_Call] = []
+        self._called: set[str] = set()
+        self._watched_params: set[int] = set()
+        self._bad_output_grads: set[str] = set()
+        self._largest_output_grad: dict[str, float] = {}
+        self._first_bad_output: tuple[str, ...] | None = None
+
+    def attach(self, name: str, module: nn.Module) -> None:
+        """Hook one module; after the hooks it has, so that it is seen unsharded and with its inputs cast."""
+        enter = functools.partial(self._enter, name)
+        self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
+
+    def detach(self) -> None:
+        """Take away every hook, those on parameters included."""
+        for handle in self._handles:
+            handle.remove()
+
+    # Forward ----------------------------------------------------------------------------------------------------------
+
+    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.forward_fault:
+            return None
+        call = _Call(name, module, args, kwargs, all(_is_finite(tensor) for tensor in tensors_in((args, kwargs))))
+        if not self._running and not call.inputs_are_finite:
+            self.forward_fault = f"{_label(name)}: its input is not finite"
+            return None
+        self._running.append(call)
+        self._called.add(name)
+        self._watch_params(call)
+        call.args = tuple(self._watched_input(call, arg) for arg in args)
+        call.kwargs = {key: self._watched_input(call, arg) for key, arg in kwargs.items()}
+        return call.args, call.kwargs
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        # After an exception (a recompute stops so) the hooks of modules further in may not have run.
+        if self.forward_fault or not any(call.module is module for call in self._running):
+            return
+        while (call := self._running.pop()).module is not module:
+            pass
+        outputs = list(tensors_in(output))
+        if bad := [tensor for tensor in outputs if not _is_finite(tensor)]:
+            if call.inputs_are_finite:
+                self.forward_fault = "found"  # no hook may act while the module is computed again
+                self.forward_fault = _explain(call, bad, self._masters)
+            return
+        around = tuple(outer.name for outer in reversed(self._running))
+        call.handed_through = {id(tensor) for tensor in outputs} & {id(x) for x in tensors_in((call.args, call.kwargs))}
+        call.args, call.kwargs = (), {}  # the hooks keep the call, which must not keep activations
+        for tensor in outputs:
+            if tensor.requires_grad:
+                see = functools.partial(self._see_output_grad, call.name, around)
+                self._handles.append(tensor.register_hook(see))
+
+    def _watched_input(self, call: _Call, value: Any) -> Any:
+        """Give a module its input as a view of its own, whose gradient is what this module alone sends back."""
+        if not (isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()):
+            return value
+        view = value.view_as(value)
+        self._handles.append(view.register_hook(functools.partial(self._see_input_grad, call, id(view))))
+        return view
+
+    def _watch_params(self, call: _Call) -> None:
+        """Hook the parameters there are now; a sharded unit's are plain only while it runs."""
+        for name, param in call.module.named_parameters(prefix=call.name):
+            if param.requires_grad and id(param) not in self._watched_params:
+                self._watched_params.add(id(param))
+                self._handles.append(param.register_hook(functools.partial(self._see_param_grad, name)))
+
+    # Backward ---------------------------------------------------------------------------------------------------------
+
+    def _is_over(self, grad: Tensor) -> bool:
+        """Say whether the first bad gradient was seen before, or this one is good."""
+        return bool(self.backward_fault or self._first_bad_output is not None or _is_finite(grad, masks=False))
+
+    def _see_output_grad(self, name: str, around: tuple[str, ...], grad: Tensor) -> None:
+        self._largest_output_grad[name] = max(self._largest_output_grad.get(name, 0.0), _largest([grad]) or 0.0)
+        if not self._is_over(grad):
+            self._first_bad_output = (name, *around)
+        if not _is_finite(grad, masks=False):
+            self._bad_output_grads.add(name)
+
+    def _see_input_grad(self, call: _Call, view: int, grad: Tensor) -> None:
+        if view in call.handed_through or call.name in self._bad_output_grads or self._is_over(grad):
+            return
+        self._blame_backward(call.name, "input", grad.dtype)
+
+    def _see_param_grad(self, name: str, grad: Tensor) -> None:
+        owner, _, own_name = name.rpartition(".")
+        # A parameter may be used by a module further out, whose child is never called (nn.MultiheadAttention.out_proj).
+        while owner not in self._called and owner:
+            owner, _, head = owner.rpartition(".")
+            own_name = f"{head}.{own_name}"
+        if owner not in self._bad_output_grads and not self._is_over(grad):
+            self._blame_backward(owner, own_name, grad.dtype)
+
+    def _blame_backward(self, name: str, what: str, dtype: torch.dtype) -> None:
+        largest = self._largest_output_grad.get(name)
+        seen = f" (max |gradient of its output| {largest:.1e}, {_name(dtype)})" if largest is not None else ""
+        self.backward_fault = f"{_label(name)}: backward gradient of {what} not finite{seen}"
+
+    def backward_fault_outside(self) -> str | None:
+        """Say where the first bad gradient at an output came from, once the gradients of all outputs are known."""
+        if self._first_bad_output is None:
+            return None
+        first, *around = self._first_bad_output
+        for name in around:
+            if name not in self._bad_output_grads:
+                return f"{_label(name)}: backward gradient not finite between its modules, behind the output of {first}"
+        return f"loss: its gradient is not finite at the output of {_label(first)}"
+
+
+def _explain(call: _Call, bad: list[Tensor], masters: Mapping[str, float]) -> str:
+    """Say why a module made outputs that are not finite of inputs that are."""
+    for name, weight in (*call.module.named_parameters(), *call.module.named_buffers()):
+        if _is_finite(weight):
+            continue
+        largest = masters.get(f"{call.name}.{name}".lstrip("."), 0.0)
+        cast = f": {_overflow(largest)}" if LARGEST_FLOAT16 < largest < float("inf") else ""
+        return f"{_label(call.name)}: {name} is not finite{cast}"
+    largest_input = _largest(tensors_in((call.args, call.kwargs)))
+    given = f" (max |input| {largest_input:.1e})" if largest_input is not None else ""
+    text = f"{_label(call.name)}: forward output not finite{given}"
+    if all(tensor.dtype != torch.float16 for tensor in bad):
+        return text
+    value = _largest_in_float32(call)
+    if value is None:
+        return text
+    if value > LARGEST_FLOAT16:
+        return f"{text}: {_overflow(value)}"
+    return f"{text}: computed in float32 it is finite, so a value on the way does not fit float16"
+
+
+def _overflow(value: float) -> str:
+    return f"value {value:.1e} does not fit float16 (largest {LARGEST_FLOAT16})"
+
+
+def _largest_in_float32(call: _Call) -> float | None:
+    """Compute a module again in float32 on the same inputs and return its largest output, if that can be done."""
+
+    def widen(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().to(_wide(value.dtype), copy=True)
+        if type(value) in (list, tuple):
+            return type(value)(widen(item) for item in value)
+        return {key: widen(item) for key, item in value.items()} if type(value) is dict else value
+
+    try:
+        with torch.no_grad():
+            # Not through __call__: hooks would gather weights, or talk to other ranks.
+            output = _in_float32(call.module).forward(*widen(call.args), **widen(call.kwargs))
+        outputs = list(tensors_in(output))
+        return _largest(outputs) if all(_is_finite(tensor) for tensor in outputs) else None
+    except Exception:  # the value is an extra: a module that cannot run in float32 is named without it
+        return None
+
+
+def _in_float32(module: nn.Module) -> nn.Module:
+    """Copy a module with its children, without hooks, its weights in float32."""
+    assert not any(_is_cut(weight) for weight in module.parameters()), "its weights are elsewhere"
+    twin = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        twin.__dict__[name] = OrderedDict()
+    for name in ("_parameters", "_buffers"):
+        twin.__dict__[name] = {
+            key: None if tensor is None else tensor.detach().to(_wide(tensor.dtype), copy=True)
+            for key, tensor in module.__dict__[name].items()
+        }
+    twin.__dict__["_modules"] = {
+        key: None if child is None else _in_float32(child) for key, child in module._modules.items()
+    }
+    return twin
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.is_floating_point else dtype
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's own part, without communication."""
+    tensor = tensor.detach()
+    tensor = tensor._local_tensor if _is_cut(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+
+
+def _is_finite(tensor: Tensor, masks: bool = True) -> bool:
+    """Say whether this rank's part is finite; with `masks`, -inf is, in a tensor that takes no gradient."""
+    is_mask = masks and not tensor.requires_grad and tensor.is_floating_point()
+    tensor = _local(tensor)
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    finite = tensor.isfinite()
+    return bool((finite | (tensor == -float("inf")) if is_mask else finite).all())
+
+
+def _largest(tensors: Iterator[Tensor] | list[Tensor]) -> float | None:
+    """Return max|value| over the finite elements of floating tensors; None without one."""
+    largest = [
+        tensor.abs().masked_fill(~tensor.isfinite(), 0).max().item()
+        for tensor in map(_local, tensors)
+        if tensor.numel() and tensor.is_floating_point()
+    ]
+    return max(largest, default=None)
+
+
+def _label(name: str) -> str:
+    return name or "the model itself"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_cut(tensor: Tensor) -> bool:
+    """Whether it is a DTensor, told by name: importing DTensor costs a second that replicated runs need not pay."""
+    return type(tensor).__name__ == "DTensor"

@@ -1,0 +1,121 @@
+"""The ledger's other side: what torch really sent, and to whom it belongs.
+
+A dispatch mode sees every c10d collective with its tensors and its group. Whose it is stands around it: our own driven
+collectives are issued inside `owned(name)`, those of FSDP2 inside its profiler labels `FSDP::all_gather (layers.0)`. A
+trace shows both, and so the same names as the program.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._profiler import _RecordFunctionFast
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from samestep.program.ops import LedgerRow, ledger_key
+
+_KINDS = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "alltoall_base_": "all_to_all",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_": "reduce",
+    "broadcast_": "broadcast",
+    "send": "send",
+    "recv_": "recv",
+}
+OWN_GROUPS = ("cp",)
+"""Axes with a group of their own, whose description is the axis: other axes over the same ranks share one."""
+_FSDP_LABEL = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((?P<owner>.*)\))?$")
+
+
+class _Owners(threading.local):
+    """Whose what this thread issues is, the innermost last."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+
+_owners = _Owners()
+
+
+class owned:  # noqa: N801 (a context manager, named as what one calls)
+    """Label what is issued inside as belonging to `name`, in a profile and in the ledger.
+
+    Not by `torch.profiler.record_function`, which takes twenty times as long: it is an operation, which is dispatched.
+    """
+
+    __slots__ = ("_label", "_name")
+
+    def __init__(self, name: str) -> None:
+        self._name, self._label = name, _RecordFunctionFast(f"samestep::owner {name}")
+
+    def __enter__(self) -> None:
+        _owners.names.append(self._name)
+        self._label.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._label.__exit__(*error)
+        _owners.names.pop()
+
+
+class Ledger(TorchDispatchMode):
+    """Lists the collectives issued while it is active: `rows[group]` in order of issue.
+
+    `group_of` names a process group; ops other than the kinds a program knows are listed by their torch name.
+    """
+
+    def __init__(self, group_of: Callable[[dist.ProcessGroup], str] | None = None) -> None:
+        super().__init__()
+        self.rows: dict[str, list[LedgerRow]] = {}
+        self._group_of = group_of or _name_of
+        self._labels: list[str | None] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "profiler":
+            self._note_label(func, args)
+        elif func.namespace == "c10d":
+            self._note_collective(func, args)
+        return result
+
+    def _note_label(self, func: Any, args: tuple[Any, ...]) -> None:
+        if "_enter" in func._schema.name:
+            match = _FSDP_LABEL.match(str(args[0]))
+            self._labels.append((match["owner"] or "") if match else None)
+        elif self._labels:
+            self._labels.pop()
+
+    def _note_collective(self, func: Any, args: tuple[Any, ...]) -> None:
+        name = func._schema.name.split("::")[1]
+        tensors = [t for arg in args for t in (arg if isinstance(arg, (list, tuple)) else [arg]) if torch.is_tensor(t)]
+        group = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg))
+        # Of an all_to_all what is sent, the second of the two: over a group that adds up to what is received.
+        sized = tensors[1:] if name == "alltoall_base_" else tensors
+        largest = max(sized, key=lambda tensor: tensor.numel() * tensor.element_size())
+        labels = [*(label for label in self._labels if label is not None), *_owners.names]
+        row = LedgerRow(
+            _KINDS.get(name, name),
+            str(largest.dtype).removeprefix("torch."),
+            largest.numel() * largest.element_size(),
+            labels[-1] if labels else "?",
+        )
+        key = ledger_key(self._group_of(dist.ProcessGroup.unbox(group)), row)
+        self.rows.setdefault(key, []).append(row)
+
+
+def _name_of(group: dist.ProcessGroup) -> str:
+    """Name a group as the mesh does."""
+    ranks = ",".join(map(str, sorted(dist.get_process_group_ranks(group))))
+    return f"{ranks} {group.group_desc}" if group.group_desc in OWN_GROUPS else ranks
+
+
+def _is_group(value: Any) -> bool:
+    return "ProcessGroup" in str(value._type())

@@ -1,0 +1,268 @@
+"""Joining a run: this process becomes a rank, of workers that `runtime/processes/workers.py` or somebody else started.
+
+`join` meets the other ranks and makes the process group; it returns the `RankInfo` of this one. A request to stop sets a
+flag, on which all ranks must agree before they act. Who launched us is read in `runtime/processes/launchers.py`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from samestep.errors import JobError, WorkerError
+from samestep.runtime.processes.launchers import Seat, by_srun, by_torchrun, seat_from
+from samestep.runtime.processes.mesh import forget_groups
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # USR1: Slurm's --signal=USR1@SECONDS before the limit
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """This process among all ranks of the run: its rank, its machine and its device."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    ranks_per_node: int
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class _Joined:
+    place: RankInfo
+    made_group: bool
+    old_handlers: Mapping[int, Any]
+    borrowed_variables: tuple[str, ...]
+
+
+_seat: Seat | None = None  # of a worker of ours
+_joined: _Joined | None = None
+_stop = False
+
+
+def launched_from_outside() -> bool:
+    """Return whether torchrun or srun started this process as one of several, so that it must only join."""
+    return by_torchrun(os.environ) or by_srun(os.environ)
+
+
+def join(
+    device: str = "auto", *, timeout_s: float = 600.0, ranks_per_node: int | None = None, threads: int | None = None
+) -> RankInfo:
+    """Make this process a rank of its run, and return its place; every rank must call it once.
+
+    The process group is gloo on CPUs and nccl on GPUs. It is nccl alone there: the few scalars of a step live on the
+    device. A group that exists already is used as it is. A process that nobody launched is a run of one rank.
+
+    Args:
+        device: cpu, cuda or auto (GPUs where there are any).
+        timeout_s: how long to wait for the other ranks, and later for any collective.
+        ranks_per_node: overrides the launcher's number.
+        threads: CPU threads of this process; without it they stay as they are.
+
+    Raises:
+        JobError: the launcher's variables are incomplete, or there is no such device.
+        WorkerError: the other ranks were not met in time.
+    """
+    global _joined
+    if _joined is not None and dist.is_initialized():
+        return _joined.place
+    seat = _seat or seat_from(os.environ)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    made_group = not dist.is_initialized()
+    if not made_group:
+        seat = _seat_in_existing_group(seat)
+    per_node = checked_ranks_per_node(ranks_per_node or seat.ranks_per_node, seat.world_size)
+    where = _device_of(seat, resolve_device(device))
+    borrowed: tuple[str, ...] = ()
+    if made_group:
+        # Who is alone opens no port to the network: gloo listens even then, on the interface of this variable.
+        borrowed = set_defaults(loopback_variables()) if seat.world_size == 1 and not seat.path else ()
+        per_node = _init_process_group(seat, where, timeout_s, per_node)
+    # A process of the user's own keeps its signals: only there does nobody promise to ask stop_requested().
+    handlers = _listen_for_stop() if seat.launcher in ("torchrun", "srun") else {}
+    local_rank = seat.local_rank if per_node == seat.ranks_per_node else seat.rank % per_node
+    place = RankInfo(seat.rank, local_rank, seat.world_size, per_node, where)
+    _joined = _Joined(place, made_group, handlers, borrowed)
+    return place
+
+
+def sit_down(seat: Seat) -> None:
+    """Let this new worker join as `seat`, forget what the process it was forked from had joined, and hear of stops."""
+    global _seat, _joined, _stop
+    _seat, _joined, _stop = seat, None, False
+    _listen_for_stop()
+
+
+def leave() -> None:
+    """Undo what `join` did; a process group that was there before stays."""
+    global _joined
+    if _joined is None:
+        return
+    joined, _joined = _joined, None
+    if joined.made_group and dist.is_initialized():
+        dist.destroy_process_group()
+        forget_groups()
+    for name in joined.borrowed_variables:
+        os.environ.pop(name, None)
+    restore_signals(joined.old_handlers)
+
+
+def stop_requested() -> bool:
+    """Return whether this rank was asked to stop (SIGTERM, SIGINT, or Slurm's SIGUSR1).
+
+    Ranks learn of it at different times, so they must agree (one all_reduce a step) before they act on it.
+    """
+    return _stop
+
+
+def _on_stop(signal_number: int, _frame: FrameType | None) -> None:
+    global _stop
+    _stop = True
+    if signal_number == signal.SIGINT:  # whoever asks twice means it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _listen_for_stop() -> dict[int, Any]:
+    """Let the stop signals set a flag from now on; return the handlers they had."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {number: signal.signal(number, _on_stop) for number in STOP_SIGNALS}
+
+
+def restore_signals(handlers: Mapping[int, Any]) -> None:
+    """Give signals the handlers back that they had."""
+    for number, handler in handlers.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def loopback_variables() -> dict[str, str]:
+    """Return the variables that keep gloo and nccl off the network."""
+    return {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
+
+
+def set_defaults(variables: Mapping[str, str]) -> tuple[str, ...]:
+    """Set those variables that the user has not set; return their names."""
+    new = tuple(name for name in variables if name not in os.environ)
+    os.environ.update({name: variables[name] for name in new})
+    return new
+
+
+def _seat_in_existing_group(seat: Seat) -> Seat:
+    """Describe this process in the group that its user made, which knows no machines."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if (seat.rank, seat.world_size) == (rank, world):
+        return seat
+    return Seat("the user", rank, rank, world, world)
+
+
+def resolve_device(device: str) -> str:
+    """Return cpu or cuda; only counts GPUs, which starts no CUDA in this process."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise JobError(f"device={device!r} is not a device; cpu, cuda and auto are")
+    if device == "cpu":
+        return "cpu"
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and not gpus:
+        raise JobError("device=cuda, but torch sees no GPU here; device=cpu works")
+    return "cuda" if gpus else "cpu"
+
+
+def _device_of(seat: Seat, device_type: str) -> torch.device:
+    """Choose this rank's device and make it the current one."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    index = 0 if gpus == 1 else seat.local_rank  # a launcher may show each task only its own GPU
+    if index >= gpus:
+        raise JobError(f"local rank {index} has no GPU: {gpus} on this machine; at most {gpus} ranks on it work")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _init_process_group(seat: Seat, device: torch.device, timeout_s: float, ranks_per_node: int) -> int:
+    """Make the group; return the ranks per node that all ranks agree on."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    cuda = device.type == "cuda"
+    try:
+        store = _store_of(seat, timeout)
+        store.set_timeout(timeout)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=store,
+            rank=seat.rank,
+            world_size=seat.world_size,
+            timeout=timeout,
+            device_id=device if cuda else None,
+        )
+        # Until all have met, none may leave again: gloo would report a closed connection to who is still connecting.
+        agreed = torch.tensor([ranks_per_node, -ranks_per_node], device=device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    except RuntimeError as error:
+        if seat.launcher == "samestep":
+            raise  # its parent knows better who is missing
+        raise WorkerError(
+            f"rank {seat.rank} of {seat.world_size} ({seat.launcher}) did not meet the other ranks at "
+            f"{seat.host}:{seat.port} within {timeout_s:g} s: {str(error).splitlines()[0]}"
+        ) from error
+    least, most = agreed[0].item(), -agreed[1].item()
+    return ranks_per_node if least == most else 1  # machines with unequal numbers of ranks
+
+
+def _store_of(seat: Seat, timeout: datetime.timedelta) -> Store:
+    """Open the store where the ranks of `seat` meet."""
+    if seat.path:
+        return FileStore(seat.path, seat.world_size)
+    if seat.world_size == 1:
+        return HashStore()
+    if seat.agent_prefix is not None:
+        agents = TCPStore(seat.host, seat.port, seat.world_size, is_master=False, timeout=timeout)
+        return PrefixStore(seat.agent_prefix, agents)
+    listening = _listen_on(seat.host, seat.port) if seat.rank == 0 else None
+    return TCPStore(
+        seat.host,
+        seat.port,
+        seat.world_size,
+        is_master=seat.rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
+
+
+def _listen_on(host: str, port: int) -> int | None:
+    """Listen on the one address of `host`, where torch's own store would listen on every interface."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server((address[0], port), family=family).detach()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise WorkerError(f"port {port} of {host} is taken; another MASTER_PORT works") from None
+        return None  # a name in front of this machine (a Kubernetes service) is no address of it
+
+
+def checked_ranks_per_node(ranks_per_node: int, world_size: int) -> int:
+    """Return the ranks of a node if every node can have as many.
+
+    Raises:
+        JobError: it cannot.
+    """
+    if world_size % ranks_per_node:
+        works = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise JobError(f"ranks_per_node={ranks_per_node} does not divide the {world_size} ranks; {works} work")
+    return ranks_per_node

@@ -1,0 +1,78 @@
+"""A prediction in words: its program as a list, its timeline, whether it fits, and the numbers as JSON."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from samestep.program.program import Program
+from samestep.simulation.memory import memory_summary
+from samestep.simulation.prediction import Prediction
+
+MOST_LINES = 60
+"""Of a program that is listed unasked: a longer one would leave nothing else on the screen."""
+
+
+def as_text(found: Prediction, *, whole: bool = False) -> str:
+    """Write all of it; of a long program its tasks alone, but where the `whole` is asked for."""
+    programs = [[*_listed(program)] for program in found.programs]
+    if whole or sum(map(len, programs)) <= MOST_LINES:
+        several = len(programs) > 1
+        lines = [line for stage, ops in enumerate(programs) for line in (*[f"stage {stage}"][:several], *ops)]
+    else:
+        lines = [*_tasks(found.programs)]
+    fits = "fits" if found.fits else "does not fit"
+    return "\n".join(
+        [
+            *lines,
+            found.timeline.to_text(100),
+            f'"{found.layout}" {fits}: {memory_summary(found.peak, found.hardware)}',
+            _compact(found.to_record()),
+        ]
+    )
+
+
+def _listed(program: Program) -> Iterator[str]:
+    """List tasks and bodies: the step as data."""
+    tasks = " ".join(f"{task.body}[{task.microbatch}]" for task in program.tasks)
+    yield f'program of "{program.step.layout}": {tasks}'
+    for key, ops in program.bodies.items():
+        yield f"  {key}"
+        for op in ops:
+            size = f"{op.size_bytes:>12,} B {op.dtype} over {op.axis}" if op.axis else f"{op.flops:>12,} FLOPs"
+            yield f"    {op.name:<40} {size}{'  (by FSDP2)' if op.implied else ''}"
+
+
+def _tasks(programs: Sequence[Program]) -> Iterator[str]:
+    """Say what tasks there are, how often each runs and what its ops are; stages that are alike are told once."""
+    num_ops = sum(len(program.bodies[task.body]) for program in programs for task in program.tasks)
+    yield f'program of "{programs[0].step.layout}": {num_ops:,} ops; --program lists them'
+    first = 0
+    for tasks, alike in itertools.groupby(map(_tasks_of, programs)):
+        count = len([*alike])
+        if len(programs) > 1:
+            yield f"stage {first}" if count == 1 else f"stages {first} to {first + count - 1}, each"
+        yield from tasks
+        first += count
+
+
+def _tasks_of(program: Program) -> list[str]:
+    lines = []
+    for body, times in Counter(task.body for task in program.tasks).items():
+        kinds = Counter(str(op.kind) for op in program.bodies[body])
+        counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
+        lines.append(f"  {body!s:<12} {'once' if times == 1 else f'{times:,} times':>10}: {counts}")
+    return lines
+
+
+def _compact(record: Mapping[str, object]) -> str:
+    """Write JSON with a line for each key, and for each of several tables."""
+    lines = []
+    for key, value in record.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        lines.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}"

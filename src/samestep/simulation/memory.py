@@ -1,0 +1,504 @@
+"""Bytes that one rank holds: exactly between two steps, at the worst op within one, and while weights are drawn.
+
+Bytes a parameter in mixed precision with Adam, N ranks on dp_shard (Rajbhandari et al. 2020, arXiv:1910.02054):
+
+    zero   classic    held by this runtime
+    0      16         18                    weight 2, float32 gradient 4, master 4, two states 8
+    1      4 + 12/N   6 + 12/N              master and states cut
+    2      2 + 14/N   2 + 16/N in the step  gradients too; the weights, 2, are freed after the step
+    3      16/N       16/N                  weights too (the masters are the weights)
+
+The classic table keeps gradients in half precision; this runtime adds them up in float32. With many ranks the classic
+savings are 4x, 8x and N-fold.
+
+Within a step four things come and go:
+
+    activations   from a layer's forward to its backward; under recompute only what is kept, and all of it again from
+                  the second forward on; during a layer's backward the gradients that it works on; of a stage its output
+    logits        what the loss keeps of its input, to its backward, and the gradients that that one works on
+    buffers       what a stage awaits, and sent last; gathered units: under zero=2 all, to the end of the step; under
+                  zero=3 a unit and the one gathered ahead of need, and those kept from forward to backward
+    gradients     under zero=2 and 3 a unit's whole gradient, from its backward to the reduce_scatter of the next unit,
+                  until which FSDP2 keeps what it sent; else that of a layer's largest weight, until it is added to those
+                  of other micro-batches
+
+and on a device there is an overhead: what context, communicators and libraries hold of it, which no tensor can have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from samestep.errors import JobError, did_you_mean
+from samestep.hardware import Hardware
+from samestep.job import Job
+from samestep.models.spec import LayerSpec, ParamSpec
+from samestep.program.bodies import BodyKey, is_forward
+from samestep.program.buckets import Unit
+from samestep.program.ops import BYTES_OF, Kind, Op, Ops
+from samestep.program.program import Program
+from samestep.program.step import Step
+
+_STATES = {
+    "adadelta": 2, "adafactor": 0, "adagrad": 1, "adam": 2, "adamax": 2, "adamw": 2, "asgd": 1, "muon": 1, "nadam": 2,
+    "radam": 2, "rmsprop": 1, "rprop": 2, "sgd": 0,
+}  # fmt: skip
+"""Of the classes of torch.optim that can be used."""
+_MORE_STATES = {"adam": ("amsgrad",), "adamw": ("amsgrad",), "rmsprop": ("momentum", "centered"), "sgd": ("momentum",)}
+"""Options that add one each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Bytes of one rank by what they are for."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    """States, and master weights where the model's own are in another dtype."""
+    activations: int = 0
+    logits: int = 0
+    """Of the loss: what it keeps of its input, and works on."""
+    buffers: int = 0
+    """The model's registered buffers, and weights gathered from other ranks."""
+    overhead: int = 0
+    """Context, communicators, libraries: what the hardware's profile says that no tensor can have."""
+    host: int = 0
+    """Not on the device: what offload keeps in the host's memory, states and master weights. Of no part, and no total."""
+    peak_at: str = "at rest"
+    """Name of the op at which this much is held."""
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, int]:
+        """Bytes by what they are for."""
+        return {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "activations": self.activations,
+            "logits": self.logits,
+            "buffers": self.buffers,
+            "overhead": self.overhead,
+        }
+
+    def to_record(self) -> dict[str, object]:
+        """Return plain data for JSON."""
+        return {**self.parts(), "host": self.host, "peak": self.total, "peak_at": self.peak_at}
+
+
+def readable(size: float) -> str:
+    """Write bytes in the unit that suits them."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{_three_digits(size / factor)} {unit}"
+    return f"{size:.0f} B"
+
+
+def gib(size: float) -> str:
+    """Write bytes in GiB, however few they are: to be compared."""
+    return _three_digits(size / 2**30)
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def memory_summary(use: MemoryUse, hardware: Hardware) -> str:
+    """Format the peak against the capacity, in GiB, with its three largest parts."""
+    parts = sorted(use.parts().items(), key=lambda item: -item[1])
+    most = ", ".join(f"{name} {gib(size)}" for name, size in parts[:3] if size)
+    return f"needs {gib(use.total)} GiB of {gib(hardware.memory_bytes)} at {use.peak_at}: {most}"
+
+
+def classic_bytes_per_param(zero: int, num_shards: int) -> float:
+    """Return the ZeRO paper's bytes a parameter: mixed precision, Adam."""
+    return (16, 4 + 12 / num_shards, 2 + 14 / num_shards, 16 / num_shards)[zero]
+
+
+def held_bytes_per_param(zero: int, num_shards: int) -> float:
+    """Return this runtime's bytes a parameter: mixed precision, Adam; for zero=2 with the weights gathered."""
+    return (18, 6 + 12 / num_shards, 2 + 16 / num_shards, 16 / num_shards)[zero]
+
+
+def states_per_param(job: Job) -> int:
+    """Return how many tensors of a matrix's own shape the optimizer keeps; 2, as Adam's, of a function of the user's.
+
+    Raises:
+        JobError: torch.optim has no such class, or none that can be used.
+    """
+    name = job.optimizer.name.lower()
+    if ":" in name:
+        return 2
+    if name not in _STATES:
+        hint = did_you_mean(name, _STATES)
+        raise JobError(
+            f"optimizer.name = {job.optimizer.name!r} is none of {', '.join(_STATES)}{hint}, nor module:function"
+        )
+    options = [option for option in _MORE_STATES.get(name, ()) if job.optimizer.options.get(option)]
+    return _STATES[name] + len(options)
+
+
+def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> MemoryUse:
+    """Return what `rank` holds between two steps, to the byte.
+
+    `states_per_param` are the optimizer's tensors of a weight's own shape: 2 for Adam, 1 for momentum, 0 for SGD.
+    """
+    step = program.step
+    if step.zero == 0:
+        weights, gradients = _whole(program)
+        updated = [(param.numel, step.working_dtype(param)) for param in _trainable(step)]
+    elif step.zero == 1:
+        weights, gradients = _in_buckets(program)
+        updated = [
+            (
+                _chunk_numel(
+                    bucket.numel,
+                    bucket.padded_numel // bucket.holding.num_shards,
+                    step.ranks.coordinate(rank, bucket.holding.data_axis),
+                ),
+                bucket.dtype,
+            )
+            for bucket in program.buckets
+        ]
+    else:
+        weights, gradients = _in_units(program)
+        updated = [(_cut_numel(step, param, rank), step.master_dtype) for param in _trainable(step)]
+    master, offload = BYTES_OF[step.master_dtype], step.layout.offload
+    # What stands on the host has masters of its own there, whatever dtype the device has.
+    kept = sum(
+        numel * master * (states_per_param + (offload or working_dtype != step.master_dtype))
+        for numel, working_dtype in updated
+    )
+    optimizer, host = (0, kept) if offload else (kept, 0)
+    return MemoryUse(
+        weights=weights, gradients=gradients, optimizer=optimizer, buffers=step.model.buffer_bytes, host=host
+    )
+
+
+def during_step(program: Program, states_per_param: int = 2, rank: int = 0) -> MemoryUse:
+    """Return what `rank` holds at the op of the step at which it holds most."""
+    rest = at_rest(program, states_per_param, rank)
+    most = _most(program)
+    return replace(
+        rest,
+        gradients=rest.gradients - sum(_arriving(program).values()) + most.gradients,
+        activations=most.activations,
+        logits=most.logits,
+        buffers=rest.buffers + most.buffers + _on_the_way(program),
+        peak_at=most.op,
+    )
+
+
+def during_init(program: Program, rank: int = 0) -> MemoryUse:
+    """Return what `rank` holds while weights are drawn: its parts, and a whole one that is cut, cast or copied.
+
+    Gradients in buckets are there already; the optimizer makes its states in the first step.
+    """
+    step = program.step
+    rest = at_rest(program, 0, rank)
+    largest = max((param.numel * step.holding(param).num_parts for param in step.model.params), default=0)
+    stays = {*step.layout.weight_axes.values()} == {1} and step.zero == 0 and not step.is_mixed
+    drawn = 0 if stays else largest * BYTES_OF[step.master_dtype]
+    gradients = rest.gradients if program.buckets else 0
+    return replace(rest, gradients=gradients, buffers=rest.buffers + drawn, peak_at="init")
+
+
+def saving_host_bytes(program: Program, states_per_param: int = 2, rank: int = 0) -> int:
+    """Return the bytes of the host that a checkpoint takes until it is on disk: values and states that `rank` updates."""
+    of_states, more = (at_rest(program, number, rank) for number in (0, 1))
+    one = more.optimizer + more.host - of_states.optimizer - of_states.host
+    return (1 + states_per_param) * one
+
+
+def _arriving(program: Program) -> dict[str, int]:
+    """Bytes of gradients that there are none of before the first backward of a step, by the op that brings them.
+
+    Where they lie in no bucket: those of a layer come with its backward, a rank's part of a unit's when it is reduced.
+    """
+    step = program.step
+    if step.zero == 0 and not program.buckets:
+        return {
+            f"backward:{layer.name}": sum(_gradient_bytes(step, index)) for index, layer in enumerate(step.model.layers)
+        }
+    return {
+        f"reduce_scatter:{unit.name}": unit.padded_grad_numel // unit.num_shards * BYTES_OF[step.master_dtype]
+        for unit in program.units
+        if unit.num_shards > 1
+    }
+
+
+def _on_the_way(program: Program) -> int:
+    """Bytes of a stage's next input, awaited ahead of need, and of its last input's gradient, kept until it has come."""
+    bodies = {task.body for task in program.tasks}
+    ahead = sum(is_forward(task.body) for task in program.tasks) > 1
+    given = (
+        op.size_bytes
+        for body in bodies
+        if any(op.kind is Kind.FORWARD for op in program.bodies[body])
+        for op in program.bodies[body]
+        if op.axis == "pp" and op.kind is Kind.RECV
+    )
+    return 2 * max(given, default=0) if ahead else 0
+
+
+def _trainable(step: Step) -> Iterator[ParamSpec]:
+    return (param for param in step.model.params if param.trainable)
+
+
+def _weight_bytes(step: Step, trainable: bool) -> int:
+    """Bytes of the weights as they stand in the module, uncut."""
+    params = (param for param in step.model.params if param.trainable or not trainable)
+    return sum(param.numel * BYTES_OF[step.working_dtype(param)] for param in params)
+
+
+def _whole(program: Program) -> tuple[int, int]:
+    """Weights and gradients of zero=0: padded where they lie in buckets."""
+    step = program.step
+    weights = _weight_bytes(step, trainable=False)
+    numel = sum(b.padded_numel for b in program.buckets) or sum(param.numel for param in _trainable(step))
+    return weights, numel * BYTES_OF[step.master_dtype]
+
+
+def _in_buckets(program: Program) -> tuple[int, int]:
+    """Weights and gradients of zero=1: whole, padded; frozen weights lie in no bucket."""
+    step = program.step
+    frozen = _weight_bytes(step, trainable=False) - _weight_bytes(step, trainable=True)
+    weights = frozen + sum(b.padded_numel * BYTES_OF[b.dtype] for b in program.buckets)
+    return weights, sum(b.padded_numel for b in program.buckets) * BYTES_OF[step.master_dtype]
+
+
+def _in_units(program: Program) -> tuple[int, int]:
+    """Weights and gradients of zero=2 and 3: the rank's part of each unit, padded."""
+    step = program.step
+    weights = sum(unit.padded_numel // unit.num_shards for unit in program.units)
+    gradients = sum(unit.padded_grad_numel // unit.num_shards for unit in program.units)
+    return weights * BYTES_OF[step.master_dtype], gradients * BYTES_OF[step.master_dtype]
+
+
+def _chunk_numel(numel: int, chunk: int, shard: int) -> int:
+    """Elements without padding in chunk number `shard` of a flat buffer."""
+    return min(max(numel - shard * chunk, 0), chunk)
+
+
+def _cut_numel(step: Step, param: ParamSpec, rank: int) -> int:
+    """Elements without padding that FSDP2 gives a rank: dim 0 in equal chunks, the last ones short."""
+    holding = step.holding(param)
+    shard = step.ranks.coordinate(rank, holding.data_axis)
+    rows = param.shape[0] if param.shape else 1
+    if rows == 0:
+        return 0
+    return _chunk_numel(rows, -(-rows // holding.num_shards), shard) * (param.numel // rows)
+
+
+class _Moment(NamedTuple):
+    """What is held at an op beyond what is held at rest."""
+
+    op: str
+    gradients: int
+    activations: int
+    logits: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        return self.gradients + self.activations + self.logits + self.buffers
+
+
+class _Held(NamedTuple):
+    """Units that are gathered, those of them to be freed once the gather issued ahead has come, and whole gradients."""
+
+    gathered: frozenset[tuple[str, int]] = frozenset()
+    leaving: frozenset[str] = frozenset()
+    gradients: frozenset[tuple[str, int]] = frozenset()
+
+
+def _most(program: Program) -> _Moment:
+    """Return the op of the step at which most is held; tasks that find the same and do the same are followed once."""
+    sizes = _Sizes(program)
+    known: dict[tuple[BodyKey, _Held], tuple[_Moment, int, int, _Held]] = {}
+    most: _Moment | None = None
+    held, activations, logits = _Held(), 0, 0
+    for task in program.tasks:
+        key = (task.body, held)
+        if key not in known:
+            walk = _Walk(sizes, held)
+            walk.follow(program.bodies[task.body])
+            known[key] = walk.worst, walk.activations, walk.logits, walk.held()
+        worst, more, more_logits, held = known[key]
+        here = worst._replace(activations=worst.activations + activations, logits=worst.logits + logits)
+        most = here if most is None or here.total > most.total else most
+        activations, logits = activations + more, logits + more_logits
+    assert most is not None, "a program without tasks"
+    return most
+
+
+class _Sizes:
+    """Bytes by layer, unit and op."""
+
+    def __init__(self, program: Program) -> None:
+        self.step = program.step
+        # What a rank holds alone is cut no further: nobody gathers it, and its gradient is the rank's own.
+        cut = tuple(unit for unit in program.units if unit.num_shards > 1)
+        self.starting, self.ending = _by_layer(cut, "first_layer"), _by_layer(cut, "last_layer")
+        self.shard_axis = {unit.name: unit.shard_axis for unit in program.units}
+        self.saved = [saved_bytes(self.step, layer) for layer in self.step.model.layers]
+        self.arriving = _arriving(program)
+        gradients = [_gradient_bytes(self.step, index) for index in range(len(self.saved))]
+        self.largest = [max(of_layer, default=0) for of_layer in gradients]
+        # A stage's output is kept until its gradient has come and gone back; its input too, of which a norm keeps a copy.
+        self.kept_borders = (Kind.SEND, Kind.RECV) if self.step.is_mixed else (Kind.SEND,)
+        self.frees = Kind.WEIGHT if self.step.splits_backward else Kind.BACKWARD
+
+
+_SENT = "what was reduced last"
+"""FSDP2 keeps it until the next unit is reduced, or the step's last one."""
+
+
+class _Walk:
+    """Follows activations, gathered units and gradients through one body of a program."""
+
+    def __init__(self, sizes: _Sizes, held: _Held) -> None:
+        self.sizes = sizes
+        self.gathered, self.leaving, self.gradients = dict(held.gathered), set(held.leaving), dict(held.gradients)
+        self.buffers, self.gradient_bytes = sum(self.gathered.values()), sum(self.gradients.values())
+        self.activations = self.logits = 0
+        """What the body adds to what was there before it."""
+        self.worst = _Moment("", 0, 0, 0, -1)
+
+    def held(self) -> _Held:
+        """Return what the body leaves."""
+        return _Held(frozenset(self.gathered.items()), frozenset(self.leaving), frozenset(self.gradients.items()))
+
+    def follow(self, ops: Ops) -> None:
+        """Do all ops of the body."""
+        goes_forward = any(op.kind is Kind.FORWARD for op in ops)
+        for op in ops:
+            if op.kind is Kind.BACKWARD and op.layer is not None and self.sizes.saved[op.layer].loss:
+                # The loss's backward comes before what it brings about: gathers, and gradients of weights.
+                self._look(op, logits=self.sizes.saved[op.layer].loss_working)
+        for op in ops:
+            if op.axis is None:
+                self._drop(self.leaving)
+                self._compute(op, self.sizes.saved[op.layer] if op.layer is not None else Saved())
+            elif op.axis == self.sizes.shard_axis.get(op.owner):
+                self._send(op)
+            elif op.axis == "pp" and goes_forward and op.kind in self.sizes.kept_borders:
+                self.activations += op.size_bytes
+            if op.name in self.sizes.arriving:
+                self._put(op.name, self.sizes.arriving[op.name])
+        if not goes_forward:
+            back = {Kind.RECV: Kind.SEND, Kind.SEND: Kind.RECV}
+            freed = {back[kind] for kind in self.sizes.kept_borders}
+            self.activations -= sum(op.size_bytes for op in ops if op.axis == "pp" and op.kind in freed)
+
+    def _compute(self, op: Op, saved: Saved) -> None:
+        if op.kind is Kind.FORWARD:
+            self.activations, self.logits = self.activations + saved.kept, self.logits + saved.loss
+            self._look(op, logits=saved.loss_made)
+            self.leaving |= {unit.name for unit in self.sizes.ending.get(op.layer, ()) if not unit.keep_after_forward}
+        elif op.kind is Kind.RECOMPUTE:
+            self.activations += saved.whole - saved.kept
+            self._look(op)
+        elif op.kind is Kind.BACKWARD and op.layer is not None:
+            self.logits -= saved.loss
+            largest = self.sizes.largest[op.layer]
+            if self.sizes.step.zero >= 2:
+                # A unit keeps the gradients of a layer: there is one already when its backward works on most. The last one
+                # comes from the layer's input and what a norm made of it; what else was kept is gone by then.
+                self._look(op, activations=saved.working, gradients=largest)
+                for unit in self.sizes.starting.get(op.layer, ()):
+                    self._put(unit.name, unit.padded_grad_numel * BYTES_OF[self.sizes.step.master_dtype])
+                self._look(op, activations=saved.borders - max(0, saved.whole - saved.borders))
+            else:
+                self._look(op, activations=saved.working)
+                self._look(op, activations=saved.borders, gradients=largest)
+        else:
+            if op.kind is Kind.UPDATE:
+                self.gradient_bytes -= self.gradients.pop(_SENT, 0)
+            self._look(op)
+        if op.kind is self.sizes.frees:
+            self.activations -= saved.whole
+            if self.sizes.step.zero == 3:
+                self._drop({unit.name for unit in self.sizes.starting.get(op.layer, ())})
+
+    def _send(self, op: Op) -> None:
+        if op.kind is Kind.ALL_GATHER:
+            self.buffers += op.size_bytes - self.gathered.get(op.owner, 0)
+            self.gathered[op.owner] = op.size_bytes
+            self.leaving.discard(op.owner)
+        self._look(op)
+        if op.kind is Kind.REDUCE_SCATTER:
+            self._put(_SENT, self.gradients[op.owner])
+            self.gradient_bytes -= self.gradients.pop(op.owner)
+
+    def _look(self, op: Op, *, activations: int = 0, logits: int = 0, gradients: int = 0) -> None:
+        """Compare what is held now, with what passes, to the worst moment."""
+        held = (self.gradient_bytes + gradients, self.activations + activations, self.logits + logits, self.buffers)
+        if sum(held) > self.worst.total:
+            self.worst = _Moment(op.name, *held)
+
+    def _put(self, name: str, size: int) -> None:
+        self.gradient_bytes += size - self.gradients.get(name, 0)
+        self.gradients[name] = size
+
+    def _drop(self, names: set[str]) -> None:
+        """Free the units of these names, and forget the names."""
+        self.buffers -= sum(self.gathered.pop(name, 0) for name in names)
+        names.clear()
+
+
+class Saved(NamedTuple):
+    """Bytes of a layer for a micro-batch."""
+
+    kept: int = 0
+    """Activations after its forward."""
+    whole: int = 0
+    """Activations that its backward reads."""
+    working: int = 0
+    """What its backward has alive beside them, gradients of weights left out."""
+    borders: int = 0
+    """The gradients of its input and its output."""
+    loss_made: int = 0
+    """What the loss behind it has alive in its forward beside what it keeps."""
+    loss: int = 0
+    """What the loss keeps, in master precision."""
+    loss_working: int = 0
+    """What the loss's backward has alive beside it."""
+
+
+def saved_bytes(step: Step, layer: LayerSpec) -> Saved:
+    """Return what a layer keeps and works on for a micro-batch; the loss stands behind the last one."""
+    one = step.microbatch_samples * BYTES_OF[step.compute_dtype]
+    of_loss = step.microbatch_samples * BYTES_OF[step.master_dtype]
+    whole = layer.saved_elements + layer.saved_norm_elements * step.is_mixed
+    recompute = step.layout.recompute if layer.is_block else "none"
+    kept = {"none": whole, "selective": layer.saved_selective_elements, "full": layer.input_elements}[recompute]
+    return Saved(
+        kept=kept * one,
+        whole=max(kept, whole) * one,
+        working=layer.working_elements * one,
+        borders=min(layer.working_elements, layer.input_elements + layer.output_elements) * one,
+        # Behind the forward the output is there too, and its copy in master precision.
+        loss_made=layer.loss_elements * (one + of_loss * step.is_mixed),
+        loss=layer.loss_elements * of_loss,
+        loss_working=layer.loss_working_elements * of_loss,
+    )
+
+
+def _gradient_bytes(step: Step, layer: int) -> list[int]:
+    """Bytes of the gradients of a layer's weights."""
+    params = (param for param in step.model.params_of(layer) if param.trainable)
+    return [param.numel * BYTES_OF[step.working_dtype(param)] for param in params]
+
+
+def _by_layer(units: tuple[Unit, ...], field: str) -> dict[int | None, list[Unit]]:
+    found: dict[int | None, list[Unit]] = {}
+    for unit in units:
+        found.setdefault(getattr(unit, field), []).append(unit)
+    return found

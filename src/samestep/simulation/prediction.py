@@ -1,0 +1,193 @@
+"""What a layout would cost on given hardware: the program of every stage, played on the clock and added up in bytes."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Literal
+
+from samestep.hardware import Hardware, origins
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.models.spec import ModelSpec
+from samestep.program.program import Program
+from samestep.simulation import clock, memory
+from samestep.simulation.cost import dtype_on
+from samestep.simulation.memory import MemoryUse
+from samestep.simulation.timeline import Timeline
+from samestep.strategies import programs_of
+
+
+def labels(job: Job, hardware: Hardware) -> dict[str, str]:
+    """Say what the numbers of a prediction are made of: of a preset the model's figures are analytical, else traced."""
+    of_each = ", ".join(f"{count} {origin}" for origin, count in origins(hardware).items())
+    return {
+        "model": "analytical: counted from hyperparameters" if job.model.preset is not None else "traced",
+        "hardware": of_each or "given without sources",
+        "time": "analytical: played on a clock",
+        "memory": "analytical: added up over the program",
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Between what parts of a prediction the measured lay, for 8 of 10 published rows; every source counts alike."""
+
+    rows: int
+    low: float
+    high: float
+
+    def of(self, predicted: float) -> tuple[float, float]:
+        """Return between what the measured is to be expected."""
+        return self.low * predicted, self.high * predicted
+
+
+@functools.cache
+def intervals() -> dict[str, Interval]:
+    """Read what the record of predictions (docs/foresight.md) says of `time` and of `memory`."""
+    found = tomllib.loads(resources.files("samestep").joinpath("record.toml").read_text(encoding="utf-8"))
+    return {name: Interval(**figures) for name, figures in found.items()}
+
+
+PASSES = 3
+"""Forward, and twice that backward: what a model needs of FLOPs, recomputation left out (Chowdhery et al. 2022)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Step time and memory of one layout."""
+
+    layout: Layout
+    hardware: Hardware
+    timeline: Timeline
+    programs: tuple[Program, ...]
+    """Of each pipeline stage."""
+    memory: tuple[MemoryUse, ...]
+    """Of a rank of each pipeline stage."""
+    states_per_param: int
+    """Tensors that the optimizer keeps of each weight."""
+    tokens: int
+    """Of one step; samples, where these are no sequences."""
+    unit: Literal["tokens", "samples"]
+    """What `tokens` counts."""
+    model_flops: int
+    """Of one step."""
+    dtype: str
+    labels: Mapping[str, str]
+    """What the numbers are made of."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one step."""
+        return self.timeline.step_s
+
+    @property
+    def devices(self) -> int:
+        """Ranks in all."""
+        return self.layout.world_size
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        """Tokens a second, by device."""
+        return self.tokens / self.step_s / self.devices
+
+    @property
+    def tflops_per_device(self) -> float:
+        """Useful FLOP/s of a device, in 10^12: without what is computed again."""
+        return self.model_flops / self.step_s / self.devices / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Useful FLOP/s against the peak of the job's dtype."""
+        return self.tflops_per_device * 1e12 / self.hardware.flops_per_s[self.dtype]
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Part of the step in which a stage neither computes nor communicates, on average over the stages."""
+        stages = self.timeline.stages
+        idle = [self.timeline.idle_s(stage) - self.timeline.exposed_s(stage) for stage in stages]
+        return sum(idle) / len(stages) / self.step_s if stages and self.step_s else 0.0
+
+    @property
+    def exposed_comm_s(self) -> float:
+        """Time in which the stage that has most of it communicates and computes nothing."""
+        return max((self.timeline.exposed_s(stage) for stage in self.timeline.stages), default=0.0)
+
+    @property
+    def peak(self) -> MemoryUse:
+        """Memory of the stage that holds most."""
+        return max(self.memory, key=lambda use: use.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage's peak is within the memory of a device."""
+        return self.peak.total <= self.hardware.memory_bytes
+
+    def to_record(self) -> dict[str, object]:
+        """Return plain data for JSON."""
+        return {
+            "layout": str(self.layout),
+            "hardware": self.hardware.name,
+            "devices": self.devices,
+            "step_s": self.step_s,
+            "step_s_interval": intervals()["time"].of(self.step_s),
+            "tokens_per_s_per_device": self.tokens_per_s_per_device,
+            "unit": self.unit,
+            "tflops_per_device": self.tflops_per_device,
+            "mfu": self.mfu,
+            "bubble_fraction": self.bubble_fraction,
+            "exposed_comm_s": self.exposed_comm_s,
+            "memory_bytes": [use.to_record() for use in self.memory],
+            "init_bytes": [memory.during_init(one).total + self.hardware.reserved_bytes for one in self.programs],
+            "checkpoint_host_bytes": [memory.saving_host_bytes(one, self.states_per_param) for one in self.programs],
+            "peak_bytes_interval": [round(size) for size in intervals()["memory"].of(self.peak.total)],
+            "fits": self.fits,
+            "labels": dict(self.labels),
+        }
+
+
+def predict(model: ModelSpec, job: Job, layout: Layout, hardware: Hardware, states_per_param: int = 2) -> Prediction:
+    """Predict one layout.
+
+    Raises:
+        LayoutError: a strategy refuses it.
+    """
+    per_node = job.run.ranks_per_node or hardware.devices_per_node
+    programs = programs_of(model, job, layout, per_node)
+    uses = memory_of(programs, hardware, states_per_param)
+    return predict_programs(programs, model, job, hardware, uses, states_per_param)
+
+
+def memory_of(programs: tuple[Program, ...], hardware: Hardware, states_per_param: int) -> tuple[MemoryUse, ...]:
+    """Return what a rank of each stage needs of a device: at the worst op of the step, and what no tensor can have."""
+    return tuple(
+        replace(memory.during_step(program, states_per_param), overhead=hardware.reserved_bytes) for program in programs
+    )
+
+
+def predict_programs(
+    programs: tuple[Program, ...],
+    model: ModelSpec,
+    job: Job,
+    hardware: Hardware,
+    uses: tuple[MemoryUse, ...],
+    states_per_param: int,
+) -> Prediction:
+    """Predict a layout whose programs are made already, and their memory added up."""
+    length = model.length if job.model.preset is not None else job.data.sequence_length
+    return Prediction(
+        layout=programs[0].step.layout,
+        hardware=hardware,
+        programs=programs,
+        timeline=clock.play(programs, hardware),
+        memory=uses,
+        states_per_param=states_per_param,
+        tokens=job.train.global_batch * (length or 1),
+        unit="tokens" if length else "samples",
+        model_flops=PASSES * model.forward_flops * job.train.global_batch,
+        dtype=dtype_on(hardware, programs[0].step.product_dtype),
+        labels=labels(job, hardware),
+    )

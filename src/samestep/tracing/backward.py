@@ -1,0 +1,189 @@
+"""One backward on the meta device, watched: how much of a sample a layer's backward needs beside what its forward kept.
+
+The forward must have run under `forward.ForwardTracer`. A storage of the backward is alive from the operation that makes it to
+the last one that reads it; one that the forward kept is freed behind the last operation of the backward that reads it.
+Alive at once, most in the backward of a block with one hidden layer h = a(W x), y = V h:
+
+    dy                       given                              + y
+    dh = V' dy               dy is still wanted by W's input    + h
+    dg = dh a'(g), with g    h was freed behind V's gradient    + h - h
+
+Gradients of weights are left out: their size is that of the weights, however many samples there are. Which storages are
+such gradients is seen on the graph: what flows along an edge that leads to a weight and nowhere else. An operation
+belongs to the region of the forward that made its node: nodes are numbered as they are made.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from samestep.tracing.forward import ForwardTracer, operands, run_on_meta
+
+
+class Working(NamedTuple):
+    """What a layer's backward has alive at most, beside what its forward kept; elements of all samples traced."""
+
+    elements: int = 0
+    cut_elements: int = 0
+    """The part of them that a tensor cut divides."""
+
+
+class _Operation(NamedTuple):
+    node: int
+    """Number of autograd's node that runs it."""
+    region: str
+    read: frozenset[int]
+    written: frozenset[int]
+
+
+@dataclass(slots=True)
+class Backward:
+    """The operations of one backward in their order, and the storages of gradients of weights."""
+
+    operations: list[_Operation] = field(default_factory=list)
+    of_weights: set[int] = field(default_factory=set)
+    made: set[int] = field(default_factory=set)
+    """Storages that there were not before."""
+
+
+def watch_backward(module: nn.Module, outputs: Iterable[Tensor], watch: ForwardTracer) -> Backward:
+    """Run the backward of what a watched forward returned; where an operation cannot run on meta, the part before it."""
+    found = Backward()
+    roots = [tensor for tensor in outputs if tensor.requires_grad and tensor.is_meta]
+    weights = [param for param in module.parameters() if param.requires_grad]
+    if not roots or not weights:
+        return found
+    hooks = [
+        node.register_hook(functools.partial(_note_weights, found, watch, places))
+        for node, places in _edges_to_weights(roots)
+    ]
+    before = set(watch.sizes)
+    try:
+        with _BackwardTracer(watch, found):
+            given = [torch.empty_like(root) for root in roots]
+            torch.autograd.grad(roots, weights, given, allow_unused=True)
+    except Exception:  # an operator that has no meta kernel: of what comes behind it nothing is known
+        return found
+    finally:
+        found.made = watch.sizes.keys() - before
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+class _BackwardTracer(TorchDispatchMode):
+    """Notes what each operation of a backward reads and writes."""
+
+    def __init__(self, watch: ForwardTracer, found: Backward) -> None:
+        super().__init__()
+        self.watch, self.found = watch, found
+        self.marks = [number for number, _ in watch.marks]
+        self.region = watch.marks[-1][1] if watch.marks else ""
+        self.node = -1
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        outcome = run_on_meta(func, args, kwargs or {})
+        node = torch._C._current_autograd_node()
+        if node is not None and not _is_weight(node):
+            place = bisect.bisect_right(self.marks, node._sequence_nr()) - 1
+            self.region = self.watch.marks[place][1] if place >= 0 else ""
+        read, written = (self._keys(values) for values in ((*args, *(kwargs or {}).values()), (outcome,)))
+        self.node = self.node if node is None else node._sequence_nr()
+        self.found.operations.append(_Operation(self.node, self.region, read, written))
+        return outcome
+
+    def _keys(self, values: Iterable[Any]) -> frozenset[int]:
+        return frozenset(self.watch.key(tensor) for tensor in operands(*values) if tensor.is_meta)
+
+
+def _is_weight(node: Node) -> bool:
+    return node.name().endswith("AccumulateGrad")
+
+
+def _edges_to_weights(roots: Iterable[Tensor]) -> Iterator[tuple[Node, list[int]]]:
+    """Yield nodes, and which of their results are gradients of weights, or of another view of all of one."""
+    seen: set[Node] = set()
+    todo = [root.grad_fn for root in roots if root.grad_fn is not None]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo += [after for after, _ in node.next_functions if after is not None]
+    views: dict[Node, int] = {}
+    for node in sorted(seen, key=lambda one: (not _is_weight(one), one._sequence_nr())):  # what follows comes first
+        followers = [after for after, _ in node.next_functions if after is not None]
+        sizes = [math.prod(part.shape) for part in node._input_metadata]
+        if _is_weight(node) or (len(followers) == 1 and sizes == [views.get(followers[0])]):
+            views[node] = sum(sizes)
+    for node in seen:
+        places = [place for place, (after, _) in enumerate(node.next_functions) if after in views]
+        if places and node not in views:
+            yield node, places
+
+
+def _note_weights(
+    found: Backward, watch: ForwardTracer, places: list[int], results: tuple[Tensor | None, ...], given: Any
+) -> None:
+    for place in places:
+        result = results[place]
+        if result is not None:
+            found.of_weights.add(watch.key(result))
+
+
+def working_sets(backward: Backward, layer_of: Mapping[str, int], watch: ForwardTracer) -> dict[int, Working]:
+    """Return by layer what is alive at most in its backward, beside what its forward kept."""
+    kept = {key: layer_of[region] for key, region in (watch.norm_savers | watch.savers).items()}
+    # Gradients are as large as what they are of; where something whole is as large too, they are taken to be whole.
+    cut_sizes = {watch.sizes[key] for key in watch.cut} - {watch.sizes[key] for key in kept.keys() - watch.cut}
+    ending = _ending(backward)
+    counted = backward.made - backward.of_weights
+    alive: set[int] = set()
+    most: dict[int, Working] = {}
+    held, freed = [0, 0], {layer: [0, 0] for layer in layer_of.values()}
+
+    def add(to: list[int], key: int, sign: int) -> None:
+        to[0] += sign * watch.sizes[key]
+        to[1] += sign * watch.sizes[key] * (watch.sizes[key] in cut_sizes)
+
+    for at, one in enumerate(backward.operations):
+        layer = layer_of[one.region]
+        for key in (one.written & counted) - alive:
+            alive.add(key)
+            add(held, key, 1)
+        elements, cut = held[0] - freed[layer][0], held[1] - freed[layer][1]
+        now = Working(elements, min(max(cut, 0), elements))
+        most[layer] = max(most.get(layer, now), now)
+        for key in ending.get(at, ()):
+            if key in alive:
+                add(held, key, -1)
+            elif key in kept:
+                add(freed[kept[key]], key, 1)
+    return most
+
+
+def _ending(backward: Backward) -> dict[int, list[int]]:
+    """Return by operation what is alive no longer behind it: a node holds what it was given and kept until it ends."""
+    first, last, node_ends = (dict[int, int]() for _ in range(3))
+    for at, one in enumerate(backward.operations):
+        node_ends[one.node] = at
+        for key in one.read | one.written:
+            first.setdefault(key, at)
+            last[key] = at
+    ending: dict[int, list[int]] = {}
+    for key, at in last.items():
+        node = backward.operations[at].node
+        is_passing = key in backward.made and backward.operations[first[key]].node == node
+        ending.setdefault(at if is_passing else node_ends[node], []).append(key)
+    return ending

@@ -1,0 +1,111 @@
+"""Experts of a model: which modules hold them, what they are called with, and the rows each one is sent."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from samestep.building.families import facts_of
+from samestep.errors import ModelError
+from samestep.models.analysis import ExpertModules
+from samestep.models.spec import Dealing, LayerSpec, ModelSpec, ParamSpec, is_below
+
+
+def experts_of(model: nn.Module) -> ExpertModules:
+    """Find the modules of experts: those of transformers, or those that the model's own `expert_plan` names.
+
+    Raises:
+        ModelError: the model's own `expert_plan` names none, or one that holds something else.
+    """
+    plan, facts = getattr(model, "expert_plan", None), facts_of(model)
+    modules = dict(model.named_modules())
+    switchable = tuple(path for path, part in modules.items() if facts.expert_configuration(part) is not None)
+    if plan is None:
+        return ExpertModules({path: n for path in switchable if (n := facts.experts_in(modules[path]))}, switchable)
+    found = {path: part for path, part in modules.items() if any(fnmatch.fnmatch(path, word) for word in plan)}
+    if not found:
+        raise ModelError(f"expert_plan names no module: {', '.join(plan)}")
+    for path, part in found.items():
+        if not facts.experts_in(part):
+            raise ModelError(
+                f"expert_plan: {path} must say `{facts.expert_count}`, and have that many along dimension 0 of each weight"
+            )
+    return ExpertModules({path: facts.experts_in(part) for path, part in found.items()}, switchable)
+
+
+def _compute(model: nn.Module, experts: ExpertModules, way: str) -> dict[int, tuple[Any, str]]:
+    """Let transformers compute all experts of a model one way; return each configuration with the way it had."""
+    facts = facts_of(model)
+    found = [facts.expert_configuration(model.get_submodule(path)) for path in experts.switchable]
+    configs = {id(config): config for config in found}
+    before = {key: (config, getattr(config, facts.expert_way)) for key, config in configs.items()}
+    for config in configs.values():
+        setattr(config, facts.expert_way, way)
+    return before
+
+
+# -- what is exchanged, seen in a forward on the meta device ---------------------------------------
+
+
+@contextmanager
+def watching(model: nn.Module, experts: ExpertModules) -> Iterator[list[Dealing]]:
+    """Note, in the forward of one sample that runs meanwhile, what each module of experts is given.
+
+    Meanwhile experts are computed by groups, whose shapes do not depend on what is chosen.
+    """
+    seen: list[Dealing] = []
+    facts = facts_of(model)
+
+    def note(path: str, module: nn.Module, args: Any, named: Any) -> None:
+        x, chosen, _ = called_with(args, named)
+        seen.append(Dealing(owner=path, rows=chosen.numel(), width=x.shape[-1], experts=experts.counts[path]))
+
+    handles = [
+        model.get_submodule(path).register_forward_pre_hook(functools.partial(note, path), with_kwargs=True)
+        for path in experts.counts
+    ]
+    before = _compute(model, experts, facts.grouped_way)
+    try:
+        yield seen
+    finally:
+        for config, way in before.values():
+            setattr(config, facts.expert_way, way)
+        for handle in handles:
+            handle.remove()
+
+
+def called_with(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows, the experts chosen for each, and their weights."""
+    given = (*args, *named.values())
+    if len(given) != 3 or given[1].shape != given[2].shape:
+        raise ModelError("a module of experts is called with rows, the experts chosen for each, and their weights")
+    return given
+
+
+def with_experts(spec: ModelSpec, dealings: list[Dealing], balanced: nn.Module | None) -> ModelSpec:
+    """Write into a spec which weights are of experts, and what these are given.
+
+    `balanced` is the model, where its configuration may ask for a loss that balances them; other losses are the user's.
+    """
+    sizes = {exchange.owner: exchange.experts for exchange in dealings}
+
+    def param_with(param: ParamSpec) -> ParamSpec:
+        return replace(param, experts=sizes.get(param.name.rpartition(".")[0], 0))
+
+    def layer_with(layer: LayerSpec) -> LayerSpec:
+        mine = [exchange for exchange in dealings if any(is_below(exchange.owner, root) for root in layer.modules)]
+        return replace(layer, dealings=tuple(mine))
+
+    asks = balanced is not None and facts_of(balanced).balance_of(balanced)
+    return replace(
+        spec,
+        params=tuple(map(param_with, spec.params)),
+        layers=tuple(map(layer_with, spec.layers)),
+        balanced_experts=max(sizes.values(), default=0) if asks else 0,
+    )

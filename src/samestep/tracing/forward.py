@@ -1,0 +1,599 @@
+"""One forward on the meta device, watched: what each operation reads, writes and costs, and what autograd keeps.
+
+A storage is known by its address. What happens between the entry of one top-most module with weights and the next is a
+region; a storage is made by one region, and read, returned or kept for the backward by others. FLOPs are torch's own
+count (`torch.utils.flop_counter`): 2 for a multiplication and an addition, attention as if nothing were masked.
+
+Attention is taken as the fused kernels do it: they keep queries, keys, values, output, one log-sum-exp a row and the
+mask they are given, but no matrix of scores. Whole numbers keep their values, so that code which looks at the positions
+of tokens takes the branch it would really take; where asked, all values of the sample and the weights do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from samestep.building.families import facts_of
+from samestep.building.model import call_model
+from samestep.errors import ModelError, SamestepError
+from samestep.models.spec import Cutting, Exchange, Factors, Product, is_below
+
+OnUse = Callable[[str, set[str], bool], None]
+"""Told of the module that runs, the modules that own the weights it uses, and whether it does so on what is cut."""
+
+ValueOf = Callable[[str], Tensor]
+"""Returns the value of the buffer of this name."""
+
+KNOWN_ELEMENTS = 2**20
+"""Whole numbers are followed in tensors of at most so many elements: tokens and positions, not masks of pairs."""
+
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+
+
+class NeedsValuesError(Exception):
+    """Code looked at a value that is not known."""
+
+
+class _Values:
+    """Values of whole numbers on the meta device. A storage has a flat twin on the CPU; views are views of it."""
+
+    def __init__(self, of_everything: bool) -> None:
+        self.of_everything = of_everything
+        """Values of all numbers."""
+        self._twins: dict[int, Tensor] = {}
+
+    def follows(self, tensor: Tensor) -> bool:
+        """Whether values of this kind are kept."""
+        return tensor.is_meta and (self.of_everything or _is_whole(tensor))
+
+    def learn(self, tensor: Tensor, value: Tensor) -> None:
+        """Remember the value of a tensor that has a storage of its own."""
+        size = _storage_elements(tensor)
+        if self.follows(tensor) and (self.of_everything or size <= KNOWN_ELEMENTS):
+            twin = torch.zeros(size, dtype=tensor.dtype)
+            twin.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(value)
+            self._twins[address(tensor)] = twin
+
+    def forget(self, tensor: Tensor) -> None:
+        """Something unknown was written into it."""
+        self._twins.pop(address(tensor), None)
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether the value is known."""
+        if not tensor.is_meta:
+            return True
+        twin = self._twins.get(address(tensor))
+        return twin is not None and twin.dtype == tensor.dtype
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the value; writing into it changes what is known."""
+        if not tensor.is_meta:
+            return tensor
+        return self._twins[address(tensor)].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on the values."""
+        args, kwargs = tree_map_only(Tensor, self.of, (args, kwargs))
+        return func(*args, **(kwargs | {"device": _CPU} if "device" in kwargs else kwargs))
+
+    def follow(
+        self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any
+    ) -> None:
+        """Repeat on the values what an operation has done on the meta device."""
+        kept = [tensor for tensor in operands(outcome) if self.follows(tensor)]
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if not kept or (is_random and not self.of_everything):
+            return
+        if not all(map(self.knows, given)):
+            for tensor in kept if func._schema.is_mutable else ():
+                self.forget(tensor)
+            return
+        with torch.random.fork_rng(devices=[]) if is_random else nullcontext():
+            value = self.run(func, args, kwargs)
+        if not func._schema.is_mutable:
+            for tensor, real in zip(operands(outcome), operands(value), strict=True):
+                if address(tensor) not in self._twins:
+                    self.learn(tensor, real)
+
+
+@dataclass(slots=True)
+class Region:
+    """What happened between the entry of a top-most module with weights and the next such entry."""
+
+    flops: int = 0
+    products: list[Product] = field(default_factory=list)
+    moved: int = 0
+    """Elements that other operations than products read and write."""
+    moved_cut: int = 0
+    kernels: int = 0
+    read: set[int] = field(default_factory=set)
+    results: set[int] = field(default_factory=set)
+    """Storages written by matrix products, convolutions and attention."""
+
+
+class ForwardTracer(TorchDispatchMode):
+    """Notes what every operation reads, writes and costs, by regions. A storage is known by its address."""
+
+    goes_back = True
+    """Whether a backward follows, which lets go of what autograd keeps."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        on_keep: Callable[[str], None],
+        on_use: OnUse,
+        styles: Mapping[str, str],
+        of_everything: bool = False,
+    ) -> None:
+        super().__init__()
+        self._on_keep, self._on_use = on_keep, on_use
+        self.styles = styles
+        self.cut: set[int] = set()
+        """Storages of which a tensor cut leaves a rank its part."""
+        self.regions: dict[str, Region] = {"": Region()}
+        self.region = ""
+        """Path of the top-most module with weights that was entered last; nothing before the first."""
+        self.order: list[str] = []
+        """Top-most modules, with or without weights, as they were first entered."""
+        self.entries: Counter[str] = Counter()
+        self.taking_gradient: set[str] = set()
+        """Modules that were given something that takes a gradient when they were first entered."""
+        self.newest: dict[str, str] = {}
+        """For each module: the region that was the newest one when the module was entered last."""
+        self.entered: dict[str, int] = {}
+        """When each module was first entered, as a count of entries and exits."""
+        self.left: dict[str, int] = {}
+        """When each module was last left."""
+        self.stacks: dict[int, set[frozenset[str]]] = {}
+        """For each weight: the modules that were running, each time that it was read."""
+        self.innermost = ""
+        """Path of the module that was entered last."""
+        self.makers: dict[int, str] = {}
+        self.readers: dict[int, list[str]] = {}
+        self.savers: dict[int, str] = {}
+        self.norm_savers: dict[int, str] = {}
+        """What norms keep, which compute in master precision."""
+        self.returned: set[int] = set()
+        self.sizes: dict[int, int] = {}
+        """Elements of each storage."""
+        self.values = _Values(of_everything)
+        self.varies = ""
+        """Path of a module whose code may do another thing, or make another shape, for other values."""
+        self.exchanges: list[tuple[str, int, Exchange]] = []
+        """What attentions read and make, with region and storage."""
+        self.saves: Counter[int] = Counter()
+        """How often each storage is kept."""
+        self.pairs: set[int] = set()
+        """Storages of masks of pairs of tokens."""
+        self.marks: list[tuple[int, str]] = []
+        """Numbers of autograd's nodes from which on they belong to a region."""
+        self._running: list[str] = []
+        self._events = 0
+        self._depth = 0
+        self._alive: dict[int, torch.UntypedStorage] = {}
+        self._weights = {self.key(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        facts = facts_of(module)
+        self._grouped_fallback = facts.grouped_fallback
+        self._norms = {path for path, part in module.named_modules() if facts.is_norm(part)}
+        self._frozen = {self.key(param) for param in module.parameters() if not param.requires_grad}
+        self._owners: dict[int, set[str]] = {}
+        """For trained weights, and what is made of nothing else: the modules that own them."""
+        for path, part in module.named_modules():
+            for param in part.parameters(recurse=False):
+                if param.requires_grad:
+                    self._owners.setdefault(self.key(param), set()).add(path)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = operands(*args, *kwargs.values())
+        if any(tensor.is_meta for tensor in given) and not all(tensor.is_meta for tensor in given):
+            # A constant that the forward made on the CPU: on meta nothing else may stand beside it.
+            args, kwargs = tree_map_only(Tensor, self.place, (args, kwargs))
+            given = operands(*args, *kwargs.values())
+        outcome = self._run(func, given, args, kwargs)
+        written = [tensor for tensor in operands(outcome) if tensor.is_meta]
+        flops = self._flops_of(func, args, kwargs, outcome)
+        given = [tensor for tensor in given if tensor.is_meta]
+        self.note(given, written, flops, None if flops is None else self._product(func, args, outcome, flops))
+        return outcome
+
+    def _is_grouped(self, func: Any) -> bool:
+        """Return whether an operation multiplies rows with the matrix of their group."""
+        return func in _GROUPED_PRODUCTS or func._schema.name == self._grouped_fallback
+
+    def _flops_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> int | None:
+        """Count the FLOPs of a matrix product or convolution; None for all else."""
+        if self._is_grouped(func):
+            return int(2 * outcome.numel() * args[0].shape[-1])
+        formula = flop_registry.get(func.overloadpacket)
+        return None if formula is None else int(formula(*args, **kwargs, out_val=outcome))
+
+    def _product(self, func: Any, args: tuple[Any, ...], outcome: Tensor, flops: int) -> Product:
+        """Describe a matrix product or convolution by its three numbers; one of another kind by its FLOPs alone."""
+        packet, count, groups, taps = func.overloadpacket, 1, 1, 1
+        left, right = args[1:3] if packet in _ADDING else args[:2]
+        key = self.key(right)
+        known = key in self._weights
+        factors: Factors = ("frozen" if key in self._frozen else "weight") if known else "pair"
+        if packet in _PLAIN:
+            rows, inner, columns = left.shape[0], left.shape[1], right.shape[1]
+        elif packet in _BATCHED:
+            (count, rows, inner), columns = left.shape, right.shape[2]
+            if known:  # a weight for each of the rows' groups
+                count, rows, groups = 1, count * rows, count
+        elif packet is torch.ops.aten.convolution:
+            count = args[8]
+            columns, inner, taps = right.shape[0] // count, right.shape[1:].numel(), right.shape[2:].numel()
+            rows = outcome.numel() // right.shape[0]
+        elif self._is_grouped(func):
+            rows, inner, columns, groups = left.shape[0], left.shape[1], right.shape[2], right.shape[0]
+        else:
+            rows, inner, columns = max(flops // 2, 1), 1, 1
+        style = self.styles.get(self.innermost, "")
+        cut: Cutting = "inner" if style == "row" else "columns" if style in _BY_COLUMNS else ""
+        if not known and any(self.key(tensor) in self.cut for tensor in (left, right)):
+            cut = "count"
+        return Product(
+            rows=rows, inner=inner, columns=columns, count=count, factors=factors, groups=groups, taps=taps,
+            cut=cut, owner=self.innermost,
+        )  # fmt: skip
+
+    def _run(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on the meta device, and on the values where they are known."""
+        looks, sizes = torch.Tag.data_dependent_output in func.tags, torch.Tag.dynamic_output_shape in func.tags
+        if (looks or sizes) and any(tensor.is_meta for tensor in given):
+            if all(map(self.values.knows, given)):
+                outcome = self.values.run(func, args, kwargs)
+                return outcome if looks else tree_map_only(Tensor, self.place, outcome)
+            if looks or func.overloadpacket not in _PICKING:
+                raise NeedsValuesError
+            picks = operands(args[1])
+            if any(pick.dtype in (torch.bool, torch.uint8) for pick in picks):
+                return self._pick(func, args[0], picks, args[1:])
+        outcome = run_on_meta(func, args, kwargs)
+        self.values.follow(func, given, args, kwargs, outcome)
+        return outcome
+
+    def _pick(self, func: Any, tensor: Tensor, picks: list[Tensor], args: tuple[Any, ...]) -> Tensor:
+        """Make the result of `tensor[mask]`, whose shape only the values of the mask tell."""
+        if not all(map(self.values.knows, picks)):
+            raise NeedsValuesError
+        self.varies = self.varies or self.innermost
+        zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        real = func(zeros, *tree_map_only(Tensor, self.values.of, args))
+        return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_META)
+
+    def note(
+        self, given: list[Tensor], written: list[Tensor], flops: int | None, product: Product | None = None
+    ) -> None:
+        """Book an operation to the region; one whose FLOPs are counted has results worth keeping."""
+        region = self.regions[self.region]
+        read = {self.key(tensor) for tensor in given}
+        for key in read - self._weights - region.read:
+            self.readers.setdefault(key, []).append(self.region)
+        region.read |= read
+        for key in read & self._weights:
+            self.stacks.setdefault(key, set()).add(frozenset(self._running))
+        keys = {self.key(tensor) for tensor in written}
+        for key in keys - read:  # a view, or what is written in place, was made before
+            self.makers.setdefault(key, self.region)
+        self._note_use(read, keys)
+        is_cut = product.cut in ("columns", "count") if product else bool(read & self.cut)
+        if is_cut and not (product and self.styles.get(product.owner) == "gather"):
+            self.cut |= keys - read
+        if flops is not None:
+            region.flops += flops
+            region.results.update(keys)
+        if product is not None:
+            region.products.append(product)
+            region.kernels += 1
+        elif keys - read or any(tensor._version for tensor in written):  # no view
+            elements = sum(tensor.numel() for tensor in (*given, *written))
+            region.moved += elements
+            region.moved_cut += elements if is_cut else 0
+            region.kernels += 1
+
+    def _note_use(self, read: set[int], written: set[int]) -> None:
+        """Tell of trained weights that meet data, and follow what is made of them before they do."""
+        owners = {path for key in read & self._owners.keys() for path in self._owners[key]}
+        if not owners:
+            return
+        if read <= self._owners.keys() | self._weights:
+            self._owners |= dict.fromkeys(written - read, owners)
+        else:
+            self._on_use(self._running[-1] if self._running else "", owners, bool(read & self.cut))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
+        """Note what an attention reads and makes; one without heads has nothing to exchange."""
+        if query.dim() != 4:
+            return
+        roles = {"query": query, "key": key, "value": value, "output": output}
+        for role, tensor in roles.items():
+            exchange = Exchange(
+                role=role,  # type: ignore[arg-type]
+                elements=tensor.numel(),
+                heads=tensor.shape[1],
+                query_heads=query.shape[1],
+                is_cut=self.key(query) in self.cut,
+                takes_gradient=tensor.requires_grad or role == "output",
+            )
+            self.exchanges.append((self.region, self.key(tensor), exchange))
+
+    def save(self, tensor: Tensor) -> Tensor | None:
+        """Book what autograd keeps, unless it is there anyway; without a backward it would keep itself alive."""
+        self._on_keep(self.region)
+        key = self.key(tensor)
+        if tensor.is_meta and key not in self._weights:
+            saved = self.norm_savers if self._running and self._running[-1] in self._norms else self.savers
+            saved.setdefault(key, self.region)
+            self.saves[key] += 1
+        return tensor if self.goes_back else None
+
+    def place(self, real: Tensor) -> Tensor:
+        """Return a tensor on the meta device for a real one, whose whole numbers stay known."""
+        if real.is_meta:
+            return real
+        tensor = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_META)
+        self.key(tensor)
+        self.values.learn(tensor, real)
+        return tensor
+
+    def key(self, tensor: Tensor) -> int:
+        """Return the address of a tensor's storage, and keep it, so that no other storage gets it."""
+        found = address(tensor)
+        if found not in self._alive:
+            self._alive[found] = tensor.untyped_storage()
+            self.sizes[found] = _storage_elements(tensor)
+        return found
+
+    @property
+    def reached(self) -> str:
+        """Say how far the forward has come."""
+        return f"the forward at {self.innermost}" if self.innermost else "the forward"
+
+    def enter(self, path: str, part: nn.Module, outside: bool, given: Any) -> None:
+        """Note that a module's forward starts."""
+        self.innermost = path
+        self.entries[path] += 1
+        self._running.append(path)
+        self._events += 1
+        self.entered.setdefault(path, self._events)
+        if self.entries[path] == 1 and any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(given)):
+            self.taking_gradient.add(path)
+        if not outside:
+            self._enter_inside(path, part)
+        self.newest[path] = next(reversed(self.regions))
+
+    def _enter_inside(self, path: str, part: nn.Module) -> None:
+        if self._depth == 0:
+            if self.entries[path] == 1:
+                self.order.append(path)
+                if any(True for _ in part.parameters()):
+                    self.regions[path] = Region()
+            if path in self.regions and path != self.region:
+                self.region = path
+                self.marks.append((torch._C._autograd._get_sequence_nr(), path))
+        self._depth += 1
+
+    def leave(self, outside: bool) -> None:
+        """Note that a module's forward ends."""
+        self._events += 1
+        self.left[self._running.pop()] = self._events
+        self._depth -= not outside
+
+    @contextmanager
+    def knowing(self, module: nn.Module, value_of: ValueOf | None) -> Iterator[None]:
+        """Know buffers of whole numbers, or all weights and buffers, for the length of a forward."""
+        known = (*module.named_parameters(), *module.named_buffers())
+        for path, tensor in known:
+            is_wanted = self.values.of_everything or (_is_whole(tensor) and tensor.numel() <= KNOWN_ELEMENTS)
+            if value_of is not None and is_wanted:
+                with suppress(ModelError):
+                    self.values.learn(tensor, value_of(path))
+        yield
+        self.values = _Values(of_everything=False)
+
+
+def watch_forward(
+    module: nn.Module,
+    sample: Any,
+    num_samples: int,
+    name: str,
+    containers: tuple[str, ...],
+    watch: ForwardTracer,
+    value_of: ValueOf | None,
+) -> Any:
+    """Run the forward under `watch`, on `num_samples` copies of the sample, and return what it returns.
+
+    Raises:
+        ModelError: it fails.
+        NeedsValuesError: it looks at values that `watch` does not know.
+    """
+    copies = tree_map_only(Tensor, lambda t: torch.cat([t] * num_samples) if t.dim() else t, sample)
+    batch = tree_map_only(Tensor, watch.place, copies)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(watch.knowing(module, value_of))
+            stack.enter_context(_hooks(module, containers, watch))
+            stack.enter_context(_fused_attention(watch))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, _given_back))
+            stack.enter_context(watch)
+            outputs = call_model(module, batch)
+    except (SamestepError, NeedsValuesError):
+        raise
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(f"{name} cannot be traced: {watch.reached} fails: {type(error).__name__}: {reason}") from error
+    watch.returned = {watch.key(tensor) for tensor in tensors_in(outputs)}
+    return outputs
+
+
+def _given_back(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "a watch that goes back"
+    return tensor
+
+
+@contextmanager
+def _hooks(module: nn.Module, containers: tuple[str, ...], watch: ForwardTracer) -> Iterator[None]:
+    """Tell `watch` of every module that is entered and left."""
+    with ExitStack() as hooks:
+        for path, part in module.named_modules():
+            outside = is_outside(path, containers)
+            enter = functools.partial(
+                lambda path, outside, part, *given: watch.enter(path, part, outside, given), path, outside
+            )
+            leave = functools.partial(lambda outside, part, args, output: watch.leave(outside), outside)
+            hooks.enter_context(part.register_forward_pre_hook(enter, with_kwargs=True))
+            hooks.enter_context(part.register_forward_hook(leave))
+        yield
+
+
+def is_outside(path: str, containers: tuple[str, ...]) -> bool:
+    """Whether it is the model itself, a container, or has one within."""
+    return not path or any(is_below(container, path) for container in containers)
+
+
+class _Attention(torch.autograd.Function):
+    """What the fused kernels of attention make and keep."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, watch: ForwardTracer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+    ) -> Tensor:
+        # Queries come as [..., head, token, features]; the kernels write the heads of a token side by side.
+        *batch, num_heads, length = query.shape[:-1] if query.dim() > 3 else (*query.shape[:-2], 1, query.shape[-2])
+        output = query.new_empty((*batch, length, num_heads, value.shape[-1])).transpose(-3, -2)
+        output = output if query.dim() > 3 else output.squeeze(-3)
+        log_sum_exp = query.new_empty(query.shape[:-1])
+        # A mask of booleans is turned into one of numbers, at every call.
+        masks = () if mask is None else (query.new_empty(mask.shape) if mask.dtype is torch.bool else mask,)
+        ctx.save_for_backward(query, key, value, output, log_sum_exp, *masks)
+        products = query.shape[:-1].numel() * key.shape[-2]
+        flops = 2 * products * (query.shape[-1] + value.shape[-1])
+        product = Product(
+            rows=query.shape[-2], inner=query.shape[-1] + value.shape[-1], columns=key.shape[-2],
+            count=query.shape[:-2].numel(), factors="causal" if causal else "attention", owner=watch.innermost,
+            cut="count" if watch.key(query) in watch.cut else "",
+        )  # fmt: skip
+        given = [query, key, value, *([] if mask is None else [mask])]
+        watch.note(given, [output, log_sum_exp], flops, product)
+        watch.attend(query, key, value, output, mask)
+        watch.pairs |= {watch.key(one) for one in masks}
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        found = [torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3]]
+        for read in (*ctx.saved_tensors, *gradients):
+            read.detach()
+        return None, *found, None, None
+
+
+@contextmanager
+def _fused_attention(watch: ForwardTracer) -> Iterator[None]:
+    """Let scaled_dot_product_attention on the meta device be a fused kernel; its own choice there is plain products."""
+    held = weakref.ref(watch)  # torch keeps the last one that stood in for an operator
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **named: Any,
+    ) -> Any:
+        if not torch._C._len_torch_dispatch_stack():  # tried out beside the forward, as for the shape of a dropout mask
+            return query.new_empty((*query.shape[:-1], value.shape[-1]))
+        watch = held()
+        assert watch is not None, "it watches this forward"
+        output = _Attention.apply(watch, query, key, value, attn_mask, is_causal)
+        given = (query, key, value, attn_mask)
+        if watch.values.of_everything and all(tensor is None or watch.values.knows(tensor) for tensor in given):
+            with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+                real: list[Any] = [tensor if tensor is None else watch.values.of(tensor) for tensor in given]
+                found = nn.functional.scaled_dot_product_attention(
+                    real[0], real[1], real[2], real[3], dropout_p, is_causal, **named
+                )
+                watch.values.learn(output, found)
+        return output
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("scaled_dot_product_attention", attention, "AutogradMeta")
+        yield
+
+
+_PICKING = (torch.ops.aten.index, torch.ops.aten.masked_select)
+"""`tensor[picks]`: of whole numbers the result has a shape that is known without them, of a mask it has not."""
+
+_GROUPED_PRODUCTS = (torch.ops.aten._grouped_mm.default,)
+"""Products of rows with the matrix of their group (expert): torch does not count them, and on meta takes only bf16."""
+
+
+_PLAIN = (torch.ops.aten.mm, torch.ops.aten.addmm)
+_BATCHED = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+_ADDING = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
+"""Products whose first operand is what they are added to."""
+_BY_COLUMNS = ("column", "qkv", "gather", "vocab")
+
+
+def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on tensors of the meta device."""
+    if func not in _GROUPED_PRODUCTS:
+        return func(*args, **kwargs)
+    left, right, ends = *args[:2], args[2] if len(args) > 2 else kwargs.get("offs")
+    if left.dim() == 2 and right.dim() == 3:  # rows [N, K], sorted by group, with a matrix [K, M] for each group
+        return left.new_empty((left.shape[0], right.shape[-1]))
+    if left.dim() == 2 and right.dim() == 2 and ends is not None:  # its backward: [K, N] with [N, M], a result a group
+        return left.new_empty((ends.numel(), left.shape[0], right.shape[1]))
+    raise NotImplementedError(f"a grouped product of {list(left.shape)} with {list(right.shape)}")
+
+
+def operands(*values: Any) -> list[Tensor]:
+    """List the tensors among an operator's arguments or results, which are nested in one list at most."""
+    flat = (item for value in values for item in (value if isinstance(value, (list, tuple)) else (value,)))
+    return [item for item in flat if isinstance(item, Tensor)]
+
+
+def address(tensor: Tensor) -> int:
+    """Return what tells storages apart as long as they live."""
+    return tensor.untyped_storage()._cdata
+
+
+def _storage_elements(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.is_meta and not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Walk the tensors in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))

@@ -1,0 +1,212 @@
+"""Where the sequence is cut within a block, between which of its children."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from samestep.building.families import FamilyFacts, facts_of
+from samestep.models.spec import Border, LayerSpec, ModelSpec, is_below
+
+Styles = Mapping[str, str]
+"""How modules are cut, by their paths."""
+Parts = Mapping[str, tuple[str, ...]]
+"""The children of each block that are given whole sequences, by the block's path."""
+
+_COLUMN = ("column", "qkv", "gather", "vocab")
+
+
+# -- what could be cut, seen in a forward on the meta device ---------------------------------------
+
+
+@dataclass(slots=True)
+class Calls:
+    """What the modules of one forward were given and gave: (tensor given, tensor returned), in order of their entry."""
+
+    entered: dict[str, list[Tensor | None]] = field(default_factory=dict)
+    left: dict[str, list[Tensor | None]] = field(default_factory=dict)
+
+
+@contextmanager
+def watching(model: nn.Module) -> Iterator[Calls]:
+    """Note what every module is given and gives in the forward that runs meanwhile."""
+    calls, facts = Calls(), facts_of(model)
+
+    def enter(path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.entered.setdefault(path, []).append(_given(args, kwargs, facts))
+
+    def leave(path: str, _: nn.Module, args: Any, output: Any) -> None:
+        calls.left.setdefault(path, []).append(_first(output))
+
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(functools.partial(enter, path), with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(functools.partial(leave, path)))
+        yield calls
+
+
+def with_sequence(
+    spec: ModelSpec, model: nn.Module, styles: Styles, calls: Calls, experts: Collection[str]
+) -> tuple[ModelSpec, Parts]:
+    """Write into a spec where its sequence may be cut, or why it may not; return with it each block's cut parts."""
+    if spec.cut_refusal:
+        return replace(spec, sequence_refusal=f"{spec.name} cannot be cut, {spec.cut_refusal}"), {}
+    blocks = [layer for layer in spec.layers if layer.is_block]
+    if not blocks:
+        return replace(spec, sequence_refusal=f"{spec.name} has no blocks"), {}
+    parts: dict[str, tuple[str, ...]] = {}
+    found: list[tuple[LayerSpec, set[str]]] = []
+    try:
+        _check_row(spec, blocks, calls)
+        for layer in spec.layers:
+            if not layer.is_block:
+                found.append((layer, set()))
+                continue
+            path = layer.modules[0]
+            parts[path] = _parts(path, model, styles, experts)
+            found.append(_bordered(layer, model, spec, styles, calls, parts[path]))
+    except _CannotCutError as reason:
+        return replace(spec, sequence_refusal=str(reason)), {}
+    given = calls.entered[blocks[0].modules[0]][0]
+    assert given is not None
+    between = set().union(*(names for _, names in found))
+    params = tuple(replace(p, partial=p.partial or ("sequence" if p.name in between else "")) for p in spec.params)
+    layers = tuple(layer for layer, _ in found)
+    return replace(spec, layers=layers, params=params, sequence=given.shape[1], sequence_refusal=""), parts
+
+
+class _CannotCutError(Exception):
+    """Why a sequence cannot be cut."""
+
+
+def _check_row(spec: ModelSpec, blocks: list[LayerSpec], calls: Calls) -> None:
+    """Raise unless the blocks hand one tensor [batch, sequence, features] from each to the next."""
+    first = spec.layers.index(blocks[0])
+    if spec.layers[first : first + len(blocks)] != tuple(blocks):
+        raise _CannotCutError(f"the blocks of {spec.name} do not follow each other")
+    handed: Tensor | None = None
+    for layer in blocks:
+        path = layer.modules[0]
+        if len(layer.modules) > 1 or len(calls.entered.get(path, ())) != 1:
+            raise _CannotCutError(f"{layer.name} is not one module that is called once")
+        given, gave = calls.entered[path][0], calls.left[path][0]
+        if given is None or gave is None or given.dim() != 3 or given.shape != gave.shape:
+            raise _CannotCutError(f"{path} does not take and give a tensor [batch, sequence, features]")
+        if handed is not None and given is not handed:
+            raise _CannotCutError(f"{path} is not given what the block before it gives")
+        handed = gave
+
+
+def _bordered(
+    layer: LayerSpec, model: nn.Module, spec: ModelSpec, styles: Styles, calls: Calls, parts: tuple[str, ...]
+) -> tuple[LayerSpec, set[str]]:
+    """Find the borders of a block, and the weights between its cut parts."""
+    path = layer.modules[0]
+    order = sorted(parts, key=lambda part: list(calls.entered).index(part))
+    borders: list[Border] = []
+    last: Tensor | None = None
+    for part in order:
+        given = _one_call(part, calls, calls.entered[path][0])
+        if given is not last:
+            borders.append(Border(owner=part, elements=given.numel(), kind="gather", has_gradient=given.requires_grad))
+        last = given
+        for inner in calls.entered:
+            if is_below(inner, part) and inner in styles:
+                borders += _inner_border(inner, styles[inner], given, calls)
+    _check_weights(model, parts, styles)
+    between = [
+        param
+        for param in spec.params
+        if param.trainable and is_below(param.name, path) and _stands_between(param.name, parts, styles)
+    ]
+    if shared := next((param.name for param in between if param.shared), None):
+        raise _CannotCutError(f"{shared} is shared, and would be used on a part of the sequence")
+    products = tuple(replace(p, is_between=not any(is_below(p.owner, part) for part in parts)) for p in layer.products)
+    return replace(layer, products=products, sequence_borders=tuple(borders)), {param.name for param in between}
+
+
+def _parts(block: str, model: nn.Module, styles: Styles, experts: Collection[str]) -> tuple[str, ...]:
+    """Children of a block that hold cut modules; the others must work on each token by itself."""
+    facts = facts_of(model)
+    parts: list[str] = []
+    for name, child in model.get_submodule(block).named_children():
+        path = f"{block}.{name}"
+        if path in styles:
+            raise _CannotCutError(
+                f"{path} is cut in the block's own code: put attention and MLP into modules of their own"
+            )
+        if any(is_below(inner, path) for inner in styles):
+            parts.append(path)
+        elif not _works_alone(child, path, experts, facts):
+            raise _CannotCutError(f"{path}, a {type(child).__name__}, may mix tokens")
+    return tuple(parts)
+
+
+def _works_alone(child: nn.Module, path: str, experts: Collection[str], facts: FamilyFacts) -> bool:
+    """Whether a child of a block works on each token by itself: all its parts do, or it holds experts."""
+    if any(is_below(inner, path) for inner in experts):
+        return True  # which tokens they are is shown by `locality`
+    return all(facts.is_tokenwise(module) for module in child.modules() if not any(True for _ in module.children()))
+
+
+def _one_call(part: str, calls: Calls, block: Tensor | None) -> Tensor:
+    given, gave = calls.entered[part][0], calls.left[part][0]
+    is_one = len(calls.entered[part]) == 1 and given is not None and gave is not None and block is not None
+    if not is_one or given.shape[:2] != block.shape[:2] or gave.shape[:2] != block.shape[:2]:  # type: ignore[union-attr]
+        raise _CannotCutError(f"{part} is not called once, with a tensor [batch, sequence, features]")
+    assert given is not None
+    return given
+
+
+def _inner_border(path: str, style: str, given: Tensor, calls: Calls) -> list[Border]:
+    if style in _COLUMN and any(tensor is not given for tensor in calls.entered[path]):
+        raise _CannotCutError(f"{path} is not given what the part of the block around it is given")
+    if style != "row":
+        return []
+    output = calls.left[path][0]
+    assert output is not None
+    return [Border(owner=path, elements=output.numel(), kind="scatter")]
+
+
+def _check_weights(model: nn.Module, parts: tuple[str, ...], styles: Styles) -> None:
+    """Refuse a weight that is whole within a cut part: its gradient would be that of one rank."""
+    for part in parts:
+        for path, module in model.get_submodule(part).named_modules(prefix=part):
+            if path not in styles and any(True for _ in module.parameters(recurse=False)):
+                raise _CannotCutError(f"{path} stays whole within {part}")
+
+
+def _stands_between(name: str, parts: tuple[str, ...], styles: Styles) -> bool:
+    """Whether a weight works on a rank's tokens only: outside the cut parts, or a bias that is added to a row's sum."""
+    owner, _, leaf = name.rpartition(".")
+    return not any(is_below(name, part) for part in parts) or (styles.get(owner) == "row" and leaf == "bias")
+
+
+def with_given(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor], facts: FamilyFacts
+) -> Any:
+    """Change the tensor that a module is given first."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    name = facts.name_of_hidden(kwargs)
+    return args, {**kwargs, name: change(kwargs[name])}
+
+
+def with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Change the tensor that a module gives first."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any], facts: FamilyFacts) -> Tensor | None:
+    given = args[0] if args else kwargs[facts.name_of_hidden(kwargs)] if kwargs else None
+    return given if isinstance(given, Tensor) else None
+
+
+def _first(output: Any) -> Tensor | None:
+    first = output[0] if isinstance(output, tuple) and output else output
+    return first if isinstance(first, Tensor) else None

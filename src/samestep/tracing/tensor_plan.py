@@ -1,0 +1,245 @@
+"""Which modules of a model tensor parallelism cuts, and what each cut costs, seen in a forward on the meta device.
+
+A plan names modules by patterns and says how each is cut: `{"blocks.*.q": "column", "blocks.*.out": "row"}`. It comes
+from what is known of the model's family (`building/families.py`) or from the user (`module.tensor_plan`). The forward
+shows what no plan needs to say: which cuts read one tensor and share its sum, whose input takes no gradient, and which
+weights that stay whole are used on what is cut. `runtime/axes/tensor.py` carries it out.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from samestep.building.families import facts_of
+from samestep.errors import ModelError
+from samestep.models.spec import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSum, is_below
+
+Plan = Mapping[str, str]
+"""Patterns of module paths, and how they are cut: one of `STYLES` each."""
+
+STYLES = ("column", "qkv", "gather", "row", "vocab", "sum")
+
+
+@dataclass(slots=True)
+class Cuts:
+    """Modules of one model that its plan cuts, or why it has none."""
+
+    styles: dict[str, str] = field(default_factory=dict)
+    """How each planned module is cut, by its path."""
+    refusal: str = ""
+
+
+def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
+    """Find how a model may be cut: by its own `tensor_plan`, or by what transformers says of its family.
+
+    `experts` are the paths of modules of experts, which a family's plan may name and which are not cut.
+    """
+    own = getattr(model, "tensor_plan", None)
+    if own is not None:
+        return _matched(model, dict(own))
+    facts = facts_of(model)
+    plan = facts.plan_of(model)
+    if plan is None:
+        return Cuts(refusal="it has no tensor_plan, and transformers has none for it")
+    plan = {pattern: style for pattern, style in plan.items() if not _is_of_experts(model, experts, pattern)}
+    unknown = sorted({style for style in plan.values() if style not in facts.plan_styles})
+    if unknown:
+        return Cuts(refusal=f"its plan asks for {', '.join(unknown)}, which is not built")
+    cuts = _matched(model, {pattern: facts.plan_styles[style] for pattern, style in plan.items()})
+    for part in facts.vocabulary_parts(model):
+        path = next((path for path, module in model.named_modules() if module is part), None)
+        if path is not None:
+            cuts.styles[path] = "vocab"
+    return cuts
+
+
+def _is_of_experts(model: nn.Module, experts: Collection[str], pattern: str) -> bool:
+    """Whether a pattern names experts, which stay whole on each rank of a tensor cut: `ep` deals them."""
+    names = [
+        [path, *(f"{path}.{leaf}" for leaf, _ in model.get_submodule(path).named_parameters())] for path in experts
+    ]
+    return any(fnmatch.fnmatch(name, pattern) for below in names for name in below)
+
+
+def _matched(model: nn.Module, plan: Plan) -> Cuts:
+    """Match the plan's patterns with the model's modules."""
+    cuts, facts = Cuts(), facts_of(model)
+    paths = [path for path, _ in model.named_modules()]
+    for pattern, style in plan.items():
+        if style not in STYLES:
+            raise ModelError(f"tensor_plan: {pattern!r} is {style!r}; {', '.join(STYLES[:-1])} and {STYLES[-1]} work")
+        found = fnmatch.filter(paths, pattern)
+        for path in found:
+            module = model.get_submodule(path)
+            if style == "sum" or isinstance(module, nn.Linear | nn.Embedding) or facts.is_transposed(module):
+                cuts.styles[path] = style
+            else:
+                cuts.refusal = f"{path} is a {type(module).__name__}, and only Linear and Embedding can be cut"
+    if not cuts.styles:
+        cuts.refusal = cuts.refusal or f"its plan names no module of it (it has {', '.join(plan)})"
+    return cuts
+
+
+# -- what a cut costs, seen in a forward on the meta device ----------------------------------------
+
+
+@dataclass(slots=True)
+class Seen:
+    """Sums that a cut would need, in order of the forward."""
+
+    forward: list[PartialSum] = field(default_factory=list)
+    copies: list[PartialSum] = field(default_factory=list)
+    kept_after: set[str] = field(default_factory=set)
+    """Of forward sums: owners after which the same block keeps something for its backward, as a mask."""
+    logit_rows: int = 0
+    uses: dict[str, set[str]] = field(default_factory=dict)
+    """How the trained weights of a module are used: on what is "cut" or "whole"; "elsewhere" is on cut, by another."""
+    _last: list[Tensor] = field(default_factory=list)
+    """What the last column cut was given: several that are given one tensor share its sum."""
+
+    def use(self, path: str, owners: set[str], is_cut: bool) -> None:
+        """Note that the code of a module uses weights."""
+        for owner in {path} & owners or owners:
+            where = ("cut" if owner == path else "elsewhere") if is_cut else "whole"
+            self.uses.setdefault(owner, set()).add(where)
+
+    def leave(self, path: str, style: str, module: nn.Module, args: Any, output: Any) -> None:
+        """Note what a module was given and gave."""
+        if style in ("row", "vocab") and not is_head(module, style):
+            self.forward.append(PartialSum(owner=path, elements=output.numel()))
+        if (style in ("column", "qkv", "gather") or is_head(module, style)) and args[0].requires_grad:
+            if not self._last or self._last[0] is not args[0]:
+                self.copies.append(PartialSum(owner=path, elements=args[0].numel()))
+            self._last[:] = [args[0]]
+        if is_head(module, style):
+            self.logit_rows = output.numel() // output.shape[-1]
+
+    def keep(self, block: str) -> None:
+        """Note that autograd keeps something in a block."""
+        if self.forward and is_below(self.forward[-1].owner, block):
+            self.kept_after.add(self.forward[-1].owner)
+
+
+@contextmanager
+def watching(model: nn.Module, cuts: Cuts) -> Iterator[Seen]:
+    """Note, in the forward of one sample that runs meanwhile, what each module that is cut is given and gives."""
+    seen = Seen()
+    with ExitStack() as hooks:
+        for path, style in cuts.styles.items():
+            leave = functools.partial(seen.leave, path, style)
+            hooks.enter_context(model.get_submodule(path).register_forward_hook(leave))
+        hooks.callback(seen._last.clear)  # else what was watched holds its graph, and that what watched it
+        yield seen
+
+
+def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: Seen, shareable: Mapping[str, int]) -> ModelSpec:
+    """Write into a spec how its weights may be cut and what that costs, and into `cuts` which whole weights need sums."""
+    varies = f"the shapes at {spec.varies_at} depend on values" if spec.varies_at else ""
+    refusal = cuts.refusal or varies or _unclear_use(spec, cuts, seen)
+    if refusal:
+        return replace(spec, cut_refusal=refusal)
+    cuts.styles |= {path: "sum" for path, uses in seen.uses.items() if "cut" in uses and path not in cuts.styles}
+    if name := _half_summed(spec, cuts):
+        return replace(spec, cut_refusal=f"{name} is shared by modules, and used on what tp cuts in some of them only")
+    params = tuple(
+        replace(param, cut=_cut_of(model, cuts, param, shareable), partial="cut" if _is_summed(cuts, param) else "")
+        for param in spec.params
+    )
+    layers = tuple(_layer_with(layer, seen, shareable) for layer in spec.layers)
+    return replace(spec, params=params, layers=layers, cut_refusal="", logit_rows=seen.logit_rows)
+
+
+def _unclear_use(spec: ModelSpec, cuts: Cuts, seen: Seen) -> str:
+    """Say which weight is used on what is cut so that its gradient is neither whole on every rank nor a part on each."""
+    blocks = [path for layer in spec.layers if layer.is_block for path in layer.modules]
+    for path, uses in seen.uses.items():
+        if path in cuts.styles or uses == {"whole"}:
+            continue
+        where = f"a weight of {path or spec.name} is used on what tp cuts"
+        if "elsewhere" in uses:
+            return f"{where} by another module: use it in a module of its own"
+        if "whole" in uses:
+            return f"{where}, and on what it leaves whole: give each a module of its own"
+        if not any(is_below(path, block) for block in blocks):
+            return f"{where} behind the last block: use it before the head"
+    return ""
+
+
+def _half_summed(spec: ModelSpec, cuts: Cuts) -> str | None:
+    """Name a weight of which one gradient is whole on every rank, and another that of a part."""
+    for param in spec.params:
+        if len({cuts.styles.get(name.rpartition(".")[0]) == "sum" for name in (param.name, *param.aliases)}) > 1:
+            return param.name
+    return None
+
+
+def _is_summed(cuts: Cuts, param: ParamSpec) -> bool:
+    """Whether a weight that stays whole is used on what is cut."""
+    return cuts.styles.get(param.name.rpartition(".")[0]) == "sum"
+
+
+def _layer_with(layer: LayerSpec, seen: Seen, shareable: Mapping[str, int]) -> LayerSpec:
+    forward = tuple(part for part in seen.forward if _is_within(part.owner, layer))
+    backward = tuple(part for part in reversed(seen.copies) if _is_within(part.owner, layer))
+    repeats = bool(forward) and forward[-1].owner in seen.kept_after
+    products = tuple(replace(p, most_parts=shareable.get(p.owner, 0)) for p in layer.products)
+    return replace(layer, products=products, forward_sums=forward, backward_sums=backward, repeats_last_sum=repeats)
+
+
+def _is_within(path: str, layer: LayerSpec) -> bool:
+    return any(is_below(path, root) for root in layer.modules)
+
+
+def shareable_heads(model: nn.Module, cuts: Cuts) -> dict[str, int]:
+    """Count the heads of keys and values that several ranks may share, by the projection's path.
+
+    The attention's code repeats them for its queries, and a rank with fewer queries is told how often.
+    """
+    facts = facts_of(model)
+    found: dict[str, int] = {}
+    projections: dict[str, dict[str, int]] = {}
+    for path, style in cuts.styles.items():
+        module = model.get_submodule(path)
+        if style == "column" and isinstance(module, nn.Linear):
+            parent = path.rpartition(".")[0]
+            heads = facts.heads_of(model.get_submodule(parent), module.out_features)
+            projections.setdefault(parent, {})[path] = heads
+    for parent, heads_of in projections.items():
+        times = facts.repeats_of(model.get_submodule(parent))
+        if times > 1:
+            queries = max(heads_of.values())
+            found |= {path: heads for path, heads in heads_of.items() if heads * times == queries}
+    return found
+
+
+def _cut_of(model: nn.Module, cuts: Cuts, param: ParamSpec, shareable: Mapping[str, int]) -> Cut | None:
+    """Say along which dimension a weight is cut, and between which groups of its elements."""
+    path, _, leaf = param.name.rpartition(".")
+    style = cuts.styles.get(path)
+    if style in (None, "sum"):
+        return None
+    module, facts = model.get_submodule(path), facts_of(model)
+    if style == "vocab":
+        return Cut(style="vocab", dim=0, groups=param.shape[0])
+    if style == "row" and leaf == "bias":
+        return None
+    across = 0 if facts.is_transposed(module) and leaf == "weight" else 1  # the dimension of the input
+    dim = across if style == "row" else (1 - across) * (len(param.shape) > 1)
+    parts = 3 if style == "qkv" else 1
+    size = param.shape[dim] // parts
+    heads = facts.heads_of(model.get_submodule(path.rpartition(".")[0]), size)
+    return Cut(
+        style="row" if style == "row" else "column", dim=dim, groups=heads, parts=parts, is_shareable=path in shareable
+    )
+
+
+def is_head(module: nn.Module, style: str) -> bool:
+    """Whether a cut along the vocabulary is the head's, whose logits stay cut."""
+    return style == "vocab" and isinstance(module, nn.Linear)

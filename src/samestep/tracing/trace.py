@@ -1,0 +1,400 @@
+"""An nn.Module on the meta device becomes a `ModelSpec`: one forward of one sample is watched, without values.
+
+Layers follow the modules. Blocks are the children of the containers (nn.ModuleList, nn.Sequential) in which the model
+repeats itself; what runs before, between and after them, each module taken as high in the tree as it goes, makes up
+the other layers:
+
+    LlamaForCausalLM ─┬ model ─┬ embed_tokens, rotary_emb    embed_tokens      first
+                      │        ├ layers ─ 0, 1, ...          model.layers.0    a block each
+                      │        └ norm                        norm+lm_head      last
+                      └ lm_head
+
+Costs follow the data (`tracing/forward.py` watches it). An operation belongs to the layer that was entered last. A
+storage is made by one layer; what another one reads of it is handed over (`output_elements` of the maker,
+`input_elements` of its first reader), and what autograd keeps of it is saved once, by the layer that keeps it first.
+
+Code that looks at the values of weights and activations (`x[x > 0]`, the tokens of an expert) is followed with all values
+of the sample and the weights, where these are few enough to run on the CPU once; it may do another thing for the next
+sample, so the spec says where it looks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from samestep.building.initial_values import blueprint
+from samestep.building.model import model_source
+from samestep.errors import ModelError
+from samestep.job import Job
+from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec, Product, is_below
+from samestep.tracing.backward import Backward, Working, watch_backward, working_sets
+from samestep.tracing.forward import (
+    ForwardTracer,
+    NeedsValuesError,
+    OnUse,
+    ValueOf,
+    is_outside,
+    tensors_in,
+    watch_forward,
+)
+
+KNOWN_WEIGHTS = 2**26
+"""Code that looks at other values than whole numbers is run for real in models of at most so many weights."""
+
+
+def model_spec(job: Job, sample: Any) -> ModelSpec:
+    """Build the job's model on the meta device and trace it; `sample` is a batch of one real sample.
+
+    Raises:
+        ModelError: the model cannot be built or traced.
+    """
+    plan = blueprint(model_source(job), job.train.seed)
+    name = job.model.source.rpartition(":")[2]
+    return trace(plan.module, sample, name, functools.partial(plan.materialize, device=torch.device("cpu")))
+
+
+def trace(
+    module: nn.Module,
+    sample: Any,
+    name: str,
+    value_of: ValueOf | None = None,
+    on_keep: Callable[[str], None] = lambda block: None,
+    styles: Mapping[str, str] | None = None,
+    on_use: OnUse = lambda path, owners, is_cut: None,
+) -> ModelSpec:
+    """Trace one forward of a module on the meta device; `sample` is a batch of one real sample.
+
+    `value_of` serves code that looks at the values of buffers and weights; without it such code is refused.
+    `on_keep` is told of each tensor that autograd keeps: the top-most module with weights that was entered last.
+    `styles` says how modules may be cut, by their paths: what lies behind a column-cut one and before a row-cut one is
+    cut too. `on_use` is told of every operation on trained weights and data.
+
+    Raises:
+        ModelError: the forward fails, or needs values that are not there.
+    """
+    num_samples = samples_traced(module)
+    containers = containers_of(module)
+    watch = ForwardTracer(module, on_keep, on_use, styles or {})
+    try:
+        outputs = watch_forward(module, sample, num_samples, name, containers, watch, value_of)
+    except NeedsValuesError:
+        if value_of is None or _num_elements(module) > KNOWN_WEIGHTS:
+            raise ModelError(_unseen(name, watch, module)) from None
+        looked = watch.innermost or name
+        watch = ForwardTracer(module, on_keep, on_use, styles or {}, of_everything=True)
+        watch.varies = looked
+        try:
+            outputs = watch_forward(module, sample, num_samples, name, containers, watch, value_of)
+        except NeedsValuesError:
+            raise ModelError(_unseen(name, watch, module)) from None
+    backward = watch_backward(module, tensors_in(getattr(outputs, "logits", outputs)), watch)
+    layers = _arrange(module, name, containers, watch)
+    return ModelSpec(
+        name=name,
+        layers=_layer_specs(module, layers, watch, backward, num_samples),
+        params=_param_specs(module, layers, containers, watch),
+        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
+        coupled_modules=_coupled(module),
+        varies_at=watch.varies,
+    )
+
+
+def samples_traced(module: nn.Module) -> int:
+    """Return how many copies of a sample are traced: batch norm refuses a batch of one."""
+    return 2 if _coupled(module) else 1
+
+
+def _coupled(module: nn.Module) -> tuple[str, ...]:
+    return tuple(path for path, part in module.named_modules() if _couples_samples(part))
+
+
+def _couples_samples(module: nn.Module) -> bool:
+    """Whether samples of a batch influence each other through this module, or statistics that it keeps of them."""
+    if isinstance(module, _InstanceNorm):
+        return module.training and module.running_mean is not None
+    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+
+
+def _unseen(name: str, watch: ForwardTracer, module: nn.Module) -> str:
+    """Say that code looks at values that a trace does not have."""
+    return (
+        f"{name} cannot be traced: {watch.reached} looks at the values of a tensor (as .item(), `if`, x[mask] or a loop over "
+        f"experts do), and the {_num_elements(module):,} weights of a model on the meta device have none; models of up "
+        f"to {KNOWN_WEIGHTS:,} weights are run once to see, and a form that does not look, as torch.where, always works"
+    )
+
+
+# -- where the blocks are --------------------------------------------------------------------------
+
+
+def containers_of(module: nn.Module) -> tuple[str, ...]:
+    """Return the paths of the containers whose children are the blocks: the most repeated one and its equals in depth.
+
+    A head of a norm and a linear layer is an nn.Sequential too, but repeats nothing.
+    """
+    found = dict(_outermost("", module))
+    if not found:
+        return ()
+    repeated = {path: _repeated_elements(container) for path, container in found.items()}
+    sizes = repeated if any(repeated.values()) else {path: _num_elements(part) for path, part in found.items()}
+    best = max(sizes, key=sizes.__getitem__)
+    return tuple(path for path, size in sizes.items() if size and _depth(path) == _depth(best))
+
+
+def _outermost(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost containers that hold weights; one that is mostly a container of them gives way to it."""
+    total = _num_elements(module)
+    is_container = isinstance(module, (nn.ModuleList, nn.Sequential))
+    children = [(_join(path, name), child) for name, child in module.named_children()]
+    inner = [c for _, c in children if isinstance(c, (nn.ModuleList, nn.Sequential)) and 2 * _num_elements(c) > total]
+    if is_container and total and not inner:
+        yield path, module
+        return
+    for child_path, child in children:
+        yield from _outermost(child_path, child)
+
+
+def _repeated_elements(container: nn.Module) -> int:
+    """Weights in the children of one class, where there are several, or the container is a list."""
+    sizes: Counter[type[nn.Module]] = Counter()
+    counts: Counter[type[nn.Module]] = Counter()
+    for child in container.children():
+        sizes[type(child)] += _num_elements(child)
+        counts[type(child)] += 1
+    least = 1 if isinstance(container, nn.ModuleList) else 2
+    return max((size for kind, size in sizes.items() if counts[kind] >= least), default=0)
+
+
+def _num_elements(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _depth(path: str) -> int:
+    return len(path.split(".")) if path else 0
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _block_of(path: str, containers: Iterable[str]) -> str | None:
+    """Path of the container's child that `path` is, or is part of."""
+    for container in containers:
+        if path != container and is_below(path, container):
+            below = path[len(container) + 1 :] if container else path
+            return _join(container, below.partition(".")[0])
+    return None
+
+
+# -- from what was seen to a spec ------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Layer:
+    """A layer in the making."""
+
+    name: str = ""
+    is_block: bool = False
+    modules: list[str] = field(default_factory=list)
+    regions: list[str] = field(default_factory=list)
+
+
+def _arrange(module: nn.Module, name: str, containers: tuple[str, ...], watch: ForwardTracer) -> list[_Layer]:
+    """Put the top-most modules into layers, in the order in which they were first entered."""
+    if not containers or len(watch.regions) == 1:
+        owns_weights = any(True for _ in module.parameters(recurse=False))
+        modules = [] if owns_weights else [path for path in watch.order if path in watch.regions]
+        return [_Layer(name=name, modules=modules or [""], regions=list(watch.regions))]
+    layers: list[_Layer] = []
+    blocks: dict[str, _Layer] = {}
+    for path in watch.order:
+        block = _block_of(path, containers)
+        has_weights = path in watch.regions
+        last = layers[-1] if layers else None
+        if block in blocks:
+            layer = blocks[block]
+        elif last is not None and (block is None) != last.is_block and not (block and has_weights):
+            layer = last  # joins a layer of its kind; an activation among the blocks, the block before it
+        elif has_weights:
+            layer = _Layer(name=block or "", is_block=block is not None)
+            layers.append(layer)
+            if block is not None:
+                blocks[block] = layer
+        else:
+            continue  # without weights, and between layers of another kind
+        if has_weights:
+            layer.regions.append(path)
+        if has_weights or watch.entries[path] == 1:
+            layer.modules.append(path)
+    layers[0].regions.append("")
+    _name(layers)
+    return layers
+
+
+def _name(layers: list[_Layer]) -> None:
+    """Name the layers that are no blocks after their modules with weights."""
+    for layer in layers:
+        if not layer.is_block:
+            parts = [path for path in layer.regions if path]
+            short = "+".join(path.rpartition(".")[2] for path in parts)
+            taken = {other.name for other in layers if other is not layer}
+            layer.name = "+".join(parts) if short in taken else short
+
+
+def _layer_specs(
+    module: nn.Module, layers: list[_Layer], watch: ForwardTracer, backward: Backward, num_samples: int
+) -> tuple[LayerSpec, ...]:
+    """Add up what each layer's regions did."""
+    layer_of = {region: index for index, layer in enumerate(layers) for region in layer.regions}
+    working = working_sets(backward, layer_of, watch)
+    inputs, outputs, saved = ([set[int]() for _ in layers] for _ in range(3))
+    for key, readers in watch.readers.items():
+        maker = layer_of[watch.makers[key]] if key in watch.makers else None
+        others = [layer_of[reader] for reader in readers if layer_of[reader] != maker]
+        if others:
+            inputs[others[0]].add(key)
+        if others and maker is not None:
+            outputs[maker].add(key)
+    for key in watch.returned & watch.makers.keys():
+        outputs[layer_of[watch.makers[key]]].add(key)
+    for key, saver in (watch.norm_savers | watch.savers).items():
+        saved[layer_of[saver]].add(key)
+
+    def elements(keys: set[int]) -> int:
+        return sum(watch.sizes[key] for key in keys) // num_samples
+
+    specs = []
+    for index, layer in enumerate(layers):
+        regions = [watch.regions[path] for path in layer.regions]
+        results = set[int]().union(*(region.results for region in regions))
+        kept = inputs[index] | results
+        spec = LayerSpec(
+            name=layer.name,
+            modules=tuple(layer.modules),
+            is_block=layer.is_block,
+            forward_flops=sum(region.flops for region in regions) // num_samples,
+            input_elements=elements(inputs[index]),
+            output_elements=elements(outputs[index]),
+            saved_elements=elements(saved[index]),
+            saved_pair_elements=elements(saved[index] & watch.pairs),
+            saved_norm_elements=elements(norms := saved[index] & watch.norm_savers.keys())
+            + elements(norms & watch.savers.keys()),
+            saved_selective_elements=elements(kept),
+            working_elements=working.get(index, Working()).elements // num_samples,
+            working_cut_elements=working.get(index, Working()).cut_elements // num_samples,
+            saved_cut_elements=elements(saved[index] & watch.cut),
+            saved_selective_cut_elements=elements(kept & watch.cut),
+            products=tuple(_of_one(part, num_samples) for region in regions for part in region.products),
+            moved_elements=sum(region.moved for region in regions) // num_samples,
+            moved_cut_elements=sum(region.moved_cut for region in regions) // num_samples,
+            kernels=sum(region.kernels for region in regions),
+            backward_reads_weights=_backward_reads_weights(module, layer),
+            exchanges=tuple(
+                dataclasses.replace(
+                    exchange,
+                    elements=exchange.elements // num_samples,
+                    is_kept=exchange.role == "output" and watch.saves[key] > 1,
+                )
+                for region, key, exchange in watch.exchanges
+                if layer.is_block and region in layer.regions
+            ),
+        )
+        specs.append(spec)
+    return tuple(specs)
+
+
+def _of_one(product: Product, num_samples: int) -> Product:
+    """Return the part of one sample."""
+    if product.factors in ("weight", "frozen"):
+        return dataclasses.replace(product, rows=product.rows // num_samples)
+    return dataclasses.replace(product, count=product.count // num_samples)
+
+
+def _backward_reads_weights(module: nn.Module, layer: _Layer) -> bool:
+    """Whether a gradient flows through a weight to an input; through an embedding it does not."""
+    parts = (part for path in layer.modules for part in module.get_submodule(path).modules())
+    owners = [part for part in parts if any(True for _ in part.parameters(recurse=False))]
+    return not all(isinstance(owner, nn.Embedding) for owner in owners)
+
+
+def _param_specs(
+    module: nn.Module, layers: list[_Layer], containers: tuple[str, ...], watch: ForwardTracer
+) -> tuple[ParamSpec, ...]:
+    """Describe each parameter once, under its first name."""
+    names = _names_of(module)
+    meeting = set()
+    for alike in names.values():
+        owners = {_owner(name) for name in alike}
+        if len(alike) > 1 or any(watch.entries[owner] > 1 for owner in owners):
+            meeting |= owners
+    layer_of = {path: index for index, layer in enumerate(layers) for path in layer.modules}
+    region_layer = {path: index for index, layer in enumerate(layers) for path in layer.regions}
+    specs = []
+    for name, param in module.named_parameters():
+        alike = names[id(param)]
+        owners = {_owner(alias) for alias in alike}
+        layer = _layer_of(_owner(name), layer_of, containers)
+        # A module's weights are gathered together, so one that is shared makes all of them so.
+        shared = bool(owners & meeting)
+        roots = owners if shared else {root for root in layers[layer].modules if is_below(_owner(name), root)}
+        entered = [path for path in watch.entries if path in roots]
+        last = max([layer, *(region_layer[watch.newest[path]] for path in owners if path in watch.newest)])
+        spec = ParamSpec(
+            name=name,
+            shape=tuple(param.shape),
+            layer=layer,
+            aliases=tuple(alike[1:]),
+            shared=shared,
+            called=(
+                min((watch.entered[path] for path in entered), default=0),
+                max((watch.left[path] for path in entered), default=0),
+            ),
+            calls=max(1, *(watch.entries[path] for path in owners)),
+            last_layer=last if shared and last != layer else None,
+            read_outside=any(roots) and any(not roots & running for running in watch.stacks.get(watch.key(param), ())),
+            takes_gradient=bool(entered) and entered[0] in watch.taking_gradient,
+            trainable=param.requires_grad,
+            sparse_gradient=any(getattr(module.get_submodule(path), "sparse", False) is True for path in owners),
+        )
+        specs.append(spec)
+    return tuple(specs)
+
+
+def _names_of(module: nn.Module) -> dict[int, list[str]]:
+    """List the names of each parameter, by its id; a module that stands at two places of the tree counts once."""
+    names: dict[int, list[str]] = {}
+    for path, part in module.named_modules():
+        for leaf, param in part.named_parameters(recurse=False, remove_duplicate=False):
+            names.setdefault(id(param), []).append(_join(path, leaf))
+    return names
+
+
+def _owner(param_name: str) -> str:
+    return param_name.rpartition(".")[0]
+
+
+def _layer_of(path: str, layer_of: Mapping[str, int], containers: tuple[str, ...]) -> int:
+    """Layer of a module: of the listed one above it, else of the nearest that ran; the first for those outside."""
+    if is_outside(path, containers):
+        return 0
+    above = path
+    while above and above not in layer_of:
+        above = above.rpartition(".")[0]
+    if above:
+        return layer_of[above]
+    while path:
+        path = path.rpartition(".")[0]
+        near = [index for listed, index in layer_of.items() if is_below(listed, path)]
+        if near:
+            return min(near)
+    return 0

@@ -1,0 +1,173 @@
+"""What a run leaves behind and shows: the live line, `metrics.jsonl`, TensorBoard events.
+
+`metrics.jsonl` has one object a step; a number that is not finite stands there as null, which every reader of JSON
+takes. On resume the lines after the resumed step are cut off first, so that no step is missing and none stands twice.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from samestep.output.output_file import write_whole
+from samestep.runtime.step_report import StepReport
+
+_LINES = 40
+"""About so many lasting lines a run prints, beside the live one."""
+
+
+class _Numbers(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(task.fields.get("numbers", ""))
+
+
+class Screen:
+    """The progress of a run on the terminal: a live line where there is one, and lasting lines now and then."""
+
+    def __init__(self, first_step: int, last_step: int) -> None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a sample holds any character, a terminal may not
+        self._console = Console(file=sys.stdout, highlight=False, emoji=False, soft_wrap=True)
+        self._every = max(1, (last_step - first_step) // _LINES)
+        self._first, self._last = first_step + 1, last_step
+        columns = (
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(20),
+            _Numbers(),
+            TimeRemainingColumn(),
+        )
+        is_live = self._console.is_terminal and not os.environ.get("CI")
+        self._progress = Progress(*columns, console=self._console, transient=True, disable=not is_live)
+        self._task = self._progress.add_task("steps", total=last_step, completed=first_step)
+
+    @contextmanager
+    def live(self) -> Iterator[None]:
+        """Show the live line meanwhile."""
+        with self._progress:
+            yield
+
+    def show(self, report: StepReport) -> None:
+        """Show one step."""
+        numbers = (
+            f"loss {report.loss:.4f}  norm {report.grad_norm:.3f}  lr {report.lr:.2e}  "
+            f"{report.tokens_per_s:,.0f} tok/s  {report.memory_bytes / 2**20:,.0f} MiB"
+        )
+        self._progress.update(self._task, completed=report.step, numbers=numbers)
+        if report.step % self._every == 0 or report.step in (self._first, self._last) or report.stop:
+            self.say(f"step {report.step:>6}/{self._last}  {numbers}")
+        if report.note:
+            self.say(f"step {report.step}: {'skipped, ' if report.skipped else ''}{report.note}")
+
+    def say(self, text: str) -> None:
+        """Print a lasting line."""
+        self._console.print(text, markup=False)
+
+
+class Metrics:
+    """`metrics.jsonl` and TensorBoard events of a run folder."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        path = folder / "metrics.jsonl"
+        self.last_loss = _cut_after(path, first_step)
+        """Of the last step there is a line of."""
+        self._file = path.open("a", encoding="utf-8")
+        self._board = _board(folder / "tensorboard", first_step)
+
+    def write(self, report: StepReport) -> None:
+        """Write one step."""
+        row: dict[str, Any] = {
+            "step": report.step,
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+            "lr": report.lr,
+            "tokens": report.tokens,
+            "step_s": report.step_s,
+            "tokens_per_s": report.tokens_per_s,
+            "memory_bytes": report.memory_bytes,
+        }
+        row = {key: value if math.isfinite(value) else None for key, value in row.items()}
+        if report.skipped:
+            row["skipped"] = True
+        if report.note:
+            row["note"] = report.note
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+        self.last_loss = row["loss"]
+        if self._board is not None:
+            self._board.add(
+                report.step,
+                {
+                    "train/loss": report.loss,
+                    "train/grad_norm": report.grad_norm,
+                    "train/lr": report.lr,
+                    "perf/tokens_per_s": report.tokens_per_s,
+                    "perf/step_ms": report.step_s * 1e3,
+                    "memory/peak_bytes": report.memory_bytes,
+                },
+            )
+
+    def sync(self) -> None:
+        """Wait until every line is on disk."""
+        os.fsync(self._file.fileno())
+        if self._board is not None:
+            self._board.writer.flush()
+
+    def close(self) -> None:
+        """Flush and close both."""
+        self._file.close()
+        if self._board is not None:
+            self._board.writer.close()
+
+
+def _cut_after(path: Path, step: int) -> float | None:
+    """Remove the lines of steps after `step`, and a last one that was never finished; return the last loss."""
+    if not path.exists():
+        return None
+    kept: list[str] = []
+    loss = None
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+            is_kept = row["step"] <= step
+        except (ValueError, TypeError, KeyError):
+            break
+        if is_kept:
+            kept.append(line)
+            loss = row.get("loss")
+    write_whole(path, "".join(f"{line}\n" for line in kept))
+    return loss
+
+
+class _Board:
+    """TensorBoard events, one a step with all its scalars: an `add_scalar` for each takes 0.6 ms together, this 0.1."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from tensorboardX import SummaryWriter  # noqa: PLC0415 - an extra
+        from tensorboardX.proto.summary_pb2 import Summary  # noqa: PLC0415
+
+        self.writer: Any = SummaryWriter(str(folder), purge_step=first_step + 1)
+        self._summary: Any = Summary
+
+    def add(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write the scalars of one step."""
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self.writer.file_writer.add_summary(self._summary(value=values), step)
+
+
+def _board(folder: Path, first_step: int) -> _Board | None:
+    """Open TensorBoard's files, or return None where tensorboardX is not installed."""
+    try:
+        return _Board(folder, first_step)
+    except ImportError:
+        return None

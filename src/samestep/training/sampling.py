@@ -1,0 +1,39 @@
+"""Text sampled from a language model of bytes or tokens, one token at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from samestep.datasets import open_tokenizer
+from samestep.runtime.run import Run
+
+
+def sample_text(run: Run, prompt: str, num_tokens: int, temperature: float) -> str | None:
+    """Continue `prompt` by `num_tokens` tokens. Collective over the world where weights are cut.
+
+    Returns:
+        The text, prompt included; None where the model gives no logits [batch, sequence, vocabulary].
+    """
+    tokenizer = open_tokenizer(run.job)
+    tokens = tokenizer.encode(prompt) or [tokenizer.end_id or 0]
+    generator = torch.Generator().manual_seed(run.job.train.seed)
+    window = run.job.data.sequence_length
+    for _ in range(num_tokens):
+        outputs = run.outputs({"input_ids": torch.tensor([tokens[-window:]])})
+        found = getattr(outputs, "logits", outputs)
+        if not isinstance(found, Tensor) or found.dim() != 3:
+            return None
+        # A model may have more embeddings than the tokenizer has tokens.
+        logits = found[0, -1, : tokenizer.vocab_size].double().cpu()
+        if temperature == 0:
+            tokens.append(int(logits.argmax()))
+            continue
+        chances = torch.softmax(logits / temperature, dim=-1).nan_to_num(1.0)
+        tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
+    return tokenizer.decode(tokens)
+
+
+def _printable(text: str) -> str:
+    """Replace what a terminal would obey: an untrained model writes escape sequences too."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
