@@ -17,6 +17,7 @@ import torch
 
 import samestep
 from samestep import cli, hardware
+from samestep.building.optimizer import optimizer_of
 from samestep.models import catalog
 from samestep.planning import search
 from samestep.proof import verify as proof
@@ -33,7 +34,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train.launch, "run_workers", lambda *_, **__: pytest.fail("workers were started"))
+    monkeypatch.setattr(train.workers, "run_workers", lambda *_, **__: pytest.fail("workers were started"))
 
 
 Words = list[str]
@@ -182,7 +183,7 @@ def test_a_verb_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
 
 def _warnings_of(*words: str, monkeypatch: pytest.MonkeyPatch, cores: int, **changes: Any) -> list[str]:
     """The warnings of a run that is not started."""
-    monkeypatch.setattr(train.launch, "run_workers", lambda *_, **__: None)
+    monkeypatch.setattr(train.workers, "run_workers", lambda *_, **__: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     with warnings.catch_warnings(record=True) as caught:
@@ -290,7 +291,7 @@ def test_a_dry_run_knows_the_optimizer(
 def test_the_states_of_an_optimizer_are_those_that_torch_keeps(name: str, options: dict[str, Any]) -> None:
     job = samestep.Job(optimizer={"name": name, "options": options})
     param = torch.nn.Parameter(torch.ones(6, 4))
-    optimizer = train.optimizer_of(job)([("weight", param)])
+    optimizer = optimizer_of(job)([("weight", param)])
     param.grad = torch.ones(6, 4)
     optimizer.step()
     kept = [value for value in optimizer.state[param].values() if isinstance(value, torch.Tensor)]

@@ -62,8 +62,8 @@ def test_the_public_names_are_these() -> None:
 
 
 def test_the_lazy_names_are_functions_and_no_submodule_shadows_them() -> None:
-    import samestep.runtime.launch
-    import samestep.training
+    import samestep.runtime.processes.workers
+    import samestep.training.train
 
     verbs = ("layouts", "measure", "plan", "simulate", "train", "verify")
     for name in ("batches", "launch", "parallelize", *verbs):
