@@ -6,6 +6,7 @@ norms, each rank's runs of every gradient and weight. `whole` puts the runs of a
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from samestep.model import Cut, ModelSpec
 from samestep.program import LedgerRow, is_dealt
 from samestep.runtime.assembly import Source, prepare
 from samestep.runtime.build import loss_of, optimizer_of
-from samestep.runtime.init import Blueprint, blueprint
+from samestep.runtime.init import Blueprint
 from samestep.runtime.joining import Place
 from samestep.runtime.record import Ledger
 from samestep.runtime.run import Run
@@ -75,17 +76,16 @@ def combinations(layouts: Sequence[str], models: Sequence[str]) -> list[Any]:
     ]
 
 
-_TRACED: dict[tuple[str, str, int], ModelSpec] = {}
+_PREPARED: dict[tuple[str, str, int], tuple[Blueprint, ModelSpec]] = {}
 
 
-def _prepared(source: Source, job: Job) -> tuple[Blueprint, ModelSpec]:
-    """Trace a model once: a worker of the pool runs it in many layouts, and the trace is the same in all of them."""
+def prepared(source: Source, job: Job) -> tuple[Blueprint, ModelSpec]:
+    """Build and trace a model once: a process runs it in many layouts, which all begin with the same of both."""
     key = (source.name, job.train.loss, job.train.seed)
-    if key in _TRACED:
-        return blueprint(source.model, job.train.seed), _TRACED[key]
-    prepared = prepare(source, job, next(batches(Tokens(), job)).samples([0]))
-    _TRACED[key] = prepared[1]
-    return prepared
+    if key not in _PREPARED:
+        _PREPARED[key] = prepare(source, job, next(batches(Tokens(), job)).samples([0]))
+    kept, spec = _PREPARED[key]
+    return replace(kept, module=copy.deepcopy(kept.module)), spec  # a run cuts and fills its module
 
 
 def make_run(rank: int, world: int, model: str, layout: str, job: Job, is_traced: bool = False) -> Run:
@@ -93,7 +93,7 @@ def make_run(rank: int, world: int, model: str, layout: str, job: Job, is_traced
     place = Place(rank, rank % per_node, world, per_node, torch.device("cpu"))
     source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
     if is_traced:
-        source = replace(source, prepared=_prepared(source, job))
+        source = replace(source, prepared=prepared(source, job))
     return Run(source, Layout.parse(layout), job, place)
 
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from hypothesis import settings
+from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 
+from samestep import decoder
+from samestep.decoder import Decoder
 from samestep.hardware import Hardware, Link
 from samestep.job import Job
-from samestep.layout import Layout
+from samestep.layout import Accumulate, Layout, Recompute, Reduce, Schedule
 from samestep.model import Dealing, LayerSpec, ModelSpec, ParamSpec
-from samestep.program import Program
-from samestep.strategies import program_of
+from samestep.program import Program, Step
+from samestep.strategies import programs_of, refusal_of
 
-LAW = settings(max_examples=25, derandomize=True, database=None)
+LAW = settings(max_examples=25, derandomize=True, database=None, suppress_health_check=[HealthCheck.filter_too_much])
 
 LENGTHS = st.sampled_from([1, 2, 3, 5, 8, 64, 1000, 4097])
 """Of dimensions: odd ones for padding, large ones so that a model has several buckets."""
@@ -33,6 +35,9 @@ class Case(NamedTuple):
     job: Job
     layout: Layout
     program: Program
+    """The first pipeline stage's."""
+    programs: tuple[Program, ...]
+    """All stages'."""
 
 
 def block(index: int, **costs: int) -> LayerSpec:
@@ -57,7 +62,12 @@ def case(model: ModelSpec, layout: str, ranks_per_node: int | None = None, **job
         train={"global_batch": job.get("global_batch", 8)}, numerics={"precision": job.get("precision", "float32")}
     )
     parsed = Layout.parse(layout)
-    return Case(model, made, parsed, program_of(model, made, parsed, ranks_per_node))
+    return _case(model, made, parsed, ranks_per_node)
+
+
+def _case(model: ModelSpec, job: Job, layout: Layout, ranks_per_node: int | None) -> Case:
+    programs = programs_of(model, job, layout, ranks_per_node)
+    return Case(model, job, layout, programs[0], programs)
 
 
 def machine(
@@ -118,25 +128,79 @@ def models(draw: st.DrawFn) -> ModelSpec:
     return ModelSpec(name="drawn", layers=(*layers, after), params=tuple(params), buffer_bytes=draw(LENGTHS))
 
 
+DEGREES = st.sampled_from([1, 1, 2, 4])
+
+
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
     """Any layout that can be written down."""
     zero = draw(st.integers(0, 3))
+    schedule = draw(st.sampled_from(get_args(Schedule)))
     return Layout(
         dp_replicate=draw(st.integers(1, 4)),
         dp_shard=draw(st.integers(1, 4)) if zero else 1,
+        tp=draw(DEGREES),
+        sequence_parallel=draw(st.booleans()),
+        cp=draw(DEGREES),
+        pp=draw(DEGREES),
+        ep=draw(DEGREES),
+        schedule=schedule,
+        virtual_stages=draw(st.integers(1, 3)) if schedule == "interleaved" else 1,
         zero=zero,
         microbatch=draw(st.none() | st.integers(1, 8)),
-        recompute=draw(st.sampled_from(["none", "selective", "full"])),
-        accumulate=draw(st.sampled_from(["sharded", "full"])),
-        reduce=draw(st.sampled_from(["ring", "hierarchical", "root"])),
+        recompute=draw(st.sampled_from(get_args(Recompute))),
+        accumulate=draw(st.sampled_from(get_args(Accumulate))),
+        reduce=draw(st.sampled_from(get_args(Reduce))),
         offload=draw(st.booleans()),
     )
 
 
 @st.composite
-def cases(draw: st.DrawFn, *zero: int) -> Case:
-    """A program of a layout that no strategy refuses, at one of these ZeRO stages or at any."""
+def decoders(draw: st.DrawFn) -> ModelSpec:
+    """A decoder whose weights, sequence and experts can be cut: dense or with experts, tied or not."""
+    experts = {"experts": 4, "top_k": draw(st.integers(1, 2))} if draw(st.booleans()) else {}
+    shape = Decoder(
+        layers=draw(st.integers(1, 8)), hidden=draw(st.sampled_from([8, 16, 40])), heads=4,
+        kv_heads=draw(st.sampled_from([0, 2])), vocab=draw(st.sampled_from([16, 63, 64])),
+        sequence=draw(st.sampled_from([8, 12])), gated=draw(st.booleans()), tied=draw(st.booleans()),
+        query_norm=draw(st.sampled_from(["", "head", "all"])), bias=draw(st.booleans()), **experts,
+    )  # fmt: skip
+    return decoder.spec(shape, "drawn")
+
+
+def refused(model: ModelSpec, job: Job, layout: Layout) -> bool:
+    """Whether a strategy refuses a layout."""
+    return refusal_of(Step.of(model, job, layout)) is not None
+
+
+@st.composite
+def cases(draw: st.DrawFn, **words: st.SearchStrategy[Any]) -> Case:
+    """The programs of a layout over any axes, with any schedule, that no strategy refuses; `words` narrow the layout."""
+    model, layout = draw(decoders()), draw(layouts())
+    layout = replace(layout, offload=False, **{name: draw(values) for name, values in words.items()})
+    job = Job(
+        train={"global_batch": draw(st.integers(1, 40))},
+        numerics={"precision": draw(st.sampled_from(["float32", "bf16", "float64"]))},
+    )
+    # What the layout's other words make impossible is taken back, so that few draws are refused.
+    if layout.pp == 1:
+        layout = replace(layout, schedule="1f1b", virtual_stages=1)
+    if layout.tp == 1:
+        layout = replace(layout, sequence_parallel=False)
+    if not any(param.experts for param in model.params):
+        layout = replace(layout, ep=1)
+    if layout.num_summed == 1 or layout.zero:
+        layout = replace(layout, reduce="ring")
+    if layout.zero < 2:
+        layout = replace(layout, accumulate="sharded")
+    assume(not refused(model, job, layout))
+    world = layout.world_size
+    return _case(model, job, layout, draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0])))
+
+
+@st.composite
+def data_cases(draw: st.DrawFn, *zero: int) -> Case:
+    """A program of a layout over the data axes alone, at one of these ZeRO stages or at any."""
     model = draw(models())
     stage = draw(st.sampled_from(zero or (0, 1, 2, 3)))
     dp_replicate = draw(st.integers(1, 4))
@@ -156,7 +220,7 @@ def cases(draw: st.DrawFn, *zero: int) -> Case:
         numerics={"precision": draw(st.sampled_from(["float32", "bf16", "float64"]))},
     )
     ranks_per_node = draw(st.sampled_from([n for n in range(1, dp + 1) if dp % n == 0]))
-    return Case(model, job, layout, program_of(model, job, layout, ranks_per_node))
+    return _case(model, job, layout, ranks_per_node)
 
 
 def dealing(num_blocks: int = 2, experts: int = 8, rows: int = 6, width: int = 4) -> ModelSpec:

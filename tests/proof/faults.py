@@ -27,7 +27,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program import TaskKind, ends_step
 from samestep.runtime import assembly, checkpoint, context, dropout, pipeline, sequence, tensor, update
-from samestep.runtime.assembly import Source, prepare
+from samestep.runtime.assembly import Source
 from samestep.runtime.build import cross_entropy, loss_of, optimizer_of
 from samestep.runtime.data import Replicated
 from samestep.runtime.deferred import Deferred
@@ -38,7 +38,7 @@ from samestep.runtime.run import Run
 from samestep.runtime.update import Updater
 from samestep.schedules import Action, ActionKind
 from samestep.verdict import Cause, Verdict
-from tests.laboratory import job_of, perturbed
+from tests.laboratory import job_of, perturbed, prepared
 from tests.models import MODELS, Tokens
 from tests.pool import pool
 
@@ -732,9 +732,8 @@ def prove(model: str, layout: str, name: str = "", own_precision: bool = False, 
         ranks = Layout.parse(layout).world_size
         pool(ranks).run(on_a_rank, model, layout, job, folder, name)
         mine = subject(model, layout, job, folder)
-        mine = dataclasses.replace(
-            mine, source=dataclasses.replace(mine.source, prepared=prepare(mine.source, job, mine.example))
-        )
+        source = dataclasses.replace(mine.source, prepared=prepared(mine.source, job))
+        mine = dataclasses.replace(mine, source=source)
         judged = trial.judge_rounding if own_precision else trial.judge
         checks, cause, explanation = judged(ONE, mine)
     finally:
