@@ -168,11 +168,6 @@ def decoders(draw: st.DrawFn) -> ModelSpec:
     return decoder.spec(shape, "drawn")
 
 
-def refused(model: ModelSpec, job: Job, layout: Layout) -> bool:
-    """Whether a strategy refuses a layout."""
-    return refusal_of(Step.of(model, job, layout)) is not None
-
-
 @st.composite
 def cases(draw: st.DrawFn, **words: st.SearchStrategy[Any]) -> Case:
     """The programs of a layout over any axes, with any schedule, that no strategy refuses; `words` narrow the layout."""
@@ -184,7 +179,9 @@ def cases(draw: st.DrawFn, **words: st.SearchStrategy[Any]) -> Case:
     )
     # What the layout's other words make impossible is taken back, so that few draws are refused.
     if layout.pp == 1:
-        layout = replace(layout, schedule="1f1b", virtual_stages=1)
+        layout = replace(layout, schedule="1f1b")
+    if layout.schedule != "interleaved":
+        layout = replace(layout, virtual_stages=1)
     if layout.tp == 1:
         layout = replace(layout, sequence_parallel=False)
     if not any(param.experts for param in model.params):
@@ -193,9 +190,10 @@ def cases(draw: st.DrawFn, **words: st.SearchStrategy[Any]) -> Case:
         layout = replace(layout, reduce="ring")
     if layout.zero < 2:
         layout = replace(layout, accumulate="sharded")
-    assume(not refused(model, job, layout))
     world = layout.world_size
-    return _case(model, job, layout, draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0])))
+    ranks_per_node = draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
+    assume(refusal_of(Step.of(model, job, layout, ranks_per_node)) is None)
+    return _case(model, job, layout, ranks_per_node)
 
 
 @st.composite
@@ -221,6 +219,10 @@ def data_cases(draw: st.DrawFn, *zero: int) -> Case:
     )
     ranks_per_node = draw(st.sampled_from([n for n in range(1, dp + 1) if dp % n == 0]))
     return _case(model, job, layout, ranks_per_node)
+
+
+PIPELINES = st.one_of(*(cases(pp=st.just(2), schedule=st.just(schedule)) for schedule in get_args(Schedule)))
+"""Pipelines with each schedule, over any other axes."""
 
 
 def dealing(num_blocks: int = 2, experts: int = 8, rows: int = 6, width: int = 4) -> ModelSpec:

@@ -8,12 +8,11 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import assume, given
-from hypothesis import strategies as st
 
 from samestep.model import ModelSpec, ParamSpec
 from samestep.program import BYTES_OF, Kind, Program, TaskKind
 from samestep.strategies import program_of, programs_of
-from tests.laws.models import LAW, Case, blocks, case, cases, data_cases, decoders
+from tests.laws.models import LAW, PIPELINES, Case, blocks, case, cases, data_cases, decoders
 
 ZERO_01 = data_cases(0, 1)
 ZERO_23 = data_cases(2, 3)
@@ -116,7 +115,7 @@ def test_no_reduction_precedes_the_backward_that_finishes_it(case: Case) -> None
 
 
 @LAW
-@given(cases())
+@given(cases() | PIPELINES)
 def test_every_layer_goes_forward_then_backward_in_every_microbatch(case: Case) -> None:
     """On one of the stages, and where the schedule splits the backward, the gradients of weights come behind it."""
     compute = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHT)
@@ -160,7 +159,7 @@ def test_weights_are_gathered_before_they_are_used(case: Case) -> None:
 
 
 @LAW
-@given(cases())
+@given(cases() | PIPELINES)
 def test_an_op_waits_only_for_what_was_issued(case: Case) -> None:
     for program in case.programs:
         issued: set[str] = set()
@@ -264,7 +263,7 @@ def test_microbatches_hold_every_sample_and_hardly_more(case: Case) -> None:
 
 
 @LAW
-@given(cases())
+@given(cases() | PIPELINES)
 def test_one_all_reduce_of_scalars_where_there_are_others(case: Case) -> None:
     for program in case.programs:
         found = [op for _, op in program.ops() if op.owner == "scalars"]
@@ -273,7 +272,7 @@ def test_one_all_reduce_of_scalars_where_there_are_others(case: Case) -> None:
 
 
 @LAW
-@given(cases())
+@given(cases() | PIPELINES)
 def test_every_gradient_is_reduced_and_every_weight_gathered_where_ranks_share_it(case: Case) -> None:
     """On its stage, or on two where it is tied across them; in one bucket or unit, never in both."""
     found: Counter[str] = Counter()
@@ -291,7 +290,7 @@ def test_every_gradient_is_reduced_and_every_weight_gathered_where_ranks_share_i
 
 
 @LAW
-@given(cases(pp=st.just(2)))
+@given(PIPELINES)
 def test_stages_receive_what_is_sent(case: Case) -> None:
     """As many bytes on one stage as on the other, forward and backward, for every micro-batch."""
     moved: dict[Kind, Counter[tuple[str, int]]] = {Kind.SEND: Counter(), Kind.RECV: Counter()}
@@ -304,7 +303,7 @@ def test_stages_receive_what_is_sent(case: Case) -> None:
 
 
 @LAW
-@given(cases(ep=st.just(1)))
+@given(PIPELINES)
 def test_stages_share_the_work_of_one(case: Case) -> None:
     """A pipeline adds and leaves out no FLOP of what one stage with the same micro-batches would compute."""
     layout = replace(case.layout, pp=1, schedule="1f1b", virtual_stages=1)
@@ -410,7 +409,7 @@ def test_a_model_spec_reads_back(case: Case, decoder: ModelSpec) -> None:
 
 
 @LAW
-@given(cases())
+@given(cases() | PIPELINES)
 def test_tasks_of_a_micro_batch_stand_in_order_and_the_update_last(case: Case) -> None:
     """In each chunk of each stage: forward, backward, and the gradients of weights where they are split off."""
     kinds = [TaskKind.FORWARD, TaskKind.BACKWARD, *([TaskKind.WEIGHT] if case.program.step.splits_backward else [])]
