@@ -6,6 +6,7 @@ norms, each rank's runs of every gradient and weight. `whole` puts the runs of a
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import Cut
 from samestep.program.ops import LedgerRow
-from samestep.runtime.assembly import Source, copied, prepare
+from samestep.runtime.assembly import Source, prepare
 from samestep.runtime.axes.tensor import joined
 from samestep.runtime.ledger import Ledger
 from samestep.runtime.optimizer_step import Piece
@@ -76,15 +77,16 @@ def combinations(layouts: Sequence[str], models: Sequence[str]) -> list[Any]:
     ]
 
 
-_TRACED: dict[tuple[str, str, int], TracedModel] = {}
+_PREPARED: dict[tuple[str, str, int], TracedModel] = {}
 
 
-def _prepared(source: Source, job: Job) -> TracedModel:
-    """Trace a model once: a worker of the pool runs it in many layouts, and the trace is the same in all of them."""
+def prepared(source: Source, job: Job) -> TracedModel:
+    """Build and trace a model once: a process runs it in many layouts, which all begin with the same of both."""
     key = (source.name, job.train.loss, job.train.seed)
-    if key not in _TRACED:
-        _TRACED[key] = prepare(source, job, next(batches(Tokens(), job)).samples([0]))
-    return copied(replace(source, prepared=_TRACED[key]), job)
+    if key not in _PREPARED:
+        _PREPARED[key] = prepare(source, job, next(batches(Tokens(), job)).samples([0]))
+    kept = _PREPARED[key]  # a run cuts and fills its module
+    return replace(kept, blueprint=replace(kept.blueprint, module=copy.deepcopy(kept.module)))
 
 
 def make_run(rank: int, world: int, model: str, layout: str, job: Job, is_traced: bool = False) -> Run:
@@ -92,7 +94,7 @@ def make_run(rank: int, world: int, model: str, layout: str, job: Job, is_traced
     place = RankInfo(rank, rank % per_node, world, per_node, torch.device("cpu"))
     source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
     if is_traced:
-        source = replace(source, prepared=_prepared(source, job))
+        source = replace(source, prepared=prepared(source, job))
     return Run(source, Layout.parse(layout), job, place)
 
 

@@ -68,6 +68,7 @@ class Pool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> None:
+        warm_up()
         context = multiprocessing.get_context("fork")
         self.folder = tempfile.mkdtemp(prefix="samestep-pool-")
         with warnings.catch_warnings():
@@ -113,6 +114,15 @@ class Pool:
             self.processes[rank].join()
             code = self.processes[rank].exitcode
             return False, (time.monotonic(), RuntimeError(f"pool rank {rank} died with exit code {code}"))
+
+
+@functools.cache
+def warm_up() -> None:
+    """Import here, once, what the first run of a process imports: each rank that is forked would take 3 s for it."""
+    from tests.laboratory import clipped, observe
+
+    if not torch.cuda.is_available():  # there a backward starts threads, and what is forked then could run none
+        observe(0, 1, "llama", "dp=1 recompute=full microbatch=4", clipped(), True)
 
 
 @functools.cache

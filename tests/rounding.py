@@ -74,7 +74,7 @@ def assert_within(ranks: list[Observed], bound: tuple[Observed, Limits]) -> None
 @functools.cache
 def _allowed(model: str, precision: str) -> tuple[Observed, Limits]:
     job = clipped(precision)
-    return allowed(functools.partial(make_run, 0, 1, model, "dp=1", job), Tokens(), job)
+    return allowed(functools.partial(make_run, 0, 1, model, "dp=1", job, is_traced=True), Tokens(), job)
 
 
 def prove(layout: str, model: str, precision: str) -> None:

@@ -5,23 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from hypothesis import settings
+from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware, Link, load
 from samestep.job import Job
-from samestep.layout import Layout
+from samestep.layout import Accumulate, Layout, Recompute, Reduce
 from samestep.models.decoder import Decoder, spec
 from samestep.models.presets import preset
 from samestep.models.spec import Dealing, LayerSpec, ModelSpec, ParamSpec
 from samestep.program.program import Program
+from samestep.program.step import Step
+from samestep.schedules import SCHEDULES
 from samestep.simulation.prediction import Prediction, memory_of, predict_programs
-from samestep.strategies import ProgramBuilder, program_of
+from samestep.strategies import ProgramBuilder, programs_of, refusal_of
 
-LAW = settings(max_examples=25, derandomize=True, database=None)
+LAW = settings(max_examples=25, derandomize=True, database=None, suppress_health_check=[HealthCheck.filter_too_much])
 
 LENGTHS = st.sampled_from([1, 2, 3, 5, 8, 64, 1000, 4097])
 """Of dimensions: odd ones for padding, large ones so that a model has several buckets."""
@@ -38,6 +40,9 @@ class Case(NamedTuple):
     job: Job
     layout: Layout
     program: Program
+    """The first pipeline stage's."""
+    programs: tuple[Program, ...]
+    """All stages'."""
 
 
 def block(index: int, **costs: int) -> LayerSpec:
@@ -62,7 +67,12 @@ def case(model: ModelSpec, layout: str, ranks_per_node: int | None = None, **job
         train={"global_batch": job.get("global_batch", 8)}, numerics={"precision": job.get("precision", "float32")}
     )
     parsed = Layout.parse(layout)
-    return Case(model, made, parsed, program_of(model, made, parsed, ranks_per_node))
+    return _case(model, made, parsed, ranks_per_node)
+
+
+def _case(model: ModelSpec, job: Job, layout: Layout, ranks_per_node: int | None) -> Case:
+    programs = programs_of(model, job, layout, ranks_per_node)
+    return Case(model, job, layout, programs[0], programs)
 
 
 def machine(
@@ -162,25 +172,77 @@ def models(draw: st.DrawFn) -> ModelSpec:
     return ModelSpec(name="drawn", layers=(*layers, after), params=tuple(params), buffer_bytes=draw(LENGTHS))
 
 
+DEGREES = st.sampled_from([1, 1, 2, 4])
+
+
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
     """Any layout that can be written down."""
     zero = draw(st.integers(0, 3))
+    schedule = draw(st.sampled_from(list(SCHEDULES)))
     return Layout(
         dp_replicate=draw(st.integers(1, 4)),
         dp_shard=draw(st.integers(1, 4)) if zero else 1,
+        tp=draw(DEGREES),
+        sequence_parallel=draw(st.booleans()),
+        cp=draw(DEGREES),
+        pp=draw(DEGREES),
+        ep=draw(DEGREES),
+        schedule=schedule,
+        virtual_stages=draw(st.integers(1, 3)) if SCHEDULES[schedule].takes_chunks else 1,
         zero=zero,
         microbatch=draw(st.none() | st.integers(1, 8)),
-        recompute=draw(st.sampled_from(["none", "selective", "full"])),
-        accumulate=draw(st.sampled_from(["sharded", "full"])),
-        reduce=draw(st.sampled_from(["ring", "hierarchical", "root"])),
+        recompute=draw(st.sampled_from(get_args(Recompute))),
+        accumulate=draw(st.sampled_from(get_args(Accumulate))),
+        reduce=draw(st.sampled_from(get_args(Reduce))),
         offload=draw(st.booleans()),
     )
 
 
 @st.composite
-def cases(draw: st.DrawFn, *zero: int) -> Case:
-    """A program of a layout that no strategy refuses, at one of these ZeRO stages or at any."""
+def decoders(draw: st.DrawFn) -> ModelSpec:
+    """A decoder whose weights, sequence and experts can be cut: dense or with experts, tied or not."""
+    experts = {"experts": 4, "top_k": draw(st.integers(1, 2))} if draw(st.booleans()) else {}
+    shape = Decoder(
+        layers=draw(st.integers(1, 8)), hidden=draw(st.sampled_from([8, 16, 40])), heads=4,
+        kv_heads=draw(st.sampled_from([0, 2])), vocab=draw(st.sampled_from([16, 63, 64])),
+        sequence=draw(st.sampled_from([8, 12])), gated=draw(st.booleans()), tied=draw(st.booleans()),
+        query_norm=draw(st.sampled_from(["", "head", "all"])), bias=draw(st.booleans()), **experts,
+    )  # fmt: skip
+    return spec(shape, "drawn")
+
+
+@st.composite
+def cases(draw: st.DrawFn, **words: st.SearchStrategy[Any]) -> Case:
+    """The programs of a layout over any axes, with any schedule, that no strategy refuses; `words` narrow the layout."""
+    model, layout = draw(decoders()), draw(layouts())
+    layout = replace(layout, offload=False, **{name: draw(values) for name, values in words.items()})
+    job = Job(
+        train={"global_batch": draw(st.integers(1, 40))},
+        numerics={"precision": draw(st.sampled_from(["float32", "bf16", "float64"]))},
+    )
+    # What the layout's other words make impossible is taken back, so that few draws are refused.
+    if layout.pp == 1:
+        layout = replace(layout, schedule="1f1b")
+    if not SCHEDULES[layout.schedule].takes_chunks:
+        layout = replace(layout, virtual_stages=1)
+    if layout.tp == 1:
+        layout = replace(layout, sequence_parallel=False)
+    if not any(param.experts for param in model.params):
+        layout = replace(layout, ep=1)
+    if layout.num_summed == 1 or layout.zero:
+        layout = replace(layout, reduce="ring")
+    if layout.zero < 2:
+        layout = replace(layout, accumulate="sharded")
+    world = layout.world_size
+    ranks_per_node = draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
+    assume(refusal_of(Step.of(model, job, layout, ranks_per_node)) is None)
+    return _case(model, job, layout, ranks_per_node)
+
+
+@st.composite
+def data_cases(draw: st.DrawFn, *zero: int) -> Case:
+    """A program of a layout over the data axes alone, at one of these ZeRO stages or at any."""
     model = draw(models())
     stage = draw(st.sampled_from(zero or (0, 1, 2, 3)))
     dp_replicate = draw(st.integers(1, 4))
@@ -200,7 +262,11 @@ def cases(draw: st.DrawFn, *zero: int) -> Case:
         numerics={"precision": draw(st.sampled_from(["float32", "bf16", "float64"]))},
     )
     ranks_per_node = draw(st.sampled_from([n for n in range(1, dp + 1) if dp % n == 0]))
-    return Case(model, job, layout, program_of(model, job, layout, ranks_per_node))
+    return _case(model, job, layout, ranks_per_node)
+
+
+PIPELINES = st.one_of(*(cases(pp=st.just(2), schedule=st.just(schedule)) for schedule in SCHEDULES))
+"""Pipelines with each schedule, over any other axes."""
 
 
 def dealing(num_blocks: int = 2, experts: int = 8, rows: int = 6, width: int = 4) -> ModelSpec:

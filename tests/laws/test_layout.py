@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from tests.laws.models import LAW, layouts
+from samestep.program import Step
+from tests.laws.models import LAW, Case, cases, layouts
 
 
 @LAW
@@ -24,9 +27,29 @@ def test_words_come_in_any_order(layout: Layout) -> None:
 
 
 @LAW
-@given(layouts())
-def test_every_rank_reads_its_own_samples(layout: Layout) -> None:
-    assert layout.world_size == layout.dp == layout.dp_replicate * layout.dp_shard
+@given(cases())
+def test_every_sample_is_read_once_or_padding(case: Case) -> None:
+    """The samples of all replicas are the global batch, and one more where a rank's micro-batch would be empty."""
+    steps = [replace(case.program.step, replica=replica) for replica in range(case.layout.dp)]
+    read = [step.microbatch_sizes for step in steps]
+    assert len({len(sizes) for sizes in read}) == 1, "every rank runs as many micro-batches"
+    padding = sum(max(0, step.num_microbatches - _share(step)) for step in steps)
+    assert sum(map(sum, read)) == case.job.train.global_batch + padding
+
+
+def _share(step: Step) -> int:
+    """Return a replica's part of the batch: the first ones have one more where it does not divide."""
+    return len(range(step.replica, step.global_batch, step.layout.dp))
+
+
+@LAW
+@given(cases())
+def test_the_axes_make_up_the_ranks(case: Case) -> None:
+    """What a program's groups span divides the ranks, and the ranks are samples' readers times what shares a sample."""
+    layout = case.layout
+    ways = layout.tp * layout.cp * layout.pp
+    assert layout.world_size == layout.dp * ways
+    assert layout.num_shards * layout.num_replicas * layout.tp * layout.pp == layout.world_size
 
 
 @LAW

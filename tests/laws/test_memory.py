@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec
 from samestep.program.ops import BYTES_OF
 from samestep.simulation.memory import at_rest, classic_bytes_per_param, during_step, held_bytes_per_param, readable
-from tests.laws.models import LAW, Case, block, blocks, case, cases
+from tests.laws.models import LAW, Case, block, blocks, case, cases, data_cases
 
 
 def trainable_numel(case: Case) -> int:
@@ -68,7 +68,7 @@ def test_replicas_hold_everything(layout: str, precision: str, each: int) -> Non
 
 
 @LAW
-@given(cases(0), st.integers(0, 3))
+@given(data_cases(0), st.integers(0, 3))
 def test_zero_0_by_hand(case: Case, states: int) -> None:
     step = case.program.step
     master = BYTES_OF[step.master_dtype]
@@ -81,7 +81,7 @@ def test_zero_0_by_hand(case: Case, states: int) -> None:
 
 
 @LAW
-@given(cases(1, 2, 3), st.integers(0, 3))
+@given(data_cases(1, 2, 3), st.integers(0, 3))
 def test_shards_add_up_to_the_whole_state_without_padding(case: Case, states: int) -> None:
     copies = master_copies_numel(case) if case.layout.zero == 1 else 0
     held = [at_rest(case.program, states, rank).optimizer for rank in range(case.layout.dp_shard)]
@@ -90,7 +90,7 @@ def test_shards_add_up_to_the_whole_state_without_padding(case: Case, states: in
 
 
 @LAW
-@given(cases(1, 2, 3))
+@given(data_cases(1, 2, 3))
 def test_replicas_of_a_shard_hold_the_same(case: Case) -> None:
     shards = case.layout.dp_shard
     for rank in range(case.layout.dp):
@@ -98,7 +98,7 @@ def test_replicas_of_a_shard_hold_the_same(case: Case) -> None:
 
 
 @LAW
-@given(cases(1))
+@given(data_cases(1))
 def test_zero_1_weights_and_gradients_are_whole(case: Case) -> None:
     step = case.program.step
     rest = at_rest(case.program)
@@ -110,7 +110,7 @@ def test_zero_1_weights_and_gradients_are_whole(case: Case) -> None:
 
 
 @LAW
-@given(cases(2, 3))
+@given(data_cases(2, 3))
 def test_zero_2_and_3_weights_and_gradients_are_cut_by_rows(case: Case) -> None:
     shards, master = case.layout.dp_shard, BYTES_OF[case.program.step.master_dtype]
     part = {p.name: -(-p.shape[0] // shards) * (p.numel // p.shape[0]) for p in case.model.params}
@@ -165,7 +165,7 @@ def test_a_step_holds_at_least_what_is_held_at_rest(case: Case) -> None:
 
 
 @LAW
-@given(cases(0, 1))
+@given(data_cases(0, 1))
 def test_activations_stand_highest_between_forward_and_backward(case: Case) -> None:
     step = case.program.step
     one = step.microbatch_samples * BYTES_OF[step.compute_dtype]
@@ -177,7 +177,7 @@ def test_activations_stand_highest_between_forward_and_backward(case: Case) -> N
 
 
 @LAW
-@given(cases(0, 1))
+@given(data_cases(0, 1))
 def test_recompute_never_holds_more(drawn: Case) -> None:
     held = [
         during_step(

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 
 from samestep.models.spec import ModelSpec, ParamSpec
 from samestep.program.bodies import BodyKey
 from samestep.program.ops import BYTES_OF, Kind
 from samestep.program.program import Program
 from samestep.schedules import TaskKind
-from samestep.strategies import program_of
-from tests.laws.models import LAW, Case, blocks, case, cases
+from samestep.strategies import program_of, programs_of
+from tests.laws.models import LAW, PIPELINES, Case, blocks, case, cases, data_cases, decoders
 
-ZERO_01 = cases(0, 1)
-ZERO_23 = cases(2, 3)
+ZERO_01 = data_cases(0, 1)
+ZERO_23 = data_cases(2, 3)
 
 
 def sent(program: Program) -> Counter[tuple[str, str | None]]:
@@ -117,17 +118,26 @@ def test_no_reduction_precedes_the_backward_that_finishes_it(case: Case) -> None
 
 
 @LAW
-@given(cases())
+@given(cases() | PIPELINES)
 def test_every_layer_goes_forward_then_backward_in_every_microbatch(case: Case) -> None:
-    compute = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
+    """On one of the stages, and where the schedule splits the backward, the gradients of weights come behind it."""
+    compute = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHT)
     seen: dict[tuple[int, int | None], list[Kind]] = {}
-    for task, op in case.program.ops():
-        if op.kind in compute:
-            seen.setdefault((task.microbatch, op.layer), []).append(op.kind)
-    assert len(seen) == case.program.step.num_microbatches * len(case.model.layers)
+    for program in case.programs:
+        here = {op.layer for _, op in program.ops() if op.kind is Kind.FORWARD}
+        before = {layer for _, layer in seen}
+        assert not here & before, "a layer is computed on one stage"
+        for task, op in program.ops():
+            if op.kind in compute and op.axis is None:
+                seen.setdefault((task.microbatch, op.layer), []).append(op.kind)
+    step = case.program.step
+    assert len(seen) == step.num_microbatches * len(case.model.layers)
     for (_, index), kinds in seen.items():
         again = index is not None and case.model.layers[index].is_block and case.layout.recompute != "none"
-        assert kinds == [Kind.FORWARD, *([Kind.RECOMPUTE] if again else []), Kind.BACKWARD]
+        expected = [Kind.FORWARD, *([Kind.RECOMPUTE] if again else []), Kind.BACKWARD]
+        assert [kind for kind in kinds if kind is not Kind.WEIGHT] == expected
+        assert kinds.count(Kind.WEIGHT) == (1 if step.splits_backward else 0)
+        assert Kind.WEIGHT not in kinds or kinds[-1] is Kind.WEIGHT
 
 
 @LAW
@@ -152,16 +162,17 @@ def test_weights_are_gathered_before_they_are_used(case: Case) -> None:
 
 
 @LAW
-@given(cases())
+@given(cases() | PIPELINES)
 def test_an_op_waits_only_for_what_was_issued(case: Case) -> None:
-    issued: set[str] = set()
-    for _, op in case.program.ops():
-        assert issued.issuperset(op.after)
-        issued.add(op.name)
+    for program in case.programs:
+        issued: set[str] = set()
+        for _, op in program.ops():
+            assert issued.issuperset(op.after)
+            issued.add(op.name)
 
 
 @LAW
-@given(cases())
+@given(data_cases())
 def test_compute_waits_for_the_gathers_of_its_layer(case: Case) -> None:
     for body in case.program.bodies.values():
         issued: set[str] = set()
@@ -208,7 +219,7 @@ def test_the_update_waits_for_every_reduction(layout: str) -> None:
 
 
 @LAW
-@given(cases())
+@given(data_cases())
 def test_flops_are_conserved(case: Case) -> None:
     """Over all ranks that read samples each is computed once, and one of another rank where a micro-batch is empty."""
     step = case.program.step
@@ -256,15 +267,66 @@ def test_microbatches_hold_every_sample_and_hardly_more(case: Case) -> None:
 
 
 @LAW
-@given(cases())
+@given(cases() | PIPELINES)
 def test_one_all_reduce_of_scalars_where_there_are_others(case: Case) -> None:
-    found = [op for _, op in case.program.ops() if op.owner == "scalars"]
-    assert len(found) == (case.layout.world_size > 1)
-    assert all((op.kind, op.axis, op.dtype) == (Kind.ALL_REDUCE, "world", "float64") for op in found)
+    for program in case.programs:
+        found = [op for _, op in program.ops() if op.owner == "scalars"]
+        assert len(found) == (case.layout.world_size > 1)
+        assert all((op.kind, op.axis, op.dtype) == (Kind.ALL_REDUCE, "world", "float64") for op in found)
 
 
 @LAW
-@given(cases(0))
+@given(cases() | PIPELINES)
+def test_every_gradient_is_reduced_and_every_weight_gathered_where_ranks_share_it(case: Case) -> None:
+    """On its stage, or on two where it is tied across them; in one bucket or unit, never in both."""
+    found: Counter[str] = Counter()
+    tied = set()
+    for program in case.programs:
+        tied |= {param.name for param in program.step.model.params if param.tied_stages}
+        in_buckets = [member.name for bucket in program.buckets for member in bucket.members]
+        in_units = [name for unit in program.units for name in unit.params]
+        assert len({*in_buckets, *in_units}) == len(in_buckets) + len(in_units)
+        found.update((*in_buckets, *in_units))
+    assert set(found.values()) <= {1, 2}
+    assert {name for name, times in found.items() if times == 2} <= tied
+    if case.layout.num_summed > 1:
+        assert {param.name for param in trainable(case)} <= set(found)
+
+
+@LAW
+@given(PIPELINES)
+def test_stages_receive_what_is_sent(case: Case) -> None:
+    """As many bytes on one stage as on the other, forward and backward, for every micro-batch."""
+    moved: dict[Kind, Counter[tuple[str, int]]] = {Kind.SEND: Counter(), Kind.RECV: Counter()}
+    for program in case.programs:
+        for task, op in program.ops():
+            if op.kind in moved:
+                moved[op.kind][op.owner, task.microbatch] += op.size_bytes
+    assert moved[Kind.SEND]
+    assert moved[Kind.SEND] == moved[Kind.RECV]
+
+
+@LAW
+@given(PIPELINES)
+def test_stages_share_the_work_of_one(case: Case) -> None:
+    """A pipeline adds and leaves out no FLOP of what one stage with the same micro-batches would compute."""
+    layout = replace(case.layout, pp=1, schedule="1f1b", virtual_stages=1)
+    alone = programs_of(case.model, case.job, layout)
+    assume(alone[0].step.num_microbatches == case.program.step.num_microbatches)
+
+    def flops(programs: tuple[Program, ...]) -> dict[str, int]:
+        found: Counter[str] = Counter()
+        for program in programs:
+            for _, op in program.ops():
+                # what a split backward leaves for later is a part of it
+                found["backward" if op.kind is Kind.WEIGHT else str(op.kind)] += op.flops
+        return +found
+
+    assert flops(case.programs) == flops(alone)
+
+
+@LAW
+@given(data_cases(0))
 def test_bytes_of_replication(case: Case) -> None:
     """ring: S once. root: S there and back. hierarchical: S in the node both ways, a rank's part between nodes."""
     size = sum(bucket.padded_numel for bucket in case.program.buckets) * master_bytes(case)
@@ -287,7 +349,7 @@ def test_bytes_of_replication(case: Case) -> None:
 
 
 @LAW
-@given(cases(1))
+@given(data_cases(1))
 def test_bytes_of_zero_1(case: Case) -> None:
     """Gradients scattered, weights gathered in their own dtype, the rank's part summed over the replicas."""
     buckets = case.program.buckets
@@ -344,16 +406,31 @@ def test_every_device_count_has_the_same_program_length() -> None:
 
 
 @LAW
-@given(cases())
-def test_a_model_spec_reads_back(case: Case) -> None:
-    assert ModelSpec.from_json(case.model.to_json()) == case.model
+@given(data_cases(), decoders())
+def test_a_model_spec_reads_back(case: Case, decoder: ModelSpec) -> None:
+    for model in (case.model, decoder):
+        assert ModelSpec.from_json(model.to_json()) == model
 
 
 @LAW
-@given(cases())
-def test_tasks_alternate_and_end_with_the_update(case: Case) -> None:
+@given(cases() | PIPELINES)
+def test_tasks_of_a_micro_batch_stand_in_order_and_the_update_last(case: Case) -> None:
+    """In each chunk of each stage: forward, backward, and the gradients of weights where they are split off."""
+    kinds = [TaskKind.FORWARD, TaskKind.BACKWARD, *([TaskKind.WEIGHT] if case.program.step.splits_backward else [])]
+    for program in case.programs:
+        tasks = program.tasks
+        assert [task.kind for task in tasks].index(TaskKind.UPDATE) == len(tasks) - 1
+        order: dict[tuple[int, int], list[TaskKind]] = {}
+        for task in tasks[:-1]:
+            order.setdefault((task.chunk, task.microbatch), []).append(task.kind)
+        assert len(order) == case.layout.virtual_stages * case.program.step.num_microbatches
+        assert all(found == kinds for found in order.values())
+
+
+@LAW
+@given(data_cases())
+def test_without_stages_tasks_alternate(case: Case) -> None:
     tasks = case.program.tasks
-    assert [task.kind for task in tasks[-1:]] == [TaskKind.UPDATE]
     for before, after in pairwise(tasks[:-1]):
         assert before.kind is not after.kind
         assert after.microbatch == before.microbatch + (after.kind is TaskKind.FORWARD)

@@ -25,7 +25,7 @@ from samestep.runtime.axes.precision import for_loss
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import rounding
-from tests.laboratory import Observed, follow, job_of, largest_error, perturbed, whole
+from tests.laboratory import Observed, follow, job_of, largest_error, make_run, perturbed, whole
 from tests.models import MODELS, VOCABULARY, Tokens
 from tests.parity.test_odd_models import ODD, Odd, Pairs
 from tests.pool import pool
@@ -40,9 +40,11 @@ def job_for(model: str, precision: str) -> Job:
 
 
 def run_of(rank: int, world: int, model: str, layout: str, job: Job) -> Run:
+    if model in MODELS:
+        return make_run(rank, world, model, layout, job, is_traced=True)
     place = RankInfo(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
-    build = REGRESSORS[model].build if model in REGRESSORS else MODELS[model]
-    return Run(Source(perturbed(build), loss_of(job), optimizer_of(job), model), Layout.parse(layout), job, place)
+    source = Source(perturbed(REGRESSORS[model].build), loss_of(job), optimizer_of(job), model)
+    return Run(source, Layout.parse(layout), job, place)
 
 
 def dataset_of(model: str) -> Any:

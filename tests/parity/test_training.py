@@ -38,6 +38,8 @@ LAYOUTS = [
     "pp=2 microbatch=8",
     "dp=2 tp=2 pp=2 zero=3 schedule=interleaved virtual_stages=2 microbatch=4",
 ]
+AS_SHORT_RUNS = ["dp=4", "dp=2 zero=1", "dp=2 zero=2"]
+"""Proven on every run of the suite in a few steps: below, and in test_checkpoint.py to the bit."""
 TOLERANCES = {"float64": 1e-6, "float32": 1e-4}  # Adam amplifies the noise of reordered sums
 # float64 costs more and leaves nothing to chance: a smaller batch of shorter samples will do.
 FEWER = {"float64": {"data.sequence_length": 16, "train.global_batch": 8}, "float32": {}}
@@ -58,7 +60,8 @@ def _of_one_rank(precision: str) -> list[float]:
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [
-        *((layout, "float64") for layout in LAYOUTS),
+        *((layout, "float64") for layout in LAYOUTS if layout not in AS_SHORT_RUNS),
+        *(pytest.param(layout, "float64", marks=pytest.mark.nightly) for layout in AS_SHORT_RUNS),
         *(pytest.param(layout, "float32", marks=pytest.mark.nightly) for layout in LAYOUTS[:-1]),
         (LAYOUTS[-1], "float32"),
     ],

@@ -45,7 +45,7 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.step_observer import StepScalars
 from samestep.schedules import Action, TaskKind
-from tests.laboratory import job_of, perturbed
+from tests.laboratory import job_of, perturbed, prepared
 from tests.models import MODELS, Tokens
 from tests.pool import pool
 
@@ -744,6 +744,8 @@ def prove(model: str, layout: str, name: str = "", own_precision: bool = False, 
         ranks = Layout.parse(layout).world_size
         pool(ranks).run(on_a_rank, model, layout, job, folder, name)
         mine = subject(model, layout, job, folder)
+        source = dataclasses.replace(mine.source, prepared=prepared(mine.source, job))
+        mine = dataclasses.replace(mine, source=source)
         judged = sides.judge_rounding if own_precision else sides.judge
         checks, cause, explanation = judged(ONE, mine)
     finally:

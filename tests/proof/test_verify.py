@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from tests.models import MODELS, Tokens
 from tests.proof.faults import FAULTS, prove
 from tests.small import main, settings
 
+README = Path(__file__).parents[2] / "README.md"
 LAYOUTS = [
     ("plain", "dp=2 microbatch=2"),
     ("plain_with_dropout", "dp=2 zero=2 microbatch=1"),
@@ -50,8 +52,9 @@ def test_no_seed_raises_an_alarm(seed):
         assert verdict.proven, verdict.to_text()
 
 
-def test_there_are_thirty_faults_and_more():
-    assert len(FAULTS) >= 30
+def test_there_are_more_than_fifty_faults_as_the_readme_says():
+    assert "more than fifty deliberate faults are caught and called by name" in " ".join(README.read_text().split())
+    assert len(FAULTS) > 50
     assert len({fault.cause for fault in FAULTS.values()}) >= 15
 
 

@@ -398,7 +398,7 @@ def test_a_bad_cache_costs_time_and_nothing_else(
 def test_a_spec_needs_no_data(capsys: pytest.CaptureFixture[str]) -> None:
     Path("job.toml").write_text("[data]\nsource = 'text:/nope/book.txt'\n")
     workload.write_spec(samestep.load("job.toml").model_dump_json())
-    assert samestep.model.ModelSpec.from_json(capsys.readouterr().out).name == "hf:llama"
+    assert samestep.models.spec.ModelSpec.from_json(capsys.readouterr().out).name == "hf:llama"
 
 
 def test_simulate_tells_the_mistake_that_train_would(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -420,7 +420,7 @@ def test_a_talkative_model_is_traced(capsys: pytest.CaptureFixture[str]) -> None
     )
     workload.write_spec(samestep.Job(model={"source": "loud:build"}).model_dump_json())
     said, complaints = capsys.readouterr()
-    assert samestep.model.ModelSpec.from_json(said).num_params == 256 * 8 + 8 * 256 + 256
+    assert samestep.models.spec.ModelSpec.from_json(said).num_params == 256 * 8 + 8 * 256 + 256
     assert "building" in complaints
 
 
