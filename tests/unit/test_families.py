@@ -179,7 +179,7 @@ def test_a_convolution_is_no_linear_layer_that_works_token_by_token(monkeypatch:
     run = make_run(0, 1, "convolutional", "dp=1", clipped())
     run.prepare({key: value[None] for key, value in Tokens()[0].items()})
     with pytest.raises(LayoutError, match=r"blocks.0.mix, a Conv1d, may mix tokens"):
-        program_of(run.made.spec, clipped(), Layout.parse("tp=2 sequence_parallel"))
+        program_of(run.assembly.model.spec, clipped(), Layout.parse("tp=2 sequence_parallel"))
 
 
 # -- nobody else spells them -------------------------------------------------------------------------

@@ -155,7 +155,7 @@ def test_a_gpu_profile_loads_too(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_said_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(profile.launch, "run_workers", lambda *_, **__: pytest.fail("it was measured"))
+    monkeypatch.setattr(profile.workers, "run_workers", lambda *_, **__: pytest.fail("it was measured"))
     assert cli.main(["measure", "--out", "/proc/mine.toml"]) == 2
     assert capsys.readouterr().err.startswith("samestep: /proc/mine.toml cannot be written: ")
     nowhere = tmp_path / "nowhere"

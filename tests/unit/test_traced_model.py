@@ -14,20 +14,19 @@ from samestep.datasets import batches
 from samestep.layout import Layout
 from samestep.runtime import assembly
 from samestep.runtime.assembly import Source, copied, prepare, with_slices
-from samestep.runtime.axes import expert, sequence
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.tracing import independence, tensor_plan
+from samestep.tracing import experts, independence, sequence_borders, tensor_plan
 from tests.laboratory import clipped
 from tests.models import MODELS, Tokens
 from tests.pool import pool
 
 EXAMINATIONS = [
-    (expert, "experts_of"),
+    (experts, "experts_of"),
     (tensor_plan, "cuts_of"),
     (tensor_plan, "shareable_heads"),
-    (sequence, "_parts"),
+    (sequence_borders, "_parts"),
     (independence, "prove"),
     (dropout, "has_dropout"),
     (assembly, "trace"),
