@@ -14,7 +14,7 @@ from samestep.layout import Layout
 from samestep.program.bodies import UPDATE_BODY, BodyKey
 from samestep.program.ops import Kind, Op, Ops
 from samestep.program.program import Program
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 from samestep.simulation import clock, cost, memory
 from samestep.strategies import programs_of
 
@@ -80,7 +80,7 @@ def _repeating_half(program: Program, case: Case) -> Program:
     return program.with_bodies(lambda _, body: tuple(one for op in body for one in again(op)))
 
 
-class _PlainStep(Step):
+class _PlainStep(StepSpec):
     """A step whose weights, gradients and states are all of the compute dtype."""
 
     @property
@@ -88,7 +88,7 @@ class _PlainStep(Step):
         return self.compute_dtype
 
 
-def _without_masters(step: Step) -> Step:
+def _without_masters(step: StepSpec) -> StepSpec:
     return _PlainStep(**{field.name: getattr(step, field.name) for field in fields(step)})
 
 

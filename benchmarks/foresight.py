@@ -108,7 +108,7 @@ def kendall(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def memory_figures(outcomes: Sequence[Outcome]) -> dict[str, float | int | None]:
-    """Sum up errors of peak memory, and whether what fitted and what did not was foreseen."""
+    """Sum up errors of peak memory, and whether what fitted and what did not was predicted."""
     used = [o for o in outcomes if o.measured_bytes and o.predicted_bytes]
     errors = [100 * abs(o.predicted_bytes / o.measured_bytes - 1) for o in used]
     judged = [o for o in outcomes if o.predicted_bytes and (o.measured_bytes or o.out_of_memory)]
@@ -329,7 +329,7 @@ _MEMORY_KEYS = (
 
 
 def memory_table(record: dict[str, Any]) -> Table:
-    """Return the table of peak memory by source; what ran and what ran out of it, as it was foreseen."""
+    """Return the table of peak memory by source; what ran and what ran out of it, as it was predicted."""
     found = {name: figure for name, figure in record["memory_sources"].items() if figure["rows"]}
     lines = [[name, *(figure[key] for key in _MEMORY_KEYS)] for name, figure in found.items()]
     head = ("source", *(key.replace("_", " ") for key in _MEMORY_KEYS))

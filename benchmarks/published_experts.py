@@ -17,7 +17,7 @@ from published_machines import is_by_engine, is_late
 
 from samestep.hardware import Hardware
 from samestep.models.decoder import Decoder
-from samestep.models.spec import Border, Cut, LayerSpec, ModelSpec, ParamSpec, Product
+from samestep.models.spec import Boundary, Cut, LayerSpec, ModelSpec, ParamSpec, Product
 
 ROUTING = 12
 """Operations that Megatron-LM starts less to route rows than a decoder counts: it fuses the sorting, and most of it has no backward."""
@@ -58,9 +58,9 @@ def with_experts(row: Row, model: ModelSpec, words: Mapping[str, int | str], tp:
         cut = Cut(style="column", dim=1, groups=shape[1]) if tp > 1 else None
         return replace(param, shape=shape, cut=cut, partial="")
 
-    layers = tuple(_with_own_experts(layer, tp, own, ep) if layer.dealings else layer for layer in model.layers)
+    layers = tuple(_with_own_experts(layer, tp, own, ep) if layer.dispatches else layer for layer in model.layers)
     if is_by_engine(row):
-        layers = tuple(replace(la, kernels=la.kernels - ROUTING) if la.dealings else la for la in layers)
+        layers = tuple(replace(la, kernels=la.kernels - ROUTING) if la.dispatches else la for la in layers)
     return replace(model, params=tuple(map(held, model.params)), layers=layers), dealt
 
 
@@ -83,10 +83,10 @@ def _with_own_experts(layer: LayerSpec, tp: int, own: int, ep: int) -> LayerSpec
             return replace(product, inner=product.inner * own, cut="inner" if tp > 1 else "")
         return replace(product, columns=product.columns * own, cut="columns" if tp > 1 else "")
 
-    (dealing,) = layer.dealings
-    rows = Border(owner=dealing.owner, elements=dealing.rows // own * dealing.width, kind="gather")
+    (dealing,) = layer.dispatches
+    rows = Boundary(owner=dealing.owner, elements=dealing.rows // own * dealing.width, kind="gather")
     return replace(
         layer,
         products=tuple(map(worked, layer.products)),
-        sequence_borders=layer.sequence_borders + ((rows, replace(rows, kind="scatter")) if own < tp else ()),
+        sequence_boundaries=layer.sequence_boundaries + ((rows, replace(rows, kind="scatter")) if own < tp else ()),
     )

@@ -19,7 +19,7 @@ from samestep.layout import Layout
 from samestep.models import decoder
 from samestep.models.decoder import Decoder
 from samestep.models.spec import ModelSpec
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 from samestep.strategies import refusal_of
 
 BATCH = 8
@@ -124,7 +124,7 @@ def is_legal(row: Row, max_ranks: int) -> bool:
     if layout.world_size > max_ranks:
         return False
     job = Job(train={"global_batch": BATCH}, numerics={"precision": row["precision"]})
-    return refusal_of(Step.of(_spec(row["model"]), job, layout)) is None
+    return refusal_of(StepSpec.of(_spec(row["model"]), job, layout)) is None
 
 
 @functools.cache

@@ -380,7 +380,7 @@ MODELS |= {
 }  # fmt: skip
 
 
-class Dealing(nn.Module):
+class ExpertDispatch(nn.Module):
     """A user's own decoder with experts in a loop, a bias of each, and a plan that names them."""
 
     expert_plan: ClassVar[list[str]] = ["blocks.*.experts"]
@@ -433,9 +433,9 @@ class OwnExperts(nn.Module):
 
 
 MODELS |= {
-    "own_experts": Dealing,
-    "three_experts": functools.partial(Dealing, experts=3),
-    "crowded_experts": functools.partial(Dealing, experts=8, crowded=True),
+    "own_experts": ExpertDispatch,
+    "three_experts": functools.partial(ExpertDispatch, experts=3),
+    "crowded_experts": functools.partial(ExpertDispatch, experts=8, crowded=True),
 }
 MODELS |= {
     "mixtral_balanced": functools.partial(MODELS["mixtral"], output_router_logits=True, router_aux_loss_coef=0.1),

@@ -69,7 +69,7 @@ class DriftError(RunError):
 
 
 class OutOfMemoryError(RunError):
-    """Memory ran out; the text says what held it, what was foreseen, and which layout needs less."""
+    """Memory ran out; the text says what held it, what was predicted, and which layout needs less."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -194,7 +194,7 @@ def cautions_here(machine: Hardware, devices: int) -> list[str]:
         lines.append(f"hardware {machine.name}: nothing was measured here, samestep measure does")
     if devices > machine.devices_per_node:
         lines.append(
-            f"{machine.name} has {machine.devices_per_node} devices: {devices} are foreseen as several such machines, "
+            f"{machine.name} has {machine.devices_per_node} devices: {devices} are predicted as several such machines, "
             "and on one of them ranks would take turns"
         )
     return lines

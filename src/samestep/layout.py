@@ -103,7 +103,7 @@ class Layout:
         return self.ep > 1
 
     @property
-    def num_summed(self) -> int:
+    def dp_cp_size(self) -> int:
         """Ranks whose gradients of one weight are summed: each has seen other tokens."""
         return self.dp * self.cp
 

@@ -157,12 +157,12 @@ def test_ranks_of_a_tensor_cut_have_experts_of_their_own_or_parts_of_them(parts:
     assert experts.cut is not None
     assert case.words["ep"] == 2
     assert experts.shape[1] == held * 4 * 256 // 2  # rows of a weight of two ranks: as many sets as it is in no parts
-    block = next(layer for layer in case.model.layers if layer.dealings)
+    block = next(layer for layer in case.model.layers if layer.dispatches)
     assert not experts.partial  # no expert's gradient is summed over the ranks of the cut
     layout = Layout.of(case.words)
     (program,) = forecast.programs_for(case, "none")
-    held_rows = {layer.dealings[0].rows for layer in program.step.model.layers if layer.dealings}
-    assert block.dealings[0].rows == 128 * 2
+    held_rows = {layer.dispatches[0].rows for layer in program.step.model.layers if layer.dispatches}
+    assert block.dispatches[0].rows == 128 * 2
     assert held_rows == {128 * 2 // layout.tp}
 
 

@@ -259,7 +259,7 @@ def test_memory_that_runs_out_is_told_by_its_parts(
 ) -> None:
     monkeypatch.setattr(Run, "_backward", _no_memory_at(step=2))
     assert small.train("--out", tmp_path / "run", "--layout", layout) == 1
-    first, held, foreseen, *rest = capfd.readouterr().err.splitlines()
+    first, held, predicted, *rest = capfd.readouterr().err.splitlines()
     ranks = 2 if "=2" in layout else 1
     assert first.startswith(
         f"samestep: rank {ranks - 1} of {ranks} ran out of memory in the backward of micro-batch 0, step 2:"
@@ -270,9 +270,9 @@ def test_memory_that_runs_out_is_told_by_its_parts(
         rf"  held       weights {size}, gradients {size}, optimizer {size}; at most {size} in all, of {size}", held
     )
     assert re.match(
-        rf"  foreseen   weights {size}, .*activations {size}.*; {size} in all at \w+:\S*, of {size} a rank", foreseen
+        rf"  predicted  weights {size}, .*activations {size}.*; {size} in all at \w+:\S*, of {size} a rank", predicted
     )
     assert len(rest) == 1
     assert re.match(
-        rf'  ".*" needs {size} as foreseen|  no layout of \d ranks needs clearly less: nothing fits; ', rest[0]
+        rf'  ".*" needs {size} as predicted|  no layout of \d ranks needs clearly less: nothing fits; ', rest[0]
     )

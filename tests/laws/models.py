@@ -16,9 +16,9 @@ from samestep.job import Job
 from samestep.layout import Accumulate, Layout, Recompute, Reduce
 from samestep.models.decoder import Decoder, spec
 from samestep.models.presets import preset
-from samestep.models.spec import Dealing, LayerSpec, ModelSpec, ParamSpec
+from samestep.models.spec import ExpertDispatch, LayerSpec, ModelSpec, ParamSpec
 from samestep.program.program import Program
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 from samestep.schedules import SCHEDULES
 from samestep.simulation.prediction import Prediction, memory_of, predict_programs
 from samestep.strategies import ProgramBuilder, programs_of, refusal_of
@@ -230,13 +230,13 @@ def cases(draw: st.DrawFn, **words: st.SearchStrategy[Any]) -> Case:
         layout = replace(layout, sequence_parallel=False)
     if not any(param.experts for param in model.params):
         layout = replace(layout, ep=1)
-    if layout.num_summed == 1 or layout.zero:
+    if layout.dp_cp_size == 1 or layout.zero:
         layout = replace(layout, reduce="ring")
     if layout.zero < 2:
         layout = replace(layout, accumulate="sharded")
     world = layout.world_size
     ranks_per_node = draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
-    assume(refusal_of(Step.of(model, job, layout, ranks_per_node)) is None)
+    assume(refusal_of(StepSpec.of(model, job, layout, ranks_per_node)) is None)
     return _case(model, job, layout, ranks_per_node)
 
 
@@ -273,7 +273,9 @@ def dealing(num_blocks: int = 2, experts: int = 8, rows: int = 6, width: int = 4
     """Return blocks of a plain weight and one with experts, which are given `rows` rows a sample."""
     model = blocks(num_blocks, forward_flops=100)
     layers = [
-        replace(layer, dealings=(Dealing(owner=f"{layer.name}.experts", rows=rows, width=width, experts=experts),))
+        replace(
+            layer, dispatches=(ExpertDispatch(owner=f"{layer.name}.experts", rows=rows, width=width, experts=experts),)
+        )
         for layer in model.layers
     ]
     weights = [

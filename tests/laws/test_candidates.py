@@ -15,7 +15,7 @@ from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.planning import candidates
 from samestep.planning.search import plan
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 from samestep.strategies import refusal_of
 from tests.laws.models import LAW, MACHINES, MODELS, job_of, predictions
 
@@ -32,7 +32,7 @@ def degrees(layout: Layout) -> Degrees:
 
 
 def legal(model: ModelSpec, given: Job, layouts: Iterable[Layout]) -> set[Layout]:
-    return {one for one in layouts if refusal_of(Step.of(model, given, one)) is None}
+    return {one for one in layouts if refusal_of(StepSpec.of(model, given, one)) is None}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -78,7 +78,7 @@ def test_the_root_is_slower_than_the_ring(n: int, latency_s: float, bytes_per_s:
         ("dp_replicate=2 dp_shard=4", Kind.ALL_GATHER, None, False),
         ("dp_replicate=2 dp_shard=4", Kind.ALL_REDUCE, None, True),
         ("dp_replicate=2 dp_shard=2", Kind.ALL_REDUCE, None, False),
-        ("dp_replicate=2 dp_shard=3", Kind.ALL_GATHER, None, True),  # ranks 3 4 5 lie on both sides of a border
+        ("dp_replicate=2 dp_shard=3", Kind.ALL_GATHER, None, True),  # ranks 3 4 5 lie on both sides of a boundary
         ("dp=8 reduce=hierarchical", Kind.REDUCE_SCATTER, 4, False),
         ("dp=8 reduce=hierarchical", Kind.ALL_REDUCE, 4, True),
     ],

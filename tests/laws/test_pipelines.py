@@ -21,7 +21,7 @@ from samestep.simulation import clock, memory
 from samestep.simulation.prediction import predict
 from samestep.simulation.timeline import COMPUTE
 from samestep.strategies import program_of
-from samestep.strategies.pipeline import balanced, runs_of
+from samestep.strategies.pipeline import balanced, chunks_of
 from tests.laws.models import LAW, blocks, case, machine
 
 FLOPS = 10**9
@@ -109,11 +109,11 @@ def test_runs_of_layers_are_the_best_there_are(costs: list[int], count: int) -> 
     model = replace(
         model, layers=tuple(replace(la, forward_flops=c) for la, c in zip(model.layers, costs, strict=True))
     )
-    runs = runs_of(model, count)
+    runs = chunks_of(model, count)
     assert [index for run in runs for index in run] == list(range(len(costs)))
     best = min(
-        max(sum(costs[a:b]) + b - a for a, b in itertools.pairwise((0, *borders, len(costs))))
-        for borders in itertools.combinations(range(1, len(costs)), count - 1)
+        max(sum(costs[a:b]) + b - a for a, b in itertools.pairwise((0, *boundaries, len(costs))))
+        for boundaries in itertools.combinations(range(1, len(costs)), count - 1)
     )
     assert max(sum(costs[index] + 1 for index in run) for run in runs) == best
 

@@ -289,7 +289,7 @@ def test_every_gradient_is_reduced_and_every_weight_gathered_where_ranks_share_i
         found.update((*in_buckets, *in_units))
     assert set(found.values()) <= {1, 2}
     assert {name for name, times in found.items() if times == 2} <= tied
-    if case.layout.num_summed > 1:
+    if case.layout.dp_cp_size > 1:
         assert {param.name for param in trainable(case)} <= set(found)
 
 

@@ -87,7 +87,7 @@ def test_data_axes_make_up_all_whose_gradients_are_summed(layout: Layout) -> Non
     ranks = Ranks.of(layout)
     for rank in range(layout.world_size):
         summed = {*ranks.group(rank, "dp_cp")}
-        assert len(summed) == layout.num_summed
+        assert len(summed) == layout.dp_cp_size
         for outer, inner in (("dp_replicate", "dp_shard"), ("dp", "cp")):
             assert {r for one in ranks.group(rank, outer) for r in ranks.group(one, inner)} == summed
 
@@ -109,10 +109,10 @@ def test_ties_join_the_first_stage_and_the_last(layout: Layout) -> None:
 @given(layouts(), st.data())
 def test_nodes_hold_neighbours(layout: Layout, data: st.DataObject) -> None:
     """Where nodes are whole, ranks of one node that differ in data alone are a group."""
-    whole = [count for count in range(1, layout.num_summed + 1) if layout.num_summed % count == 0]
+    whole = [count for count in range(1, layout.dp_cp_size + 1) if layout.dp_cp_size % count == 0]
     ranks_per_node = data.draw(st.sampled_from(whole)) * layout.tp
     ranks = Ranks.of(layout, ranks_per_node)
-    assert ranks.size("dp_intra") * ranks.size("dp_inter") == layout.num_summed
+    assert ranks.size("dp_intra") * ranks.size("dp_inter") == layout.dp_cp_size
     for group in ranks.groups("dp_intra"):
         assert len({rank // ranks_per_node for rank in group}) == 1
     for group in ranks.groups("dp_inter"):

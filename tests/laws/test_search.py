@@ -24,7 +24,7 @@ from samestep.planning.bounds.overlap import Reduced, longer_s
 from samestep.planning.bounds.step_time import Bounds
 from samestep.planning.nearest_layout import distance, nearest
 from samestep.planning.search import Plan, plan
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 from samestep.simulation.prediction import Prediction, predict
 from samestep.strategies import ProgramBuilder, refusal_of
 from tests.laws.models import LAW, MACHINES, MODELS, blocks, job_of, predictions
@@ -89,14 +89,14 @@ def test_a_bound_is_never_above_what_it_bounds(
     bounds, needs = Bounds(prices), Needs(prices, 2)
     considered = list(candidates.layouts_of(devices, model, given_job, thin=hardware))
     layout = data.draw(st.sampled_from(considered))
-    assume(refusal_of(Step.of(model, given_job, layout, hardware.devices_per_node)) is None)
+    assume(refusal_of(StepSpec.of(model, given_job, layout, hardware.devices_per_node)) is None)
     played = predict(model, given_job, layout, hardware)
-    step = Step.of(model, given_job, layout, hardware.devices_per_node)
+    step = StepSpec.of(model, given_job, layout, hardware.devices_per_node)
     least_bytes, least_s = needs.least_bytes(step), bounds.least_s(step)
     every_times = (bounds.closed_times, bounds.played_times, bounds.slowed_times)
     closed, played_s, slowed = (bounds.step_s(step, times(step)) for times in every_times)
     base = replace(layout, dp_replicate=layout.dp, dp_shard=1, zero=0)
-    group = Step.of(model, given_job, base, hardware.devices_per_node)
+    group = StepSpec.of(model, given_job, base, hardware.devices_per_node)
     group_bytes = needs.group_bytes(group)
     # What computes less again bounds what computes more again.
     policies = get_args(Recompute)[: get_args(Recompute).index(layout.recompute) + 1]
@@ -109,7 +109,7 @@ _AXES = ("dp=4", "dp=2 tp=2", "dp=2 tp=2 sequence_parallel", "dp=2 cp=2", "dp=8 
 _LEGAL = [
     (what, words)
     for what, words in itertools.product(sorted(MODELS), _AXES)
-    if refusal_of(Step.of(MODELS[what], job_of(64), Layout.parse(words), 4)) is None
+    if refusal_of(StepSpec.of(MODELS[what], job_of(64), Layout.parse(words), 4)) is None
 ]
 
 
@@ -123,7 +123,7 @@ def test_every_model_and_every_axis_is_tried() -> None:
 def test_each_sample_adds_the_same_to_a_program(what: str, recompute: Recompute, words: str) -> None:
     """From the programs of one sample and of two those of more follow."""
     model, layout = MODELS[what], replace(Layout.parse(words), recompute=recompute)
-    step = Step.of(model, job_of(64), layout, 4)
+    step = StepSpec.of(model, job_of(64), layout, 4)
     one, two, seven = (
         ProgramBuilder(model, job_of(64), 4).before_stages(replace(step, samples=count)) for count in (1, 2, 7)
     )
@@ -149,7 +149,7 @@ def test_bounds_hold_where_communication_slows_compute(what: str, words: str) ->
     layout, hardware = Layout.parse(words), MACHINES["crowded"]
     if what == "experts":
         layout = replace(layout, ep=2, pp=min(layout.pp, 2))
-    step = Step.of(MODELS[what], job_of(48), layout, hardware.devices_per_node)
+    step = StepSpec.of(MODELS[what], job_of(48), layout, hardware.devices_per_node)
     prices, played = Prices(MODELS[what], job_of(48), hardware), predict(MODELS[what], job_of(48), layout, hardware)
     bounds, needs = Bounds(prices), Needs(prices, 2)
     for times in (bounds.closed_times(step), bounds.played_times(step), bounds.slowed_times(step)):
@@ -175,7 +175,7 @@ def test_bounds_are_close_on_models_that_are_rented_for(words: str, global_batch
     given_job = Job(
         data={"sequence_length": 4096}, train={"global_batch": global_batch}, numerics={"precision": "bf16"}
     )
-    step = Step.of(model, given_job, layout, hardware.devices_per_node)
+    step = StepSpec.of(model, given_job, layout, hardware.devices_per_node)
     prices, played = Prices(model, given_job, hardware), predict(model, given_job, layout, hardware)
     bounds, needs = Bounds(prices), Needs(prices, 2)
     assert bounds.step_s(step, bounds.played_times(step)) > 0.85 * played.step_s
@@ -194,7 +194,7 @@ def test_bounds_of_experts_are_close_enough_to_play_few(words: str) -> None:
     """What their gradients take beside the last backwards is most of what pipelines of experts differ in."""
     model, layout, hardware = preset("mixtral-8x7b", 4096), Layout.parse(words), load("h100x8")
     given_job = Job(data={"sequence_length": 4096}, train={"global_batch": 1024}, numerics={"precision": "bf16"})
-    step = Step.of(model, given_job, layout, hardware.devices_per_node)
+    step = StepSpec.of(model, given_job, layout, hardware.devices_per_node)
     bounds, played = Bounds(Prices(model, given_job, hardware)), predict(model, given_job, layout, hardware)
     assert 0.99 * played.step_s < bounds.step_s(step, bounds.slowed_times(step)) <= played.step_s * (1 + 1e-9)
 
@@ -338,5 +338,5 @@ def test_experts_that_may_not_be_given_a_part_of_the_tokens_are_cut_by_tp_alone(
             layout for layout in candidates.degrees(4, one, thin=MACHINES["a100"]) if layout.tp > 1 and layout.cp == 1
         ]
         assert {layout.sequence_parallel for layout in found} == {cuts}
-        assert refusal_of(Step.of(one, job, Layout(tp=4, sequence_parallel=cuts))) is None
-    assert "nobody knows" in str(refusal_of(Step.of(refused, job, Layout(tp=4, sequence_parallel=True))))
+        assert refusal_of(StepSpec.of(one, job, Layout(tp=4, sequence_parallel=cuts))) is None
+    assert "nobody knows" in str(refusal_of(StepSpec.of(refused, job, Layout(tp=4, sequence_parallel=True))))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from samestep.errors import LayoutError
 from samestep.runtime.dropout import mode as dropout
-from samestep.runtime.dropout.masks import Part
+from samestep.runtime.dropout.masks import MaskSlice
 from tests.laboratory import TOLERANCE, Observed, assert_same, clipped, combinations, observe, prove, reference
 from tests.models import MODELS, Attentive
 from tests.pool import pool
@@ -44,11 +44,11 @@ def test_masks_are_those_of_one_device(layout: str, model: str) -> None:
 class ByRank(dropout.DropoutMode):
     """Draws what a rank without coordination would draw."""
 
-    def __init__(self, fault: str, rank: int, model: nn.Module, draw: Any, part: Part | None = None) -> None:
+    def __init__(self, fault: str, rank: int, model: nn.Module, draw: Any, part: MaskSlice | None = None) -> None:
         if fault == "samples of every rank count from 0":
             draw = dropout.Draw(draw.seed, draw.step, torch.arange(len(draw.samples)))
         if fault == "every rank of a cut has the first part":
-            part = part and Part(part.model, part.degree, 0)
+            part = part and MaskSlice(part.model, part.degree, 0)
         if fault == "ranks of a cut differ in what they hold alike":
             draw = dropout.Draw(draw.seed + (part.index if part else 0), draw.step, draw.samples)
         super().__init__(model, draw, part)

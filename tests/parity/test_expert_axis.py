@@ -72,8 +72,8 @@ def test_experts_are_divided_with_the_sequence() -> None:
         program_of(spec, clipped(), Layout.parse(words)).step.model.layers[1]
         for words in ("dp=1", "tp=2", "tp=2 sequence_parallel")
     )
-    (rows,), (halves,) = whole.dealings, cut.dealings
-    assert alone.dealings == (rows,)
+    (rows,), (halves,) = whole.dispatches, cut.dispatches
+    assert alone.dispatches == (rows,)
     assert (halves.rows, halves.width) == (rows.rows // 2, rows.width)
     flops = {
         name: sum(p.flops for p in layer.products if p.groups > 1)

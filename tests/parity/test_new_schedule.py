@@ -20,7 +20,7 @@ from samestep.planning import search
 from samestep.planning.bounds.layer_costs import Prices
 from samestep.planning.bounds.least_memory import Needs
 from samestep.planning.bounds.step_time import Bounds
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 from samestep.schedules import SCHEDULES, Action, Order, ScheduleSpec, TaskKind, check, gpipe, order
 from samestep.simulation.prediction import predict
 from samestep.strategies import programs_of
@@ -92,7 +92,7 @@ def test_it_is_planned_and_its_bounds_hold() -> None:
                 played = predict(MODEL, job, layout, hardware)
             except LayoutError:
                 continue
-            step = Step.of(MODEL, job, layout, hardware.devices_per_node)
+            step = StepSpec.of(MODEL, job, layout, hardware.devices_per_node)
             for times in (bounds.closed_times, bounds.played_times, bounds.slowed_times):
                 assert bounds.step_s(step, times(step)) <= played.step_s * (1 + 1e-9), layout
             assert needs.need(step).total <= played.peak.total * (1 + 1e-9), layout

@@ -16,7 +16,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.planning.bounds.layer_costs import Prices
 from samestep.planning.bounds.step_time import Bounds
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 from samestep.simulation.prediction import predict
 from tests.laboratory import Observed, assert_ledger, job_of, largest_error, observe, reference, whole
 from tests.laws.test_search import MODELS
@@ -36,7 +36,7 @@ ROUNDING = 2.0**-8
 @contextmanager
 def sent_in_bfloat16() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Step, "reduce_dtype", property(lambda _: "bfloat16"))
+        patch.setattr(StepSpec, "reduce_dtype", property(lambda _: "bfloat16"))
         yield
 
 
@@ -65,7 +65,7 @@ def test_bounds_know_what_is_sent(what: str, layout: str) -> None:
     hardware, job = load("a100-80x8"), Job(train={"global_batch": 16})
     plain = predict(MODELS[what], job, Layout.parse(layout), hardware)
     with sent_in_bfloat16():
-        step = Step.of(MODELS[what], job, Layout.parse(layout), hardware.devices_per_node)
+        step = StepSpec.of(MODELS[what], job, Layout.parse(layout), hardware.devices_per_node)
         bounds, played = Bounds(Prices(MODELS[what], job, hardware)), predict(MODELS[what], job, step.layout, hardware)
         for times in (bounds.closed_times, bounds.played_times, bounds.slowed_times):
             assert bounds.step_s(step, times(step)) <= played.step_s * (1 + 1e-9)

@@ -30,7 +30,7 @@ from samestep.layout import Layout
 from samestep.models.spec import ParamSpec
 from samestep.program.bodies import ends_step
 from samestep.program.holding import Holding
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 from samestep.proof import sides, verify
 from samestep.proof.verdict import Cause, Verdict
 from samestep.runtime import assembly, checkpoint, optimizer_step, placement
@@ -508,11 +508,11 @@ def norms_of_heads_are_not_summed_over_tp(patch: Patch) -> None:
 def _leave_parts(patch: Patch, is_left: Callable[[str], bool]) -> None:
     """Take such weights for whole ones, whose gradients need no sum over tp."""
 
-    def holding(known: Any, self: Step, param: ParamSpec) -> Holding:
+    def holding(known: Any, self: StepSpec, param: ParamSpec) -> Holding:
         held = known(self, param)
         return replace(held, partial_over=()) if is_left(param.name) else held
 
-    around(patch, Step, "holding", holding)
+    around(patch, StepSpec, "holding", holding)
 
 
 @fault(Cause.MISSING_REDUCTION, "dp=1 tp=2", "llama_even")
@@ -548,7 +548,7 @@ def a_row_cuts_bias_is_added_on_every_rank(patch: Patch) -> None:
     patch.setitem(tensor._AROUND, "row", _naive_row)
 
 
-def _naive_row(module: Any, path: str, mesh: Any, borders: Any, facts: Any) -> None:
+def _naive_row(module: Any, path: str, mesh: Any, boundaries: Any, facts: Any) -> None:
     module.register_forward_hook(lambda _, args, output: tensor.reduce(output, mesh.groups["tp"], path))
 
 
@@ -622,7 +622,7 @@ def the_embedding_scale_is_applied_on_every_stage(patch: Patch) -> None:
 
 
 @fault(Cause.DOUBLE_REDUCTION, "dp=1 pp=2 microbatch=4", "deep_llama")
-def gradients_grow_at_the_border(patch: Patch) -> None:
+def gradients_grow_at_the_boundary(patch: Patch) -> None:
     def received(original: Any, self: Any, action: Action, *args: Any) -> Tensor:
         came: Tensor = original(self, action, *args)
         return came.mul_(2.0) if action.kind is TaskKind.BACKWARD else came

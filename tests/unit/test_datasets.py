@@ -113,7 +113,7 @@ def test_topics_are_english_and_code_and_fall_back_to_stdlib(monkeypatch, tmp_pa
 # --- documents -------------------------------------------------------------------------------------------------------
 
 
-def test_documents_are_packed_and_no_label_crosses_a_border(tmp_path):
+def test_documents_are_packed_and_no_label_crosses_a_boundary(tmp_path):
     source = write_lines(tmp_path / "d.jsonl", [{"text": "abcdef"}, {"text": ""}, {"text": "xy"}])
     dataset = open_dataset(job_of(source))
     assert len(dataset) == 2

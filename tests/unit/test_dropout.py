@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from samestep.errors import LayoutError, ModelError
 from samestep.models.spec import Cut, MaskSpec, ModelSpec, ParamSpec
-from samestep.runtime.dropout.masks import Part, drop_mask, mix, places, spread
+from samestep.runtime.dropout.masks import MaskSlice, drop_mask, mix, places, spread
 from samestep.runtime.dropout.mode import (
     _HANDLERS,
     Draw,
@@ -568,7 +568,7 @@ def test_a_part_of_a_mask_is_the_part_of_the_whole(shape: tuple[int, ...], dim: 
     model, keys, device = cut_model(shape, COLUMNS), mix(torch.arange(3)) ^ 5, torch.device("cpu")
     whole = drop_mask(keys, *spread(*places(shape, (), device)), 0.4).view(3, *shape)
     for index in range(degree):
-        part = Part(model, degree, index)
+        part = MaskSlice(model, degree, index)
         mine = tuple(size // degree if at == dim else size for at, size in enumerate(shape))
         cuts = () if dim is None else ((dim, degree, index),)
         assert part.cuts(("a.drop", 0, 0), mine) == cuts
@@ -588,13 +588,13 @@ def test_a_part_of_a_mask_is_the_part_of_the_whole(shape: tuple[int, ...], dim: 
 )
 def test_a_part_that_shapes_do_not_tell_is_refused(shape: tuple[int, ...], mine: tuple[int, ...], says: str) -> None:
     with pytest.raises(LayoutError, match=says):
-        Part(cut_model(shape, COLUMNS), 2, 0).cuts(("a.drop", 0, 0), mine)
+        MaskSlice(cut_model(shape, COLUMNS), 2, 0).cuts(("a.drop", 0, 0), mine)
 
 
 def test_what_is_fused_is_no_run_and_what_was_not_traced_has_no_part() -> None:
     fused = Cut(style="column", dim=0, groups=4, parts=3)
     with pytest.raises(LayoutError, match="cannot be told"):
-        Part(cut_model((1, 24), COLUMNS, fused), 2, 0).cuts(("a.drop", 0, 0), (1, 12))
-    assert Part(cut_model((1, 8), COLUMNS, fused), 2, 0).cuts(("a.drop", 0, 0), (1, 4)) == ((1, 2, 0),)
+        MaskSlice(cut_model((1, 24), COLUMNS, fused), 2, 0).cuts(("a.drop", 0, 0), (1, 12))
+    assert MaskSlice(cut_model((1, 8), COLUMNS, fused), 2, 0).cuts(("a.drop", 0, 0), (1, 4)) == ((1, 2, 0),)
     with pytest.raises(LayoutError, match=r"a.drop draws a dropout mask that the traced forward did not"):
-        Part(cut_model((1, 24), COLUMNS), 2, 0).cuts(("a.drop", 0, 1), (1, 12))
+        MaskSlice(cut_model((1, 24), COLUMNS), 2, 0).cuts(("a.drop", 0, 1), (1, 12))

@@ -58,7 +58,7 @@ def test_more_ranks_than_this_machine_has_devices_are_named() -> None:
     mine = replace(load("cpu-laptop"), name="this-machine")
     assert cautions_here(mine, 2) == []
     (line,) = cautions_here(mine, 4)
-    assert line.startswith("this-machine has 2 devices: 4 are foreseen as several such machines")
+    assert line.startswith("this-machine has 2 devices: 4 are predicted as several such machines")
 
 
 @pytest.mark.usefixtures("quick", "home")
@@ -193,7 +193,7 @@ def test_auto_trains_in_the_layout_that_plan_finds(capfd: pytest.CaptureFixture[
     assert small.train("--layout", "auto", "--ranks", "2", "--out", "run", train__steps=2) == 0
     said = capfd.readouterr().out.splitlines()[0]
     found = re.match(
-        r'layout "(.+)", the fastest of \d+ on 2 devices of cpu-laptop: \S+ s a step foreseen, bound by ', said
+        r'layout "(.+)", the fastest of \d+ on 2 devices of cpu-laptop: \S+ s a step predicted, bound by ', said
     )
     assert found
     assert Path("run/layout.txt").read_text() == found[1] + "\n"

@@ -1,4 +1,4 @@
-"""`plan --measure-top`: what is foreseen beside what is measured, and the user's own profile refitted to it."""
+"""`plan --measure-top`: what is predicted beside what is measured, and the user's own profile refitted to it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def test_a_refit_finds_how_much_slower_a_machine_is(compute: float, links: float
 
     programs = [programs_of(model, job, layout, machine.devices_per_node) for layout in LAYOUTS]
 
-    def foreseen(candidate: hardware.Hardware) -> list[float]:
+    def predicted(candidate: hardware.Hardware) -> list[float]:
         return [play(of_stages, candidate).step_s for of_stages in programs]
 
-    fitted, factors = refit(machine, foreseen(slower(machine, compute, links)), foreseen)
+    fitted, factors = refit(machine, predicted(slower(machine, compute, links)), predicted)
     assert factors == pytest.approx((compute, links), rel=0.05)
     file = tmp_path / "own.toml"
     file.write_text(as_toml(fitted, machine, factors, '"dp=1"'), encoding="utf-8")
@@ -53,8 +53,8 @@ def test_the_best_are_run_and_the_own_profile_is_written(
     said = capsys.readouterr().out
     rows = json.loads((tmp_path / "plan.json").read_text())["measured"]
     assert len(rows) == 2
-    assert all(row["measured_s"] > 0 and row["foreseen_s"] > 0 for row in rows)
-    assert "foreseen s  measured s" in said
+    assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 for row in rows)
+    assert "predicted s  measured s" in said
     assert f"refitted: {hardware.own_path()}" in said
     assert hardware.load(hardware.OWN).memory_bytes == shipped.memory_bytes
     assert hardware.load("cpu-laptop") == shipped

@@ -17,7 +17,7 @@ from samestep.runtime.assembly import Source, copied, prepare, with_slices
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.tracing import experts, independence, sequence_borders, tensor_plan
+from samestep.tracing import experts, independence, sequence_boundaries, tensor_plan
 from tests.laboratory import clipped
 from tests.models import MODELS, Tokens
 from tests.pool import pool
@@ -26,7 +26,7 @@ EXAMINATIONS = [
     (experts, "experts_of"),
     (tensor_plan, "cuts_of"),
     (tensor_plan, "shareable_heads"),
-    (sequence_borders, "_parts"),
+    (sequence_boundaries, "_parts"),
     (independence, "prove"),
     (dropout, "has_dropout"),
     (assembly, "trace"),

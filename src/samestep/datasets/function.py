@@ -23,7 +23,7 @@ from samestep.job import DataTable
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class DatasetSlice:
     """A run of samples of another dataset."""
 
     dataset: Dataset
@@ -42,7 +42,7 @@ class Part:
         return read_samples(self.dataset, indices + self.part.start)
 
 
-def function_part(data: DataTable, split: Split) -> Part:
+def function_part(data: DataTable, split: Split) -> DatasetSlice:
     """Call the user's function, and return one part of its dataset.
 
     Raises:
@@ -55,7 +55,7 @@ def function_part(data: DataTable, split: Split) -> Part:
             f"{source} returned a {type(dataset).__name__} without __len__ and __getitem__; the samples of a step must "
             "be a function of its number, so only a map-style dataset works"
         )
-    part = Part(dataset, part_of(len(dataset), data.held_out, split))
+    part = DatasetSlice(dataset, part_of(len(dataset), data.held_out, split))
     if not len(part):
         raise DataError(f"{named(split, source)} has none of {len(dataset)} samples; more samples are needed")
     return part

@@ -232,7 +232,7 @@ def _kernel_s(tiny: Callable[[], None], device: torch.device) -> float:
     return min(found)
 
 
-class _Block(nn.Module):
+class _MeasuredBlock(nn.Module):
     """A block as models write it: what surrounds operations on a CPU takes as long as small ones do."""
 
     def __init__(self) -> None:
@@ -255,10 +255,10 @@ class _Block(nn.Module):
 def _in_blocks_s(place: RankInfo) -> float:
     """Return what an operation takes of blocks whose arithmetic takes nothing, its backward counted as `cost` counts it."""
     with torch.device("meta"):
-        counted = nn.Sequential(_Block(), _Block())
+        counted = nn.Sequential(_MeasuredBlock(), _MeasuredBlock())
     x = torch.randn(1, 4, WIDTH)
     operations = sum(layer.kernels for layer in trace(counted, x, "blocks").layers)
-    blocks = nn.Sequential(_Block(), _Block())
+    blocks = nn.Sequential(_MeasuredBlock(), _MeasuredBlock())
 
     def both() -> None:
         blocks(x).sum().backward()
@@ -308,7 +308,7 @@ def _unit_s(place: RankInfo) -> float:
     """Return what FSDP2 does around one gather or scatter: blocks with it, without it, and what is sent."""
 
     def blocks() -> nn.Sequential:
-        return nn.Sequential(*(_Block() for _ in range(UNITS)))
+        return nn.Sequential(*(_MeasuredBlock() for _ in range(UNITS)))
 
     plain, sharded = blocks(), blocks()
     for block in sharded:

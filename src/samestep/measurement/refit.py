@@ -1,9 +1,9 @@
-"""Layouts run for a few real steps, where the machine is at hand: what was foreseen against what is.
+"""Layouts run for a few real steps, where the machine is at hand: what was predicted against what is.
 
 Two constants are refitted to that, and no more, since a few steps cannot tell more apart: how much slower than its
 profile the machine computes (products, memory, launches alike), and how much slower it sends. With a and b those factors,
 
-    minimise   sum over layouts of  log^2 (foreseen(a, b) / measured)      by turns in a and in b
+    minimise   sum over layouts of  log^2 (predicted(a, b) / measured)      by turns in a and in b
 
 and what is found goes into the user's own profile, with its source beside every number; shipped profiles stay as they are.
 """
@@ -48,7 +48,7 @@ class StepTime:
     """Seconds of one layout's step: predicted with the profile as it was and as it was refitted, and measured."""
 
     layout: Layout
-    foreseen_s: float
+    predicted_s: float
     measured_s: float
     """Median of the timed steps."""
     refitted_s: float
@@ -69,11 +69,11 @@ class StepTimes:
 
     def to_text(self) -> str:
         """Write what was predicted beside what was measured, and where the profile lies."""
-        head = ("layout", "foreseen s", "measured s", "error", "refitted s", "error")
+        head = ("layout", "predicted s", "measured s", "error", "refitted s", "error")
         cells = [
             (
-                str(row.layout), f"{row.foreseen_s:.4g}", f"{row.measured_s:.4g}",
-                f"{row.foreseen_s / row.measured_s - 1:+.0%}", f"{row.refitted_s:.4g}",
+                str(row.layout), f"{row.predicted_s:.4g}", f"{row.measured_s:.4g}",
+                f"{row.predicted_s / row.measured_s - 1:+.0%}", f"{row.refitted_s:.4g}",
                 f"{row.refitted_s / row.measured_s - 1:+.0%}",
             )
             for row in self.rows
@@ -115,18 +115,18 @@ def step_times(job: Job, layouts: Sequence[Layout]) -> StepTimes:
     per_node = job.run.ranks_per_node or machine.devices_per_node
     programs = [programs_of(workload.spec, job, layout, per_node) for layout in measured_s]
 
-    def foreseen(candidate: Hardware) -> list[float]:
+    def predicted(candidate: Hardware) -> list[float]:
         return [clock.play(of_stages, candidate).step_s for of_stages in programs]
 
-    before_s = foreseen(machine)
-    fitted, factors = refit(machine, [*measured_s.values()], foreseen)
+    before_s = predicted(machine)
+    fitted, factors = refit(machine, [*measured_s.values()], predicted)
     path = hardware.own_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, as_toml(fitted, machine, factors, ", ".join(f'"{layout}"' for layout in measured_s)))
-    rows = zip(measured_s.items(), before_s, foreseen(fitted), strict=True)
+    rows = zip(measured_s.items(), before_s, predicted(fitted), strict=True)
     return StepTimes(
         rows=tuple(
-            StepTime(layout=layout, foreseen_s=before, measured_s=taken_s, refitted_s=after)
+            StepTime(layout=layout, predicted_s=before, measured_s=taken_s, refitted_s=after)
             for (layout, taken_s), before, after in rows
         ),
         hardware=fitted,
@@ -146,13 +146,13 @@ def _times(place: RankInfo, workload: Workload, layout: Layout) -> list[float]:
 
 
 def refit(
-    machine: Hardware, measured_s: Sequence[float], foreseen: Callable[[Hardware], Sequence[float]]
+    machine: Hardware, measured_s: Sequence[float], predicted: Callable[[Hardware], Sequence[float]]
 ) -> tuple[Hardware, tuple[float, float]]:
     """Return the machine with compute and links slower by the two factors that fit best, and the factors."""
     compute = links = 1.0
 
     def error(compute: float, links: float) -> float:
-        said = foreseen(slower(machine, compute, links))
+        said = predicted(slower(machine, compute, links))
         misses = sum(math.log(a / b) ** 2 for a, b in zip(said, measured_s, strict=True))
         # Where nothing tells a factor, as that of links for one rank, it stays.
         return misses + 1e-9 * (math.log(compute) ** 2 + math.log(links) ** 2)

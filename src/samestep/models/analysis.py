@@ -27,7 +27,7 @@ class ModelAnalysis:
     """The findings about one model."""
 
     spec: ModelSpec
-    """Its shape, with its cuts, borders and slices."""
+    """Its shape, with its cuts, boundaries and slices."""
     cut_styles: Mapping[str, str]
     """How each module that tensor parallelism cuts is cut, by its path: a style of `tracing/tensor_plan.py`."""
     shareable_heads: Mapping[str, int]

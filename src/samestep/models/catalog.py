@@ -23,7 +23,7 @@ from samestep.models.spec import FORMAT_VERSION, ModelSpec
 _TRACERS = (
     "models/spec.py",
     *(f"building/{name}.py" for name in ("model", "initial_values")),
-    *(f"tracing/{name}.py" for name in ("independence", "sequence_borders", "tensor_plan", "trace")),
+    *(f"tracing/{name}.py" for name in ("independence", "sequence_boundaries", "tensor_plan", "trace")),
 )
 
 

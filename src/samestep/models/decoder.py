@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from samestep.models.spec import (
-    Border,
-    BorderKind,
+    Boundary,
+    BoundaryKind,
     Cut,
     Cutting,
-    Dealing,
     Exchange,
+    ExpertDispatch,
     LayerSpec,
     ModelSpec,
     ParamSpec,
@@ -121,7 +121,7 @@ class _Block:
 
     params: list[tuple[str, tuple[int, ...], Cut | None, Partial, int]]
     products: list[Product]
-    dealings: tuple[Dealing, ...] = ()
+    dispatches: tuple[ExpertDispatch, ...] = ()
     moved: float = 0.0
     moved_cut: float = 0.0
     saved: float = 0.0
@@ -217,8 +217,8 @@ def _named(layer: LayerSpec, path: str) -> LayerSpec:
         modules=(path,),
         forward_sums=placed(layer.forward_sums),
         backward_sums=placed(layer.backward_sums),
-        sequence_borders=tuple(replace(b, owner=f"{path}.{b.owner}") for b in layer.sequence_borders),
-        dealings=tuple(replace(part, owner=f"{path}.{part.owner}") for part in layer.dealings),
+        sequence_boundaries=tuple(replace(b, owner=f"{path}.{b.owner}") for b in layer.sequence_boundaries),
+        dispatches=tuple(replace(part, owner=f"{path}.{part.owner}") for part in layer.dispatches),
     )
 
 
@@ -236,19 +236,19 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
     is_embedding = name.startswith("embed")
     forward: tuple[PartialSum, ...] = ()
     backward: tuple[PartialSum, ...] = ()
-    borders: tuple[Border, ...] = ()
+    boundaries: tuple[Boundary, ...] = ()
     if is_block:
         parts = [("self_attn", "q_proj", "o_proj")]
-        if not made.dealings:
+        if not made.dispatches:
             parts.append(("mlp", "up_proj", "down_proj"))
         elif decoder.shared_experts:
             parts.append(("mlp.shared_experts", "up_proj", "down_proj"))
         forward = tuple(PartialSum(owner=f"{part}.{last}", elements=stream) for part, _, last in parts)
         backward = tuple(PartialSum(owner=f"{part}.{first}", elements=stream) for part, first, _ in reversed(parts))
-        kinds: tuple[BorderKind, ...] = ("gather", "scatter")
+        kinds: tuple[BoundaryKind, ...] = ("gather", "scatter")
         owners = [(part, f"{part}.{last}") for part, _, last in parts]
-        borders = tuple(
-            Border(owner=owner, elements=stream, kind=kind)
+        boundaries = tuple(
+            Boundary(owner=owner, elements=stream, kind=kind)
             for pair in owners
             for owner, kind in zip(pair, kinds, strict=True)
         )
@@ -277,13 +277,13 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
         backward_reads_weights=not is_embedding,
         forward_sums=forward,
         backward_sums=backward,
-        sequence_borders=borders,
+        sequence_boundaries=boundaries,
         products=tuple(made.products),
         moved_elements=round(made.moved),
         moved_cut_elements=round(made.moved_cut),
         kernels=made.kernels + len(made.products),
         exchanges=tuple(_exchanges(decoder)) if is_block else (),
-        dealings=made.dealings,
+        dispatches=made.dispatches,
     )
 
 
@@ -482,7 +482,7 @@ def _experts(decoder: Decoder, made: _Block) -> None:
     if decoder.bias:
         made.weight("mlp.experts.gate_up_proj_bias", (e, (1 + decoder.gated) * f), experts=e)
         made.weight("mlp.experts.down_proj_bias", (e, h), experts=e)
-    made.dealings = (Dealing(owner="mlp.experts", rows=rows, width=h, experts=e),)
+    made.dispatches = (ExpertDispatch(owner="mlp.experts", rows=rows, width=h, experts=e),)
     # rows are copied out and back, weighted and added up; the router's scores are sorted
     inside = (3 if decoder.gated else 2) * rows * f
     made.move(8 * rows * h + 8 * s * e + inside, 0, 24)

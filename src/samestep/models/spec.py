@@ -98,17 +98,17 @@ class PartialSum:
 Partial = Literal["", "cut", "sequence"]
 """A weight is used on what a tensor cut divides, as the norm of each head; on a rank's tokens, under sequence parallelism."""
 
-BorderKind = Literal["gather", "scatter"]
+BoundaryKind = Literal["gather", "scatter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Border:
+class Boundary:
     """Where a cut part of a block is given the whole sequence, or gives its sum back: of one sample, in elements."""
 
     owner: str
     """Path of the module that is given it (gather) or gives it (scatter)."""
     elements: int
-    kind: BorderKind
+    kind: BoundaryKind
     has_gradient: bool = True
 
 
@@ -132,7 +132,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dealing:
+class ExpertDispatch:
     """What a module of experts is given for one sample: a row for each token and each expert chosen for it."""
 
     owner: str
@@ -245,9 +245,9 @@ class LayerSpec:
     """Under a cut of the sequence: what its attentions read and make, in order of the forward."""
     saved_pair_elements: int = 0
     """The part of `saved_elements` that a cut of the sequence leaves whole: masks of pairs of tokens."""
-    sequence_borders: tuple[Border, ...] = ()
-    """Of a block whose sequence can be cut too: borders of its tensor-cut parts, in order of the forward."""
-    dealings: tuple[Dealing, ...] = ()
+    sequence_boundaries: tuple[Boundary, ...] = ()
+    """Of a block whose sequence can be cut too: boundaries of its tensor-cut parts, in order of the forward."""
+    dispatches: tuple[ExpertDispatch, ...] = ()
     """Rows that go to its experts, in order of the forward."""
 
     @property
@@ -314,7 +314,7 @@ class LayerSpec:
             backward_sums=sums(self.backward_sums),
             loss_elements=part(self.loss_elements),
             loss_working_elements=part(self.loss_working_elements),
-            dealings=tuple(replace(dealing, rows=part(dealing.rows)) for dealing in self.dealings),
+            dispatches=tuple(replace(dealing, rows=part(dealing.rows)) for dealing in self.dispatches),
         )
 
 
@@ -392,10 +392,10 @@ def _layer_from(fields: dict[str, Any]) -> LayerSpec:
     sums = {name: tuple(PartialSum(**part) for part in fields[name]) for name in ("forward_sums", "backward_sums")}
     products = tuple(Product(**product) for product in fields["products"])
     exchanges = tuple(Exchange(**exchange) for exchange in fields["exchanges"])
-    borders = tuple(Border(**border) for border in fields["sequence_borders"])
-    dealings = tuple(Dealing(**dealing) for dealing in fields["dealings"])
-    given = {"modules": tuple(fields["modules"]), "products": products, "sequence_borders": borders}
-    return LayerSpec(**{**fields, **given, "exchanges": exchanges, "dealings": dealings, **sums})
+    boundaries = tuple(Boundary(**boundary) for boundary in fields["sequence_boundaries"])
+    dispatches = tuple(ExpertDispatch(**dealing) for dealing in fields["dealings"])
+    given = {"modules": tuple(fields["modules"]), "products": products, "sequence_boundaries": boundaries}
+    return LayerSpec(**{**fields, **given, "exchanges": exchanges, "dealings": dispatches, **sums})
 
 
 def _param_from(fields: dict[str, Any]) -> ParamSpec:

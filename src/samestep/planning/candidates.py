@@ -160,7 +160,7 @@ def _choices(split: Layout) -> Iterator[tuple[Words, ...]]:
     if split.zero >= 2:
         yield ({"accumulate": "full"},)
     yield tuple({"recompute": one} for one in get_args(Recompute) if one != _DEFAULT.recompute)
-    if split.num_summed > 1 and split.zero == 0:
+    if split.dp_cp_size > 1 and split.zero == 0:
         yield tuple({"reduce": one} for one in get_args(Reduce) if one != _DEFAULT.reduce)
     yield ({"offload": True},)
     if split.tp > 1:

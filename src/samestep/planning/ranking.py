@@ -27,7 +27,7 @@ def as_text(found: Plan) -> str:
         lines.append(f"the best is bound by {binds(found.best[0])}")
         lines += _cautions(found.best)
         if found.best[0].layout.offload:
-            lines.append("nothing fits without offload, and what it takes to update on the host is not foreseen")
+            lines.append("nothing fits without offload, and what it takes to update on the host is not predicted")
     else:
         lines.append(found.nearest)
     rules: Counter[str] = Counter()
@@ -72,7 +72,7 @@ def expected() -> str:
     """Say how far predictions have been from what was measured."""
     time, memory = intervals()["time"], intervals()["memory"]
     return (
-        f"of {time.rows:,} published steps 8 in 10 took {time.low:.2f} to {time.high:.2f} times the foreseen, "
+        f"of {time.rows:,} published steps 8 in 10 took {time.low:.2f} to {time.high:.2f} times the predicted, "
         f"of {memory.rows:,} peaks {memory.low:.2f} to {memory.high:.2f} times (docs/foresight.md)"
     )
 

@@ -56,7 +56,7 @@ class Rejection:
     reason: str
 
 
-class Group(NamedTuple):
+class CandidateGroup(NamedTuple):
     """Layouts that differ in the words of the data axis alone."""
 
     sized: Layout
@@ -67,7 +67,7 @@ class Group(NamedTuple):
     """Of each dp_replicate, dp_shard and zero."""
 
     @classmethod
-    def of(cls, layout: Layout) -> Group:
+    def of(cls, layout: Layout) -> CandidateGroup:
         """Return a single one."""
         return cls(layout, {}, ((layout.dp_replicate, layout.dp_shard, layout.zero),))
 
@@ -88,27 +88,27 @@ class _Family(NamedTuple):
     """Groups of the same degrees and the same micro-batch."""
 
     sized: Layout
-    groups: tuple[Group, ...]
+    groups: tuple[CandidateGroup, ...]
 
 
 class _Chain(NamedTuple):
     """Groups that differ in what is computed again alone, and take the longer the more that is: bounded by the first."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[CandidateGroup, ...]
 
 
 _Open = _Family | _Chain | Layout
 """What is looked at, in the order of bounds."""
 
 
-def _groups_of(what: _Open) -> tuple[Group, ...]:
-    return (Group.of(what),) if isinstance(what, Layout) else what.groups
+def _groups_of(what: _Open) -> tuple[CandidateGroup, ...]:
+    return (CandidateGroup.of(what),) if isinstance(what, Layout) else what.groups
 
 
 class Fallen(NamedTuple):
     """Layouts that fell out together."""
 
-    group: Group
+    group: CandidateGroup
     rule: str
     reason: str
     needed_bytes: float = 0.0
@@ -204,18 +204,18 @@ class _Search:
                 reasons[reason] = (*reasons.get(reason, ()), (one.dp_replicate, one.dp_shard, one.zero))
         return found
 
-    def _legal(self, sized: Layout, words: Mapping[str, Any], refusals: _Refusals) -> Iterator[Group]:
+    def _legal(self, sized: Layout, words: Mapping[str, Any], refusals: _Refusals) -> Iterator[CandidateGroup]:
         """Yield the splits that are not refused, together."""
         for reason, splits in refusals.get(words["schedule"], {}).items():
             self.considered += len(splits)
-            group = Group(sized, words, splits)
+            group = CandidateGroup(sized, words, splits)
             if reason is None:
                 yield group
             else:
                 self.fallen.append(Fallen(group, "refused", reason))
 
     def _throw_out(self, layout: Layout, rule: str, reason: str, needed_bytes: float = 0.0) -> None:
-        self.fallen.append(Fallen(Group.of(layout), rule, reason, needed_bytes))
+        self.fallen.append(Fallen(CandidateGroup.of(layout), rule, reason, needed_bytes))
 
     def _limit_s(self) -> float:
         """What a layout has to be faster than."""
@@ -226,7 +226,7 @@ class _Search:
         if self._fits(self.needs.least_bytes(step), *family.groups):
             self._put(self.bounds.least_s(step), family)
 
-    def _open_chain(self, groups: tuple[Group, ...], bound_s: float) -> None:
+    def _open_chain(self, groups: tuple[CandidateGroup, ...], bound_s: float) -> None:
         """Bound the first group that fits; those behind it take longer."""
         for number, group in enumerate(groups):
             step = self.builder.step(group.base)
@@ -234,7 +234,7 @@ class _Search:
                 self._put(max(bound_s, self.bounds.group_s(step)), _Chain(groups[number:]))
                 return
 
-    def _fits(self, needed: float, *groups: Group) -> bool:
+    def _fits(self, needed: float, *groups: CandidateGroup) -> bool:
         needed += self.hardware.reserved_bytes
         if needed <= self.hardware.memory_bytes:
             return True

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from samestep.models.spec import ParamSpec
 from samestep.program.holding import Holding
 from samestep.program.ops import BYTES_OF, Kind, Op, Ops
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ BUCKET_BYTES = 25 * 2**20
 """A bucket is closed once its gradients reach this: small enough to overlap, large enough to use the link."""
 
 
-def make_buckets(step: Step, chunks: tuple[range, ...] = ()) -> tuple[Bucket, ...]:
+def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket, ...]:
     """Lay the trainable parameters into flat buckets in the order in which backward finishes them.
 
     Weights of different working dtype never share a bucket, since a bucket's weights may be gathered as one; nor do
@@ -120,7 +120,7 @@ def make_buckets(step: Step, chunks: tuple[range, ...] = ()) -> tuple[Bucket, ..
     return tuple(_bucket(step, index, run) for index, run in enumerate(runs))
 
 
-def partial_sizes(step: Step, unit: Unit, axis: str) -> dict[str, int]:
+def partial_sizes(step: StepSpec, unit: Unit, axis: str) -> dict[str, int]:
     """Return the elements, row padding included, of a rank's shards of a unit's gradients that are partial over `axis`."""
     mine = {*unit.params}
     return {
@@ -130,11 +130,11 @@ def partial_sizes(step: Step, unit: Unit, axis: str) -> dict[str, int]:
     }
 
 
-def _kind(step: Step, param: ParamSpec) -> tuple[object, ...]:
+def _kind(step: StepSpec, param: ParamSpec) -> tuple[object, ...]:
     return step.working_dtype(param), step.holding(param)
 
 
-def _bucket(step: Step, index: int, params: list[ParamSpec]) -> Bucket:
+def _bucket(step: StepSpec, index: int, params: list[ParamSpec]) -> Bucket:
     members = []
     offset = 0
     for param in params:
@@ -155,7 +155,7 @@ Reduction = Callable[[Bucket], tuple[Op, ...]]
 """The collectives that reduce a bucket, in order."""
 
 
-def start_reductions(ops: Ops, step: Step, buckets: tuple[Bucket, ...], reduction: Reduction) -> Ops:
+def start_reductions(ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...], reduction: Reduction) -> Ops:
     """Put the first collective of each bucket behind the backward that finishes it, never before an earlier bucket's.
 
     What a layer's experts exchange is part of its backward.

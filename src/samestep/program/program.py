@@ -28,7 +28,7 @@ from typing import Any
 from samestep.program.bodies import BodyKey, ends_step
 from samestep.program.buckets import Bucket, Unit
 from samestep.program.ops import LedgerRow, Op, Ops, Task, ledger_key
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 from samestep.schedules import TaskKind
 
 
@@ -36,7 +36,7 @@ from samestep.schedules import TaskKind
 class Program:
     """One step on one pipeline stage: its tasks, the bodies they point at, and the geometry the runtime obeys."""
 
-    step: Step
+    step: StepSpec
     bodies: Mapping[BodyKey, Ops]
     tasks: tuple[Task, ...] = ()
     """In the order in which they run; the last one is the update."""
@@ -71,7 +71,7 @@ class Program:
         return rows
 
 
-def ends_gradients(body: BodyKey, step: Step) -> bool:
+def ends_gradients(body: BodyKey, step: StepSpec) -> bool:
     """Whether the body leaves the last gradients of a step."""
     kind = TaskKind.WEIGHT if step.splits_backward else TaskKind.BACKWARD
     return ends_step(body) and body.kind is kind

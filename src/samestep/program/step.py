@@ -16,7 +16,7 @@ from samestep.schedules import SCHEDULES
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class StepSpec:
     """What the strategies are told: the model, the parts of the job that shape a step, the layout, the place."""
 
     model: ModelSpec
@@ -47,7 +47,7 @@ class Step:
         cuts_loss: bool | None = None,
         stage: int = 0,
         replica: int = 0,
-    ) -> Step:
+    ) -> StepSpec:
         """Take from a job what shapes its step."""
         per_node = ranks_per_node or job.run.ranks_per_node or layout.world_size
         return cls(
@@ -132,12 +132,12 @@ class Step:
         """Return what one rank holds of `param`, as far as the strategies up to here have said."""
         return self.holdings.get(param.name, WHOLE)
 
-    def hold(self, part: Callable[[ParamSpec, Holding], Holding]) -> Step:
+    def hold(self, part: Callable[[ParamSpec, Holding], Holding]) -> StepSpec:
         """Return the step with a strategy's part added to what a rank holds of each weight of the model."""
         held = {param.name: part(param, self.holding(param)) for param in self.model.params}
         return replace(self, holdings={**self.holdings, **held})
 
-    def cut_like(self, other: Step) -> Step:
+    def cut_like(self, other: StepSpec) -> StepSpec:
         """Return this step with the local model of another one, and what a rank holds of it."""
         return replace(self, model=other.model, holdings=other.holdings)
 

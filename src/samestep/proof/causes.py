@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from samestep.proof.comparison import Comparison, Misfit, copies_of, matched, unclipped, whole_of
-from samestep.proof.observation import GIVEN, Held, Observation
+from samestep.proof.observation import GIVEN, HeldTensor, Observation
 from samestep.proof.verdict import Cause
 
 CLOSE = 1e-6
@@ -32,7 +32,7 @@ Found = tuple[Cause, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BatchPart:
     """What one part of a step's batch gives on one device: not divided by any count."""
 
     dp_index: int
@@ -59,11 +59,11 @@ class Case:
     """Whether a module has weights."""
     positional: Callable[[str], bool]
     """Whether a module knows positions alone, by what is known of the model's family."""
-    borders: Sequence[tuple[str, ...]]
+    boundaries: Sequence[tuple[str, ...]]
     """Modules of the first layer of each pipeline run but the first."""
     collectives: Callable[[str], str]
     """What the program sends for a module, bucket or unit, in words."""
-    parts: Callable[[int], Sequence[Part]]
+    parts: Callable[[int], Sequence[BatchPart]]
     """Compute the parts of a step on one device; counts from 0."""
     uses: Callable[[str, int], Sequence[Tensor]]
     """Compute the gradients of a tied weight's single uses in a step."""
@@ -97,7 +97,7 @@ def _start(case: Case, first: Comparison) -> Found:
     return Cause.START, f"{len(names)} of {first.compared} weights start from other values; first {misfit.name}"
 
 
-def _is_elsewhere(reference: Sequence[Held], held: Held) -> bool:
+def _is_elsewhere(reference: Sequence[HeldTensor], held: HeldTensor) -> bool:
     """Whether all that is held does stand in the whole tensor, though in other places."""
     whole = whole_of(reference)[held.name]
     values, _, _ = matched(held, whole)
@@ -132,7 +132,9 @@ def _forward(case: Case, first: Comparison) -> Found:
         )
     ratio = _output_ratio(case, path, step)
     times = f", {ratio:g} times the right output" if ratio else ""
-    if any(path == border or path.startswith(f"{border}.") for borders in case.borders for border in borders):
+    if any(
+        path == boundary or path.startswith(f"{boundary}.") for boundaries in case.boundaries for boundary in boundaries
+    ):
         return Cause.BORDER, f"first {where}{times}; it is the first layer of a pipeline stage"
     return Cause.FORWARD, f"first {where}{times}{case.collectives(path)}"
 
@@ -204,16 +206,16 @@ def _loss(case: Case, first: Comparison) -> Found:
     return Cause.LOSS_SCALE, f"forwards agree, but the loss of step {step} is {ours / right:.6g} times the right one"
 
 
-def _mean_of_means(parts: Sequence[Part]) -> list[tuple[str, float]]:
+def _mean_of_means(parts: Sequence[BatchPart]) -> list[tuple[str, float]]:
     """Return wrong ways to divide: means over groups of parts, each of which weighs the same."""
-    groupings: list[tuple[str, Callable[[Part], object]]] = [
+    groupings: list[tuple[str, Callable[[BatchPart], object]]] = [
         ("means of micro-batches", lambda part: (part.dp_index, part.microbatch)),
         ("means of ranks", lambda part: part.dp_index),
         ("means of micro-batch numbers", lambda part: part.microbatch),
     ]
     found = []
     for words, key in groupings:
-        groups: dict[object, list[Part]] = {}
+        groups: dict[object, list[BatchPart]] = {}
         for part in parts:
             groups.setdefault(key(part), []).append(part)
         means = [_ratio(group) for group in groups.values() if sum(part.count for part in group)]
@@ -221,7 +223,7 @@ def _mean_of_means(parts: Sequence[Part]) -> list[tuple[str, float]]:
     return found
 
 
-def _ratio(parts: Sequence[Part]) -> float:
+def _ratio(parts: Sequence[BatchPart]) -> float:
     return sum(part.loss for part in parts) / max(1.0, sum(part.count for part in parts))
 
 
@@ -267,7 +269,7 @@ def _gradients(case: Case, first: Comparison) -> Found:
     return Cause.BACKWARD, f"{affected}; forwards agree, so look at the backward of {path}{case.collectives(path)}"
 
 
-def _scales(case: Case, step: int, right: Mapping[str, Held]) -> dict[int, float]:
+def _scales(case: Case, step: int, right: Mapping[str, HeldTensor]) -> dict[int, float]:
     """Return by what each rank scales all its gradients; nothing where that is not what it does."""
     scales = {}
     for seen in case.ranks:
@@ -337,7 +339,7 @@ def _elsewhere(case: Case, misfit: Misfit, step: int) -> Found | None:
     return None
 
 
-def _named(case: Case, parts: Sequence[Part], fits: Mapping[int, list[float]], everywhere: bool) -> Found:
+def _named(case: Case, parts: Sequence[BatchPart], fits: Mapping[int, list[float]], everywhere: bool) -> Found:
     """Say what coefficients mean. Parts that are alike in all coefficients are spoken of together."""
     by_rank = {seen.rank: seen for seen in case.ranks}
     last = max(part.microbatch for part in parts)
@@ -384,7 +386,7 @@ def _named(case: Case, parts: Sequence[Part], fits: Mapping[int, list[float]], e
     return Cause.WRONG_GROUP, f"parts of the batch weigh {listed}, where each weighs 1"
 
 
-def _lacking(parts: Sequence[Part], kept: Mapping[int, set[int]]) -> str:
+def _lacking(parts: Sequence[BatchPart], kept: Mapping[int, set[int]]) -> str:
     """Say which micro-batches of other ranks the rank lacks that lacks most."""
     rank, mine = min(kept.items(), key=lambda item: len(item[1]))
     lacking = [part for index, part in enumerate(parts) if index not in mine]
@@ -421,7 +423,9 @@ def _fit(held: Tensor, columns: Sequence[Tensor]) -> list[float] | None:
     return fit.tolist() if residual <= CLOSE * scale else None
 
 
-def _copies_add_up(case: Case, name: str, right: Tensor, holders: Sequence[tuple[int, Sequence[Held]]]) -> str | None:
+def _copies_add_up(
+    case: Case, name: str, right: Tensor, holders: Sequence[tuple[int, Sequence[HeldTensor]]]
+) -> str | None:
     """Name the axis over which copies of a gradient, each a part, add up to the whole."""
     for axis in ("tp", "cp", "tie", "pp", "dp_replicate", "dp_shard"):
         groups = {seen.axes[axis] for seen in case.ranks if axis in seen.axes}
@@ -514,7 +518,7 @@ def find_checkpoint_cause(reference: Observation, loaded: Observation, first: Co
     )
 
 
-def _held(case: Case, misfit: Misfit, of: Callable[[Observation], Sequence[Held]]) -> Held:
+def _held(case: Case, misfit: Misfit, of: Callable[[Observation], Sequence[HeldTensor]]) -> HeldTensor:
     """Find what the rank of a misfit holds of its tensor."""
     seen = next(one for one in case.ranks if one.rank == misfit.rank)
     return next(held for held in of(seen) if held.name == misfit.name)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from samestep.proof.observation import Held, Observation, Output
+from samestep.proof.observation import HeldTensor, Observation, Output
 from samestep.proof.verdict import Check
 
 SMALL = 1e-6
@@ -201,12 +201,12 @@ def _relative(ours: float, theirs: float) -> float:
     return abs(ours - theirs) / max(1.0, abs(theirs))
 
 
-def unclipped(seen: Observation, index: int) -> list[Held]:
+def unclipped(seen: Observation, index: int) -> list[HeldTensor]:
     """Return a step's gradients without the factor of clipping, as the rank's own norm says it."""
     step = seen.steps[index]
     if step.factor == 1.0:
         return step.gradients
-    return [Held(held.name, held.values / step.factor, held.places) for held in step.gradients]
+    return [HeldTensor(held.name, held.values / step.factor, held.places) for held in step.gradients]
 
 
 # -- tensors, of which a rank holds parts ----------------------------------------------------------
@@ -215,8 +215,8 @@ def unclipped(seen: Observation, index: int) -> list[Held]:
 def held_comparison(
     what: str,
     step: int | None,
-    reference: Sequence[Held],
-    ranks: Sequence[tuple[int, Sequence[Held]]],
+    reference: Sequence[HeldTensor],
+    ranks: Sequence[tuple[int, Sequence[HeldTensor]]],
     limit: Limit,
     *,
     partly: bool = False,
@@ -225,7 +225,7 @@ def held_comparison(
     found = Comparison(what, step, allowance=limit(what, "", step or 1))
     whole = whole_of(reference)
     most = max((_largest(tensor) for tensor in whole.values()), default=0.0)
-    held: dict[str, list[tuple[int, Held]]] = {name: [] for name in whole}
+    held: dict[str, list[tuple[int, HeldTensor]]] = {name: [] for name in whole}
     for rank, mine in ranks:
         for one in mine:
             held.setdefault(one.name, []).append((rank, one))
@@ -248,7 +248,7 @@ def held_comparison(
     return found
 
 
-def matched(held: Held, expected: Tensor) -> tuple[Tensor, Tensor, Tensor | slice]:
+def matched(held: HeldTensor, expected: Tensor) -> tuple[Tensor, Tensor, Tensor | slice]:
     """Return what is held, what is expected there, and where that is, without padding."""
     if isinstance(held.places, range):
         index = slice(held.places.start, held.places.stop)
@@ -258,7 +258,7 @@ def matched(held: Held, expected: Tensor) -> tuple[Tensor, Tensor, Tensor | slic
     return held.values[real], expected[places], places
 
 
-def whole_of(reference: Sequence[Held]) -> dict[str, Tensor]:
+def whole_of(reference: Sequence[HeldTensor]) -> dict[str, Tensor]:
     """Return one device's tensors, flat, by name."""
     return {held.name: held.values for held in reference}
 
@@ -267,7 +267,7 @@ def _largest(values: Tensor) -> float:
     return float(values.abs().max()) if values.numel() else 0.0
 
 
-def copies_of(ranks: Sequence[tuple[int, Sequence[Held]]], name: str) -> Iterator[list[tuple[int, Tensor]]]:
+def copies_of(ranks: Sequence[tuple[int, Sequence[HeldTensor]]], name: str) -> Iterator[list[tuple[int, Tensor]]]:
     """Yield the ranks that hold the same elements of a tensor, with their values."""
     groups: dict[object, list[tuple[int, Tensor]]] = {}
     for rank, mine in ranks:

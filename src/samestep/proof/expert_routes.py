@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.runtime.dropout.masks import Part
+from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.dropout.mode import Draw, DropoutMode
 
 Routes = dict[tuple[str, int, int, int], np.ndarray[Any, np.dtype[np.int16]]]
@@ -27,7 +27,7 @@ _CHOOSING = (torch.topk, Tensor.topk)
 class RouteMode(DropoutMode):
     """Replays the choices in `routes`, or notes them there while it has none of the step."""
 
-    def __init__(self, model: nn.Module, draw: Draw, part: Part | None, routes: Routes, slice_index: int) -> None:
+    def __init__(self, model: nn.Module, draw: Draw, part: MaskSlice | None, routes: Routes, slice_index: int) -> None:
         super().__init__(model, draw, part)
         self._routes = routes
         self._replays = bool(routes)

@@ -32,7 +32,7 @@ from samestep.layout import Layout
 from samestep.program.ops import Task
 from samestep.proof.expert_routes import RouteMode, Routes
 from samestep.runtime.assembly import Source
-from samestep.runtime.dropout.masks import Part
+from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.dropout.mode import Draw
 from samestep.runtime.optimizer_step import Piece
 from samestep.runtime.placement import part_of
@@ -54,7 +54,7 @@ ALL_SAMPLES = -1
 
 
 @dataclass(slots=True)
-class Held:
+class HeldTensor:
     """What a rank holds of one tensor: elements, and their places in the flattened whole."""
 
     name: str
@@ -96,8 +96,8 @@ class SeenStep:
     """Of each sample that was read: its content."""
     outputs: dict[tuple[str, int, int], Output]
     """By (module, number of its call in the forward, sample), in order of execution."""
-    gradients: list[Held]
-    weights: list[Held]
+    gradients: list[HeldTensor]
+    weights: list[HeldTensor]
     routes: Routes
     """Which experts were chosen, where that is replayed."""
 
@@ -111,14 +111,14 @@ class Observation:
     """Ranks of its group of each axis of the program."""
     indices: dict[str, int]
     """Its positions: dp, tp, stage."""
-    start: list[Held] = field(default_factory=list)
+    start: list[HeldTensor] = field(default_factory=list)
     steps: list[SeenStep] = field(default_factory=list)
-    buffers: list[Held] = field(default_factory=list)
+    buffers: list[HeldTensor] = field(default_factory=list)
     held_out: float = 0.0
     """Loss of one more batch, without gradients."""
-    updated: list[list[Held]] = field(default_factory=list)
+    updated: list[list[HeldTensor]] = field(default_factory=list)
     """Weights after each step of the job's own optimizer, fed with equal gradients."""
-    state: list[Held] = field(default_factory=list)
+    state: list[HeldTensor] = field(default_factory=list)
     """What that optimizer keeps; NAME/KEY."""
     learning_rate: float = 0.0
     """Of the SGD that the steps were taken with."""
@@ -197,7 +197,7 @@ class ObservedRun(StepObserver):
         """Let forwards note or replay the choices of experts, where there are `routes`."""
         return None if self.routes is None else functools.partial(self._route_mode, self.routes)
 
-    def _route_mode(self, routes: list[Routes], model: nn.Module, draw: Draw, part: Part | None) -> RouteMode:
+    def _route_mode(self, routes: list[Routes], model: nn.Module, draw: Draw, part: MaskSlice | None) -> RouteMode:
         mesh = self.run.assembly.parallel.mesh
         index = mesh.index("cp") if self.run.layout.cp > 1 else mesh.index("tp")
         return RouteMode(model, draw, part, routes[draw.step], index)
@@ -313,12 +313,12 @@ def _one_step(observed: ObservedRun, batch: Batch, watched: _Watched) -> SeenSte
     )
 
 
-def held_weights(run: Run) -> list[Held]:
+def held_weights(run: Run) -> list[HeldTensor]:
     """Note the weights that the forward uses, as far as this rank updates them."""
     return _kept((piece.name, piece.value, _places(run, piece)) for piece in run.updater.pieces)
 
 
-def held_state(run: Run) -> list[Held]:
+def held_state(run: Run) -> list[HeldTensor]:
     """Note what the optimizer keeps: tensors shaped like their weights, and single numbers."""
     optimizer = run.updater.optimizer
     held: list[tuple[str, Tensor, Tensor | range]] = []
@@ -334,7 +334,7 @@ def held_state(run: Run) -> list[Held]:
     return _kept(held)
 
 
-def _held_buffers(run: Run) -> list[Held]:
+def _held_buffers(run: Run) -> list[HeldTensor]:
     """Note the buffers of the layers that this rank runs."""
     program = run.program
     mine = {index for chunk in program.chunks for index in chunk} or set(range(len(program.step.model.layers)))
@@ -348,7 +348,7 @@ def _held_buffers(run: Run) -> list[Held]:
     )
 
 
-def _kept(found: Iterable[tuple[str, Tensor, Tensor | range]]) -> list[Held]:
+def _kept(found: Iterable[tuple[str, Tensor, Tensor | range]]) -> list[HeldTensor]:
     """Copy tensors, those of a dtype into one memory: thousands of small ones would be slow to write and to read."""
     names, tensors, places = zip(*found, strict=True) if (found := list(found)) else ((), (), ())
     flat = [tensor.detach().flatten().cpu() for tensor in tensors]
@@ -358,7 +358,7 @@ def _kept(found: Iterable[tuple[str, Tensor, Tensor | range]]) -> list[Held]:
         parts = torch.split(torch.cat([flat[index] for index in members]), [flat[index].numel() for index in members])
         for index, part in zip(members, parts, strict=True):
             kept[index] = part
-    return [Held(*one) for one in zip(names, kept, places, strict=True)]
+    return [HeldTensor(*one) for one in zip(names, kept, places, strict=True)]
 
 
 def _places(run: Run, piece: Piece) -> Tensor | range:
@@ -372,7 +372,7 @@ def _places(run: Run, piece: Piece) -> Tensor | range:
 
 
 @torch.no_grad()
-def feed(run: Run, gradients: Sequence[dict[str, Tensor]]) -> Iterator[list[Held]]:
+def feed(run: Run, gradients: Sequence[dict[str, Tensor]]) -> Iterator[list[HeldTensor]]:
     """Give the optimizer the same whole gradients in every layout; yield the weights after each step.
 
     Collective over the world.

@@ -31,7 +31,7 @@ from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.proof import causes, comparison, observation
-from samestep.proof.causes import Case, Part
+from samestep.proof.causes import BatchPart, Case
 from samestep.proof.comparison import Comparison
 from samestep.proof.observation import Observation, ObservedRun
 from samestep.proof.verdict import Cause, Check
@@ -112,7 +112,7 @@ def _noted(observed: ObservedRun, subject: Subject, one: Observation | None) -> 
     start = [piece.value.detach().clone() for piece in run.updater.pieces]
     buffers = [buffer.clone() for buffer in run.model.buffers()]
     observed.learning_rate = one.learning_rate if one else None
-    if subject.job.numerics.precision != "float64" and any(layer.dealings for layer in subject.spec.layers):
+    if subject.job.numerics.precision != "float64" and any(layer.dispatches for layer in subject.spec.layers):
         observed.routes = [step.routes for step in one.steps] if one else [{} for _ in range(subject.job.train.steps)]
     seen = observation.observe(observed, subject.dataset)
     if subject.job.numerics.precision != "float64":
@@ -196,7 +196,7 @@ def _case(
         values = start if weights is None else [weights[piece.name] for piece in run.updater.pieces]
         observation.restart(run, values, buffers)
 
-    def parts(step: int) -> Sequence[Part]:
+    def parts(step: int) -> Sequence[BatchPart]:
         before(step)
         return _parts(run, subject, step)
 
@@ -214,7 +214,7 @@ def _case(
         dropout=lambda path: dropout.has_dropout(model.get_submodule(path)),
         weighted=lambda path: any(True for _ in model.get_submodule(path).parameters()),
         positional=facts_of(model).is_positional,
-        borders=[layers[chunk.start].modules for p in programs for chunk in p.chunks if chunk.start],
+        boundaries=[layers[chunk.start].modules for p in programs for chunk in p.chunks if chunk.start],
         collectives=functools.partial(_collectives, programs),
         parts=functools.lru_cache(parts),
         uses=uses,
@@ -235,7 +235,7 @@ def _batch(subject: Subject, step: int) -> Batch:
     return next(iter(batches(subject.dataset, subject.job, first_step=step)))
 
 
-def _parts(run: Run, subject: Subject, step: int) -> list[Part]:
+def _parts(run: Run, subject: Subject, step: int) -> list[BatchPart]:
     """Run each micro-batch of each data rank by itself, on one device."""
     layout, count = subject.layout, subject.programs()[0].step.num_microbatches
     batch = _batch(subject, step)
@@ -244,7 +244,7 @@ def _parts(run: Run, subject: Subject, step: int) -> list[Part]:
     for rank in range(layout.dp):
         for microbatch, indices in enumerate(batch.shares(rank, layout.dp, count)):
             gradients, loss, counted = _gradients(run, Batch(step, indices, subject.dataset))
-            found.append(Part(rank, microbatch, gradients, loss, counted))
+            found.append(BatchPart(rank, microbatch, gradients, loss, counted))
     return found
 
 

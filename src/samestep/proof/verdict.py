@@ -22,7 +22,7 @@ class Cause(StrEnum):
     DATA = "different data"
     DROPOUT = "different dropout masks"
     POSITIONS = "wrong positions or position-dependent buffers"
-    BORDER = "wrong activations across a pipeline border"
+    BORDER = "wrong activations across a pipeline boundary"
     FORWARD = "a module computes something else"
     STALE_WEIGHT = "weights of an earlier step were used"
     MEAN_OF_MEANS = "mean of means: parts with different counts weigh the same"

@@ -190,7 +190,7 @@ def shrunk(subject: Subject) -> tuple[Subject, str] | None:
 def _proof_bytes(subject: Subject, index: int) -> int:
     """Bytes that a layer takes in a proof: its weights in copies, what it saves of a whole batch, in float64."""
     weights = sum(param.numel for param in subject.spec.params_of(index))
-    ranks = subject.layout.num_summed if subject.layout.zero == 0 else subject.layout.dp_replicate
+    ranks = subject.layout.dp_cp_size if subject.layout.zero == 0 else subject.layout.dp_replicate
     # Ranks of a CPU share its memory.
     replicas = max(ranks, _workers(subject.job.run)) if _on_cpu(subject.job.run.device) else 1
     saved = subject.spec.layers[index].saved_elements * subject.job.train.global_batch

@@ -36,14 +36,14 @@ from samestep.runtime.axes import context, expert, pipeline, precision, recomput
 from samestep.runtime.axes.data import Replicated
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.dropout import mode as dropout
-from samestep.runtime.dropout.masks import Part
+from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.optimizer_step import OptimizerSource, Updater, check_optimizer
 from samestep.runtime.processes import mesh as meshes
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.weight_store import Materialize, WeightStore
 from samestep.strategies import program_of
 from samestep.tracing import experts as experts_module
-from samestep.tracing import independence, sequence_borders, tensor_plan
+from samestep.tracing import independence, sequence_boundaries, tensor_plan
 from samestep.tracing.trace import samples_traced, trace
 from samestep.tracing.traced_model import TracedModel
 
@@ -90,7 +90,7 @@ class PreparedModel:
     running_buffers: Sequence[Tensor]
     """Running statistics, which a skipped step leaves as they were."""
     dropout: dropout.DropoutState
-    mask_part: Part | None
+    mask_part: MaskSlice | None
     """Which part of each dropout mask this rank draws; None where no axis cuts a mask."""
 
 
@@ -145,13 +145,13 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
     with ExitStack() as stack:
         seen = stack.enter_context(tensor_plan.watching(plan.module, planned))
-        calls = stack.enter_context(sequence_borders.watching(plan.module))
+        calls = stack.enter_context(sequence_boundaries.watching(plan.module))
         masks = stack.enter_context(dropout.noting(plan.module, samples_traced(plan.module)))
-        dealings = stack.enter_context(experts_module.watching(plan.module, experts))
+        dispatches = stack.enter_context(experts_module.watching(plan.module, experts))
         spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, seen.use)
-    spec = experts_module.with_experts(spec, dealings, plan.module if source.loss is cross_entropy else None)
+    spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
     spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable))
-    spec, parts = sequence_borders.with_sequence(spec, plan.module, planned.styles, calls, experts.counts)
+    spec, parts = sequence_boundaries.with_sequence(spec, plan.module, planned.styles, calls, experts.counts)
     analysis = ModelAnalysis(
         spec=replace(spec, masks=tuple(masks)),
         cut_styles=planned.styles,
@@ -197,7 +197,7 @@ def _with_loss(spec: ModelSpec) -> ModelSpec:
 def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedModel:
     """Find out whether blocks work token by token, where the layout asks it of them and nobody has found out yet."""
     analysis, spec = traced.analysis, traced.spec
-    gives_experts_parts = layout.sequence_parallel and any(layer.dealings for layer in spec.layers)
+    gives_experts_parts = layout.sequence_parallel and any(layer.dispatches for layer in spec.layers)
     if analysis.knows_slices or (layout.cp == 1 and not gives_experts_parts):
         return traced
     value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
@@ -255,7 +255,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
             training_modes={module: module.training for module in model.modules()},
             running_buffers=[buffer for path in spec.coupled_modules for buffer in model.get_submodule(path).buffers()],
             dropout=dropout.DropoutState.of(traced.analysis.has_dropout, spec),
-            mask_part=Part(spec, *of_tp, layout.sequence_parallel, *of_cp) if layout.tp * layout.cp > 1 else None,
+            mask_part=MaskSlice(spec, *of_tp, layout.sequence_parallel, *of_cp) if layout.tp * layout.cp > 1 else None,
         ),
         objective=Objective(
             loss=functools.partial(tensor.cut_loss, mesh) if tensor.cuts_logits(program) else source.loss,

@@ -36,7 +36,7 @@ from samestep.errors import CheckpointError
 from samestep.job import Job
 from samestep.models.spec import ParamSpec
 from samestep.runtime.optimizer_step import Piece
-from samestep.runtime.placement import Part, Runs, copy_shared, part_index, part_of, whole
+from samestep.runtime.placement import Runs, WeightSlice, copy_shared, part_index, part_of, whole
 from samestep.runtime.processes.mesh import gather_objects
 from samestep.runtime.run import Run
 
@@ -173,7 +173,7 @@ def _spec(run: Run, name: str) -> ParamSpec:
     return next(param for param in run.program.step.model.params if param.name == name)
 
 
-def _part(run: Run, name: str) -> Part:
+def _part(run: Run, name: str) -> WeightSlice:
     """Say which part of a whole weight this rank has."""
     uncut = next(param for param in run.assembly.model.spec.params if param.name == name)
     cut = _spec(run, name)
@@ -273,7 +273,7 @@ class _Stored:
 
     folder: Path
     shapes: Mapping[str, list[int]]
-    cuts: dict[str, Part] = field(default_factory=dict)
+    cuts: dict[str, WeightSlice] = field(default_factory=dict)
     """Which part of its weight each name with an @ is."""
     values: dict[str, list[_Run]] = field(default_factory=dict)
     """Of each parameter: its runs, in order."""
@@ -293,7 +293,7 @@ class _Stored:
                 stored._add(name, _Plain(value))
             for name, (dim, intervals) in part["cuts"].items():
                 shape = tuple(stored.shapes[name.rpartition("@")[0]])
-                stored.cuts[name] = Part(shape, dim, tuple((start, stop) for start, stop in intervals))
+                stored.cuts[name] = WeightSlice(shape, dim, tuple((start, stop) for start, stop in intervals))
         for runs in (*stored.values.values(), *(runs for keys in stored.states.values() for runs in keys.values())):
             runs.sort(key=lambda run: (run.part, run.start))
         return stored

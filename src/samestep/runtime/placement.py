@@ -27,7 +27,7 @@ Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WeightSlice:
     """The intervals of a whole weight along `dim` that a rank holds, in its order."""
 
     shape: tuple[int, ...]
@@ -99,9 +99,9 @@ class Runs:
         return self.offsets[run] + into, (into >= 0) & (into < self.lengths[run])
 
 
-def whole(shape: Sequence[int]) -> Part:
+def whole(shape: Sequence[int]) -> WeightSlice:
     """Return the part that is everything."""
-    return Part(tuple(shape), 0, ((0, shape[0]),) if shape else ())
+    return WeightSlice(tuple(shape), 0, ((0, shape[0]),) if shape else ())
 
 
 def part_index(holding: Holding, mesh: Mesh) -> int:
@@ -118,7 +118,7 @@ def local_part(whole: Tensor, cut: ParamSpec, holding: Holding, mesh: Mesh) -> T
     return whole if dim is None else _taken(whole, dim, cut, holding, mesh)
 
 
-def part_of(spec: ParamSpec, cut: ParamSpec, holding: Holding, mesh: Mesh) -> Part:
+def part_of(spec: ParamSpec, cut: ParamSpec, holding: Holding, mesh: Mesh) -> WeightSlice:
     """Return what this rank has of `spec`, which the program leaves it as `cut`: numbers are cut as the weight is."""
     dim = _cut_dim(spec.shape, cut)
     if dim is None:
@@ -127,10 +127,10 @@ def part_of(spec: ParamSpec, cut: ParamSpec, holding: Holding, mesh: Mesh) -> Pa
     along[dim] = spec.shape[dim]
     held = _taken(torch.arange(spec.shape[dim]).view(along), dim, cut, holding, mesh).flatten().numpy()
     if not len(held):
-        return Part(tuple(spec.shape), dim, ())
+        return WeightSlice(tuple(spec.shape), dim, ())
     breaks = np.flatnonzero(np.diff(held) != 1)
     first, last = np.concatenate([[0], breaks + 1]), np.concatenate([breaks, [len(held) - 1]])
-    return Part(
+    return WeightSlice(
         tuple(spec.shape), dim, tuple((int(held[a]), int(held[b]) + 1) for a, b in zip(first, last, strict=True))
     )
 

@@ -19,13 +19,13 @@ import numpy as np
 from torch import nn
 
 from samestep.program.ops import Task
-from samestep.runtime.dropout.masks import Part
+from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.dropout.mode import Draw, DropoutMode
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 """Global indices of samples."""
 
-MakeMode = Callable[[nn.Module, Draw, Part | None], DropoutMode]
+MakeMode = Callable[[nn.Module, Draw, MaskSlice | None], DropoutMode]
 """Makes the mode of one forward, as `DropoutMode` itself does."""
 
 _NOTHING: AbstractContextManager[None] = nullcontext()

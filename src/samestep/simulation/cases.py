@@ -26,7 +26,7 @@ ALONE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class PublishedRun:
     """A training run as it was published, in our words."""
 
     title: str
@@ -84,7 +84,7 @@ class Run:
 
 
 RUNS = {
-    "gpt3-4096": Run(
+    "gpt3-4096": PublishedRun(
         title="GPT-3 175B on 4,096 A100: 64 data x 8 tensor x 8 pipeline",
         model="gpt3-175b",
         layout="dp=64 zero=1 tp=8 pp=8 microbatch=1 recompute=selective",
@@ -95,7 +95,7 @@ RUNS = {
         "(arXiv:2104.04473, section 5.1), so 4,096 at that rate would take 8.5",
         vocab=51200,
     ),
-    "llama2-70b-fsdp": Run(
+    "llama2-70b-fsdp": PublishedRun(
         title="Llama 2 70B with fully sharded data parallel on 2,048 A100",
         model="llama2-70b",
         layout="dp=2048 zero=3 microbatch=1 recompute=full",
@@ -105,7 +105,7 @@ RUNS = {
         published="1,720,320 GPU hours (arXiv:2307.09288, table 2), which is 35.0 days of 2,048; its batch was 4 M tokens, "
         "half of this, which gives every device one sequence",
     ),
-    "mt-nlg-530b": Run(
+    "mt-nlg-530b": PublishedRun(
         title="Megatron-Turing NLG 530B on 4,480 A100: 16 data x 8 tensor x 35 pipeline",
         model="mt-nlg-530b",
         layout="dp=16 tp=8 pp=35 microbatch=1 recompute=full",
@@ -115,7 +115,7 @@ RUNS = {
         published="60.1, 50.2 and 44.4 s a step on 2,240, 2,800 and 3,360 A100 (arXiv:2201.11990, section 3.2), batch 1,920; "
         "270 B tokens",
     ),
-    "llama-65b": Run(
+    "llama-65b": PublishedRun(
         title="LLaMA 65B with fully sharded data parallel on 2,048 A100",
         model="llama-65b",
         layout="dp=2048 zero=3 microbatch=1 recompute=selective",
@@ -135,7 +135,9 @@ def _gpt2(layout: str, model: str = "gpt2", batch: int = 64) -> Prediction:
 
 
 def _one_step(model: str, layout: str, batch: int, sequence: int, machine: Hardware | None = None) -> Prediction:
-    run = Run(title="", model=model, layout=layout, global_batch=batch, sequence=sequence, tokens=1.0, published="")
+    run = PublishedRun(
+        title="", model=model, layout=layout, global_batch=batch, sequence=sequence, tokens=1.0, published=""
+    )
     return run.predict(machine)
 
 
@@ -228,7 +230,7 @@ def _two_sizes() -> list[str]:
         f"one all_reduce of the float32 gradients of 1 B weights, S = {size:,} B, inside a node of {A100} (no batch, no tokens)"
     ]
     for ranks in (2, 4, 8):
-        taken_s = cost.collective_s(Kind.ALL_REDUCE, size, cost.Group(ranks, 1, ranks), machine)
+        taken_s = cost.collective_s(Kind.ALL_REDUCE, size, cost.GroupShape(ranks, 1, ranks), machine)
         rule_s = 2 * size / machine.intra.among(ranks).bytes_per_s
         lines.append(
             f"{ranks} ranks: {taken_s * 1e3:6.2f} ms; 2 S / B = {rule_s * 1e3:6.2f} ms; (n-1)/n of it {rule_s * (ranks - 1) / ranks * 1e3:6.2f} ms"

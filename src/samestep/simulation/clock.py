@@ -41,7 +41,7 @@ from samestep.program.bodies import BodyKey, is_backward
 from samestep.program.ops import EXPOSED_AXES, Kind, Op, Task
 from samestep.program.program import Program
 from samestep.simulation.cost import seconds
-from samestep.simulation.timeline import COMPUTE, Line, Run, Timeline
+from samestep.simulation.timeline import COMPUTE, Line, LineSpan, Timeline
 
 _TOGETHER = ("world", "tie")
 """Axes that run through pipeline stages."""
@@ -79,7 +79,7 @@ class _Meetings:
     """When each stage has come to the n-th op of an axis that they share."""
 
 
-class _Part(NamedTuple):
+class _Segment(NamedTuple):
     """A line of a body, and what it has to do with the rest of the program. Names are numbered."""
 
     queue: int
@@ -145,7 +145,7 @@ class _Stage:
 
     def __init__(self, index: int, program: Program, hardware: Hardware, meetings: _Meetings, count: int) -> None:
         self.index, self.at, self.done = index, "", False
-        self.runs: list[Run] = []
+        self.runs: list[LineSpan] = []
         self._program = program
         self._meetings, self._count = meetings, count
         self._contention = hardware.contention
@@ -164,7 +164,7 @@ class _Stage:
         self.done = next(self._steps, True)
         return self.done or self._played > before
 
-    def _play(self, parts: Mapping[BodyKey, Sequence[_Part]]) -> Iterator[bool]:
+    def _play(self, parts: Mapping[BodyKey, Sequence[_Segment]]) -> Iterator[bool]:
         """Play line by line; yield False while the next one has to wait for another stage."""
         ended, free, runs, parked = self._ended, self._free, self.runs, self._parked
         crowd = _Crowd(self._contention)
@@ -180,7 +180,7 @@ class _Stage:
                 if queue in self._computes and crowd.is_beside(start_s):
                     ends_s = crowd.slowed(start_s, line)
                     took_s = ends_s[-1]
-                runs.append(Run(self.index, label, start_s, start_s + took_s, line, ends_s))
+                runs.append(LineSpan(self.index, label, start_s, start_s + took_s, line, ends_s))
                 self._played += 1
                 if shared is None:
                     free[queue] = start_s + took_s
@@ -284,7 +284,9 @@ class _Lines:
             known[id(op)] = _Priced(op, took_s, queue_of(op, self._hardware), shared)
         return known[id(op)]
 
-    def _cut(self, ops: Sequence[_Priced], waits: Mapping[int, tuple[str, ...]], needed: set[str]) -> Iterator[_Part]:
+    def _cut(
+        self, ops: Sequence[_Priced], waits: Mapping[int, tuple[str, ...]], needed: set[str]
+    ) -> Iterator[_Segment]:
         """Let a line begin at each op that another queue or stage has a part in, or that changes the queue."""
         start = 0
         for index, one in enumerate(ops):
@@ -295,7 +297,7 @@ class _Lines:
         if ops:
             yield self._part(ops[start:], waits.get(id(ops[start].op), ()), needed)
 
-    def _part(self, ops: Sequence[_Priced], waits: tuple[str, ...], needed: set[str]) -> _Part:
+    def _part(self, ops: Sequence[_Priced], waits: tuple[str, ...], needed: set[str]) -> _Segment:
         names, ends_s, awaited = [], [], []
         busy_s: dict[str, float] = {}
         took_s = 0.0
@@ -307,7 +309,7 @@ class _Lines:
             ends_s.append(took_s)
             if shared or op.name in needed:
                 awaited.append((self.names[op.name], len(names) - 1))
-        return _Part(
+        return _Segment(
             self.queues.setdefault(ops[0].queue, len(self.queues)),
             took_s,
             tuple(self.names[name] for name in waits),

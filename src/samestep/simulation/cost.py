@@ -52,7 +52,7 @@ from samestep.hardware import Hardware, Link
 from samestep.models.spec import Product
 from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, TF32, Kind, Op
 from samestep.program.program import Program
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 
 UPDATE_PASSES = 7
 """Times an update goes over memory for one weight: weight, two states read and written, gradient read."""
@@ -278,7 +278,7 @@ RINGS = 8
 # -- communication -----------------------------------------------------------------------------------------------------
 
 
-class Group(NamedTuple):
+class GroupShape(NamedTuple):
     """Where the ranks of a group lie: on `nodes` nodes, at least `inside` of them on each."""
 
     num_ranks: int
@@ -294,7 +294,7 @@ def _collective_s(op: Op, program: Program, hardware: Hardware) -> float:
 
 
 @lru_cache(maxsize=2**16)
-def collective_s(kind: Kind, size_bytes: int, group: Group, hardware: Hardware) -> float:
+def collective_s(kind: Kind, size_bytes: int, group: GroupShape, hardware: Hardware) -> float:
     """Time of one collective over a group."""
     link = _link(group, kind, hardware)
     if kind is Kind.SEND:
@@ -317,7 +317,7 @@ def collective_s(kind: Kind, size_bytes: int, group: Group, hardware: Hardware) 
     return link.collective_s + ways * (waiting_s + hops / group.num_ranks * size_bytes / link.bytes_per_s)
 
 
-def _exchange_s(size_bytes: int, group: Group, hardware: Hardware) -> float:
+def _exchange_s(size_bytes: int, group: GroupShape, hardware: Hardware) -> float:
     """Every rank sends each other one an n-th: to those of its node, and at the same time to the others by its own port."""
     near, far = hardware.intra.among(group.inside), hardware.inter
     part = size_bytes / group.num_ranks
@@ -327,7 +327,7 @@ def _exchange_s(size_bytes: int, group: Group, hardware: Hardware) -> float:
     return max(near_s, away * part / (far.bytes_per_s * _reached(hardware)) + far.latency_s * bool(away))
 
 
-def _link(group: Group, kind: Kind, hardware: Hardware) -> Link:
+def _link(group: GroupShape, kind: Kind, hardware: Hardware) -> Link:
     """What a ring of the group runs over: every rank on a node brings its own port to the network."""
     near = hardware.intra.among(group.inside)
     if kind is Kind.ALL_REDUCE and near.all_reduce_bytes_per_s and group.inside > IN_SWITCH:
@@ -345,24 +345,24 @@ def _reached(hardware: Hardware) -> float:
     return NETWORK_REACHED if hardware.efficiency else 1.0  # a profile without efficiencies has achieved rates
 
 
-def group_of(axis: str, size: int, step: Step, hardware: Hardware) -> Group:
+def group_of(axis: str, size: int, step: StepSpec, hardware: Hardware) -> GroupShape:
     """Return how the ranks of one group of an axis, so many of them, lie on the nodes."""
     per_node, stride = hardware.devices_per_node, step.ranks.stride(axis)
     if axis == "pp":
         # A stage passes on to the next one, which is most often on the same node where several stages share it.
         crosses = step.layout.world_size > per_node and (step.stage + 1) * stride % per_node == 0
-        return Group(2, 2 if crosses or stride >= per_node else 1)
+        return GroupShape(2, 2 if crosses or stride >= per_node else 1)
     if step.layout.world_size <= per_node or per_node % (stride * size) == 0:
-        return Group(size, 1, size)
+        return GroupShape(size, 1, size)
     inside = max(1, per_node // stride)
     nodes = max(2, -(-size // inside))
-    return Group(size, nodes, max(1, size // nodes))
+    return GroupShape(size, nodes, max(1, size // nodes))
 
 
 # -- update ------------------------------------------------------------------------------------------------------------
 
 
-def _update_bytes(step: Step) -> int:
+def _update_bytes(step: StepSpec) -> int:
     """Bytes that the optimizer of one rank touches: of all weights, or of its share of them."""
     master = BYTES_OF[step.master_dtype]
     touched = 0

@@ -39,7 +39,7 @@ from samestep.program.bodies import BodyKey, is_forward
 from samestep.program.buckets import Unit
 from samestep.program.ops import BYTES_OF, Kind, Op, Ops
 from samestep.program.program import Program
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 
 _STATES = {
     "adadelta": 2, "adafactor": 0, "adagrad": 1, "adam": 2, "adamax": 2, "adamw": 2, "asgd": 1, "muon": 1, "nadam": 2,
@@ -247,11 +247,11 @@ def _on_the_way(program: Program) -> int:
     return 2 * max(given, default=0) if ahead else 0
 
 
-def _trainable(step: Step) -> Iterator[ParamSpec]:
+def _trainable(step: StepSpec) -> Iterator[ParamSpec]:
     return (param for param in step.model.params if param.trainable)
 
 
-def _weight_bytes(step: Step, trainable: bool) -> int:
+def _weight_bytes(step: StepSpec, trainable: bool) -> int:
     """Bytes of the weights as they stand in the module, uncut."""
     params = (param for param in step.model.params if param.trainable or not trainable)
     return sum(param.numel * BYTES_OF[step.working_dtype(param)] for param in params)
@@ -286,7 +286,7 @@ def _chunk_numel(numel: int, chunk: int, shard: int) -> int:
     return min(max(numel - shard * chunk, 0), chunk)
 
 
-def _cut_numel(step: Step, param: ParamSpec, rank: int) -> int:
+def _cut_numel(step: StepSpec, param: ParamSpec, rank: int) -> int:
     """Elements without padding that FSDP2 gives a rank: dim 0 in equal chunks, the last ones short."""
     holding = step.holding(param)
     shard = step.ranks.coordinate(rank, holding.data_axis)
@@ -352,7 +352,7 @@ class _Sizes:
         gradients = [_gradient_bytes(self.step, index) for index in range(len(self.saved))]
         self.largest = [max(of_layer, default=0) for of_layer in gradients]
         # A stage's output is kept until its gradient has come and gone back; its input too, of which a norm keeps a copy.
-        self.kept_borders = (Kind.SEND, Kind.RECV) if self.step.is_mixed else (Kind.SEND,)
+        self.kept_boundaries = (Kind.SEND, Kind.RECV) if self.step.is_mixed else (Kind.SEND,)
         self.frees = Kind.WEIGHT if self.step.splits_backward else Kind.BACKWARD
 
 
@@ -388,13 +388,13 @@ class _Walk:
                 self._compute(op, self.sizes.saved[op.layer] if op.layer is not None else Saved())
             elif op.axis == self.sizes.shard_axis.get(op.owner):
                 self._send(op)
-            elif op.axis == "pp" and goes_forward and op.kind in self.sizes.kept_borders:
+            elif op.axis == "pp" and goes_forward and op.kind in self.sizes.kept_boundaries:
                 self.activations += op.size_bytes
             if op.name in self.sizes.arriving:
                 self._put(op.name, self.sizes.arriving[op.name])
         if not goes_forward:
             back = {Kind.RECV: Kind.SEND, Kind.SEND: Kind.RECV}
-            freed = {back[kind] for kind in self.sizes.kept_borders}
+            freed = {back[kind] for kind in self.sizes.kept_boundaries}
             self.activations -= sum(op.size_bytes for op in ops if op.axis == "pp" and op.kind in freed)
 
     def _compute(self, op: Op, saved: Saved) -> None:
@@ -414,10 +414,10 @@ class _Walk:
                 self._look(op, activations=saved.working, gradients=largest)
                 for unit in self.sizes.starting.get(op.layer, ()):
                     self._put(unit.name, unit.padded_grad_numel * BYTES_OF[self.sizes.step.master_dtype])
-                self._look(op, activations=saved.borders - max(0, saved.whole - saved.borders))
+                self._look(op, activations=saved.boundaries - max(0, saved.whole - saved.boundaries))
             else:
                 self._look(op, activations=saved.working)
-                self._look(op, activations=saved.borders, gradients=largest)
+                self._look(op, activations=saved.boundaries, gradients=largest)
         else:
             if op.kind is Kind.UPDATE:
                 self.gradient_bytes -= self.gradients.pop(_SENT, 0)
@@ -462,7 +462,7 @@ class Saved(NamedTuple):
     """Activations that its backward reads."""
     working: int = 0
     """What its backward has alive beside them, gradients of weights left out."""
-    borders: int = 0
+    boundaries: int = 0
     """The gradients of its input and its output."""
     loss_made: int = 0
     """What the loss behind it has alive in its forward beside what it keeps."""
@@ -472,7 +472,7 @@ class Saved(NamedTuple):
     """What the loss's backward has alive beside it."""
 
 
-def saved_bytes(step: Step, layer: LayerSpec) -> Saved:
+def saved_bytes(step: StepSpec, layer: LayerSpec) -> Saved:
     """Return what a layer keeps and works on for a micro-batch; the loss stands behind the last one."""
     one = step.microbatch_samples * BYTES_OF[step.compute_dtype]
     of_loss = step.microbatch_samples * BYTES_OF[step.master_dtype]
@@ -483,7 +483,7 @@ def saved_bytes(step: Step, layer: LayerSpec) -> Saved:
         kept=kept * one,
         whole=max(kept, whole) * one,
         working=layer.working_elements * one,
-        borders=min(layer.working_elements, layer.input_elements + layer.output_elements) * one,
+        boundaries=min(layer.working_elements, layer.input_elements + layer.output_elements) * one,
         # Behind the forward the output is there too, and its copy in master precision.
         loss_made=layer.loss_elements * (one + of_loss * step.is_mixed),
         loss=layer.loss_elements * of_loss,
@@ -491,7 +491,7 @@ def saved_bytes(step: Step, layer: LayerSpec) -> Saved:
     )
 
 
-def _gradient_bytes(step: Step, layer: int) -> list[int]:
+def _gradient_bytes(step: StepSpec, layer: int) -> list[int]:
     """Bytes of the gradients of a layer's weights."""
     params = (param for param in step.model.params_of(layer) if param.trainable)
     return [param.numel * BYTES_OF[step.working_dtype(param)] for param in params]

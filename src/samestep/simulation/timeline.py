@@ -66,7 +66,7 @@ class Line(NamedTuple):
     """By stream."""
 
 
-class Run(NamedTuple):
+class LineSpan(NamedTuple):
     """A line as it ran once; its streams run nothing else at the time. All tasks that do the same share the line."""
 
     stage: int
@@ -100,7 +100,7 @@ class Run(NamedTuple):
 class Timeline:
     """What ran in one step, all stages: spans that were measured, or runs that were played."""
 
-    parts: tuple[Span | Run, ...]
+    parts: tuple[Span | LineSpan, ...]
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -113,8 +113,8 @@ class Timeline:
         return max((part.end_s for part in self.parts), default=0.0)
 
     @cached_property
-    def _of_stage(self) -> Mapping[int, list[Span | Run]]:
-        found: dict[int, list[Span | Run]] = {}
+    def _of_stage(self) -> Mapping[int, list[Span | LineSpan]]:
+        found: dict[int, list[Span | LineSpan]] = {}
         for part in self.parts:
             found.setdefault(part.stage, []).append(part)
         return found
@@ -133,7 +133,7 @@ class Timeline:
         """Time in which at least one op of the stream runs."""
         parts = self._of_stage.get(stage, ())
         measured = [part for part in parts if isinstance(part, Span) and part.stream == stream]
-        return _length(_union(measured)) + sum(part.busy_s(stream) for part in parts if isinstance(part, Run))
+        return _length(_union(measured)) + sum(part.busy_s(stream) for part in parts if isinstance(part, LineSpan))
 
     def idle_s(self, stage: int, stream: str = COMPUTE) -> float:
         """Time of the step in which the stream does nothing: for compute, bubbles and exposed communication."""
@@ -226,11 +226,11 @@ def _metadata(kind: str, stage: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": stage, "tid": tid, "args": {"name": name}}
 
 
-def _streams_of(part: Span | Run) -> tuple[str, ...]:
+def _streams_of(part: Span | LineSpan) -> tuple[str, ...]:
     return (part.stream,) if isinstance(part, Span) else tuple(stream for stream, _ in part.line.ops)
 
 
-def _union(spans: Iterable[Span | Run]) -> Iterator[Interval]:
+def _union(spans: Iterable[Span | LineSpan]) -> Iterator[Interval]:
     """Merge what ran into intervals that do not touch, in order."""
     start_s = end_s = 0.0
     for span in sorted(spans, key=lambda span: span.start_s):

@@ -17,7 +17,7 @@ from samestep.models.spec import ModelSpec
 from samestep.program.bodies import UPDATE_BODY, BodyKey, position
 from samestep.program.ops import Kind, Op, Ops, Task
 from samestep.program.program import Program
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 from samestep.schedules import TaskKind
 from samestep.strategies import context, data, expert, pipeline, precision, recompute, sequence, shard, tensor
 
@@ -43,7 +43,7 @@ def program_of(
     Raises:
         LayoutError: a strategy refuses the layout; the text says why and what would work.
     """
-    step = Step.of(model, job, layout, ranks_per_node, cuts_loss, stage, replica)
+    step = StepSpec.of(model, job, layout, ranks_per_node, cuts_loss, stage, replica)
     if reason := refusal_of(step):
         raise LayoutError(reason)
     return _of_all_sizes(step, _program_for)
@@ -77,9 +77,9 @@ class ProgramBuilder:
         self.model, self.job, self._ranks_per_node, self._cuts_loss = model, job, ranks_per_node, cuts_loss
         self._shared: dict[tuple[object, ...], Program] = {}
 
-    def step(self, layout: Layout) -> Step:
+    def step(self, layout: Layout) -> StepSpec:
         """Return what the strategies are told."""
-        return Step.of(self.model, self.job, layout, self._ranks_per_node, self._cuts_loss)
+        return StepSpec.of(self.model, self.job, layout, self._ranks_per_node, self._cuts_loss)
 
     def programs(self, layout: Layout) -> tuple[Program, ...]:
         """Return the programs of all pipeline stages.
@@ -91,12 +91,12 @@ class ProgramBuilder:
         if reason := refusal_of(step):
             raise LayoutError(reason)
 
-        def of_stage(sized: Step) -> Program:
+        def of_stage(sized: StepSpec) -> Program:
             return _stacked(_with_tasks(self.before_stages(sized)), STACK[_STAGED:])
 
         return tuple(_of_all_sizes(replace(step, stage=stage), of_stage) for stage in range(layout.pp))
 
-    def before_stages(self, step: Step) -> Program:
+    def before_stages(self, step: StepSpec) -> Program:
         """Apply what is the same for all stages: one body for each kind of task, and no tasks yet."""
         layout = step.layout
         key = (
@@ -113,12 +113,12 @@ class ProgramBuilder:
         return replace(found, step=step.cut_like(found.step))
 
 
-def refusal_of(step: Step) -> str | None:
+def refusal_of(step: StepSpec) -> str | None:
     """Return why the first strategy that refuses a step does; None where none does."""
     return next((reason for strategy in STACK if (reason := strategy.refusal(step))), None)
 
 
-def _of_all_sizes(step: Step, program_for: Callable[[Step], Program]) -> Program:
+def _of_all_sizes(step: StepSpec, program_for: Callable[[StepSpec], Program]) -> Program:
     """Return the step's program, in which smaller micro-batches have bodies of their own."""
     program = program_for(step)
     sizes = step.microbatch_sizes
@@ -139,7 +139,7 @@ def _of_all_sizes(step: Step, program_for: Callable[[Step], Program]) -> Program
 _REPEATED, _STAGED = STACK.index(recompute), STACK.index(pipeline)
 
 
-def _program_for(step: Step) -> Program:
+def _program_for(step: StepSpec) -> Program:
     return _stacked(_with_tasks(_stacked(_on_one_rank(step), STACK[:_STAGED])), STACK[_STAGED:])
 
 
@@ -149,7 +149,7 @@ def _stacked(program: Program, strategies: tuple[ModuleType, ...]) -> Program:
     return program
 
 
-def _on_one_rank(step: Step) -> Program:
+def _on_one_rank(step: StepSpec) -> Program:
     """The base program: what a forward, a backward and the update are."""
     bodies = {BodyKey(kind): _layer_ops(step, kind) for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)}
     bodies[UPDATE_BODY] = (Op(kind=Kind.UPDATE, owner="optimizer", dtype=step.master_dtype),)
@@ -169,7 +169,7 @@ def _with_tasks(program: Program) -> Program:
     return replace(program, bodies=bodies, tasks=tuple(tasks))
 
 
-def _layer_ops(step: Step, kind: TaskKind) -> Ops:
+def _layer_ops(step: StepSpec, kind: TaskKind) -> Ops:
     """Compute of every layer once: backward goes the other way, by input and by weight."""
     forward = kind is TaskKind.FORWARD
     ops = tuple(

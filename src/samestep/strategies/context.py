@@ -25,14 +25,14 @@ from samestep.models.spec import Exchange, LayerSpec, ModelSpec, remembered
 from samestep.program.bodies import BodyKey, is_backward
 from samestep.program.ops import Kind, Op, Ops
 from samestep.program.program import Program
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 
 AXIS = "cp"
 LEAST_TOKENS = 2
 """Of a slice: code that is given one token may take it for a step of a generation."""
 
 
-def refusal(step: Step) -> str | None:
+def refusal(step: StepSpec) -> str | None:
     """Refuse models that do not work on slices, and degrees that divide neither tokens nor heads."""
     degree, model = step.layout.cp, step.model
     if degree == 1:
@@ -83,7 +83,7 @@ def sent_heads(heads: int, query_heads: int, degree: int) -> int:
     return least if query_heads % least == 0 else query_heads
 
 
-def _sliced(key: BodyKey, ops: Ops, step: Step) -> Iterator[Op]:
+def _sliced(key: BodyKey, ops: Ops, step: StepSpec) -> Iterator[Op]:
     for op in ops:
         if op.layer is None:
             yield op
@@ -94,7 +94,7 @@ def _sliced(key: BodyKey, ops: Ops, step: Step) -> Iterator[Op]:
         yield from _sends(layer, step, op, backward=is_backward(key))
 
 
-def _sends(layer: LayerSpec, step: Step, after: Op, *, backward: bool) -> Iterator[Op]:
+def _sends(layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) -> Iterator[Op]:
     """Backward undoes the exchanges of the forward, the last one first."""
     exchanges: Iterable[Exchange] = layer.exchanges
     if backward:

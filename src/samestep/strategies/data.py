@@ -33,17 +33,17 @@ from samestep.program.buckets import (
 from samestep.program.holding import REPLICAS, TIE
 from samestep.program.ops import REDUCING, STEP_SCALARS, Kind, Op, Ops
 from samestep.program.program import Program, ends_gradients
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 
 AXIS = REPLICAS
 
 
-def refusal(step: Step) -> str | None:
+def refusal(step: StepSpec) -> str | None:
     """Refuse ways of reduction that this layout has no use for, and samples that influence each other."""
     layout = step.layout
     if layout.reduce != "ring" and step.zero > 0:
         return f"reduce={layout.reduce} reduces whole gradients: use it with zero=0, not zero={layout.zero}"
-    if layout.reduce == "hierarchical" and (layout.num_summed % step.dp_per_node or step.ranks_per_node % layout.tp):
+    if layout.reduce == "hierarchical" and (layout.dp_cp_size % step.dp_per_node or step.ranks_per_node % layout.tp):
         return (
             f"reduce=hierarchical needs whole nodes: {layout.world_size} ranks are no multiple of "
             f"{step.ranks_per_node} ranks per node, or tp={layout.tp} leaves the node"
@@ -63,7 +63,7 @@ def apply(program: Program) -> Program:
     buckets = program.buckets
     tied = any(step.holding(param).tied_over for param in step.model.params)
     has_partial = any(step.holding(param).partial_over for param in step.model.params if param.trainable)
-    sums = step.layout.num_summed > 1 or tied or has_partial
+    sums = step.layout.dp_cp_size > 1 or tied or has_partial
     if step.zero == 0 and (sums or step.is_mixed):
         buckets = make_buckets(step, program.chunks)  # mixed precision adds up in their float32 buffers on one rank too
     if step.layout.num_replicas > 1:
@@ -82,7 +82,7 @@ def apply(program: Program) -> Program:
     return replace(program, buckets=buckets, axes=axes)
 
 
-def _reduced(key: BodyKey, ops: Ops, step: Step, buckets: tuple[Bucket, ...], units: tuple[Unit, ...]) -> Ops:
+def _reduced(key: BodyKey, ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...], units: tuple[Unit, ...]) -> Ops:
     """Reduce over the replicas, and over tied stages, what the step's last backward leaves."""
 
     def reduction(bucket: Bucket) -> tuple[Op, ...]:
@@ -115,14 +115,14 @@ def _reductions_of(program: Program) -> Iterator[str]:
         yield op.name
 
 
-def _axes(step: Step) -> dict[str, int]:
+def _axes(step: StepSpec) -> dict[str, int]:
     if step.layout.reduce != "hierarchical":
         return {AXIS: step.layout.num_replicas}
-    nodes = step.layout.num_summed // step.dp_per_node
+    nodes = step.layout.dp_cp_size // step.dp_per_node
     return {name: size for name, size in (("dp_intra", step.dp_per_node), ("dp_inter", nodes)) if size > 1}
 
 
-def _reductions(step: Step, bucket: Bucket) -> tuple[Op, ...]:
+def _reductions(step: StepSpec, bucket: Bucket) -> tuple[Op, ...]:
     """The ops that leave the sum of a bucket on every rank that updates it."""
     numel, holding = bucket.padded_numel, bucket.holding
 
@@ -140,7 +140,9 @@ def _reductions(step: Step, bucket: Bucket) -> tuple[Op, ...]:
     return (*_over_replicas(step, numel, op, holding.data_axis, ranks), *over_ties)
 
 
-def _over_replicas(step: Step, numel: int, op: Callable[[Kind, str, int], Op], axis: str, ranks: int) -> tuple[Op, ...]:
+def _over_replicas(
+    step: StepSpec, numel: int, op: Callable[[Kind, str, int], Op], axis: str, ranks: int
+) -> tuple[Op, ...]:
     """The ops of the layout's way of reduction over the ranks that hold the same."""
     if ranks == 1:
         return ()
@@ -156,7 +158,7 @@ def _over_replicas(step: Step, numel: int, op: Callable[[Kind, str, int], Op], a
     return (op(Kind.REDUCE_SCATTER, "dp_intra", numel), *between, op(Kind.ALL_GATHER, "dp_intra", numel))
 
 
-def _reduce_units(ops: Ops, step: Step, units: Mapping[str, Unit], *, is_last: bool) -> Iterator[Op]:
+def _reduce_units(ops: Ops, step: StepSpec, units: Mapping[str, Unit], *, is_last: bool) -> Iterator[Op]:
     """Reduce each unit's last shard over the replicas at once, as FSDP2 does; what one rank has alone is a shard already."""
     for op in ops:
         if op.kind is not Kind.REDUCE_SCATTER or op.owner not in units:
@@ -170,7 +172,7 @@ def _reduce_units(ops: Ops, step: Step, units: Mapping[str, Unit], *, is_last: b
             yield replace(op, kind=Kind.ALL_REDUCE, axis=AXIS, size_bytes=op.size_bytes // parts, after=after)
 
 
-def _tied_units(step: Step, units: tuple[Unit, ...]) -> Iterator[Op]:
+def _tied_units(step: StepSpec, units: tuple[Unit, ...]) -> Iterator[Op]:
     """Sum what a rank has of a weight's gradient with what its twin on the other stage has, once both are reduced."""
     params = {param.name: param for param in step.model.params if step.holding(param).tied_over and param.trainable}
     reduced = Kind.ALL_REDUCE if step.layout.num_replicas > 1 else Kind.REDUCE_SCATTER

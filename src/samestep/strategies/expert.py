@@ -32,12 +32,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from samestep.models.spec import Dealing, LayerSpec, ModelSpec, ParamSpec, Product, remembered
+from samestep.models.spec import ExpertDispatch, LayerSpec, ModelSpec, ParamSpec, Product, remembered
 from samestep.program.bodies import is_forward
 from samestep.program.holding import Holding
 from samestep.program.ops import BYTES_OF, Kind, Op, Ops
 from samestep.program.program import Program
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 
 AXIS = "ep"
 SAME = "dp_expert"
@@ -46,7 +46,7 @@ SAME = "dp_expert"
 _COUNT_BYTES = 8
 
 
-def refusal(step: Step) -> str | None:
+def refusal(step: StepSpec) -> str | None:
     """Refuse a degree that divides neither the data ranks nor the experts, and what does not know of experts."""
     layout, model = step.layout, step.model
     if model.balanced_experts and (reason := _refuse_balance(step)):
@@ -81,7 +81,7 @@ def _dealt(model: ModelSpec) -> tuple[int, str | None]:
     return math.gcd(*(param.experts for param in dealt)), shared
 
 
-def _refuse_balance(step: Step) -> str | None:
+def _refuse_balance(step: StepSpec) -> str | None:
     if step.layout.pp > 1:
         return (
             f"pp={step.layout.pp}: the loss that balances experts reads the routers of all layers, which stand on several "
@@ -110,7 +110,7 @@ def apply(program: Program) -> Program:
     return replace(program, step=local).with_bodies(lambda _, ops: tuple(_exchanged(ops, local)), axes=axes)
 
 
-def _choices(ops: Ops, step: Step) -> Op:
+def _choices(ops: Ops, step: StepSpec) -> Op:
     """Count the choices of each expert, all rows, and what the loss counts."""
     op = Op(kind=Kind.ALL_REDUCE, owner="balance", axis="world", dtype="float64", after=(ops[-1].name,))
     return op.sized(step.model.balanced_experts + 2)
@@ -136,10 +136,10 @@ def _deal_param(param: ParamSpec, degree: int) -> ParamSpec:
 
 def _deal_layer(layer: LayerSpec, degree: int) -> LayerSpec:
     """A rank has as many rows as before, for fewer experts; it keeps those that came back, to weigh them."""
-    if not layer.dealings:
+    if not layer.dispatches:
         return layer
-    sizes = {exchange.experts for exchange in layer.dealings}
-    came_back = sum(exchange.rows * exchange.width for exchange in layer.dealings)
+    sizes = {exchange.experts for exchange in layer.dispatches}
+    came_back = sum(exchange.rows * exchange.width for exchange in layer.dispatches)
 
     def dealt(product: Product) -> Product:
         return replace(product, groups=-(-product.groups // degree)) if product.groups in sizes else product
@@ -154,18 +154,18 @@ def _deal_layer(layer: LayerSpec, degree: int) -> LayerSpec:
     )
 
 
-def _exchanged(ops: Ops, step: Step) -> Iterator[Op]:
+def _exchanged(ops: Ops, step: StepSpec) -> Iterator[Op]:
     """Write what a layer's experts exchange behind its compute."""
     for op in ops:
         yield op
         if op.layer is None or op.kind not in (Kind.FORWARD, Kind.BACKWARD):
             continue
-        dealings = step.model.layers[op.layer].dealings
-        for exchange in dealings if op.kind is Kind.FORWARD else reversed(dealings):
+        dispatches = step.model.layers[op.layer].dispatches
+        for exchange in dispatches if op.kind is Kind.FORWARD else reversed(dispatches):
             yield from _exchange(exchange, step, op)
 
 
-def _exchange(exchange: Dealing, step: Step, after: Op) -> Iterator[Op]:
+def _exchange(exchange: ExpertDispatch, step: StepSpec, after: Op) -> Iterator[Op]:
     rows = Op(kind=Kind.ALL_TO_ALL, owner=exchange.owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
     if after.kind is Kind.FORWARD:
         yield rows.but(dtype="int64", size_bytes=exchange.experts * _COUNT_BYTES)

@@ -28,13 +28,13 @@ from samestep.program.bodies import UPDATE_BODY, BodyKey, is_backward, position
 from samestep.program.holding import TIE, Holding
 from samestep.program.ops import Kind, Op, Ops, Task
 from samestep.program.program import Program
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 from samestep.schedules import SCHEDULES, TaskKind
 
 AXIS = "pp"
 
 
-def refusal(step: Step) -> str | None:
+def refusal(step: StepSpec) -> str | None:
     """Refuse more stages than blocks, and weights that two stages would share."""
     layout = step.layout
     if layout.pp == 1:
@@ -63,7 +63,7 @@ def _num_blocks(model: ModelSpec) -> int:
 @remembered
 def _refuse_weights(model: ModelSpec, runs: int) -> str | None:
     """Refuse weights of no stage, and those that stages other than the first and the last share."""
-    cuts = runs_of(model, runs)
+    cuts = chunks_of(model, runs)
     roots = _roots(model)
     for param in model.params:
         if _layer_at(roots, param.name) is None:
@@ -92,7 +92,7 @@ def apply(program: Program) -> Program:
     layout = step.layout
     if layout.pp == 1:
         return program
-    cuts = runs_of(step.model, layout.pp * layout.virtual_stages)
+    cuts = chunks_of(step.model, layout.pp * layout.virtual_stages)
     chunks = tuple(cuts[step.stage :: layout.pp])
     mine = tuple(_params_of(step.model, cuts, step.stage, layout.pp))
     local = replace(step, model=replace(step.model, params=mine)).hold(_hold)
@@ -150,7 +150,7 @@ def _params_of(model: ModelSpec, cuts: tuple[range, ...], stage: int, num_stages
             yield replace(param, tied_stages=True, last_layer=None, layer=here_last, called=(last, last))
 
 
-def runs_of(model: ModelSpec, count: int) -> tuple[range, ...]:
+def chunks_of(model: ModelSpec, count: int) -> tuple[range, ...]:
     """Cut the layers into runs of which the costliest costs least; what is not a block goes with a neighbour.
 
     Costs are forward FLOPs, one more for each layer so that layers without FLOPs spread too.
@@ -181,7 +181,7 @@ def balanced(costs: tuple[int, ...], is_block: tuple[bool, ...], count: int) -> 
         middle = (low + high) // 2
         low, high = (low, middle) if fewest(middle)[-1] <= count else (middle + 1, high)
     needed = fewest(high)
-    borders, end, last = [len(costs)], len(costs), len(blocks)
+    boundaries, end, last = [len(costs)], len(costs), len(blocks)
     for left in range(count - 1, 0, -1):
         may = (
             n for n in range(last - 1, left - 1, -1) if needed[n] <= left and before[end] - before[blocks[n]] <= high
@@ -189,8 +189,8 @@ def balanced(costs: tuple[int, ...], is_block: tuple[bool, ...], count: int) -> 
         rest = before[end] * left / (left + 1)
         last = min(may, key=lambda n: (before[blocks[n]] > rest, abs(before[blocks[n]] - rest)))
         end = blocks[last]
-        borders.append(end)
-    return tuple(range(a, b) for a, b in itertools.pairwise((0, *reversed(borders))))
+        boundaries.append(end)
+    return tuple(range(a, b) for a, b in itertools.pairwise((0, *reversed(boundaries))))
 
 
 def _roots(model: ModelSpec) -> dict[str, int]:
@@ -212,7 +212,7 @@ def _run_of(roots: Mapping[str, int], cuts: tuple[range, ...], name: str) -> int
     return next((run for run, layers in enumerate(cuts) if layer in layers), 0)
 
 
-def _tasks(step: Step) -> Iterator[Task]:
+def _tasks(step: StepSpec) -> Iterator[Task]:
     layout, count = step.layout, step.num_microbatches
     for action in schedules.order(layout.schedule, step.stage, layout.pp, count, layout.virtual_stages):
         key = BodyKey(action.kind, action.chunk, position=position(action.microbatch, count))
@@ -220,7 +220,7 @@ def _tasks(step: Step) -> Iterator[Task]:
     yield Task(UPDATE_BODY, count - 1)
 
 
-def weights_apart(ops: Ops, step: Step) -> Iterator[Op]:
+def weights_apart(ops: Ops, step: StepSpec) -> Iterator[Op]:
     """The gradients of weights that a backward leaves for later, in its order."""
     for op in ops:
         if op.kind is Kind.BACKWARD and op.layer is not None:
@@ -228,20 +228,20 @@ def weights_apart(ops: Ops, step: Step) -> Iterator[Op]:
             yield op.but(kind=Kind.WEIGHT, flops=flops, after=(op.name,))
 
 
-def _without_weights(op: Op, step: Step) -> Op:
+def _without_weights(op: Op, step: StepSpec) -> Op:
     if op.kind is not Kind.BACKWARD or op.layer is None:
         return op
     return op.but(flops=op.flops - step.model.layers[op.layer].deferred_flops * step.microbatch_samples)
 
 
-def _run(ops: Ops, step: Step, cuts: tuple[range, ...], chunk: range, backward: bool) -> Iterator[Op]:
+def _run(ops: Ops, step: StepSpec, cuts: tuple[range, ...], chunk: range, backward: bool) -> Iterator[Op]:
     """Keep the ops of one run of layers between what it receives and what it sends."""
     comes_in, goes_out = (chunk.stop, chunk.start) if backward else (chunk.start, chunk.stop)
     ends = (0, len(step.model.layers))
     if comes_in not in ends:
         yield _passed(Kind.RECV, step, comes_in, ())
     layer: int | None = None
-    before: tuple[str, ...] = (f"{Kind.RECV}:{_border(step, comes_in)}",) if comes_in not in ends else ()
+    before: tuple[str, ...] = (f"{Kind.RECV}:{_boundary(step, comes_in)}",) if comes_in not in ends else ()
     name = ""
     for op in ops:
         layer = layer if op.layer is None else op.layer
@@ -252,11 +252,11 @@ def _run(ops: Ops, step: Step, cuts: tuple[range, ...], chunk: range, backward: 
         yield _passed(Kind.SEND, step, goes_out, (name,))
 
 
-def _passed(kind: Kind, step: Step, border: int, after: tuple[str, ...]) -> Op:
-    numel = step.model.layers[border - 1].output_elements * step.microbatch_samples
-    return Op(kind=kind, owner=_border(step, border), axis=AXIS, dtype=step.compute_dtype, after=after).sized(numel)
+def _passed(kind: Kind, step: StepSpec, boundary: int, after: tuple[str, ...]) -> Op:
+    numel = step.model.layers[boundary - 1].output_elements * step.microbatch_samples
+    return Op(kind=kind, owner=_boundary(step, boundary), axis=AXIS, dtype=step.compute_dtype, after=after).sized(numel)
 
 
-def _border(step: Step, border: int) -> str:
+def _boundary(step: StepSpec, boundary: int) -> str:
     """Name what passes between two runs by the layer that made it."""
-    return step.model.layers[border - 1].name
+    return step.model.layers[boundary - 1].name

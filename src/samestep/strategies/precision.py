@@ -10,10 +10,10 @@ from __future__ import annotations
 from samestep.program.bodies import BodyKey
 from samestep.program.ops import Ops
 from samestep.program.program import Program
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 
 
-def refusal(step: Step) -> str | None:
+def refusal(step: StepSpec) -> str | None:
     """Nothing is refused: every precision runs in every layout."""
     return None
 

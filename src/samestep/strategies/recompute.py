@@ -14,11 +14,11 @@ from samestep.models.spec import LayerSpec
 from samestep.program.bodies import BodyKey, is_backward
 from samestep.program.ops import Kind, Op, Ops
 from samestep.program.program import Program
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 from samestep.schedules import TaskKind
 
 
-def refusal(step: Step) -> str | None:
+def refusal(step: StepSpec) -> str | None:
     """Refuse where there is nothing to recompute."""
     if step.layout.recompute != "none" and not any(layer.is_block for layer in step.model.layers):
         return (

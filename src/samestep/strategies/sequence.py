@@ -2,7 +2,7 @@
 
 Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2. Norms, dropouts and residual sums work on each token by itself;
 under tp alone every rank of `tp` repeats them on all tokens, and keeps their activations. Here a rank has 1/tp of the
-sequence there, and the two borders of a cut part become
+sequence there, and the two boundaries of a cut part become
 
 ```
              tp alone                         with the sequence cut
@@ -27,12 +27,12 @@ from samestep.program.bodies import BodyKey, is_backward, is_forward
 from samestep.program.holding import Holding
 from samestep.program.ops import Kind, Op, Ops
 from samestep.program.program import Program
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 
 AXIS = "tp"
 
 
-def refusal(step: Step) -> str | None:
+def refusal(step: StepSpec) -> str | None:
     """Refuse where no tensor cut stands beside it, models it would break, and lengths that the degree does not divide."""
     if not step.layout.sequence_parallel:
         return None
@@ -50,7 +50,7 @@ def refuse_model(model: ModelSpec, degree: int) -> str | None:
             "sequence_parallel: the loss that balances experts is counted from whole samples, of which a rank would route "
             f"a part; tp={degree} alone works, and so does a job without it (output_router_logits = false)"
         )
-    if model.expert_refusal and any(layer.dealings for layer in model.layers):
+    if model.expert_refusal and any(layer.dispatches for layer in model.layers):
         return (
             f"sequence_parallel: the experts of {model.name} would be given a part of the tokens, and "
             f"{model.expert_refusal}; tp={degree} alone works"
@@ -70,7 +70,7 @@ def apply(program: Program) -> Program:
         return program
     model = _cut(step.model, step.layout.tp)
     local = replace(step, model=model).hold(_hold)
-    return replace(program, step=local).with_bodies(lambda key, ops: tuple(_bordered(key, ops, local)))
+    return replace(program, step=local).with_bodies(lambda key, ops: tuple(_with_boundaries(key, ops, local)))
 
 
 def _hold(param: ParamSpec, holding: Holding) -> Holding:
@@ -90,7 +90,7 @@ def _cut(model: ModelSpec, degree: int) -> ModelSpec:
 
 
 def _cut_block(layer: LayerSpec, degree: int, is_last: bool) -> LayerSpec:
-    gathered = sum(border.elements for border in layer.sequence_borders if border.kind == "gather")
+    gathered = sum(boundary.elements for boundary in layer.sequence_boundaries if boundary.kind == "gather")
     kept = layer.saved_cut_elements + min(gathered, layer.saved_elements - layer.saved_cut_elements)
     selective = layer.saved_selective_cut_elements
     handed = layer.output_elements  # as much as it is given of a sequence; positions and masks stay whole
@@ -100,7 +100,7 @@ def _cut_block(layer: LayerSpec, degree: int, is_last: bool) -> LayerSpec:
         layer,
         forward_flops=layer.forward_flops * mine // whole if whole else layer.forward_flops,
         products=products,
-        dealings=tuple(replace(dealing, rows=-(-dealing.rows // degree)) for dealing in layer.dealings),
+        dispatches=tuple(replace(dealing, rows=-(-dealing.rows // degree)) for dealing in layer.dispatches),
         input_elements=layer.input_elements - handed + handed // degree,
         output_elements=handed if is_last else handed // degree,
         saved_elements=kept + (layer.saved_elements - kept) // degree,
@@ -111,13 +111,13 @@ def _cut_block(layer: LayerSpec, degree: int, is_last: bool) -> LayerSpec:
     )
 
 
-def _bordered(key: BodyKey, ops: Ops, step: Step) -> Iterator[Op]:
+def _with_boundaries(key: BodyKey, ops: Ops, step: StepSpec) -> Iterator[Op]:
     if not (is_forward(key) or is_backward(key)):
         yield from ops
         return
     layers = step.model.layers
     blocks = [index for index, layer in enumerate(layers) if layer.is_block]
-    borders = _forward if is_forward(key) else _backward
+    boundaries = _forward if is_forward(key) else _backward
     here = 0
     for op in ops:
         here = here if op.layer is None else op.layer
@@ -125,32 +125,32 @@ def _bordered(key: BodyKey, ops: Ops, step: Step) -> Iterator[Op]:
             continue
         yield op
         if op.layer in blocks:
-            yield from borders(step, layers[here], op, first=here == blocks[0], last=here == blocks[-1])
+            yield from boundaries(step, layers[here], op, first=here == blocks[0], last=here == blocks[-1])
 
 
-def _forward(step: Step, layer: LayerSpec, after: Op, *, first: bool, last: bool) -> Iterator[Op]:
-    for border in layer.sequence_borders:
-        kind = Kind.ALL_GATHER if border.kind == "gather" else Kind.REDUCE_SCATTER
-        yield _exchange(kind, border.owner, border.elements, step, after)
+def _forward(step: StepSpec, layer: LayerSpec, after: Op, *, first: bool, last: bool) -> Iterator[Op]:
+    for boundary in layer.sequence_boundaries:
+        kind = Kind.ALL_GATHER if boundary.kind == "gather" else Kind.REDUCE_SCATTER
+        yield _exchange(kind, boundary.owner, boundary.elements, step, after)
     if last:
         yield _exchange(Kind.ALL_GATHER, layer.modules[0], layer.output_elements, step, after)
 
 
-def _backward(step: Step, layer: LayerSpec, after: Op, *, first: bool, last: bool) -> Iterator[Op]:
-    for border in reversed(layer.sequence_borders):
-        if border.has_gradient:
-            kind = Kind.REDUCE_SCATTER if border.kind == "gather" else Kind.ALL_GATHER
-            yield _exchange(kind, border.owner, border.elements, step, after)
+def _backward(step: StepSpec, layer: LayerSpec, after: Op, *, first: bool, last: bool) -> Iterator[Op]:
+    for boundary in reversed(layer.sequence_boundaries):
+        if boundary.has_gradient:
+            kind = Kind.REDUCE_SCATTER if boundary.kind == "gather" else Kind.ALL_GATHER
+            yield _exchange(kind, boundary.owner, boundary.elements, step, after)
     if first and any(param.trainable for param in _before_blocks(step)):
         whole = layer.output_elements * (1 if last else step.layout.tp)
         yield _exchange(Kind.ALL_GATHER, layer.modules[0], whole, step, after)
 
 
-def _before_blocks(step: Step) -> Iterator[ParamSpec]:
+def _before_blocks(step: StepSpec) -> Iterator[ParamSpec]:
     first = next(index for index, layer in enumerate(step.model.layers) if layer.is_block)
     return (param for param in step.model.params if param.layer < first)
 
 
-def _exchange(kind: Kind, owner: str, elements: int, step: Step, after: Op) -> Op:
+def _exchange(kind: Kind, owner: str, elements: int, step: StepSpec, after: Op) -> Op:
     op = Op(kind=kind, owner=owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
     return op.sized(elements * step.microbatch_samples)

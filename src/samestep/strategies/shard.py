@@ -32,12 +32,12 @@ from samestep.program.holding import REPLICAS, Holding
 from samestep.program.ops import Kind, Op, Ops
 from samestep.program.program import Program, ends_gradients
 from samestep.program.ranks import Ranks
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 
 AXIS = "dp_shard"
 
 
-def refusal(step: Step) -> str | None:
+def refusal(step: StepSpec) -> str | None:
     """Refuse settings that mean nothing at this ZeRO stage."""
     layout = step.layout
     if layout.accumulate == "full" and step.zero < 2:
@@ -93,7 +93,7 @@ def _hold(ranks: Ranks, known: dict[Holding, Holding], _: ParamSpec, holding: Ho
     return known[holding]
 
 
-def _stage_1(key: BodyKey, ops: Ops, step: Step, buckets: tuple[Bucket, ...]) -> Ops:
+def _stage_1(key: BodyKey, ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...]) -> Ops:
     if ends_gradients(key, step):
         # What a rank holds alone is cut no further.
         return start_reductions(ops, step, buckets, lambda b: (_scattered(b),) * (b.holding.num_shards > 1))
@@ -115,7 +115,7 @@ def _scattered(bucket: Bucket) -> Op:
 
 
 def _stage_2_or_3(
-    key: BodyKey, ops: Ops, step: Step, units: tuple[Unit, ...], known: dict[tuple[int, bool], Ops]
+    key: BodyKey, ops: Ops, step: StepSpec, units: tuple[Unit, ...], known: dict[tuple[int, bool], Ops]
 ) -> Ops:
     """Rewrite ops that several positions in the step share once, where they stay equal."""
     if not (is_forward(key) or is_backward(key)):
@@ -134,7 +134,7 @@ def _stage_2_or_3(
     return known[same]
 
 
-def _gathered_forward(ops: Ops, step: Step, units: tuple[Unit, ...], *, gathers: bool) -> Iterator[Op]:
+def _gathered_forward(ops: Ops, step: StepSpec, units: tuple[Unit, ...], *, gathers: bool) -> Iterator[Op]:
     shared = [unit for unit in units if gathers and unit.num_shards > 1]
     starting = _by_layer(shared, "first_layer")
     done: list[str] = []
@@ -148,7 +148,7 @@ def _gathered_forward(ops: Ops, step: Step, units: tuple[Unit, ...], *, gathers:
             done.append(op.name)
 
 
-def _scattered_backward(ops: Ops, step: Step, units: tuple[Unit, ...], *, reduces: bool) -> Iterator[Op]:
+def _scattered_backward(ops: Ops, step: StepSpec, units: tuple[Unit, ...], *, reduces: bool) -> Iterator[Op]:
     """Start a unit's backward with the gather of the unit ahead, and end it with its scatter.
 
     Where the gradient of a unit's input does not show that its backward is over, it is scattered at the very end.
@@ -223,7 +223,7 @@ def _op(kind: Kind, owner: str, dtype: str, numel: int, axis: str) -> Op:
     return Op(kind=kind, owner=owner, axis=axis, dtype=dtype).sized(numel)
 
 
-def _units(step: Step, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
+def _units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
     """Group the weights into units: each layer's own, and each set of modules that share a weight.
 
     In the order of the module tree, in which what is left over at the end of a backward is reduced. What no layer owns,
@@ -263,12 +263,12 @@ def _units(step: Step, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
     return _with_ahead(units, chunks)
 
 
-def _moves_with_layer(step: Step, layer: int) -> bool:
+def _moves_with_layer(step: StepSpec, layer: int) -> bool:
     """Whether a layer is called again as a whole, so that its weights can stay together."""
     return all(param.shared and not param.aliases for param in step.model.params_of(layer))
 
 
-def _owners(step: Step, param: ParamSpec) -> tuple[str, ...]:
+def _owners(step: StepSpec, param: ParamSpec) -> tuple[str, ...]:
     """Modules that own a weight; of one tied across stages, the one on this stage."""
     owners = tuple(dict.fromkeys(name.rpartition(".")[0] for name in (param.name, *param.aliases)))
     if not step.holding(param).tied_over:
@@ -276,7 +276,7 @@ def _owners(step: Step, param: ParamSpec) -> tuple[str, ...]:
     return tuple(o for o in owners if any(is_below(o, root) for root in step.model.layers[param.layer].modules))
 
 
-def _roots(step: Step, param: ParamSpec) -> list[str]:
+def _roots(step: StepSpec, param: ParamSpec) -> list[str]:
     """The module of its layer that a weight is below."""
     owner = _owners(step, param)[0]
     return [module for module in step.model.layers[param.layer].modules if module and is_below(owner, module)]
@@ -302,7 +302,7 @@ def _use(unit: Unit) -> tuple[int, int, bool]:
     return unit.last_layer, unit.called[1], unit.first_layer != unit.last_layer
 
 
-def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec], chunks: tuple[range, ...]) -> Unit:
+def _unit(step: StepSpec, modules: tuple[str, ...], params: list[ParamSpec], chunks: tuple[range, ...]) -> Unit:
     layers = step.model.layers
     last = len(layers) - 1
     is_root = modules == ("",)
@@ -335,7 +335,7 @@ def _unit(step: Step, modules: tuple[str, ...], params: list[ParamSpec], chunks:
     )
 
 
-def _first_root(step: Step, params: list[ParamSpec]) -> list[str]:
+def _first_root(step: StepSpec, params: list[ParamSpec]) -> list[str]:
     """The module of a layer that is entered first, of those with these weights."""
 
     def entered(param: ParamSpec) -> tuple[int, int]:
@@ -345,7 +345,7 @@ def _first_root(step: Step, params: list[ParamSpec]) -> list[str]:
     return _roots(step, min(params, key=entered))
 
 
-def _span(step: Step, modules: tuple[str, ...], params: list[ParamSpec]) -> tuple[int, int]:
+def _span(step: StepSpec, modules: tuple[str, ...], params: list[ParamSpec]) -> tuple[int, int]:
     """First and last layer that use the weights of a unit."""
     if not params[0].shared:
         return params[0].layer, params[0].layer

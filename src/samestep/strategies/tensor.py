@@ -32,12 +32,12 @@ from samestep.models.spec import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSu
 from samestep.program.holding import Holding
 from samestep.program.ops import Kind, Op, Ops
 from samestep.program.program import Program
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 
 AXIS = "tp"
 
 
-def refusal(step: Step) -> str | None:
+def refusal(step: StepSpec) -> str | None:
     """Refuse a degree that cuts through a group, and models that nobody said how to cut."""
     return _refuse_cut(step.model, step.layout.tp) if step.layout.tp > 1 else None
 
@@ -128,7 +128,7 @@ def _cut_layer(layer: LayerSpec, degree: int, whole: set[str]) -> LayerSpec:
     return replace(mine, forward_sums=forward, backward_sums=backward)
 
 
-def _cut(ops: Ops, step: Step) -> Iterator[Op]:
+def _cut(ops: Ops, step: StepSpec) -> Iterator[Op]:
     """Divide the work of cut layers, and sum up what each leaves partial."""
     layers = step.model.layers
     for op in ops:
@@ -147,13 +147,13 @@ def _cut(ops: Ops, step: Step) -> Iterator[Op]:
             yield from _sums(layer.backward_sums, step, op)
 
 
-def _sums(parts: tuple[PartialSum, ...], step: Step, after: Op) -> Iterator[Op]:
+def _sums(parts: tuple[PartialSum, ...], step: StepSpec, after: Op) -> Iterator[Op]:
     for part in parts:
         op = Op(kind=Kind.ALL_REDUCE, owner=part.owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
         yield op.sized(part.elements * step.microbatch_samples)
 
 
-def _loss(step: Step, after: Op) -> Iterator[Op]:
+def _loss(step: StepSpec, after: Op) -> Iterator[Op]:
     """What the loss asks of logits cut by vocabulary: the largest of each row; then exponentials and right logit."""
     rows = step.model.logit_rows * step.microbatch_samples
     if rows:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from samestep.building.families import facts_of
 from samestep.errors import ModelError
 from samestep.models.analysis import ExpertModules
-from samestep.models.spec import Dealing, LayerSpec, ModelSpec, ParamSpec, is_below
+from samestep.models.spec import ExpertDispatch, LayerSpec, ModelSpec, ParamSpec, is_below
 
 
 def experts_of(model: nn.Module) -> ExpertModules:
@@ -54,17 +54,17 @@ def _compute(model: nn.Module, experts: ExpertModules, way: str) -> dict[int, tu
 
 
 @contextmanager
-def watching(model: nn.Module, experts: ExpertModules) -> Iterator[list[Dealing]]:
+def watching(model: nn.Module, experts: ExpertModules) -> Iterator[list[ExpertDispatch]]:
     """Note, in the forward of one sample that runs meanwhile, what each module of experts is given.
 
     Meanwhile experts are computed by groups, whose shapes do not depend on what is chosen.
     """
-    seen: list[Dealing] = []
+    seen: list[ExpertDispatch] = []
     facts = facts_of(model)
 
     def note(path: str, module: nn.Module, args: Any, named: Any) -> None:
         x, chosen, _ = called_with(args, named)
-        seen.append(Dealing(owner=path, rows=chosen.numel(), width=x.shape[-1], experts=experts.counts[path]))
+        seen.append(ExpertDispatch(owner=path, rows=chosen.numel(), width=x.shape[-1], experts=experts.counts[path]))
 
     handles = [
         model.get_submodule(path).register_forward_pre_hook(functools.partial(note, path), with_kwargs=True)
@@ -88,19 +88,19 @@ def called_with(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, T
     return given
 
 
-def with_experts(spec: ModelSpec, dealings: list[Dealing], balanced: nn.Module | None) -> ModelSpec:
+def with_experts(spec: ModelSpec, dispatches: list[ExpertDispatch], balanced: nn.Module | None) -> ModelSpec:
     """Write into a spec which weights are of experts, and what these are given.
 
     `balanced` is the model, where its configuration may ask for a loss that balances them; other losses are the user's.
     """
-    sizes = {exchange.owner: exchange.experts for exchange in dealings}
+    sizes = {exchange.owner: exchange.experts for exchange in dispatches}
 
     def param_with(param: ParamSpec) -> ParamSpec:
         return replace(param, experts=sizes.get(param.name.rpartition(".")[0], 0))
 
     def layer_with(layer: LayerSpec) -> LayerSpec:
-        mine = [exchange for exchange in dealings if any(is_below(exchange.owner, root) for root in layer.modules)]
-        return replace(layer, dealings=tuple(mine))
+        mine = [exchange for exchange in dispatches if any(is_below(exchange.owner, root) for root in layer.modules)]
+        return replace(layer, dispatches=tuple(mine))
 
     asks = balanced is not None and facts_of(balanced).balance_of(balanced)
     return replace(

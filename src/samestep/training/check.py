@@ -35,7 +35,7 @@ AUTO = "auto"
 _TRIED_LAYOUTS = 40
 """The fastest of a search: some may not suit the optimizer."""
 _CLEARLY_LESS = 0.8
-"""Of the memory that was foreseen for a layout that ran out of it."""
+"""Of the memory that was predicted for a layout that ran out of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def _searched(workload: Workload, ranks: int | None) -> tuple[Layout, str]:
             continue
         said = (
             f'layout "{best.layout}", the fastest of {found.considered} on {count} devices of {machine.name}: '
-            f"{best.step_s:.3g} s a step foreseen, bound by {ranking.binds(best)}"
+            f"{best.step_s:.3g} s a step predicted, bound by {ranking.binds(best)}"
         )
         return best.layout, "\n".join([said, *hardware.cautions_here(machine, count)])
     raise LayoutError(f"--layout auto found none for {count} ranks: {reason}")

@@ -116,7 +116,7 @@ def train(
         if "out of memory?" not in str(error).partition("\n")[0]:
             raise
         cause = str(error)
-    # The kernel kills without a word: what was foreseen is all there is to say.
+    # The kernel kills without a word: what was predicted is all there is to say.
     raise WorkerError(f"{cause}\n{_less_memory(checked, join.resolve_device(run.device))}")
 
 
@@ -132,7 +132,7 @@ def steps_of(run: Run, dataset: Dataset, until: int) -> Iterator[StepReport]:
 
 
 def _less_memory(checked: Checked, device_type: str) -> str:
-    """Say what was foreseen of the memory of a layout that ran out of it, and the nearest layout that needs less."""
+    """Say what was predicted of the memory of a layout that ran out of it, and the nearest layout that needs less."""
     spec, job, layout = checked.workload.spec, checked.job, checked.layout
     machine, states = hardware.own_or("cpu-laptop"), memory.states_per_param(job)
     room = out_of_memory.limit_bytes(torch.device(device_type))
@@ -140,13 +140,13 @@ def _less_memory(checked: Checked, device_type: str) -> str:
     peak = predict(spec, job, layout, machine, states).peak
     parts = ", ".join(f"{name} {memory.readable(size)}" for name, size in peak.parts().items())
     total = memory.readable(peak.total)
-    lines = [f"  foreseen   {parts}; {total} in all at {peak.peak_at}, of {memory.readable(room)} a rank"]
-    # What was foreseen to fit and did not is no guide: then what needs clearly less is.
+    lines = [f"  predicted  {parts}; {total} in all at {peak.peak_at}, of {memory.readable(room)} a rank"]
+    # What was predicted to fit and did not is no guide: then what needs clearly less is.
     smaller = dataclasses.replace(machine, memory_bytes=max(1, int(min(room, _CLEARLY_LESS * peak.total))))
     near = nearest(spec, job, smaller, layout, layout.world_size, states)
     if near is not None:
         needs, step_s = memory.readable(near.peak.total), f"{near.step_s:.3g} s"
-        lines.append(f'  "{near.layout}" needs {needs} as foreseen, and {step_s} a step')
+        lines.append(f'  "{near.layout}" needs {needs} as predicted, and {step_s} a step')
     else:
         lines.append(f"  no layout of {layout.world_size} ranks needs clearly less")
     return "\n".join(lines)
@@ -235,7 +235,7 @@ def _say_sample(run: Run, workload: Workload, screen: Screen | None, when: str) 
     if not train.sample_tokens or not _is_text(run.job):
         return
     layout = run.layout
-    if screen is None and layout.zero < 2 and not layout.borrows_data_ranks and layout.num_summed == layout.world_size:
+    if screen is None and layout.zero < 2 and not layout.borrows_data_ranks and layout.dp_cp_size == layout.world_size:
         return  # rank 0 has the weights whole, and the cores to itself
     text = sample_text(run, train.prompt, train.sample_tokens, train.sample_temperature)
     if screen is not None and text is not None:

@@ -2,7 +2,7 @@
 
 One layer of each kind (`planning/bounds/layer_kinds.py`) goes through the strategies that stand before the pipeline, and `simulation/cost.py` prices what
 they make of it: the programs of one sample and of two, from which those of more follow, since each sample adds the same
-FLOPs and bytes. A run of layers, what a stage has between two borders, is then a sum over its kinds. Of a layout matters
+FLOPs and bytes. A run of layers, what a stage has between two boundaries, is then a sum over its kinds. Of a layout matters
 here how it cuts layers (tp, cp, ep), how large a micro-batch is, what is computed again, and where runs are cut; sizes
 need no program, so that what does not fit is never priced.
 """
@@ -34,7 +34,7 @@ from samestep.planning.bounds.layer_kinds import (
 from samestep.program.bodies import BodyKey
 from samestep.program.ops import BYTES_OF, Kind, Op, Ops
 from samestep.program.program import Program
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 from samestep.schedules import TaskKind
 from samestep.simulation.clock import queue_of
 from samestep.simulation.cost import collective_s, group_of, seconds
@@ -44,7 +44,7 @@ from samestep.strategies import ProgramBuilder
 from samestep.strategies.pipeline import balanced, weights_apart
 
 
-class Runs(NamedTuple):
+class Chunks(NamedTuple):
     """The runs of layers of a pipeline, in the order of the layers: number i, i + pp, ... are those of stage i."""
 
     counts: tuple[tuple[tuple[int, int], ...], ...]
@@ -60,7 +60,7 @@ class Runs(NamedTuple):
 class _Cut(NamedTuple):
     """A layer of each kind as a rank has it."""
 
-    step: Step
+    step: StepSpec
     """With the model of a rank, and what it holds of each weight."""
     weights: tuple[tuple[float, ...], ...]
     """What `Sizes` says of weights."""
@@ -74,7 +74,7 @@ class _Cut(NamedTuple):
     """Elements that are reduced behind the backward of each kind."""
 
 
-class _Part(NamedTuple):
+class _PricedOp(NamedTuple):
     """An op for one sample, and what each more adds to it."""
 
     body: TaskKind
@@ -83,7 +83,7 @@ class _Part(NamedTuple):
     flops: int
     size_bytes: int
     like: int
-    """Number of the first one that takes as long: blocks differ at their borders alone."""
+    """Number of the first one that takes as long: blocks differ at their boundaries alone."""
 
 
 class Prices:
@@ -96,11 +96,11 @@ class Prices:
         self._numbers = sorted(Counter(self.kind_of).items())
         self._is_block = tuple(layer.is_block for layer in model.layers)
         self._known_cuts: dict[tuple[object, ...], _Cut] = {}
-        self._known_parts: dict[tuple[object, ...], tuple[Program, list[_Part]]] = {}
+        self._known_parts: dict[tuple[object, ...], tuple[Program, list[_PricedOp]]] = {}
         self._known_seconds: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
         self._known_sizes: dict[tuple[object, ...], tuple[Sizes, ...]] = {}
         self._known_whole: dict[tuple[object, ...], Sizes] = {}
-        self._known_runs: dict[tuple[object, ...], Runs] = {}
+        self._known_runs: dict[tuple[object, ...], Chunks] = {}
         self._known_stage_units: dict[tuple[object, ...], Units] = {}
         self._known_units: dict[tuple[object, ...], list[Units]] = {}
         self._known_run_seconds: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
@@ -108,7 +108,7 @@ class Prices:
 
     # -- one layer of each kind ----------------------------------------------------------------------------------------
 
-    def cut(self, step: Step) -> _Cut:
+    def cut(self, step: StepSpec) -> _Cut:
         """Return a layer of each kind as a rank has it."""
         layout = step.layout
         key = layout.cuts
@@ -129,12 +129,12 @@ class Prices:
         return self._known_cuts[key]
 
     @staticmethod
-    def key(step: Step) -> tuple[object, ...]:
+    def key(step: StepSpec) -> tuple[object, ...]:
         """Return what prices depend on."""
         layout = step.layout
         return (layout.cuts, layout.recompute, step.microbatch_samples, step.splits_backward, step.samples)
 
-    def seconds(self, step: Step) -> tuple[Seconds, ...]:
+    def seconds(self, step: StepSpec) -> tuple[Seconds, ...]:
         """Price a layer of each kind."""
         key = self.key(step)
         if key not in self._known_seconds:
@@ -144,7 +144,7 @@ class Prices:
             self._known_seconds[key] = found
         return self._known_seconds[key]
 
-    def _priced(self, step: Step) -> tuple[Seconds, ...]:
+    def _priced(self, step: StepSpec) -> tuple[Seconds, ...]:
         program, parts = self._of_compute(step)
         step = step.cut_like(program.step)
         program, more, count = replace(program, step=step), step.microbatch_samples - 1, len(self.few.layers)
@@ -171,7 +171,7 @@ class Prices:
         sent = sent_s[forward], sent_s[backward]
         return tuple(map(Seconds, took_s[forward], took_s[backward], took_s[weight], behind_s, *sent))
 
-    def _of_compute(self, step: Step) -> tuple[Program, list[_Part]]:
+    def _of_compute(self, step: StepSpec) -> tuple[Program, list[_PricedOp]]:
         """Return the program of micro-batches of one sample, and what of it runs in the queue of compute."""
         layout = step.layout
         key = (layout.cuts, layout.recompute, step.splits_backward)
@@ -185,7 +185,7 @@ class Prices:
             self._known_parts[key] = (one, list(self._parts(one, bodies)))
         return self._known_parts[key]
 
-    def _parts(self, program: Program, bodies: Sequence[tuple[TaskKind, Ops, Ops]]) -> Iterator[_Part]:
+    def _parts(self, program: Program, bodies: Sequence[tuple[TaskKind, Ops, Ops]]) -> Iterator[_PricedOp]:
         first: dict[object, int] = {}
         number = 0
         for body, ops, of_two in bodies:
@@ -200,10 +200,10 @@ class Prices:
                 work = (spec.products, spec.moved_elements, spec.kernels, spec.backward_reads_weights)
                 what = (work, op.layer is None) if op.axis is None else op.axis
                 like = first.setdefault((op.kind, op.dtype, op.flops, flops, op.size_bytes, size_bytes, what), number)
-                yield _Part(body, layer, op, flops, size_bytes, like)
+                yield _PricedOp(body, layer, op, flops, size_bytes, like)
                 number += 1
 
-    def sizes(self, step: Step) -> tuple[Sizes, ...]:
+    def sizes(self, step: StepSpec) -> tuple[Sizes, ...]:
         """Return what a layer of each kind needs."""
         layout = step.layout
         key = (layout.cuts, layout.recompute)
@@ -216,7 +216,7 @@ class Prices:
             )
         return self._known_sizes[key]
 
-    def units(self, step: Step) -> list[Units]:
+    def units(self, step: StepSpec) -> list[Units]:
         """Return what of a layer of each kind is gathered and scattered."""
         layout = step.layout
         key = (layout.cuts, layout.num_shards)
@@ -227,11 +227,11 @@ class Prices:
 
     # -- all layers, and runs of them ----------------------------------------------------------------------------------
 
-    def whole_seconds(self, step: Step) -> Seconds:
+    def whole_seconds(self, step: StepSpec) -> Seconds:
         """Add up all layers."""
         return self._whole(self.seconds(step))
 
-    def whole_sizes(self, step: Step) -> Sizes:
+    def whole_sizes(self, step: StepSpec) -> Sizes:
         """Add up all layers; of their activations those of what is computed again if the most is."""
         layout = step.layout
         key = layout.cuts
@@ -243,7 +243,7 @@ class Prices:
     def _whole(self, kinds: Sequence[Parts]) -> Parts:
         return total([multiple(kinds[kind], number) for kind, number in self._numbers])
 
-    def runs(self, step: Step) -> Runs:
+    def runs(self, step: StepSpec) -> Chunks:
         """Cut the layers into runs, by what a rank of a cut model computes of each."""
         flops, layout = self.cut(step).flops, step.layout
         key = (flops, layout.pp, layout.virtual_stages)
@@ -256,7 +256,7 @@ class Prices:
             last = layout.pp - 1
             unlike = {(counts[stage :: layout.pp], stage == last): stage for stage in reversed(range(layout.pp))}
             tails = {run: tuple(self._tail(run)) for run in known}
-            self._known_runs[key] = Runs(counts, kinds, tuple(tails[run] for run in kinds), tuple(unlike.values()))
+            self._known_runs[key] = Chunks(counts, kinds, tuple(tails[run] for run in kinds), tuple(unlike.values()))
         return self._known_runs[key]
 
     def _tail(self, run: Sequence[int]) -> Iterator[int]:
@@ -265,14 +265,14 @@ class Prices:
             if self.few.layers[kind].is_block:
                 return
 
-    def run_seconds(self, step: Step) -> tuple[Seconds, ...]:
+    def run_seconds(self, step: StepSpec) -> tuple[Seconds, ...]:
         """Add up the layers of each run."""
         key = (*self.key(step), step.layout.pp, step.layout.virtual_stages)
         if key not in self._known_run_seconds:
             self._known_run_seconds[key] = self._of_runs(step, self.seconds(step))
         return self._known_run_seconds[key]
 
-    def run_sizes(self, step: Step) -> tuple[Sizes, ...]:
+    def run_sizes(self, step: StepSpec) -> tuple[Sizes, ...]:
         """Add up the layers of each run."""
         layout = step.layout
         key = (layout.cuts, layout.recompute, layout.pp, layout.virtual_stages)
@@ -280,20 +280,20 @@ class Prices:
             self._known_run_sizes[key] = self._of_runs(step, self.sizes(step))
         return self._known_run_sizes[key]
 
-    def _of_runs(self, step: Step, kinds: Sequence[Parts]) -> tuple[Parts, ...]:
+    def _of_runs(self, step: StepSpec, kinds: Sequence[Parts]) -> tuple[Parts, ...]:
         counts = self.runs(step).counts
         added = {run: total([multiple(kinds[kind], number) for kind, number in run]) for run in set(counts)}
         return tuple(added[run] for run in counts)
 
-    def stage_seconds(self, step: Step, stage: int) -> Seconds:
+    def stage_seconds(self, step: StepSpec, stage: int) -> Seconds:
         """Add up the layers of a stage."""
         return total(self.run_seconds(step)[stage :: step.layout.pp])
 
-    def stage_sizes(self, step: Step, stage: int) -> Sizes:
+    def stage_sizes(self, step: StepSpec, stage: int) -> Sizes:
         """Add up the layers of a stage."""
         return total(self.run_sizes(step)[stage :: step.layout.pp])
 
-    def stage_units(self, step: Step, stage: int) -> Units:
+    def stage_units(self, step: StepSpec, stage: int) -> Units:
         """Add up what of a stage is gathered and scattered."""
         layout = step.layout
         key = (layout.cuts, layout.num_shards, layout.pp, layout.virtual_stages, stage)
@@ -304,12 +304,12 @@ class Prices:
             )
         return self._known_stage_units[key]
 
-    def sent_bytes(self, step: Step) -> int:
+    def sent_bytes(self, step: StepSpec) -> int:
         """Return what of a micro-batch is sent between two stages, at least."""
         return self.cut(step).sent * step.microbatch_samples * BYTES_OF[step.compute_dtype]
 
 
-def smallest(step: Step) -> Step:
+def smallest(step: StepSpec) -> StepSpec:
     """Return the step as if all its micro-batches were as small as the smallest, where they are not equal.
 
     Only then has it `samples` of its own.
@@ -318,14 +318,14 @@ def smallest(step: Step) -> Step:
     return replace(step, samples=even) if rest and step.samples is None else step
 
 
-def larger_twin(step: Step) -> tuple[Step, int]:
+def larger_twin(step: StepSpec) -> tuple[StepSpec, int]:
     """Return the smallest step's twin of the micro-batches with one sample more, which come first, and their number."""
     if step.samples is None:
         return step, 0
     return replace(step, samples=step.samples + 1), step.rank_samples - step.num_microbatches * step.samples
 
 
-def least_updated(step: Step, mine: Sizes) -> float:
+def least_updated(step: StepSpec, mine: Sizes) -> float:
     """Return how many elements the optimizer of a rank updates, however the data axis is split."""
     whole, holders = mine.trained - mine.expert_trained, step.ranks.size("dp_outer") * step.ranks.size("dp_expert")
-    return whole / step.layout.num_summed + mine.expert_trained / holders
+    return whole / step.layout.dp_cp_size + mine.expert_trained / holders

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec
 from samestep.program.ops import BYTES_OF
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 from samestep.strategies.shard import padded_rows
 
 
@@ -107,7 +107,7 @@ def quicker(one: Seconds, other: Seconds) -> Seconds:
     )
 
 
-def weights(step: Step, layer: int) -> tuple[float, ...]:
+def weights(step: StepSpec, layer: int) -> tuple[float, ...]:
     """Return what `Sizes` says of weights."""
     params = step.model.params_of(layer)
     trained = [param for param in params if param.trainable]
@@ -126,7 +126,7 @@ def weights(step: Step, layer: int) -> tuple[float, ...]:
     )
 
 
-def units(step: Step, layer: int) -> Units:
+def units(step: StepSpec, layer: int) -> Units:
     """Return what of a layer is gathered and scattered."""
     sizes = [0.0] * 4
     held = held_trained = early = 0.0
@@ -146,7 +146,7 @@ def units(step: Step, layer: int) -> Units:
     return Units._make((*sizes, held, held_trained, early))
 
 
-def reduced_early(step: Step, layer: int) -> tuple[int, int]:
+def reduced_early(step: StepSpec, layer: int) -> tuple[int, int]:
     """Return of how many elements gradients are reduced as soon as the layer's backward has filled a bucket: of its own
     weights, and of those that are expert-sharded.
 
@@ -160,7 +160,7 @@ def reduced_early(step: Step, layer: int) -> tuple[int, int]:
     return numel[0], numel[1]
 
 
-def _has_module(step: Step, param: ParamSpec) -> bool:
+def _has_module(step: StepSpec, param: ParamSpec) -> bool:
     """Whether a module of its layer owns a weight, so that it is gathered with the layer and not with the root."""
     return any(module and param.name.startswith(f"{module}.") for module in step.model.layers[param.layer].modules)
 
@@ -203,9 +203,9 @@ def _kind(layer: LayerSpec, params: Sequence[ParamSpec]) -> object:
 
     return (
         replace(
-            layer, name="", modules=(), forward_sums=(), backward_sums=(), sequence_borders=(), dealings=(), products=()
+            layer, name="", modules=(), forward_sums=(), backward_sums=(), sequence_boundaries=(), dispatches=(), products=()
         ),
-        *(named(parts) for parts in (layer.forward_sums, layer.backward_sums, layer.sequence_borders, layer.dealings)),
+        *(named(parts) for parts in (layer.forward_sums, layer.backward_sums, layer.sequence_boundaries, layer.dispatches)),
         named(layer.products),
         tuple(
             replace(

@@ -17,7 +17,7 @@ from samestep.planning.bounds.layer_costs import Prices, larger_twin, least_upda
 from samestep.planning.bounds.layer_kinds import Sizes, Units
 from samestep.planning.bounds.pipeline_time import in_flight
 from samestep.program.ops import BYTES_OF
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,14 @@ class Needs:
     def __init__(self, prices: Prices, states_per_param: int) -> None:
         self.prices, self.states_per_param = prices, states_per_param
 
-    def least_bytes(self, step: Step) -> float:
+    def least_bytes(self, step: StepSpec) -> float:
         """Bound the memory of all layouts of these degrees and this micro-batch."""
         step, layout = smallest(step), step.layout
         whole = self.prices.whole_sizes(step)
         states, gradients = self._least_states(step, whole, whole.trained / (layout.dp * layout.cp))
         return max(states, states - gradients + whole.kept * step.microbatch_samples) / layout.pp
 
-    def group_bytes(self, step: Step) -> float:
+    def group_bytes(self, step: StepSpec) -> float:
         """Bound the memory of all layouts that differ in how the data axis is split, and in ZeRO stage, alone."""
         step, needed = smallest(step), 0.0
         for stage in self.prices.runs(step).unlike:
@@ -81,7 +81,7 @@ class Needs:
             needed = max(needed, states, states - gradients + kept)
         return needed
 
-    def _least_states(self, step: Step, mine: Sizes, updated: float) -> tuple[float, float]:
+    def _least_states(self, step: StepSpec, mine: Sizes, updated: float) -> tuple[float, float]:
         """Bytes of weights, gradients and states, cut over all data ranks, and of gradients alone; on one rank weights
         may be of two bytes."""
         master = BYTES_OF[step.master_dtype]
@@ -89,12 +89,12 @@ class Needs:
             return min(2 * updated * master, mine.weights + mine.trained * master), mine.trained * master
         return (2 + self.states_per_param) * updated * master, updated * master
 
-    def need(self, step: Step) -> Need:
+    def need(self, step: StepSpec) -> Need:
         """Bound the memory of a layout: of equal stages the first one holds most."""
         step = smallest(step)
         return max((self._need_of(step, stage) for stage in self.prices.runs(step).unlike), key=lambda need: need.total)
 
-    def _need_of(self, step: Step, stage: int) -> Need:
+    def _need_of(self, step: StepSpec, stage: int) -> Need:
         mine = self.prices.stage_sizes(step, stage)
         of_units = self.prices.units(step) if step.zero >= 2 else None
         kept, unit = self._activations(step, stage, of_units)
@@ -103,7 +103,7 @@ class Needs:
         states = self._states(step, mine, whole) + self.prices.model.buffer_bytes
         return Need(states, kept, gathered, self._late_gradients(step, stage, mine, whole))
 
-    def _late_gradients(self, step: Step, stage: int, mine: Sizes, whole: Units) -> float:
+    def _late_gradients(self, step: StepSpec, stage: int, mine: Sizes, whole: Units) -> float:
         """Bytes of gradients that may come only when the activations of a step's first backwards are gone."""
         layout = step.layout
         held = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
@@ -114,7 +114,7 @@ class Needs:
             return whole.held_trained * BYTES_OF[step.master_dtype]
         return mine.trained * BYTES_OF[step.master_dtype] if layout.dp * layout.cp == 1 else 0.0
 
-    def _activations(self, step: Step, stage: int, of_units: Sequence[Units] | None) -> tuple[float, float]:
+    def _activations(self, step: StepSpec, stage: int, of_units: Sequence[Units] | None) -> tuple[float, float]:
         """Bytes of activations, and of units, at the backward at which a stage holds most."""
         layout = step.layout
         held = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
@@ -146,7 +146,7 @@ class Needs:
         return kept + most[0], most[1]
 
     def _units_at(
-        self, step: Step, of_units: Sequence[Units] | None, kind: int, run: tuple[tuple[int, int], ...], blocks: int
+        self, step: StepSpec, of_units: Sequence[Units] | None, kind: int, run: tuple[tuple[int, int], ...], blocks: int
     ) -> _AtBackward:
         """Bytes of a layer's units in its backward; of a block that has another to be gathered ahead of its `blocks`."""
         if of_units is None:
@@ -173,7 +173,7 @@ class Needs:
         """Kinds of the blocks of a run, and how many there are of each."""
         return [(kind, number) for kind, number in run if self.prices.few.layers[kind].is_block]
 
-    def _states(self, step: Step, mine: Sizes, whole: Units) -> float:
+    def _states(self, step: StepSpec, mine: Sizes, whole: Units) -> float:
         master, states = BYTES_OF[step.master_dtype], self.states_per_param
         if step.zero >= 2:
             return (whole.held + whole.held_trained * (1 + (0 if step.layout.offload else states))) * master

@@ -37,7 +37,7 @@ class Times(NamedTuple):
     """When compute ends, of each stage."""
 
 
-class Held(NamedTuple):
+class InFlight(NamedTuple):
     """The moment at which a stage has most micro-batches in flight."""
 
     counts: tuple[int, ...]
@@ -52,21 +52,21 @@ class Held(NamedTuple):
 
 
 @functools.lru_cache(maxsize=2**12)
-def in_flight(schedule: str, stage: int, num_stages: int, microbatches: int, chunks: int) -> Held:
+def in_flight(schedule: str, stage: int, num_stages: int, microbatches: int, chunks: int) -> InFlight:
     """Return the moment at which a stage has most micro-batches in flight, in whatever order it runs."""
     if num_stages == 1:
-        return Held((1,), 0, 0, 1 if microbatches > 1 else None)
+        return InFlight((1,), 0, 0, 1 if microbatches > 1 else None)
     frees = TaskKind.WEIGHT if SCHEDULES[schedule].splits_backward else TaskKind.BACKWARD
     counts, num_held, begun = [0] * chunks, 0, 0
-    found, most = Held((0,) * chunks, None, 0, None), 0
+    found, most = InFlight((0,) * chunks, None, 0, None), 0
     has_freed = False
-    at: Held | None = None  # the moment of the last forward, if it is the fullest so far or as full as that
+    at: InFlight | None = None  # the moment of the last forward, if it is the fullest so far or as full as that
     for kind, microbatch, chunk in _order(schedule, stage, num_stages, microbatches, chunks):
         if kind is TaskKind.FORWARD:
             begun = max(begun, microbatch)
             counts[chunk] += 1
             num_held += 1
-            at = Held(tuple(counts), None, begun, None) if num_held >= most else None
+            at = InFlight(tuple(counts), None, begun, None) if num_held >= most else None
             if at and num_held > most:
                 found, most = at, num_held
             continue

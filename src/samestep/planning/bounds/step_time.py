@@ -31,7 +31,7 @@ from samestep.planning.bounds.overlap import Reduced, longer_s
 from samestep.planning.bounds.pipeline_time import Bodies, Times, behind_last_backward, play_bodies
 from samestep.program.buckets import BUCKET_BYTES
 from samestep.program.ops import BYTES_OF, SHARD_AXES, STEP_SCALARS, Kind
-from samestep.program.step import Step
+from samestep.program.step import StepSpec
 from samestep.schedules import DEFAULT
 from samestep.simulation.cost import UPDATE_PASSES, collective_s, group_of
 
@@ -43,13 +43,13 @@ class Bounds:
         self.prices, self.hardware = prices, prices.hardware
         self._known_times: dict[tuple[object, ...], Times] = {}
 
-    def _sent_s(self, kind: Kind, size_bytes: float, axis: str, ranks: int, step: Step) -> float:
+    def _sent_s(self, kind: Kind, size_bytes: float, axis: str, ranks: int, step: StepSpec) -> float:
         if ranks == 1 or size_bytes <= 0:
             return 0.0
         group = group_of(axis, ranks, step, self.hardware)
         return collective_s(kind, int(size_bytes), group, self.hardware)
 
-    def least_s(self, step: Step) -> float:
+    def least_s(self, step: StepSpec) -> float:
         """Bound the step of all layouts of these degrees and this micro-batch: as if nothing were computed again and no
         backward were split, which takes no less."""
         step = smallest(step)
@@ -62,18 +62,18 @@ class Bounds:
         trained = self.prices.whole_sizes(step).trained
         return busy_s / pp + self._update_s(step, trained / (step.layout.dp * step.layout.cp) / pp, 0.0)
 
-    def group_s(self, step: Step) -> float:
+    def group_s(self, step: StepSpec) -> float:
         """Bound the step of all layouts that differ in how the data axis is split, and in ZeRO stage, alone."""
         step = smallest(step)
         stages = self.prices.runs(step).unlike
         updated = max(least_updated(step, self.prices.stage_sizes(step, stage)) for stage in stages)
         return max(self.closed_times(step).ends_s) + self._scalars_s(step) + self._update_s(step, updated, 0.0)
 
-    def _scalars_s(self, step: Step) -> float:
+    def _scalars_s(self, step: StepSpec) -> float:
         size = BYTES_OF["float64"] * len(STEP_SCALARS)
         return self._sent_s(Kind.ALL_REDUCE, size, "world", step.layout.world_size, step)
 
-    def _bodies(self, step: Step) -> tuple[Bodies, ...]:
+    def _bodies(self, step: StepSpec) -> tuple[Bodies, ...]:
         """Return the bodies of each run; under zero=2 and 3 they wait for gathers."""
         costs = self.prices.run_seconds(step)
         runs, gathers = self.prices.runs(step), self._gathers(step)
@@ -83,11 +83,11 @@ class Bounds:
                 known[run] = self._gathering(step, run, cost) if gathers else self._plain(step, cost)
         return tuple(known[run] for run in runs.counts)
 
-    def _plain(self, step: Step, cost: Seconds) -> Bodies:
+    def _plain(self, step: StepSpec, cost: Seconds) -> Bodies:
         last_s = cost.weight_s if step.splits_backward else cost.backward_s
         return Bodies(cost.forward_s, cost.forward_s, cost.backward_s, cost.weight_s, last_s)
 
-    def _gathering(self, step: Step, run: tuple[tuple[int, int], ...], cost: Seconds) -> Bodies:
+    def _gathering(self, step: StepSpec, run: tuple[tuple[int, int], ...], cost: Seconds) -> Bodies:
         """Bound bodies that gather and scatter a layer at a time, one layer ahead: along the data axis' stream, and that
         of what is expert-sharded.
 
@@ -115,7 +115,7 @@ class Bounds:
         plain_s = forward_s if step.zero == 3 else cost.forward_s
         return Bodies(forward_s, plain_s, backward_s, cost.weight_s, backward_s)
 
-    def _part(self, step: Step, kind: int, number: int, axis: str) -> _Part:
+    def _part(self, step: StepSpec, kind: int, number: int, axis: str) -> _LayerTraffic:
         """Return what layers of a kind send over one of the axes along which units are cut."""
         one = self.prices.units(step)[kind]
         gathered, scattered = (
@@ -124,7 +124,7 @@ class Bounds:
         ranks = step.ranks.size(axis)
         gather_s = self._sent_s(Kind.ALL_GATHER, gathered, axis, ranks, step)
         scatter_s = self._sent_s(Kind.REDUCE_SCATTER, scattered * BYTES_OF[step.reduce_dtype], axis, ranks, step)
-        return _Part(kind, number, gather_s, scatter_s, self.prices.few.layers[kind].backward_reads_weights)
+        return _LayerTraffic(kind, number, gather_s, scatter_s, self.prices.few.layers[kind].backward_reads_weights)
 
     def _slowed_s(self, sent_s: float, exposed_s: float) -> float:
         """How much longer compute takes beside so many seconds of what is sent over one axis.
@@ -134,7 +134,7 @@ class Bounds:
         """
         return (1 - 1 / self.hardware.contention) * max(0.0, sent_s - exposed_s)
 
-    def _once(self, step: Step, bound: Callable[[Step], Times]) -> Times:
+    def _once(self, step: StepSpec, bound: Callable[[StepSpec], Times]) -> Times:
         """Bound times once for all ways to split the data axis, where bodies do not gather."""
         if self._gathers(step):
             return bound(step)
@@ -147,14 +147,14 @@ class Bounds:
             self._known_times[key] = bound(step)
         return self._known_times[key]
 
-    def _gathers(self, step: Step) -> bool:
+    def _gathers(self, step: StepSpec) -> bool:
         return step.zero >= 2 and self.hardware.overlap
 
-    def closed_times(self, step: Step) -> Times:
+    def closed_times(self, step: StepSpec) -> Times:
         """Bound when stages end by what is before them."""
         return self._once(smallest(step), self._closed_times)
 
-    def _closed_times(self, step: Step) -> Times:
+    def _closed_times(self, step: StepSpec) -> Times:
         layout = step.layout
         m, pp, chunks = step.num_microbatches, layout.pp, layout.virtual_stages
         small, (larger, rest) = self._bodies(step), larger_twin(step)
@@ -188,16 +188,16 @@ class Bounds:
             whole_s[stage] = max(forward_s, ends_s[stage] - last.last_s)
         return Times(tuple(whole_s), tuple(ends_s))
 
-    def played_times(self, step: Step) -> Times:
+    def played_times(self, step: StepSpec) -> Times:
         """Play the schedule with whole bodies, and nothing sent over the data axes but what bodies wait for."""
         if step.layout.pp == 1:
             return self.closed_times(step)
         return self._once(smallest(step), self._played_times)
 
-    def _played_times(self, step: Step) -> Times:
+    def _played_times(self, step: StepSpec) -> Times:
         return self._play(step, self._bodies(step))
 
-    def slowed_times(self, step: Step) -> Times:
+    def slowed_times(self, step: StepSpec) -> Times:
         """Play it with last backwards that are slowed by the reductions beside them."""
         step = smallest(step)
         bodies = self._bodies(step)
@@ -219,14 +219,14 @@ class Bounds:
         times = self.closed_times(step)
         return Times(times.whole_s, (times.whole_s[0] + bodies[0].last_s,))
 
-    def _play(self, step: Step, bodies: Sequence[Bodies]) -> Times:
+    def _play(self, step: StepSpec, bodies: Sequence[Bodies]) -> Times:
         layout = step.layout
         size, pp, (larger, rest) = self.prices.sent_bytes(step), layout.pp, larger_twin(step)
         sends_s = [self._sent_s(Kind.SEND, size, "pp", pp, replace(step, stage=stage)) for stage in range(pp)]
         large = self._bodies(larger) if rest else bodies
         return play_bodies(layout, step.num_microbatches, bodies, sends_s, large, rest)
 
-    def _longer_s(self, step: Step, run: tuple[int, ...]) -> float:
+    def _longer_s(self, step: StepSpec, run: tuple[int, ...]) -> float:
         """How much longer a run's last backward takes beside the reductions of its own gradients."""
         kinds = self.prices.seconds(step)
         found_s = 0.0
@@ -241,7 +241,7 @@ class Bounds:
             found_s = max(found_s, longer_s(layers, waiting_s, self.hardware.contention))
         return found_s
 
-    def _streams(self, step: Step) -> list[tuple[list[float], float]]:
+    def _streams(self, step: StepSpec) -> list[tuple[list[float], float]]:
         """Return of each stream that reduces gradients behind their backward what it takes for each kind of layer, and for
         what waits in a bucket."""
         layout, sent = step.layout, BYTES_OF[step.reduce_dtype]
@@ -269,7 +269,7 @@ class Bounds:
             found.append((sent_s, max(0.0, self._sent_s(kind, filled, name, size, step) - begun_s)))
         return found
 
-    def step_s(self, step: Step, times: Times) -> float:
+    def step_s(self, step: StepSpec, times: Times) -> float:
         """Bound the step of a layout whose stages come so far no sooner than that."""
         step = smallest(step)
         runs, pp = self.prices.runs(step), step.layout.pp
@@ -308,7 +308,7 @@ class Bounds:
             ]
         return max(ends_s)
 
-    def _sending(self, step: Step, stage: int) -> _Sending:
+    def _sending(self, step: StepSpec, stage: int) -> _Sending:
         """Return what a stage sends over the data axes."""
         took, mine = self.prices.stage_seconds(step, stage), self.prices.stage_sizes(step, stage)
         update_s = self._update_s(step, self._updated(step, mine), 0.0 if step.zero >= 2 else mine.apart)
@@ -325,7 +325,7 @@ class Bounds:
         )
         return sends._replace(left_s=left_s, exposed_s=sent_s, of_runs=of_runs)
 
-    def _reductions(self, step: Step, run: int) -> _Reductions:
+    def _reductions(self, step: StepSpec, run: int) -> _Reductions:
         runs = self.prices.runs(step)
         first = self.prices.seconds(step)[runs.kinds[run][-1]]
         behind_s = first.weight_s if step.splits_backward else first.backward_s - first.behind_s
@@ -339,7 +339,7 @@ class Bounds:
             streams_s = (sum(each),)
         return _Reductions(behind_s, streams_s)
 
-    def _of_buckets(self, step: Step, mine: Sizes, update_s: float) -> _Sending:
+    def _of_buckets(self, step: StepSpec, mine: Sizes, update_s: float) -> _Sending:
         layout, master = step.layout, BYTES_OF[step.master_dtype]
         streams_s = self._bucket_streams(step, mine)
         reduced_s, beside_s = max(streams_s), max(streams_s[:2])
@@ -358,7 +358,7 @@ class Bounds:
         )
         return _Sending(reduced_s=reduced_s, update_s=update_s + gathered_s, beside_s=beside_s)
 
-    def _bucket_streams(self, step: Step, mine: Sizes) -> tuple[float, ...]:
+    def _bucket_streams(self, step: StepSpec, mine: Sizes) -> tuple[float, ...]:
         """Seconds that reductions take of each stream: of weights that all ranks have, of experts, of shards."""
         layout, sent = step.layout, BYTES_OF[step.reduce_dtype]
         of_experts = mine.expert_trained
@@ -379,13 +379,13 @@ class Bounds:
             ),
         )
 
-    def _in_buckets_s(self, step: Step, kind: Kind, size: float, axis: str, ranks: int, numel: float) -> float:
+    def _in_buckets_s(self, step: StepSpec, kind: Kind, size: float, axis: str, ranks: int, numel: float) -> float:
         """Send what buckets of so many elements hold: each is closed by the weight that fills it."""
         limit = BUCKET_BYTES // BYTES_OF[step.master_dtype] + self.prices.cut(step).largest
         count = max(1, int(numel / limit))
         return count * self._sent_s(kind, size / count, axis, ranks, step)
 
-    def _of_units(self, step: Step, stage: int, mine: Seconds, update_s: float) -> _Sending:
+    def _of_units(self, step: StepSpec, stage: int, mine: Seconds, update_s: float) -> _Sending:
         layout, runs, m = step.layout, self.prices.runs(step), step.num_microbatches
         last = self.prices.kind_of[-1]
         all_s = scattered_s = 0.0
@@ -413,20 +413,20 @@ class Bounds:
             all_s = max(all_s, first.gather_s + busy_s)
         return _Sending(first.gather_s, reduced_s, behind_s, all_s, update_s, beside_s=reduced_s)
 
-    def _replicated_s(self, step: Step, numel: float) -> float:
+    def _replicated_s(self, step: StepSpec, numel: float) -> float:
         """Sum so many elements of gradients over the replicas."""
         size = numel * BYTES_OF[step.reduce_dtype]
         return self._sent_s(Kind.ALL_REDUCE, size, "dp_replicate", step.layout.num_replicas, step)
 
     @staticmethod
-    def _updated(step: Step, mine: Sizes) -> float:
+    def _updated(step: StepSpec, mine: Sizes) -> float:
         """Elements that the optimizer of a rank updates."""
         if not step.zero:
             return mine.trained
         whole, holders = mine.trained - mine.expert_trained, step.ranks.size("dp_expert")
         return whole / step.layout.num_shards + mine.expert_trained / holders
 
-    def _update_s(self, step: Step, numel: float, apart: float) -> float:
+    def _update_s(self, step: StepSpec, numel: float, apart: float) -> float:
         moved = numel * UPDATE_PASSES * BYTES_OF[step.master_dtype]
         moved += apart / (step.layout.num_shards if step.zero else 1) * BYTES_OF[step.compute_dtype]
         return moved / self.hardware.memory_bytes_per_s / self.hardware.memory_efficiency + self.hardware.host_step_s
@@ -463,7 +463,7 @@ class _Sending(NamedTuple):
     """The part of `reduced_s` that is issued between the last backwards: the clock lets it slow those behind it."""
 
 
-class _Part(NamedTuple):
+class _LayerTraffic(NamedTuple):
     """What layers of a kind send over an axis along which they are cut, seconds of one."""
 
     kind: int

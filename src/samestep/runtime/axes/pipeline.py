@@ -40,7 +40,7 @@ from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, link_name
 from samestep.schedules import Action, TaskKind
-from samestep.tracing.sequence_borders import with_first
+from samestep.tracing.sequence_boundaries import with_first
 
 _FIRST_TAG = 2**29
 
@@ -228,10 +228,10 @@ class Stage:
 
     def _send(self, action: Action, tensor: Tensor) -> None:
         kept = tensor.contiguous()
-        border, step = self._border(action, sends=True)
-        with owned(self._program.step.model.layers[border - 1].name):
+        boundary, step = self._boundary(action, sends=True)
+        with owned(self._program.step.model.layers[boundary - 1].name):
             group = self._mesh.groups[self._link_of(action, sends=True)]
-            work = dist.isend(kept, self._peer(step), group=group, tag=self._tag(border, action))
+            work = dist.isend(kept, self._peer(step), group=group, tag=self._tag(boundary, action))
         assert work is not None
         self._sent[action] = (work, kept)
 
@@ -266,10 +266,10 @@ class Stage:
 
     def _awaited(self, action: Action, shape: tuple[int, ...], device: torch.device) -> tuple[dist.Work, Tensor]:
         into = torch.empty(shape, dtype=DTYPES[self._program.step.compute_dtype], device=device)
-        border, step = self._border(action, sends=False)
-        with owned(self._program.step.model.layers[border - 1].name):
+        boundary, step = self._boundary(action, sends=False)
+        with owned(self._program.step.model.layers[boundary - 1].name):
             group = self._mesh.groups[self._link_of(action)]
-            work = dist.irecv(into, self._peer(step), group=group, tag=self._tag(border, action))
+            work = dist.irecv(into, self._peer(step), group=group, tag=self._tag(boundary, action))
         assert work is not None
         return work, into
 
@@ -278,7 +278,7 @@ class Stage:
         work, _ = self._sent.pop(action)
         work.wait()
 
-    def _border(self, action: Action, *, sends: bool) -> tuple[int, int]:
+    def _boundary(self, action: Action, *, sends: bool) -> tuple[int, int]:
         """Return the layer before which an action's message passes, and the way to the other rank: 1 or -1."""
         layers = self._program.chunks[action.chunk]
         is_forward = action.kind is TaskKind.FORWARD
@@ -286,7 +286,7 @@ class Stage:
 
     def _link_of(self, action: Action, *, sends: bool = False) -> str:
         """Name the link over which an action's message passes, by the group that serves it."""
-        _, step = self._border(action, sends=sends)
+        _, step = self._boundary(action, sends=sends)
         pp, stage = self._program.step.layout.pp, self._program.step.stage
         return link_name(is_forward=action.kind is TaskKind.FORWARD, is_around=not 0 <= stage + step < pp)
 
@@ -295,10 +295,10 @@ class Stage:
         ranks = self._mesh.members("pp")
         return ranks[(ranks.index(self._mesh.rank) + step) % len(ranks)]
 
-    def _tag(self, border: int, action: Action) -> int:
+    def _tag(self, boundary: int, action: Action) -> int:
         # gloo counts its collectives by the same tags, from 0: kept apart, or a send would be taken for one of them.
         backward = action.kind is TaskKind.BACKWARD
-        return _FIRST_TAG + (action.microbatch * len(self._program.step.model.layers) + border) * 2 + backward
+        return _FIRST_TAG + (action.microbatch * len(self._program.step.model.layers) + boundary) * 2 + backward
 
     @contextmanager
     def _standing_in(self, layers: range) -> Iterator[None]:

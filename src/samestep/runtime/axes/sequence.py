@@ -1,6 +1,6 @@
 """Sequence parallelism on real modules (twin of `strategies/sequence.py`).
 
-What is cut stands between two borders of a block's children: a child that holds tensor-cut modules (attention, MLP) is
+What is cut stands between two boundaries of a block's children: a child that holds tensor-cut modules (attention, MLP) is
 given the whole sequence, `gather`, and its row-cut modules give a rank its tokens of their sum, `scatter`. Everything
 else in a block must work on each token by itself, which is known of norms, dropouts and plain linear layers, and of experts
 and routers where `tracing/independence.py` has shown it; the residual sums are the block's own code. All of it is found out on the meta device, in the forward of one sample: whether the column
@@ -23,14 +23,14 @@ from samestep.errors import LayoutError
 from samestep.program.program import Program
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
-from samestep.tracing.sequence_borders import with_first, with_given
+from samestep.tracing.sequence_boundaries import with_first, with_given
 from samestep.tracing.traced_model import TracedModel
 
 # -- carrying it out -------------------------------------------------------------------------------
 
 
 def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
-    """Put the borders around the cut parts of each block, and around all blocks."""
+    """Put the boundaries around the cut parts of each block, and around all blocks."""
     step = program.step
     if not step.layout.sequence_parallel:
         return
@@ -79,7 +79,7 @@ class Shared:
             self._given = self._moved = None
 
 
-# -- the borders -----------------------------------------------------------------------------------
+# -- the boundaries -----------------------------------------------------------------------------------
 
 
 Move = Callable[[Tensor, dist.ProcessGroup, str], Tensor]

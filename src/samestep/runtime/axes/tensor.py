@@ -1,7 +1,7 @@
 """Tensor parallelism on real modules (twin of `strategies/tensor.py`): hooks around modules that keep their classes.
 
 `tracing/tensor_plan.py` says which modules a plan cuts, and how. They compute with their own code on the weights they are left
-with; `copy` and `reduce` stand at the borders:
+with; `copy` and `reduce` stand at the boundaries:
 
     column   input through `copy`                      output cut along its last dimension
     row      bias held back, output through `reduce`   then the bias is added, once
@@ -47,8 +47,8 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     cut = {p.name.rpartition(".")[0] for p in program.step.model.params if p.cut is not None}
     cut |= {a.rpartition(".")[0] for p in program.step.model.params if p.cut is not None for a in p.aliases}
     group = mesh.groups["tp"]
-    whole = _Borders(sequence.Shared(copy, group), functools.partial(_reduced, group))
-    within = _Borders(lambda _, x: x, lambda path, x: sequence.scatter(x, group, path))
+    whole = _Boundaries(sequence.Shared(copy, group), functools.partial(_reduced, group))
+    within = _Boundaries(lambda _, x: x, lambda path, x: sequence.scatter(x, group, path))
     blocks = [path for layer in program.step.model.layers if layer.is_block for path in layer.modules]
     projected: set[str] = set()
     shared = {path: heads for path, heads in analysis.shareable_heads.items() if heads < mesh.size("tp")}
@@ -60,11 +60,11 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
             if style in ("column", "qkv"):
                 projected.add(path.rpartition(".")[0])
             cuts_sequence = program.step.layout.sequence_parallel and any(is_below(path, block) for block in blocks)
-            borders = within if cuts_sequence else whole
+            boundaries = within if cuts_sequence else whole
             if path in shared:
-                _around_shared(module, path, mesh, borders, shared[path])
+                _around_shared(module, path, mesh, boundaries, shared[path])
             else:
-                _AROUND[style](module, path, mesh, borders, facts)
+                _AROUND[style](module, path, mesh, boundaries, facts)
     for path in projected:
         facts.divide_heads(model.get_submodule(path), mesh.size("tp"))
     for parent, heads in {path.rpartition(".")[0]: heads for path, heads in shared.items()}.items():
@@ -74,7 +74,7 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Borders:
+class _Boundaries:
     """What a cut module's input and sum go through; under sequence parallelism the part around it has gathered."""
 
     enter: Callable[[str, Tensor], Tensor]
@@ -85,30 +85,30 @@ def _reduced(group: dist.ProcessGroup, path: str, x: Tensor) -> Tensor:
     return reduce(x, group, path)
 
 
-def _around_column(module: nn.Module, path: str, mesh: Mesh, borders: _Borders, facts: FamilyFacts) -> None:
-    module.register_forward_pre_hook(lambda _, args: (borders.enter(path, args[0]), *args[1:]))
+def _around_column(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, facts: FamilyFacts) -> None:
+    module.register_forward_pre_hook(lambda _, args: (boundaries.enter(path, args[0]), *args[1:]))
     if isinstance(module, nn.Linear):
         module.out_features //= mesh.size("tp")
     elif facts.is_transposed(module):
         facts.divide_outputs(module, mesh.size("tp"))
 
 
-def _around_shared(module: nn.Module, path: str, mesh: Mesh, borders: _Borders, heads: int) -> None:
+def _around_shared(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, heads: int) -> None:
     """Compute the one head of keys or values that this rank's queries need, by its rows of the whole weight."""
     assert isinstance(module, nn.Linear)
     index = mesh.index("tp") * heads // mesh.size("tp")
-    module.register_forward_pre_hook(lambda _, args: (borders.enter(path, args[0]), *args[1:]))
+    module.register_forward_pre_hook(lambda _, args: (boundaries.enter(path, args[0]), *args[1:]))
     _replace_weights(module, lambda param: param.chunk(heads)[index])
     module.out_features //= heads
 
 
-def _around_gather(module: nn.Module, path: str, mesh: Mesh, borders: _Borders, facts: FamilyFacts) -> None:
-    _around_column(module, path, mesh, borders, facts)
+def _around_gather(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, facts: FamilyFacts) -> None:
+    _around_column(module, path, mesh, boundaries, facts)
     group = mesh.groups["tp"]
     module.register_forward_hook(lambda _, args, output: gather_last(output, group, path), prepend=True)
 
 
-def _around_row(module: nn.Module, path: str, mesh: Mesh, borders: _Borders, facts: FamilyFacts) -> None:
+def _around_row(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, facts: FamilyFacts) -> None:
     """Hold the bias back while the module runs, and add it once to the sum."""
     held: list[Tensor | None] = []
 
@@ -124,7 +124,7 @@ def _around_row(module: nn.Module, path: str, mesh: Mesh, borders: _Borders, fac
         module._parameters["bias"] = bias  # type: ignore[assignment]
         if output is None:
             return None
-        total = borders.leave(path, output)
+        total = boundaries.leave(path, output)
         return total if bias is None else total + bias
 
     module.register_forward_pre_hook(before)
@@ -133,10 +133,10 @@ def _around_row(module: nn.Module, path: str, mesh: Mesh, borders: _Borders, fac
         module.in_features //= mesh.size("tp")
 
 
-def _around_vocab(module: nn.Module, path: str, mesh: Mesh, borders: _Borders, facts: FamilyFacts) -> None:
+def _around_vocab(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, facts: FamilyFacts) -> None:
     """A cut embedding looks up its own tokens; a cut head gives its own logits."""
     if isinstance(module, nn.Linear):
-        _around_column(module, path, mesh, borders, facts)
+        _around_column(module, path, mesh, boundaries, facts)
         return
     assert isinstance(module, nn.Embedding)
     module.num_embeddings //= mesh.size("tp")
@@ -152,7 +152,7 @@ def _around_vocab(module: nn.Module, path: str, mesh: Mesh, borders: _Borders, f
         return (tokens.masked_fill(elsewhere[-1], 0), *args[1:])
 
     def after(_: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return borders.leave(path, output.masked_fill(elsewhere.pop()[..., None], 0.0))
+        return boundaries.leave(path, output.masked_fill(elsewhere.pop()[..., None], 0.0))
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after, prepend=True)
@@ -177,7 +177,7 @@ def _replace_weights(module: nn.Module, used: Callable[[nn.Parameter], Tensor]) 
     module.register_forward_hook(after, always_call=True, prepend=True)
 
 
-_AROUND: dict[str, Callable[[nn.Module, str, Mesh, _Borders, FamilyFacts], None]] = {
+_AROUND: dict[str, Callable[[nn.Module, str, Mesh, _Boundaries, FamilyFacts], None]] = {
     "column": _around_column,
     "qkv": _around_column,
     "gather": _around_gather,
@@ -186,7 +186,7 @@ _AROUND: dict[str, Callable[[nn.Module, str, Mesh, _Borders, FamilyFacts], None]
 }
 
 
-# -- the two borders, and what stands on them ------------------------------------------------------
+# -- the two boundaries, and what stands on them ------------------------------------------------------
 
 
 class _Copy(torch.autograd.Function):

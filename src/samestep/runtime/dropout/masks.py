@@ -36,7 +36,7 @@ Cuts = tuple[Run, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MaskSlice:
     """Which part of each mask a rank draws: with tp, one of `degree` equal runs of the dimension that is cut there.
 
     With cp, one of so many runs of the tokens; or inside an attention, of the heads that tp leaves a rank.

@@ -37,7 +37,7 @@ from torch.utils.hooks import RemovableHandle
 from samestep.building.families import FamilyFacts, facts_of
 from samestep.errors import ModelError
 from samestep.models.spec import MaskSpec, ModelSpec
-from samestep.runtime.dropout.masks import Cuts, Part, drop_mask, mix, places, spread
+from samestep.runtime.dropout.masks import Cuts, MaskSlice, drop_mask, mix, places, spread
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 """Parts of a module's name that a wrapper added; the names of the job do not have them."""
@@ -172,7 +172,7 @@ class DropoutMode(TorchFunctionMode):
             dimension 0.
     """
 
-    def __init__(self, model: nn.Module, draw: Draw, part: Part | None = None) -> None:
+    def __init__(self, model: nn.Module, draw: Draw, part: MaskSlice | None = None) -> None:
         super().__init__()
         if model not in _TRACKERS:
             track_modules(model)

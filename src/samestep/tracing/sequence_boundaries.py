@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts, facts_of
-from samestep.models.spec import Border, LayerSpec, ModelSpec, is_below
+from samestep.models.spec import Boundary, LayerSpec, ModelSpec, is_below
 
 Styles = Mapping[str, str]
 """How modules are cut, by their paths."""
@@ -69,7 +69,7 @@ def with_sequence(
                 continue
             path = layer.modules[0]
             parts[path] = _parts(path, model, styles, experts)
-            found.append(_bordered(layer, model, spec, styles, calls, parts[path]))
+            found.append(_with_boundaries(layer, model, spec, styles, calls, parts[path]))
     except _CannotCutError as reason:
         return replace(spec, sequence_refusal=str(reason)), {}
     given = calls.entered[blocks[0].modules[0]][0]
@@ -102,22 +102,24 @@ def _check_row(spec: ModelSpec, blocks: list[LayerSpec], calls: Calls) -> None:
         handed = gave
 
 
-def _bordered(
+def _with_boundaries(
     layer: LayerSpec, model: nn.Module, spec: ModelSpec, styles: Styles, calls: Calls, parts: tuple[str, ...]
 ) -> tuple[LayerSpec, set[str]]:
-    """Find the borders of a block, and the weights between its cut parts."""
+    """Find the boundaries of a block, and the weights between its cut parts."""
     path = layer.modules[0]
     order = sorted(parts, key=lambda part: list(calls.entered).index(part))
-    borders: list[Border] = []
+    boundaries: list[Boundary] = []
     last: Tensor | None = None
     for part in order:
         given = _one_call(part, calls, calls.entered[path][0])
         if given is not last:
-            borders.append(Border(owner=part, elements=given.numel(), kind="gather", has_gradient=given.requires_grad))
+            boundaries.append(
+                Boundary(owner=part, elements=given.numel(), kind="gather", has_gradient=given.requires_grad)
+            )
         last = given
         for inner in calls.entered:
             if is_below(inner, part) and inner in styles:
-                borders += _inner_border(inner, styles[inner], given, calls)
+                boundaries += _inner_boundary(inner, styles[inner], given, calls)
     _check_weights(model, parts, styles)
     between = [
         param
@@ -127,7 +129,7 @@ def _bordered(
     if shared := next((param.name for param in between if param.shared), None):
         raise _CannotCutError(f"{shared} is shared, and would be used on a part of the sequence")
     products = tuple(replace(p, is_between=not any(is_below(p.owner, part) for part in parts)) for p in layer.products)
-    return replace(layer, products=products, sequence_borders=tuple(borders)), {param.name for param in between}
+    return replace(layer, products=products, sequence_boundaries=tuple(boundaries)), {param.name for param in between}
 
 
 def _parts(block: str, model: nn.Module, styles: Styles, experts: Collection[str]) -> tuple[str, ...]:
@@ -163,14 +165,14 @@ def _one_call(part: str, calls: Calls, block: Tensor | None) -> Tensor:
     return given
 
 
-def _inner_border(path: str, style: str, given: Tensor, calls: Calls) -> list[Border]:
+def _inner_boundary(path: str, style: str, given: Tensor, calls: Calls) -> list[Boundary]:
     if style in _COLUMN and any(tensor is not given for tensor in calls.entered[path]):
         raise _CannotCutError(f"{path} is not given what the part of the block around it is given")
     if style != "row":
         return []
     output = calls.left[path][0]
     assert output is not None
-    return [Border(owner=path, elements=output.numel(), kind="scatter")]
+    return [Boundary(owner=path, elements=output.numel(), kind="scatter")]
 
 
 def _check_weights(model: nn.Module, parts: tuple[str, ...], styles: Styles) -> None:
