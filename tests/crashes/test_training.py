@@ -230,7 +230,7 @@ def test_a_number_that_is_not_finite_ends_a_run_by_name(tmp_path: Path, capfd: p
 def test_a_folder_that_cannot_be_made_is_said_before_a_worker_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train.launch, "run_workers", pytest.fail)
+    monkeypatch.setattr(train.workers, "run_workers", pytest.fail)
     (tmp_path / "file").touch()
     assert small.train("--ranks", "1", "--out", tmp_path / "file" / "run") == 2
     assert capfd.readouterr().err == (

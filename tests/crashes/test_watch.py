@@ -79,18 +79,17 @@ def test_ranks_with_other_samples_are_told():
 
 
 def with_other_things(rank: int, world: int, layout: str) -> str:
-    """Take the first step, watched; on rank 1 gradients are sent as if they were whole numbers."""
+    """Take the first step, watched; two ranks send gradients in two dtypes of the same size."""
     job = job_of("float32", 1, train={"watch_every": 1}, numerics={"on_nonfinite": "skip"})
     run = make_run(rank, world, "plain", layout, job)
     send = Replicated._send
 
     def in_another_dtype(self, flat, op, whole):
-        return send(self, flat, op, whole.view(torch.int32))
+        return send(self, flat, op.but(dtype=("bfloat16", "float16")[rank]), whole)
 
     try:
         with pytest.MonkeyPatch.context() as patch:
-            if rank == 1:
-                patch.setattr(Replicated, "_send", in_another_dtype)
+            patch.setattr(Replicated, "_send", in_another_dtype)
             run.step(next(iter(batches(Tokens(), job))))
     except DriftError as error:
         return str(error)
@@ -102,7 +101,7 @@ def test_a_collective_with_different_things_is_named(layout):
     said = pool(2).run(with_other_things, layout)
     assert said[0] == said[1]
     assert "in step 1 the ranks 0,1 took part in one collective with different things" in said[0]
-    assert "float32" in said[0]
+    assert "bfloat16" in said[0]
     assert "rank 1 with" in said[0]
     assert "int32" in said[0]
 

@@ -207,8 +207,8 @@ def test_a_wait_without_end_is_named() -> None:
 
 def test_a_wait_binds_to_the_latest_op_of_the_name_in_any_task() -> None:
     program = case(blocks(1, **COSTLY), "microbatch=4").program
-    waiting = Op(kind=Kind.UPDATE, owner="optimizer", axis="side", after=("forward:layers.0",))
-    program = replace(program, bodies={**program.bodies, UPDATE_BODY: (waiting,)}, axes={"side": 1})
+    waiting = Op(kind=Kind.UPDATE, owner="optimizer", axis="world", after=("forward:layers.0",))
+    program = replace(program, bodies={**program.bodies, UPDATE_BODY: (waiting,)}, axes={"world": 1})
     timeline = play([program], machine())
     latest = max(span.end_s for span in timeline.spans if span.name == "forward:layers.0")
     assert timeline.spans[-1].start_s == latest == timeline.spans[2].end_s

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.program import Step
+from samestep.program.step import StepSpec
 from tests.laws.models import LAW, Case, cases, layouts
 
 
@@ -37,7 +37,7 @@ def test_every_sample_is_read_once_or_padding(case: Case) -> None:
     assert sum(map(sum, read)) == case.job.train.global_batch + padding
 
 
-def _share(step: Step) -> int:
+def _share(step: StepSpec) -> int:
     """Return a replica's part of the batch: the first ones have one more where it does not divide."""
     return len(range(step.replica, step.global_batch, step.layout.dp))
 

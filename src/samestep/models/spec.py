@@ -393,9 +393,9 @@ def _layer_from(fields: dict[str, Any]) -> LayerSpec:
     products = tuple(Product(**product) for product in fields["products"])
     exchanges = tuple(Exchange(**exchange) for exchange in fields["exchanges"])
     boundaries = tuple(Boundary(**boundary) for boundary in fields["sequence_boundaries"])
-    dispatches = tuple(ExpertDispatch(**dealing) for dealing in fields["dealings"])
+    dispatches = tuple(ExpertDispatch(**dispatch) for dispatch in fields["dispatches"])
     given = {"modules": tuple(fields["modules"]), "products": products, "sequence_boundaries": boundaries}
-    return LayerSpec(**{**fields, **given, "exchanges": exchanges, "dealings": dispatches, **sums})
+    return LayerSpec(**{**fields, **given, "exchanges": exchanges, "dispatches": dispatches, **sums})
 
 
 def _param_from(fields: dict[str, Any]) -> ParamSpec:
