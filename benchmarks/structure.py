@@ -1,0 +1,180 @@
+"""What the shape of the source costs: files that a seam touches, lines of code, docstrings that leave something out.
+
+    python benchmarks/structure.py [FOLDER ...] [--list NAME]
+
+Each FOLDER is a checkout with `src/samestep`; several stand side by side as columns, so that a refactoring shows itself
+against the commit before it (`git worktree add ../before COMMIT`). Without a folder it is this checkout. `--list NAME`
+prints the files or functions behind one row. Everything is read from the syntax tree: comments and docstrings name no axis.
+
+    files that name an axis      the field of `Layout` as an attribute or keyword, outside the two twins of the axis
+    files that name a schedule   its word as a string
+    transformers' families       class names, configuration fields and plans of transformers as strings or attributes
+    lines of code                lines with a token that is neither a comment nor part of a docstring
+    no unit                      public functions that return a number, and say in neither name nor docstring of what
+    no Raises                    public functions that raise an error of ours, and do not say so
+    fragments                    public docstrings that begin as a genitive or a clause, without subject or verb
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+_TWINS = {"ep": "expert", "cp": "context", "tp": "tensor", "pp": "pipeline", "sequence_parallel": "sequence"}
+_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+_FAMILIES = re.compile(
+    r"base_model_tp_plan|base_model_pp_plan|num_attention_heads|num_key_value_heads|Conv1D|RMSNorm|rmsnorm|LlamaRotary"
+    r"|_attn_implementation|_experts_implementation|gpt2|GPT2|apertus|Apertus|attention_interface|ALL_ATTENTION"
+    r"|get_output_embeddings|base_model_prefix"
+)
+_UNITS = re.compile(
+    r"byte|second|\bms\b|FLOP|element|sample|token|rank|micro-batch|microbatch|number|count|fraction|ratio|share|per cent"
+    r"|index|position|factor|size|width|height|column|row|stage|layer|length|degree|head|dimension|axis|step|hop|norm|loss",
+    re.IGNORECASE,
+)
+_UNIT_NAME = re.compile(
+    r"_(s|bytes|ms|flops|numel|per_s|samples|tokens|ranks|index|size|factor|elements|rows|count)$|^num_"
+)
+_FRAGMENT = re.compile(r"^(Of|By|Whose|What|At|From|As|That|Where|Which|Say|Behind|Beside|How)\b")
+_OURS = re.compile(r"(Error|refuse|refused)$")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folders", nargs="*", default=[str(Path(__file__).parents[1])])
+    parser.add_argument("--list", metavar="NAME", help="print what is behind the row of this name")
+    words = parser.parse_args()
+    columns = [measured(Path(folder)) for folder in words.folders]
+    if words.list:
+        sys.exit(
+            "\n".join(columns[-1].get(words.list, [f"no row {words.list!r}: the rows are {', '.join(columns[0])}"]))
+        )
+    width = max(map(len, columns[0]))
+    for name in columns[0]:
+        print(f"{name:<{width}}", *(f"{_number(column.get(name, [])):>8,}" for column in columns))
+
+
+def _number(found: list[str]) -> int:
+    """Return how many there are; a single number stands for itself."""
+    return int(found[0]) if len(found) == 1 and found[0].isdigit() else len(found)
+
+
+def measured(folder: Path) -> dict[str, list[str]]:
+    """Return what is behind each row of the table, by its name."""
+    root = folder / "src" / "samestep"
+    trees = {path.relative_to(root): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(root.rglob("*.py"))}
+    rows = {"files": [*map(str, trees)]}
+    rows["files at the top"] = [str(path) for path in trees if len(path.parts) == 1]
+    rows["largest number of files in one folder"] = [str(max(_in_each_folder(trees).values()))]
+    rows["names of files used twice, twins aside"] = _used_twice(trees)
+    for axis, twin in _TWINS.items():
+        rows[f"files that name {axis}, but its twins"] = [
+            str(path) for path, tree in trees.items() if path.stem != twin and axis in _attributes(tree)
+        ]
+    for schedule in _SCHEDULES:
+        rows[f"files that name {schedule}"] = [str(path) for path, tree in trees.items() if schedule in _strings(tree)]
+    rows["files that know transformers' families"] = [
+        str(path) for path, tree in trees.items() if any(map(_FAMILIES.search, _strings(tree) | _attributes(tree)))
+    ]
+    rows["lines of code"] = [str(sum(_lines_of_code(root / path) for path in trees))]
+    rows["functions over 60 lines"] = [*_functions(trees, lambda f: f.end_lineno - f.lineno > 60)]  # type: ignore[operator]
+    rows["public docstrings without a unit"] = [*_functions(trees, _lacks_unit)]
+    rows["public docstrings without Raises"] = [*_functions(trees, _lacks_raises)]
+    rows["public docstrings that are fragments"] = [*_fragments(trees)]
+    return rows
+
+
+def _in_each_folder(trees: dict[Path, ast.Module]) -> dict[Path, int]:
+    folders: dict[Path, int] = {}
+    for path in trees:
+        folders[path.parent] = folders.get(path.parent, 0) + 1
+    return folders
+
+
+def _used_twice(trees: dict[Path, ast.Module]) -> list[str]:
+    homes: dict[str, list[Path]] = {}
+    for path in trees:
+        homes.setdefault(path.stem, []).append(path)
+    twins = {path.stem for path in trees if path.parent.name == "strategies"}
+    return [
+        " ".join(map(str, paths))
+        for stem, paths in homes.items()
+        if not stem.startswith("__") and len(paths) > 1 + (stem in twins)
+    ]
+
+
+def _attributes(tree: ast.Module) -> set[str]:
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return names | {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg}
+
+
+def _strings(tree: ast.Module) -> set[str]:
+    """Return the strings of a file that are no docstrings."""
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    constants = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in prose)
+    return {node.value for node in constants if isinstance(node.value, str)}
+
+
+def _lines_of_code(path: Path) -> int:
+    text = path.read_text(encoding="utf-8")
+    prose: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            prose.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines: set[int] = set()
+    nothing = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in nothing:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - prose)
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _functions(trees: dict[Path, ast.Module], condition: Callable[[Function], bool]) -> Iterator[str]:
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, Function) and condition(node):
+                yield f"{path}:{node.lineno} {node.name}"
+
+
+def _lacks_unit(function: Function) -> bool:
+    returned = ast.unparse(function.returns) if function.returns else ""
+    if function.name.startswith("_") or returned not in ("int", "float") or _UNIT_NAME.search(function.name):
+        return False
+    return not _UNITS.search(ast.get_docstring(function) or "")
+
+
+def _lacks_raises(function: Function) -> bool:
+    if function.name.startswith("_") or "Raises:" in (ast.get_docstring(function) or ""):
+        return False
+    within = [
+        node
+        for inner in ast.walk(function)
+        if isinstance(inner, Function) and inner is not function
+        for node in ast.walk(inner)
+    ]
+    raised = [
+        node.exc for node in ast.walk(function) if isinstance(node, ast.Raise) and node.exc and node not in within
+    ]
+    return any(isinstance(what, ast.Call) and _OURS.search(ast.unparse(what.func)) for what in raised)
+
+
+def _fragments(trees: dict[Path, ast.Module]) -> Iterator[str]:
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_"):
+                first = (ast.get_docstring(node) or "").split("\n")[0]
+                if _FRAGMENT.match(first):
+                    yield f"{path}:{node.lineno} {node.name}: {first}"
+
+
+if __name__ == "__main__":
+    main()
