@@ -45,6 +45,7 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.step_observer import StepScalars
 from samestep.schedules import Action, TaskKind
+from samestep.tracing.traced_model import TracedModel
 from tests.laboratory import job_of, perturbed, prepared
 from tests.models import MODELS, Tokens
 from tests.pool import pool
@@ -710,11 +711,19 @@ def a_stage_skips_by_itself(patch: Patch) -> None:
 # -- carrying it out -------------------------------------------------------------------------------
 
 
-def subject(model: str, layout: str, job: Job, folder: Path) -> sides.Subject:
+Traced = Callable[[Source, Job], TracedModel]
+
+
+def traced_here(source: Source, job: Job) -> TracedModel:
+    """Trace a model anew, as a rank does whose trace may have a fault in it."""
+    return prepare(source, job, Batch(0, [0], Tokens()).samples([0]))  # type: ignore[arg-type]
+
+
+def subject(model: str, layout: str, job: Job, folder: Path, traced: Traced = traced_here) -> sides.Subject:
     source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
     example = Batch(0, [0], Tokens()).samples([0])  # type: ignore[arg-type]
     where = Layout.parse(layout)
-    source = dataclasses.replace(source, prepared=with_slices(prepare(source, job, example), where, example))
+    source = dataclasses.replace(source, prepared=with_slices(traced(source, job), where, example))
     return sides.Subject(source, Tokens(), example, job, where, folder)
 
 
@@ -743,9 +752,7 @@ def prove(model: str, layout: str, name: str = "", own_precision: bool = False, 
         _reference(model, job, own_precision, folder)
         ranks = Layout.parse(layout).world_size
         pool(ranks).run(on_a_rank, model, layout, job, folder, name)
-        mine = subject(model, layout, job, folder)
-        source = dataclasses.replace(mine.source, prepared=prepared(mine.source, job))
-        mine = dataclasses.replace(mine, source=source)
+        mine = subject(model, layout, job, folder, traced=prepared)
         judged = sides.judge_rounding if own_precision else sides.judge
         checks, cause, explanation = judged(ONE, mine)
     finally:
