@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from samestep.schedules import TaskKind
+from samestep.schedules import Action, TaskKind
 
 Position = Literal["only", "first", "middle", "last"]
 """Where a micro-batch stands in its step."""
@@ -28,6 +28,28 @@ class BodyKey(NamedTuple):
 
 UPDATE_BODY = BodyKey(TaskKind.UPDATE)
 """The body of the optimizer's update, and of what is sent just before and behind it."""
+
+
+class Task(NamedTuple):
+    """One entry of a program: a body, and the micro-batch for which it runs."""
+
+    body: BodyKey
+    microbatch: int
+
+    @property
+    def kind(self) -> TaskKind:
+        """What it is."""
+        return self.body.kind
+
+    @property
+    def chunk(self) -> int:
+        """Index of the virtual stage on its rank."""
+        return self.body.chunk or 0
+
+    @property
+    def action(self) -> Action:
+        """The entry of the stage's schedule that it carries out."""
+        return Action(self.kind, self.microbatch, self.chunk)
 
 
 def position(microbatch: int, num_microbatches: int) -> Position:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 from samestep.job import Precision
-from samestep.program.bodies import BodyKey
-from samestep.schedules import Action, TaskKind
 
 TF32 = "tfloat32"
 """What a GPU multiplies float32 in where it may: 8 bits of exponent and 10 of mantissa, in the four bytes of a float32."""
@@ -101,42 +99,3 @@ class Op:
 
 
 Ops = tuple[Op, ...]
-
-
-class Task(NamedTuple):
-    """One entry of a program: a body, and the micro-batch for which it runs."""
-
-    body: BodyKey
-    microbatch: int
-
-    @property
-    def kind(self) -> TaskKind:
-        """What it is."""
-        return self.body.kind
-
-    @property
-    def chunk(self) -> int:
-        """Index of the virtual stage on its rank."""
-        return self.body.chunk or 0
-
-    @property
-    def action(self) -> Action:
-        """The entry of the stage's schedule that it carries out."""
-        return Action(self.kind, self.microbatch, self.chunk)
-
-
-class LedgerRow(NamedTuple):
-    """One collective, as predicted or as sent."""
-
-    kind: str
-    dtype: str
-    size_bytes: int
-    owner: str
-
-
-def ledger_key(group: str, row: LedgerRow) -> str:
-    """Name the list of a ledger that a row belongs to: that of its group, or of what it is received from.
-
-    What is received is awaited ahead of need, as soon as there is a place for it.
-    """
-    return f"{group} recv {row.owner}" if row.kind == Kind.RECV else group

@@ -23,13 +23,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from samestep.program.bodies import BodyKey, ends_step
+from samestep.program.bodies import BodyKey, Task
 from samestep.program.buckets import Bucket, Unit
-from samestep.program.ops import LedgerRow, Op, Ops, Task, ledger_key
+from samestep.program.ops import Kind, Op, Ops
 from samestep.program.step import StepSpec
-from samestep.schedules import TaskKind
+
+
+class LedgerRow(NamedTuple):
+    """One collective, as predicted or as sent."""
+
+    kind: str
+    dtype: str
+    size_bytes: int
+    owner: str
+
+
+def ledger_key(group: str, row: LedgerRow) -> str:
+    """Name the list of a ledger that a row belongs to: that of its group, or of what it is received from.
+
+    What is received is awaited ahead of need, as soon as there is a place for it.
+    """
+    return f"{group} recv {row.owner}" if row.kind == Kind.RECV else group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +85,3 @@ class Program:
                 row = LedgerRow(str(op.kind), op.dtype, op.size_bytes, op.owner)
                 rows.setdefault(ledger_key(group_of(op.axis), row), []).append(row)
         return rows
-
-
-def ends_gradients(body: BodyKey, step: StepSpec) -> bool:
-    """Whether the body leaves the last gradients of a step."""
-    kind = TaskKind.WEIGHT if step.splits_backward else TaskKind.BACKWARD
-    return ends_step(body) and body.kind is kind

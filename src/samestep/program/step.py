@@ -9,10 +9,11 @@ from functools import cached_property
 from samestep.job import Job, Precision
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec, ParamSpec
+from samestep.program.bodies import BodyKey, ends_step
 from samestep.program.holding import WHOLE, Holding
 from samestep.program.ops import COMPUTE_DTYPE, TF32
 from samestep.program.ranks import Ranks, data_ranks_per_node
-from samestep.schedules import SCHEDULES
+from samestep.schedules import SCHEDULES, TaskKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +128,11 @@ class StepSpec:
     def splits_backward(self) -> bool:
         """Whether the gradients of weights are tasks of their own."""
         return self.layout.pp > 1 and SCHEDULES[self.layout.schedule].splits_backward
+
+    def ends_gradients(self, body: BodyKey) -> bool:
+        """Return whether the body leaves the last gradients of the step."""
+        kind = TaskKind.WEIGHT if self.splits_backward else TaskKind.BACKWARD
+        return ends_step(body) and body.kind is kind
 
     def holding(self, param: ParamSpec) -> Holding:
         """Return what one rank holds of `param`, as far as the strategies up to here have said."""

@@ -37,8 +37,8 @@ from typing import NamedTuple
 
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
-from samestep.program.bodies import BodyKey, is_backward
-from samestep.program.ops import EXPOSED_AXES, Kind, Op, Task
+from samestep.program.bodies import BodyKey, Task, is_backward
+from samestep.program.ops import EXPOSED_AXES, Kind, Op
 from samestep.program.program import Program
 from samestep.simulation.cost import seconds
 from samestep.simulation.timeline import COMPUTE, Line, LineSpan, Timeline

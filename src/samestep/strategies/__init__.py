@@ -14,8 +14,8 @@ from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
-from samestep.program.bodies import UPDATE_BODY, BodyKey, position
-from samestep.program.ops import Kind, Op, Ops, Task
+from samestep.program.bodies import UPDATE_BODY, BodyKey, Task, position
+from samestep.program.ops import Kind, Op, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.schedules import TaskKind

@@ -32,7 +32,7 @@ from samestep.program.buckets import (
 )
 from samestep.program.holding import REPLICAS, TIE
 from samestep.program.ops import REDUCING, STEP_SCALARS, Kind, Op, Ops
-from samestep.program.program import Program, ends_gradients
+from samestep.program.program import Program
 from samestep.program.step import StepSpec
 
 AXIS = REPLICAS
@@ -89,11 +89,11 @@ def _reduced(key: BodyKey, ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...]
         return _reductions(step, bucket)
 
     if units and is_backward(key):
-        is_last = ends_gradients(key, step)
+        is_last = step.ends_gradients(key)
         if not is_last and all(unit.num_shards > 1 for unit in units):
             return ops
         return tuple(_reduce_units(ops, step, {unit.name: unit for unit in units}, is_last=is_last))
-    if ends_gradients(key, step):
+    if step.ends_gradients(key):
         # Under zero=1 a bucket's first collective is that of the shards, but for weights of which no two ranks of a replica
         # hold the same.
         first = [bucket for bucket in buckets if bucket.holding.num_shards == 1]
@@ -106,7 +106,7 @@ def _reduced(key: BodyKey, ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...]
 def _reductions_of(program: Program) -> Iterator[str]:
     """Name what must have come about before the update: the last backward and every reduction."""
     for key, ops in program.bodies.items():
-        if ends_gradients(key, program.step):
+        if program.step.ends_gradients(key):
             yield next(op.name for op in reversed(ops) if op.kind in (Kind.BACKWARD, Kind.WEIGHT))
             yield from (op.name for op in ops if op.kind in REDUCING and op.axis not in ("tp", "cp"))
     for op in program.bodies[UPDATE_BODY]:
@@ -189,7 +189,7 @@ def _tied_units(step: StepSpec, units: tuple[Unit, ...]) -> Iterator[Op]:
 def _partial_sums(program: Program, buckets: tuple[Bucket, ...]) -> Iterator[Op]:
     """Sum what a rank is left with of gradients that are parts over the ranks that have the others."""
     step = program.step
-    final = [op for key, ops in program.bodies.items() if ends_gradients(key, step) for op in ops]
+    final = [op for key, ops in program.bodies.items() if step.ends_gradients(key) for op in ops]
     final += itertools.takewhile(lambda op: op.kind is not Kind.UPDATE, program.bodies[UPDATE_BODY])
     last = {op.owner: op.name for op in final if op.kind in (*REDUCING, Kind.BROADCAST, Kind.ALL_GATHER)}
     done = next(op.name for op in reversed(final) if op.kind in (Kind.BACKWARD, Kind.WEIGHT))

@@ -24,9 +24,9 @@ from dataclasses import replace
 
 from samestep import schedules
 from samestep.models.spec import ModelSpec, ParamSpec, remembered
-from samestep.program.bodies import UPDATE_BODY, BodyKey, is_backward, position
+from samestep.program.bodies import UPDATE_BODY, BodyKey, Task, is_backward, position
 from samestep.program.holding import TIE, Holding
-from samestep.program.ops import Kind, Op, Ops, Task
+from samestep.program.ops import Kind, Op, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.schedules import SCHEDULES, TaskKind
