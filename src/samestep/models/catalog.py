@@ -25,6 +25,7 @@ _TRACERS = (
     *(f"building/{name}.py" for name in ("model", "initial_values")),
     *(f"tracing/{name}.py" for name in ("independence", "sequence_boundaries", "tensor_plan", "trace")),
 )
+"""Files of samestep whose contents are part of a cached spec's digest, because they determine what a trace finds."""
 
 
 def model_spec(job: Job) -> ModelSpec:
