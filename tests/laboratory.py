@@ -22,7 +22,7 @@ from samestep.datasets import Dataset, batches
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import Cut
-from samestep.program.ops import LedgerRow
+from samestep.program.program import LedgerRow
 from samestep.runtime.assembly import Source, prepare
 from samestep.runtime.axes.tensor import joined
 from samestep.runtime.ledger import Ledger

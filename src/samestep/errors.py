@@ -8,14 +8,14 @@ SamestepError (Exception)
 │   ├── ModelError                  the model: cannot be built, traced, initialised or cut
 │   ├── DataError                   the data: missing, too short, badly formed
 │   └── CheckpointError             the checkpoint: missing, of another job, damaged
-└── RunError (RuntimeError)         what was given could run, and something happened on the way; exit status 1
-    ├── WorkerError                 a worker process died: which rank, and its last words
+└── RunError (RuntimeError)         the run failed on the way, though what was given can run; exit status 1
+    ├── WorkerError                 a worker process died: its rank and its last output
     ├── NonFiniteError              the loss or a gradient is not finite, and the job says stop
-    ├── DriftError                  ranks that must agree do not
-    └── OutOfMemoryError            memory ran out
+    ├── DriftError                  ranks that must hold the same do not
+    └── OutOfMemoryError            memory ran out, on a device or on the host
 ```
-What is of none of these kinds, as a file that cannot be written, is an `InputError` itself. A broken invariant of our own
-is an `assert`, never one of these.
+A mistake of none of these kinds, such as a file that cannot be written, is an `InputError` itself. A broken invariant of
+our own code is an `assert`, never one of these.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class CheckpointError(InputError):
 
 
 class RunError(SamestepError, RuntimeError):
-    """A run that was given nothing wrong failed on the way; the text says where and by what."""
+    """A run failed on the way, though what it was given can run; the text says where and why."""
 
 
 class WorkerError(RunError):
-    """A worker process died; the text names its rank and its last words."""
+    """A worker process died; the text gives its rank and its last output."""
 
 
 class NonFiniteError(RunError):
@@ -65,7 +65,7 @@ class NonFiniteError(RunError):
 
 
 class DriftError(RunError):
-    """Ranks that must hold the same do not; the text names the tensor and the rank."""
+    """Ranks that must hold equal values do not; the text names the tensor and the rank."""
 
 
 class OutOfMemoryError(RunError):

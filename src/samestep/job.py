@@ -1,7 +1,7 @@
-"""WHAT is computed: a `Job` is model, data, loss, optimizer, schedule, batch, steps, seed and numerics.
+"""The `Job`: WHAT is computed, that is model, data, loss, optimizer, learning rate, batch, steps, seed and numerics.
 
-Everything here may change a result; what may not is the `Layout`. The same object is read from a TOML file
-(`load`) and written in Python (`Job(train={"global_batch": 32})`). Every mistake in it is reported at once.
+Everything here may change the result, except `[run]`, `[checkpoint]` and `[layout]`. A job is read from a TOML file with
+`load`, or written in Python: `Job(train={"global_batch": 32})`. All mistakes in it are reported at once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ModelTable(_Table):
 
 
 class DataTable(_Table):
-    """The data; `source` is one of the words of `datasets.open_dataset`."""
+    """The data, and how it becomes samples."""
 
     source: str = "topics"
     """topics, stdlib, text:PATH, tokens:PATH, jsonl:PATH, hf:PATH, or `module:function`."""
@@ -53,34 +53,34 @@ class DataTable(_Table):
     sequence_length: Annotated[int, Field(ge=1)] = 64
     """Tokens of a sample."""
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
-    """The fraction at the end of the data that is never trained on."""
+    """Fraction at the end of the data that is held out of training."""
     text_field: str = "text"
-    """The field of a JSON line or of a dataset's row that holds its text."""
+    """Field of a JSON line or of a dataset row that holds the text."""
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
-    """The numbers in a file of tokens."""
+    """Type of the numbers in a file of tokens."""
 
 
 class TrainTable(_Table):
-    """The loop: what a step is, and how many there are."""
+    """The training loop: the batch, the number of steps, the loss, and what is evaluated."""
 
     global_batch: Annotated[int, Field(ge=1)] = 32
     """Samples (sequences) of one step over all ranks and micro-batches."""
     steps: Annotated[int, Field(ge=1)] = 100
-    """Optimizer steps of the whole run; the learning rate's schedule spans them."""
+    """Optimizer steps of the whole run, over which the learning-rate schedule extends."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """First weights, order of samples and dropout masks are functions of it."""
+    """Seed of the initial weights, the order of samples and the dropout masks."""
     loss: str = "cross_entropy"
     """`cross_entropy` (next token, or class), `mse`, or `module:function` of (outputs, batch) -> (sum, count)."""
     evaluate_samples: Annotated[int, Field(ge=0)] = 256
-    """Held-out samples in the loss at the end; 0 leaves it out."""
+    """Number of held-out samples in the loss at the end; 0 skips it."""
     prompt: str = ""
-    """What a text sample begins with."""
+    """Text that a generated sample begins with."""
     sample_tokens: Annotated[int, Field(ge=0)] = 200
-    """Tokens of the text sample before and after training; 0 leaves it out."""
+    """Tokens of the text that is generated before and after training; 0 skips it."""
     sample_temperature: Annotated[float, Field(ge=0.0)] = 0.8
-    """0 takes the likeliest token."""
+    """Temperature of sampling; 0 takes the most likely token."""
     watch_every: Annotated[int, Field(ge=0)] = 100
-    """Steps between checks that ranks agree on weights, samples and gradient norm; 0 leaves them out."""
+    """Steps between checks that ranks agree on weights, samples and gradient norm; 0 skips them."""
 
 
 class OptimizerTable(_Table):
@@ -89,69 +89,69 @@ class OptimizerTable(_Table):
     name: str = "adamw"
     """A class of torch.optim in any case, or `module:function`."""
     lr: Annotated[float, Field(ge=0.0)] = 1e-3
-    """The learning rate after warm-up."""
+    """Learning rate after warm-up."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    """Of every parameter that `no_weight_decay` does not name."""
+    """Weight decay of every parameter that `no_weight_decay` does not match."""
     no_weight_decay: tuple[str, ...] = ()
-    """Patterns (`*norm*`, `*.bias`) of the parameters that are not decayed."""
+    """Patterns (`*norm*`, `*.bias`) of the names of parameters without weight decay."""
     clip_norm: Annotated[float, Field(gt=0.0)] | None = None
-    """The largest global gradient norm; without it nothing is clipped."""
+    """Largest global gradient norm, above which gradients are clipped; without it nothing is clipped."""
     options: dict[str, Any] = {}
-    """Further keyword arguments of the class, as betas."""
+    """Further keyword arguments of the class, such as betas."""
 
 
 class ScheduleTable(_Table):
-    """The learning rate: `warmup_steps` of linear rise, then constant, or down to `final_ratio` of the peak."""
+    """The learning-rate schedule: a linear rise for `warmup_steps`, then constant, or down to `final_ratio` of the peak."""
 
     name: Literal["constant", "linear", "cosine"] = "constant"
-    """The way down after warm-up."""
+    """Shape of the decay after warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps of linear rise."""
+    """Number of steps of linear rise."""
     final_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """What is left of the peak at the last step."""
+    """Learning rate at the last step, as a fraction of the peak."""
 
 
 class NumericsTable(_Table):
     """Precision and everything else in the arithmetic that may change a result."""
 
     precision: Precision = "float32"
-    """bf16 and fp16 are mixed with float32 masters, gradients and reductions."""
+    """Precision of weights and activations; bf16 and fp16 keep float32 master weights, gradients and reductions."""
     tf32: bool = False
-    """Allow TF32 in float32 matrix products on GPUs."""
+    """Whether float32 matrix products on GPUs may use TF32."""
     on_nonfinite: OnNonFinite = "stop"
-    """What a step does whose loss or gradient is not finite, once it has named the module at fault."""
+    """Action when the loss or a gradient is not finite, after the module at fault has been named."""
     loss_scale: Annotated[float, Field(gt=0.0)] = 65536.0
-    """fp16 only: the first loss scale. It is halved at an overflow, and the step skipped; then grows again."""
+    """fp16 only: the initial loss scale; an overflow halves it and skips the step."""
     loss_scale_growth_steps: Annotated[int, Field(ge=1)] = 2000
-    """fp16 only: the loss scale doubles after so many steps without an overflow."""
+    """fp16 only: number of steps without an overflow after which the loss scale doubles."""
 
 
 class CheckpointTable(_Table):
-    """Files to go on from."""
+    """Checkpoints, the files from which a run resumes."""
 
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints; 0 writes only the last one."""
     keep: Annotated[int, Field(ge=1)] = 2
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints that are kept."""
 
 
 class RunTable(_Table):
-    """How this machine runs it: nothing here may change a result."""
+    """Settings of this machine; none of them changes a result."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes GPUs where there are any."""
+    """Kind of device; auto takes GPUs if there are any."""
     ranks: Annotated[int, Field(ge=1)] | None = None
-    """Worker processes; without it the layout decides, and without that all GPUs or 2 processes."""
+    """Number of worker processes; without it as many as the layout has ranks, and without a layout all GPUs or 2 processes."""
     threads: Annotated[int, Field(ge=1)] = 1
-    """CPU threads of one worker."""
+    """Number of CPU threads of one worker."""
     ranks_per_node: Annotated[int, Field(ge=1)] | None = None
-    """Ranks on one machine, for reduce=hierarchical; without it the launcher's number."""
+    """Number of ranks on one machine, for reduce=hierarchical; without it the number that the launcher gives."""
     timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
-    """How long one collective may take before the run gives up."""
+    """Seconds that one collective may take before the run is aborted."""
 
 
 class Job(_Table):
-    """One training run, whole: the tables of a job file."""
+    """One whole training run: the tables of a job file."""
 
     model: ModelTable = ModelTable()
     data: DataTable = DataTable()
@@ -165,11 +165,15 @@ class Job(_Table):
     run: RunTable = RunTable()
 
     def __init__(self, source: Callable[[str], str] = lambda key: "job", /, **tables: Any) -> None:
-        """Check the tables; what is said of a mistake in a key begins with its source, as the file it comes from."""
+        """Check the tables; `source` returns, for a key, the origin that an error about the key begins with, such as a file.
+
+        Raises:
+            JobError: all mistakes in the tables, one a line.
+        """
         try:
             super().__init__(**tables)
         except ValidationError as error:
-            raise JobError(_say(error, source)) from None
+            raise JobError(_mistakes(error, source)) from None
 
     @field_validator("layout")
     @classmethod
@@ -190,19 +194,19 @@ class Job(_Table):
         return self
 
     def to_toml(self) -> str:
-        """Write the job, resolved: every key with its value, so that the file alone repeats the run."""
+        """Return the resolved job as TOML: every key with its value, so that the file alone repeats the run."""
         return tomli_w.dumps(_without_none(self.model_dump(mode="json")))
 
 
 def load(path: str | Path, settings: Sequence[str] = (), without: Sequence[str] = ()) -> Job:
-    """Read a job file `without` some keys such as `data.source`, then `settings` such as `train.steps=50` over it.
+    """Return the job of a file, `without` some keys such as `data.source`, and with `settings` such as `train.steps=50`.
 
     Raises:
-        JobError: every mistake found, each with the file, the key, and what would be right.
+        JobError: the file cannot be read, or the job has mistakes; each is named with its file, its key and what would be right.
     """
     path = Path(path)
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a mark
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a byte-order mark
     except FileNotFoundError:
         near = [
             str(p) for p in (*path.parent.glob("*.toml"), *path.parent.glob("jobs/*.toml")) if p.stem != "pyproject"
@@ -226,17 +230,17 @@ def load(path: str | Path, settings: Sequence[str] = (), without: Sequence[str] 
                 return f"--set {setting}"
         return str(path)
 
-    return Job(source, **tables)  # not model_validate: it would wrap what __init__ says in an error of its own
+    return Job(source, **tables)  # not model_validate, which would wrap the JobError of __init__ in an error of its own
 
 
 def default(settings: Sequence[str] = ()) -> Job:
-    """Read samestep's own default job, with `settings` such as `train.steps=50` over it.
+    """Return samestep's own default job, with `settings` such as `train.steps=50`.
 
     Raises:
-        JobError: every mistake found in the settings.
+        JobError: the settings have mistakes; each is named.
     """
     given = {key.strip(): value.strip() for key, _, value in (setting.partition("=") for setting in settings)}
-    # Fields of the default model mean nothing to another one; a preset knows its own sequences.
+    # Fields of the default model mean nothing to another one, and a preset has its own sequence length.
     without = ["model.config"] * ("model.source" in given)
     without += ["data.sequence_length"] * given.get("model.source", "").strip("\"'").startswith(PRESET)
     with resources.as_file(resources.files("samestep") / "default_job.toml") as path:
@@ -244,7 +248,11 @@ def default(settings: Sequence[str] = ()) -> Job:
 
 
 def _set(tables: dict[str, Any], setting: str) -> None:
-    """Write `key.path=value` into nested tables; the value is TOML, or else the bare text."""
+    """Write `key.path=value` into nested tables; a value that is not TOML is taken as text.
+
+    Raises:
+        JobError: the setting is not of that form, or names a table within a value.
+    """
     key, equals, text = setting.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
@@ -261,8 +269,8 @@ def _set(tables: dict[str, Any], setting: str) -> None:
     table[parts[-1]] = value
 
 
-def _say(error: ValidationError, source: Callable[[str], str]) -> str:
-    """Say every mistake, one a line: where it comes from, the key, what was given and what would be right."""
+def _mistakes(error: ValidationError, source: Callable[[str], str]) -> str:
+    """Return all mistakes, one a line: the origin, the key, what was given and what would be right."""
     lines = []
     for mistake in error.errors(include_url=False):
         path = [str(part) for part in mistake["loc"]]
@@ -279,7 +287,7 @@ def _say(error: ValidationError, source: Callable[[str], str]) -> str:
 
 
 def _keys_of(path: Sequence[str]) -> list[str]:
-    """Names of the keys of the table at `path`."""
+    """Return the names of the keys of the table at `path`."""
     table: Any = Job
     for part in path:
         field = table.model_fields.get(part)
@@ -290,7 +298,7 @@ def _keys_of(path: Sequence[str]) -> list[str]:
 
 
 def _without_none(value: Any) -> Any:
-    """Leave out what is None, which TOML cannot say."""
+    """Return the value without the keys that are None, which TOML cannot express."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return value

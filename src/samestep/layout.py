@@ -1,4 +1,4 @@
-"""WHERE a step is computed: a `Layout` is one line of text, and changing it never changes the result.
+"""The `Layout`: WHERE a step is computed, as one line of text; changing it never changes the result.
 
 >>> Layout.parse("dp=4 zero=3").world_size
 4
@@ -7,8 +7,8 @@
 
 `zero` is the ZeRO stage (Rajbhandari et al. 2020, arXiv:1910.02054): 0 replicates everything, 1 shards the
 optimizer's state over `dp_shard`, 2 also the gradients, 3 also the weights (what PyTorch calls FSDP). `dp=N` is
-short for `dp_replicate=N` under zero=0 and for `dp_shard=N` otherwise. `ep` deals the experts of a layer to data ranks:
-it adds no ranks, it divides the ones there are.
+short for `dp_replicate=N` under zero=0 and for `dp_shard=N` otherwise. `ep` shards the experts of a layer over data ranks:
+it adds no ranks, but divides those of the innermost data axis.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Reduce = Literal["ring", "hierarchical", "root"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Degrees and switches of an arrangement; each field may change where and when, never what.
+    """Degrees and switches of an arrangement of ranks: they change where and when a step is computed, never its result.
 
-    `microbatch` is in samples per rank; None runs a rank's whole share at once.
+    `microbatch` is in samples per rank; None runs all samples of a rank in one micro-batch.
     """
 
     dp_replicate: int = 1
@@ -40,7 +40,7 @@ class Layout:
     pp: int = 1
     ep: int = 1
     schedule: str = DEFAULT
-    """One of `SCHEDULES`."""
+    """Pipeline schedule, one of `SCHEDULES`."""
     virtual_stages: int = 1
     zero: int = 0
     microbatch: int | None = None
@@ -74,17 +74,17 @@ class Layout:
 
     @property
     def num_shards(self) -> int:
-        """Ranks of a `dp_shard` group: those of `cp` hold equal weights too, so what is sharded is cut over both."""
+        """Number of ranks of a `dp_shard` group; those of `cp` hold equal weights, so they are among them."""
         return self.dp_shard * self.cp if self.zero else 1
 
     @property
     def num_replicas(self) -> int:
-        """Ranks of a `dp_replicate` group: with those of `cp` where nothing is sharded."""
+        """Number of ranks of a `dp_replicate` group; those of `cp` are among them if nothing is sharded."""
         return self.dp_replicate if self.zero else self.dp_replicate * self.cp
 
     @property
     def innermost_data_ranks(self) -> int:
-        """Ranks of a group of the innermost data axis, those of `cp` among them."""
+        """Number of ranks of a group of the innermost data axis, those of `cp` among them."""
         return self.num_shards if self.num_shards > 1 else self.num_replicas
 
     @property
@@ -94,36 +94,36 @@ class Layout:
 
     @property
     def cuts(self) -> tuple[int, bool, int, int]:
-        """Words that shape what a rank computes of a layer."""
+        """Degrees and switch that determine the part of a layer that a rank computes: tp, sequence_parallel, cp, ep."""
         return self.tp, self.sequence_parallel, self.cp, self.ep
 
     @property
     def borrows_data_ranks(self) -> bool:
-        """Whether an axis that adds no ranks of its own divides those of the innermost data axis."""
+        """Whether an axis without ranks of its own divides those of the innermost data axis."""
         return self.ep > 1
 
     @property
     def dp_cp_size(self) -> int:
-        """Ranks whose gradients of one weight are summed: each has seen other tokens."""
+        """Number of ranks whose gradients of one weight are summed, because each has seen other tokens."""
         return self.dp * self.cp
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in all."""
+        """Total number of ranks."""
         return self.dp * self.cp * self.tp * self.pp
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Read what `str(layout)` writes: words `name=value` between blanks; `offload` alone means on.
+        """Return the layout that a line of words `name=value` describes; a switch such as `offload` alone means on.
 
         Raises:
-            LayoutError: names the word that could not be read and the words that can.
+            LayoutError: a word cannot be read; the text names it and the words that can be.
         """
         words: dict[str, Any] = {}
         for word in text.split():
             name, equals, value = word.partition("=")
-            if apart := set(word) & set(",;"):
-                blanks = " ".join(text.translate({ord(mark): " " for mark in apart}).split())
+            if separators := set(word) & set(",;"):
+                blanks = " ".join(text.translate({ord(mark): " " for mark in separators}).split())
                 raise LayoutError(f"{word!r}: words are separated by blanks, as in {blanks!r}")
             if name in words:
                 raise LayoutError(f"{name!r} is given twice in {text!r}; give it once")
@@ -132,7 +132,11 @@ class Layout:
 
     @classmethod
     def of(cls, words: dict[str, Any]) -> Layout:
-        """Build a layout from layout words and their values, as a job file's `[layout]` table holds them."""
+        """Return the layout of the given words and values, as a job file's `[layout]` table holds them.
+
+        Raises:
+            LayoutError: a word is unknown, a value cannot be read, or `dp` is given together with `dp_replicate` or `dp_shard`.
+        """
         hints = get_type_hints(cls)
         known = ["dp", *hints]
         for name in words:
@@ -142,7 +146,7 @@ class Layout:
         values = {name: _read(name, value, hints.get(name, int)) for name, value in words.items()}
         if "dp" in values:
             if "dp_replicate" in values or "dp_shard" in values:
-                raise LayoutError("dp=N says both dp_replicate and dp_shard: give dp alone, or the two of them")
+                raise LayoutError("dp=N sets dp_replicate or dp_shard itself: give dp alone, or the two of them")
             degree = values.pop("dp")
             values["dp_shard" if values.get("zero", 0) else "dp_replicate"] = degree
         elif values.get("dp_shard", 1) > 1:
@@ -150,7 +154,7 @@ class Layout:
         return cls(**values)
 
     def __str__(self) -> str:
-        """Write the shortest line that parses back to this layout."""
+        """Return the shortest line that parses back to this layout."""
         plain = self.dp_shard == 1 if self.zero == 0 else self.dp_replicate == 1
         words = [f"dp={self.dp}"] if plain else [f"dp_replicate={self.dp_replicate}", f"dp_shard={self.dp_shard}"]
         for field in fields(self)[2:]:
@@ -161,7 +165,7 @@ class Layout:
 
 
 def _read(name: str, value: Any, hint: Any) -> Any:
-    """Read one word's value by the type of its field."""
+    """Return the value of one word, converted to the type of its field."""
     if hint is str:
         return str(value)
     choices = get_args(hint)
@@ -170,7 +174,7 @@ def _read(name: str, value: Any, hint: Any) -> Any:
         value = named.get(str(value).lower(), value)
         if isinstance(value, bool):
             return value
-        raise LayoutError(f"{name}={value} is a switch: write {name} alone, or {name}=off")
+        raise LayoutError(f"{name}={value}: {name} is a switch, so write {name} alone or {name}=off")
     if choices and all(isinstance(choice, str) for choice in choices):
         if value in choices:
             return value

@@ -1,8 +1,8 @@
-"""Pipeline schedules as data: the order in which each stage runs its forwards and backwards.
+"""Pipeline schedules as data: the order in which each stage runs its forwards, backwards and weight gradients.
 
-A model cut into p stages works on m micro-batches. A schedule only says in which order a stage takes them; what every
-action computes is the same in all four, so they give one result and differ in time and memory. With p=4, m=5 (`2F` is
-the forward of micro-batch 2, `2B` its backward, in zero bubble that of the inputs alone, `2W` that of the weights):
+A model cut into p stages works on m micro-batches. A schedule determines only the order in which a stage takes them; what
+each action computes is the same in all four, so they give one result and differ in time and memory. With p=4, m=5 (`2F` is
+the forward of micro-batch 2, `2B` its backward, in zero bubble for the inputs alone, `2W` its weight gradients):
 
 ```
 1F1B          0F 1F 2F 3F ·  ·  ·  ·  ·  ·  0B─── 4F 1B─── ·  2B─── ·  3B─── ·  4B───
@@ -15,35 +15,36 @@ zero bubble   0F 1F 2F 3F ·  ·  ·  0B 0W 4F 1B 1W 2B 2W 3B 3W 4B 4W
               ·  ·  0F 1F ·  0B 2F 1B 3F 2B 0W 4F 3B 1W 4B 2W 3W 4W
               ·  ·  ·  0F 0B 1F 1B 2F 2B 3F 3B 0W 4F 4B 1W 2W 3W 4W
 ```
-Only the input gradient is waited for by the stage before. Zero bubble lets weight gradients step back: stage s is
-s of them behind, so that every stage holds the activations of p micro-batches, as 1F1B's first stage does.
+The stage before waits for the input gradient alone, so zero bubble defers weight gradients: stage s runs them s
+micro-batches late, and every stage holds the activations of p micro-batches, as the first stage of 1F1B does.
 
 For equal stages, free communication, m >= p and v virtual stages on a rank (F, B, W: seconds of a whole stage):
 
-| schedule    | idle of a stage   | part of busy time   | activations held by stage s, in micro-batches          |
+| schedule    | bubble of a stage | share of busy time  | activations held by stage s, in micro-batches          |
 |-------------|-------------------|---------------------|--------------------------------------------------------|
 | gpipe       | (p-1) (F+B)       | (p-1) / m           | m                                                      |
 | 1f1b        | (p-1) (F+B)       | (p-1) / m           | p-s                                                    |
 | interleaved | (p-1) (F+B) / v   | (p-1) / (v m)       | (2(p-s-1) + (v-1) r + 1) / v; at s=0, r=p: p + (p-1)/v |
 | zero-bubble | (p-1) (F+B-W)     | (p-1) / 3m if F=B=W | p, of which s only wait for their W                    |
 
-The B of the first three is the whole backward. Zero bubble's idle holds for W <= F and W <= B; wherever
-W > 0 it is below that of 1F1B. No schedule holds more than m.
+The B of the first three is the whole backward. Zero bubble's bubble holds for W <= F and W <= B; for any W > 0 it is
+smaller than that of 1F1B. No schedule holds more than m.
 
 Sources: gpipe: Huang et al. 2019, arXiv:1811.06965 (it runs the backwards in reverse; here they ascend, which costs
 the same). 1f1b (PipeDream-flush) and interleaved: Narayanan et al. 2021, arXiv:2104.04473; the memory of interleaved:
 Korthikanti et al. 2022, arXiv:2205.05198. zero-bubble (ZB-H1): Qi et al. 2023, arXiv:2401.10241, figure 3.
 
-Interleaved goes through its chunks with p micro-batches at a time, and the paper asks that p divides m. Here m is
-dealt into m // p rounds (one if m < p) as even as can be, the longest first, of r = ceil(m / rounds) micro-batches:
-r = p where p divides m, and never a round shorter than p, in which a rank would wait for the ring to come round.
-So the idle time is the paper's for every m >= p, and what grows is the activations held.
+Interleaved runs p micro-batches at a time through its chunks, and the paper requires that p divides m. Here the m
+micro-batches are divided into m // p rounds (one if m < p) as evenly as possible, the longest first, of r = ceil(m / rounds)
+micro-batches: r = p where p divides m. No round is shorter than p, because in a shorter one a rank would wait for its
+micro-batches to come back from the last stage. So the bubble is the paper's for every m >= p, and only the number of
+activations held grows.
 
-Every schedule adds up a chunk's gradients in ascending micro-batches, as one device does, and the last micro-batch
-is the last: reductions start there.
+Every schedule accumulates a chunk's gradients in ascending order of micro-batches, as one device does. Reductions start
+with the last micro-batch.
 
-All that the rest of the house knows of a schedule stands in its `ScheduleSpec`, and a new one is a new row of
-`SCHEDULES`: layouts, programs, messages between stages, memory and bounds follow from its order.
+Everything that other modules know of a schedule is in its `ScheduleSpec`, and a new schedule is a new row of `SCHEDULES`:
+layouts, programs, messages between stages, memory and bounds follow from its order.
 """
 
 from __future__ import annotations
@@ -58,19 +59,22 @@ from samestep.errors import LayoutError
 
 
 class TaskKind(StrEnum):
-    """What a task of a stage is; the update is in no order, since every schedule ends with it."""
+    """The kind of a task; orders leave the update out, since every schedule ends with it."""
 
     FORWARD = "F"
     BACKWARD = "B"
-    """The whole backward, or where the order has W the gradient of the inputs."""
+    """The whole backward, or the gradients of the inputs alone if the order has W."""
     WEIGHT = "W"
-    """The gradient of the weights."""
+    """The gradients of the weights."""
     UPDATE = "U"
-    """The optimizer's, once a step."""
+    """The optimizer's update, once a step."""
 
 
 class Action(NamedTuple):
-    """One entry of an order. Chunk c on stage s is the virtual stage c * num_stages + s of the model."""
+    """One entry of an order: the kind of task, its micro-batch and its chunk.
+
+    Chunk c on stage s is virtual stage c * num_stages + s of the model.
+    """
 
     kind: TaskKind
     microbatch: int
@@ -82,26 +86,26 @@ Order = tuple[Action, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleSpec:
-    """A pipeline schedule: what a layout calls it, the order of each stage, and what follows from that order."""
+    """A pipeline schedule: its name in a layout, the order of each stage, and properties of that order."""
 
     name: str
-    """The value of the layout word `schedule`."""
+    """Value of the layout word `schedule`."""
     order: Callable[[int, int, int, int], Order]
-    """Returns what one stage runs, given its index and the numbers of stages, micro-batches and virtual stages of a rank;
-    the orders of all stages pass `check`."""
+    """Function that returns the order of one stage, given its index and the numbers of stages, micro-batches and chunks; the
+    orders of all stages pass `check`."""
     takes_chunks: bool = False
-    """Whether a rank may have several virtual stages."""
+    """Whether a rank may have several virtual stages (chunks)."""
     splits_backward: bool = False
-    """Whether gradients of weights are actions of their own, so that the orders have W."""
+    """Whether weight gradients are actions of their own, so that the orders have W."""
     is_planned: bool = True
-    """Whether `plan` tries it: not one that takes as long as another and holds more."""
+    """Whether `plan` tries it; not one that takes as long as another schedule and holds more activations."""
 
 
 def order(schedule: str, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
-    """Return what one stage runs, first to last; every number of micro-batches is legal in every schedule.
+    """Return the order of one stage under a schedule; every number of micro-batches is legal.
 
     Raises:
-        LayoutError: virtual stages with a schedule that takes none.
+        LayoutError: several virtual stages (chunks) with a schedule that takes one.
     """
     assert 0 <= stage < num_stages, f"stage {stage} of {num_stages}"
     assert num_microbatches >= 1, f"{num_microbatches} micro-batches"
@@ -115,28 +119,28 @@ def order(schedule: str, stage: int, num_stages: int, num_microbatches: int, num
 
 
 def taking_chunks() -> str:
-    """Name the schedules that take virtual stages, as layout words."""
+    """Return the schedules that take virtual stages (chunks), as layout words."""
     return " or ".join(f"schedule={spec.name}" for spec in SCHEDULES.values() if spec.takes_chunks)
 
 
 def gpipe(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
-    """All forwards, then all backwards."""
+    """Return all forwards, then all backwards."""
     forwards = tuple(Action(TaskKind.FORWARD, index) for index in range(num_microbatches))
     return (*forwards, *(Action(TaskKind.BACKWARD, index) for index in range(num_microbatches)))
 
 
 def one_f_one_b(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
-    """As many forwards as there are later stages, then a forward and a backward in turn, then the other backwards."""
+    """Return as many forwards as there are later stages, then a forward and a backward in turn, then the other backwards."""
     forwards = [Action(TaskKind.FORWARD, index) for index in range(num_microbatches)]
     backwards = [Action(TaskKind.BACKWARD, index) for index in range(num_microbatches)]
     return _in_turn(forwards, backwards, num_stages - stage - 1)
 
 
 def interleaved(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
-    """1F1B over virtual stages: rounds of micro-batches go through the chunks one by one, and back.
+    """Return the order of interleaved 1F1B: rounds of micro-batches go through the chunks one by one, and back.
 
-    A stage starts with the forwards of all chunks but the last, and two more for each later stage: one for the way
-    there and one for the way back. With one chunk it is 1F1B.
+    A stage starts with the forwards of one round through all chunks but the last, and two more forwards for each later stage:
+    one for the way there and one for the way back. With one chunk it is 1F1B.
     """
     if num_chunks == 1:
         return one_f_one_b(stage, num_stages, num_microbatches)
@@ -150,7 +154,7 @@ def interleaved(stage: int, num_stages: int, num_microbatches: int, num_chunks: 
 
 
 def zero_bubble(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
-    """ZB-H1: the order of 1F1B, with weight gradients that run `stage` micro-batches behind and fill the end."""
+    """Return the order of ZB-H1: that of 1F1B, with weight gradients `stage` micro-batches late, which fill the end."""
     written: list[Action] = []
     for action in one_f_one_b(stage, num_stages, num_microbatches):
         written.append(action)
@@ -171,19 +175,19 @@ SCHEDULES: Final[Mapping[str, ScheduleSpec]] = {
         ScheduleSpec(name="zero-bubble", order=zero_bubble, splits_backward=True),
     )
 }
-"""Every schedule by its name, as they are listed to the user."""
+"""All schedules by name, in the order in which they are listed to the user."""
 
 
 def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], num_warmup: int) -> Order:
-    """Begin with `num_warmup` forwards, go on with one forward and one backward, end with the backwards left."""
+    """Return `num_warmup` forwards, then one forward and one backward in turn, then the remaining backwards."""
     warm = min(num_warmup, len(forwards))
     pairs = zip(forwards[warm:], backwards, strict=False)
-    left = backwards[len(forwards) - warm :]
-    return (*forwards[:warm], *(action for pair in pairs for action in pair), *left)
+    remaining = backwards[len(forwards) - warm :]
+    return (*forwards[:warm], *(action for pair in pairs for action in pair), *remaining)
 
 
 def _rounds(num_microbatches: int, num_stages: int) -> Iterator[range]:
-    """Deal micro-batches into rounds of at least `num_stages`, as even as can be, the longest first."""
+    """Yield rounds of at least `num_stages` micro-batches, as even as possible, the longest first."""
     num_rounds = max(num_microbatches // num_stages, 1)
     size, longer = divmod(num_microbatches, num_rounds)
     start = 0
@@ -194,9 +198,9 @@ def _rounds(num_microbatches: int, num_stages: int) -> Iterator[range]:
 
 
 def needs(action: Action, stage: int, num_stages: int, num_chunks: int) -> Iterator[tuple[int, Action]]:
-    """List what must have run before an action of `stage`, each with the stage that runs it.
+    """Yield the actions that must run before an action of `stage`, each with the stage that runs it.
 
-    What another stage runs has to be sent: activations to a forward, gradients to a backward.
+    The result of another stage's action has to be sent: activations to a forward, gradients to a backward.
     """
     kind, microbatch, chunk = action
     virtual = chunk * num_stages + stage
@@ -211,14 +215,14 @@ def needs(action: Action, stage: int, num_stages: int, num_chunks: int) -> Itera
 
 
 def check(orders: Sequence[Sequence[Action]], num_chunks: int) -> None:
-    """Play the orders of all stages: receiving waits, sending does not.
+    """Check the orders of all stages by running them: a receive waits for its send, a send waits for nothing.
 
-    Micro-batches go up to the largest that any stage names; one W anywhere means that each B has its W.
+    The number of micro-batches is that of the largest one that any stage names; one W anywhere means that every B has a W.
 
     Raises:
-        LayoutError: an action is missing, doubled, before what it needs on its own stage, or before what reductions need
-            it to follow; or the stages wait for each other, and then it names the action each one is stuck at and what
-            that waits for.
+        LayoutError: an action is missing, is repeated, runs before one it needs on its own stage, or breaks the order in which
+            gradients are accumulated and reduced; or the stages deadlock, and then the text names the action at which each
+            one is stuck and what that waits for.
     """
     has_weight = any(action.kind is TaskKind.WEIGHT for actions in orders for action in actions)
     kinds = [TaskKind.FORWARD, TaskKind.BACKWARD, *([TaskKind.WEIGHT] if has_weight else [])]
@@ -234,34 +238,36 @@ def check(orders: Sequence[Sequence[Action]], num_chunks: int) -> None:
 def _check_stage(
     stage: int, actions: Sequence[Action], expected: Collection[Action], num_stages: int, num_chunks: int
 ) -> None:
-    """Refuse an order that is wrong whatever the other stages do."""
+    """Raise LayoutError for an order that is wrong whatever the other stages do."""
 
-    def refuse(verb: str, action: Action, rule: str) -> LayoutError:
+    def refused(verb: str, action: Action, rule: str) -> LayoutError:
         return LayoutError(f"stage {stage} {verb} {_label(action, num_chunks > 1)}{rule}")
 
     times = Counter(actions)
     for action in times:
         if action not in expected:
-            raise refuse("runs", action, f", which is no action with virtual_stages={num_chunks}")
+            raise refused("runs", action, f", which is no action with virtual_stages={num_chunks}")
         if times[action] > 1:
-            raise refuse("runs", action, f" {times[action]} times: every action runs once")
+            raise refused("runs", action, f" {times[action]} times: every action runs once")
     for action in expected:
         if action not in times:
-            raise refuse("never runs", action, ": every action runs once")
+            raise refused("never runs", action, ": every action runs once")
     done: set[Action] = set()
     for action in actions:
         for owner, needed in needs(action, stage, num_stages, num_chunks):
             if owner == stage and needed not in done:
-                raise refuse("runs", action, f" before {_label(needed, num_chunks > 1)}, which it needs")
+                raise refused("runs", action, f" before {_label(needed, num_chunks > 1)}, which it needs")
         done.add(action)
     for earlier, later in _disordered(actions, num_chunks):
         rule = "a chunk takes its micro-batches in ascending order, and the last ones end with the first chunk"
-        raise refuse("runs", earlier, f" before {_label(later, num_chunks > 1)}: {rule}")
+        raise refused("runs", earlier, f" before {_label(later, num_chunks > 1)}: {rule}")
 
 
 def _disordered(actions: Sequence[Action], num_chunks: int) -> Iterator[tuple[Action, Action]]:
-    """Yield two actions of which the first should follow the second: gradients are added up in one order in every layout,
-    and what a stage's last chunk is left with is reduced first."""
+    """Yield pairs of actions of which the first should follow the second.
+
+    Gradients are accumulated in one order in every layout, and the gradients of a stage's last chunk are reduced first.
+    """
     latest: dict[tuple[TaskKind, int], Action] = {}
     last = max((action.microbatch for action in actions), default=0)
     for action in actions:
@@ -277,7 +283,7 @@ def _disordered(actions: Sequence[Action], num_chunks: int) -> Iterator[tuple[Ac
 
 
 def _check_ends(orders: Sequence[Sequence[Action]], num_chunks: int) -> None:
-    """Run each stage as far as it gets, until all have ended or none gets further."""
+    """Run each stage as far as it gets, until all have ended; raise LayoutError if none gets further."""
     num_stages = len(orders)
     done: set[tuple[int, Action]] = set()
     position = [0] * num_stages
@@ -306,10 +312,10 @@ def _check_ends(orders: Sequence[Sequence[Action]], num_chunks: int) -> None:
 
 
 def in_flight(actions: Sequence[Action]) -> int:
-    """Return the most activations a stage holds at once, each those of one micro-batch in one chunk.
+    """Return the largest number of activations that a stage holds at once, each of one micro-batch in one chunk.
 
-    Divide by the number of chunks to count in micro-batches of the whole stage. They are held until the backward,
-    and where weight gradients run apart until those.
+    Divide by the number of chunks to count micro-batches of the whole stage. Activations are held until the backward, or
+    until the weight gradients if these are actions of their own.
     """
     has_weight = any(action.kind is TaskKind.WEIGHT for action in actions)
     last = TaskKind.WEIGHT if has_weight else TaskKind.BACKWARD
@@ -321,7 +327,7 @@ def in_flight(actions: Sequence[Action]) -> int:
 
 
 def to_text(orders: Sequence[Sequence[Action]]) -> str:
-    """Write a line for each stage: `0F 1F 0B`, and with virtual stages the chunk behind: `0F0 0F1 0B1`."""
+    """Return a line for each stage: `0F 1F 0B`, and with several chunks the chunk after the kind: `0F0 0F1 0B1`."""
     has_chunks = any(action.chunk > 0 for actions in orders for action in actions)
     return "\n".join(" ".join(_label(action, has_chunks) for action in actions) for actions in orders)
 

@@ -13,7 +13,7 @@ from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.program.ops import Kind
-from samestep.program.program import Program, ends_gradients
+from samestep.program.program import Program
 from samestep.simulation.memory import at_rest
 from tests.laws.models import LAW, case, dealing, machine
 
@@ -104,7 +104,7 @@ def test_a_rank_holds_its_part_of_the_experts(text: str) -> None:
 def test_reductions_follow_the_exchanges_of_their_layer(text: str) -> None:
     program = case(dealing(), text).program
     for key, ops in program.bodies.items():
-        if ends_gradients(key, program.step):
+        if program.step.ends_gradients(key):
             for before, op in pairwise(ops):
                 assert not (op.kind is Kind.ALL_TO_ALL and before.owner.startswith("bucket"))
 

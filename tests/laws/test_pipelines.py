@@ -145,7 +145,7 @@ def test_stages_that_wait_for_each_other_for_ever_are_named() -> None:
     tasks = first.tasks
     order = sorted(tasks, key=lambda task: (task.kind is not TaskKind.BACKWARD, task.microbatch))
     with pytest.raises(
-        LayoutError, match=r"for ever: stage 0 at recv:layers.0 of task B0; stage 1 at recv:layers.0 of task F0"
+        LayoutError, match=r"forever: stage 0 at recv:layers.0 of task B0; stage 1 at recv:layers.0 of task F0"
     ):
         clock.play([replace(first, tasks=tuple(order)), last], machine())
 

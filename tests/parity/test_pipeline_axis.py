@@ -74,7 +74,7 @@ def test_the_ledger_holds_in_mixed_precision(layout: str, model: str) -> None:
 @pytest.mark.parametrize(
     ("model", "layout", "text"),
     [
-        ("deep_llama", "pp=8", "makes 8 runs of layers of the 4 blocks of deep_llama: pp=4 works"),
+        ("deep_llama", "pp=8", "cuts the 4 blocks of deep_llama into 8 stages: pp=4 works"),
         (
             "deep_llama",
             "pp=4 schedule=interleaved virtual_stages=2",

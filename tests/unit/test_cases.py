@@ -45,7 +45,7 @@ def test_a_famous_run_says_batch_tokens_days_and_what_was_published(
     assert days == pytest.approx(run.tokens / found.tokens * found.step_s / 86400, abs=0.06)
     assert "\npublished: " in said
     years = float(re.search(r"one device would take ([\d,]+) years", said)[1].replace(",", ""))  # type: ignore[index]
-    alone = run.alone()
+    alone = run.on_one_device()
     assert years == pytest.approx(run.tokens / alone.tokens * alone.step_s / 86400 / 365.25, abs=0.51)
     assert years <= days * devices / 365.25  # no devices are faster than their number
     assert 0.4 < alone.mfu < 0.869, "of a product's own efficiency"

@@ -151,7 +151,7 @@ def test_a_mistake_in_python_is_a_job_error() -> None:
     ("text", "says"),
     [
         ("[layout]\ndp_shardd = 2", "layout: unknown layout word 'dp_shardd' (did you mean 'dp_shard'?)"),
-        ("[layout]\ndp = 2\ndp_shard = 2", "dp=N says both dp_replicate and dp_shard"),
+        ("[layout]\ndp = 2\ndp_shard = 2", "dp=N sets dp_replicate or dp_shard itself"),
         ("[train]\nsteps = 5\n[schedule]\nwarmup_steps = 6", "schedule.warmup_steps = 6 is more than train.steps = 5"),
     ],
 )

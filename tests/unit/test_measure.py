@@ -39,7 +39,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_measured_profile_is_used_from_then_on(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
     plan = ["plan", "--set", "model.source=preset:gpt2", "--devices", "2", "--top", "1", "--json", "plan.json"]
     assert cli.main(plan) == 0
-    assert "hardware cpu-laptop: nothing was measured here" in capfd.readouterr().out
+    assert "hardware cpu-laptop is not measured on this machine" in capfd.readouterr().out
     assert json.loads(Path("plan.json").read_text())["hardware"] == "cpu-laptop"
 
     assert cli.main(["measure", "--device", "cpu"]) == 0
@@ -50,7 +50,7 @@ def test_a_measured_profile_is_used_from_then_on(home: Path, capfd: pytest.Captu
     assert f"{machine.memory_bytes_per_s / 1e9:.4g} GB/s" in said
 
     assert cli.main(plan) == 0
-    assert "nothing was measured" not in capfd.readouterr().out
+    assert "not measured" not in capfd.readouterr().out
     assert json.loads(Path("plan.json").read_text())["hardware"] == "this-machine"
 
 
@@ -170,7 +170,7 @@ def test_what_was_not_measured_cannot_be_named(home: Path, capsys: pytest.Captur
     words = ["plan", "--set", "model.source=preset:gpt2", "--devices", "2", "--hardware", "this-machine"]
     assert cli.main(words) == 2
     assert capsys.readouterr().err == (
-        "samestep: nothing was measured of this machine: samestep measure writes this-machine\n"
+        "samestep: this machine has not been measured: samestep measure writes the profile this-machine\n"
     )
 
 
@@ -182,7 +182,7 @@ def test_what_another_version_measured_is_to_be_measured_anew(home: Path, capsys
     assert cli.main(["plan", "--set", "model.source=preset:gpt2", "--devices", "2"]) == 2
     complaint = capsys.readouterr().err
     assert complaint.startswith("samestep: this-machine: launch_s: ")
-    assert complaint.endswith("; samestep measure writes this-machine anew\n")
+    assert complaint.endswith("; samestep measure writes a new this-machine\n")
 
 
 # -- train --layout auto -------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.program.ops import Task
+from samestep.program.bodies import Task
 from samestep.program.program import TaskKind
 from samestep.runtime.assembly import Source
 from samestep.runtime.dropout.mode import Dropout, DropoutState

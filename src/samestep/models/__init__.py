@@ -1,1 +1,1 @@
-"""The shape of a model as data: traced, or counted from hyperparameters."""
+"""The shape of a model as data, without torch: traced from a module, or counted from hyperparameters."""

@@ -1,7 +1,6 @@
-"""What is learned of a model by looking at it once: plain data without torch, the same on every rank.
+"""The `ModelAnalysis`: the findings of one examination of a model, as plain data without torch, equal on every rank.
 
-A trace fills it (`runtime/assembly.py`, `prepare`), and everything that needs to know a model reads it: nothing looks at
-the modules a second time.
+A trace fills it (`prepare` in `runtime/assembly.py`), and all other code reads it: the modules are not examined twice.
 """
 
 from __future__ import annotations
@@ -14,28 +13,28 @@ from samestep.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class ExpertModules:
-    """The modules of a model that hold experts, by their paths."""
+    """The modules of a model that hold experts."""
 
     counts: Mapping[str, int]
-    """How many experts each of them holds."""
+    """Number of experts of each module, by its path."""
     switchable: tuple[str, ...]
-    """Modules of experts that their own library computes in several ways."""
+    """Paths of the modules whose library offers several implementations of the experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelAnalysis:
-    """The findings about one model."""
+    """The findings about one model: its shape, and how tensor, sequence and expert parallelism apply to its modules."""
 
     spec: ModelSpec
-    """Its shape, with its cuts, boundaries and slices."""
+    """Shape of the model, with its cuts, boundaries and slices."""
     cut_styles: Mapping[str, str]
-    """How each module that tensor parallelism cuts is cut, by its path: a style of `tracing/tensor_plan.py`."""
+    """Style of the tensor cut of each module that is cut, by its path: a style of `tracing/tensor_plan.py`."""
     shareable_heads: Mapping[str, int]
-    """How many heads of keys or values, which ranks may share, a projection has, by its path."""
+    """Number of heads of keys or values that ranks may share, by the path of the projection."""
     sequence_parts: Mapping[str, tuple[str, ...]]
-    """The children of each block that are given whole sequences, by the block's path; empty where none can be cut."""
+    """Children of each block that take whole sequences, by the block's path; empty if sequence parallelism cannot be used."""
     experts: ExpertModules
     has_dropout: bool
     """Whether a module or a configuration has a dropout probability above 0."""
     knows_slices: bool = False
-    """Whether it was found out how sequences can be sliced."""
+    """Whether it has been examined how sequences can be sliced."""

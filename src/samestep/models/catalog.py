@@ -1,7 +1,7 @@
-"""What a program must know of a job's model and optimizer, without torch: from a cache, a table, or a subprocess.
+"""The `ModelSpec` of a job's model without importing torch: from a preset, a cache, or a subprocess that traces it.
 
 A transformers model is a function of its family, its configuration and the versions of three packages, so its spec is
-kept under a digest of these below `~/.cache/samestep`. A user's own code can change at any time: it is traced anew.
+cached under a digest of these in `~/.cache/samestep`. A user's own code can change at any time, so it is traced each time.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ _TRACERS = (
     *(f"building/{name}.py" for name in ("model", "initial_values")),
     *(f"tracing/{name}.py" for name in ("independence", "sequence_boundaries", "tensor_plan", "trace")),
 )
+"""Files of samestep whose contents are part of a cached spec's digest, because they determine what a trace finds."""
 
 
 def model_spec(job: Job) -> ModelSpec:
-    """Return the shape of a job's model; torch is imported in a subprocess, and only where no cache has it.
+    """Return the shape of a job's model; if no cache has it, a subprocess with torch traces it.
 
-    `preset:NAME` needs neither: `model.config` overrides fields of the preset's decoder, and a sample is as long as the
-    job says, or as the preset where the job does not say.
+    `preset:NAME` needs neither: `model.config` overrides fields of the preset's decoder, and the sequence length is the job's,
+    or the preset's if the job does not give one.
 
     Raises:
         InputError: the model cannot be built or traced; the text is the one `train` would give.
@@ -45,12 +46,12 @@ def model_spec(job: Job) -> ModelSpec:
             raise ModelError(f"model.source = {job.model.source!r} is not of the form hf:FAMILY or preset:NAME{hint}")
     path = _cache_path(job)
     if path is not None:
-        # Missing, damaged, or written by another version under the same digest: it is traced again.
+        # A file that is missing, damaged, or of another format under the same digest: the model is traced.
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             return ModelSpec.from_json(path.read_text(encoding="utf-8"))
     text = _trace_elsewhere(job)
     if path is not None:
-        with contextlib.suppress(OSError):  # a home that cannot be written to costs the time of tracing, no more
+        with contextlib.suppress(OSError):  # a home folder that cannot be written to costs only the time of tracing
             path.parent.mkdir(parents=True, exist_ok=True)
             draft = path.with_suffix(f".{xxhash.xxh3_64_hexdigest(text.encode())}")
             draft.write_text(text, encoding="utf-8")
@@ -89,5 +90,5 @@ def _trace_elsewhere(job: Job) -> str:
         return done.stdout
     if done.returncode == 2 and done.stdout.strip():
         raise InputError(done.stdout.strip())
-    words = done.stderr.strip().splitlines() or ["no word"]
+    words = done.stderr.strip().splitlines() or ["no message"]
     raise ModelError(f"tracing {job.model.source} failed: {words[-1]}")

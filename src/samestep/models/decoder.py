@@ -1,16 +1,16 @@
-"""A transformer as data, from its hyperparameters: what tracing a module would find, without the module.
+"""A transformer counted from its hyperparameters: the `ModelSpec` that tracing would find, without a module.
 
-A `Decoder` is what a model's config says; `spec` counts what one sample of it does. With s tokens, hidden size h, a heads
-of size d, k key-value heads, intermediate size f, vocabulary V:
+A `Decoder` holds the hyperparameters of a model's configuration; `spec` counts the work of one sample. With s tokens, hidden
+size h, a heads of size d, k key-value heads, intermediate size f and vocabulary V:
 
     q, k, v      [s, h] x [h, (a + 2k) d]       proj   [s, a d] x [a d, h]
     attention    a times [s, d] x [d, s] and [s, s] x [s, d], fused unless `attention` is plain
-    up, down     [s, h] x [h, f (2f gated)] and [s, f] x [f, h]; with experts s top_k rows, dealt to them
+    up, down     [s, h] x [h, f (2f gated)] and [s, f] x [f, h]; with experts s top_k rows, divided among them
     head         [s, h] x [h, V]
 
-Activations follow Korthikanti et al. 2022 (arXiv:2205.05198, section 4): a block keeps the inputs of its products and
-norms, and plain attention its scores. A tensor cut divides what lies between a column-cut and a row-cut product.
-Latent attention (DeepSeek-V2, arXiv:2405.04434) has low-rank queries, keys and values.
+Activations follow Korthikanti et al. 2022 (arXiv:2205.05198, section 4): a block keeps the inputs of its products and norms,
+and unfused attention its scores. A tensor cut divides the activations between a column-cut and a row-cut product. Latent
+attention (DeepSeek-V2, arXiv:2405.04434) has low-rank queries, keys and values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from samestep.models.spec import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """A transformer, mostly of decoder blocks, by its hyperparameters; sequence is the length of a sample."""
+    """The hyperparameters of a transformer; `sequence` is the number of tokens of a sample."""
 
     layers: int
     hidden: int
@@ -45,54 +45,57 @@ class Decoder:
     vocab: int
     sequence: int
     keys: int = 0
-    """Tokens that a token attends to, where a sample is a part of a sequence; 0: as sequence."""
+    """Number of tokens that a token attends to, if a sample is a part of a sequence; 0: as `sequence`."""
     kv_heads: int = 0
-    """0: as many as heads."""
+    """Number of key-value heads; 0: as `heads`."""
     head_dim: int = 0
-    """0: hidden / heads."""
+    """Size of a head; 0: hidden / heads."""
     intermediate: int = 0
-    """0: four times hidden."""
+    """Intermediate size of a dense block; 0: four times `hidden`."""
     gated: bool = False
     positions: int = 0
-    """Learned positional embeddings; 0: rotary or none."""
+    """Number of learned positional embeddings; 0: rotary positions or none."""
     tied: bool = False
     bias: bool = False
     qkv_bias: bool = False
-    """Of the products of blocks, queries, keys and values alone have a bias."""
+    """Whether, of the products of a block, those of queries, keys and values have a bias."""
     layer_norm: bool = False
-    """Norms have a bias as well."""
+    """Whether norms have a bias as well as a weight."""
     embedding_norm: bool = False
-    """A norm behind the embedding."""
+    """Whether a norm follows the embedding."""
     post_norm: bool = False
-    """Norms behind attention and feed-forward too, before they are added to the stream."""
+    """Whether norms also follow attention and feed-forward, before the residual sum."""
     query_norm: Literal["", "head", "all"] = ""
-    """Norms of queries and of keys: of each head, or of all heads together."""
+    """Norms of queries and keys: of each head, of all heads together, or none."""
     sinks: bool = False
-    """Each head has a learned score that belongs to no token."""
+    """Whether each head has a learned score that belongs to no token (attention sink)."""
     dropout: bool = False
     attention: Literal["causal", "attention", "plain"] = "causal"
-    """A fused kernel, causal or not; or plain products with scores in memory."""
+    """Fused attention, causal or not; or plain matrix products with the scores in memory."""
     fused: bool = True
-    """Norms, rotations and activations are one kernel each; written with PyTorch's own operations they are several."""
+    """Whether norms, rotations and activations are one kernel each; in PyTorch's own operations they are several."""
     experts: int = 0
+    """Number of experts of a block; 0: none."""
     top_k: int = 0
+    """Number of experts chosen for each token."""
     expert_intermediate: int = 0
-    """0: as intermediate."""
+    """Intermediate size of an expert; 0: as `intermediate`."""
     shared_experts: int = 0
+    """Number of experts that every token uses."""
     dense_layers: int = 0
-    """First blocks that have no experts."""
+    """Number of first blocks without experts."""
     query_rank: int = 0
-    """Latent attention: rank of the queries; 0: one product makes them."""
+    """Latent attention: rank of the queries; 0: one product computes them."""
     latent_rank: int = 0
-    """Latent attention: rank of keys and values together; 0: plain heads."""
+    """Latent attention: rank of keys and values together; 0: no latent attention."""
     rotary_dim: int = 0
-    """Latent attention: size of a head's part with positions."""
+    """Latent attention: size of the part of a head with rotary positions."""
     adapter_rank: int = 0
-    """Low-rank adapters (LoRA) on q, k, v and proj; all else is frozen."""
+    """Rank of low-rank adapters (LoRA) on q, k, v and proj, with all other weights frozen; 0: none."""
 
     @property
     def kv(self) -> int:
-        """Key-value heads."""
+        """Number of key-value heads."""
         return self.kv_heads or self.heads
 
     @property
@@ -111,59 +114,61 @@ class Decoder:
         return self.expert_intermediate or self.ffn
 
     def is_sparse(self, block: int) -> bool:
-        """Whether this block has experts."""
+        """Return whether a block, by its index, has experts."""
         return self.experts > 0 and block >= self.dense_layers
 
 
 @dataclass(slots=True)
 class _Block:
-    """A layer in the making: elements of one sample."""
+    """The counts of a layer while it is put together, in elements of one sample."""
 
     params: list[tuple[str, tuple[int, ...], Cut | None, Partial, int]]
     products: list[Product]
     dispatches: tuple[ExpertDispatch, ...] = ()
     moved: float = 0.0
+    """Elements read and written by operations that are no matrix products."""
     moved_cut: float = 0.0
     saved: float = 0.0
+    """Elements kept for the backward."""
     saved_cut: float = 0.0
     results: float = 0.0
-    """Results of products, which recompute=selective keeps."""
+    """Elements of the results of products, which recompute=selective keeps."""
     results_cut: float = 0.0
     working: float = 0.0
-    """What its backward has alive at most beside what is saved."""
+    """Largest number of elements alive in its backward besides those saved."""
     working_cut: float = 0.0
     kernels: int = 0
 
     def weight(
         self, name: str, shape: tuple[int, ...], cut: Cut | None = None, partial: Partial = "", experts: int = 0
     ) -> None:
-        """Add a weight."""
+        """Add a weight of the given shape."""
         self.params.append((name, shape, cut, partial, experts))
 
     def move(self, whole: float, cut: float, kernels: int) -> None:
-        """Add work that is no product: elements that stay whole under a tensor cut, and that do not."""
+        """Add elements read and written by other operations: whole under a tensor cut, and divided by it."""
         self.moved += whole + cut
         self.moved_cut += cut
         self.kernels += kernels
 
     def save(self, whole: float, cut: float) -> None:
-        """Add what is kept for the backward."""
+        """Add elements kept for the backward: whole under a tensor cut, and divided by it."""
         self.saved += whole + cut
         self.saved_cut += cut
 
     def work(self, whole: float, cut: float) -> None:
-        """Have so much alive in the backward at one time; what comes nearer to the layer's input comes later."""
+        """Raise the peak of elements alive in the backward to this many, if it is lower."""
         if whole + cut > self.working:
             self.working, self.working_cut = whole + cut, cut
 
     def result(self, whole: float, cut: float) -> None:
-        """Add results of products."""
+        """Add elements of the results of products: whole under a tensor cut, and divided by it."""
         self.results += whole + cut
         self.results_cut += cut
 
 
 def spec(decoder: Decoder, name: str) -> ModelSpec:
-    """Count what one sample of a decoder does."""
+    """Return the shape of a decoder: layers, weights, work and activations of one sample."""
     embedding, head = _embedding(decoder), _head(decoder)
     dense, sparse = _block(decoder, False), _block(decoder, True) if decoder.experts else None
     roots = dict.fromkeys(f"model.{name.rpartition('.')[0]}" for name, *_ in embedding.params)
@@ -206,7 +211,7 @@ def _frozen(product: Product) -> Product:
 
 
 def _named(layer: LayerSpec, path: str) -> LayerSpec:
-    """Give a block's layer its place; sums are owned by its modules."""
+    """Return the layer of a block with the block's path in the names of its modules, sums and dispatches."""
 
     def placed(parts: tuple[PartialSum, ...]) -> tuple[PartialSum, ...]:
         return tuple(replace(part, owner=f"{path}.{part.owner}") for part in parts)
@@ -223,6 +228,7 @@ def _named(layer: LayerSpec, path: str) -> LayerSpec:
 
 
 def _params(block: _Block, layer: int, path: str, is_block: bool = False) -> Iterator[ParamSpec]:
+    """Yield the parameters of a layer, by its index and path."""
     for name, shape, cut, partial, experts in block.params:
         full = f"{path}.{name}" if path else name
         if is_block and cut is None:
@@ -231,6 +237,7 @@ def _params(block: _Block, layer: int, path: str, is_block: bool = False) -> Ite
 
 
 def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], is_block: bool) -> LayerSpec:
+    """Return the layer of the given counts, with its sums and boundaries."""
     stream = decoder.sequence * decoder.hidden
     is_head = name.startswith("norm")
     is_embedding = name.startswith("embed")
@@ -257,7 +264,7 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
     elif is_head:
         backward = (PartialSum(owner="lm_head", elements=stream),)
     given = 0 if is_embedding else stream
-    # A fused loss keeps logits of two bytes and writes their gradient into floats; else three copies of floats meet.
+    # A fused loss keeps 2-byte logits and writes their gradient in float32; if not fused, three float32 copies are alive.
     loss = decoder.sequence * decoder.vocab // (2 if decoder.fused else 1) if is_head else 0
     return LayerSpec(
         name=name,
@@ -288,7 +295,7 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
 
 
 def _exchanges(decoder: Decoder) -> Iterator[Exchange]:
-    """What an attention reads and makes."""
+    """Yield the all_to_alls of an attention under context parallelism: queries, keys, values and output."""
     keys = decoder.heads if decoder.latent_rank else decoder.kv
     wide = decoder.dim + decoder.rotary_dim if decoder.latent_rank else decoder.dim
     parts: tuple[tuple[Literal["query", "key", "value", "output"], int, int], ...] = (
@@ -323,9 +330,9 @@ def _norm(decoder: Decoder, made: _Block, name: str, *, is_added: bool = False) 
     if decoder.layer_norm:
         made.weight(f"{name}.bias", (decoder.hidden,))
     elements = decoder.sequence * decoder.hidden
-    # a cast, a square, a mean, a scaling, a cast back and the weight, where they are not one kernel
+    # A norm that is not one kernel casts, squares, takes the mean, scales, casts back and multiplies by the weight.
     made.move((2 if decoder.fused else 12) * elements, 0, 1 if decoder.fused else 6)
-    # what it is given, and what it gives to the products; what is added to the stream nobody keeps
+    # Its input and its output, which products read, are kept; an output that is only added to the residual stream is not.
     made.save(((2 if decoder.fused else 4) - is_added) * elements, 0)
 
 
@@ -333,7 +340,7 @@ def _linear(
     decoder: Decoder, made: _Block, name: str, rows: int, inner: int, columns: int, cut: Cutting, groups: int = 0,
     experts: int = 0, is_shareable: bool = False,
 ) -> None:  # fmt: skip
-    """A weight [columns, inner] and its product, cut between `groups` (heads, neurons) on one side."""
+    """Add a weight [columns, inner] and its product, cut between `groups` (heads, neurons) on one side."""
     style: Literal["column", "row"] = "row" if cut == "inner" else "column"
     shape = (experts, columns, inner) if experts else (columns, inner)
     dim = (1 if cut == "inner" else 0) + bool(experts)
@@ -360,13 +367,14 @@ def _block(decoder: Decoder, is_sparse: bool) -> _Block:
     _norm(decoder, made, "post_attention_layernorm")
     before = made.saved
     (_experts if is_sparse else _feed_forward)(decoder, made)
-    if decoder.attention == "plain":  # gradients of scores before and behind their softmax, where the rest got free
+    if decoder.attention == "plain":
+        # The gradients of scores before and after the softmax are alive, and other activations of the block are already freed.
         keys = decoder.keys or s
         made.work(2 * s * h + before - made.saved, 2 * decoder.heads * s * keys)
     if decoder.post_norm:
         _norm(decoder, made, "post_mlp_layernorm", is_added=True)
     made.move((3 + decoder.dropout) * s * h, 0, 1)
-    made.save(2 * 0.5 * decoder.dropout * s * h, 0)  # masks of one byte
+    made.save(2 * 0.5 * decoder.dropout * s * h, 0)  # two masks of one byte an element
     return made
 
 
@@ -391,7 +399,7 @@ def _attention(decoder: Decoder, made: _Block) -> None:
 
 
 def _query_norms(decoder: Decoder, made: _Block) -> None:
-    """Norms of queries and keys: one weight for every head, or one as wide as all heads, cut as its product is."""
+    """Add the norms of queries and keys: one weight for every head, or one as wide as all heads, cut like its product."""
     a, k, d = decoder.heads, decoder.kv, decoder.dim
     for name, heads in (("q_norm", a), ("k_norm", k)):
         if decoder.query_norm == "head":
@@ -401,7 +409,7 @@ def _query_norms(decoder: Decoder, made: _Block) -> None:
             made.weight(f"self_attn.{name}.weight", (heads * d,), cut)
     elements = (a + k) * d * decoder.sequence
     made.move(0, (2 if decoder.fused else 12) * elements, 2 if decoder.fused else 12)
-    made.save(0, (1 if decoder.fused else 3) * elements)  # what they are given; attention keeps what they give
+    made.save(0, (1 if decoder.fused else 3) * elements)  # their inputs; attention keeps their outputs
 
 
 def _adapters(decoder: Decoder, made: _Block, columns: int) -> None:
@@ -415,7 +423,7 @@ def _adapters(decoder: Decoder, made: _Block, columns: int) -> None:
 
 
 def _scores(decoder: Decoder, made: _Block, key_dim: int, value_dim: int) -> None:
-    """Attention itself, fused or with its scores in memory."""
+    """Add the attention itself, fused or with its scores in memory."""
     s, a, keys = decoder.sequence, decoder.heads, decoder.keys or decoder.sequence
     if decoder.attention != "plain":
         product = Product(
@@ -430,9 +438,9 @@ def _scores(decoder: Decoder, made: _Block, key_dim: int, value_dim: int) -> Non
         made.products.append(
             Product(rows=s, inner=inner, columns=columns, count=a, factors="pair", cut="count", owner="self_attn")
         )
-    # softmax reads and writes the scores, dropout reads them, writes them and a mask of bytes
+    # The softmax reads and writes the scores; dropout reads and writes them, and writes a mask of bytes.
     made.move(0, (2 + 2.5 * decoder.dropout) * a * s * keys, 1 + decoder.dropout)
-    made.move(0, 2 * 4 * a * s * value_dim, 4)  # heads are laid side by side for the products, and back
+    made.move(0, 2 * 4 * a * s * value_dim, 4)  # heads are transposed for the products, and back
     made.save(0, (1 + 1.5 * decoder.dropout) * a * s * keys + a * value_dim * s)
     made.result(0, a * s * keys + a * value_dim * s)
 
@@ -461,13 +469,13 @@ def _feed_forward(decoder: Decoder, made: _Block, name: str = "mlp", width: int 
     separate = decoder.gated and not decoder.fused
     made.move(0, (5 if separate else 3 if decoder.gated else 2) * s * f, 1 + separate)
     made.save(0, (4 if separate else 3 if decoder.gated else 2) * s * f)
-    # gradients of what is given and of what activations gave and were given, one of which is in a place that got free
+    # Alive are the gradients of the input and of the activation's inputs and output, one of them in freed memory.
     made.work(s * h, (1 + decoder.gated) * s * f)
     _linear(decoder, made, f"{name}.down_proj", s, f, h, "inner")
 
 
 def _experts(decoder: Decoder, made: _Block) -> None:
-    """A router, and rows that are sorted by expert, multiplied, weighted and put back."""
+    """Add a router, and rows that are sorted by expert, multiplied, weighted and put back."""
     s, h, f, e = decoder.sequence, decoder.hidden, decoder.expert_ffn, decoder.experts
     rows = s * decoder.top_k
     made.weight("mlp.gate.weight", (e, h))
@@ -476,14 +484,14 @@ def _experts(decoder: Decoder, made: _Block) -> None:
     made.products.append(Product(rows=s, inner=h, columns=e, owner="mlp.gate", is_between=True))
     made.result(s * e, 0)
     plain = replace(decoder, bias=False)
-    # A tensor cut leaves experts whole: they are dealt, by `ep`.
+    # A tensor cut leaves experts whole; `ep` shards them.
     _linear(plain, made, "mlp.experts.gate_up_proj", rows, h, (1 + decoder.gated) * f, "", experts=e)
     _linear(plain, made, "mlp.experts.down_proj", rows, f, h, "", experts=e)
     if decoder.bias:
         made.weight("mlp.experts.gate_up_proj_bias", (e, (1 + decoder.gated) * f), experts=e)
         made.weight("mlp.experts.down_proj_bias", (e, h), experts=e)
     made.dispatches = (ExpertDispatch(owner="mlp.experts", rows=rows, width=h, experts=e),)
-    # rows are copied out and back, weighted and added up; the router's scores are sorted
+    # Rows are copied out and back, weighted and summed; the router's scores are sorted.
     inside = (3 if decoder.gated else 2) * rows * f
     made.move(8 * rows * h + 8 * s * e + inside, 0, 24)
     made.save(2 * rows * h + inside, 0)
@@ -503,7 +511,7 @@ def _head(decoder: Decoder) -> _Block:
     made.products.append(Product(rows=s, inner=h, columns=v, cut="columns", owner="lm_head"))
     if not decoder.tied:
         made.weight("lm_head.weight", (v, h), Cut(style="vocab", dim=0, groups=v))
-    # logits become float32: written in twice the bytes, then read for the largest, the sum and the gradient
+    # Logits become float32: they are written in twice the bytes, then read for the maximum, the sum and the gradient.
     made.move(0, (1 + 2 + 2 + 2 + 2) * s * v, 8)
-    made.work(s * h, s * v)  # their gradient, and that of what the product is given
+    made.work(s * h, s * v)  # the gradients of the logits and of the product's input
     return made

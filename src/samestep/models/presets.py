@@ -1,6 +1,6 @@
-"""Models by name, from their published hyperparameters: to plan and simulate what is not at hand as a module.
+"""Models by name, from their published hyperparameters, to plan and simulate without a module.
 
-`preset:NAME` as a job's model source needs no torch. Transformers are counted by `decoder.spec`, images by `resnet`.
+`preset:NAME` as a job's model source needs no torch. `decoder.spec` counts transformers, and `resnet` counts ResNet-50.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def preset(name: str, sequence: int | None = None, changes: Mapping[str, Any] | 
     """Return the spec of a preset, at another sequence length or with other fields if they are given.
 
     Raises:
-        ModelError: there is no such preset or field, or fields hold what they cannot, or do not go together.
+        ModelError: there is no such preset or field, a field has a value of a wrong kind, or fields contradict each other.
     """
     if name == "resnet50":
         for field in changes or {}:
@@ -224,14 +224,14 @@ def preset(name: str, sequence: int | None = None, changes: Mapping[str, Any] | 
 
 
 def _wrong_kinds(decoder: Decoder) -> Iterator[str]:
-    """Say which fields hold what is not of their kind."""
+    """Yield a message for each field whose value is of a wrong kind."""
     kinds = get_type_hints(Decoder)
     for field in fields(Decoder):
         value, kind = getattr(decoder, field.name), kinds[field.name]
         given = f"{field.name}={value!r}"
         least = 1 if field.default is MISSING else 0
         if kind is int and (type(value) is not int or value < least):
-            yield f"{given} is no whole number of at least {least}"
+            yield f"{given} is not a whole number of at least {least}"
         elif kind is bool and type(value) is not bool:
             yield f"{given} is neither true nor false"
         elif kind not in (int, bool) and value not in get_args(kind):
@@ -246,14 +246,14 @@ _WHOLES = {
     "query_rank": "latent_rank",
     "rotary_dim": "latent_rank",
 }
-"""Fields that say something of another one only."""
+"""Fields that have an effect only together with another field."""
 
 _NOT_LATENT = ("kv_heads", "qkv_bias", "query_norm", "sinks", "adapter_rank")
-"""Fields that say nothing of latent attention."""
+"""Fields that have no effect on latent attention."""
 
 
 def _misfits(decoder: Decoder) -> Iterator[str]:
-    """Say which fields, each with a value of its own, do not go together."""
+    """Yield a message for each pair of fields that contradict each other."""
     for part, whole in (("kv_heads", "heads"), *(() if decoder.head_dim else (("heads", "hidden"),))):
         given, total = getattr(decoder, part), getattr(decoder, whole)
         if given and total % given:
@@ -271,13 +271,13 @@ def _misfits(decoder: Decoder) -> Iterator[str]:
 
 
 def sized(num_params: float, sequence: int, vocab: int = 50257) -> Decoder:
-    """Return a GPT of about so many weights, as wide for its depth as those of Brown et al. 2020 (table 2.1) are."""
+    """Return a GPT of about `num_params` weights, with the ratio of width to depth of Brown et al. 2020 (table 2.1)."""
     known = [decoder for name, decoder in DECODERS.items() if name.startswith("gpt3-")]
     near = min(known, key=lambda d: abs(math.log((12 * d.layers * d.hidden + vocab) * d.hidden / num_params)))
     in_blocks = max(num_params - vocab * near.hidden, num_params / 4)
     layers = near.layers * (in_blocks / (12 * near.layers * near.hidden**2)) ** (1 / 3)
     width = (in_blocks / (12 * layers)) ** 0.5
-    unit = 1024 if width > 4096 else 128  # heads of 128, a number of them that nodes of eight divide
+    unit = 1024 if width > 4096 else 128  # heads of size 128, a multiple of 8 of them in large models
     hidden = max(unit, round(width / unit) * unit)
     layers = max(1, round(in_blocks / (12 * hidden**2)))
     return replace(near, layers=layers, hidden=hidden, heads=hidden // 128, vocab=vocab, sequence=sequence)
@@ -299,19 +299,21 @@ class _Convolution(NamedTuple):
     made: int
     """Channels of its result."""
     side: int
-    """Of the result, in pixels."""
+    """Width and height of its result, in pixels."""
 
     @property
     def elements(self) -> int:
+        """Number of elements of its result."""
         return self.side**2 * self.made
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of its weight."""
         return (self.made, self.given, self.kernel, self.kernel)
 
 
 def resnet(name: str = "resnet50", size: int = 224, classes: int = 1000) -> ModelSpec:
-    """ResNet-50 (He et al. 2016, arXiv:1512.03385, table 1), stride in the middle product as torchvision has it."""
+    """Return ResNet-50 (He et al. 2016, arXiv:1512.03385, table 1), with strides in the 3x3 convolutions as in torchvision."""
     stem = [_Convolution("conv", 7, 3, 64, size // 2)]
     layers = [_convolved("conv1", stem, size * size * 3, is_block=False)]
     shapes = [(f"conv1.{part}", shape, 0) for part, shape in _shapes(stem)]
@@ -340,13 +342,14 @@ def resnet(name: str = "resnet50", size: int = 224, classes: int = 1000) -> Mode
 
 
 def _shapes(parts: Sequence[_Convolution]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield name and shape of the weights of convolutions and their norms."""
     for part in parts:
         yield f"{part.name}.weight", part.shape
         yield from ((f"{part.name}_norm.{leaf}", (part.made,)) for leaf in ("weight", "bias"))
 
 
 def _convolved(path: str, parts: Sequence[_Convolution], given_elements: int, *, is_block: bool) -> LayerSpec:
-    """A layer of convolutions; a block adds what it is given to the third one's result."""
+    """Return a layer of convolutions; a block adds its input to the third one's result."""
     products = tuple(
         Product(
             rows=part.side**2,
@@ -357,7 +360,7 @@ def _convolved(path: str, parts: Sequence[_Convolution], given_elements: int, *,
         )
         for part in parts
     )
-    touched = 3 * sum(part.elements for part in parts)  # the norm reads twice, and writes what the activation gives
+    touched = 3 * sum(part.elements for part in parts)  # the norm reads them twice and writes its result once
     made = parts[2].elements if is_block else parts[-1].elements
     return LayerSpec(
         name=path,
@@ -376,7 +379,7 @@ def _convolved(path: str, parts: Sequence[_Convolution], given_elements: int, *,
 
 
 def _classified(channels: int, side: int, classes: int) -> LayerSpec:
-    """The mean over an image, and the product that gives its classes."""
+    """Return the last layer: the mean over an image, and the product with the weight of the classes."""
     product = Product(rows=1, inner=channels, columns=classes, owner="fc")
     return LayerSpec(
         name="fc",

@@ -1,7 +1,8 @@
-"""The model's shape, as data: what the strategies, the memory and the clock know of a model.
+"""The `ModelSpec`: the shape of a model as data, which strategies, cost and memory read.
 
-A `ModelSpec` is made by tracing a module on the meta device (`tracing/trace.py`) or read from JSON. Its layers
-stand in the order in which the forward runs them: what comes before the blocks, each block, what comes after.
+It is made by tracing a module on the meta device (`tracing/trace.py`), counted from hyperparameters (`decoder.py`), or read
+from JSON. Layers are in the order of the forward: what comes before the blocks, each block, what comes after. All counts are
+those of one sample; elements become bytes with the job's precision.
 """
 
 from __future__ import annotations
@@ -18,175 +19,184 @@ from typing import ParamSpec as ParamSpecification
 FORMAT_VERSION = 8
 
 Cutting = Literal["", "columns", "inner", "count"]
+"""The size of a product that a tensor cut divides; empty for none."""
 Factors = Literal["weight", "frozen", "pair", "attention", "causal"]
+"""The factors of a product: see `Product.factors`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """Equal matrix products in the forward of one sample: `count` times [rows, inner] x [inner, columns]."""
+    """Equal matrix products in the forward of one sample: `count` products [rows, inner] x [inner, columns]."""
 
     rows: int
     inner: int
     columns: int
     count: int = 1
     factors: Factors = "weight"
-    """weight: by a trained weight, so more samples are more rows; frozen: by a weight that is not trained.
-    pair: both from the sample, so more samples are more products. attention: queries x keys and the result x values in
-    one kernel, `inner` the size of both heads together; causal: the same, of which the kernel leaves out half."""
+    """weight: the second factor is a trained weight, so more samples are more rows; frozen: it is a weight that is not trained.
+    pair: both factors are activations, so more samples are more products. attention: queries x keys, and the result x values,
+    in one kernel, with `inner` the sum of both head sizes; causal: the same, of which the kernel skips half."""
     groups: int = 1
-    """Weights that the rows are dealt to: experts."""
+    """Number of weights among which the rows are divided: experts."""
     taps: int = 1
-    """Rows that share an element of the first factor: of a convolution, the size of its kernel."""
+    """Number of rows that share an element of the first factor: the elements of a convolution's kernel."""
     cut: Cutting = ""
-    """What a tensor cut divides."""
+    """Size that a tensor cut divides."""
     most_parts: int = 0
-    """Parts that it divides at most: heads of keys and values, which ranks share where there are more; 0: any number."""
+    """Largest number of parts of a tensor cut: heads of keys and values, shared by more ranks; 0 for any number."""
     owner: str = ""
     """Path of the module that runs it."""
     is_between: bool = False
-    """It runs between the tensor-cut parts of a block: under sequence parallelism on a rank's tokens."""
+    """Whether it runs between the tensor-cut parts of a block, under sequence parallelism on a rank's tokens."""
 
     @property
     def is_deferrable(self) -> bool:
-        """Whether the gradient of its weight needs nothing but its input and the gradient of its output."""
+        """Whether the gradient of its weight needs only its input and the gradient of its output, so that it can be deferred."""
         return self.factors == "weight" and self.groups == 1 and self.taps == 1
 
     @property
     def flops(self) -> int:
-        """FLOPs of one sample, as if nothing were masked."""
+        """FLOPs of one sample, masked positions included."""
         return 2 * self.rows * self.inner * self.columns * self.count
 
     def cut_by(self, degree: int) -> Product:
-        """Return one rank's part of it under a tensor cut."""
+        """Return one rank's part of the product under a tensor cut."""
         parts = min(degree, self.most_parts or degree)
         return replace(self, **{self.cut: -(-getattr(self, self.cut) // parts)}) if self.cut else self
 
     def sliced_by(self, degree: int) -> Product:
-        """Return one rank's part of it under a cut of the sequence: rows, or of an attention heads."""
+        """Return one rank's part of the product under a cut of the sequence: rows, or heads of an attention."""
         if self.factors in ("attention", "causal"):
             return replace(self, count=-(-self.count // degree))
         return replace(self, rows=-(-self.rows // degree))
 
 
 def is_below(path: str, root: str) -> bool:
-    """Whether a module's path is `root` or within it; all are within the model itself, the path of nothing."""
+    """Return whether a module's path is `root` or below it; the empty root is the model itself."""
     return not root or path == root or path.startswith(f"{root}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """How tensor parallelism may cut a weight: along `dim`, between its `groups` (heads, columns, tokens)."""
+    """The tensor cut that a weight allows: along `dim`, between `groups` (heads, columns, or tokens of a vocabulary)."""
 
     style: Literal["column", "row", "vocab"]
     dim: int
     groups: int
     parts: int = 1
-    """Weights lying side by side along `dim`, each cut by itself: 3 where q, k and v are fused."""
+    """Number of weights fused along `dim`, each cut by itself: 3 for fused q, k and v."""
     is_shareable: bool = False
-    """Whether several ranks may compute on one of its groups: heads of keys and values, fewer than those of queries."""
+    """Whether several ranks may share a group: a head of keys and values, of which there are fewer than of queries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialSum:
-    """A tensor that is only the sum over all ranks of a tensor cut: of one sample, in elements."""
+    """A tensor that each rank of a tensor cut has a summand of; `elements` are those of one sample."""
 
     owner: str
-    """Path of the module that makes it (forward) or reads it (backward)."""
+    """Path of the module whose output (forward) or input gradient (backward) it is."""
     elements: int
 
 
 Partial = Literal["", "cut", "sequence"]
-"""A weight is used on what a tensor cut divides, as the norm of each head; on a rank's tokens, under sequence parallelism."""
+"""Why the gradient of a replicated weight is partial: cut, it works on activations that a tensor cut divides, such as the norm
+of each head; sequence, it works on a rank's tokens under sequence parallelism."""
 
 BoundaryKind = Literal["gather", "scatter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
-    """Where a cut part of a block is given the whole sequence, or gives its sum back: of one sample, in elements."""
+    """A boundary of a tensor-cut part of a block, at which the sequence is gathered or a sum is scattered.
+
+    `elements` are those of the whole sequence of one sample.
+    """
 
     owner: str
-    """Path of the module that is given it (gather) or gives it (scatter)."""
+    """Path of the module that takes the gathered sequence (gather) or returns the sum (scatter)."""
     elements: int
     kind: BoundaryKind
     has_gradient: bool = True
+    """Whether a gradient flows back through it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """Queries, keys, values or output of an attention, of one sample: all tokens, before any cut.
+    """One all_to_all of an attention under context parallelism: of its queries, keys, values or output.
 
-    Context parallelism exchanges heads for tokens of it (`strategies/context.py`).
+    Counts are those of one sample, all tokens, before any cut (`strategies/context.py`).
     """
 
     role: Literal["query", "key", "value", "output"]
     elements: int
     heads: int
     query_heads: int
-    """Heads of the same attention's queries: keys and values may have fewer."""
+    """Number of heads of the same attention's queries; keys and values may have fewer."""
     is_cut: bool = False
     """Whether a tensor cut leaves a rank a part of the heads."""
     takes_gradient: bool = True
+    """Whether a gradient flows back through it."""
     is_kept: bool = False
-    """Of an output: kept for the backward by what reads it as well, so that there are two of it behind an exchange."""
+    """Whether the reader of an output keeps it for the backward too, so that it is kept before and after the all_to_all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertDispatch:
-    """What a module of experts is given for one sample: a row for each token and each expert chosen for it."""
+    """The rows that one sample dispatches to a module of experts: one for each token and each expert chosen for it."""
 
     owner: str
     """Path of the module that holds the experts."""
     rows: int
     width: int
-    """Elements of a row; experts give back as many as they are given."""
+    """Elements of a row, dispatched or combined."""
     experts: int
+    """Number of experts of the module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskSpec:
-    """A dropout mask that a forward draws: of which module, in which of its entries, and the how manieth there."""
+    """One dropout mask: its module, the index of that module's call, the index of the draw within the call."""
 
     owner: str
     entry: int
     draw: int
     shape: tuple[int, ...]
-    """Of one sample, before any cut."""
+    """Shape of one sample's mask, before any cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
-    """One parameter of the model, by its full name."""
+    """One parameter of the model, and how the forward uses it."""
 
     name: str
     shape: tuple[int, ...]
     layer: int
     """Index of the layer that owns it."""
     aliases: tuple[str, ...] = ()
-    """Other names of the same tensor: a tied weight has them."""
+    """Other full names of the same tensor, for a tied weight."""
     shared: bool = False
-    """Used more than once in a forward (tied, or its module is called again): gradients meet in it."""
+    """Whether a forward uses it more than once (tied, or its module called again), so that several gradients are summed."""
     calls: int = 1
-    """How often a forward calls the module that owns it, at most."""
+    """Largest number of calls of the module that owns it in one forward."""
     called: tuple[int, int] = (0, 0)
-    """When the forward first enters the module it is gathered with, and last leaves it: a count of such events."""
+    """When the forward first enters and last leaves the module it is gathered with, as indices into the sequence of such events."""
     last_layer: int | None = None
-    """Index of the layer within which it is used last; None where that is the one that owns it."""
+    """Index of the last layer that uses it; None if that is the layer that owns it."""
     read_outside: bool = False
-    """Read by code outside the layer that owns it, as the embedding's weight by a model that multiplies by it."""
+    """Whether code outside the layer that owns it reads it, such as a model that multiplies by its embedding's weight."""
     takes_gradient: bool = True
-    """Whether a gradient flows back into what is given to the module it is gathered with: not into tokens."""
+    """Whether a gradient flows back into the input of the module it is gathered with; none flows into tokens."""
     sparse_gradient: bool = False
-    """Its gradient comes as a sparse tensor, as an embedding's may."""
+    """Whether its gradient is a sparse tensor, as an embedding's may be."""
     trainable: bool = True
     cut: Cut | None = None
-    """How tensor parallelism may cut it; None keeps it whole on every rank."""
+    """Tensor cut that it allows; None keeps it whole on every rank."""
     partial: Partial = ""
-    """Where the gradient of a weight that is whole on every rank of a tensor cut is that of a part, to be summed."""
+    """Why its gradient is partial, to be summed over `tp`, though it is whole on every rank; empty if it is not partial."""
     experts: int = 0
-    """Experts that lie along its first dimension; 0 where it belongs to none."""
+    """Number of experts along its first dimension; 0 if it belongs to none."""
     tied_stages: bool = False
-    """Tied across two pipeline stages: each holds it, and their gradients are summed."""
+    """Whether two pipeline stages hold it, tied, and sum its gradients."""
 
     @property
     def numel(self) -> int:
@@ -196,37 +206,37 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One layer: a block, or all that stands before or after the blocks. Costs are those of one sample."""
+    """One layer: a block, or everything before, between or after the blocks. Counts are those of one sample."""
 
     name: str
     modules: tuple[str, ...]
-    """Paths of the modules it consists of; no two layers share one."""
+    """Paths of its modules; no two layers share one."""
     is_block: bool = False
     forward_flops: int = 0
     output_elements: int = 0
-    """Elements it hands to the next layer."""
+    """Elements that it passes to the next layer."""
     saved_elements: int = 0
     """Elements kept from its forward for its backward, without weights."""
     saved_selective_elements: int = 0
-    """The same under recompute=selective: its input and the results of its matrix products."""
+    """Elements kept under recompute=selective: its input and the results of its matrix products."""
     input_elements: int = 0
-    """Elements it is given: what recompute=full keeps."""
+    """Elements of its input, which recompute=full keeps."""
     saved_norm_elements: int = 0
-    """As many more under bf16 and fp16: norms work in twice as many bytes, and what others keep too is there twice."""
+    """Additional elements kept under bf16 and fp16, because norms keep float32 copies of what others keep in 2 bytes."""
     saved_cut_elements: int = 0
     """The part of `saved_elements` that a tensor cut divides."""
     saved_selective_cut_elements: int = 0
     """The part of `saved_selective_elements` that a tensor cut divides."""
     working_elements: int = 0
-    """Most that its backward has alive at one time beside what its forward kept, gradients of weights left out."""
+    """Largest number of elements alive in its backward besides those its forward kept, without weight gradients."""
     working_cut_elements: int = 0
     """The part of `working_elements` that a tensor cut divides."""
     loss_elements: int = 0
-    """Of the last layer: what the loss behind it keeps of its output, in float32 at least."""
+    """Elements that the loss keeps of the last layer's output, in float32 at least; 0 for other layers."""
     loss_working_elements: int = 0
-    """Of the last layer: what the loss's backward has alive beside that."""
+    """Elements alive in the loss's backward besides those; 0 for other layers."""
     products: tuple[Product, ...] = ()
-    """Its matrix products; empty where only their FLOPs are known."""
+    """Its matrix products; empty if only their FLOPs are known."""
     moved_elements: int = 0
     """Elements that all other operations of its forward read and write."""
     moved_cut_elements: int = 0
@@ -234,61 +244,64 @@ class LayerSpec:
     kernels: int = 0
     """Operations of its forward that the host launches."""
     backward_reads_weights: bool = True
-    """False where no gradient flows through the weights to an input, as in a layer of embeddings."""
+    """Whether a gradient flows through its weights to its input; not so in a layer of embeddings."""
     forward_sums: tuple[PartialSum, ...] = ()
-    """Under a tensor cut: outputs of row-cut modules and cut embeddings, in order of the forward."""
+    """Partial sums of a tensor cut in the forward, in order: outputs of row-cut modules and cut embeddings."""
     repeats_last_sum: bool = False
-    """Something is kept after the last of them, so a repeated forward runs on to it."""
+    """Whether something is kept after the last of them, so that recompute repeats that sum as well."""
     backward_sums: tuple[PartialSum, ...] = ()
-    """Under a tensor cut: gradients of the inputs of column-cut modules, in order of the backward."""
+    """Partial sums of a tensor cut in the backward, in order: input gradients of column-cut modules."""
     exchanges: tuple[Exchange, ...] = ()
-    """Under a cut of the sequence: what its attentions read and make, in order of the forward."""
+    """All_to_alls of its attentions under context parallelism, in order of the forward."""
     saved_pair_elements: int = 0
-    """The part of `saved_elements` that a cut of the sequence leaves whole: masks of pairs of tokens."""
+    """The part of `saved_elements` that context parallelism leaves whole: masks of pairs of tokens."""
     sequence_boundaries: tuple[Boundary, ...] = ()
-    """Of a block whose sequence can be cut too: boundaries of its tensor-cut parts, in order of the forward."""
+    """Boundaries of a block's tensor-cut parts under sequence parallelism, in order of the forward; empty if it cannot be used."""
     dispatches: tuple[ExpertDispatch, ...] = ()
-    """Rows that go to its experts, in order of the forward."""
+    """Rows that it dispatches to experts, in order of the forward."""
 
     @property
     def backward_flops(self) -> int:
-        """FLOPs of one sample's backward: gradients of inputs and of weights; a frozen weight has none."""
+        """FLOPs of one sample's backward: gradients of inputs and of weights that are not frozen."""
         return 2 * self.forward_flops - sum(product.flops for product in self.products if product.factors == "frozen")
 
     @property
     def deferred_flops(self) -> int:
-        """FLOPs of the gradients of weights that one sample's backward can leave for later: of linear layers."""
+        """FLOPs of the weight gradients that one sample's backward can defer: those of linear layers."""
         return sum(product.flops for product in self.products if product.is_deferrable)
 
     def cut_by(self, degree: int) -> LayerSpec:
-        """Return one rank's part of a layer that is cut: its work and what it keeps, not its sums."""
+        """Return one rank's part of the layer under a tensor cut: its work and the elements it keeps; partial sums stay."""
         products = tuple(product.cut_by(degree) for product in self.products)
         whole, mine = (sum(product.flops for product in parts) for parts in (self.products, products))
 
-        def rest(part: int) -> int:
-            return part - part // degree
+        def elsewhere(elements: int) -> int:
+            """Return the elements on the other ranks."""
+            return elements - elements // degree
 
         return replace(
             self,
             forward_flops=self.forward_flops * mine // whole if whole else self.forward_flops // degree,
             products=products,
-            saved_elements=self.saved_elements - rest(self.saved_cut_elements),
-            saved_selective_elements=self.saved_selective_elements - rest(self.saved_selective_cut_elements),
-            working_elements=self.working_elements - rest(self.working_cut_elements),
+            saved_elements=self.saved_elements - elsewhere(self.saved_cut_elements),
+            saved_selective_elements=self.saved_selective_elements - elsewhere(self.saved_selective_cut_elements),
+            working_elements=self.working_elements - elsewhere(self.working_cut_elements),
             working_cut_elements=self.working_cut_elements // degree,
             saved_cut_elements=self.saved_cut_elements // degree,
             saved_selective_cut_elements=self.saved_selective_cut_elements // degree,
-            moved_elements=self.moved_elements - rest(self.moved_cut_elements),
+            moved_elements=self.moved_elements - elsewhere(self.moved_cut_elements),
             moved_cut_elements=self.moved_cut_elements // degree,
         )
 
     def sliced_by(self, degree: int) -> LayerSpec:
-        """Return one rank's part of a layer that works on slices of the sequence: its work, sums and what it keeps."""
+        """Return one rank's part of the layer under context parallelism: its work, its sums and the elements it keeps."""
 
         def part(elements: int) -> int:
+            """Return one rank's elements, rounded up."""
             return -(-elements // degree)
 
         def sums(parts: tuple[PartialSum, ...]) -> tuple[PartialSum, ...]:
+            """Return the partial sums of one rank's tokens."""
             return tuple(replace(one, elements=part(one.elements)) for one in parts)
 
         kept_twice = [part(exchange.elements) for exchange in self.exchanges if exchange.is_kept]
@@ -314,46 +327,49 @@ class LayerSpec:
             backward_sums=sums(self.backward_sums),
             loss_elements=part(self.loss_elements),
             loss_working_elements=part(self.loss_working_elements),
-            dispatches=tuple(replace(dealing, rows=part(dealing.rows)) for dealing in self.dispatches),
+            dispatches=tuple(replace(dispatch, rows=part(dispatch.rows)) for dispatch in self.dispatches),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A model: layers in forward order, parameters in the module's own order, buffers."""
+    """The shape of a model: layers in the order of the forward, parameters in the module's order, buffers, and refusals.
+
+    A refusal is the reason why a kind of parallelism cannot be used, or empty.
+    """
 
     name: str
     layers: tuple[LayerSpec, ...]
     params: tuple[ParamSpec, ...]
     buffer_bytes: int = 0
     coupled_modules: tuple[str, ...] = ()
-    """Modules through which samples influence each other, as batch norm."""
+    """Paths of modules through which samples influence each other, such as batch norm."""
     varies_at: str = ""
-    """Path of a module whose code looks at values, so that shapes or branches may be others for the next sample."""
+    """Path of a module whose shapes or branches depend on values, so that they may differ between samples; empty if none."""
     cut_refusal: str = "no plan says where its weights may be cut"
-    """Why tensor parallelism cannot cut the model; empty where it can."""
+    """Why tensor parallelism cannot cut the model; empty if it can."""
     logit_rows: int = 0
-    """Rows of logits of one sample, where the head is cut by vocabulary."""
+    """Rows of logits of one sample, if the head is cut by vocabulary."""
     sequence: int = 0
-    """Tokens of one sample between blocks, where they can be cut."""
+    """Tokens of one sample between blocks, if they can be cut."""
     sequence_refusal: str = "nothing says where its sequence may be cut"
-    """Why sequence parallelism cannot cut the model between its tensor-cut parts; empty where it can."""
+    """Why sequence parallelism cannot be used between the model's tensor-cut parts; empty if it can."""
     balanced_experts: int = 0
-    """Experts of a layer that the loss wants chosen alike; 0 where it does not ask."""
+    """Number of experts of a layer that the loss balances; 0 if it does not."""
     masks: tuple[MaskSpec, ...] = ()
-    """Dropout masks of one forward, in its order."""
+    """Dropout masks of one forward, in the order in which they are drawn."""
     length: int = 0
-    """Tokens of a sample; 0 where a sample is no sequence."""
-    slice_refusal: str = "nobody has shown that its blocks work on slices of a sequence"
-    """Why context parallelism cannot slice sequences; empty where it can."""
-    expert_refusal: str = "nobody has shown that its blocks work on a part of the tokens"
-    """Why experts that stand between tensor-cut parts may not be given a part of the tokens; empty where they may."""
+    """Tokens of a sample; 0 if a sample is no sequence."""
+    slice_refusal: str = "it is not proven that its blocks work on slices of a sequence"
+    """Why context parallelism cannot slice sequences; empty if it can."""
+    expert_refusal: str = "it is not proven that its blocks work on a part of the tokens"
+    """Why experts may not work on a part of the tokens under sequence parallelism; empty if they may."""
     slices: tuple[tuple[str, int], ...] = ()
-    """Arguments of blocks that have a row for each token, by their place, and which dimension that is."""
+    """Arguments of blocks with a row for each token: their place, and the dimension of the tokens."""
 
     @property
     def num_params(self) -> int:
-        """Number of weights, each tied one counted once."""
+        """Number of weights, tied ones counted once."""
         return sum(param.numel for param in self.params)
 
     @property
@@ -362,19 +378,19 @@ class ModelSpec:
         return sum(layer.forward_flops for layer in self.layers)
 
     def params_of(self, layer: int) -> tuple[ParamSpec, ...]:
-        """Parameters that layer number `layer` owns, in the module's order."""
+        """Return the parameters that a layer owns, by its index, in the module's order."""
         return tuple(param for param in self.params if param.layer == layer)
 
     def to_json(self) -> str:
-        """Write the spec with its format version."""
+        """Return the spec as JSON, with its format version."""
         return json.dumps({"format_version": FORMAT_VERSION, **dataclasses.asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> ModelSpec:
-        """Read what `to_json` wrote.
+        """Return the spec that `to_json` wrote.
 
         Raises:
-            ValueError: the text was written by another version.
+            ValueError: the text is of another format version.
         """
         fields: dict[str, Any] = json.loads(text)
         version = fields.pop("format_version", None)
@@ -412,19 +428,22 @@ _MOST_REMEMBERED = 64
 def remembered(
     function: Callable[Concatenate[ModelSpec, _Rest], _Found],
 ) -> Callable[Concatenate[ModelSpec, _Rest], _Found]:
-    """Remember the latest answers of a function of a model.
+    """Cache the latest results of a function of a model, as `functools.lru_cache` does, by the identity of the model.
 
-    By the very model, not by what it says: to hash or to compare two of hundreds of layers takes longer than most answers.
+    Hashing or comparing models of hundreds of layers would take longer than most of these functions.
     """
     known: dict[tuple[object, ...], tuple[ModelSpec, _Found]] = {}
 
     @functools.wraps(function)
-    def ask(model: ModelSpec, /, *rest: _Rest.args, **named: _Rest.kwargs) -> _Found:
+    def cached(model: ModelSpec, /, *rest: _Rest.args, **named: _Rest.kwargs) -> _Found:
         key = (id(model), rest, tuple(named.items()))
         if key not in known:
             while len(known) >= _MOST_REMEMBERED:
                 del known[next(iter(known))]
-            known[key] = (model, function(model, *rest, **named))  # with the model, so that its id stays its own
+            known[key] = (
+                model,
+                function(model, *rest, **named),
+            )  # the model is kept, so that no other object gets its id
         return known[key][1]
 
-    return ask
+    return cached

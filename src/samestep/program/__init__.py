@@ -1,1 +1,1 @@
-"""One optimizer step as plain data, and the geometry that the runtime obeys."""
+"""One optimizer step as plain data: its tasks and ops, its buckets and units, the order of ranks. No torch."""

@@ -1,25 +1,36 @@
-"""Keys of the bodies of a program: what a task does, on which chunk, with how many samples, and where in the step."""
+"""Tasks of a program, and the keys of the bodies that they point at.
+
+A task is one entry of a stage's schedule: a forward, a backward, a weight gradient or the update, for one micro-batch. Its
+body is the list of ops that it runs. Tasks that do the same point at one body, which is written and priced once:
+
+```
+task    F micro-batch 0   B micro-batch 0   F 1        B 1        F 2       B 2       U
+body    F.first           B.first           F.middle   B.middle   F.last    B.last    U
+```
+First and last micro-batches have bodies of their own, because weights are gathered before the first one and gradients are
+reduced behind the last one.
+"""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from samestep.schedules import TaskKind
+from samestep.schedules import Action, TaskKind
 
 Position = Literal["only", "first", "middle", "last"]
-"""Where a micro-batch stands in its step."""
+"""Position of a micro-batch in its step."""
 
 
 class BodyKey(NamedTuple):
-    """The name of a body in its program; `str` writes it as `F.first`, `B.0.of3.last` or `U`."""
+    """The key of a body in its program; `str` writes it as `F.first`, `B.0.of3.last` or `U`."""
 
     kind: TaskKind
     chunk: int | None = None
-    """Index of the virtual stage on its rank; None where one rank runs all layers, and in the update."""
+    """Index of the virtual stage (chunk) on its rank; None where one rank runs all layers, and in the update."""
     size: int | None = None
-    """Samples of the micro-batch where it is smaller than the step's largest; None for the largest."""
+    """Samples of the micro-batch if it is smaller than the step's largest; None for the largest."""
     position: Position | None = None
-    """None before the program has tasks, and in the update."""
+    """Position of the micro-batch in the step; None before the program has tasks, and in the update."""
 
     def __str__(self) -> str:
         size = None if self.size is None else f"of{self.size}"
@@ -27,11 +38,33 @@ class BodyKey(NamedTuple):
 
 
 UPDATE_BODY = BodyKey(TaskKind.UPDATE)
-"""The body of the optimizer's update, and of what is sent just before and behind it."""
+"""Key of the body with the optimizer's update and the collectives just before and after it."""
+
+
+class Task(NamedTuple):
+    """One entry of a program: a body, and the micro-batch for which it runs."""
+
+    body: BodyKey
+    microbatch: int
+
+    @property
+    def kind(self) -> TaskKind:
+        """The kind of task: forward, backward, weight gradient or update."""
+        return self.body.kind
+
+    @property
+    def chunk(self) -> int:
+        """Index of the virtual stage (chunk) on its rank; 0 where a rank has one."""
+        return self.body.chunk or 0
+
+    @property
+    def action(self) -> Action:
+        """The entry of the stage's schedule that it carries out."""
+        return Action(self.kind, self.microbatch, self.chunk)
 
 
 def position(microbatch: int, num_microbatches: int) -> Position:
-    """Return where a micro-batch stands in its step."""
+    """Return the position of a micro-batch in its step."""
     if num_microbatches == 1:
         return "only"
     if microbatch == 0:
@@ -40,20 +73,20 @@ def position(microbatch: int, num_microbatches: int) -> Position:
 
 
 def starts_step(body: BodyKey) -> bool:
-    """Whether the body belongs to the first micro-batch of a step."""
+    """Return whether the body belongs to the first micro-batch of a step."""
     return body.position in ("only", "first")
 
 
 def ends_step(body: BodyKey) -> bool:
-    """Whether the body belongs to the last micro-batch of a step."""
+    """Return whether the body belongs to the last micro-batch of a step."""
     return body.position in ("only", "last")
 
 
 def is_backward(body: BodyKey) -> bool:
-    """Whether the body is one of a backward task."""
+    """Return whether the body is that of a backward task."""
     return body.kind is TaskKind.BACKWARD
 
 
 def is_forward(body: BodyKey) -> bool:
-    """Whether the body is one of a forward task."""
+    """Return whether the body is that of a forward task."""
     return body.kind is TaskKind.FORWARD

@@ -1,4 +1,14 @@
-"""Buckets and units: which weights are reduced, or gathered, as one buffer, and how it is padded."""
+"""Buckets and units: which weights are reduced or gathered as one flat buffer, and how the buffer is padded.
+
+```
+zero=0, 1   bucket    │ lm_head.weight │ norm.weight │ layers.1.mlp.up │ padding │    in the order in which backward ends
+zero=2, 3   unit      │ rank 0's rows of each weight of a layer │ rank 1's │ ... │    as FSDP2 gathers and scatters them
+```
+A bucket holds gradients of weights with equal `Holding`s and one dtype, up to `BUCKET_BYTES`; it is padded to a multiple
+of the ranks that may divide it. Its first collective starts as soon as backward has finished its last gradient, so that it
+overlaps with the rest of backward (Li et al. 2020, arXiv:2006.15704, section 3.2.3); the others follow the step's last
+backward. A unit holds the weights of one layer or one shared weight, each padded along its first dimension.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +25,7 @@ from samestep.program.step import StepSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """Where one parameter lies in the flat buffer of a bucket."""
+    """The place of one parameter in the flat buffer of a bucket: its first element and their number."""
 
     name: str
     offset: int
@@ -29,99 +39,109 @@ class Bucket:
     name: str
     members: tuple[Member, ...]
     dtype: str
-    """Dtype of the weights as the forward uses them; gradients are added up in master precision."""
+    """Dtype of the weights in the forward; gradients are accumulated in master precision."""
     reduce_dtype: str
-    """Dtype in which its gradients are sent."""
+    """Dtype in which the gradients are sent."""
     padded_numel: int
+    """Elements of the flat buffer, padding included."""
     holding: Holding
-    """What a rank holds of each of its weights."""
+    """The holding that all its weights have in common."""
 
     @property
     def numel(self) -> int:
-        """Elements without padding."""
+        """Number of elements without padding."""
         return sum(member.numel for member in self.members)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Parameters that are gathered together (zero=2 or 3): those of one layer, or one shared weight."""
+    """Parameters that are gathered and resharded together (zero=2 or 3): those of one layer, or one shared weight."""
 
     name: str
     modules: tuple[str, ...]
+    """Paths of its modules."""
     params: tuple[str, ...]
+    """Full names of its parameters."""
     first_layer: int
+    """Index of the first layer that uses it."""
     last_layer: int
+    """Index of the last layer that uses it."""
     dtype: str
     """Dtype in which the weights are gathered."""
     reduce_dtype: str
     """Dtype in which the gradients are sent."""
     padded_numel: int
-    """Elements of the unsharded buffer: each parameter's first dimension padded to a multiple of the ranks that share it."""
+    """Elements of the unsharded buffer, each parameter's first dimension padded to a multiple of `num_shards`."""
     padded_grad_numel: int
-    """The same for the gradients: without frozen weights."""
+    """Elements of the unsharded buffer of the gradients, which has no frozen weights, padded alike."""
     keep_after_forward: bool
-    """Not resharded between forward and backward."""
+    """Whether it stays gathered between forward and backward."""
     gather_in_backward: bool
-    """Gathered again before its backward."""
+    """Whether it is gathered once more before its backward."""
     called: tuple[int, int] = (0, 0)
-    """When the forward first enters one of its modules, and last leaves one: a count of such events."""
+    """When the forward first enters one of its modules and last leaves one, as indices into the sequence of such events."""
     spans_calls: bool = False
-    """Its modules are called several times in a forward: held from the first call to the end of the task, and reduced
-    once, after the last of their backwards."""
+    """Whether its modules are called several times in a forward: then it stays gathered from the first call to the end of
+    the task, and is reduced once, after the last of their backwards."""
     ends_early: bool = True
-    """A gradient flows back into what its first module is given, and shows that its backward is over; of other units it
-    is over at the end of the task."""
+    """Whether the gradient of its first module's input tells FSDP2 that its backward has ended. Where no gradient flows into
+    that input, as for an embedding of tokens, the backward ends with the task."""
     ahead: str | None = None
-    """Name of the unit that is gathered ahead of need when this one's backward starts."""
+    """Name of the unit that is prefetched when this one's backward starts."""
     shard_axis: str
     """The data axis over which its weights are sharded."""
     num_shards: int
-    """Ranks among which they are divided: 1 where a rank has them to itself, and nothing is gathered or scattered."""
+    """Ranks among which its weights are divided; 1 where one rank holds them alone, and nothing is gathered or scattered."""
 
 
 def padded(numel: int, multiple: int) -> int:
-    """Round `numel` up to a multiple."""
+    """Return a number of elements rounded up to a multiple of `multiple`."""
     return -(-numel // multiple) * multiple
 
 
 BUCKET_BYTES = 25 * 2**20
-"""A bucket is closed once its gradients reach this: small enough to overlap, large enough to use the link."""
+"""Bytes of gradients at which a bucket is closed: small enough to overlap with backward, large enough to use the link."""
 
 
 def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket, ...]:
-    """Lay the trainable parameters into flat buckets in the order in which backward finishes them.
+    """Return the trainable parameters in flat buckets, in the order in which backward finishes them.
 
-    Weights of different working dtype never share a bucket, since a bucket's weights may be gathered as one; nor do
-    those of different virtual stages, whose backwards end at different times.
+    Weights of different working dtypes never share a bucket, because a bucket's weights may be gathered as one buffer; nor do
+    those of different virtual stages (chunks), whose backwards end at different times.
     """
 
     def chunk_of(param: ParamSpec) -> int:
+        """Return the index of the chunk that owns a parameter."""
         return next((index for index, layers in enumerate(chunks) if param.layer in layers), 0)
 
-    # Weights of other holdings have buckets of their own: the norm counts copies once, and gradients are summed over
-    # other ranks.
+    # Weights with other holdings have buckets of their own, because the gradient norm counts replicated ones once and
+    # because their gradients are summed over other ranks.
     order = sorted(
         (param for param in step.model.params if param.trainable),
-        # stable: the module's own order within a layer
+        # The sort is stable, which keeps the module's own order within a layer.
         key=lambda param: (-chunk_of(param), step.holding(param).sort_key, -param.layer),
     )
     limit = BUCKET_BYTES // BYTES_OF[step.master_dtype]
-    runs: list[list[ParamSpec]] = []
+    groups: list[list[ParamSpec]] = []
     size = 0
     for param in order:
         kind = (*_kind(step, param), chunk_of(param))
-        fresh = not runs or size >= limit or (*_kind(step, runs[-1][0]), chunk_of(runs[-1][0])) != kind
-        if fresh:
-            runs.append([])
+        is_full = not groups or size >= limit or (*_kind(step, groups[-1][0]), chunk_of(groups[-1][0])) != kind
+        if is_full:
+            groups.append([])
             size = 0
-        runs[-1].append(param)
+        groups[-1].append(param)
         size += param.numel
-    runs.sort(key=lambda run: (-chunk_of(run[0]), -min(param.layer for param in run)))  # as backward finishes them
-    return tuple(_bucket(step, index, run) for index, run in enumerate(runs))
+    # A bucket is finished with its first layer, the last one that backward reaches.
+    groups.sort(key=lambda group: (-chunk_of(group[0]), -min(param.layer for param in group)))
+    return tuple(_bucket(step, index, group) for index, group in enumerate(groups))
 
 
 def partial_sizes(step: StepSpec, unit: Unit, axis: str) -> dict[str, int]:
-    """Return the elements, row padding included, of a rank's shards of a unit's gradients that are partial over `axis`."""
+    """Return, by parameter, the elements of a rank's shard of each gradient of a unit that is partial over `axis`.
+
+    Padding rows are counted.
+    """
     mine = {*unit.params}
     return {
         param.name: padded(param.shape[0], unit.num_shards) // unit.num_shards * (param.numel // param.shape[0])
@@ -131,6 +151,7 @@ def partial_sizes(step: StepSpec, unit: Unit, axis: str) -> dict[str, int]:
 
 
 def _kind(step: StepSpec, param: ParamSpec) -> tuple[object, ...]:
+    """Return what weights of one bucket have in common."""
     return step.working_dtype(param), step.holding(param)
 
 
@@ -152,17 +173,17 @@ def _bucket(step: StepSpec, index: int, params: list[ParamSpec]) -> Bucket:
 
 
 Reduction = Callable[[Bucket], tuple[Op, ...]]
-"""The collectives that reduce a bucket, in order."""
+"""A function that returns the collectives that reduce a bucket, in order."""
 
 
 def start_reductions(ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...], reduction: Reduction) -> Ops:
-    """Put the first collective of each bucket behind the backward that finishes it, never before an earlier bucket's.
+    """Insert the first collective of each bucket after the backward that finishes it, in the order of the buckets.
 
-    What a layer's experts exchange is part of its backward.
+    Dispatch and combine of a layer's experts belong to its backward, so the collective follows them.
     """
     layer_of = {param.name: param.layer for param in step.model.params}
     kind = Kind.WEIGHT if step.splits_backward else Kind.BACKWARD
-    reached = {op.layer for op in ops if op.kind is kind}  # of several virtual stages a body has one's layers
+    reached = {op.layer for op in ops if op.kind is kind}  # a body has the layers of one chunk
     waiting = [bucket for bucket in buckets if layer_of[bucket.members[0].name] in reached]
     written: list[Op] = []
     done: Op | None = None
@@ -179,9 +200,9 @@ def start_reductions(ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...], redu
 
 
 def finish_reductions(buckets: tuple[Bucket, ...], reduction: Reduction) -> Iterator[Op]:
-    """Yield the other collectives of each bucket, which follow the step's last backward.
+    """Yield the collectives of each bucket but its first, which follow the step's last backward.
 
-    Issued any earlier, compute would have to wait for the first ones.
+    Each waits for the one before it; issued any earlier, they would make compute wait as well.
     """
     for bucket in buckets:
         parts = reduction(bucket)
@@ -190,4 +211,5 @@ def finish_reductions(buckets: tuple[Bucket, ...], reduction: Reduction) -> Iter
 
 
 def _finished(bucket: Bucket, layer_of: Mapping[str, int], op: Op) -> bool:
+    """Return whether a layer's backward leaves the last gradient of a bucket."""
     return op.layer is not None and min(layer_of[member.name] for member in bucket.members) >= op.layer

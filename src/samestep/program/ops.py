@@ -1,18 +1,27 @@
-"""Operations, tasks and dtypes: the words that a program is written in."""
+"""The ops of a program: their kinds, their dtypes, and the axes that they are sent over.
+
+An op is one computation of a layer, the optimizer's update, or one collective. It is *driven* (issued by our interpreter)
+or *implied* (issued by FSDP2 inside a driven op). Compute has no axis; a collective has one, and its `size_bytes` is the
+size of the whole unsharded buffer, padding included, from which the bytes on the wire follow:
+
+```
+Op(kind=FORWARD,    owner="layers.1", layer=1, flops=..., dtype="bfloat16")
+Op(kind=ALL_REDUCE, owner="bucket.0", axis="dp_replicate", size_bytes=..., dtype="float32", after=("backward:layers.1",))
+```
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 from samestep.job import Precision
-from samestep.program.bodies import BodyKey
-from samestep.schedules import Action, TaskKind
 
 TF32 = "tfloat32"
-"""What a GPU multiplies float32 in where it may: 8 bits of exponent and 10 of mantissa, in the four bytes of a float32."""
+"""The format in which a GPU may multiply float32 factors: 8 bits of exponent and 10 of mantissa, stored in four bytes."""
 BYTES_OF = {"float64": 8, "float32": 4, TF32: 4, "bfloat16": 2, "float16": 2}
+"""Bytes of one element of each dtype."""
 
 COMPUTE_DTYPE: dict[Precision, str] = {
     "float64": "float64",
@@ -20,23 +29,25 @@ COMPUTE_DTYPE: dict[Precision, str] = {
     "bf16": "bfloat16",
     "fp16": "float16",
 }
+"""Dtype of the forward's weights and activations, by the job's `numerics.precision`."""
 
 STEP_SCALARS = ("loss", "count", "norm_squared", "stop")
-"""What one all_reduce at the end of a step agrees on, as float64."""
+"""Scalars that one all_reduce over the world sums at the end of a step, as float64."""
 
 SHARD_AXES = ("dp_shard", "dp_expert")
-"""Data axes over which ZeRO shards: of what is expert-sharded it is what `ep` leaves of `dp_shard`."""
+"""Data axes over which ZeRO shards a weight: `dp_shard`, or for expert-sharded weights its part with the same experts."""
 EXPOSED_AXES = ("tp", "cp", "ep")
-"""Axes whose collectives the next compute needs: sums of a tensor cut, heads of an attention, rows of experts."""
+"""Axes whose collectives are exposed: the next compute needs the sum of a tensor cut, the heads of an attention, or the rows
+of experts."""
 
 
 class Kind(StrEnum):
-    """What an op does."""
+    """The computation or collective that an op carries out."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
     WEIGHT = "weight"
-    """Gradients of weights, where the schedule takes them out of the backward."""
+    """Gradients of weights, where the schedule computes them apart from those of inputs."""
     RECOMPUTE = "recompute"
     UPDATE = "update"
     ALL_REDUCE = "all_reduce"
@@ -50,41 +61,45 @@ class Kind(StrEnum):
 
 
 REDUCING = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE)
-"""Collectives that add up."""
+"""Collectives that sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """One operation of a body. Collectives have an axis; compute has none.
+    """One computation or one collective of a body. Collectives have an axis; compute has none.
 
-    Without slots, so that `but` can copy all fields at once: strategies rewrite a hundred thousand ops for one plan.
+    It has no slots, so that `but` can copy all fields at once: strategies rewrite a hundred thousand ops for one plan.
     """
 
     kind: Kind
     owner: str
-    """The layer, unit or bucket it belongs to."""
+    """Name of the layer, module, unit, bucket or weight it belongs to."""
     layer: int | None = None
+    """Index of the layer that it computes; None for the update and for most collectives."""
     axis: str | None = None
+    """Axis over whose groups it communicates; None for compute."""
     dtype: str = "float32"
+    """Dtype of the elements sent, or of the factors of matrix products."""
     flops: int = 0
     size_bytes: int = 0
-    """Collectives: the whole unsharded buffer with padding; wire bytes follow from it; of an all_to_all what this rank
-    sends, if all experts are chosen alike. Update: bytes touched."""
+    """Bytes of a collective's whole unsharded buffer, padding included; for an all_to_all the bytes that this rank holds
+    before it, assuming that all experts are chosen equally often. 0 for compute."""
     after: tuple[str, ...] = ()
+    """Names of ops whose latest earlier occurrence must have ended before this op starts."""
     implied: bool = False
     """Issued by FSDP2 inside a driven op, not by our interpreter."""
     name: str = field(init=False, compare=False, repr=False)
-    """`kind:owner`, unique within a body for one axis."""
+    """`kind:owner`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", f"{self.kind}:{self.owner}")
 
     def sized(self, numel: int) -> Op:
-        """Return this op over `numel` elements of its dtype."""
+        """Return this op with `size_bytes` set to `numel` elements of its dtype."""
         return self.but(size_bytes=numel * BYTES_OF[self.dtype])
 
     def but(self, **changes: Any) -> Op:
-        """Return this op with other fields, as `dataclasses.replace` does, in a sixth of its time."""
+        """Return this op with some fields changed, as `dataclasses.replace` does, in a sixth of the time."""
         assert changes.keys() <= self.__dict__.keys(), (
             f"an op has no {', '.join(changes.keys() - self.__dict__.keys())}"
         )
@@ -96,47 +111,8 @@ class Op:
 
     @property
     def stream(self) -> str:
-        """Where it queues: compute, or the axis it is sent over."""
+        """Name of the stream on which the op runs in order with others: `compute`, or the axis it is sent over."""
         return self.axis or "compute"
 
 
 Ops = tuple[Op, ...]
-
-
-class Task(NamedTuple):
-    """One entry of a program: a body, and the micro-batch for which it runs."""
-
-    body: BodyKey
-    microbatch: int
-
-    @property
-    def kind(self) -> TaskKind:
-        """What it is."""
-        return self.body.kind
-
-    @property
-    def chunk(self) -> int:
-        """Index of the virtual stage on its rank."""
-        return self.body.chunk or 0
-
-    @property
-    def action(self) -> Action:
-        """The entry of the stage's schedule that it carries out."""
-        return Action(self.kind, self.microbatch, self.chunk)
-
-
-class LedgerRow(NamedTuple):
-    """One collective, as predicted or as sent."""
-
-    kind: str
-    dtype: str
-    size_bytes: int
-    owner: str
-
-
-def ledger_key(group: str, row: LedgerRow) -> str:
-    """Name the list of a ledger that a row belongs to: that of its group, or of what it is received from.
-
-    What is received is awaited ahead of need, as soon as there is a place for it.
-    """
-    return f"{group} recv {row.owner}" if row.kind == Kind.RECV else group

@@ -1,54 +1,71 @@
-"""One optimizer step as plain data: what every rank of every pipeline stage computes, sends and waits for.
+"""The `Program` of one optimizer step on one pipeline stage, and the ledger of its collectives.
 
-[Note: one step, four readers]  `plan` prices a program, `simulate` plays it on a clock, `train` carries it out,
-`verify` proves it. Because there is one program, a prediction can be checked: the collectives that torch really sent
-must equal those listed here (the ledger).
+[Note: one step, four readers]  `plan` prices a program, `simulate` plays it on a clock, `train` carries it out, and
+`verify` proves it. Because all four read the same program, a prediction can be checked: the collectives that torch
+recorded must equal those listed here. That comparison is the ledger.
 
-A `Program` is the list of tasks of one pipeline stage; a task (the forward of micro-batch 3, say) points at a body, a
-list of ops written once and shared by all tasks that do the same. Ops are *driven* (issued by our interpreter) or
-*implied* (issued by FSDP2 inside a driven op). Buckets and units are decided here, without torch; the runtime obeys.
+A program is the list of tasks of one stage. A task (`bodies.py`) points at a body, a list of ops (`ops.py`). The strategies
+write the bodies and decide buckets and units (`buckets.py`) without torch; the runtime follows them and decides nothing
+anew.
 
 ```
 stage 0:  F.first ─ B.first ─ F.last ─ B.last ─ U             tasks
                                         │
           B.last = backward:layers.1, reduce:bucket.0, ...     a body: ops in the order in which they are issued
 ```
-Ops of one stream run in order: compute is one stream, each axis another. An op also waits for the latest earlier
-ops of the names in `after`, and compute for all that was issued before it over an axis of `EXPOSED_AXES`: these exchanges
-stand within a layer, whose compute is one op. All else runs beside compute: gathers ahead of need, reductions behind the
-backward, messages between stages.
+Ops of one stream run in order: compute is one stream, and each axis is another. An op also waits for the latest earlier
+ops named in its `after`. Compute waits for everything issued before it over an axis of `EXPOSED_AXES`, because those
+collectives lie within a layer, whose compute is a single op. All other communication overlaps with compute: prefetched
+gathers, reductions during backward, messages between stages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from samestep.program.bodies import BodyKey, ends_step
+from samestep.program.bodies import BodyKey, Task
 from samestep.program.buckets import Bucket, Unit
-from samestep.program.ops import LedgerRow, Op, Ops, Task, ledger_key
+from samestep.program.ops import Kind, Op, Ops
 from samestep.program.step import StepSpec
-from samestep.schedules import TaskKind
+
+
+class LedgerRow(NamedTuple):
+    """One collective as the program predicts it or as torch recorded it: kind, dtype, bytes and owner."""
+
+    kind: str
+    dtype: str
+    size_bytes: int
+    owner: str
+
+
+def ledger_key(group: str, row: LedgerRow) -> str:
+    """Return the key of the ledger's list that a row belongs to: its group, or for a receive its group and owner.
+
+    Each owner's receives have a list of their own, because they are posted early, as soon as a buffer is free.
+    """
+    return f"{group} recv {row.owner}" if row.kind == Kind.RECV else group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """One step on one pipeline stage: its tasks, the bodies they point at, and the geometry the runtime obeys."""
+    """One step on one pipeline stage: its tasks, the bodies they point at, and the buckets and units of the runtime."""
 
     step: StepSpec
     bodies: Mapping[BodyKey, Ops]
+    """Ops of each body, in order of issue."""
     tasks: tuple[Task, ...] = ()
-    """In the order in which they run; the last one is the update."""
+    """Tasks in the order in which they run; the last one is the update."""
     buckets: tuple[Bucket, ...] = ()
     units: tuple[Unit, ...] = ()
     chunks: tuple[range, ...] = ()
-    """Layers of each virtual stage of this rank; empty where one rank runs all layers."""
+    """Layers of each virtual stage (chunk) of this rank; empty where one rank runs all layers."""
     axes: Mapping[str, int] = field(default_factory=dict)
-    """Ranks in a group of each axis that the program sends over."""
+    """Number of ranks in a group of each axis that the program communicates over."""
 
     def with_bodies(self, rewrite: Callable[[BodyKey, Ops], Ops], **changes: Any) -> Program:
-        """Return the program with each body rewritten, and other fields changed."""
+        """Return the program with `rewrite` applied to each body, and other fields changed."""
         bodies = {key: rewrite(key, ops) for key, ops in self.bodies.items()}
         return replace(self, bodies=bodies, **changes)
 
@@ -59,9 +76,10 @@ class Program:
                 yield task, op
 
     def ledger(self, group_of: Callable[[str], str] = str) -> dict[str, list[LedgerRow]]:
-        """List what each group sends, in order of issue, and what it receives; how these lists interleave is timing.
+        """Return the predicted collectives of each group, in order of issue.
 
-        `group_of` names the group that serves an axis: two axes over the same ranks share one.
+        Lists of different groups may interleave in any way. `group_of` returns the name of the group that serves an axis,
+        since two axes over the same ranks share one group.
         """
         rows: dict[str, list[LedgerRow]] = {}
         for _, op in self.ops():
@@ -69,9 +87,3 @@ class Program:
                 row = LedgerRow(str(op.kind), op.dtype, op.size_bytes, op.owner)
                 rows.setdefault(ledger_key(group_of(op.axis), row), []).append(row)
         return rows
-
-
-def ends_gradients(body: BodyKey, step: StepSpec) -> bool:
-    """Whether the body leaves the last gradients of a step."""
-    kind = TaskKind.WEIGHT if step.splits_backward else TaskKind.BACKWARD
-    return ends_step(body) and body.kind is kind

@@ -1,16 +1,16 @@
-"""The order of ranks: which coordinate on each axis a rank has, and which ranks make up a group. No torch.
+"""The order of ranks: the coordinate of each rank on each axis, and the ranks of each group. No torch.
 
-Ranks count through the axes like the digits of a number, the last axis fastest. One world is read in several ways, since
-an axis may be divided for one purpose and whole for another:
+A rank is a number whose digits are its coordinates; the last axis changes fastest. The same world is read in several
+ways, because an axis that is one for one purpose is divided for another:
 
 ```
-pp  dp_replicate  dp_shard         tp     replicas of what is sharded; ranks of `cp` hold equal weights and are taken in
-pp  dp                      cp     tp     who reads other samples, who other tokens of the same samples
+pp  dp_replicate  dp_shard         tp     replicas and shards of weights; one of the two includes the ranks of `cp`
+pp  dp                      cp     tp     ranks with other samples, and with other tokens of the same samples
 pp  dp_cp                          tp     all ranks whose gradients of one weight are summed
-pp  dp_outer  dp_expert     ep     tp     the innermost data axis, dealt to experts: neighbours hold different ones
-pp  dp_inter  dp_intra             tp     nodes, and the data ranks of one node
+pp  dp_outer  dp_expert     ep     tp     the innermost data axis divided by `ep`: neighbours hold different experts
+pp  dp_inter  dp_intra             tp     nodes, and the data ranks within a node
 ```
-An axis is a size and a stride, the distance of two neighbours; all else follows: coordinate = rank // stride % size.
+An axis is a size and a stride, the distance between neighbours; the rest follows: coordinate = rank // stride % size.
 
 >>> ranks = Ranks.of(Layout.parse("dp_replicate=2 dp_shard=2"))
 >>> ranks.groups("dp_shard"), ranks.groups("dp_replicate")
@@ -28,11 +28,11 @@ from typing import NamedTuple
 from samestep.layout import Layout
 
 LINKS = ("pp backward", "pp around", "pp backward around")
-"""Directions of messages between stages beside `pp` itself, which is forward: the same ranks, in groups of their own."""
+"""Axes of the messages between stages that do not go forward to the next stage: the ranks of `pp`, in groups of their own."""
 
 
 class Axis(NamedTuple):
-    """Number of ranks in a group of an axis, and the distance of two neighbours in it, in ranks."""
+    """Number of ranks in a group of an axis, and the distance between neighbours in it, in ranks."""
 
     size: int
     stride: int
@@ -40,14 +40,14 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The axes of a layout, and where on them each rank stands."""
+    """The axes of a layout, from which coordinates and groups of every rank follow."""
 
     world_size: int
     axes: Mapping[str, Axis]
 
     @classmethod
     def of(cls, layout: Layout, ranks_per_node: int | None = None) -> Ranks:
-        """Return the order of the ranks of a layout; axes of nodes exist where whole nodes hold its data ranks."""
+        """Return the axes of a layout; `dp_inter` and `dp_intra` are among them if its data ranks fill whole nodes."""
         per_node = data_ranks_per_node(layout, ranks_per_node or layout.world_size)
         return _ranks_of(
             layout.pp, layout.num_replicas, layout.num_shards, layout.dp, layout.cp, layout.tp, layout.ep, per_node
@@ -67,20 +67,20 @@ class Ranks:
         return rank // stride % size
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
-        """Return the ranks of a rank's group of an axis: they differ in its coordinate alone."""
+        """Return the ranks that differ from a rank in its coordinate on an axis alone, itself included."""
         size, stride = self.axes[axis]
         first = rank - rank // stride % size * stride
         return tuple(range(first, first + size * stride, stride))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """Return all groups of an axis, by their first ranks. Stages between the tied ones are in no group of `tie`."""
+        """Return all groups of an axis in the order of their first ranks; `tie` has no ranks of the stages between."""
         size, stride = self.axes[axis]
         last = self.world_size - (size - 1) * stride
         return tuple(self.group(rank, axis) for rank in range(last) if self.coordinate(rank, axis) == 0)
 
 
 def data_ranks_per_node(layout: Layout, ranks_per_node: int) -> int:
-    """Return how many ranks of one node have gradients of one weight that are summed."""
+    """Return the number of ranks of one node whose gradients of one weight are summed."""
     return max(1, ranks_per_node // layout.tp)
 
 
@@ -100,16 +100,16 @@ def _ranks_of(
     world_size = pp * dp_cp * tp
     axes = {"world": Axis(world_size, 1)}
     for order in orders:
-        if math.prod(order.values()) == world_size:  # else nodes are not whole, or a degree is one that is refused
+        if math.prod(order.values()) == world_size:  # not so where nodes are not filled, or a degree will be refused
             axes |= _strides(order)
     if pp > 1:
-        axes["tie"] = Axis(2, axes["pp"].stride * (pp - 1))  # the first stage and the last
+        axes["tie"] = Axis(2, axes["pp"].stride * (pp - 1))  # the first and the last stage
         axes |= dict.fromkeys(LINKS, axes["pp"])
     return Ranks(world_size, axes)
 
 
 def _strides(sizes: dict[str, int]) -> dict[str, Axis]:
-    """Return the axes of one order, given the outermost first: an axis' stride is the product of the sizes behind it."""
+    """Return the axes of one order, outermost first; the stride of an axis is the product of the sizes after it."""
     axes: dict[str, Axis] = {}
     stride = 1
     for name, size in reversed(sizes.items()):

@@ -1,4 +1,9 @@
-"""The frozen facts of one step that every strategy reads: model, layout, place, sizes of micro-batches."""
+"""The `StepSpec`: the frozen facts of one step that every strategy reads, and what follows from them.
+
+Given are the model, the layout, and from the job the precision and the global batch; micro-batch sizes, dtypes and the
+order of ranks follow. While the strategies are applied, `model` becomes the local model of one rank, and `holdings`
+collects the part of each weight that the rank holds.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +14,35 @@ from functools import cached_property
 from samestep.job import Job, Precision
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec, ParamSpec
+from samestep.program.bodies import BodyKey, ends_step
 from samestep.program.holding import WHOLE, Holding
 from samestep.program.ops import COMPUTE_DTYPE, TF32
 from samestep.program.ranks import Ranks, data_ranks_per_node
-from samestep.schedules import SCHEDULES
+from samestep.schedules import SCHEDULES, TaskKind
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSpec:
-    """What the strategies are told: the model, the parts of the job that shape a step, the layout, the place."""
+    """One step as the strategies see it: the model, the layout, the parts of the job that shape a step, the stage."""
 
     model: ModelSpec
     layout: Layout
     precision: Precision
     global_batch: int
+    """Samples of one step over all ranks."""
     ranks_per_node: int
     stage: int = 0
-    """Position on `pp`: every stage has a program of its own."""
+    """Coordinate on `pp`: every stage has a program of its own."""
     replica: int = 0
-    """Position among the ranks that read different samples: the first ones may have one more."""
+    """Coordinate on `dp`: the first of the ranks that read different samples may have one sample more."""
     samples: int | None = None
-    """Samples of the micro-batches that ops are written for; None for the largest of the step."""
+    """Samples of the micro-batch that the ops are written for; None for the largest of the step."""
     cuts_loss: bool = True
-    """The loss works on logits cut by vocabulary; otherwise they are put together for it."""
+    """Whether the loss works on logits that are cut by vocabulary; if not, they are gathered for it."""
     tf32: bool = False
-    """Products of float32 may run in `TF32`."""
+    """Whether float32 matrix products may run in `TF32`."""
     holdings: Mapping[str, Holding] = field(default_factory=dict, hash=False)
-    """What a rank holds of each weight to which a strategy has added its part, by name."""
+    """The holding of each weight that a strategy has changed, by the weight's full name."""
 
     @classmethod
     def of(
@@ -48,7 +55,7 @@ class StepSpec:
         stage: int = 0,
         replica: int = 0,
     ) -> StepSpec:
-        """Take from a job what shapes its step."""
+        """Return the step of a job in a layout, with the ranks of a node and the loss's ability given or taken from the job."""
         per_node = ranks_per_node or job.run.ranks_per_node or layout.world_size
         return cls(
             model=model,
@@ -69,27 +76,27 @@ class StepSpec:
 
     @property
     def dp_per_node(self) -> int:
-        """Ranks of one node whose gradients of one weight are summed."""
+        """Number of ranks of one node whose gradients of one weight are summed."""
         return data_ranks_per_node(self.layout, self.ranks_per_node)
 
     @cached_property
     def rank_samples(self) -> int:
-        """Samples of one step on the rank that has most."""
+        """Samples of one step on the rank with most of them."""
         return -(-self.global_batch // self.layout.dp)
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Micro-batches of one step, the same number on every rank."""
+        """Number of micro-batches of one step, the same on every rank."""
         return -(-self.rank_samples // (self.layout.microbatch or self.rank_samples))
 
     @cached_property
     def microbatch_samples(self) -> int:
-        """Samples of a micro-batch: of those at hand, or the largest."""
+        """Samples of the micro-batch that the ops are written for."""
         return self.samples or -(-self.rank_samples // self.num_microbatches)
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:
-        """Samples that each micro-batch of this rank runs: an empty one, one of another rank that counts nothing."""
+        """Samples in each micro-batch of this rank; one that would be empty runs one sample that the loss does not count."""
         mine = _even_part(self.global_batch, self.layout.dp, self.replica)
         return tuple(max(1, _even_part(mine, self.num_microbatches, index)) for index in range(self.num_microbatches))
 
@@ -100,7 +107,7 @@ class StepSpec:
 
     @property
     def product_dtype(self) -> str:
-        """What matrix products may be computed in."""
+        """Dtype of the factors of matrix products."""
         return TF32 if self.tf32 and self.compute_dtype == "float32" else self.compute_dtype
 
     @property
@@ -110,17 +117,17 @@ class StepSpec:
 
     @property
     def reduce_dtype(self) -> str:
-        """Dtype in which gradients are sent over the data axes; buckets, units and their ops take it from here."""
+        """Dtype in which gradients are sent over the data axes; buckets, units and their ops read it here."""
         return self.master_dtype
 
     @property
     def is_mixed(self) -> bool:
-        """Whether weights and activations are of another dtype than masters."""
+        """Whether weights and activations have another dtype than master weights."""
         return self.compute_dtype != self.master_dtype
 
     @property
     def zero(self) -> int:
-        """The ZeRO stage that has an effect: nothing is sharded over a single rank."""
+        """The ZeRO stage that takes effect: 0 where the shard group has a single rank."""
         return self.layout.zero if self.layout.num_shards > 1 else 0
 
     @property
@@ -128,25 +135,33 @@ class StepSpec:
         """Whether the gradients of weights are tasks of their own."""
         return self.layout.pp > 1 and SCHEDULES[self.layout.schedule].splits_backward
 
+    def ends_gradients(self, body: BodyKey) -> bool:
+        """Return whether the body leaves the last gradients of the step."""
+        kind = TaskKind.WEIGHT if self.splits_backward else TaskKind.BACKWARD
+        return ends_step(body) and body.kind is kind
+
     def holding(self, param: ParamSpec) -> Holding:
-        """Return what one rank holds of `param`, as far as the strategies up to here have said."""
+        """Return the holding of `param` after the strategies applied so far."""
         return self.holdings.get(param.name, WHOLE)
 
     def hold(self, part: Callable[[ParamSpec, Holding], Holding]) -> StepSpec:
-        """Return the step with a strategy's part added to what a rank holds of each weight of the model."""
+        """Return the step with `part` applied to every weight of the model and its holding."""
         held = {param.name: part(param, self.holding(param)) for param in self.model.params}
         return replace(self, holdings={**self.holdings, **held})
 
     def cut_like(self, other: StepSpec) -> StepSpec:
-        """Return this step with the local model of another one, and what a rank holds of it."""
+        """Return this step with the local model and the holdings of another one."""
         return replace(self, model=other.model, holdings=other.holdings)
 
     def working_dtype(self, param: ParamSpec) -> str:
-        """Dtype in which `param` stands in the module: a shared weight stays in master precision and is cast at
-        each use, so that its gradients meet in master precision."""
+        """Return the dtype of `param` within the module.
+
+        A shared weight stays in master precision and is cast at each use, so that its gradients are summed in master
+        precision.
+        """
         return self.master_dtype if param.shared else self.compute_dtype
 
 
 def _even_part(count: int, parts: int, index: int) -> int:
-    """Size of one of several parts that differ by at most one, the larger ones first."""
+    """Return the size of one of several parts that differ by at most one, the larger ones first."""
     return count // parts + (index < count % parts)

@@ -29,7 +29,7 @@ from samestep.datasets import Batch, Dataset, batches
 from samestep.datasets.batch import read_samples
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.program.ops import Task
+from samestep.program.bodies import Task
 from samestep.proof.expert_routes import RouteMode, Routes
 from samestep.runtime.assembly import Source
 from samestep.runtime.dropout.masks import MaskSlice

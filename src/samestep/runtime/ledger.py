@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._profiler import _RecordFunctionFast
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samestep.program.ops import LedgerRow, ledger_key
+from samestep.program.program import LedgerRow, ledger_key
 
 _KINDS = {
     "allreduce_": "all_reduce",

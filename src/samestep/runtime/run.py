@@ -30,7 +30,7 @@ from samestep.building.model import call_model
 from samestep.errors import DataError, LayoutError, NonFiniteError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.program.ops import Task
+from samestep.program.bodies import Task
 from samestep.program.program import Program
 from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly, Loss, Source, assemble, set_modes

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from samestep.program.ops import Task
+from samestep.program.bodies import Task
 from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.dropout.mode import Draw, DropoutMode
 

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from samestep.program.ops import Task
+from samestep.program.bodies import Task
 from samestep.runtime.optimizer_step import Piece
 
 Materialize = Callable[[str, torch.dtype], Tensor]

@@ -1,1 +1,1 @@
-"""A step played on a clock: seconds, bytes and a timeline, predicted from its program without running it."""
+"""The prediction of a step from its program, without running it: seconds, bytes and a timeline. No torch."""

@@ -1,7 +1,7 @@
-"""Famous runs and textbook comparisons by name: `samestep simulate --case NAME`.
+"""Published runs and textbook comparisons by name: `samestep simulate --case NAME`.
 
-Each says its batch and its tokens, and plays what any other job plays, on the profiles and constants as they are; what
-was published stands beside it to be compared, and nothing is fitted to it.
+Each case states its batch and its tokens, and is predicted like any other job, with the same profiles and constants. The
+published figures are printed beside the prediction for comparison; nothing is fitted to them.
 """
 
 from __future__ import annotations
@@ -21,29 +21,31 @@ from samestep.simulation.memory import at_rest, classic_bytes_per_param, gib, he
 from samestep.simulation.prediction import Prediction, predict
 
 A100 = "a100-80x8"
-ALONE = 64
-"""Sequences of a step of one device alone: enough for the update to weigh little."""
+ONE_DEVICE_BATCH = 64
+"""Sequences in a step of a single device: enough to make the time of the update small."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRun:
-    """A training run as it was published, in our words."""
+    """A training run as published, written as a job and a layout."""
 
     title: str
     model: str
     layout: str
     global_batch: int
-    """Sequences."""
+    """Sequences of one step."""
     sequence: int
+    """Tokens of a sequence."""
     tokens: float
-    """Of the whole training."""
+    """Tokens of the whole training."""
     published: str
+    """Published figures, with their source."""
     machine: str = A100
     vocab: int = 0
-    """Padded, so that it can be cut; 0: as the model's."""
+    """Size of the vocabulary, padded so that it can be cut; 0: the model's."""
 
     def job(self) -> Job:
-        """Return the step as a job: bf16, Adam."""
+        """Return the job of a step, with bf16 and Adam."""
         return Job(
             model={"source": f"preset:{self.model}"},
             data={"sequence_length": self.sequence},
@@ -52,20 +54,20 @@ class PublishedRun:
         )
 
     def predict(self, machine: Hardware | None = None) -> Prediction:
-        """Play one step, on its own machine or on another."""
+        """Return the prediction of one step, on the published machine or another one."""
         changes = {"vocab": self.vocab} if self.vocab else {}
         model, where = presets.preset(self.model, self.sequence, changes), machine or hardware.load(self.machine)
         return predict(model, self.job(), Layout.parse(self.layout), where)
 
-    def alone(self) -> Prediction:
-        """Play the run's sequences one after the other on one device, as if they and the model had room there."""
+    def on_one_device(self) -> Prediction:
+        """Return the prediction of the run's sequences one by one on a single device, whether or not they fit there."""
         words = Layout.parse(self.layout)
-        few = replace(self, layout=f"dp=1 microbatch=1 recompute={words.recompute}", global_batch=ALONE)
+        few = replace(self, layout=f"dp=1 microbatch=1 recompute={words.recompute}", global_batch=ONE_DEVICE_BATCH)
         return few.predict()
 
     def lines(self) -> list[str]:
-        """Say what is played, what it takes, and what was published."""
-        found, alone = self.predict(), self.alone()
+        """Return the description of the run, its prediction and the published figures, a line each."""
+        found, alone = self.predict(), self.on_one_device()
         years = self.tokens / alone.tokens_per_s_per_device / 86_400 / 365.25
         days = self.tokens / (found.tokens_per_s_per_device * found.devices) / 86_400
         fits = "fits" if found.fits else "DOES NOT FIT"
@@ -142,7 +144,7 @@ def _one_step(model: str, layout: str, batch: int, sequence: int, machine: Hardw
 
 
 def _zero_memory() -> list[str]:
-    """Rajbhandari et al. 2020, arXiv:1910.02054, figure 1."""
+    """Return the memory of ZeRO as in Rajbhandari et al. 2020, arXiv:1910.02054, figure 1."""
     params, ranks = 7.5e9, 64
     lines = [
         f"weights, gradients and Adam's states of {params:.3g} weights on {ranks} ranks, GB a rank (no batch: activations)"
@@ -158,7 +160,7 @@ def _zero_memory() -> list[str]:
 
 
 def _spread() -> list[str]:
-    """The same weights on 64 devices: cut into layers and columns, or sharded; neither repeats any of them."""
+    """Return the memory of the same weights on 64 devices: cut by pipeline and tensor, sharded, or replicated."""
     model, devices = presets.preset("llama2-70b", 4096), 64
     lines = [
         f"Llama 2 70B, {model.num_params / 1e9:.1f} B weights, on {devices} of {A100}; {devices} sequences of 4,096 a step"
@@ -183,7 +185,7 @@ def _spread() -> list[str]:
 
 
 def _mean_params(found: Prediction) -> float:
-    """Weights that a rank keeps between steps, on the mean over stages."""
+    """Return the number of weights that a rank keeps between steps, averaged over stages."""
     held = [
         sum(param.numel for param in program.step.model.params)
         / (program.step.layout.num_shards if program.step.zero == 3 else 1)
@@ -213,7 +215,7 @@ def _naive_pipeline() -> list[str]:
         ("naive: one batch goes through all", "microbatch=32"),
         ("GPipe, 8 micro-batches", "schedule=gpipe microbatch=4"),
         ("1F1B, 8 micro-batches", "microbatch=4"),
-        ("interleaved, 2 runs each", "schedule=interleaved virtual_stages=2 microbatch=4"),
+        ("interleaved, 2 virtual stages", "schedule=interleaved virtual_stages=2 microbatch=4"),
     ):
         found = _gpt2(f"pp=4 {words}", "gpt2-xl", 32)
         lines.append(
@@ -239,7 +241,10 @@ def _two_sizes() -> list[str]:
 
 
 def _sharding_overtakes() -> list[str]:
-    """Sharding frees memory for larger micro-batches and cuts the update; it pays with gathers in every micro-batch."""
+    """Return from which batch sharding is faster than replicas.
+
+    It frees memory for larger micro-batches and divides the update, and costs gathers in every micro-batch.
+    """
     node = hardware.load(A100)
     ethernet = replace(node, devices_per_node=1, inter=replace(node.inter, bytes_per_s=1.25e9))
     lines = [
@@ -259,7 +264,7 @@ def _sharding_overtakes() -> list[str]:
 
 
 def _overtaking(ahead: dict[int, bool]) -> str:
-    """Say from which batch on sharding is ahead."""
+    """Return from which batch on sharding is ahead, as a sentence."""
     behind = [batch for batch, is_ahead in ahead.items() if not is_ahead]
     if not behind:
         return "sharding is ahead from the smallest batch on: its gathers hide behind compute, and it cuts the update"
@@ -277,8 +282,8 @@ def _best_microbatch(model: str, batch: int, zero: int, machine: Hardware) -> Pr
 
 
 COMPARISONS: dict[str, tuple[str, Callable[[], list[str]]]] = {
-    "zero-memory": ("what ZeRO saves: 4x, 8x, N-fold", _zero_memory),
-    "spread": ("70B weights on 64 devices: what each of them holds", _spread),
+    "zero-memory": ("memory saved by ZeRO: 4x, 8x, N-fold", _zero_memory),
+    "spread": ("70B weights on 64 devices: memory of each of them", _spread),
     "data-parallel": ("speed-up on 2, 4 and 8 devices, by ring and by root", _data_parallel),
     "naive-or-pipeline": ("layers spread over devices, naively and as a pipeline", _naive_pipeline),
     "two-sizes": ("an all_reduce takes 2 x size / bandwidth", _two_sizes),
@@ -290,7 +295,7 @@ COMPARISONS: dict[str, tuple[str, Callable[[], list[str]]]] = {
 
 
 def lines_of(name: str) -> list[str]:
-    """Return what a case has to say; `list` names them all.
+    """Return the lines of a case; `list` returns the names and titles of all cases.
 
     Raises:
         InputError: there is no such case.

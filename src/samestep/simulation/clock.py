@@ -1,32 +1,32 @@
-"""Plays a step: when each op of every pipeline stage starts and ends on given hardware. No torch, no processes.
+"""The clock: the start and end of each op of every pipeline stage on given hardware, without torch or processes.
 
-The ranks of a stage do the same at the same time, so one program stands for all of them and thousands of devices cost
-no more than one. Streams run their ops in the order of issue, beside each other:
+All ranks of a stage do the same at the same time, so one program stands for all of them, and thousands of devices are played
+as fast as one. Streams run concurrently, each its ops in the order of issue:
 
     start of an op = the later of   the end of the op before it on its stream
-                                    the ends of the latest earlier ops of the names in `after`, of any task
+                                    the ends of the latest earlier ops named in `after`, of any task
 
-Compute waits for no collective that it does not name, but for those within a layer (`EXPOSED_AXES`): the next
-product needs what comes. Where communication does not run beside compute (`hardware.overlap` is false) all ops of a stage
-are one queue; where it does, compute beside it is slowed by `hardware.contention`, c: a compute op of T seconds, beside
-which collectives that were issued before it run for t of them, takes
+Compute waits only for the collectives that it names, and for those within a layer (`EXPOSED_AXES`), whose results the next
+product needs. If communication does not overlap with compute (`hardware.overlap` is false), all ops of a stage are one queue.
+If it does, it slows compute by `hardware.contention`, c: a compute op of T seconds that overlaps for t seconds with
+collectives issued before it takes
 
-    T + min(t, c T) (1 - 1/c)          both want the same memory and multiprocessors (arXiv:2507.03114)
+    T + min(t, c T) (1 - 1/c)          both use the same memory and multiprocessors (arXiv:2507.03114)
 
-What stages do together:
+Ops in which several stages take part:
 
-    send, recv      a recv ends when the send of the same name and micro-batch on the neighbour does; each direction is a
-                    stream of its own, as a link is
-    world, tie      ops of axes that run through stages start when the last stage has come to them; those of a tie have a
-                    stream of their own everywhere, since the first stage comes to them long after the last one
+    send, recv      a recv ends when the neighbour's send of the same name and micro-batch ends; each direction is a stream
+                    of its own, as each direction of a link is
+    world, tie      ops of axes through several stages start when the last of these stages has come to them; those of a tie
+                    have a stream of their own, because the first stage comes to them long after the last stage
 
-Issuing is not waiting: a stage plays on behind an op whose end another stage decides, until an op needs that end.
+Issuing is not waiting: a stage continues after an op whose end depends on another stage, until some op needs that end.
 
-A name in `after` must have been issued: a strategy that leaves an op out leaves its name out too. A wait for what no
-earlier op is, or for what no other stage ever sends, would never end on a real machine, so here it is an error.
+A name in `after` must have been issued, so a strategy that removes an op removes its name too. A wait for an op that was
+never issued, or that no other stage ever sends, would never end on a real machine, so here it is an error.
 
-Of a body only what other queues take part in is played op by op: ops that follow each other on one queue, and wait for
-nothing elsewhere, are one *line*, whose inner times are the same whenever it starts.
+Consecutive ops of a body on one queue that wait for nothing elsewhere are one *line*, which is played at once, because the
+times within it do not depend on its start.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from typing import NamedTuple
 
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
-from samestep.program.bodies import BodyKey, is_backward
-from samestep.program.ops import EXPOSED_AXES, Kind, Op, Task
+from samestep.program.bodies import BodyKey, Task, is_backward
+from samestep.program.ops import EXPOSED_AXES, Kind, Op
 from samestep.program.program import Program
 from samestep.simulation.cost import seconds
 from samestep.simulation.timeline import COMPUTE, Line, LineSpan, Timeline
 
 _TOGETHER = ("world", "tie")
-"""Axes that run through pipeline stages."""
+"""Axes whose groups span several pipeline stages."""
 
 
 def play(programs: Sequence[Program], hardware: Hardware) -> Timeline:
-    """Play the programs of all pipeline stages, in their order, until each has ended.
+    """Return the timeline of a step, given the programs of all pipeline stages in order.
 
     Raises:
         RuntimeError: an op waits for one that was never issued; both are named.
-        LayoutError: stages wait for each other for ever; the op of each is named.
+        LayoutError: the stages deadlock; the op at which each waits is named.
         InputError: the hardware has no speed for the program's dtype.
     """
-    meetings = _Meetings()
-    stages = [_Stage(index, program, hardware, meetings, len(programs)) for index, program in enumerate(programs)]
+    rendezvous = _Rendezvous()
+    stages = [_Stage(index, program, hardware, rendezvous, len(programs)) for index, program in enumerate(programs)]
     waiting = list(stages)
     while waiting:
         moved = False
@@ -65,46 +65,47 @@ def play(programs: Sequence[Program], hardware: Hardware) -> Timeline:
         waiting = [stage for stage in waiting if not stage.done]
         if waiting and not moved:
             stuck = "; ".join(f"stage {stage.index} at {stage.at}" for stage in waiting)
-            raise LayoutError(f"the stages wait for each other for ever: {stuck}")
+            raise LayoutError(f"the stages wait for each other forever: {stuck}")
     return Timeline(tuple(run for stage in stages for run in stage.runs))
 
 
 @dataclass(slots=True)
-class _Meetings:
-    """What stages know of each other."""
+class _Rendezvous:
+    """The times of ops in which several stages take part."""
 
     sent: dict[tuple[str, int, bool, int], tuple[float, float]] = field(default_factory=dict)
-    """Start and end of each send: (owner, micro-batch, is it backward's, receiving stage)."""
+    """Start and end, in seconds, of each send: by owner, micro-batch, whether it is a backward's, and receiving stage."""
     arrived: dict[tuple[str, int], dict[int, float]] = field(default_factory=dict)
-    """When each stage has come to the n-th op of an axis that they share."""
+    """Second at which each stage has come to the n-th op of an axis that they share: by axis and n."""
 
 
 class _Segment(NamedTuple):
-    """A line of a body, and what it has to do with the rest of the program. Names are numbered."""
+    """A line of a body with its dependencies on the rest of the program; op names are numbers."""
 
     queue: int
     took_s: float
     waits: tuple[int, ...]
-    """Names that ops of other queues have."""
+    """Names of ops on other queues that it waits for."""
     awaited: tuple[tuple[int, int], ...]
-    """Names that other queues wait for, and their places in the line."""
+    """Names for which other queues wait, and their positions in the line."""
     shared: Op | None
-    """The op, if it is one that another stage takes part in."""
+    """The line's only op, if another stage takes part in it; else None."""
     line: Line
 
 
-class _Parked(NamedTuple):
-    """An op that was issued, and whose times another stage decides."""
+class _Pending(NamedTuple):
+    """An op that was issued and whose times depend on another stage."""
 
     times: Callable[[], tuple[float, float] | None]
+    """Returns its start and end in seconds; None as long as they are unknown."""
     queue: int
     name: int
     run: int
-    """Index of the run that waits for its times."""
+    """Index of the span that waits for its times."""
 
 
-class _Crowd:
-    """Collectives that run beside compute, and how much they slow it."""
+class _Contention:
+    """The collectives that overlap with compute, and by how much they slow it."""
 
     __slots__ = ("_contention", "_times")
 
@@ -113,18 +114,18 @@ class _Crowd:
         self._times: list[tuple[float, float]] = []
 
     def join(self, start_s: float, end_s: float) -> None:
-        """Note a collective that was issued."""
+        """Add a collective that was issued."""
         if self._contention > 1.0 and end_s > start_s:
             self._times.append((start_s, end_s))
 
     def is_beside(self, start_s: float) -> bool:
-        """Whether something may run beside what is issued now; lines are asked for in their order."""
+        """Return whether a collective may overlap with a line that starts now; starts must not decrease from call to call."""
         if self._times:
             self._times = [times for times in self._times if times[1] > start_s]
         return bool(self._times)
 
     def slowed(self, start_s: float, line: Line) -> tuple[float, ...]:
-        """Return when the ops of a line end that starts now."""
+        """Return when each op of a line ends, in seconds from the line's start."""
         ends_s = []
         now = start_s
         for (stream, _), before_s, end_s in zip(line.ops, (0.0, *line.ends_s), line.ends_s, strict=False):
@@ -141,20 +142,20 @@ class _Crowd:
 
 
 class _Stage:
-    """One stage on its way through its program."""
+    """One stage while its program is played."""
 
-    def __init__(self, index: int, program: Program, hardware: Hardware, meetings: _Meetings, count: int) -> None:
+    def __init__(self, index: int, program: Program, hardware: Hardware, rendezvous: _Rendezvous, count: int) -> None:
         self.index, self.at, self.done = index, "", False
         self.runs: list[LineSpan] = []
         self._program = program
-        self._meetings, self._count = meetings, count
+        self._rendezvous, self._count = rendezvous, count
         self._contention = hardware.contention
-        lines = _Lines(program, hardware, index, count > 1)
+        lines = _PricedLines(program, hardware, index, count > 1)
         self._computes = {lines.queues.get(name) for name in (COMPUTE, "")}
         self._ended = [0.0] * len(lines.names)
         self._free = [0.0] * len(lines.queues)
-        self._met: dict[str, int] = {}
-        self._parked: list[_Parked] = []
+        self._joined: dict[str, int] = {}
+        self._pending: list[_Pending] = []
         self._played = 0
         self._steps = self._play(lines.parts)
 
@@ -165,20 +166,20 @@ class _Stage:
         return self.done or self._played > before
 
     def _play(self, parts: Mapping[BodyKey, Sequence[_Segment]]) -> Iterator[bool]:
-        """Play line by line; yield False while the next one has to wait for another stage."""
-        ended, free, runs, parked = self._ended, self._free, self.runs, self._parked
-        crowd = _Crowd(self._contention)
+        """Play the program line by line; yield False as long as the next line waits for another stage."""
+        ended, free, runs, pending = self._ended, self._free, self.runs, self._pending
+        contention = _Contention(self._contention)
         for task in self._program.tasks:
             label = f"{task.kind}{task.microbatch}"
             for queue, took_s, waits, awaited, shared, line in parts[task.body]:
-                if parked:
-                    yield from self._wait_for([one for one in parked if one.queue == queue or one.name in waits])
+                if pending:
+                    yield from self._wait_for([one for one in pending if one.queue == queue or one.name in waits])
                 start_s = free[queue]
                 for name in waits:
                     start_s = max(start_s, ended[name])
                 ends_s = line.ends_s
-                if queue in self._computes and crowd.is_beside(start_s):
-                    ends_s = crowd.slowed(start_s, line)
+                if queue in self._computes and contention.is_beside(start_s):
+                    ends_s = contention.slowed(start_s, line)
                     took_s = ends_s[-1]
                 runs.append(LineSpan(self.index, label, start_s, start_s + took_s, line, ends_s))
                 self._played += 1
@@ -187,27 +188,27 @@ class _Stage:
                     for name, place in awaited:
                         ended[name] = start_s + ends_s[place]
                     if queue not in self._computes:
-                        crowd.join(start_s, start_s + took_s)
+                        contention.join(start_s, start_s + took_s)
                 else:
                     times = self._times(shared, task, start_s, took_s)
-                    parked.append(_Parked(times, queue, awaited[0][0], len(runs) - 1))
-                    self._settle(parked[-1])
-        yield from self._wait_for(list(parked))
+                    pending.append(_Pending(times, queue, awaited[0][0], len(runs) - 1))
+                    self._settle(pending[-1])
+        yield from self._wait_for(list(pending))
 
-    def _wait_for(self, parked: Sequence[_Parked]) -> Iterator[bool]:
+    def _wait_for(self, pending: Sequence[_Pending]) -> Iterator[bool]:
         """Yield False until the ends of these ops are known."""
-        for one in parked:
+        for one in pending:
             while not self._settle(one):
                 waiting = self.runs[one.run]
                 self.at = f"{waiting.line.ops[0][1]} of task {waiting.task}"
                 yield False
 
-    def _settle(self, one: _Parked) -> bool:
-        """Write down when a parked op ran, if the other stages have come to it."""
+    def _settle(self, one: _Pending) -> bool:
+        """Enter the times of a pending op, if they are known; return whether they are."""
         found = one.times()
         if found is None:
             return False
-        self._parked.remove(one)
+        self._pending.remove(one)
         took_s = (found[1] - found[0],)
         self.runs[one.run] = self.runs[one.run]._replace(start_s=found[0], end_s=found[1], ends_s=took_s)
         self._ended[one.name] = self._free[one.queue] = found[1]
@@ -215,21 +216,22 @@ class _Stage:
         return True
 
     def _times(self, op: Op, task: Task, start_s: float, op_s: float) -> Callable[[], tuple[float, float] | None]:
-        """Return what tells start and end of an op as soon as they are known."""
+        """Return a function that returns start and end of an op as soon as they are known."""
         if op.kind is Kind.RECV:
             key = (op.owner, task.microbatch, is_backward(task.body), self.index)
-            return lambda: self._meetings.sent.get(key)
+            return lambda: self._rendezvous.sent.get(key)
         if op.kind is Kind.SEND:
             step = -1 if is_backward(task.body) else 1
             key = (op.owner, task.microbatch, step < 0, (self.index + step) % self._count)
-            times = self._meetings.sent[key] = (start_s, start_s + op_s)
+            times = self._rendezvous.sent[key] = (start_s, start_s + op_s)
             return lambda: times
-        return self._meeting(op, start_s, op_s)
+        return self._joint_times(op, start_s, op_s)
 
-    def _meeting(self, op: Op, start_s: float, op_s: float) -> Callable[[], tuple[float, float] | None]:
+    def _joint_times(self, op: Op, start_s: float, op_s: float) -> Callable[[], tuple[float, float] | None]:
+        """Return the same for an op that starts when the last of several stages has come to it."""
         axis = str(op.axis)
-        number = self._met[axis] = self._met.get(axis, 0) + 1
-        arrived = self._meetings.arrived.setdefault((axis, number), {})
+        number = self._joined[axis] = self._joined.get(axis, 0) + 1
+        arrived = self._rendezvous.arrived.setdefault((axis, number), {})
         arrived[self.index] = start_s
         expected = 2 if axis == "tie" else self._count
 
@@ -243,17 +245,17 @@ class _Stage:
 
 
 class _Priced(NamedTuple):
-    """An op with what the clock needs to know of it."""
+    """An op with its seconds and its queue."""
 
     op: Op
     took_s: float
     queue: str
     shared: bool
-    """Another stage takes part in it."""
+    """Whether another stage takes part in it."""
 
 
-class _Lines:
-    """The bodies of a program, each priced and cut into lines once."""
+class _PricedLines:
+    """The bodies of a program, each priced and divided into lines once."""
 
     def __init__(self, program: Program, hardware: Hardware, stage: int, has_others: bool) -> None:
         self._program, self._hardware, self._has_others = program, hardware, has_others
@@ -261,13 +263,13 @@ class _Lines:
         self.names: dict[str, int] = {}
         known: dict[int, _Priced] = {}  # by the op's identity: bodies share most of theirs
         queued: dict[str, set[str]] = {}
-        # By the identity of a body's ops too: tasks at other places in the step share them.
+        # By the identity of a body's ops too, because bodies at several positions in the step share them.
         bodies = {id(ops): [self._price(op, known) for op in ops] for ops in program.bodies.values()}
         for one in known.values():
             self.names.setdefault(one.op.name, len(self.names))
             queued.setdefault(one.op.name, set()).add(one.queue)
         _check_waits(program, stage)
-        # On its own queue all that is before an op has ended.
+        # On an op's own queue all earlier ops have ended.
         waits = {
             key: tuple(name for name in one.op.after if queued.get(name) != {one.queue})
             for key, one in known.items()
@@ -287,7 +289,7 @@ class _Lines:
     def _cut(
         self, ops: Sequence[_Priced], waits: Mapping[int, tuple[str, ...]], needed: set[str]
     ) -> Iterator[_Segment]:
-        """Let a line begin at each op that another queue or stage has a part in, or that changes the queue."""
+        """Yield the lines of a body; a new one begins at each op on another queue, with a wait, or shared with another stage."""
         start = 0
         for index, one in enumerate(ops):
             before = ops[index - 1]
@@ -298,6 +300,7 @@ class _Lines:
             yield self._part(ops[start:], waits.get(id(ops[start].op), ()), needed)
 
     def _part(self, ops: Sequence[_Priced], waits: tuple[str, ...], needed: set[str]) -> _Segment:
+        """Return the line of consecutive ops."""
         names, ends_s, awaited = [], [], []
         busy_s: dict[str, float] = {}
         took_s = 0.0
@@ -320,7 +323,7 @@ class _Lines:
 
 
 def _check_waits(program: Program, stage: int) -> None:
-    """Refuse a wait for what no earlier op of the step is."""
+    """Raise RuntimeError if an op waits for a name that no earlier op of the step has."""
     issued: set[str] = set()
     met: set[int] = set()
     for task in program.tasks:
@@ -333,13 +336,13 @@ def _check_waits(program: Program, stage: int) -> None:
                 if awaited not in issued:
                     label = f"{task.kind}{task.microbatch}"
                     raise RuntimeError(
-                        f"{op.name} of task {label} on stage {stage} waits for {awaited}, and no earlier op is that"
+                        f"{op.name} of task {label} on stage {stage} waits for {awaited}, and no earlier op has that name"
                     )
             issued.add(op.name)
 
 
 def queue_of(op: Op, hardware: Hardware) -> str:
-    """Name the queue in which an op runs, one after the other."""
+    """Return the name of the queue on which an op runs in order with others."""
     if op.kind in (Kind.SEND, Kind.RECV):
         return f"{op.axis} {op.kind}"
     if op.axis == "tie":

@@ -1,41 +1,41 @@
-"""Seconds of one op, alone on its stream: products by a roofline, other work by bytes, alpha-beta for a collective.
+"""The cost of one op in seconds, alone on its stream: a roofline for products, bytes for other work, alpha-beta for collectives.
 
-A layer's forward takes what its parts take one after the other, but never less than the host needs to start them:
+A layer's forward takes the sum of its parts, but not less than the host needs to launch them:
 
-    product      the longer of  waves x time of a tile   and   bytes / bandwidth        plus the shortest kernel
-                 (where tiles and waves are not known, of a CPU, by what its shortest side lets it reach)
-    attention    FLOPs / (peak x what a fused kernel reaches); a causal one does half of them
+    product      max(waves x time of a tile, bytes / bandwidth) + kernel_s
+                 (without num_units, as on a CPU, FLOPs / the rate that its shortest side allows, instead of waves)
+    attention    FLOPs / (peak x fraction that a fused kernel reaches); a causal one does half of them
     other work   elements read and written / bandwidth
     the layer    (device^n + host^n)^(1/n), host = operations x kernel_launch_s          a soft maximum, n = 8
 
-A product [m, k] x [k, n] is cut into tiles, one for a multiprocessor at a time, so that its time grows in steps of
-`num_units` tiles; a tile pays for filling its pipeline too: (k + FILL) instead of k (Williams et al. 2009,
-doi:10.1145/1498765.1498785, for the roofline; NVIDIA, Matrix Multiplication Background, for tiles and waves). The
-backward of a product is two products, by the input and by the weight, of the same three numbers in other places; the
-weight's gradient is added to what earlier micro-batches left. Before products in a dtype of one byte there is a cast.
+A product [m, k] x [k, n] is divided into tiles, one on each multiprocessor at a time, so its time grows in steps of
+`num_units` tiles; a tile also fills its pipeline: k + FILL steps instead of k (Williams et al. 2009,
+doi:10.1145/1498765.1498785, for the roofline; NVIDIA, Matrix Multiplication Background, for tiles and waves). The backward of
+a product is two products, for the input and for the weight, with m, k and n permuted; the weight's gradient is added to that
+of earlier micro-batches. Factors of a product in a one-byte dtype are cast first.
 
 With n ranks, S bytes of whole buffer, a link of latency a and bandwidth B (Thakur, Rabenseifner, Gropp 2005,
 doi:10.1177/1094342005051521, rings):
 
     all_gather, reduce_scatter   (n-1) (a + S/(nB))      n-1 hops of one n-th of the buffer
-    all_reduce                  2(n-1) (a + S/(nB))      one after the other; towards 2 S/B for many ranks
-    all_to_all                   (n-1) (a + S/(nB))      every rank sends to every other, by its own port alone
-    send                               a + S/B           a recv waits for it, and takes no time of its own
-    reduce, broadcast            (n-1) (a + S/B)         naive: the root takes, or sends, whole buffers one by one
+    all_reduce                  2(n-1) (a + S/(nB))      both one after the other; 2 S/B for many ranks
+    all_to_all                   (n-1) (a + S/(nB))      every rank sends to every other rank over its own port
+    send                               a + S/B           a recv waits for the send and takes no time itself
+    reduce, broadcast            (n-1) (a + S/B)         naive: the root receives or sends whole buffers one by one
 
-so reduce=root costs n times the bandwidth of a ring. Ranks count with tp inside, dp_shard and dp_replicate around it,
-node by node:
+so reduce=root moves n times the bytes of a ring over one link. tp is innermost in the order of ranks, then dp_shard, then
+dp_replicate, node by node:
 
     4 ranks a node, dp_replicate=2 dp_shard=4      node 0: 0 1 2 3   node 1: 4 5 6 7
     dp_shard      0 1 2 3 | 4 5 6 7                stride 1, in one node
     dp_replicate  0 4 | 1 5 | 2 6 | 3 7            stride dp_shard, across
 
-A group on several nodes is hierarchical: its g members on one node leave it through g network ports at once, so
-B = min(intra, g x inter), hops inside cost the inner latency and hops between nodes the outer, and where a ring has
-more hops than a tree (NCCL's double binary trees and PAT, src/graph/tuning.cc), the tree's count.
+A group on several nodes is hierarchical: its g ranks on one node use g network ports at once, so B = min(intra, g x inter).
+Hops within a node have the latency of `intra`, hops between nodes that of `inter`; if a tree has fewer hops than a ring
+(NCCL's double binary trees and PAT, src/graph/tuning.cc), those of the tree count.
 
-An update reads and writes the master weights and Adam's two states, reads the gradient, and writes the weight's copy
-in the compute dtype where there is one. What the code around gathers and scatters of units takes is counted there too.
+An update reads and writes the master weights and Adam's two states, reads the gradient, and writes the weight's copy in the
+compute dtype if there is one. The time of the code around gathers and scatters of units is added to the update.
 """
 
 from __future__ import annotations
@@ -55,35 +55,35 @@ from samestep.program.program import Program
 from samestep.program.step import StepSpec
 
 UPDATE_PASSES = 7
-"""Times an update goes over memory for one weight: weight, two states read and written, gradient read."""
+"""Elements that an update reads or writes for one weight: weight and two states read and written, gradient read."""
 
 REACHED = 0.88
-"""What products of a training step reach of the best shape's rate. Fitted once, on the published record."""
+"""Fraction of the best shape's rate that products of a training step reach. Fitted once, on the published record."""
 ATTENTION_REACHED = 0.65
-"""The same of a fused attention, forward and backward together. Fitted once, on the published record."""
+"""The same fraction for fused attention, forward and backward together. Fitted once, on the published record."""
 TILES = ((256, 128, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 64, 0.55))
-"""Rows, columns, and what a multiprocessor reaches of its best in them."""
+"""Rows and columns of a tile, and the fraction of its best rate that a multiprocessor reaches with it."""
 ALIGNED = ((64, 1.0), (8, 0.8), (1, 0.5))
-"""What products reach whose rows start at 128 bytes, at 16 bytes, or anywhere (NVIDIA, Matrix Multiplication
-Background, tensor core requirements; the parts are assumed)."""
+"""Multiple of elements to which rows are aligned (128 bytes, 16 bytes, none), and the fraction of the rate that products then
+reach (NVIDIA, Matrix Multiplication Background, tensor core requirements; the fractions are assumed)."""
 NETWORK_REACHED = 0.75
-"""What messages of a training step reach of a port's rate for very large ones. Fitted once, on the published record."""
+"""Fraction of a port's rate for very large messages that those of a training step reach. Fitted once, on the published record."""
 FILL = 64
-"""Steps along `inner` that a tile spends on filling its pipeline and writing its result."""
+"""Steps along k that a tile spends on filling its pipeline and writing its result."""
 SPLIT = 1024
-"""Steps along `inner` from which on it pays to share a tile."""
+"""Steps along k from which on several multiprocessors share a tile."""
 SHARPNESS = 8
-"""Of the maximum of device and host: both are uneven, so neither hides the other wholly."""
+"""Exponent of the soft maximum of device and host: both are uneven, so neither hides the other entirely."""
 ATTENTION_BACKWARD = 2.5
-"""FLOPs of a fused attention's backward over its forward: it makes the scores once more (arXiv:2307.08691)."""
+"""Ratio of FLOPs of a fused attention's backward to its forward; it computes the scores once more (arXiv:2307.08691)."""
 BACKWARD_MOVES = 1.75
-"""Bytes that the backward of all else moves over those of its forward."""
+"""Ratio of bytes moved by the backward of other work to its forward."""
 BACKWARD_KERNELS = 2.2
-"""Operations of a backward over those of its forward."""
+"""Ratio of the number of operations of a backward to its forward."""
 
 
 def seconds(op: Op, program: Program, hardware: Hardware) -> float:
-    """Price one op of the program.
+    """Return the predicted seconds of one op of a program, alone on its stream.
 
     Raises:
         InputError: the hardware has no speed for the op's dtype.
@@ -108,7 +108,7 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
     values = dtype if dtype == TF32 else step.compute_dtype  # products of two activations run in it too
     dtypes = _Dtypes(dtype if op.flops else values, values, step.master_dtype)
     is_whole = op.kind is not Kind.RECOMPUTE or step.layout.recompute == "full"
-    part: Part = "all" if not step.splits_backward else "weights" if op.kind is Kind.WEIGHT else "inputs"
+    part: BackwardPart = "all" if not step.splits_backward else "weights" if op.kind is Kind.WEIGHT else "inputs"
     return _layer_s(work, op.kind, is_whole, part, step.microbatch_samples, dtypes, hardware)
 
 
@@ -116,7 +116,7 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
 
 
 class _Work(NamedTuple):
-    """What a layer does, and no more, so that equal layers are priced once."""
+    """The work of a layer, without its name, so that equal layers are priced once."""
 
     products: tuple[Product, ...]
     moved_elements: int
@@ -124,12 +124,12 @@ class _Work(NamedTuple):
     has_input_gradient: bool
 
 
-Part = Literal["all", "inputs", "weights"]
-"""Of a backward: what it computes, where the schedule takes the gradients of weights out of it."""
+BackwardPart = Literal["all", "inputs", "weights"]
+"""The gradients that a backward op computes: `inputs` or `weights` alone if the schedule splits the backward."""
 
 
 class _Dtypes(NamedTuple):
-    """Of matrix products, of everything between them, of sums of gradients."""
+    """Dtypes of matrix products, of all other activations, and of accumulated gradients."""
 
     products: str
     values: str
@@ -138,8 +138,9 @@ class _Dtypes(NamedTuple):
 
 @lru_cache(maxsize=2**16)
 def _layer_s(
-    work: _Work, kind: Kind, is_whole: bool, part: Part, samples: int, dtypes: _Dtypes, hardware: Hardware
+    work: _Work, kind: Kind, is_whole: bool, part: BackwardPart, samples: int, dtypes: _Dtypes, hardware: Hardware
 ) -> float:
+    """Return the seconds of a layer's forward, backward or weight gradients; products are left out unless `is_whole`."""
     backward = kind in (Kind.BACKWARD, Kind.WEIGHT)
     products = work.products if is_whole else ()
     if kind is Kind.WEIGHT:
@@ -156,28 +157,29 @@ def _layer_s(
 
 
 def _casts(products: tuple[Product, ...], dtypes: _Dtypes) -> int:
-    """Operations that make smaller dtypes of what is multiplied: the rows, and the weight of every expert."""
+    """Return the number of casts of a product's factors to a smaller dtype: the rows, and the weight of every expert."""
     if DTYPE_BYTES.get(dtypes.products, 8) >= BYTES_OF[dtypes.values]:
         return 0
     return sum(1 + product.groups for product in products if product.factors == "weight")
 
 
 def _soft_maximum(first: float, second: float) -> float:
+    """Return (first^n + second^n)^(1/n), n = SHARPNESS."""
     larger, smaller = max(first, second), min(first, second)
     return larger * (1 + (smaller / larger) ** SHARPNESS) ** (1 / SHARPNESS) if larger else 0.0
 
 
 def _product_s(
-    product: Product, samples: int, backward: bool, part: Part, work: _Work, dtypes: _Dtypes, hardware: Hardware
+    product: Product, samples: int, backward: bool, part: BackwardPart, work: _Work, dtypes: _Dtypes, hardware: Hardware
 ) -> float:
-    """Time of a product's forward, or of the products of its backward, or of a part of those."""
+    """Return the seconds of a product's forward, or of its backward or a part of it."""
     if product.factors in ("attention", "causal"):
         return _attention_s(product, samples, backward, dtypes, hardware)
     if product.factors == "pair":
         m, k, n, count, groups = product.rows, product.inner, product.columns, product.count * samples, 1
     else:
         m, k, n, count, groups = product.rows * samples, product.inner, product.columns, product.count, product.groups
-    # Rows dealt to experts make as many products, each with its own weight.
+    # Rows divided among experts are as many products, each with its own weight.
     m, count = -(-m // groups), count * groups
     dtype = dtypes.values if product.factors == "pair" else dtypes.products
     if not backward:
@@ -194,10 +196,11 @@ def _product_s(
 
 
 def _attention_s(product: Product, samples: int, backward: bool, dtypes: _Dtypes, hardware: Hardware) -> float:
+    """Return the seconds of a fused attention's forward or backward."""
     flops = product.flops * samples * (0.5 if product.factors == "causal" else 1.0)
     reached = hardware.efficiency.get("attention")
     peak = _peak(hardware, dtypes.values) * (ATTENTION_REACHED * reached if reached else 1.0)
-    # queries, keys, values and the result, once
+    # queries, keys, values and the result are read or written once
     elements = product.count * (product.rows + product.columns) * product.inner * samples
     forward_s = max(flops / peak, elements * BYTES_OF[dtypes.values] / _bandwidth(hardware))
     return hardware.kernel_s + forward_s * (ATTENTION_BACKWARD if backward else 1.0)
@@ -207,7 +210,10 @@ def _attention_s(product: Product, samples: int, backward: bool, dtypes: _Dtypes
 def _matrix_s(
     m: int, k: int, n: int, count: int, dtype: str, dtypes: _Dtypes, hardware: Hardware, taps: int = 1, given: int = 1
 ) -> float:
-    """Time of `count` equal products [m, k] x [k, n]; `taps` elements of the first factor are one, and `given` of the result."""
+    """Return the seconds of `count` equal products [m, k] x [k, n].
+
+    In memory `taps` elements of the first factor are one element, and so are `given` elements of the result.
+    """
     size = DTYPE_BYTES.get(dtype, 0) or BYTES_OF[dtype]
     kept = BYTES_OF[dtypes.values]
     rate = _peak(hardware, dtype)
@@ -222,25 +228,25 @@ def _matrix_s(
             for rows, columns, reached in ((r, c, part * rate / hardware.num_units) for r, c, part in TILES)
         )
     moved = count * (size * (m * k / taps + k * n) + kept * m * n / given)
-    # The kernel before it writes what it gives once more in the smaller dtype, as it is and transposed.
+    # The kernel before it writes its result once more in the smaller dtype, as it is and transposed.
     cast_s = count * m * k * 2 * size / _bandwidth(hardware) if size < kept else 0.0
     return max(compute_s, moved / _bandwidth(hardware)) + cast_s + hardware.kernel_s
 
 
 def _reached_by(side: int, known: Mapping[int, float]) -> float:
-    """Part of the best rate that a product reaches whose shortest side is so long."""
+    """Return the fraction of the best rate that a product with a shortest side of this length reaches."""
     below = max((one for one in known if one <= side), default=0)
     above = min((one for one in known if one >= side), default=0)
     if not above:
         return known[below] if below else 1.0
-    low = known.get(below, 0.0)  # nothing for a side of no length
+    low = known.get(below, 0.0)  # 0 for a side of length 0
     return low + (known[above] - low) * (side - below) / max(above - below, 1)
 
 
 def _waves(m: int, n: int, count: int, rows: int, columns: int, k: int, num_units: int) -> float:
-    """Steps along `inner` that all multiprocessors take on their tiles, round by round.
+    """Return the steps along k that the multiprocessors take one after the other, in waves of tiles.
 
-    Where there are fewer tiles than multiprocessors, several share one: each takes a part of its steps.
+    If there are fewer tiles than multiprocessors, several share a tile, and each takes a part of its steps.
     """
     tiles = count * math.ceil(m / rows) * math.ceil(n / columns)
     shared = max(1, min(num_units // tiles, k // SPLIT))
@@ -248,19 +254,21 @@ def _waves(m: int, n: int, count: int, rows: int, columns: int, k: int, num_unit
 
 
 DTYPE_BYTES = {"float8": 1, "float4": 1}
-"""Of dtypes that only products run in."""
+"""Bytes of an element of the dtypes in which only products run."""
 
 
 def dtype_on(hardware: Hardware, dtype: str) -> str:
-    """Return what a dtype is on hardware that may have no TensorFloat-32."""
+    """Return the dtype in which hardware computes: float32 instead of TF32 if it has no TF32."""
     return "float32" if dtype == TF32 and TF32 not in hardware.flops_per_s else dtype
 
 
 def _bandwidth(hardware: Hardware) -> float:
+    """Return the bytes per second that an elementwise kernel reaches."""
     return hardware.memory_bytes_per_s * hardware.memory_efficiency
 
 
 def _peak(hardware: Hardware, dtype: str) -> float:
+    """Return the peak FLOP/s of a dtype; raise InputError if the hardware has none."""
     if dtype not in hardware.flops_per_s:
         known = ", ".join(hardware.flops_per_s)
         words = [word for word, of_word in reversed(COMPUTE_DTYPE.items()) if of_word in hardware.flops_per_s]
@@ -269,17 +277,16 @@ def _peak(hardware: Hardware, dtype: str) -> float:
     return hardware.flops_per_s[dtype]
 
 
-IN_SWITCH = 4
-"""More ranks than so many let the switch add up (measured: H200 and B200, ml-engineering network/README.md)."""
-
-RINGS = 8
-"""Ranks up to which a ring is taken; NCCL has trees, and PAT for all_gather and reduce_scatter, above."""
-
 # -- communication -----------------------------------------------------------------------------------------------------
+
+IN_SWITCH = 4
+"""Number of ranks above which the switch sums (measured: H200 and B200, ml-engineering network/README.md)."""
+RINGS = 8
+"""Number of ranks up to which a ring is used; above, NCCL has trees, and PAT for all_gather and reduce_scatter."""
 
 
 class GroupShape(NamedTuple):
-    """Where the ranks of a group lie: on `nodes` nodes, at least `inside` of them on each."""
+    """The spread of a group over nodes: its ranks are on `nodes` nodes, at least `inside` of them on each."""
 
     num_ranks: int
     nodes: int = 1
@@ -287,6 +294,7 @@ class GroupShape(NamedTuple):
 
 
 def _collective_s(op: Op, program: Program, hardware: Hardware) -> float:
+    """Return the seconds of a communication op of a program."""
     if op.kind is Kind.RECV:
         return 0.0
     axis = op.axis or ""
@@ -295,7 +303,7 @@ def _collective_s(op: Op, program: Program, hardware: Hardware) -> float:
 
 @lru_cache(maxsize=2**16)
 def collective_s(kind: Kind, size_bytes: int, group: GroupShape, hardware: Hardware) -> float:
-    """Time of one collective over a group."""
+    """Return the predicted seconds of one collective over a group."""
     link = _link(group, kind, hardware)
     if kind is Kind.SEND:
         link = hardware.intra if group.nodes == 1 else hardware.inter
@@ -309,7 +317,7 @@ def collective_s(kind: Kind, size_bytes: int, group: GroupShape, hardware: Hardw
     if kind is Kind.ALL_TO_ALL:
         return link.collective_s + _exchange_s(size_bytes, group, hardware)
     ways = 2 if kind is Kind.ALL_REDUCE else 1
-    # Of a ring through N nodes N hops leave a node; with one rank on each node all but none stay inside.
+    # A ring over N nodes has N - 1 of its hops between nodes; the others stay within a node.
     between = group.nodes - 1
     ring_s = between * hardware.inter.latency_s + (hops - between) * hardware.intra.latency_s
     tree_s = math.log2(group.nodes) * hardware.inter.latency_s + math.log2(group.inside) * hardware.intra.latency_s
@@ -318,7 +326,7 @@ def collective_s(kind: Kind, size_bytes: int, group: GroupShape, hardware: Hardw
 
 
 def _exchange_s(size_bytes: int, group: GroupShape, hardware: Hardware) -> float:
-    """Every rank sends each other one an n-th: to those of its node, and at the same time to the others by its own port."""
+    """Return the seconds in which every rank sends an n-th to each other rank, within the node and over the network at once."""
     near, far = hardware.intra.among(group.inside), hardware.inter
     part = size_bytes / group.num_ranks
     away = group.num_ranks - group.inside if group.nodes > 1 else 0
@@ -328,7 +336,7 @@ def _exchange_s(size_bytes: int, group: GroupShape, hardware: Hardware) -> float
 
 
 def _link(group: GroupShape, kind: Kind, hardware: Hardware) -> Link:
-    """What a ring of the group runs over: every rank on a node brings its own port to the network."""
+    """Return the link of a ring over the group, in which every rank of a node adds its own port to the network."""
     near = hardware.intra.among(group.inside)
     if kind is Kind.ALL_REDUCE and near.all_reduce_bytes_per_s and group.inside > IN_SWITCH:
         near = replace(near, bytes_per_s=near.all_reduce_bytes_per_s)
@@ -342,14 +350,15 @@ def _link(group: GroupShape, kind: Kind, hardware: Hardware) -> Link:
 
 
 def _reached(hardware: Hardware) -> float:
-    return NETWORK_REACHED if hardware.efficiency else 1.0  # a profile without efficiencies has achieved rates
+    """Return the fraction of the network's rate that is reached; a profile without efficiencies has achieved rates."""
+    return NETWORK_REACHED if hardware.efficiency else 1.0
 
 
 def group_of(axis: str, size: int, step: StepSpec, hardware: Hardware) -> GroupShape:
-    """Return how the ranks of one group of an axis, so many of them, lie on the nodes."""
+    """Return the spread over nodes of one group of an axis with `size` ranks."""
     per_node, stride = hardware.devices_per_node, step.ranks.stride(axis)
     if axis == "pp":
-        # A stage passes on to the next one, which is most often on the same node where several stages share it.
+        # A stage sends to the next one, which is on the same node unless this is the last stage of the node.
         crosses = step.layout.world_size > per_node and (step.stage + 1) * stride % per_node == 0
         return GroupShape(2, 2 if crosses or stride >= per_node else 1)
     if step.layout.world_size <= per_node or per_node % (stride * size) == 0:
@@ -363,7 +372,7 @@ def group_of(axis: str, size: int, step: StepSpec, hardware: Hardware) -> GroupS
 
 
 def _update_bytes(step: StepSpec) -> int:
-    """Bytes that the optimizer of one rank touches: of all weights, or of its share of them."""
+    """Return the bytes that the update of one rank reads and writes, for all weights or for its shard of them."""
     master = BYTES_OF[step.master_dtype]
     touched = 0
     for param in step.model.params:
@@ -371,10 +380,10 @@ def _update_bytes(step: StepSpec) -> int:
             copied = step.zero < 2 and step.working_dtype(param) != step.master_dtype
             held = param.numel * (step.layout.num_shards // step.holding(param).num_shards)
             touched += held * (UPDATE_PASSES * master + copied * BYTES_OF[step.compute_dtype])
-    return -(-touched // step.layout.num_shards)  # 1 where nothing is sharded
+    return -(-touched // step.layout.num_shards)  # num_shards is 1 if nothing is sharded
 
 
 def _handlings(program: Program) -> int:
-    """Count the gathers and scatters of units in a step."""
+    """Return the number of gathers and scatters of units in a step."""
     tasks = Counter(task.body for task in program.tasks)
     return sum(tasks[key] * sum(op.implied for op in ops) for key, ops in program.bodies.items())

@@ -1,7 +1,7 @@
-"""A predicted step as one HTML file to look at: pipeline stages as rows, ops as boxes that tell what they are.
+"""A prediction as one HTML file: pipeline stages and streams as rows, ops as boxes.
 
-Everything is in the file, nothing is loaded and nothing is run, so that it can be sent, kept and opened anywhere. A box
-says its op, task and times in an SVG title, which browsers show beside the pointer.
+The file loads nothing and runs no script, so it can be sent, kept and opened anywhere. The SVG title of a box, which browsers
+show beside the pointer, gives its op, task and times.
 
     stage 0 compute  ┌─F0─┬─F1─┐      ┌──B0──┐┌──B1──┐
             pp           └s0┘└s1┘
@@ -18,7 +18,7 @@ from samestep.simulation.prediction import Prediction
 from samestep.simulation.timeline import COMPUTE, Span, Timeline
 
 MOST_BOXES = 20_000
-"""More ops than so many are drawn task by task: a browser would not follow, nor an eye."""
+"""Number of ops above which one box is drawn for each task: more would be too slow in a browser, and too small to see."""
 _WIDTH, _ROW, _GAP, _MARGIN = 1400, 18, 4, 160
 _COLOURS = {
     "forward": "#4c78a8",
@@ -36,11 +36,11 @@ _COLOURS = {
     "all_to_all": "#edc948",
     "task": "#86bcb6",
 }
-"""Of the kinds of ops; `task` are several of them."""
+"""Colour of each kind of op; `task` stands for several ops."""
 
 
 def to_html(found: Prediction) -> str:
-    """Draw a prediction as one self-contained page."""
+    """Return a prediction as one self-contained HTML page."""
     timeline = found.timeline
     title = f"{found.layout} on {found.hardware.name}"
     rows = [(stage, stream) for stage in timeline.stages for stream in timeline.streams(stage)]
@@ -80,12 +80,12 @@ def _boxes(timeline: Timeline, rows: list[tuple[int, str]], spans: tuple[Span, .
         took_s = span.end_s - span.start_s
         if took_s <= 0:
             continue
-        said = (
+        title = (
             f"{span.name} of {span.task}: {span.start_s * 1e3:.4g} to {span.end_s * 1e3:.4g} ms, {took_s * 1e3:.4g} ms"
         )
         yield (
             f'<rect class="{_kind(span)}" x="{_MARGIN + span.start_s * scale:.2f}" y="{place[span.stage, span.stream]}" '
-            f'width="{took_s * scale:.2f}" height="{_ROW}"><title>{escape(said)}</title></rect>\n'
+            f'width="{took_s * scale:.2f}" height="{_ROW}"><title>{escape(title)}</title></rect>\n'
         )
 
 
@@ -103,7 +103,7 @@ def _kind(span: Span) -> str:
 
 
 def _tasks(timeline: Timeline) -> Iterator[Span]:
-    """Draw ops of one task on one stream that follow each other as one."""
+    """Yield one span for consecutive ops of one task on one stream."""
     open_spans: dict[tuple[int, str], Span] = {}
     for span in timeline.spans:
         key = (span.stage, span.stream)

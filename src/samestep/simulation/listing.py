@@ -1,4 +1,4 @@
-"""A prediction in words: its program as a list, its timeline, whether it fits, and the numbers as JSON."""
+"""A prediction as text: its programs, its timeline, whether it fits in memory, and its numbers as JSON."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from samestep.simulation.memory import memory_summary
 from samestep.simulation.prediction import Prediction
 
 MOST_LINES = 60
-"""Of a program that is listed unasked: a longer one would leave nothing else on the screen."""
+"""Number of lines above which a program is only summarised by default, so that the rest stays on the screen."""
 
 
 def as_text(found: Prediction, *, whole: bool = False) -> str:
-    """Write all of it; of a long program its tasks alone, but where the `whole` is asked for."""
+    """Return a prediction as text; of a long program only a summary of its tasks, unless `whole`."""
     programs = [[*_listed(program)] for program in found.programs]
     if whole or sum(map(len, programs)) <= MOST_LINES:
         several = len(programs) > 1
@@ -35,7 +35,7 @@ def as_text(found: Prediction, *, whole: bool = False) -> str:
 
 
 def _listed(program: Program) -> Iterator[str]:
-    """List tasks and bodies: the step as data."""
+    """Yield the lines of a program: its tasks, and the ops of each body."""
     tasks = " ".join(f"{task.body}[{task.microbatch}]" for task in program.tasks)
     yield f'program of "{program.step.layout}": {tasks}'
     for key, ops in program.bodies.items():
@@ -46,7 +46,7 @@ def _listed(program: Program) -> Iterator[str]:
 
 
 def _tasks(programs: Sequence[Program]) -> Iterator[str]:
-    """Say what tasks there are, how often each runs and what its ops are; stages that are alike are told once."""
+    """Yield the lines of a summary: how often each body runs and its numbers of ops; equal stages are listed once."""
     num_ops = sum(len(program.bodies[task.body]) for program in programs for task in program.tasks)
     yield f'program of "{programs[0].step.layout}": {num_ops:,} ops; --program lists them'
     first = 0
@@ -59,6 +59,7 @@ def _tasks(programs: Sequence[Program]) -> Iterator[str]:
 
 
 def _tasks_of(program: Program) -> list[str]:
+    """Return a line for each body of a program: its key, how often it runs, and its number of ops of each kind."""
     lines = []
     for body, times in Counter(task.body for task in program.tasks).items():
         kinds = Counter(str(op.kind) for op in program.bodies[body])
@@ -68,7 +69,7 @@ def _tasks_of(program: Program) -> list[str]:
 
 
 def _compact(record: Mapping[str, object]) -> str:
-    """Write JSON with a line for each key, and for each of several tables."""
+    """Return JSON with a line for each key, and for each table of a list."""
     lines = []
     for key, value in record.items():
         text = json.dumps(value)

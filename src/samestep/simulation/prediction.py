@@ -1,4 +1,4 @@
-"""What a layout would cost on given hardware: the program of every stage, played on the clock and added up in bytes."""
+"""The `Prediction` of a layout on given hardware: its programs played on the clock, and their memory summed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from samestep.strategies import programs_of
 
 
 def labels(job: Job, hardware: Hardware) -> dict[str, str]:
-    """Say what the numbers of a prediction are made of: of a preset the model's figures are analytical, else traced."""
+    """Return the origin of a prediction's numbers: model (traced, or analytical for a preset), hardware, time, memory."""
     of_each = ", ".join(f"{count} {origin}" for origin, count in origins(hardware).items())
     return {
         "model": "analytical: counted from hyperparameters" if job.model.preset is not None else "traced",
@@ -34,100 +34,105 @@ def labels(job: Job, hardware: Hardware) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Between what parts of a prediction the measured lay, for 8 of 10 published rows; every source counts alike."""
+    """The range of measured / predicted that covers 8 of 10 published rows, every source with equal weight."""
 
     rows: int
+    """Number of published rows."""
     low: float
+    """Lower end of measured / predicted."""
     high: float
+    """Upper end of measured / predicted."""
 
     def of(self, predicted: float) -> tuple[float, float]:
-        """Return between what the measured is to be expected."""
+        """Return the interval in which the measured value is to be expected, in the unit of the predicted one."""
         return self.low * predicted, self.high * predicted
 
 
 @functools.cache
 def intervals() -> dict[str, Interval]:
-    """Read what the record of predictions (docs/foresight.md) says of `time` and of `memory`."""
+    """Return the intervals of `time` and `memory` from the record of predictions (docs/foresight.md)."""
     found = tomllib.loads(resources.files("samestep").joinpath("record.toml").read_text(encoding="utf-8"))
     return {name: Interval(**figures) for name, figures in found.items()}
 
 
 PASSES = 3
-"""Forward, and twice that backward: what a model needs of FLOPs, recomputation left out (Chowdhery et al. 2022)."""
+"""FLOPs of a step over those of its forward: one for the forward, two for the backward, none for recompute
+(Chowdhery et al. 2022, arXiv:2204.02311)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Step time and memory of one layout."""
+    """The predicted step time and memory of one layout on given hardware."""
 
     layout: Layout
     hardware: Hardware
     timeline: Timeline
     programs: tuple[Program, ...]
-    """Of each pipeline stage."""
+    """Program of each pipeline stage."""
     memory: tuple[MemoryUse, ...]
-    """Of a rank of each pipeline stage."""
+    """Peak memory of a rank of each pipeline stage, in bytes."""
     states_per_param: int
-    """Tensors that the optimizer keeps of each weight."""
+    """Number of tensors that the optimizer keeps for each weight."""
     tokens: int
-    """Of one step; samples, where these are no sequences."""
+    """Number of tokens of one step, or of samples if these are no sequences."""
     unit: Literal["tokens", "samples"]
-    """What `tokens` counts."""
+    """Unit of `tokens`."""
     model_flops: int
-    """Of one step."""
+    """FLOPs of one step over all ranks, without recompute."""
     dtype: str
+    """Dtype of the factors of matrix products on this hardware."""
     labels: Mapping[str, str]
-    """What the numbers are made of."""
+    """Origin of the numbers: `labels`."""
 
     @property
     def step_s(self) -> float:
-        """Seconds of one step."""
+        """Predicted seconds of one step."""
         return self.timeline.step_s
 
     @property
     def devices(self) -> int:
-        """Ranks in all."""
+        """Number of devices: one for each rank."""
         return self.layout.world_size
 
     @property
     def tokens_per_s_per_device(self) -> float:
-        """Tokens a second, by device."""
+        """Tokens (or samples) per second and device."""
         return self.tokens / self.step_s / self.devices
 
     @property
     def tflops_per_device(self) -> float:
-        """Useful FLOP/s of a device, in 10^12: without what is computed again."""
+        """Useful FLOP/s of a device, in units of 10^12: recompute is not counted."""
         return self.model_flops / self.step_s / self.devices / 1e12
 
     @property
     def mfu(self) -> float:
-        """Useful FLOP/s against the peak of the job's dtype."""
+        """Model FLOPs utilisation: useful FLOP/s as a fraction of the peak of the job's dtype."""
         return self.tflops_per_device * 1e12 / self.hardware.flops_per_s[self.dtype]
 
     @property
     def bubble_fraction(self) -> float:
-        """Part of the step in which a stage neither computes nor communicates, on average over the stages."""
+        """Fraction of the step in which a stage neither computes nor communicates, averaged over the stages."""
         stages = self.timeline.stages
         idle = [self.timeline.idle_s(stage) - self.timeline.exposed_s(stage) for stage in stages]
         return sum(idle) / len(stages) / self.step_s if stages and self.step_s else 0.0
 
     @property
     def exposed_comm_s(self) -> float:
-        """Time in which the stage that has most of it communicates and computes nothing."""
+        """Seconds of exposed communication on the stage that has most of it."""
         return max((self.timeline.exposed_s(stage) for stage in self.timeline.stages), default=0.0)
 
     @property
     def peak(self) -> MemoryUse:
-        """Memory of the stage that holds most."""
+        """Memory, in bytes, of the stage with the highest peak."""
         return max(self.memory, key=lambda use: use.total)
 
     @property
     def fits(self) -> bool:
-        """Whether every stage's peak is within the memory of a device."""
+        """Whether the peak of every stage is within the memory of a device."""
         return self.peak.total <= self.hardware.memory_bytes
 
     def to_record(self) -> dict[str, object]:
-        """Return plain data for JSON."""
+        """Return the prediction as plain data for JSON."""
         return {
             "layout": str(self.layout),
             "hardware": self.hardware.name,
@@ -150,10 +155,11 @@ class Prediction:
 
 
 def predict(model: ModelSpec, job: Job, layout: Layout, hardware: Hardware, states_per_param: int = 2) -> Prediction:
-    """Predict one layout.
+    """Return the prediction of one layout on given hardware.
 
     Raises:
-        LayoutError: a strategy refuses it.
+        LayoutError: a strategy refuses the layout.
+        InputError: the hardware has no speed for the job's dtype.
     """
     per_node = job.run.ranks_per_node or hardware.devices_per_node
     programs = programs_of(model, job, layout, per_node)
@@ -162,7 +168,7 @@ def predict(model: ModelSpec, job: Job, layout: Layout, hardware: Hardware, stat
 
 
 def memory_of(programs: tuple[Program, ...], hardware: Hardware, states_per_param: int) -> tuple[MemoryUse, ...]:
-    """Return what a rank of each stage needs of a device: at the worst op of the step, and what no tensor can have."""
+    """Return the peak memory of a rank of each stage, with the bytes that the hardware reserves as overhead."""
     return tuple(
         replace(memory.during_step(program, states_per_param), overhead=hardware.reserved_bytes) for program in programs
     )
@@ -176,7 +182,11 @@ def predict_programs(
     uses: tuple[MemoryUse, ...],
     states_per_param: int,
 ) -> Prediction:
-    """Predict a layout whose programs are made already, and their memory added up."""
+    """Return the prediction of a layout from its programs and their memory.
+
+    Raises:
+        InputError: the hardware has no speed for the job's dtype.
+    """
     length = model.length if job.model.preset is not None else job.data.sequence_length
     return Prediction(
         layout=programs[0].step.layout,

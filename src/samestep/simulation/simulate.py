@@ -1,4 +1,4 @@
-"""The verb `simulate`: a job and a layout in, the step played on a clock out."""
+"""The verb `simulate`: it predicts one step of a job in a layout by playing its programs on a clock."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def simulate(
     *,
     devices: int | None = None,
 ) -> Prediction:
-    """Predict step time and memory of a layout; needs no torch for a preset or a model that was traced before.
+    """Return the predicted step time and memory of a layout, without torch for a preset or a cached model.
 
     Args:
-        job: what is computed.
-        layout: where; without it the job's own, and without that replicas over `devices`, or one device.
-        hardware: on what: a profile, its name or its file; without it what was measured here, or cpu-laptop.
-        devices: how many there are, which must be as many as a given layout has ranks.
+        job: the job to compute.
+        layout: the layout; by default the job's own, and for a job without one a replica on each of `devices`, or one device.
+        hardware: a profile, its name or its file; by default this machine's measured profile, or cpu-laptop.
+        devices: the number of devices, which must equal the number of ranks of a given layout; by default that number.
 
     Raises:
         InputError: the job, its model, the layout or the hardware cannot be understood, or a strategy refuses the layout.

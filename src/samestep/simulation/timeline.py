@@ -1,12 +1,12 @@
-"""When each op of a step ran: predicted by the clock or measured by the recorder, in the same words.
+"""The `Timeline`: start and end of each op of a step, predicted by the clock or measured, in one form.
 
 ```
 stage 0 compute       FFFFFFFFBBBBBBBBBBBBBBBB....UU  93 %
         dp_replicate  ..............aaaaaaaaaaaaa...  45 %
-                                              └─┘            exposed: communication with no compute beside it
+                                              └─┘            exposed: communication that overlaps with no compute
 ```
-A Chrome trace (the Trace Event Format, chrome://tracing or ui.perfetto.dev) has a process for each stage and a
-thread for each stream.
+A Chrome trace (the Trace Event Format, for chrome://tracing or ui.perfetto.dev) has a process for each stage and a thread
+for each stream.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from samestep.program.ops import Kind
 
 COMPUTE = "compute"
-"""The stream of compute; every other one carries communication."""
+"""Name of the stream of compute; all other streams carry communication."""
 
 LETTERS = {
     Kind.FORWARD: "F",
@@ -36,16 +36,14 @@ LETTERS = {
     Kind.SEND: ">",
     Kind.RECV: "<",
 }
-"""What a picture shows a kind as: capitals compute, all others communicate."""
+"""Character of each kind of op in a picture: capitals for compute, others for communication."""
 
 MOST_ROWS = 48
-"""Of a picture that shows communication too."""
-
-Interval = tuple[float, float]
+"""Number of rows above which a picture leaves communication out."""
 
 
 class Span(NamedTuple):
-    """One op on one stage, from the start of the step."""
+    """One op on one stage, with its start and end in seconds from the start of the step."""
 
     stage: int
     stream: str
@@ -57,17 +55,18 @@ class Span(NamedTuple):
 
 
 class Line(NamedTuple):
-    """Ops that follow each other without a gap, whenever they start: their streams and names, and when each ends."""
+    """Consecutive ops without a gap between them; the times within a line do not depend on its start."""
 
     ops: tuple[tuple[str, str], ...]
+    """Stream and name of each op."""
     ends_s: tuple[float, ...]
-    """From the start of the first."""
+    """End of each op, in seconds from the start of the first."""
     busy_s: Mapping[str, float]
-    """By stream."""
+    """Seconds in which an op of a stream runs, by stream."""
 
 
 class LineSpan(NamedTuple):
-    """A line as it ran once; its streams run nothing else at the time. All tasks that do the same share the line."""
+    """One run of a line, during which its streams run nothing else; tasks that do the same share the line."""
 
     stage: int
     task: str
@@ -75,10 +74,10 @@ class LineSpan(NamedTuple):
     end_s: float
     line: Line
     ends_s: tuple[float, ...]
-    """Of its ops, from its start: those of the line, but where another stage or what ran beside it made it longer."""
+    """End of each op, in seconds from the start: those of the line, unless another stage or contention made it longer."""
 
     def spans(self) -> Iterator[Span]:
-        """Yield its ops."""
+        """Yield the span of each op."""
         start_s = self.start_s
         for (stream, name), after_s in zip(self.line.ops, self.ends_s, strict=True):
             end_s = self.start_s + after_s
@@ -86,7 +85,7 @@ class LineSpan(NamedTuple):
             start_s = end_s
 
     def busy_s(self, stream: str) -> float:
-        """Time in which an op of the stream runs."""
+        """Return the seconds in which an op of the stream runs."""
         if self.ends_s is self.line.ends_s:
             return self.line.busy_s.get(stream, 0.0)
         return sum(
@@ -98,18 +97,18 @@ class LineSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What ran in one step, all stages: spans that were measured, or runs that were played."""
+    """The ops of one step on all stages: measured spans, or lines that were played."""
 
     parts: tuple[Span | LineSpan, ...]
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """Every op, stage by stage in the order of issue."""
+        """The span of every op, stage by stage in the order of issue."""
         return tuple(span for part in self.parts for span in ((part,) if isinstance(part, Span) else part.spans()))
 
     @cached_property
     def step_s(self) -> float:
-        """When the last op of all stages ends."""
+        """Seconds from the start of the step to the end of its last op on any stage."""
         return max((part.end_s for part in self.parts), default=0.0)
 
     @cached_property
@@ -121,30 +120,30 @@ class Timeline:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Stages in which something ran, in order."""
+        """Indices of the stages with any op, in order."""
         return tuple(sorted(self._of_stage))
 
     def streams(self, stage: int) -> tuple[str, ...]:
-        """Streams of a stage: compute first, then the axes in the order of their first op."""
+        """Return the streams of a stage: compute first, then the axes in the order of their first op."""
         names = dict.fromkeys(stream for part in self._of_stage.get(stage, ()) for stream in _streams_of(part))
         return tuple(sorted(names, key=lambda name: name != COMPUTE))
 
     def busy_s(self, stage: int, stream: str = COMPUTE) -> float:
-        """Time in which at least one op of the stream runs."""
+        """Return the seconds in which at least one op of the stream runs."""
         parts = self._of_stage.get(stage, ())
         measured = [part for part in parts if isinstance(part, Span) and part.stream == stream]
         return _length(_union(measured)) + sum(part.busy_s(stream) for part in parts if isinstance(part, LineSpan))
 
     def idle_s(self, stage: int, stream: str = COMPUTE) -> float:
-        """Time of the step in which the stream does nothing: for compute, bubbles and exposed communication."""
+        """Return the seconds of the step in which the stream is idle: for compute, bubble and exposed communication."""
         return self.step_s - self.busy_s(stage, stream)
 
     def exposed_s(self, stage: int) -> float:
-        """Time in which the stage communicates and computes nothing."""
+        """Return the seconds in which the stage communicates without computing."""
         return _length(_union(self._of_stage.get(stage, ()))) - self.busy_s(stage)
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """Return a trace to write as JSON; times become microseconds."""
+        """Return a Chrome trace to write as JSON, with times in microseconds."""
         threads = {(stage, stream): tid for stage in self.stages for tid, stream in enumerate(self.streams(stage))}
         names = [_metadata("process_name", stage, 0, f"stage {stage}") for stage in self.stages]
         names += [_metadata("thread_name", stage, tid, stream) for (stage, stream), tid in threads.items()]
@@ -165,7 +164,7 @@ class Timeline:
 
     @classmethod
     def from_chrome_trace(cls, trace: Mapping[str, Any]) -> Timeline:
-        """Read what `to_chrome_trace` wrote; events that are no spans are passed over."""
+        """Return the timeline that `to_chrome_trace` wrote; events that are no spans are skipped."""
         events = trace["traceEvents"]
         streams = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
         return cls(
@@ -184,10 +183,10 @@ class Timeline:
         )
 
     def to_text(self, width: int = 100) -> str:
-        """Draw every stage and stream in lines of `width` characters, with the part of the step it is busy.
+        """Return a picture of every stage and stream in lines of `width` characters, with the busy fraction of the step.
 
-        A character shows the op that takes most of its time, however little that is. Where there are very many rows,
-        those of communication are left out.
+        A character shows the op that takes most of its time, however little that is. Of more than `MOST_ROWS` rows those of
+        communication are left out.
         """
         rows = [(stage, stream) for stage in self.stages for stream in self.streams(stage)]
         if not rows or not self.step_s:
@@ -208,6 +207,7 @@ class Timeline:
         return "\n".join([f"{_readable(self.step_s)} a step, {_readable(exposed)} exposed", *lines, legend])
 
     def _picture(self, stage: int, stream: str, cells: int) -> str:
+        """Return the row of a stream, `cells` characters long."""
         cell_s = self.step_s / cells
         drawn, covered = ["·"] * cells, [0.0] * cells
         for span in self.spans:
@@ -230,8 +230,8 @@ def _streams_of(part: Span | LineSpan) -> tuple[str, ...]:
     return (part.stream,) if isinstance(part, Span) else tuple(stream for stream, _ in part.line.ops)
 
 
-def _union(spans: Iterable[Span | LineSpan]) -> Iterator[Interval]:
-    """Merge what ran into intervals that do not touch, in order."""
+def _union(spans: Iterable[Span | LineSpan]) -> Iterator[tuple[float, float]]:
+    """Yield start and end of the disjoint intervals in which any of the spans runs, in order."""
     start_s = end_s = 0.0
     for span in sorted(spans, key=lambda span: span.start_s):
         if span.start_s > end_s:
@@ -241,12 +241,13 @@ def _union(spans: Iterable[Span | LineSpan]) -> Iterator[Interval]:
     yield start_s, end_s
 
 
-def _length(intervals: Iterable[Interval]) -> float:
+def _length(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return the seconds that intervals cover."""
     return sum(end_s - start_s for start_s, end_s in intervals)
 
 
 def _readable(time_s: float) -> str:
-    """Write a time with the unit that suits it."""
+    """Return a time with a suitable unit."""
     for unit, size_s in (("s", 1.0), ("ms", 1e-3)):
         if time_s >= size_s:
             return f"{time_s / size_s:.3g} {unit}"

@@ -1,7 +1,8 @@
-"""What each way of spreading a step SAYS: what it refuses, and what it adds to the program. No torch.
+"""The strategies, one way of distributing a step each, and the stack that applies them in order. No torch.
 
-Strategies do not know each other. Each has two functions, `refusal(step)` and `apply(program)`, and is stacked here. One
-that changes what a rank holds of a weight adds that to the weight's `Holding`, before others read it.
+A strategy has two functions: `refusal(step)` returns why it cannot run a step, and `apply(program)` returns the program with
+its ops, its buckets or units, and its part of each weight's `Holding` added. Strategies do not import each other; the order
+of the stack is the only thing that relates them. Twins of the same name in `runtime/axes` carry out what is written here.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
-from samestep.program.bodies import UPDATE_BODY, BodyKey, position
-from samestep.program.ops import Kind, Op, Ops, Task
+from samestep.program.bodies import UPDATE_BODY, BodyKey, Task, position
+from samestep.program.ops import Kind, Op, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.schedules import TaskKind
 from samestep.strategies import context, data, expert, pipeline, precision, recompute, sequence, shard, tensor
 
-# Order matters: context leaves a slice of the sequence, of which tensor cuts heads and neurons; sequence cuts what that
-# leaves whole, expert leaves a rank its experts, recompute repeats forwards with what they send, pipeline leaves a stage its
-# layers, sharding gathers and scatters around what is there, replication reduces what sharding leaves whole.
+# The order matters. context leaves a rank a slice of the sequence, whose heads and neurons tensor cuts; sequence cuts the
+# parts between; expert leaves a rank its experts; recompute repeats forwards together with their collectives; pipeline
+# leaves a stage its layers; shard adds gathers and scatters around them; data reduces what shard leaves replicated.
 STACK: tuple[ModuleType, ...] = (precision, context, tensor, sequence, expert, recompute, pipeline, shard, data)
 
 
@@ -36,9 +37,9 @@ def program_of(
     stage: int = 0,
     replica: int = 0,
 ) -> Program:
-    """Return the step that `layout` makes of `model` and `job` on one pipeline stage, for one share of the samples.
+    """Return the program of one pipeline stage and one data rank: one step of `job` with `model` in `layout`.
 
-    `cuts_loss` says whether the loss can work on logits cut by vocabulary; without it the job's loss says so.
+    `cuts_loss` is whether the loss can work on logits cut by vocabulary; None takes it from the job's loss.
 
     Raises:
         LayoutError: a strategy refuses the layout; the text says why and what would work.
@@ -56,7 +57,7 @@ def programs_of(
     ranks_per_node: int | None = None,
     cuts_loss: bool | None = None,
 ) -> tuple[Program, ...]:
-    """Return the programs of all pipeline stages: `program_of` each of them, with what they share made once.
+    """Return the program of every pipeline stage, as `program_of` does, with their common part made once.
 
     Raises:
         LayoutError: a strategy refuses the layout.
@@ -65,10 +66,10 @@ def programs_of(
 
 
 class ProgramBuilder:
-    """Makes the programs of many layouts of one model and job; what they share is made once.
+    """Makes the programs of many layouts of one model and job, and makes what layouts have in common once.
 
-    What stands before the pipeline in the stack knows the degrees of the model axes, recomputation and the size of a
-    micro-batch: layouts that differ in other words share it.
+    The strategies before the pipeline depend only on the degrees of the model axes, on recompute and on the size of a
+    micro-batch, so layouts that agree in these share their result.
     """
 
     def __init__(
@@ -78,11 +79,11 @@ class ProgramBuilder:
         self._shared: dict[tuple[object, ...], Program] = {}
 
     def step(self, layout: Layout) -> StepSpec:
-        """Return what the strategies are told."""
+        """Return the step of a layout, before any strategy."""
         return StepSpec.of(self.model, self.job, layout, self._ranks_per_node, self._cuts_loss)
 
     def programs(self, layout: Layout) -> tuple[Program, ...]:
-        """Return the programs of all pipeline stages.
+        """Return the program of every pipeline stage of a layout, the first stage first.
 
         Raises:
             LayoutError: a strategy refuses the layout.
@@ -92,12 +93,12 @@ class ProgramBuilder:
             raise LayoutError(reason)
 
         def of_stage(sized: StepSpec) -> Program:
-            return _stacked(_with_tasks(self.before_stages(sized)), STACK[_STAGED:])
+            return _stacked(_with_tasks(self.before_stages(sized)), STACK[_PIPELINE:])
 
         return tuple(_of_all_sizes(replace(step, stage=stage), of_stage) for stage in range(layout.pp))
 
     def before_stages(self, step: StepSpec) -> Program:
-        """Apply what is the same for all stages: one body for each kind of task, and no tasks yet."""
+        """Return the program that all stages have in common: one body for each kind of task, and no tasks yet."""
         layout = step.layout
         key = (
             layout.cuts, step.microbatch_samples, layout.world_size > 1,
@@ -107,19 +108,19 @@ class ProgramBuilder:
         if found is None:
             cut = self._shared.get(key)
             if cut is None:
-                cut = self._shared[key] = _stacked(_on_one_rank(step), STACK[:_REPEATED])
-            again = replace(cut, step=step.cut_like(cut.step))
-            found = self._shared[(*key, layout.recompute)] = _stacked(again, STACK[_REPEATED:_STAGED])
+                cut = self._shared[key] = _stacked(_on_one_rank(step), STACK[:_RECOMPUTE])
+            mine = replace(cut, step=step.cut_like(cut.step))
+            found = self._shared[(*key, layout.recompute)] = _stacked(mine, STACK[_RECOMPUTE:_PIPELINE])
         return replace(found, step=step.cut_like(found.step))
 
 
 def refusal_of(step: StepSpec) -> str | None:
-    """Return why the first strategy that refuses a step does; None where none does."""
+    """Return the reason of the first strategy that refuses a step; None if none does."""
     return next((reason for strategy in STACK if (reason := strategy.refusal(step))), None)
 
 
 def _of_all_sizes(step: StepSpec, program_for: Callable[[StepSpec], Program]) -> Program:
-    """Return the step's program, in which smaller micro-batches have bodies of their own."""
+    """Return the program of a step, with bodies of their own for micro-batches that are smaller than the largest."""
     program = program_for(step)
     sizes = step.microbatch_sizes
     others = {size: program_for(replace(step, samples=size)) for size in {*sizes} - {step.microbatch_samples}}
@@ -136,11 +137,11 @@ def _of_all_sizes(step: StepSpec, program_for: Callable[[StepSpec], Program]) ->
     return replace(program, tasks=tuple(tasks), bodies=bodies)
 
 
-_REPEATED, _STAGED = STACK.index(recompute), STACK.index(pipeline)
+_RECOMPUTE, _PIPELINE = STACK.index(recompute), STACK.index(pipeline)
 
 
 def _program_for(step: StepSpec) -> Program:
-    return _stacked(_with_tasks(_stacked(_on_one_rank(step), STACK[:_STAGED])), STACK[_STAGED:])
+    return _stacked(_with_tasks(_stacked(_on_one_rank(step), STACK[:_PIPELINE])), STACK[_PIPELINE:])
 
 
 def _stacked(program: Program, strategies: tuple[ModuleType, ...]) -> Program:
@@ -150,14 +151,14 @@ def _stacked(program: Program, strategies: tuple[ModuleType, ...]) -> Program:
 
 
 def _on_one_rank(step: StepSpec) -> Program:
-    """The base program: what a forward, a backward and the update are."""
+    """Return the program of a step on one rank: a forward, a backward and the update, without communication."""
     bodies = {BodyKey(kind): _layer_ops(step, kind) for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)}
     bodies[UPDATE_BODY] = (Op(kind=Kind.UPDATE, owner="optimizer", dtype=step.master_dtype),)
     return Program(step=step, bodies=bodies)
 
 
 def _with_tasks(program: Program) -> Program:
-    """Run forward and backward of each micro-batch, then one update; bodies are named by where in the step they stand."""
+    """Return the program with the tasks of a single stage: forward and backward of each micro-batch, then the update."""
     count = program.step.num_microbatches
     tasks = [
         Task(BodyKey(kind, position=position(microbatch, count)), microbatch)
@@ -170,7 +171,7 @@ def _with_tasks(program: Program) -> Program:
 
 
 def _layer_ops(step: StepSpec, kind: TaskKind) -> Ops:
-    """Compute of every layer once: backward goes the other way, by input and by weight."""
+    """Return the compute ops of all layers, in reverse order for the backward, which has gradients of inputs and weights."""
     forward = kind is TaskKind.FORWARD
     ops = tuple(
         Op(

@@ -1,18 +1,19 @@
-"""Context parallelism: every rank of `cp` has a slice of each sequence, and for attention some heads of the whole one.
+"""Context parallelism: every rank of `cp` has a slice of each sequence, and within attention some heads of all tokens.
 
-DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509). All that works token by token works on a slice as it is. An
-attention needs all tokens, but of one head at a time: four all_to_alls, with N ranks, T tokens, A heads of size D,
+DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509). Operations on single tokens work on a slice unchanged. Attention
+needs all tokens, but one head at a time, so four all_to_alls (of queries, keys, values and the output) exchange tokens for
+heads. With N ranks, T tokens and A heads of size D:
 
 ```
               tokens T/N, all heads                    all tokens, heads A/N
     rank 0    [ q k v of slice 0 ]  ── all_to_all ──►  [ q k v of heads 0 1 ]  attention
     rank 1    [ q k v of slice 1 ]  ◄── all_to_all ──  [ q k v of heads 2 3 ]  attention
 ```
-each of T A D / N elements a rank, of which it sends N-1 parts in N; backward the same four, the other way. Every rank
-has all rows of a causal mask for its heads, so the work is even without cutting the sequence in stripes. Keys and values
-of fewer heads than ranks are repeated before they are sent. Embeddings, positions and masks are made of the whole
-sequence on every rank, by the model's own code; slicing starts at the first block and ends in the loss, a sum over
-tokens. Ranks of `cp` hold equal weights and see other tokens: to gradients they are one more data axis (`Layout`).
+Each moves T A D / N elements a rank, of which N-1 of N parts leave it; backward has the same four in the other direction.
+Every rank has all rows of a causal mask for its heads, so the work is balanced without cutting the sequence into stripes.
+Keys and values with fewer heads than ranks are repeated before they are sent. The model's own code computes embeddings,
+positions and masks of the whole sequence on every rank; slicing starts at the first block and ends in the loss, a sum over
+tokens. Ranks of `cp` hold equal weights and see different tokens, so for gradients `cp` is one more data axis (`Layout`).
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from samestep.program.step import StepSpec
 
 AXIS = "cp"
 LEAST_TOKENS = 2
-"""Of a slice: code that is given one token may take it for a step of a generation."""
+"""Smallest number of tokens in a slice: a model may take a single token for a step of generation."""
 
 
 def refusal(step: StepSpec) -> str | None:
-    """Refuse models that do not work on slices, and degrees that divide neither tokens nor heads."""
+    """Return why the model does not work on slices, or why the degree does not divide its tokens or heads."""
     degree, model = step.layout.cp, step.model
     if degree == 1:
         return None
@@ -45,7 +46,7 @@ def refusal(step: StepSpec) -> str | None:
         return f"cp={degree} slices sequences: {model.slice_refusal}; cp=1 works"
     if not step.cuts_loss:
         return (
-            f"cp={degree} slices sequences, and only of the cross entropy is it known that slices add up: "
+            f"cp={degree} slices sequences, and only the cross entropy is known to be a sum over slices: "
             "train.loss = 'cross_entropy' works, and so does cp=1"
         )
     heads = _query_heads(model, step.layout.tp)
@@ -53,14 +54,14 @@ def refusal(step: StepSpec) -> str | None:
     if most % degree == 0 and model.length // degree >= LEAST_TOKENS:
         return None
     works = [n for n in range(2, most + 1) if most % n == 0 and model.length // n >= LEAST_TOKENS]
-    said = " and ".join([f"{model.length} tokens", *(f"{count} heads" for count in sorted(heads))])
+    sizes = " and ".join([f"{model.length} tokens", *(f"{count} heads" for count in sorted(heads))])
     cut = f" that tp={step.layout.tp} leaves a rank" if step.layout.tp > 1 else ""
     near = f"cp={' or '.join(map(str, works))} does" if works else "only cp=1 does"
-    return f"cp={degree} does not divide the {said}{cut} into slices of {LEAST_TOKENS} tokens or more; {near}"
+    return f"cp={degree} does not divide the {sizes}{cut} into slices of {LEAST_TOKENS} tokens or more; {near}"
 
 
 def apply(program: Program) -> Program:
-    """Leave a rank its slice of what blocks and head do, and write the exchanges of each attention."""
+    """Return the program of a rank's slice of the blocks and the head, with the all_to_alls of each attention."""
     step = program.step
     if step.layout.cp == 1:
         return program
@@ -71,19 +72,20 @@ def apply(program: Program) -> Program:
 
 @remembered
 def slice_model(model: ModelSpec, degree: int) -> ModelSpec:
-    """Return the model that works on one rank's slice."""
+    """Return the local model of a rank that works on a slice of the sequence."""
     first = next(index for index, layer in enumerate(model.layers) if layer.is_block)
     layers = tuple(layer.sliced_by(degree) if index >= first else layer for index, layer in enumerate(model.layers))
     return replace(model, layers=layers, logit_rows=model.logit_rows // degree)
 
 
 def sent_heads(heads: int, query_heads: int, degree: int) -> int:
-    """Return how many heads are sent: repeated, each as often, until every rank has one that its queries need."""
+    """Return the number of heads that are sent: repeated equally until every rank has those that its queries need."""
     least = math.lcm(heads, degree)
     return least if query_heads % least == 0 else query_heads
 
 
 def _sliced(key: BodyKey, ops: Ops, step: StepSpec) -> Iterator[Op]:
+    """Yield the ops of a body with a slice's FLOPs, and the all_to_alls of each layer after its compute."""
     for op in ops:
         if op.layer is None:
             yield op
@@ -91,21 +93,21 @@ def _sliced(key: BodyKey, ops: Ops, step: StepSpec) -> Iterator[Op]:
         layer = step.model.layers[op.layer]
         flops = layer.forward_flops if op.kind is Kind.FORWARD else layer.backward_flops
         yield op.but(flops=flops * step.microbatch_samples)
-        yield from _sends(layer, step, op, backward=is_backward(key))
+        yield from _exchanges(layer, step, op, backward=is_backward(key))
 
 
-def _sends(layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) -> Iterator[Op]:
-    """Backward undoes the exchanges of the forward, the last one first."""
+def _exchanges(layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) -> Iterator[Op]:
+    """Yield the all_to_alls of a layer; backward has those that take a gradient, in reverse order."""
     exchanges: Iterable[Exchange] = layer.exchanges
     if backward:
         exchanges = (exchange for exchange in reversed(layer.exchanges) if exchange.takes_gradient)
     for exchange in exchanges:
         heads, queries = (
-            max(1, count // (step.layout.tp if exchange.is_cut else 1))  # of keys and values ranks may share one
+            max(1, count // (step.layout.tp if exchange.is_cut else 1))  # ranks may share a head of keys and values
             for count in (exchange.heads, exchange.query_heads)
         )
-        tokens_times_size = exchange.elements // exchange.heads // step.layout.cp
-        numel = tokens_times_size * sent_heads(heads, queries, step.layout.cp) * step.microbatch_samples
+        slice_numel_per_head = exchange.elements // exchange.heads // step.layout.cp
+        numel = slice_numel_per_head * sent_heads(heads, queries, step.layout.cp) * step.microbatch_samples
         owner = f"{layer.name}.{exchange.role}"
         op = Op(kind=Kind.ALL_TO_ALL, owner=owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
         yield op.sized(numel)
@@ -113,6 +115,6 @@ def _sends(layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) -> It
 
 @remembered
 def _query_heads(model: ModelSpec, tp: int) -> set[int]:
-    """Heads that a rank of a tensor cut has of each attention."""
+    """Return the numbers of query heads of the model's attentions on one rank of `tp`."""
     exchanges = (exchange for layer in model.layers for exchange in layer.exchanges if exchange.role == "query")
     return {one.query_heads // tp if one.is_cut else one.query_heads for one in exchanges}

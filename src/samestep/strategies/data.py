@@ -1,17 +1,16 @@
-"""Data parallelism: ranks read different samples and add up their gradients after the last micro-batch.
+"""Data parallelism: ranks read different samples and sum their gradients once, after the last micro-batch.
 
-A bucket of gradients is reduced as soon as backward has finished its last one, so reduction hides behind the rest of
-the backward (Li et al. 2020, arXiv:2006.15704, section 3.2.3). Each loss is already divided by the samples of the whole
-step, so gradients are summed, never averaged. With N ranks and S bytes:
+A bucket of gradients is reduced as soon as backward has finished its last gradient, so that reduction overlaps with the rest
+of backward (Li et al. 2020, arXiv:2006.15704, section 3.2.3). Each loss is already divided by the tokens or samples that the
+whole step counts, so gradients are summed, never averaged. With N ranks and S bytes:
 
     reduce=ring           all_reduce                                       2 (N-1)/N S bytes a rank
     reduce=hierarchical   reduce_scatter in the node, all_reduce between nodes, all_gather in the node
     reduce=root           reduce to one rank, then broadcast: the naive way, N-1 times S through one link
 
-Where the gradients are sharded already (zero >= 1) what is left to do is an all_reduce of the shards over
-`dp_replicate`. Then come the weights that a tensor cut leaves whole and uses on a part: an all_reduce of what is left of
-their gradients over `tp`, once a step. One all_reduce of a few scalars ends the step: loss, count, gradient norm and stop
-flag.
+If ZeRO has sharded the gradients (zero >= 1), an all_reduce of the shards over `dp_replicate` remains. Gradients that are
+still partial over `tp`, of weights that tensor parallelism replicates but uses on a part of the activations, are then summed
+over `tp`, once a step. One all_reduce of a few scalars ends the step: loss, count, gradient norm and stop flag.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from samestep.program.buckets import (
 )
 from samestep.program.holding import REPLICAS, TIE
 from samestep.program.ops import REDUCING, STEP_SCALARS, Kind, Op, Ops
-from samestep.program.program import Program, ends_gradients
+from samestep.program.program import Program
 from samestep.program.step import StepSpec
 
 AXIS = REPLICAS
 
 
 def refusal(step: StepSpec) -> str | None:
-    """Refuse ways of reduction that this layout has no use for, and samples that influence each other."""
+    """Return why the layout cannot reduce as asked, or why its samples cannot be spread over ranks and micro-batches."""
     layout = step.layout
     if layout.reduce != "ring" and step.zero > 0:
         return f"reduce={layout.reduce} reduces whole gradients: use it with zero=0, not zero={layout.zero}"
@@ -57,7 +56,7 @@ def refusal(step: StepSpec) -> str | None:
 
 
 def apply(program: Program) -> Program:
-    """Write the reductions over `dp_replicate` and the step's scalars."""
+    """Return the program with the reductions over `dp_replicate`, tied stages and `tp`, and the step's scalars."""
     step = program.step
     axes = dict(program.axes)
     buckets = program.buckets
@@ -65,7 +64,9 @@ def apply(program: Program) -> Program:
     has_partial = any(step.holding(param).partial_over for param in step.model.params if param.trainable)
     sums = step.layout.dp_cp_size > 1 or tied or has_partial
     if step.zero == 0 and (sums or step.is_mixed):
-        buckets = make_buckets(step, program.chunks)  # mixed precision adds up in their float32 buffers on one rank too
+        buckets = make_buckets(
+            step, program.chunks
+        )  # mixed precision accumulates in the float32 buffers on one rank too
     if step.layout.num_replicas > 1:
         axes |= _axes(step)
     program = program.with_bodies(lambda key, ops: _reduced(key, ops, step, buckets, program.units))
@@ -83,19 +84,18 @@ def apply(program: Program) -> Program:
 
 
 def _reduced(key: BodyKey, ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...], units: tuple[Unit, ...]) -> Ops:
-    """Reduce over the replicas, and over tied stages, what the step's last backward leaves."""
+    """Return the ops of a body with the reductions of the gradients that the step's last backward leaves."""
 
     def reduction(bucket: Bucket) -> tuple[Op, ...]:
         return _reductions(step, bucket)
 
     if units and is_backward(key):
-        is_last = ends_gradients(key, step)
+        is_last = step.ends_gradients(key)
         if not is_last and all(unit.num_shards > 1 for unit in units):
             return ops
         return tuple(_reduce_units(ops, step, {unit.name: unit for unit in units}, is_last=is_last))
-    if ends_gradients(key, step):
-        # Under zero=1 a bucket's first collective is that of the shards, but for weights of which no two ranks of a replica
-        # hold the same.
+    if step.ends_gradients(key):
+        # Under zero=1 the strategy `shard` writes a bucket's first collective, except for weights with a single shard.
         first = [bucket for bucket in buckets if bucket.holding.num_shards == 1]
         return start_reductions(ops, step, tuple(first), reduction)
     if key != UPDATE_BODY:
@@ -104,9 +104,9 @@ def _reduced(key: BodyKey, ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...]
 
 
 def _reductions_of(program: Program) -> Iterator[str]:
-    """Name what must have come about before the update: the last backward and every reduction."""
+    """Yield the names of the ops that must end before the update: the last backward and every reduction."""
     for key, ops in program.bodies.items():
-        if ends_gradients(key, program.step):
+        if program.step.ends_gradients(key):
             yield next(op.name for op in reversed(ops) if op.kind in (Kind.BACKWARD, Kind.WEIGHT))
             yield from (op.name for op in ops if op.kind in REDUCING and op.axis not in ("tp", "cp"))
     for op in program.bodies[UPDATE_BODY]:
@@ -116,6 +116,7 @@ def _reductions_of(program: Program) -> Iterator[str]:
 
 
 def _axes(step: StepSpec) -> dict[str, int]:
+    """Return the number of ranks of each axis over which replicas are reduced."""
     if step.layout.reduce != "hierarchical":
         return {AXIS: step.layout.num_replicas}
     nodes = step.layout.dp_cp_size // step.dp_per_node
@@ -123,7 +124,7 @@ def _axes(step: StepSpec) -> dict[str, int]:
 
 
 def _reductions(step: StepSpec, bucket: Bucket) -> tuple[Op, ...]:
-    """The ops that leave the sum of a bucket on every rank that updates it."""
+    """Return the collectives after which every rank that updates a bucket has the sum of its gradients."""
     numel, holding = bucket.padded_numel, bucket.holding
 
     def op(kind: Kind, axis: str, numel: int) -> Op:
@@ -132,7 +133,7 @@ def _reductions(step: StepSpec, bucket: Bucket) -> tuple[Op, ...]:
     chunk = numel // holding.num_shards
     over_ties = tuple(op(Kind.ALL_REDUCE, axis, chunk) for axis in holding.tied_over)
     if step.zero == 1:
-        # The strategy of that axis has written it.
+        # The strategy `shard` has written it.
         first = (op(Kind.REDUCE_SCATTER, holding.data_axis, numel),) if holding.num_shards > 1 else ()
         over_replicas = (op(Kind.ALL_REDUCE, AXIS, chunk),) if step.layout.num_replicas > 1 else ()
         return (*first, *over_replicas, *over_ties)
@@ -143,7 +144,7 @@ def _reductions(step: StepSpec, bucket: Bucket) -> tuple[Op, ...]:
 def _over_replicas(
     step: StepSpec, numel: int, op: Callable[[Kind, str, int], Op], axis: str, ranks: int
 ) -> tuple[Op, ...]:
-    """The ops of the layout's way of reduction over the ranks that hold the same."""
+    """Return the collectives that sum `numel` elements over an axis in the way of the layout's `reduce`."""
     if ranks == 1:
         return ()
     if step.layout.reduce == "ring":
@@ -159,7 +160,10 @@ def _over_replicas(
 
 
 def _reduce_units(ops: Ops, step: StepSpec, units: Mapping[str, Unit], *, is_last: bool) -> Iterator[Op]:
-    """Reduce each unit's last shard over the replicas at once, as FSDP2 does; what one rank has alone is a shard already."""
+    """Yield the ops with an all_reduce over the replicas after each unit's last reduce_scatter, as FSDP2 does.
+
+    A unit with a single shard has no reduce_scatter; its all_reduce takes the place of it.
+    """
     for op in ops:
         if op.kind is not Kind.REDUCE_SCATTER or op.owner not in units:
             yield op
@@ -173,7 +177,7 @@ def _reduce_units(ops: Ops, step: StepSpec, units: Mapping[str, Unit], *, is_las
 
 
 def _tied_units(step: StepSpec, units: tuple[Unit, ...]) -> Iterator[Op]:
-    """Sum what a rank has of a weight's gradient with what its twin on the other stage has, once both are reduced."""
+    """Yield, for each tied weight, the all_reduce of its reduced gradient shard between the two stages that hold it."""
     params = {param.name: param for param in step.model.params if step.holding(param).tied_over and param.trainable}
     reduced = Kind.ALL_REDUCE if step.layout.num_replicas > 1 else Kind.REDUCE_SCATTER
     for unit in units:
@@ -187,9 +191,9 @@ def _tied_units(step: StepSpec, units: tuple[Unit, ...]) -> Iterator[Op]:
 
 
 def _partial_sums(program: Program, buckets: tuple[Bucket, ...]) -> Iterator[Op]:
-    """Sum what a rank is left with of gradients that are parts over the ranks that have the others."""
+    """Yield the all_reduces of gradients that are still partial over a model axis, after their other reductions."""
     step = program.step
-    final = [op for key, ops in program.bodies.items() if ends_gradients(key, step) for op in ops]
+    final = [op for key, ops in program.bodies.items() if step.ends_gradients(key) for op in ops]
     final += itertools.takewhile(lambda op: op.kind is not Kind.UPDATE, program.bodies[UPDATE_BODY])
     last = {op.owner: op.name for op in final if op.kind in (*REDUCING, Kind.BROADCAST, Kind.ALL_GATHER)}
     done = next(op.name for op in reversed(final) if op.kind in (Kind.BACKWARD, Kind.WEIGHT))
@@ -207,12 +211,16 @@ def _partial_sums(program: Program, buckets: tuple[Bucket, ...]) -> Iterator[Op]
 
 
 def _before_update(ops: Ops, sums: tuple[Op, ...]) -> Ops:
+    """Return the ops with `sums` inserted before the update."""
     place = next(index for index, op in enumerate(ops) if op.kind is Kind.UPDATE)
     return (*ops[:place], *sums, *ops[place:])
 
 
 def _agreed(ops: Ops, waits: tuple[str, ...]) -> Ops:
-    """Put the step's scalars before the update, behind every reduction: they carry the norm of what was reduced."""
+    """Return the ops with the all_reduce of the step's scalars before the update.
+
+    It waits for every reduction, because the gradient norm is that of the reduced gradients.
+    """
     scalars = Op(kind=Kind.ALL_REDUCE, owner="scalars", axis="world", dtype="float64", after=waits)
     scalars = scalars.sized(len(STEP_SCALARS))
     written: list[Op] = []

@@ -1,18 +1,18 @@
-"""Pipeline parallelism: consecutive layers on consecutive ranks, micro-batches following each other through them.
+"""Pipeline parallelism: consecutive layers on consecutive ranks, and micro-batches that follow each other through them.
 
-A stage receives the activation of the layer before its first, runs its layers, and sends what comes out; backward goes
-the other way with gradients. The order in which a rank takes forwards and backwards is the schedule's (`schedules.py`).
-With `virtual_stages=v` a rank has v runs of layers, p apart: layer l on rank l mod p where each run is one layer.
+A stage receives the activation of the layer before its first, runs its layers, and sends its output; backward sends gradients
+in the other direction. The schedule (`schedules.py`) determines the order of forwards and backwards on each stage. With
+`virtual_stages=v` a rank has v virtual stages (chunks), p apart: if each chunk is one layer, layer l is on rank l mod p.
 
 ```
 pp=2, 4 layers           rank 0   layers 0 1  ──act──►  rank 1   layers 2 3
 pp=2 virtual_stages=2    rank 0   layers 0 . 2 .        rank 1   layers . 1 . 3
 ```
-With `schedule=zero-bubble` a backward computes the gradients of what layers were given, which the stage before waits for;
-those of the weights of linear layers are tasks of their own, and fill the time that stages would wait.
+With `schedule=zero-bubble` a backward computes the gradients of inputs, for which the stage before waits; the gradients of
+linear layers' weights are tasks of their own, which fill the bubble.
 
-Runs are cut so that the slowest one is as fast as can be, embedding and head included; each has a block, because only
-between blocks a single tensor passes.
+Layers are divided into chunks so that the slowest chunk is as fast as possible, embedding and head included. Each chunk has a
+block, because only between blocks a single tensor is passed on.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from dataclasses import replace
 
 from samestep import schedules
 from samestep.models.spec import ModelSpec, ParamSpec, remembered
-from samestep.program.bodies import UPDATE_BODY, BodyKey, is_backward, position
+from samestep.program.bodies import UPDATE_BODY, BodyKey, Task, is_backward, position
 from samestep.program.holding import TIE, Holding
-from samestep.program.ops import Kind, Op, Ops, Task
+from samestep.program.ops import Kind, Op, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.schedules import SCHEDULES, TaskKind
@@ -35,24 +35,25 @@ AXIS = "pp"
 
 
 def refusal(step: StepSpec) -> str | None:
-    """Refuse more stages than blocks, and weights that two stages would share."""
+    """Return why the schedule, the number of blocks or a weight does not allow the layout's stages."""
     layout = step.layout
     if layout.pp == 1:
         return "virtual_stages needs pp > 1" if layout.virtual_stages > 1 else None
     if layout.virtual_stages > 1 and not SCHEDULES[layout.schedule].takes_chunks:
         return f"virtual_stages={layout.virtual_stages} needs {schedules.taking_chunks()}, not {layout.schedule}"
     if step.model.varies_at:
-        varies = f"what stages send has one shape, and those at {step.model.varies_at} depend on values"
+        varies = f"stages send tensors of one shape, and shapes at {step.model.varies_at} depend on values"
         return f"pp={layout.pp}: {varies}: pp=1 works"
     blocks = _num_blocks(step.model)
-    runs = layout.pp * layout.virtual_stages
-    if runs > blocks:
+    chunks = layout.pp * layout.virtual_stages
+    if chunks > blocks:
         fewer = blocks // layout.pp
         works = f"pp={blocks} works" if blocks > 1 else "pp=1 works"
         if layout.virtual_stages > 1 and fewer:
             works = f"virtual_stages={fewer} works" if fewer > 1 else "schedule=1f1b works"
-        return f"pp={layout.pp} makes {runs} runs of layers of the {blocks} blocks of {step.model.name}: {works}"
-    return _refuse_weights(step.model, runs)
+        stages = "virtual stages" if layout.virtual_stages > 1 else "stages"
+        return f"pp={layout.pp} cuts the {blocks} blocks of {step.model.name} into {chunks} {stages}: {works}"
+    return _refuse_weights(step.model, chunks)
 
 
 @remembered
@@ -61,9 +62,9 @@ def _num_blocks(model: ModelSpec) -> int:
 
 
 @remembered
-def _refuse_weights(model: ModelSpec, runs: int) -> str | None:
-    """Refuse weights of no stage, and those that stages other than the first and the last share."""
-    cuts = chunks_of(model, runs)
+def _refuse_weights(model: ModelSpec, num_chunks: int) -> str | None:
+    """Return which weight belongs to no stage, or is shared by stages other than the first and the last."""
+    chunks = chunks_of(model, num_chunks)
     roots = _roots(model)
     for param in model.params:
         if _layer_at(roots, param.name) is None:
@@ -71,89 +72,91 @@ def _refuse_weights(model: ModelSpec, runs: int) -> str | None:
     for param in model.params:
         if param.read_outside:
             return f"{param.name} is also read outside the layer that owns it, perhaps on another stage: pp=1 works"
-        if not _stays_on_stages(roots, cuts, param):
+        if not _stays_on_stages(roots, chunks, param):
             return f"{param.name} is shared by layers of several pipeline stages, not by first and last: pp=1 works"
     return None
 
 
-def _stays_on_stages(roots: Mapping[str, int], cuts: tuple[range, ...], param: ParamSpec) -> bool:
-    """Whether one run alone uses a weight, or the first and the last, by a module each."""
+def _stays_on_stages(roots: Mapping[str, int], chunks: tuple[range, ...], param: ParamSpec) -> bool:
+    """Return whether one chunk alone uses a weight, or the first and the last with one module each."""
     if not param.aliases and param.last_layer is None:
         return True
-    owners = {_run_of(roots, cuts, name) for name in (param.name, *param.aliases)}
-    last = {run for run, layers in enumerate(cuts) if param.last_layer in layers}
+    owners = {_chunk_of(roots, chunks, name) for name in (param.name, *param.aliases)}
+    last = {chunk for chunk, layers in enumerate(chunks) if param.last_layer in layers}
     used = owners | last
-    return len(used) == 1 or (used == owners == {0, len(cuts) - 1} and param.calls == 1)
+    return len(used) == 1 or (used == owners == {0, len(chunks) - 1} and param.calls == 1)
 
 
 def apply(program: Program) -> Program:
-    """Leave this stage its layers, its weights and its schedule, and write what it sends and receives."""
+    """Return the program of one stage: its layers, its weights, its schedule, and its sends and receives."""
     step = program.step
     layout = step.layout
     if layout.pp == 1:
         return program
-    cuts = chunks_of(step.model, layout.pp * layout.virtual_stages)
-    chunks = tuple(cuts[step.stage :: layout.pp])
-    mine = tuple(_params_of(step.model, cuts, step.stage, layout.pp))
+    everywhere = chunks_of(step.model, layout.pp * layout.virtual_stages)
+    chunks = tuple(everywhere[step.stage :: layout.pp])
+    mine = tuple(_params_of(step.model, everywhere, step.stage, layout.pp))
     local = replace(step, model=replace(step.model, params=mine)).hold(_hold)
     bodies: dict[BodyKey, Ops] = {UPDATE_BODY: program.bodies[UPDATE_BODY]}
-    # Positions in the step share ops, and so they share what is made of them: a run, and its gradients of weights.
+    # Bodies at several positions in the step share their ops, so they also share the ops of a chunk made of them.
     known: dict[tuple[int, int], tuple[Ops, Ops]] = {}
     for key, ops in program.bodies.items():
         if key != UPDATE_BODY:
             for index, chunk in enumerate(chunks):
                 splits = step.splits_backward and is_backward(key)
                 if (id(ops), index) not in known:
-                    run = tuple(_run(ops, local, cuts, chunk, is_backward(key)))
-                    apart = tuple(weights_apart(run, local)) if splits else ()
-                    known[id(ops), index] = (tuple(_without_weights(op, local) for op in run) if splits else run, apart)
-                run, apart = known[id(ops), index]
+                    whole = tuple(_chunk_ops(ops, local, chunk, is_backward(key)))
+                    deferred = tuple(weights_apart(whole, local)) if splits else ()
+                    rest = tuple(_without_weights(op, local) for op in whole) if splits else whole
+                    known[id(ops), index] = (rest, deferred)
+                rest, deferred = known[id(ops), index]
                 if splits:
-                    bodies[key._replace(kind=TaskKind.WEIGHT, chunk=index)] = apart
-                bodies[key._replace(chunk=index)] = run
+                    bodies[key._replace(kind=TaskKind.WEIGHT, chunk=index)] = deferred
+                bodies[key._replace(chunk=index)] = rest
     return replace(
         program,
         step=local,
         bodies=bodies,
         tasks=tuple(_tasks(step)),
         chunks=chunks,
-        axes={**program.axes, AXIS: layout.pp, **({TIE: 2} if _ties(step.model, cuts) else {})},
+        axes={**program.axes, AXIS: layout.pp, **({TIE: 2} if _ties(step.model, everywhere) else {})},
     )
 
 
 def _hold(param: ParamSpec, holding: Holding) -> Holding:
-    """The first stage and the last both hold a weight that they share."""
+    """Return the holding of a weight, tied if the first and the last stage share it."""
     return holding.tied() if param.tied_stages else holding
 
 
-def _ties(model: ModelSpec, cuts: tuple[range, ...]) -> set[str]:
-    """Names of the weights that the first and the last run share."""
+def _ties(model: ModelSpec, chunks: tuple[range, ...]) -> set[str]:
+    """Return the names of the weights that the first and the last chunk share."""
     shared = [param for param in model.params if param.aliases]
     roots = _roots(model) if shared else {}
-    runs = {p.name: {_run_of(roots, cuts, name) for name in (p.name, *p.aliases)} for p in shared}
-    return {name for name, owners in runs.items() if len(owners) > 1}
+    users = {p.name: {_chunk_of(roots, chunks, name) for name in (p.name, *p.aliases)} for p in shared}
+    return {name for name, owners in users.items() if len(owners) > 1}
 
 
-def _params_of(model: ModelSpec, cuts: tuple[range, ...], stage: int, num_stages: int) -> Iterator[ParamSpec]:
-    """The weights of one stage; a tied one stands on the first stage and, in the last layer, on the last."""
-    tied = _ties(model, cuts)
-    run_of = [index for index, layers in enumerate(cuts) for _ in layers]
+def _params_of(model: ModelSpec, chunks: tuple[range, ...], stage: int, num_stages: int) -> Iterator[ParamSpec]:
+    """Yield the weights of one stage; a tied one is on the first stage and, as one of the last layer, on the last."""
+    tied = _ties(model, chunks)
+    chunk_of = [index for index, layers in enumerate(chunks) for _ in layers]
     for param in model.params:
-        here = run_of[param.layer] % num_stages == stage
+        here = chunk_of[param.layer] % num_stages == stage
         first, last = param.called
         if here and param.name not in tied:
             yield param
         elif here:
             yield replace(param, tied_stages=True, last_layer=None, called=(first, first))
         elif param.name in tied and stage == num_stages - 1:
-            here_last = len(model.layers) - 1
-            yield replace(param, tied_stages=True, last_layer=None, layer=here_last, called=(last, last))
+            last_layer = len(model.layers) - 1
+            yield replace(param, tied_stages=True, last_layer=None, layer=last_layer, called=(last, last))
 
 
 def chunks_of(model: ModelSpec, count: int) -> tuple[range, ...]:
-    """Cut the layers into runs of which the costliest costs least; what is not a block goes with a neighbour.
+    """Return the layers in `count` chunks, of which the costliest costs as little as possible.
 
-    Costs are forward FLOPs, one more for each layer so that layers without FLOPs spread too.
+    Layers that are no blocks stay with a neighbour. The cost of a layer is its forward FLOPs plus one, so that layers without
+    FLOPs are spread too.
     """
     costs = tuple(layer.forward_flops + 1 for layer in model.layers)
     return balanced(costs, tuple(layer.is_block for layer in model.layers), count)
@@ -161,14 +164,17 @@ def chunks_of(model: ModelSpec, count: int) -> tuple[range, ...]:
 
 @functools.lru_cache(maxsize=256)
 def balanced(costs: tuple[int, ...], is_block: tuple[bool, ...], count: int) -> tuple[range, ...]:
-    """Cut layers of these costs into runs: search the least cost of the costliest, halving what it may be each time, and
-    then, from the end, give each run an equal share of what is left, or a block more: first stages keep most in flight."""
+    """Return layers of these costs in `count` chunks, of which the costliest costs as little as possible.
+
+    A binary search finds that cost. Then, from the end, each chunk gets an equal share of the cost that remains, rounded up to
+    whole blocks as far as the limit allows, because the first stages hold the most activations.
+    """
     before = (0, *itertools.accumulate(costs))
     blocks = [index for index, is_one in enumerate(is_block) if is_one]
 
     def fewest(limit: int) -> list[int]:
-        """Return for each block the fewest runs within the limit that hold what is before it; count + 1: too many."""
-        needed, start = [0], 0  # where a run can begin that ends before the next block
+        """Return, for each block, the least number of chunks within `limit` for all layers before it; count + 1: too many."""
+        needed, start = [0], 0  # first block of the longest chunk that ends before the next block
         for number in range(1, len(blocks) + 1):
             end = blocks[number] if number < len(blocks) else len(costs)
             while start < number and before[end] - before[blocks[start] if start else 0] > limit:
@@ -194,25 +200,26 @@ def balanced(costs: tuple[int, ...], is_block: tuple[bool, ...], count: int) -> 
 
 
 def _roots(model: ModelSpec) -> dict[str, int]:
-    """Layer of each module that a layer consists of."""
+    """Return the index of the layer of each module that a layer consists of."""
     return {root: index for index, layer in enumerate(model.layers) for root in layer.modules if root}
 
 
 def _layer_at(roots: Mapping[str, int], name: str) -> int | None:
-    """Layer that has the module of a weight's name."""
+    """Return the index of the layer with the module of a weight's name."""
     path = name.rpartition(".")[0]
     while path and path not in roots:
         path = path.rpartition(".")[0]
     return roots.get(path)
 
 
-def _run_of(roots: Mapping[str, int], cuts: tuple[range, ...], name: str) -> int:
-    """Index of the run that has the module of a weight's name."""
+def _chunk_of(roots: Mapping[str, int], chunks: tuple[range, ...], name: str) -> int:
+    """Return the index of the chunk with the module of a weight's name."""
     layer = _layer_at(roots, name)
-    return next((run for run, layers in enumerate(cuts) if layer in layers), 0)
+    return next((chunk for chunk, layers in enumerate(chunks) if layer in layers), 0)
 
 
 def _tasks(step: StepSpec) -> Iterator[Task]:
+    """Yield the tasks of the stage in the order of the schedule, then the update."""
     layout, count = step.layout, step.num_microbatches
     for action in schedules.order(layout.schedule, step.stage, layout.pp, count, layout.virtual_stages):
         key = BodyKey(action.kind, action.chunk, position=position(action.microbatch, count))
@@ -221,7 +228,7 @@ def _tasks(step: StepSpec) -> Iterator[Task]:
 
 
 def weights_apart(ops: Ops, step: StepSpec) -> Iterator[Op]:
-    """The gradients of weights that a backward leaves for later, in its order."""
+    """Yield the ops of the weight gradients that a backward defers, in its order."""
     for op in ops:
         if op.kind is Kind.BACKWARD and op.layer is not None:
             flops = step.model.layers[op.layer].deferred_flops * step.microbatch_samples
@@ -229,13 +236,14 @@ def weights_apart(ops: Ops, step: StepSpec) -> Iterator[Op]:
 
 
 def _without_weights(op: Op, step: StepSpec) -> Op:
+    """Return a backward op without the FLOPs of the weight gradients that it defers."""
     if op.kind is not Kind.BACKWARD or op.layer is None:
         return op
     return op.but(flops=op.flops - step.model.layers[op.layer].deferred_flops * step.microbatch_samples)
 
 
-def _run(ops: Ops, step: StepSpec, cuts: tuple[range, ...], chunk: range, backward: bool) -> Iterator[Op]:
-    """Keep the ops of one run of layers between what it receives and what it sends."""
+def _chunk_ops(ops: Ops, step: StepSpec, chunk: range, backward: bool) -> Iterator[Op]:
+    """Yield the receive of a chunk, the ops of its layers, and its send."""
     comes_in, goes_out = (chunk.stop, chunk.start) if backward else (chunk.start, chunk.stop)
     ends = (0, len(step.model.layers))
     if comes_in not in ends:
@@ -253,10 +261,11 @@ def _run(ops: Ops, step: StepSpec, cuts: tuple[range, ...], chunk: range, backwa
 
 
 def _passed(kind: Kind, step: StepSpec, boundary: int, after: tuple[str, ...]) -> Op:
+    """Return the send or the receive of the activation, or its gradient, before layer number `boundary`."""
     numel = step.model.layers[boundary - 1].output_elements * step.microbatch_samples
     return Op(kind=kind, owner=_boundary(step, boundary), axis=AXIS, dtype=step.compute_dtype, after=after).sized(numel)
 
 
 def _boundary(step: StepSpec, boundary: int) -> str:
-    """Name what passes between two runs by the layer that made it."""
+    """Return the name of the tensor passed at a boundary between chunks: that of the layer before it."""
     return step.model.layers[boundary - 1].name

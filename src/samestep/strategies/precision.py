@@ -1,8 +1,8 @@
-"""Mixed precision: matrix products in half the bytes, everything that is added up in full ones.
+"""Mixed precision: matrix products in the job's compute dtype, all sums in float32.
 
-Weights stand in the compute dtype inside the module; float32 masters, gradients and optimizer states beside them
-(Micikevicius et al. 2018, arXiv:1710.03740). A gradient is cast to float32 before it is added to another, and
-reductions run in float32, so the rule is the same in every layout, one device included.
+The module holds weights in the compute dtype; float32 master weights, gradients and optimizer states are kept beside them
+(Micikevicius et al. 2018, arXiv:1710.03740). A gradient is cast to float32 before it is added to another, and reductions run
+in float32, so the rule is the same in every layout, one device included.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from samestep.program.step import StepSpec
 
 
 def refusal(step: StepSpec) -> str | None:
-    """Nothing is refused: every precision runs in every layout."""
+    """Return None: every precision runs in every layout."""
     return None
 
 
 def apply(program: Program) -> Program:
-    """Give compute ops the dtype their matrix products run in."""
+    """Return the program with the dtype of its matrix products in its compute ops."""
     dtype = program.step.product_dtype
 
     def rewrite(_: BodyKey, ops: Ops) -> Ops:

@@ -1,8 +1,8 @@
-"""Activation checkpointing: drop what a block saved, run its forward again before its backward.
+"""Recompute (activation checkpointing): a block drops its activations, and repeats its forward before its backward.
 
-`full` keeps a block's input alone and pays its whole forward again (Chen et al. 2016, arXiv:1604.06174);
-`selective` also keeps the results of its matrix products and repeats only what is cheap (Korthikanti et al. 2022,
-arXiv:2205.05198). Blocks are recomputed inside their unit, so no weight is gathered twice for it.
+`full` keeps only a block's input and repeats its whole forward (Chen et al. 2016, arXiv:1604.06174); `selective` also keeps
+the results of its matrix products and repeats only cheap operations (Korthikanti et al. 2022, arXiv:2205.05198). A block is
+recomputed while its unit is gathered for the backward, so recompute adds no gather.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from samestep.schedules import TaskKind
 
 
 def refusal(step: StepSpec) -> str | None:
-    """Refuse where there is nothing to recompute."""
+    """Return that the model has no blocks to recompute, if that is so."""
     if step.layout.recompute != "none" and not any(layer.is_block for layer in step.model.layers):
         return (
             f"recompute={step.layout.recompute} drops what blocks saved, and {step.model.name} has none "
@@ -29,7 +29,7 @@ def refusal(step: StepSpec) -> str | None:
 
 
 def apply(program: Program) -> Program:
-    """Insert a block's second forward before its backward."""
+    """Return the program with a block's repeated forward, collectives included, before its backward."""
     recompute = program.step.layout.recompute
     if recompute == "none":
         return program
@@ -44,16 +44,16 @@ def apply(program: Program) -> Program:
         for number, op in enumerate(ops):
             if op.kind is Kind.BACKWARD and op.layer is not None and layers[op.layer].is_block:
                 flops = layers[op.layer].forward_flops * program.step.microbatch_samples
-                again = op.but(kind=Kind.RECOMPUTE, flops=flops if recompute == "full" else 0)
-                # The repetition ends once backward has what it needs: most often without the block's last sum,
-                # and backward asks for the first of that only when it has gone back through that sum.
+                repeated = op.but(kind=Kind.RECOMPUTE, flops=flops if recompute == "full" else 0)
+                # torch repeats the forward only as far as backward needs it, which usually leaves out the block's last sum,
+                # and only when backward needs a saved tensor, which is after the backward of that sum.
                 sums = sums_of.get(op.layer, [])
                 tensor_sums = [part for part in sums if part.kind is not Kind.ALL_TO_ALL]
                 last = None if layers[op.layer].repeats_last_sum or not tensor_sums else tensor_sums[-1]
                 early = [part for part in _following(ops, number) if last and part.owner == last.owner]
                 yield from (part.but(layer=op.layer, after=op.after) for part in early)
-                yield again
-                yield from (part.but(after=(again.name,)) for part in sums if part is not last)
+                yield repeated
+                yield from (part.but(after=(repeated.name,)) for part in sums if part is not last)
             if op not in early:
                 yield op
 
@@ -61,12 +61,12 @@ def apply(program: Program) -> Program:
 
 
 def _following(ops: Ops, number: int) -> Iterator[Op]:
-    """Collectives that stand behind a compute op, up to the next one."""
+    """Return the collectives between compute op `number` and the next compute op."""
     return itertools.takewhile(lambda op: op.axis is not None, ops[number + 1 :])
 
 
 def _sums_of(forward: Ops, layers: Sequence[LayerSpec]) -> dict[int, list[Op]]:
-    """Collectives within each layer's forward; those that the layer's own module owns stand around it."""
+    """Return the collectives within each layer's forward, not those around it, which the layer's own module owns."""
     found: dict[int, list[Op]] = {}
     layer: int | None = None
     for op in forward:

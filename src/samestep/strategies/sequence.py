@@ -1,20 +1,21 @@
-"""Sequence parallelism: between the parts that tensor parallelism cuts, each rank keeps its tokens alone.
+"""Sequence parallelism: between the tensor-cut parts of a block, each rank of `tp` works on its own tokens only.
 
-Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2. Norms, dropouts and residual sums work on each token by itself;
-under tp alone every rank of `tp` repeats them on all tokens, and keeps their activations. Here a rank has 1/tp of the
-sequence there, and the two boundaries of a cut part become
+Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2. Norms, dropouts and residual sums work on single tokens; under tp
+alone every rank of `tp` computes them for all tokens and keeps their activations. With sequence parallelism a rank has 1/tp
+of the sequence there, and the two boundaries of a tensor-cut part become
 
 ```
-             tp alone                         with the sequence cut
-   into it   nothing     ◄ all_reduce         all_gather      ◄ reduce_scatter
-   out       all_reduce  ◄ nothing            reduce_scatter  ◄ all_gather
+             tp alone                         with sequence parallelism        forward ◄ backward
+   entry     nothing     ◄ all_reduce         all_gather      ◄ reduce_scatter
+   exit      all_reduce  ◄ nothing            reduce_scatter  ◄ all_gather
 ```
-which moves the same bytes. A weight between the parts (of a norm, the bias of a row cut) sees a rank's tokens only: its
-gradient is summed over `tp` once a step, with the bucket or unit that it lies in. The first block takes its tokens out
-of the whole sequence, and behind the last one the whole is put together again, so that the code before and after the
-blocks never knows.
+which moves the same bytes. A weight between the parts (of a norm, or the bias of a row-cut product) sees a rank's tokens
+only, so its gradient is summed over `tp` once a step, with its bucket or unit. The first block takes a rank's tokens out of
+the whole sequence, and the whole sequence is gathered after the last block, so that code before and after the blocks is
+unchanged.
 
-Experts and their routers stand between the cut parts too: under tp alone every rank computes all rows, here each its own.
+Experts and their routers are between the tensor-cut parts too: under tp alone every rank computes all rows, here only its
+own.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ AXIS = "tp"
 
 
 def refusal(step: StepSpec) -> str | None:
-    """Refuse where no tensor cut stands beside it, models it would break, and lengths that the degree does not divide."""
+    """Return why the layout, the model or the length of its samples does not allow sequence parallelism."""
     if not step.layout.sequence_parallel:
         return None
     if step.layout.tp == 1:
@@ -42,7 +43,7 @@ def refusal(step: StepSpec) -> str | None:
 
 
 def refuse_model(model: ModelSpec, degree: int) -> str | None:
-    """Refuse a model whose sequence no layout may cut into so many parts."""
+    """Return why no layout may divide the model's sequence among `degree` ranks."""
     if model.sequence_refusal:
         return f"sequence_parallel: {model.sequence_refusal}; tp={degree} alone works"
     if model.balanced_experts:
@@ -64,7 +65,7 @@ def refuse_model(model: ModelSpec, degree: int) -> str | None:
 
 
 def apply(program: Program) -> Program:
-    """Put gathers and scatters in the place of the blocks' sums."""
+    """Return the program with all_gathers and reduce_scatters in the place of the blocks' all_reduces."""
     step = program.step
     if not step.layout.sequence_parallel:
         return program
@@ -74,13 +75,13 @@ def apply(program: Program) -> Program:
 
 
 def _hold(param: ParamSpec, holding: Holding) -> Holding:
-    """A weight that sees the tokens of one rank has the gradient of a part."""
+    """Return the holding of a weight whose gradient is partial if it sees the tokens of one rank only."""
     return holding.partial(AXIS) if param.partial == "sequence" else holding
 
 
 @remembered
 def _cut(model: ModelSpec, degree: int) -> ModelSpec:
-    """Divide what blocks keep and hand on, but for the sequences that were gathered for their cut parts."""
+    """Return the model whose blocks keep and pass on 1/tp of the sequence, except for gathered inputs of cut parts."""
     last = max(index for index, layer in enumerate(model.layers) if layer.is_block)
     layers = tuple(
         _cut_block(layer, degree, index == last) if layer.is_block else layer
@@ -90,19 +91,20 @@ def _cut(model: ModelSpec, degree: int) -> ModelSpec:
 
 
 def _cut_block(layer: LayerSpec, degree: int, is_last: bool) -> LayerSpec:
+    """Return one rank's part of a block; the output of the last block is gathered."""
     gathered = sum(boundary.elements for boundary in layer.sequence_boundaries if boundary.kind == "gather")
     kept = layer.saved_cut_elements + min(gathered, layer.saved_elements - layer.saved_cut_elements)
     selective = layer.saved_selective_cut_elements
-    handed = layer.output_elements  # as much as it is given of a sequence; positions and masks stay whole
+    passed = layer.output_elements  # as large as the sequence in its input; positions and masks stay whole
     products = tuple(p.sliced_by(degree) if p.is_between else p for p in layer.products)
     whole, mine = (sum(product.flops for product in parts) for parts in (layer.products, products))
     return replace(
         layer,
         forward_flops=layer.forward_flops * mine // whole if whole else layer.forward_flops,
         products=products,
-        dispatches=tuple(replace(dealing, rows=-(-dealing.rows // degree)) for dealing in layer.dispatches),
-        input_elements=layer.input_elements - handed + handed // degree,
-        output_elements=handed if is_last else handed // degree,
+        dispatches=tuple(replace(part, rows=-(-part.rows // degree)) for part in layer.dispatches),
+        input_elements=layer.input_elements - passed + passed // degree,
+        output_elements=passed if is_last else passed // degree,
         saved_elements=kept + (layer.saved_elements - kept) // degree,
         saved_norm_elements=layer.saved_norm_elements // degree,
         working_elements=layer.working_cut_elements + (layer.working_elements - layer.working_cut_elements) // degree,
@@ -112,6 +114,7 @@ def _cut_block(layer: LayerSpec, degree: int, is_last: bool) -> LayerSpec:
 
 
 def _with_boundaries(key: BodyKey, ops: Ops, step: StepSpec) -> Iterator[Op]:
+    """Yield the ops of a body with the collectives of the boundaries instead of the blocks' own."""
     if not (is_forward(key) or is_backward(key)):
         yield from ops
         return
@@ -129,6 +132,7 @@ def _with_boundaries(key: BodyKey, ops: Ops, step: StepSpec) -> Iterator[Op]:
 
 
 def _forward(step: StepSpec, layer: LayerSpec, after: Op, *, first: bool, last: bool) -> Iterator[Op]:
+    """Yield the collectives of a block's boundaries in its forward."""
     for boundary in layer.sequence_boundaries:
         kind = Kind.ALL_GATHER if boundary.kind == "gather" else Kind.REDUCE_SCATTER
         yield _exchange(kind, boundary.owner, boundary.elements, step, after)
@@ -137,6 +141,7 @@ def _forward(step: StepSpec, layer: LayerSpec, after: Op, *, first: bool, last: 
 
 
 def _backward(step: StepSpec, layer: LayerSpec, after: Op, *, first: bool, last: bool) -> Iterator[Op]:
+    """Yield the collectives of a block's boundaries in its backward."""
     for boundary in reversed(layer.sequence_boundaries):
         if boundary.has_gradient:
             kind = Kind.REDUCE_SCATTER if boundary.kind == "gather" else Kind.ALL_GATHER
@@ -147,6 +152,7 @@ def _backward(step: StepSpec, layer: LayerSpec, after: Op, *, first: bool, last:
 
 
 def _before_blocks(step: StepSpec) -> Iterator[ParamSpec]:
+    """Yield the weights of the layers before the first block."""
     first = next(index for index, layer in enumerate(step.model.layers) if layer.is_block)
     return (param for param in step.model.params if param.layer < first)
 

@@ -30,7 +30,7 @@ from samestep.program.bodies import UPDATE_BODY, BodyKey, ends_step, is_backward
 from samestep.program.buckets import Bucket, Unit, make_buckets, padded, start_reductions
 from samestep.program.holding import REPLICAS, Holding
 from samestep.program.ops import Kind, Op, Ops
-from samestep.program.program import Program, ends_gradients
+from samestep.program.program import Program
 from samestep.program.ranks import Ranks
 from samestep.program.step import StepSpec
 
@@ -94,7 +94,7 @@ def _hold(ranks: Ranks, known: dict[Holding, Holding], _: ParamSpec, holding: Ho
 
 
 def _stage_1(key: BodyKey, ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...]) -> Ops:
-    if ends_gradients(key, step):
+    if step.ends_gradients(key):
         # What a rank holds alone is cut no further.
         return start_reductions(ops, step, buckets, lambda b: (_scattered(b),) * (b.holding.num_shards > 1))
     if key != UPDATE_BODY:

@@ -1,7 +1,7 @@
 """Tensor parallelism: weights cut over `tp`, each rank computing on its columns, heads and tokens.
 
 Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3). A pair of matrix products needs one sum: A is cut by
-columns, B by rows, and what is between them (heads, neurons) stays with its rank:
+columns and B by rows, and the activations between them (heads, neurons) stay on their rank:
 
 ```
         ┌ A_1 ─ f ─ B_1 ┐
@@ -11,15 +11,15 @@ columns, B by rows, and what is between them (heads, neurons) stays with its ran
    g  copy:    forward nothing, backward all_reduce of the gradient of x
    h  reduce:  forward all_reduce of the partial y, backward nothing
 ```
-q, k and v read one x, so they share one g. An embedding is cut by vocabulary: a rank looks up the tokens it has and the
-rest come as zeros, summed by h. So is the head, whose logits are never put together: the loss needs the largest, the sum
-of exponentials and the right logit of each row, three numbers. The first layer that is cut after inputs that need no
-gradient has no g. A weight that stays whole but works on what is cut (the norm of each head) has on each rank the
-gradient of a part: these are added up once a step, over all micro-batches, with the buckets or units that they lie in.
+q, k and v read one x, so they share one g. An embedding is cut by vocabulary: a rank looks up the tokens of its part, the
+others give zeros, and h sums. The head is cut by vocabulary too, and its logits are never gathered: the loss needs three
+numbers of each row, the largest logit, the sum of exponentials and the logit of the label. A layer whose input needs no
+gradient has no g. A replicated weight that works on cut activations (the norm of each head) has a partial gradient on each
+rank; these are summed once a step, over all micro-batches, with their buckets or units.
 
-Where there are fewer heads of keys and values than ranks, tp/heads ranks share one (Shazeer 2019, arXiv:1911.02150, has
-such heads): every rank keeps these weights whole, computes the one head that its queries need, and the gradients are
-summed over all ranks, as those of the norms.
+If there are fewer heads of keys and values than ranks, tp/heads ranks share a head (multi-query attention: Shazeer 2019,
+arXiv:1911.02150). Every rank then keeps these weights whole and computes the one head that its queries need, and the
+gradients are partial and summed like those of the norms.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ AXIS = "tp"
 
 
 def refusal(step: StepSpec) -> str | None:
-    """Refuse a degree that cuts through a group, and models that nobody said how to cut."""
+    """Return why the degree would cut through a group of a weight, or why the model cannot be cut at all."""
     return _refuse_cut(step.model, step.layout.tp) if step.layout.tp > 1 else None
 
 
@@ -59,7 +59,7 @@ def _refuse_cut(model: ModelSpec, degree: int) -> str | None:
 
 
 def _divides(degree: int, cut: Cut) -> bool:
-    """Whether ranks get whole groups, or share them alike; a vocabulary may stay whole."""
+    """Return whether ranks get whole groups or share them equally; a vocabulary may also stay whole."""
     return cut.style == "vocab" or cut.groups % degree == 0 or _is_shared(degree, cut)
 
 
@@ -72,7 +72,7 @@ def _is_shared(degree: int, cut: Cut) -> bool:
 
 
 def apply(program: Program) -> Program:
-    """Cut the model's weights and FLOPs, and write the sums."""
+    """Return the program of one rank's part of the weights and FLOPs, with the all_reduces of partial sums."""
     step = program.step
     if step.layout.tp == 1:
         return program
@@ -83,7 +83,7 @@ def apply(program: Program) -> Program:
 
 
 def _hold(degree: int, param: ParamSpec, holding: Holding) -> Holding:
-    """Shard a weight that the cut divides, as `param` says behind it, and replicate one that it leaves whole."""
+    """Return the holding of a weight after the cut, of which `param` is the local part: sharded, or replicated and maybe partial."""
     if param.cut is not None:
         return holding.sharded(AXIS, degree)
     whole = holding.replicated(AXIS, degree)
@@ -92,8 +92,10 @@ def _hold(degree: int, param: ParamSpec, holding: Holding) -> Holding:
 
 @remembered
 def cut_model(model: ModelSpec, degree: int, cuts_loss: bool = True) -> ModelSpec:
-    """Return the model that one rank holds. A vocabulary that the degree does not divide stays whole, and so do the
-    weights of heads that ranks share."""
+    """Return the local model of one of `degree` ranks.
+
+    A vocabulary that the degree does not divide stays whole, and so do the weights of heads that ranks share.
+    """
     uncut = [p for p in model.params if p.cut and p.cut.groups % degree and not _is_shared(degree, p.cut)]
     whole = {name.rpartition(".")[0] for param in uncut for name in (param.name, *param.aliases)}
     params = tuple(_cut_param(param, degree) for param in model.params)
@@ -105,7 +107,7 @@ def cut_model(model: ModelSpec, degree: int, cuts_loss: bool = True) -> ModelSpe
 
 
 def _with_cut_loss(last: LayerSpec, degree: int) -> LayerSpec:
-    """The loss of cut logits keeps exponentials and makes a gradient of them: at most two copies of the logits meet."""
+    """Return the last layer with the memory of a loss on cut logits, which holds at most two copies of a rank's logits."""
     logits, kept, working = (
         -(-size // degree) for size in (last.output_elements, last.loss_elements, last.loss_working_elements)
     )
@@ -122,6 +124,7 @@ def _cut_param(param: ParamSpec, degree: int) -> ParamSpec:
 
 
 def _cut_layer(layer: LayerSpec, degree: int, whole: set[str]) -> LayerSpec:
+    """Return one rank's part of a layer, without the sums of the modules in `whole`, which are not cut."""
     forward = tuple(part for part in layer.forward_sums if part.owner not in whole)
     backward = tuple(part for part in layer.backward_sums if part.owner not in whole)
     mine = layer.cut_by(degree) if forward or backward else layer
@@ -129,7 +132,7 @@ def _cut_layer(layer: LayerSpec, degree: int, whole: set[str]) -> LayerSpec:
 
 
 def _cut(ops: Ops, step: StepSpec) -> Iterator[Op]:
-    """Divide the work of cut layers, and sum up what each leaves partial."""
+    """Yield the compute ops with one rank's FLOPs, each followed by the all_reduces of its partial sums."""
     layers = step.model.layers
     for op in ops:
         if op.layer is None:
@@ -154,7 +157,7 @@ def _sums(parts: tuple[PartialSum, ...], step: StepSpec, after: Op) -> Iterator[
 
 
 def _loss(step: StepSpec, after: Op) -> Iterator[Op]:
-    """What the loss asks of logits cut by vocabulary: the largest of each row; then exponentials and right logit."""
+    """Yield the all_reduces of a loss on cut logits: the maximum of each row; then sum of exponentials and label's logit."""
     rows = step.model.logit_rows * step.microbatch_samples
     if rows:
         for owner, numel in (("loss.largest", rows), ("loss.sums", 2 * rows)):

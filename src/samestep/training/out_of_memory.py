@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from samestep.program.ops import Task
+from samestep.program.bodies import Task
 from samestep.runtime.run import Run
 from samestep.schedules import TaskKind
 from samestep.simulation.memory import readable

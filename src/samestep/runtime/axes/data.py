@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.program.bodies import UPDATE_BODY, ends_step
+from samestep.program.bodies import UPDATE_BODY, Task, ends_step
 from samestep.program.buckets import Bucket, Member
-from samestep.program.ops import Kind, Op, Task
-from samestep.program.program import Program, ends_gradients
+from samestep.program.ops import Kind, Op
+from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.ledger import owned
 from samestep.runtime.optimizer_step import Piece, squared_norm
@@ -97,7 +97,7 @@ class Replicated:
         step = self.program.step
         device = self.mesh.device
         bodies = self.program.bodies
-        last = [op for key, ops in bodies.items() if ends_gradients(key, step) for op in ops]
+        last = [op for key, ops in bodies.items() if step.ends_gradients(key) for op in ops]
         final = [op for op in bodies[UPDATE_BODY] if op.owner == bucket.name]
         weights = None
         if step.zero == 1:
@@ -179,7 +179,7 @@ class Replicated:
     def running(self, task: Task) -> Iterator[None]:
         """Know, while a task runs inside, whether gradients are the step's last, behind which buckets are reduced."""
         self._last = task.kind in (TaskKind.BACKWARD, TaskKind.WEIGHT) and ends_step(task.body)
-        self._starts = ends_gradients(task.body, self.program.step)
+        self._starts = self.program.step.ends_gradients(task.body)
         yield
 
     def _gradient_ready(self, slot: _GradientSlot, param: Tensor) -> None:

@@ -42,9 +42,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.errors import LayoutError
 from samestep.models.spec import ParamSpec
-from samestep.program.bodies import UPDATE_BODY, ends_step
+from samestep.program.bodies import UPDATE_BODY, Task, ends_step
 from samestep.program.buckets import Unit, partial_sizes
-from samestep.program.ops import BYTES_OF, Kind, Op, Task
+from samestep.program.ops import BYTES_OF, Kind, Op
 from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.ledger import owned

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from samestep.errors import DriftError
 from samestep.program.holding import Holding
-from samestep.program.ops import Kind, LedgerRow
+from samestep.program.ops import Kind
+from samestep.program.program import LedgerRow
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.ledger import Ledger
 from samestep.runtime.optimizer_step import Piece
