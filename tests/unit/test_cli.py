@@ -50,7 +50,7 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     "ranks": (
         ["--layout", "dp=2 zero=1", "--ranks", "3"],
         {},
-        "layout 'dp=2 zero=1' has 2 ranks, not 3: --ranks 2 works, or a layout whose degrees multiply to 3, as dp=3",
+        "layout 'dp=2 zero=1' has 2 ranks, not 3: --ranks 2 works, and so does a layout whose degrees multiply to 3, such as dp=3",
     ),
     "strategy": (["--layout", "dp=2 accumulate=full"], {}, "use zero=2 or zero=3 with it, not zero=0"),
     "ranks zero": (["--ranks", "0"], {}, "argument --ranks: 0 is not a whole number of at least 1"),
