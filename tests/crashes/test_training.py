@@ -234,7 +234,7 @@ def test_a_folder_that_cannot_be_made_is_said_before_a_worker_starts(
     (tmp_path / "file").touch()
     assert small.train("--ranks", "1", "--out", tmp_path / "file" / "run") == 2
     assert capfd.readouterr().err == (
-        f"samestep: --out {tmp_path}/file/run cannot be made: Not a directory ({tmp_path}/file/run)\n"
+        f"samestep: --out {tmp_path}/file/run cannot be created: Not a directory ({tmp_path}/file/run)\n"
     )
 
 

@@ -333,6 +333,7 @@ def judge_rounding(place: RankInfo, subject: Subject) -> Judgement:
     rounding = _rounding(subject)
 
     def limit(what: str, name: str, step: int) -> float:
+        """Return the largest relative error that is allowed."""
         measured = deviations.get((what, name, step), largest.get((what, step), 0.0))
         return float(ALLOWANCE_FACTOR * max(measured, rounding))
 
