@@ -81,7 +81,7 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     "vocabulary": (
         [],
         {"model.config.vocab_size": 100},
-        "the tokenizer has tokens up to 255, but model.config.vocab_size = 100; vocab_size = 256 works",
+        "the tokenizer has token ids up to 255, but model.config.vocab_size = 100; vocab_size = 256 works",
     ),
     "positions": (
         [],
