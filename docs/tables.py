@@ -130,7 +130,7 @@ def silent() -> str:
 
 
 TECHNIQUES = (
-    ("same start", "building/initial_values.py building/tape.py"),
+    ("same weights", "building/initial_values.py building/tape.py"),
     ("same samples", "datasets/order.py datasets/batch.py"),
     ("replication", "strategies/data.py runtime/axes/data.py program/buckets.py"),
     ("reduce=ring|hierarchical|root", "strategies/data.py runtime/axes/data.py"),
