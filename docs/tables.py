@@ -20,7 +20,9 @@ from samestep import job as jobs
 from samestep.models import catalog
 from samestep.models.presets import DECODERS, preset
 from samestep.planning import legality
+from samestep.simulation import listing
 from samestep.simulation.memory import at_rest, classic_bytes_per_param, held_bytes_per_param
+from samestep.simulation.simulate import simulate
 from samestep.strategies import program_of
 
 ROOT = Path(__file__).parent.parent
@@ -127,6 +129,63 @@ def silent() -> str:
     return "\n".join(lines)
 
 
+TECHNIQUES = (
+    ("same weights", "building/initial_values.py building/tape.py"),
+    ("same samples", "datasets/order.py datasets/batch.py"),
+    ("replication", "strategies/data.py runtime/axes/data.py program/buckets.py"),
+    ("reduce=ring|hierarchical|root", "strategies/data.py runtime/axes/data.py"),
+    ("ZeRO-1", "strategies/data.py runtime/axes/data.py runtime/optimizer_step.py"),
+    ("ZeRO-2", "strategies/shard.py runtime/axes/shard.py"),
+    ("ZeRO-3 (FSDP)", "strategies/shard.py runtime/axes/shard.py"),
+    ("hybrid sharding", "strategies/shard.py strategies/data.py runtime/axes/shard.py"),
+    ("gradient accumulation", "strategies/__init__.py strategies/shard.py runtime/run.py runtime/microbatches.py"),
+    ("recompute", "strategies/recompute.py runtime/axes/recompute.py"),
+    ("offload", "runtime/optimizer_step.py runtime/axes/data.py runtime/axes/shard.py"),
+    ("mixed precision", "strategies/precision.py runtime/axes/precision.py"),
+    ("loss scaling", "runtime/optimizer_step.py"),
+    ("tensor parallelism", "strategies/tensor.py runtime/axes/tensor.py tracing/tensor_plan.py"),
+    ("sequence parallelism", "strategies/sequence.py runtime/axes/sequence.py tracing/sequence_boundaries.py"),
+    ("pipelines", "strategies/pipeline.py runtime/axes/pipeline.py"),
+    ("schedule=gpipe|1f1b|interleaved|zero-bubble", "schedules.py runtime/axes/weight_gradients.py"),
+    ("tied embeddings", "strategies/pipeline.py program/holding.py runtime/axes/data.py runtime/axes/shard.py"),
+    ("context parallelism", "strategies/context.py runtime/axes/context.py tracing/independence.py"),
+    ("packed documents", "datasets/documents.py"),
+    ("mixtures of experts", "tracing/experts.py building/families.py"),
+    ("expert parallelism", "strategies/expert.py runtime/axes/expert.py"),
+    ("dropout", "runtime/dropout/mode.py runtime/dropout/masks.py"),
+    ("resume", "runtime/checkpoint.py"),
+    ("samestep verify", "proof/verify.py proof/sides.py proof/comparison.py proof/causes.py"),
+    ("samestep plan", "planning/search.py planning/candidates.py planning/ranking.py planning/bounds/step_time.py"),
+    ("--layout auto", "training/check.py"),
+    ("samestep simulate", "simulation/simulate.py simulation/clock.py simulation/cost.py simulation/memory.py"),
+    ("samestep measure", "measurement/profile.py measurement/microbenchmarks.py measurement/refit.py"),
+    ("samestep layouts", "planning/legality.py"),
+    ("torchrun", "runtime/processes/launchers.py runtime/processes/join.py"),
+    ("samestep.launch", "runtime/processes/workers.py"),
+    ("byte for byte", "runtime/ledger.py"),
+)
+"""Each technique as the README names it, and the files below src/samestep that hold it, the first one first."""
+
+
+def where() -> str:
+    """The files of each technique; a path that does not exist is an error."""
+    lines = ["| technique | files |", "| --- | --- |"]
+    for technique, paths in TECHNIQUES:
+        for path in paths.split():
+            assert (ROOT / "src" / "samestep" / path).is_file(), f"{technique}: there is no src/samestep/{path}"
+        files = ", ".join(f"`{path}`" for path in paths.split())
+        name = technique.replace("|", r"\|")
+        lines.append(f"| {name} | {files} |")
+    return "\n".join(lines)
+
+
+def a_step() -> str:
+    """The program of both stages of a small job, as `samestep simulate --program` prints it."""
+    job = jobs.load(ROOT / "jobs" / "default.toml", ["model.config.num_hidden_layers=2", "train.global_batch=4"])
+    text = listing.program_text(simulate(job, "dp=2 tp=2 pp=2 zero=1 microbatch=1", "cpu-laptop"))
+    return f"```\n{text}\n```"
+
+
 TABLES = {
     "layouts": layouts,
     "switches": switches,
@@ -137,6 +196,8 @@ TABLES = {
     "held": held,
     "faults": faults,
     "silent": silent,
+    "where": where,
+    "a_step": a_step,
 }
 
 

@@ -1,6 +1,6 @@
 """Distributed training for PyTorch: changing the layout never changes the result.
 
-The job says what is computed, the layout says where:
+The job says what is computed, the layout says on which ranks:
 
 ```python
 run = samestep.parallelize(model, loss, optimizer, layout="dp=2 zero=3", job=job)
@@ -8,7 +8,7 @@ for batch in samestep.batches(dataset, job):
     report = run.step(batch)
 ```
 Each verb of the command line is a function of the same name: `plan`, `simulate`, `train`, `verify`, `measure`, `layouts`.
-Names that need torch are imported on first use.
+Functions that need torch are imported when they are first used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The command line: parse words, call one function, print. Each verb is imported when it is called.
+"""The command line: parse the arguments, call the function of a verb, print its result. Each verb is imported when called.
 
-Exit status: 0 done, or ended by Ctrl-C or SIGTERM with a checkpoint; 1 a run failed (a worker died, numbers are not
-finite); 2 what was given cannot run; 130 and 143 killed by a second Ctrl-C or SIGTERM, or before there was a run.
+Exit status: 0 done, or stopped by Ctrl-C or SIGTERM with a checkpoint; 1 the run failed (a worker died, or numbers were not
+finite), or the proof found a difference, or nothing fits; 2 the job, layout or arguments cannot run; 130 and 143 stopped by
+a second Ctrl-C or SIGTERM, or before the run began.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from samestep.training import run_folder
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run one verb; return the exit status. A user's mistake prints one line, never a traceback."""
+    """Run one verb and return the exit status from 0 to 255; a user's mistake prints one line, never a traceback."""
     warnings.showwarning = _say_warning
     given = _parser().parse_args(words)
     try:
@@ -40,7 +41,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except BrokenPipeError:
-        # Who read our output has gone; what is left of it would be written, and fail again, at exit.
+        # The reader of our output has gone; without this, Python would flush the rest at exit and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -59,14 +60,14 @@ def _parser() -> ArgumentParser:
     about = "prove that a layout computes what one device computes: exit 0 proven, 1 differs, 2 could not be tried"
     arguments.add_train(verb("train", _train, "train a job on this machine, or as a rank of torchrun or srun"))
     arguments.add_verify(verb("verify", _verify, about))
-    about = "which layout fits and is fastest, and why not the others; needs no torch"
+    about = "find the fastest layout that fits, and say why the others are not; needs no torch"
     arguments.add_plan(verb("plan", _plan, about))
-    about = "print the step as a program and play it on a clock; needs no torch"
+    about = "predict the time and memory of a step from its program; needs no torch"
     arguments.add_simulate(verb("simulate", _simulate, about))
-    about = "which layouts a job may have on N devices, and why not the others"
+    about = "list the legal layouts of a job on N devices, and say why one is not"
     arguments.add_layouts(verb("layouts", _layouts, about))
     arguments.add_measure(verb("measure", _measure, "write this machine's hardware profile, in a minute or two"))
-    verb("env", _env, "versions and devices, for a bug report")
+    verb("env", _env, "print versions and devices, for a bug report")
     return parser
 
 
@@ -75,7 +76,7 @@ def _job(words: Namespace) -> jobs.Job:
 
 
 def _limit_threads(count: int) -> None:
-    """Let torch, which is imported later, start so many threads: a process that has used a pool cannot be forked."""
+    """Set the number of threads of torch, which is imported later: a process whose thread pool has run cannot be forked."""
     os.environ.setdefault("OMP_NUM_THREADS", str(count))
 
 
@@ -102,7 +103,9 @@ def _verify(words: Namespace) -> int:
     from samestep.proof import verify
 
     if words.all == (words.layout is not None) or words.all != (words.devices is not None):
-        raise LayoutError('verify tries one layout, --layout "dp=2 tp=2", or all of a number: --all --devices 4')
+        raise LayoutError(
+            'verify tries one layout, --layout "dp=2 tp=2", or all layouts of N devices, --all --devices 4'
+        )
     given, verdicts = {"steps": words.steps, "precision": words.precision}, []
     try:
         every = (
@@ -149,19 +152,19 @@ def _plan(words: Namespace) -> int:
 
 
 def _check_measurable(words: Namespace, job: jobs.Job) -> None:
-    """Refuse before anything is searched what could not be run afterwards."""
+    """Refuse --measure-top before the search where its layouts could not be run on this machine."""
     if words.hardware not in (None, hardware.OWN):
         raise InputError(
-            f"--measure-top runs on this machine, and --hardware {words.hardware} is another: leave it out"
+            f"--measure-top runs on this machine, and --hardware {words.hardware} is another one: leave --hardware out"
         )
     if job.model.preset is not None:
         raise InputError(
-            f"--measure-top runs steps, and {job.model.source} is a model in numbers only: hf: or your own works"
+            f"--measure-top runs steps, and {job.model.source} has a shape but no code: hf:FAMILY or module:function works"
         )
 
 
 def _say_cautions(words: Namespace, machine: hardware.Hardware, devices: int) -> None:
-    """Say what speaks against hardware that nobody has named."""
+    """Print why the default hardware profile may not describe this machine; a profile that the user names is trusted."""
     for line in hardware.cautions_here(machine, devices) if words.hardware is None else ():
         print(line)
 
@@ -185,10 +188,10 @@ def _case(words: Namespace) -> None:
     given = [flag for flag in ("job", "layout", "set", "hardware", "devices", "program") if getattr(words, flag)]
     if given:
         name = given[0] if given[0] == "job" else f"--{given[0]}"
-        raise InputError(f"--case {words.case} has a job and a layout of its own: leave {name} out")
+        raise InputError(f"--case {words.case} has its own job and layout: leave {name} out")
     wanted = [flag for flag in ("json", "trace", "html") if getattr(words, flag)]
     if wanted and words.case not in cases.RUNS:
-        raise InputError(f"--{wanted[0]} is about one step: of the cases {', '.join(cases.RUNS)} have one")
+        raise InputError(f"--{wanted[0]} writes one step, and only the cases {', '.join(cases.RUNS)} are one step")
     print("\n".join(cases.lines_of(words.case)))
     if wanted:
         _write_prediction(words, cases.RUNS[words.case].predict())
@@ -224,7 +227,7 @@ def _measure(words: Namespace) -> None:
 
     machine = profile.measure(out=words.out, ranks=words.ranks, device=words.device)
     print(profile.as_text(machine))
-    print(f"written: {words.out or hardware.own_path()}; every number has its source there")
+    print(f"written: {words.out or hardware.own_path()}, with the source of every number")
 
 
 def _env(words: Namespace) -> None:
@@ -240,13 +243,13 @@ def _write_json(path: Path | None, data: object) -> None:
 
 def _fail(error: Exception | str, status: int) -> int:
     if sys.stdout.isatty():
-        print("\x1b[?25h", end="", flush=True)  # a worker that was killed has left its live line without a cursor
+        print("\x1b[?25h", end="", flush=True)  # a killed worker may have left the cursor hidden behind its live line
     print(f"samestep: {error}", file=sys.stderr)
     return status
 
 
 def _say_warning(message: Warning | str, category: Any, *_: Any, **__: Any) -> None:
-    """Print a warning as one line; those of libraries under us are for developers."""
+    """Print our own warnings as one line, and none of other categories, which libraries address to developers."""
     if category is UserWarning:
         print(f"samestep: warning: {message}", file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""What a bug report needs to know of a machine: versions of what is installed, and devices."""
+"""The environment for a bug report: versions of Python and of the packages, and the devices of this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PACKAGES = ("samestep", "torch", "numpy", "transformers", "tokenizers", "safete
 
 
 def as_text() -> str:
-    """Write the versions of Python and of the packages that results depend on, and the GPUs."""
+    """Return the versions of Python and of the packages that results depend on, and the GPUs, one line each."""
     gpus = [f"GPU {index} {torch.cuda.get_device_name(index)}" for index in range(torch.cuda.device_count())]
     python = f"python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores"
     return "\n".join([python, *map(_version, _PACKAGES), *gpus])

@@ -65,7 +65,7 @@ def test_a_stop_signal_ends_a_run_with_a_checkpoint(number: signal.Signals, tmp_
     steps = _lines(run)
     assert small.checkpoints(run) == [f"step-{steps:06d}"]
     said, complaints = ((tmp_path / "talk" / name).read_text() for name in ("out", "err"))
-    assert f"stopped after step {steps}; go on with --resume --out {run}" in said
+    assert f"stopped after step {steps}; --resume --out {run} resumes it" in said
     assert f"step {steps:>6}/100000" in said, "the last step is shown"
     assert "sample, after" not in said, "who is asked to stop does not write stories"
     assert "held-out" not in said
@@ -234,7 +234,7 @@ def test_a_folder_that_cannot_be_made_is_said_before_a_worker_starts(
     (tmp_path / "file").touch()
     assert small.train("--ranks", "1", "--out", tmp_path / "file" / "run") == 2
     assert capfd.readouterr().err == (
-        f"samestep: --out {tmp_path}/file/run cannot be made: Not a directory ({tmp_path}/file/run)\n"
+        f"samestep: --out {tmp_path}/file/run cannot be created: Not a directory ({tmp_path}/file/run)\n"
     )
 
 
@@ -274,5 +274,5 @@ def test_memory_that_runs_out_is_told_by_its_parts(
     )
     assert len(rest) == 1
     assert re.match(
-        rf'  ".*" needs {size} as predicted|  no layout of \d ranks needs clearly less: nothing fits; ', rest[0]
+        rf'  ".*" is predicted to need {size}, and|  no layout of \d ranks is predicted to need clearly less', rest[0]
     )

@@ -1,16 +1,32 @@
-"""The documents: tables are what their commands print today, and every example runs."""
+"""The documents: tables are what their commands print today, every example runs, and every name and command exists."""
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from samestep.cli import _parser
 
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "tests" / "README.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+FOLDERS = (ROOT, ROOT / "src" / "samestep")
+"""Paths in a document are below one of these, or below the document's own folder."""
+WRITTEN = {".venv/bin/python", "results/single-gpu.csv"}
+"""Paths that a command writes."""
 
 STATUS = {"planted_bug.py": 1}
 """Examples that end with another status than 0: the proof fails, as it must."""
@@ -32,3 +48,54 @@ def test_tables_are_fresh() -> None:
 @pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_example_runs(example: str) -> None:
     assert "loss" in _run(f"examples/{example}", status=STATUS.get(example, 0))
+
+
+def _quoted(document: Path) -> set[str]:
+    """Return the words of a document that stand in backticks, without its blocks of code."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return {word for quoted in re.findall(r"`([^`\n]+)`", text) for word in quoted.split()}
+
+
+def _named(document: Path, pattern: str) -> list[str]:
+    return sorted(word for word in _quoted(document) if re.fullmatch(pattern, word))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_path_in_a_document_exists(document: Path) -> None:
+    paths = _named(document, r"[\w.-]+(/[\w.-]*)+|[\w-]+\.(py|md)")
+    homes = (*FOLDERS, document.parent)
+    missing = {path for path in paths if not any((home / path).exists() for home in homes)}
+    assert missing <= WRITTEN
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_link_in_a_document_leads_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)", document.read_text(encoding="utf-8"))
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_name_of_the_package_in_a_document_exists(document: Path) -> None:
+    for name in _named(document, r"samestep(\.\w+)+"):
+        found = importlib.import_module("samestep")
+        for part in name.split(".")[1:]:
+            found = getattr(found, part, None) or importlib.import_module(f"{found.__name__}.{part}")
+
+
+def _commands() -> Iterator[str]:
+    for document in DOCUMENTS:
+        for block in re.findall(r"^```$(.*?)^```$", document.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+            yield from re.findall(r"^(?:\.venv/bin/)?samestep \w.*$", block, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", sorted(set(_commands())))
+def test_every_command_in_a_document_is_understood(command: str) -> None:
+    given = _parser().parse_args(shlex.split(command, comments=True)[1:])
+    assert callable(given.verb)
+
+
+def test_the_index_of_techniques_holds_what_the_readme_names() -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").lower()
+    techniques = [technique for technique, _ in importlib.import_module("tables").TECHNIQUES]
+    assert [technique for technique in techniques if technique.lower() not in " ".join(readme.split())] == []

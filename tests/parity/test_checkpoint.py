@@ -238,7 +238,7 @@ def test_a_finished_run_has_nothing_left(run: Path, capfd: pytest.CaptureFixture
     before = small.files_of(run)
     capfd.readouterr()
     assert _resume(run) == 0
-    assert "step 6 was the last: there is nothing left to train" in capfd.readouterr().out
+    assert "step 6 was the last step: nothing is left to train" in capfd.readouterr().out
     after = small.files_of(run)
     assert {name for name in after if after[name] != before.get(name)} <= {
         name for name in after if name.startswith("tensorboard/")
@@ -248,7 +248,7 @@ def test_a_finished_run_has_nothing_left(run: Path, capfd: pytest.CaptureFixture
 def test_the_newest_run_goes_on(run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(run.parent)
     assert small.main("train", "--resume") == 2
-    assert "there is no run below runs/ to go on with; --out names another folder" in capfd.readouterr().err
+    assert "there is no run below runs/ to resume; --out names another folder" in capfd.readouterr().err
     Path("runs").mkdir()
     run.rename("runs/mine")
     assert small.main("train", "--resume") == 0
@@ -353,8 +353,8 @@ def test_what_changes_no_result_may_change(run: Path) -> None:
 @pytest.mark.parametrize(
     ("lose", "says"),
     [
-        (["job.toml"], "holds no run to go on with"),
-        (["checkpoints"], "holds no checkpoint to go on from: another --out starts anew"),
+        (["job.toml"], "holds no run to resume"),
+        (["checkpoints"], "holds no checkpoint to resume from: another --out starts a new run"),
     ],
 )
 def test_where_there_is_nothing_to_resume(
@@ -368,7 +368,10 @@ def test_where_there_is_nothing_to_resume(
 
 def test_a_run_that_would_end_before_its_checkpoint_is_refused(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert _resume(run, "--steps", "3") == 2
-    assert "step-000004 is after step 3, where the run would end; at least 4 works" in capfd.readouterr().err
+    assert (
+        "step-000004 was saved after step 4, and the run would end at step 3: --steps 4 or more works"
+        in capfd.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("left", ["job.toml", "metrics.jsonl", "checkpoints"])
@@ -378,7 +381,7 @@ def test_a_new_run_never_writes_into_an_old_one(left: str, run: Path, capfd: pyt
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     before = small.files_of(run)
     assert small.train("--ranks", "1", "--out", run) == 2
-    assert f"{run} holds a run already: --resume goes on with it" in capfd.readouterr().err
+    assert f"{run} holds a run already: --resume resumes it" in capfd.readouterr().err
     assert small.files_of(run) == before
 
 

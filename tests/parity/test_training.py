@@ -78,8 +78,8 @@ def test_a_run_leaves_its_files(tmp_path: Path, capfd: pytest.CaptureFixture[str
     evaluated = {"train.evaluate_samples": 8, "train.sample_tokens": 12, "checkpoint.every": 2, "checkpoint.keep": 2}
     assert small.train("--layout", "dp=2 zero=1", "--out", out, **evaluated) == 0
     said = capfd.readouterr().out
-    assert "--- sample, before\nThe " in said
-    assert "--- sample, after\nThe " in said
+    assert "--- sample, before training\nThe " in said
+    assert "--- sample, after training\nThe " in said
 
     rows = small.metrics(out, timings=True)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -161,7 +161,7 @@ def test_a_model_with_more_embeddings_than_the_tokenizer_has_tokens_speaks(
     padded = {"model.config.vocab_size": 3000, "train.sample_tokens": 30, "train.steps": 2}
     assert small.train("--ranks", "1", "--out", tmp_path / "run", **padded) == 0
     said = capfd.readouterr().out
-    assert "--- sample, after\nThe " in said
+    assert "--- sample, after training\nThe " in said
     assert "\x1b" not in said, "what the model wrote may not steer the terminal"
 
 

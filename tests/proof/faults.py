@@ -613,7 +613,7 @@ def attention_sees_the_slice_alone(patch: Patch) -> None:
 # -- pipelines -------------------------------------------------------------------------------------
 
 
-@fault(Cause.BORDER, "dp=1 pp=2 microbatch=4", "deep_granite")
+@fault(Cause.BOUNDARY, "dp=1 pp=2 microbatch=4", "deep_granite")
 def the_embedding_scale_is_applied_on_every_stage(patch: Patch) -> None:
     def received(original: Any, self: Any, action: Action, *args: Any) -> Tensor:
         came: Tensor = original(self, action, *args)

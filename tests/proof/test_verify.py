@@ -93,7 +93,7 @@ def test_a_planted_bug_is_found_and_its_mending_proven(capsys, monkeypatch):
     assert example.main() == 1
     said = capsys.readouterr().out
     assert "mean of means" in said
-    assert "of step 1 is the mean over means of micro-batches; right " in said
+    assert "of step 1 is the mean of the micro-batches' means; " in said
     monkeypatch.setattr("sys.argv", ["planted_bug.py", "--mended"])
     assert example.main() == 0
 

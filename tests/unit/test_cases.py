@@ -97,8 +97,8 @@ def test_the_list_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "says"),
     [
         (["--case", "gpt3"], "no case 'gpt3' (did you mean 'gpt3-4096'?)"),
-        (["--case", "llama-65b", "--layout", "dp=2"], "has a job and a layout of its own: leave --layout out"),
-        (["--case", "zero-memory", "--html", "x.html"], "--html is about one step"),
+        (["--case", "llama-65b", "--layout", "dp=2"], "has its own job and layout: leave --layout out"),
+        (["--case", "zero-memory", "--html", "x.html"], "--html writes one step"),
     ],
 )
 def test_mistakes(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

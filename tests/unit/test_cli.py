@@ -50,14 +50,14 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     "ranks": (
         ["--layout", "dp=2 zero=1", "--ranks", "3"],
         {},
-        "layout 'dp=2 zero=1' has 2 ranks, not 3: --ranks 2 works, or a layout whose degrees multiply to 3, as dp=3",
+        "layout 'dp=2 zero=1' has 2 ranks, not 3: --ranks 2 works, and so does a layout whose degrees multiply to 3, such as dp=3",
     ),
     "strategy": (["--layout", "dp=2 accumulate=full"], {}, "use zero=2 or zero=3 with it, not zero=0"),
     "ranks zero": (["--ranks", "0"], {}, "argument --ranks: 0 is not a whole number of at least 1"),
     "ranks text": (["--ranks", "two"], {}, "argument --ranks: two is not a whole number of at least 1"),
     "flag": (["--layuot", "dp=2"], {}, "unknown argument --layuot (did you mean '--layout'?); see samestep train --help"),
     "half a flag": (["--lay", "dp=2"], {}, "unknown argument --lay"),
-    "steps": (["--steps", "7"], {}, "--steps 7 is beyond train.steps = 6, where the learning rate ends: --set train.ste"),
+    "steps": (["--steps", "7"], {}, "--steps 7 is beyond train.steps = 6, where the learning-rate schedule ends: --set"),
     "job file": (["nope.toml"], {}, "no job file at nope.toml"),
     "setting": (["--set", "train.steps"], {}, "--set train.steps: write key=value, as in --set train.steps=50"),
     "key": ([], {"train.stepz": 3}, "train.stepz: unknown key (did you mean 'steps'?)"),
@@ -81,7 +81,7 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     "vocabulary": (
         [],
         {"model.config.vocab_size": 100},
-        "the tokenizer has tokens up to 255, but model.config.vocab_size = 100; 256 works",
+        "the tokenizer has token ids up to 255, but model.config.vocab_size = 100; vocab_size = 256 works",
     ),
     "positions": (
         [],
@@ -97,8 +97,8 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     ),
     "loss": ([], {"train.loss": "cross_entrpy"}, "(did you mean 'cross_entropy'?)"),
     "device": ([], {"run.device": "gpu"}, "run.device: input should be 'auto', 'cpu' or 'cuda', got 'gpu'"),
-    "resume nothing": (["--resume"], {}, "there is no run below runs/ to go on with; --out names another folder"),
-    "resume nowhere": (["--resume", "--out", "nowhere"], {}, "nowhere holds no run to go on with"),
+    "resume nothing": (["--resume"], {}, "there is no run below runs/ to resume; --out names another folder"),
+    "resume nowhere": (["--resume", "--out", "nowhere"], {}, "nowhere holds no run to resume"),
 }  # fmt: skip
 
 
@@ -195,7 +195,9 @@ def _warnings_of(*words: str, monkeypatch: pytest.MonkeyPatch, cores: int, **cha
 
 def test_what_has_no_effect_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = _warnings_of("--layout", "dp=2 offload", monkeypatch=monkeypatch, cores=8)
-    assert found == ["offload moves optimizer state to the host, where a CPU has it already: it saves nothing"]
+    assert found == [
+        "offload moves the optimizer's state to the host; on a CPU it is there already, so nothing is saved"
+    ]
 
 
 def test_more_threads_than_cores_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -523,7 +523,7 @@ def test_data_that_is_too_short_says_what_would_work(tmp_path):
     [
         (b'{"text": "a"', r"d\.jsonl:3: not JSON: .* at column"),
         (b'{"text": "\xff"}', r"d\.jsonl:3: not UTF-8"),
-        (b"[1]", r'd\.jsonl:3: a line is an object as \{"text": "\.\.\."\}, got list'),
+        (b"[1]", r'd\.jsonl:3: a line must be an object such as \{"text": "\.\.\."\}, not list'),
         (b'{"texts": "a"}', r"d\.jsonl:3: neither 'text' nor 'messages' \(did you mean 'texts'\?\); it has 'texts'"),
         (b'{"text": 3}', r"d\.jsonl:3: 'text' is int, not text"),
         (b'{"messages": []}', r"d\.jsonl:3: messages is not a list of messages"),

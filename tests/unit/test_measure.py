@@ -193,7 +193,7 @@ def test_auto_trains_in_the_layout_that_plan_finds(capfd: pytest.CaptureFixture[
     assert small.train("--layout", "auto", "--ranks", "2", "--out", "run", train__steps=2) == 0
     said = capfd.readouterr().out.splitlines()[0]
     found = re.match(
-        r'layout "(.+)", the fastest of \d+ on 2 devices of cpu-laptop: \S+ s a step predicted, bound by ', said
+        r'layout "(.+)", the fastest of \d+ on 2 devices of cpu-laptop: predicted \S+ s a step, bound by ', said
     )
     assert found
     assert Path("run/layout.txt").read_text() == found[1] + "\n"
@@ -213,4 +213,4 @@ def test_auto_says_when_nothing_fits(monkeypatch: pytest.MonkeyPatch, capfd: pyt
     tiny = search.replace(load("cpu-laptop"), memory_bytes=1000)
     monkeypatch.setattr(hardware, "own_or", lambda _: tiny)
     assert small.train("--layout", "auto", "--ranks", "2") == 2
-    assert "--layout auto found none for 2 ranks: nothing fits" in capfd.readouterr().err
+    assert "--layout auto found no layout for 2 ranks: nothing fits" in capfd.readouterr().err

@@ -64,7 +64,7 @@ def test_the_best_are_run_and_the_own_profile_is_written(
     ("words", "says"),
     [
         (["--hardware", "h100x8"], "--measure-top runs on this machine, and --hardware h100x8 is another"),
-        (["--set", "model.source=preset:gpt2"], "preset:gpt2 is a model in numbers only"),
+        (["--set", "model.source=preset:gpt2"], "preset:gpt2 has a shape but no code"),
     ],
 )
 def test_what_cannot_be_run_is_refused_first(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,9 +102,9 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "measure into nowhere": (lambda: samestep.measure(out="nope/here.toml"), "there is no folder nope"),
     "train where": (lambda: samestep.train(Job(), layout="dp=0"), "dp_replicate=0: a degree is at least 1"),
     "train too long": (lambda: samestep.train(Job(), steps=101, ranks=1), "--steps 101 is beyond train.steps = 100"),
-    "train on": (lambda: samestep.train(Job(), ranks=1, resume=True), "there is no run below runs/ to go on with"),
+    "train on": (lambda: samestep.train(Job(), ranks=1, resume=True), "there is no run below runs/ to resume"),
     "verify where": (lambda: samestep.verify(Job(), layout="dp=two"), "dp=two is not a whole number"),
-    "verify too few steps": (lambda: samestep.verify(Job(), layout="dp=2", steps=1), "steps=2 is the least that proves"),
+    "verify too few steps": (lambda: samestep.verify(Job(), layout="dp=2", steps=1), "steps=2 or more works"),
 }  # fmt: skip
 
 

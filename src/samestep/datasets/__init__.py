@@ -1,11 +1,11 @@
-"""The data: the samples of step k are a function of (seed, k) alone, in every layout and after any resume.
+"""Datasets and batches: the samples of step k are a function of (seed, k) alone, in every layout and after any resume.
 
 ```
 open_dataset(job) ── map-style dataset ──► batches(dataset, job) ── indices of each step ──► shares(...) of one rank
                                                                                                 │
                                    tensors with the batch dimension first ◄── read_samples(dataset, share)
 ```
-There is no iterator state: to resume, ask `batches` for another first step. Nothing here knows of ranks or devices.
+There is no iterator state: to resume, `batches` takes another first step. Nothing here depends on process groups or devices.
 """
 
 from samestep.datasets.batch import Batch, Dataset, batches, read_samples, shares

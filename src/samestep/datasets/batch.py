@@ -18,14 +18,14 @@ from samestep.job import Job
 
 
 class Dataset(Protocol):
-    """A map-style dataset: sample i, the same at every call.
+    """A map-style dataset: an index gives a sample, the same one at every call.
 
-    One that also has `read(indices) -> dict of tensors or tuple of tensors`, the batch dimension first, is read a
-    micro-batch at a time.
+    A dataset that also has a method `read(indices)`, which returns a dict or tuple of tensors with the batch dimension
+    first, is read one micro-batch at a time.
     """
 
     def __len__(self) -> int:
-        """Count the samples."""
+        """Return the number of samples."""
         ...
 
     def __getitem__(self, index: int, /) -> Any:
@@ -35,18 +35,24 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The global batch of one step, not read yet: every rank reads only its own shares of `indices`."""
+    """The global batch of one step as sample indices; every rank reads only its own shares of them."""
 
     step: int
+    """The step's index, counted from 0."""
     indices: Integers
+    """The dataset indices of the global batch, in order."""
     dataset: Dataset
 
     def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[Integers]:
-        """Return the sample indices of each micro-batch of one rank."""
+        """Return the sample indices of each micro-batch of one data rank."""
         return shares(self.indices, rank, num_ranks, num_microbatches)
 
     def samples(self, indices: npt.NDArray[np.int64] | Sequence[int]) -> dict[str, Tensor] | tuple[Tensor, ...]:
-        """Read samples into tensors with the batch dimension first."""
+        """Return the samples of the given dataset indices as tensors with the batch dimension first.
+
+        Raises:
+            DataError: the samples cannot be stacked into tensors.
+        """
         return read_samples(self.dataset, indices)
 
 
@@ -67,9 +73,9 @@ def batches(dataset: Dataset, job: Job, first_step: int = 0) -> Iterator[Batch]:
 
 
 def shares(indices: npt.NDArray[np.int64], rank: int, num_ranks: int, num_microbatches: int) -> list[Integers]:
-    """Return the micro-batches of one rank: its contiguous part of the batch, cut into contiguous parts.
+    """Return the sample indices of each micro-batch of one data rank: its contiguous part of the batch, cut again.
 
-    Sizes differ by at most one, the larger first; a part is empty where there are more parts than samples.
+    Sizes differ by at most one, the larger parts first; parts are empty where there are more parts than samples.
     """
     assert 0 <= rank < num_ranks, f"rank {rank} of {num_ranks}"
     assert num_microbatches >= 1, f"{num_microbatches} micro-batches"
@@ -79,9 +85,9 @@ def shares(indices: npt.NDArray[np.int64], rank: int, num_ranks: int, num_microb
 def read_samples(
     dataset: Dataset, indices: npt.NDArray[np.int64] | Sequence[int]
 ) -> dict[str, Tensor] | tuple[Tensor, ...]:
-    """Read samples into tensors with the batch dimension first: `dataset.read`, or else torch's default_collate.
+    """Return samples as tensors with the batch dimension first, by `dataset.read` or else torch's `default_collate`.
 
-    No index gives tensors with no rows, of the shapes and dtypes that sample 0 has.
+    Without indices the tensors have no rows, and the other dimensions and dtypes of sample 0.
 
     Raises:
         DataError: the samples cannot be stacked into tensors.

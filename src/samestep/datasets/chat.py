@@ -1,8 +1,8 @@
-"""A conversation as tokens, of which only the assistant's are counted in the loss.
+"""Conversations as tokens, of which only the assistant's are counted in the loss.
 
-A tokenizer with a chat template writes the conversation its own way. Which part is the assistant's is found by
-writing it up to each reply and with it: what the reply adds is counted, its end-of-turn token too. A template that
-writes earlier turns differently once later ones follow cannot be read so, and is refused. Without a template:
+A tokenizer with a chat template writes the conversation in its own format. The assistant's part is found by writing the
+conversation up to each reply and then with it: the text that the reply adds is counted, with its end-of-turn token. A
+template that writes earlier turns differently when later ones follow is refused. Without a template the format is
 
     <|user|>
     What is 2 + 2?
@@ -18,14 +18,14 @@ from samestep.datasets.tokenizers import Messages, Tokenizer
 from samestep.errors import DataError
 
 Counted = list[tuple[list[int], bool]]
-"""Runs of tokens, and whether each is counted."""
+"""Consecutive runs of token ids, each with whether its tokens are counted in the loss."""
 
 
 def chat_tokens(messages: Any, tokenizer: Tokenizer) -> Counted:
-    """Return the tokens of a conversation in runs.
+    """Return the tokens of a conversation as runs that are counted or not.
 
     Raises:
-        DataError: the messages are not a conversation with a reply, or the template cannot be read.
+        DataError: the messages are not a conversation with a reply, or the template rewrites earlier turns.
     """
     conversation = _checked(messages)
     if tokenizer.render_chat(conversation, False) is None:
@@ -36,7 +36,7 @@ def chat_tokens(messages: Any, tokenizer: Tokenizer) -> Counted:
 
 
 def _checked(messages: Any) -> Messages:
-    """Return the messages if each has a role and a content, and one is the assistant's."""
+    """Return the messages, and refuse them unless each has a role and a content and one is the assistant's."""
     right = 'a list of {"role": "user", "content": "text"} works'
     if not isinstance(messages, list) or not messages:
         raise DataError(f"messages is not a list of messages; {right}")
@@ -44,12 +44,14 @@ def _checked(messages: Any) -> Messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise DataError(f"message {number} has no role and content that are text; {right}")
     if all(message["role"] != "assistant" for message in messages):
-        raise DataError('no message has the role "assistant", so nothing would be learned; give one or leave it out')
+        raise DataError(
+            'no message has the role "assistant", so nothing would be learned; add a reply, or leave the conversation out'
+        )
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
 def _plain(messages: Messages, tokenizer: Tokenizer) -> Counted:
-    """Write the conversation in the format at the head of this file."""
+    """Return the runs of a conversation in the format that the head of this file shows."""
     newline = tokenizer.encode("\n")
     end = newline if tokenizer.end_id is None else [tokenizer.end_id]
     runs: Counted = []
@@ -61,7 +63,7 @@ def _plain(messages: Messages, tokenizer: Tokenizer) -> Counted:
 
 
 def _pieces(messages: Messages, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """Cut what the template writes into the assistant's pieces and the rest."""
+    """Return the text that the chat template writes in pieces, each with whether it is the assistant's."""
     pieces: list[tuple[str, bool]] = []
     written = ""
     for number, message in enumerate(messages):
@@ -81,6 +83,6 @@ def _added(written: str, longer: str) -> str:
     if not longer.startswith(written):
         raise DataError(
             "the tokenizer's chat template writes earlier messages differently when others follow, so the "
-            "assistant's part cannot be told; conversations of one reply, or a folder without the template, work"
+            "assistant's part cannot be found; conversations of one reply, or a folder without the template, work"
         )
     return longer[len(written) :]

@@ -1,4 +1,4 @@
-"""Documents packed one after another into samples of equal length, none of which sees another.
+"""Documents packed one after another into samples of equal length, with attention only within a document.
 
 `jsonl:PATH` is a file, or a folder of `*.jsonl` files, with one JSON object a line; `hf:PATH` is a folder that
 Hugging Face's `Dataset.save_to_disk` wrote (of a `DatasetDict` its split `train`). A line or row is either of
@@ -6,16 +6,16 @@ Hugging Face's `Dataset.save_to_disk` wrote (of a `DatasetDict` its split `train
     {"text": "..."}                                                       `data.text_field` names the key
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}     see `chat.py`
 
-The documents d become one stream, cut every T tokens into samples; what is left over at its end is dropped:
+The documents d become one stream, which is cut every T tokens into samples; an incomplete last sample is dropped:
 
-    input_ids      d0 d0 d0 d0 | d0 d1 d1 d2        a document goes on in the next sample, without its beginning
-    position_ids    0  1  2  3 |  0  0  1  0        and restart with every document and every sample
-    labels         d0 d0 d0 d0 |  e d1  e d2        the next token of the same document; at its last one the end id e,
-                                                    or -100, "not counted", if the tokenizer has none
+    input_ids      d0 d0 d0 d0 | d0 d1 d1 d2        a document may continue in the next sample, without its beginning
+    position_ids    0  1  2  3 |  0  0  1  0        positions restart with every document and every sample
+    labels         d0 d0 d0 d0 |  e d1  e d2        the next token of the same document; at its last token the end id e,
+                                                    or -100 (not counted) if the tokenizer has no end id
 
-Given position_ids and no attention_mask and no cache, transformers (from version 5) bounds attention by document: it
-begins a new one wherever positions do not rise by one (`masking_utils.find_packed_sequence_indices`). For recurrent
-or convolutional layers that does not hold. The end id itself is never an input.
+Given position_ids but neither attention_mask nor cache, transformers (from version 5) restricts attention to a document: it
+starts a new one wherever positions do not rise by one (`masking_utils.find_packed_sequence_indices`). Recurrent and
+convolutional layers are not restricted. The end id itself is never an input.
 """
 
 from __future__ import annotations
@@ -38,20 +38,22 @@ from samestep.errors import DataError, did_you_mean
 from samestep.job import DataTable
 
 NOT_COUNTED = -100
+"""The label of a token that the loss does not count."""
 
 Row = tuple[str, Any]
-"""Where a document stands, for errors, and the object itself."""
+"""The file and line of a document, for errors, and the object itself."""
 
 
 @dataclass(frozen=True, eq=False)
 class PackedDocuments:
-    """Samples of packed documents."""
+    """A dataset of packed documents, with samples of `sequence_length` tokens."""
 
     tokens: npt.NDArray[np.int64]
+    """The tokens of all documents, one after another."""
     labels: npt.NDArray[np.int64]
-    """For each token the one it predicts, or -100."""
+    """The label of each token: the next token of its document, or -100."""
     starts: npt.NDArray[np.int64]
-    """Where each document begins among the tokens."""
+    """The index in `tokens` at which each document begins."""
     sequence_length: int
 
     def __len__(self) -> int:
@@ -75,10 +77,10 @@ class PackedDocuments:
 
 
 def packed_part(rows: Sequence[Row], tokenizer: Tokenizer, data: DataTable, split: Split) -> PackedDocuments:
-    """Tokenise and pack the documents of one part; parts are cut between documents.
+    """Return the packed documents of one part of the data; the parts are split between documents.
 
     Raises:
-        DataError: a document cannot be read, or all of them are too short for one sample.
+        DataError: a document cannot be read, or all of them together are too short for one sample.
     """
     part = part_of(len(rows), data.held_out, split)
     documents = list(_documents((rows[index] for index in part), tokenizer, data.text_field))
@@ -101,7 +103,7 @@ def packed_part(rows: Sequence[Row], tokenizer: Tokenizer, data: DataTable, spli
 
 
 def jsonl_rows(path: str) -> list[Row]:
-    """Read the lines of a file, or of a folder's `*.jsonl` files by their names; blank lines are left out.
+    """Return the lines of a file, or of a folder's `*.jsonl` files in the order of their names, without blank lines.
 
     Raises:
         DataError: nothing is there, or a line is not JSON.
@@ -119,7 +121,7 @@ def jsonl_rows(path: str) -> list[Row]:
 
 @dataclass(frozen=True, eq=False)
 class HfRows(Sequence[Row]):
-    """The rows of a Hugging Face dataset; only those asked for are read."""
+    """The rows of a Hugging Face dataset, read one by one when they are asked for."""
 
     path: str
     dataset: Any
@@ -132,7 +134,7 @@ class HfRows(Sequence[Row]):
 
 
 def hf_rows(path: str) -> HfRows:
-    """Open a folder that `save_to_disk` wrote.
+    """Return the rows of a folder that `Dataset.save_to_disk` wrote.
 
     Raises:
         DataError: the library is missing, or the folder holds no such dataset.
@@ -168,7 +170,7 @@ def _parsed(line: bytes, where: str) -> Any:
 
 
 def _documents(rows: Iterable[Row], tokenizer: Tokenizer, text_field: str) -> Iterator[tuple[Any, Any]]:
-    """Yield the tokens and labels of each document that has any."""
+    """Yield the tokens and labels of each document that is not empty."""
     for where, row in rows:
         try:
             runs = _runs(row, tokenizer, text_field)
@@ -180,9 +182,9 @@ def _documents(rows: Iterable[Row], tokenizer: Tokenizer, text_field: str) -> It
 
 
 def _runs(row: Any, tokenizer: Tokenizer, text_field: str) -> Counted:
-    """Return the tokens of one document in runs that are counted or not."""
+    """Return the tokens of one document as runs that are counted or not."""
     if not isinstance(row, Mapping):
-        raise DataError(f'a line is an object as {{"{text_field}": "..."}}, got {type(row).__name__}')
+        raise DataError(f'a line must be an object such as {{"{text_field}": "..."}}, not {type(row).__name__}')
     if isinstance(row.get(text_field), str):
         end = [] if tokenizer.end_id is None else [tokenizer.end_id]
         return [(tokenizer.encode(row[text_field]), True), (end, True)]
@@ -196,7 +198,7 @@ def _runs(row: Any, tokenizer: Tokenizer, text_field: str) -> Counted:
 
 
 def _labelled(runs: Counted, tokenizer: Tokenizer) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return a document's inputs, and for each the token it predicts."""
+    """Return a document's input tokens, and the label of each."""
     begin, end = tokenizer.begin_id, tokenizer.end_id
     ids = [token for run, _ in runs for token in run]
     counted = [token if kept else NOT_COUNTED for run, kept in runs for token in run]

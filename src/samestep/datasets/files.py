@@ -1,4 +1,4 @@
-"""The files a data source names: found in one fixed order, read as text, missed with the nearest name."""
+"""Files of a data source: listed in one fixed order, read as text, and refused with the nearest name if missing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from samestep.errors import DataError, did_you_mean
 
 
 def existing(path: str, source: str) -> Path:
-    """Return the path if something is there.
+    """Return the path of an existing file or folder.
 
     Raises:
-        DataError: nothing is there; names what is near.
+        DataError: there is none; the text names the nearest names in that folder.
     """
     place = Path(path).expanduser()
     if path and place.exists():
@@ -28,7 +28,7 @@ def existing(path: str, source: str) -> Path:
 
 
 def files_at(place: Path, source: str, pattern: str = "*") -> list[Path]:
-    """Return the file, or the folder's files below it in the order of their names; hidden ones are left out.
+    """Return the file itself, or all files below a folder in the order of their names, without hidden ones.
 
     Raises:
         DataError: the folder holds no such file.
@@ -44,14 +44,14 @@ def files_at(place: Path, source: str, pattern: str = "*") -> list[Path]:
 
 
 def sorted_files(folder: Path, pattern: str) -> list[Path]:
-    """Return the files below a folder in the order of their relative names, which is the same on every machine."""
+    """Return the files below a folder that match a pattern, in the order of their relative names on every machine."""
     return sorted(
         (file for file in folder.rglob(pattern) if file.is_file()), key=lambda file: file.relative_to(folder).parts
     )
 
 
 def read_texts(paths: Iterable[Path]) -> Iterator[str]:
-    """Yield each file's text.
+    """Yield the text of each file.
 
     Raises:
         DataError: a file is not UTF-8.

@@ -1,6 +1,6 @@
-"""A dataset of the user's own: `module:function`, a function without arguments that returns a map-style dataset.
+"""The user's own dataset: `module:function` names a function without arguments that returns a map-style dataset.
 
-The module is looked for in the working directory too. Samples are whatever torch's default_collate stacks: dicts or
+The module is also searched in the working directory. Samples may be whatever torch's `default_collate` stacks: dicts or
 tuples of tensors, arrays and numbers.
 """
 
@@ -24,7 +24,7 @@ from samestep.job import DataTable
 
 @dataclass(frozen=True, eq=False)
 class DatasetSlice:
-    """A run of samples of another dataset."""
+    """A contiguous range of the samples of another dataset."""
 
     dataset: Dataset
     part: range
@@ -38,15 +38,15 @@ class DatasetSlice:
         return self.dataset[self.part[index]]
 
     def read(self, indices: npt.NDArray[np.int64]) -> dict[str, Tensor] | tuple[Tensor, ...]:
-        """Read samples as the whole dataset does."""
+        """Return samples as tensors with the batch dimension first."""
         return read_samples(self.dataset, indices + self.part.start)
 
 
 def function_part(data: DataTable, split: Split) -> DatasetSlice:
-    """Call the user's function, and return one part of its dataset.
+    """Return one part of the dataset that the user's function returns.
 
     Raises:
-        DataError: there is no such function, or what it returns is no map-style dataset.
+        DataError: there is no such function, or it returns no map-style dataset.
     """
     source = data.source
     dataset = _function(source)()
@@ -62,17 +62,17 @@ def function_part(data: DataTable, split: Split) -> DatasetSlice:
 
 
 def _function(source: str) -> Any:
-    """Import the function that `module:function` names."""
+    """Import and return the function that `module:function` names."""
     name, _, attribute = source.partition(":")
     here = os.getcwd()
     if here not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does; it stays, for imports that the function makes later
+        sys.path.insert(0, here)  # as `python -m` does; it stays there for imports that the function makes later
     importlib.invalidate_caches()
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and imports one that is not: its own traceback says more
+            raise  # the module exists but imports one that does not: the traceback shows where
         raise DataError(f"{source}: there is no module {name!r} in {here} or among the installed ones") from None
     function = getattr(module, attribute, None)
     if callable(function):

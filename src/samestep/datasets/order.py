@@ -1,23 +1,23 @@
-"""Which samples step k reads: a function of (seed, k) alone, so that no layout and no resume can change it.
+"""The order of samples: those of step k are a function of (seed, k) alone, so no layout and no resume can change them.
 
 Step k of a job with global batch B takes the positions p = kB .. kB + B - 1 of one endless stream. Position p lies in
 epoch e = p // n of a dataset of n samples, and is the sample
 
     sample(p) = P[seed, e](p mod n)
 
-where P[seed, e] is a pseudo-random bijection of range(n): every epoch holds every sample once, and a batch may span
-epochs. The bijection is computed, never stored, so that a trillion samples cost no memory and no position costs more
-than another. It is a Feistel network (Luby and Rackoff 1988) on numbers of 2b bits, b >= 3 the smallest with 4^b >= n:
+where P[seed, e] is a pseudo-random bijection of range(n): every epoch contains every sample once, and a batch may span
+epochs. The bijection is computed, never stored, so that a trillion samples take no memory and every position takes the same
+time. It is a Feistel network (Luby and Rackoff 1988) on numbers of 2b bits, with b >= 3 the smallest with 4^b >= n:
 
     x = (L, R), b bits each;    each round:  (L, R) <- (R, L xor (F(R, round key) mod 2^b))
 
-A round is undone by running it backwards, whatever F is, so the network is a bijection of range(4^b). Numbers from n
-on are sent through again until they fall below n ("cycle walking", Black and Rogaway 2002), which makes it one of
-range(n); above 16 samples 4^b < 4n, so that takes fewer than four passes on average. F(R, k) = mix(R + k), where mix
-finalises splitmix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators") and the round keys
-are its states from the epoch's key on. This is shuffling, not cryptography.
+A round can be inverted whatever F is, so the network is a bijection of range(4^b). Results of n and above are sent through
+the network again until they are below n ("cycle walking", Black and Rogaway 2002), which makes it a bijection of range(n);
+above 16 samples 4^b < 4n, so this takes fewer than four passes on average. F(R, k) = mix(R + k), where mix is the finaliser
+of splitmix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators") and the round keys are its
+states from the epoch's key on. This is shuffling, not cryptography.
 
-The numbers are part of the contract: a change here changes every run that is resumed. A test holds some of them.
+The order is part of the contract: a change here would change every run that resumes. A test pins some of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Words = npt.NDArray[np.uint64]
 
 NUM_ROUNDS = 8
 LEAST_HALF_BITS = 3
-"""With 2 bits a half some permutations of 4 samples come up 14 % too often, measured; with 3 all come up alike."""
+"""The least b: measured with 2, some permutations of 4 samples are 14 % too frequent; with 3 all are equally frequent."""
 _WORD = 2**64 - 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -48,7 +48,7 @@ def sample_indices(step: int, global_batch: int, length: int, seed: int) -> Inte
 def permuted(positions: npt.NDArray[np.integer], length: int, key: int | _Words) -> Integers:
     """Map positions in range(length) through the bijection of range(length) that belongs to `key`.
 
-    `key` is any integer, or an array of one key for each position.
+    `key` is an integer, or an array with one key for each position.
     """
     positions = np.asarray(positions)
     assert not positions.size or (positions.min() >= 0 and positions.max() < length), f"not in range({length})"
@@ -63,7 +63,7 @@ def permuted(positions: npt.NDArray[np.integer], length: int, key: int | _Words)
 
 
 def _network(numbers: _Words, keys: _Words, half_bits: int) -> _Words:
-    """Send numbers of 2 * half_bits bits through all rounds."""
+    """Map numbers of 2 * half_bits bits through all rounds of the network."""
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = numbers >> shift, numbers & mask
     round_keys = keys
@@ -74,12 +74,12 @@ def _network(numbers: _Words, keys: _Words, half_bits: int) -> _Words:
 
 
 def _mix(words: _Words) -> _Words:
-    """Finalise as splitmix64 does; a bijection of 64-bit words in which every bit depends on every bit."""
+    """Apply splitmix64's finaliser: a bijection of 64-bit words in which every bit depends on every bit."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
 
 
 def _word(number: int) -> _Words:
-    """Return the low 64 bits as an array of one element: array arithmetic wraps in silence, a scalar's warns."""
+    """Return the low 64 bits as an array of one element: arithmetic on arrays wraps silently, on scalars with a warning."""
     return np.array([int(number) & _WORD], dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""The words of `data.source`, and what each opens."""
+"""The data sources that `data.source` may name, and the dataset that each one opens."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from samestep.datasets.tokens import read_token_file, stream_part
 from samestep.errors import DataError, did_you_mean
 from samestep.job import Job
 
-WORDS = {
+SOURCES = {
     "topics": "the reference behind Python's help()",
     "stdlib": "the source code of Python's standard library",
     "text:PATH": "a text file or a folder of them",
-    "tokens:PATH": "a file of tokens",
+    "tokens:PATH": "a file of token ids",
     "jsonl:PATH": "JSON lines with text or messages",
     "hf:PATH": "a Hugging Face dataset saved with save_to_disk",
     "module:function": "a function of yours that returns a map-style dataset",
@@ -26,11 +26,11 @@ WORDS = {
 
 
 def open_dataset(job: Job, split: Split = "train") -> Dataset:
-    """Open one part of the data that `job.data.source` names; the two parts never overlap.
+    """Return one part of the dataset that `job.data.source` names; the two parts never overlap.
 
-    Samples of a source of text are dicts of int64 tensors `input_ids` and `labels`, both [sequence_length], where
-    labels[t] is the token after input_ids[t], or -100 where it is not counted. Documents (`jsonl:`, `hf:`) have
-    `position_ids` too, which keep packed documents apart.
+    Samples of text are dicts of int64 tensors `input_ids` and `labels`, both [sequence_length], where labels[t] is the
+    token after input_ids[t], or -100 where it is not counted. Documents (`jsonl:`, `hf:`) also have `position_ids`, which
+    restart with every document.
 
     Raises:
         DataError: the data is missing, badly formed, or too short for one sample.
@@ -52,8 +52,8 @@ def open_dataset(job: Job, split: Split = "train") -> Dataset:
             return packed_part(hf_rows(rest), open_tokenizer(job), data, split)
     if re.fullmatch(r"[\w.]+:\w+", data.source):
         return function_part(data, split)
-    words = [name.partition(":")[0] for name in WORDS if name != "module:function"]
+    words = [name.partition(":")[0] for name in SOURCES if name != "module:function"]
     raise DataError(
         f"unknown data source {data.source!r}{did_you_mean(word, words)}; the sources are "
-        + "; ".join(f"{name} ({what})" for name, what in WORDS.items())
+        + "; ".join(f"{name} ({about})" for name, about in SOURCES.items())
     )

@@ -1,4 +1,4 @@
-"""Where the data is cut into the part that is trained on and the part at its end that is held out."""
+"""The split of the data into the part that is trained on and the part at its end that is held out."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 
 def part_of(length: int, held_out: float, split: Split) -> range:
-    """Return the positions of `split` among `length` tokens, documents or samples; the two never overlap.
+    """Return the positions of one part among `length` tokens, documents or samples; the two parts never overlap.
 
     Raises:
-        DataError: the split is unknown, or nothing is held out.
+        DataError: there is no such part, or nothing is held out.
     """
     if split not in SPLITS:
         raise DataError(f"no split {split!r}{did_you_mean(split, SPLITS)}; the splits are {' and '.join(SPLITS)}")
@@ -27,5 +27,5 @@ def part_of(length: int, held_out: float, split: Split) -> range:
 
 
 def named(split: Split, source: str) -> str:
-    """Name a part of the data in an error's text."""
+    """Return the name of a part of the data for the text of an error."""
     return f"the {split.replace('_', '-')} part of {source}"

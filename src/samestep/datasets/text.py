@@ -1,8 +1,8 @@
-"""Plain text as one stream of tokens: two corpora that every Python carries, and the user's own files.
+"""Plain text as one stream of tokens: two corpora that come with every Python, and the user's own files.
 
 `topics` is the language reference behind Python's `help()`, 0.5 MB of English and code; `stdlib` is the source code
-of the standard library, some 10 MB. Both differ between versions of Python: name the version with a result. Files and
-topics are joined by a newline; a stream knows no documents (`documents.py` does).
+of the standard library, about 10 MB. Both differ between versions of Python, so a result should name the version. Files
+and topics are joined by a newline and are not kept apart; `documents.py` keeps documents apart.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import numpy.typing as npt
 from samestep.datasets.files import existing, files_at, read_texts, sorted_files
 from samestep.datasets.tokenizers import Tokenizer, encode_array
 
-LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
+EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
 
 
 def topics() -> Iterator[str]:
-    """Yield the topics of Python's help, by their names; the standard library's sources where they are missing."""
+    """Yield the topics of Python's help in the order of their names, or the standard library if this Python has none."""
     try:
         module = importlib.import_module("pydoc_data.topics")
     except ModuleNotFoundError:
@@ -35,16 +35,16 @@ def topics() -> Iterator[str]:
 
 
 def stdlib() -> Iterator[str]:
-    """Yield the source files of the standard library without its tests, by their names."""
+    """Yield the source files of the standard library in the order of their names, without its tests."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted_files(folder, "*.py"):
-        own = path.name.startswith("_sysconfigdata")  # written when Python was built, with this machine's paths
-        if not own and LEFT_OUT.isdisjoint(path.relative_to(folder).parts):
+        own = path.name.startswith("_sysconfigdata")  # written when Python was built; holds this machine's paths
+        if not own and EXCLUDED_FOLDERS.isdisjoint(path.relative_to(folder).parts):
             yield path.read_text(encoding="utf-8", errors="replace")
 
 
 def text_files(path: str) -> Iterator[str]:
-    """Return the texts of a file, or of all files below a folder, by their names.
+    """Return the texts of a file, or of all files below a folder in the order of their names.
 
     Raises:
         DataError: nothing is there, or a file is not UTF-8.
@@ -54,7 +54,7 @@ def text_files(path: str) -> Iterator[str]:
 
 
 def tokens_of(texts: Iterable[str], tokenizer: Tokenizer) -> npt.NDArray[Any]:
-    """Return the tokens of the texts joined by newlines; each is encoded for itself, which bounds the memory."""
+    """Return the tokens of the texts joined by newlines; each text is encoded on its own, which bounds the memory."""
     newline = encode_array(tokenizer, "\n")
     arrays = itertools.chain.from_iterable((newline, encode_array(tokenizer, text)) for text in texts)
     return np.concatenate([newline[:0], *itertools.islice(arrays, 1, None)])

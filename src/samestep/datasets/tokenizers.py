@@ -1,9 +1,9 @@
-"""Text to tokens and back: `bytes`, or a folder that holds a tokenizer.
+"""Tokenizers, from text to token ids and back: `bytes`, or a folder that holds a tokenizer.
 
-A folder is read by the `tokenizers` library from its `tokenizer.json`; without that file by transformers'
-AutoTokenizer, which knows the older formats. Nothing is ever downloaded. The ids that begin and end a document are
-those that `tokenizer_config.json` or `special_tokens_map.json` names as `bos_token` and `eos_token`; a folder that
-names no end may still have one of the usual ones in its vocabulary. `add_bos_token = false` there is obeyed.
+A folder's `tokenizer.json` is read with the `tokenizers` library; a folder without that file is read with transformers'
+AutoTokenizer, which reads the older formats. Nothing is ever downloaded. The ids that begin and end a document are those
+that `tokenizer_config.json` or `special_tokens_map.json` name as `bos_token` and `eos_token`; where no end is named, one of
+the usual end tokens is taken from the vocabulary. `add_bos_token = false` is respected.
 """
 
 from __future__ import annotations
@@ -27,93 +27,94 @@ from samestep.job import Job
 Messages = Sequence[Mapping[str, str]]
 
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+"""The end tokens that are tried where a folder names none."""
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """A tokenizer: text to token ids and back."""
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """The size of the vocabulary: one more than the largest token id."""
         ...
 
     @property
     def begin_id(self) -> int | None:
-        """The id before the first token of a document, where the tokenizer wants one."""
+        """The token id that is put before each document; None if the tokenizer uses none."""
         ...
 
     @property
     def end_id(self) -> int | None:
-        """The id that the last token of a document predicts, if there is one."""
+        """The token id that the last token of a document predicts; None if there is none."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of the text alone; nothing is added before or after it."""
+        """Return the token ids of the text, without special tokens before or after it."""
         ...
 
     def encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of the joined pieces, each with the piece in which its last character lies."""
+        """Return the token ids of the joined pieces; each token is listed under the piece that its last character is in."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text; what is not whole at its ends becomes a replacement character."""
+        """Return the text of token ids; incomplete characters become replacement characters."""
         ...
 
     def render_chat(self, messages: Messages, reply_follows: bool) -> str | None:
-        """Write a conversation by the tokenizer's own chat template; None if it has none.
+        """Return a conversation as the tokenizer's own chat template writes it; None if it has no template.
 
-        `reply_follows` adds what stands before the assistant's words.
+        With `reply_follows` the text ends with the template's prompt for the assistant's reply.
         """
         ...
 
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """One token a byte of UTF-8; byte 0, which text does not hold, ends a document."""
+    """The tokenizer `bytes`: one token for each byte of UTF-8; byte 0, which does not occur in text, ends a document."""
 
     vocab_size: int = 256
     begin_id: int | None = None
     end_id: int | None = 0
 
     def encode(self, text: str) -> list[int]:
-        """Return the bytes."""
+        """Return the UTF-8 bytes of the text."""
         return list(text.encode())
 
     def encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
-        """Return the bytes of each piece."""
+        """Return the UTF-8 bytes of each piece."""
         return [self.encode(piece) for piece in pieces]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of the bytes."""
+        """Return the text of UTF-8 bytes; incomplete characters become replacement characters."""
         return bytes(ids).decode(errors="replace")
 
     def render_chat(self, messages: Messages, reply_follows: bool) -> str | None:
-        """Return None: bytes have no template of their own."""
+        """Return None, since bytes have no chat template."""
         return None
 
 
 @dataclass(frozen=True, eq=False)
 class FileTokenizer:
-    """A folder's `tokenizer.json`."""
+    """A tokenizer read from a folder's `tokenizer.json`."""
 
     folder: Path
     core: Any
-    """The `tokenizers.Tokenizer`."""
+    """The `Tokenizer` of the library `tokenizers`."""
     begin_id: int | None
     end_id: int | None
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest id, which may exceed the number of tokens: vocabularies have holes."""
+        """One more than the largest token id; vocabularies may skip ids, so this can exceed the number of tokens."""
         return max(self.core.get_vocab().values(), default=-1) + 1
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens, without those a post-processor would add."""
+        """Return the token ids of the text, without those that a post-processor would add."""
         return list(self.core.encode(text, add_special_tokens=False).ids)
 
     def encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
-        """Encode the joined text once, as a model will meet it, and share its tokens out by their offsets."""
-        # By its last character, because a token of many vocabularies begins with the blank before its word.
+        """Encode the joined text once, as a model reads it, and assign its tokens to the pieces by their offsets."""
+        # By the last character, because in many vocabularies a token begins with the blank before its word.
         encoding = self.core.encode("".join(pieces), add_special_tokens=False)
         ends = list(itertools.accumulate(len(piece) for piece in pieces))
         ids: list[list[int]] = [[] for _ in pieces]
@@ -122,11 +123,11 @@ class FileTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text, special tokens by their names."""
+        """Return the text of token ids, with special tokens written out."""
         return str(self.core.decode(list(ids), skip_special_tokens=False))
 
     def render_chat(self, messages: Messages, reply_follows: bool) -> str | None:
-        """Write the conversation by the folder's template, which transformers renders."""
+        """Return the conversation as the folder's chat template writes it, rendered by transformers; None without one."""
         has_template = (self.folder / "chat_template.jinja").is_file() or "chat_template" in _settings(self.folder)
         return _render(self._auto, messages, reply_follows) if has_template else None
 
@@ -137,45 +138,45 @@ class FileTokenizer:
 
 @dataclass(frozen=True, eq=False)
 class TransformersTokenizer:
-    """A folder that only transformers can read."""
+    """A tokenizer read by transformers, from a folder without a `tokenizer.json`."""
 
     auto: Any
-    """What `AutoTokenizer.from_pretrained` returned."""
+    """The object that `AutoTokenizer.from_pretrained` returned."""
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """The size of the vocabulary: one more than the largest token id."""
         return max(self.auto.get_vocab().values(), default=-1) + 1
 
     @property
     def begin_id(self) -> int | None:
-        """The id of its bos_token, unless it says add_bos_token = false."""
+        """The token id of `bos_token`; None where the tokenizer sets `add_bos_token = false`."""
         return self.auto.bos_token_id if getattr(self.auto, "add_bos_token", None) is not False else None
 
     @property
     def end_id(self) -> int | None:
-        """The id of its eos_token."""
+        """The token id of `eos_token`."""
         return self.auto.eos_token_id
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of the text alone."""
+        """Return the token ids of the text, without special tokens."""
         return list(self.auto.encode(text, add_special_tokens=False))
 
     def encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
-        """Encode piece by piece: these tokenizers give no offsets."""
+        """Return the token ids of each piece, encoded on its own: these tokenizers give no offsets."""
         return [self.encode(piece) for piece in pieces]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text, special tokens by their names."""
+        """Return the text of token ids, with special tokens written out."""
         return str(self.auto.decode(list(ids), skip_special_tokens=False))
 
     def render_chat(self, messages: Messages, reply_follows: bool) -> str | None:
-        """Write the conversation by the tokenizer's template."""
+        """Return the conversation as the tokenizer's chat template writes it; None without one."""
         return _render(self.auto, messages, reply_follows) if self.auto.chat_template else None
 
 
 def open_tokenizer(job: Job) -> Tokenizer:
-    """Open the tokenizer that `job.data.tokenizer` names: `bytes`, or a folder.
+    """Return the tokenizer that `job.data.tokenizer` names: `bytes`, or a folder.
 
     Raises:
         DataError: there is no such folder, it holds no tokenizer, or a library to read it is missing.
@@ -206,14 +207,14 @@ def open_tokenizer(job: Job) -> Tokenizer:
 
 
 def encode_array(tokenizer: Tokenizer, text: str) -> npt.NDArray[Any]:
-    """Return the tokens in the smallest unsigned dtype that holds the vocabulary."""
+    """Return the token ids of a text as an array of the smallest unsigned dtype that holds the vocabulary."""
     if isinstance(tokenizer, ByteTokenizer):
-        return np.frombuffer(text.encode(), dtype=np.uint8)  # a list of a long text's bytes is 8 times as large
+        return np.frombuffer(text.encode(), dtype=np.uint8)  # a list of the bytes would take 8 times the memory
     return np.array(tokenizer.encode(text), dtype=np.min_scalar_type(max(0, tokenizer.vocab_size - 1)))
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Read what the folder's two small files say of special tokens; the configuration wins."""
+    """Return the special tokens of the folder's two small files; `tokenizer_config.json` takes precedence."""
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = folder / name
@@ -232,7 +233,7 @@ def _special_id(core: Any, token: Any) -> int | None:
 
 
 def _auto_tokenizer(folder: Path) -> Any:
-    """Let transformers read the folder."""
+    """Return the tokenizer that transformers reads from the folder."""
     try:
         from transformers import AutoTokenizer  # noqa: PLC0415 - an extra, and slow to import
     except ModuleNotFoundError:

@@ -1,9 +1,9 @@
-"""One long stream of tokens, cut into samples: from a text, or mapped from a file of tokens without reading it.
+"""A stream of tokens cut into samples: encoded from text, or a file of token ids mapped into memory.
 
-Sample i of a stream with sequence length T is its tokens iT .. iT + T: the first T are `input_ids`, the last T are
-`labels`, so that labels[t] is the token after input_ids[t]. Neighbours share one token, and no token is predicted
-twice. A file of tokens is the bare numbers of `data.dtype` in this machine's byte order, as nanoGPT writes them, or a
-one-dimensional `.npy`, which names its own dtype.
+Sample i of a stream with sequence length T is made of its tokens iT .. iT + T: the first T are `input_ids`, the last T are
+`labels`, so that labels[t] is the token after input_ids[t]. Neighbouring samples share one token, and no token is predicted
+twice. A file of tokens holds plain numbers of `data.dtype` in this machine's byte order, as nanoGPT writes them, or is a
+one-dimensional `.npy` file, which names its own dtype.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from samestep.job import DataTable
 
 @dataclass(frozen=True, eq=False)
 class TokenStream:
-    """Samples of a stream of tokens; `tokens` may be a file mapped into memory."""
+    """A dataset of consecutive samples of a stream of tokens; `tokens` may be a file mapped into memory."""
 
     tokens: npt.NDArray[Any]
     sequence_length: int
@@ -45,7 +45,7 @@ class TokenStream:
 
 
 def stream_part(tokens: npt.NDArray[Any], data: DataTable, split: Split) -> TokenStream:
-    """Return the samples of one part of the stream.
+    """Return the dataset of one part of a stream of tokens.
 
     Raises:
         DataError: the part is too short for one sample.
@@ -62,10 +62,10 @@ def stream_part(tokens: npt.NDArray[Any], data: DataTable, split: Split) -> Toke
 
 
 def read_token_file(path: str, data: DataTable) -> npt.NDArray[Any]:
-    """Map a file of tokens into memory.
+    """Return a file of token ids, mapped into memory.
 
     Raises:
-        DataError: it is missing, empty, or not whole tokens in one dimension.
+        DataError: the file is missing, empty, or not whole numbers in one dimension.
     """
     place = existing(path, "tokens:")
     if place.is_dir():

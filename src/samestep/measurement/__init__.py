@@ -1,1 +1,1 @@
-"""This machine in figures: microbenchmarks, the hardware profile made of them, and steps measured to refit it."""
+"""The verb `measure`: microbenchmarks of this machine, its hardware profile, and measured steps that refit the profile."""

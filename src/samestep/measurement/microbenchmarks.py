@@ -1,23 +1,23 @@
-"""What `measure` measures on every rank at once: the figures of a device and of the links between them.
+"""The microbenchmarks of `measure`, which every rank runs at once: figures of the devices and of the links between them.
 
-All ranks measure at the same time, one a device, since that is how they compute in a training step: on a CPU they share the
-memory, and what one core reaches alone is not what each of two reaches.
+All ranks measure at the same time, one for each device, because they compute at the same time in a training step: on a CPU
+they share the memory, so that two cores are not twice as fast as one.
 
-    products     x^3 for growing x and each dtype
-    memory       a copy of a large buffer, bytes read and written
-    launch       an operation on one element: what the host needs to start it
-    kernel       what the shortest one takes: on a GPU behind a product that keeps the queue full; on a CPU, which is host
-                 and device at once, with all that runs around it in two blocks on a few small tokens, forward and backward
-    attention    causal, forward; of a CPU forward and backward, of small heads
-    elementwise  of a CPU: activation, softmax and norm of what fits in a cache
-    once         of a CPU: AdamW and the gradient's norm of many small weights
-    unit         of a CPU: a tiny block gathered, freed, gathered again and scattered by FSDP2, against its gathers alone
-    sent         all_reduce and all_gather by size; on CPUs behind some compute, from which ranks never come at once
-    beside       products beside an all_reduce, and both alone
+    products     matrix products of x^3 multiplications for growing x, in each dtype
+    copies       a copy of a large buffer, bytes read and written
+    launches     operations on one element: the time in which the host starts one
+    kernels      the shortest operation: on a GPU behind a product that keeps the queue full; on a CPU, which is host and
+                 device at once, as one of all operations of two blocks on a few tokens, forward and backward
+    attention    causal attention, forward; on a CPU forward and backward, with small heads
+    elementwise  CPU only: activation, softmax and norm of data that fits in a cache
+    update       CPU only: AdamW and the gradient norm of many small weights
+    FSDP units   CPU only: tiny blocks that FSDP2 gathers, frees and scatters, minus the collectives alone
+    collectives  all_reduce and all_gather by size; on CPUs after some compute, which ranks never end at the same time
+    overlap      products and an all_reduce, each alone and both at once
 
-A GPU is ours alone: a figure is the best of several. The cores of a CPU are seldom: what else runs on the machine, or on the
-machine below a virtual one, slows them by half for seconds at a time. There all figures are taken in turns, several times,
-and each is the middle one: what a core gives in a step, which has no second try.
+A GPU is used by this process alone: a figure is the best of several tries. The cores of a CPU are seldom ours alone: other
+processes, or other virtual machines, slow them by half for seconds at a time. There all figures are measured in turns, several
+times, and each is the median: the speed that a core has in a training step, which has no second try.
 """
 
 from __future__ import annotations
@@ -47,62 +47,66 @@ DTYPES = {
     "float16": torch.float16,
 }
 EDGES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
-"""Of the cubes that are multiplied."""
+"""The sizes x of the products of x^3 multiplications."""
 COPIED_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
 MESSAGES = {
     "cpu": (2**10, 2**14, 2**18, 2**21, 2**24, 2**26),
     "cuda": (2**10, 2**14, 2**18, 2**22, 2**25, 2**28),
 }
-"""Bytes of what is sent."""
+"""The sizes in bytes of the buffers of collectives."""
 TURNS = {"cpu": 4, "cuda": 1}
-"""How many times all figures are taken, one after the other."""
+"""The number of times that all figures are measured, one after the other."""
 ENOUGH_S = {"cpu": 0.1, "cuda": 0.5}
-"""A figure is repeated for about so long in each turn."""
+"""The seconds for which one figure is repeated in each turn, approximately."""
 _TOO_LONG_S = 0.5
-"""A larger product is left out that would take more."""
-_CACHED = (512, 512)  # of float32: one MiB
-SMALL = 50  # weights of 64 elements
-TINY = 200  # operations on one element, one after the other
-UNITS = 4  # blocks that FSDP2 gathers and scatters
-WIDTH = 16  # of the blocks in which operations are counted and timed
-_BETWEEN_S = 4e-3  # of compute between two collectives
+"""A product that would take longer than this is left out."""
+_CACHED = (512, 512)  # the shape of float32 data that fits in a cache: one MiB
+SMALL = 50  # the number of weights of 64 elements in the benchmark of an update
+TINY = 200  # the number of operations on one element, one after the other
+UNITS = 4  # the number of blocks that FSDP2 gathers and scatters
+WIDTH = 16  # the width of the blocks in which operations are counted and timed
+_BETWEEN_S = 4e-3  # the seconds of compute before each collective
 _FULL_QUEUE_EDGE = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a device says of itself."""
+    """The properties of a device that its driver reports."""
 
     name: str
     memory_bytes: int
     num_units: int
+    """The number of multiprocessors of a GPU; 0 on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one rank has measured; seconds, bytes and FLOPs a second."""
+    """The figures that one rank has measured, in seconds, bytes a second and FLOPs a second."""
 
     products: dict[str, dict[int, float]]
-    """FLOP/s by dtype and edge."""
+    """FLOP/s of matrix products, by dtype and size of the matrices."""
     copied_bytes_per_s: float
+    """Bytes read and written by a large copy."""
     kernel_launch_s: float
+    """Time in which the host starts one operation."""
     kernel_s: float
+    """Time of the shortest operation."""
     attention_flops_per_s: float
-    """Of a fused causal attention, its masked half left out; of a CPU forward and backward."""
+    """FLOP/s of a fused causal attention without its masked half: forward, on a CPU forward and backward."""
     elementwise_bytes_per_s: float = 0.0
-    """What elementwise operations read and write."""
+    """Bytes read and written by elementwise operations in a cache; CPU only."""
     host_step_s: float = 0.0
-    """What an update takes, however small."""
+    """Time of the smallest optimizer update with its gradient norm; CPU only."""
     fsdp_unit_s: float = 0.0
-    """What is around a gather or a scatter of FSDP2."""
+    """Time that FSDP2 adds to one gather or scatter; CPU only."""
     sent: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Seconds by collective and bytes of the whole buffer."""
+    """Seconds of a collective, by its kind and the bytes of the whole buffer."""
     beside_s: Sequence[float] = ()
-    """Products alone, all_reduce alone, both beside each other."""
+    """Seconds of products alone, of an all_reduce alone, and of both at once."""
 
 
 def device_of(place: RankInfo) -> Device:
-    """Ask the device; those of a CPU share the machine's memory."""
+    """Return the properties of a rank's device; ranks on a CPU share the machine's memory in equal parts."""
     if place.device.type == "cuda":
         properties = torch.cuda.get_device_properties(place.device)
         return Device(properties.name, int(torch.cuda.mem_get_info(place.device)[1]), properties.multi_processor_count)
@@ -110,12 +114,15 @@ def device_of(place: RankInfo) -> Device:
 
 
 def measured(place: RankInfo) -> Figures:
-    """Measure with all ranks at once; collective."""
+    """Measure this rank's figures while all other ranks measure theirs.
+
+    Collective over the world: every rank must call it; if one does not, the others wait for it in the first collective.
+    """
     return _middle([_turn(place) for _ in range(TURNS[place.device.type])])
 
 
 def _turn(place: RankInfo) -> Figures:
-    """Take all figures once."""
+    """Measure all figures once."""
     many = place.world_size > 1
     one = torch.zeros(1, device=place.device)
 
@@ -143,7 +150,7 @@ def _turn(place: RankInfo) -> Figures:
 
 
 def _middle(turns: Sequence[Figures]) -> Figures:
-    """Return the middle one of each figure."""
+    """Return the median of each figure over the turns."""
     first, middle = turns[0], statistics.median
     numbers = (one.name for one in fields(Figures) if one.type == "float")
     return Figures(
@@ -161,17 +168,17 @@ def _middle(turns: Sequence[Figures]) -> Figures:
 
 
 def _taken_s(work: Callable[[], Any], place: RankInfo, *, waits: bool = True, collective: bool = False) -> float:
-    """Time `work` many times on all ranks at once: the best of a GPU, the middle one of a CPU.
+    """Time `work` many times on all ranks at once; return the least seconds on a GPU, the median on a CPU.
 
     Args:
-        work: what is timed.
-        place: where.
-        waits: until the device has done it, not only until it was started.
-        collective: every rank must do it equally often; rank 0 says how often.
+        work: the function to time.
+        place: the rank and its device.
+        waits: whether to time until a GPU has finished the work, and not only until it was started.
+        collective: whether every rank must call `work` equally often; rank 0 then decides how often.
     """
     on_gpu = place.device.type == "cuda"
 
-    def once() -> float:
+    def timed_s() -> float:
         if on_gpu:
             torch.cuda.synchronize()
         start_s = time.perf_counter()
@@ -180,26 +187,26 @@ def _taken_s(work: Callable[[], Any], place: RankInfo, *, waits: bool = True, co
             torch.cuda.synchronize()
         return time.perf_counter() - start_s
 
-    count = _tries(once, place, collective=collective)
-    return (min if on_gpu else statistics.median)([once() for _ in range(count)])
+    count = _tries(timed_s, place, collective=collective)
+    return (min if on_gpu else statistics.median)([timed_s() for _ in range(count)])
 
 
 def _tries(once: Callable[[], float], place: RankInfo, *, collective: bool) -> int:
-    """Return how often something is done for `ENOUGH_S`; much is made at the first use, which is not counted."""
+    """Return the number of tries that take `ENOUGH_S` together; the first call, which sets things up, is not counted."""
     once()
     count = max(3, min(50, int(ENOUGH_S[place.device.type] / max(min(once() for _ in range(3)), 1e-6))))
     return _agreed(count, place) if collective else count
 
 
 def _agreed(count: int, place: RankInfo) -> int:
-    """Return rank 0's, on every rank."""
-    told = torch.tensor([count], device=place.device)
-    dist.broadcast(told, src=0)
-    return int(told.item())
+    """Return rank 0's count on every rank; every rank must call it."""
+    agreed = torch.tensor([count], device=place.device)
+    dist.broadcast(agreed, src=0)
+    return int(agreed.item())
 
 
 def _products(dtype: torch.dtype, edges: tuple[int, ...], place: RankInfo) -> dict[int, float]:
-    """Return FLOP/s by edge; a larger product is left out where it would take too long."""
+    """Return the FLOP/s of products by size; sizes that would take longer than `_TOO_LONG_S` are left out."""
     found: dict[int, float] = {}
     for edge in edges:
         if found and 2 * edge**3 / max(found.values()) > _TOO_LONG_S:
@@ -217,7 +224,7 @@ def _copied_bytes_per_s(place: RankInfo) -> float:
 
 
 def _kernel_s(tiny: Callable[[], None], device: torch.device) -> float:
-    """Return what the shortest kernels take one after the other: the host is ahead, behind a long product."""
+    """Return the seconds of the shortest kernel in a row of them, queued behind a long product so that the host is ahead."""
     a = torch.ones(_FULL_QUEUE_EDGE, _FULL_QUEUE_EDGE, device=device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     found: list[float] = []
@@ -233,7 +240,7 @@ def _kernel_s(tiny: Callable[[], None], device: torch.device) -> float:
 
 
 class _MeasuredBlock(nn.Module):
-    """A block as models write it: what surrounds operations on a CPU takes as long as small ones do."""
+    """A transformer block, for timing operations on a CPU, where Python around small operations takes as long as they do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +260,7 @@ class _MeasuredBlock(nn.Module):
 
 
 def _in_blocks_s(place: RankInfo) -> float:
-    """Return what an operation takes of blocks whose arithmetic takes nothing, its backward counted as `cost` counts it."""
+    """Return the seconds of one operation in blocks with hardly any arithmetic; backwards are counted as `cost` counts them."""
     with torch.device("meta"):
         counted = nn.Sequential(_MeasuredBlock(), _MeasuredBlock())
     x = torch.randn(1, 4, WIDTH)
@@ -267,7 +274,7 @@ def _in_blocks_s(place: RankInfo) -> float:
 
 
 def _small_attention_flops_per_s(place: RankInfo) -> float:
-    """Time a causal attention of 4 heads of 32 over 128 tokens, forward and backward, as `cost` counts both."""
+    """Return the FLOP/s of a causal attention of 4 heads of 32 over 128 tokens, forward and backward counted as in `cost`."""
     samples, heads, length, width = 8, 4, 128, 32
     q, k, v = (torch.ones(samples, heads, length, width, requires_grad=True) for _ in range(3))
 
@@ -279,7 +286,7 @@ def _small_attention_flops_per_s(place: RankInfo) -> float:
 
 
 def _elementwise_bytes_per_s(place: RankInfo) -> float:
-    """Return bytes read and written by an activation, a softmax and a norm of what fits in a cache."""
+    """Return the bytes a second read and written by an activation, a softmax and a norm of data that fits in a cache."""
     given = torch.randn(_CACHED)
 
     def work() -> None:
@@ -291,21 +298,21 @@ def _elementwise_bytes_per_s(place: RankInfo) -> float:
 
 
 def _once_s(place: RankInfo) -> float:
-    """Return what an update and the norm of the gradient take for many small weights."""
+    """Return the seconds of an optimizer update and the gradient norm for many small weights."""
     weights = [torch.nn.Parameter(torch.ones(64)) for _ in range(SMALL)]
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW(weights)
 
-    def once() -> None:
+    def update() -> None:
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
 
-    return _taken_s(once, place)
+    return _taken_s(update, place)
 
 
 def _unit_s(place: RankInfo) -> float:
-    """Return what FSDP2 does around one gather or scatter: blocks with it, without it, and what is sent."""
+    """Return the seconds that FSDP2 adds to one gather or scatter: blocks under FSDP2, minus plain blocks and collectives."""
 
     def blocks() -> nn.Sequential:
         return nn.Sequential(*(_MeasuredBlock() for _ in range(UNITS)))
@@ -326,14 +333,14 @@ def _unit_s(place: RankInfo) -> float:
 
 
 def _attention_flops_per_s(place: RankInfo) -> float:
-    """Time a causal attention of 16 heads of 128 over 4,096 tokens."""
+    """Return the FLOP/s of a causal attention of 16 heads of 128 over 4,096 tokens."""
     length, heads, width = 4096, 16, 128
     q, k, v = (torch.ones(1, heads, length, width, dtype=torch.bfloat16, device=place.device) for _ in range(3))
     taken_s = _taken_s(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), place)
     return 2 * length * length * width * heads / taken_s
 
 
-# torch 2.13 renamed it and deprecates the old name.
+# torch 2.13 renamed this function and deprecates the old name.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -347,10 +354,11 @@ def _all_gather(buffer: torch.Tensor) -> None:
 
 _COLLECTIVES = {"all_reduce": _all_reduce, "all_gather": _all_gather}
 WAYS = {"all_reduce": 2, "all_gather": 1}
+"""The number of times that a ring passes the whole buffer round, by collective."""
 
 
 def _all_sent(place: RankInfo) -> dict[str, dict[int, float]]:
-    """Return what collectives take by size."""
+    """Return the seconds of each collective by the bytes of its buffer; every rank must call it."""
     compute = _computing(place) if place.device.type == "cpu" else None
     sent: dict[str, dict[int, float]] = {name: {} for name in _COLLECTIVES}
     for name, size in itertools.product(_COLLECTIVES, MESSAGES[place.device.type]):
@@ -362,38 +370,38 @@ def _all_sent(place: RankInfo) -> dict[str, dict[int, float]]:
 
 
 def _behind_s(compute: Callable[[], None], send: Callable[[], None], place: RankInfo) -> float:
-    """Time a collective behind compute; return what a rank spends in it, waiting for the others too, on average of all."""
+    """Return the seconds of a collective after compute, including the wait for other ranks, averaged over ranks."""
 
-    def once() -> float:
+    def timed_s() -> float:
         compute()
         start_s = time.perf_counter()
         send()
         return time.perf_counter() - start_s
 
-    taken = torch.tensor([once() for _ in range(_tries(once, place, collective=True))])
+    taken = torch.tensor([timed_s() for _ in range(_tries(timed_s, place, collective=True))])
     dist.all_reduce(taken)
     return float(taken.median()) / place.world_size
 
 
 def _computing(place: RankInfo) -> Callable[[], None]:
-    """Return what takes about `_BETWEEN_S` on every rank: products."""
+    """Return a function that computes products for about `_BETWEEN_S` seconds on every rank."""
     a = torch.ones(_CACHED)
     product = functools.partial(torch.mm, a, a, out=torch.empty_like(a))
     return _repeated(product, _agreed(round(_BETWEEN_S / _taken_s(product, place, collective=True)), place))
 
 
 def _repeated(work: Callable[[], Any], times: int) -> Callable[[], None]:
-    """Return what does the work so often, once at least."""
+    """Return a function that calls `work` the given number of times, and at least once."""
 
-    def often() -> None:
+    def repeated() -> None:
         for _ in range(max(1, times)):
             work()
 
-    return often
+    return repeated
 
 
 def _beside_s(place: RankInfo) -> tuple[float, float, float]:
-    """Time products, an all_reduce, and both beside each other, each about as long."""
+    """Return the seconds of products, of an all_reduce that takes about as long, and of both at once."""
     kind = place.device.type
     edge, size = EDGES[kind][-2], MESSAGES[kind][-2]
     a, buffer = torch.ones(edge, edge, device=place.device), torch.zeros(size // 4, device=place.device)

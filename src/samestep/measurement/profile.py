@@ -1,11 +1,11 @@
 """The verb `measure`: the hardware profile of the machine it runs on, in a minute or two, every number with its source.
 
-`measurement/microbenchmarks.py` measures on all devices at once; here the figures become a profile.
+`microbenchmarks.py` measures on all devices at once; this file turns the figures into a profile.
 
-    flops_per_s  the best rate of a dtype's products is the dtype's; all rates stand in its source
-    intra        T = c + w (n-1) (a + S/(nB)) of a collective of S bytes on n ranks, w = 2 ways round the ring for all_reduce
-                 and 1 for all_gather, with the c, a and B of the least sum of relative deviations: a few times that were
-                 spoilt do not move it
+    flops_per_s  the best rate of the products of a dtype; all rates are listed in its source
+    intra        T = c + w (n-1) (a + S/(nB)) for a collective of S bytes on n ranks, with w = 2 passes round the ring for
+                 all_reduce and 1 for all_gather; c, a and B minimise the sum of relative deviations, which a few
+                 disturbed measurements do not move
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.simulation.cost import ATTENTION_REACHED
 from samestep.simulation.memory import readable
 
-_MOST_RANKS = 8  # of a CPU: more would share what they measure
-_OVERLAPS_BELOW = 0.75  # of both times one after the other: half way to hiding the shorter one
+_MOST_RANKS = 8  # ranks on a CPU: more would share the memory that they measure
+_OVERLAPS_BELOW = 0.75  # of the sum of two equal times; 0.5 would hide one of them completely
 
 
 @overload
@@ -54,17 +54,17 @@ def measure(
     ranks: int | None = None,
     device: str = "auto",
 ) -> Hardware | StepTimes:
-    """Measure this machine and write its profile; or, with a job, the step times of layouts, and refit the profile to them.
+    """Measure this machine and write its profile; or, with a job, run layouts for a few steps and refit the profile to them.
 
     Args:
-        job: what to run in each layout for a few steps; without it the machine itself is measured.
-        layouts: where, one after the other; those that the job's optimizer cannot follow are left out.
-        out: a TOML file for the profile; without it the user's own, `hardware.own_path()`, where `plan` looks for it.
-        ranks: devices that measure at once; without it all GPUs, or one a core and at least two.
-        device: cpu, cuda or auto.
+        job: the job to run in each layout; without it the machine itself is measured.
+        layouts: the layouts to run, one after the other; those that the job's optimizer does not support are left out.
+        out: a TOML file for the profile; by default the user's own, `hardware.own_path()`, where `plan` looks for it.
+        ranks: the number of devices that measure at once; by default all GPUs, or one rank a core and at least two.
+        device: `cpu`, `cuda` or `auto`.
 
     Returns:
-        The profile; with a job, what was predicted and measured of each layout, and the refitted profile.
+        The profile; with a job, the predicted and measured seconds of each layout, and the refitted profile.
 
     Raises:
         InputError: the file cannot be written or the job cannot run; nothing has been measured.
@@ -85,10 +85,10 @@ def measure(
 
 
 def as_text(machine: Hardware) -> str:
-    """Write the most telling numbers of a measured profile."""
+    """Return the most important numbers of a measured profile as text."""
     rates = ", ".join(f"{dtype} {rate / 1e9:.4g}" for dtype, rate in machine.flops_per_s.items())
     count, link = machine.devices_per_node, machine.intra
-    links = "no link measured: one device sends nothing, and what the profile says of links is assumed"
+    links = "no link measured: one device sends nothing, so the links in the profile are assumed"
     if count > 1:
         links = (
             f"link {link.bytes_per_s / 1e9:.4g} GB/s, {link.latency_s * 1e6:.4g} us a hop, "
@@ -118,7 +118,7 @@ def _measured(place: RankInfo) -> tuple[Device, Figures]:
 
 
 def _as_toml(device: Device, found: Figures, ranks: int) -> str:
-    """Write figures as a profile; every number has its source."""
+    """Return the profile of the figures as TOML, with a source for every number."""
     best = {name: max(rates.values()) for name, rates in found.products.items()}
     on_gpu = device.num_units > 0
     table: dict[str, Any] = {
@@ -183,7 +183,7 @@ def _as_toml(device: Device, found: Figures, ranks: int) -> str:
 
 
 def _sides(rates: dict[int, float]) -> dict[str, float]:
-    """Part of the best rate by edge; a larger product can be cut into smaller ones, so it reaches no less."""
+    """Return the fraction of the best rate by size; a larger product can be split into smaller ones, so it is never less."""
     best, reached, parts = max(rates.values()), 0.0, {}
     for edge, rate in sorted(rates.items()):
         reached = max(reached, rate / best)
@@ -204,7 +204,7 @@ def _overlap(found: Figures) -> tuple[bool, str]:
 
 
 def _intra(found: Figures, ranks: int) -> tuple[dict[str, float], dict[str, str]]:
-    """Fit what is sent by what a ring takes; say what was measured, and how far the fit is from it."""
+    """Return the link of the ring model that fits the collectives best, and sources with the times and the fit's error."""
     if ranks == 1:
         link = {"latency_s": 10e-6, "bytes_per_s": 25e9}
         return link, dict.fromkeys(link, "assumed: one device sends nothing; PCI Express 4.0, 16 lanes")
@@ -222,17 +222,17 @@ def _intra(found: Figures, ranks: int) -> tuple[dict[str, float], dict[str, str]
         for name, by_size in found.sent.items()
     )
     about = {
-        key: f"measured: the line nearest to the {len(times)} times of bytes_per_s, {off:.0%} off in the mean"
+        key: f"measured: fitted to the {len(times)} times listed at bytes_per_s, {off:.0%} off on average"
         for key in link
     }
     return {key: _rounded(value) for key, value in link.items()}, about | {"bytes_per_s": f"measured: {said}"}
 
 
 def _least_deviations(terms: Sequence[tuple[float, ...]], times: Sequence[float]) -> tuple[tuple[float, ...], float]:
-    """Return factors of the terms, none below zero and the last above it, and the mean relative deviation of their sums.
+    """Return the factors of the terms with the least mean relative deviation from the times, and that deviation.
 
-    The least sum of absolute deviations has a solution that meets as many of the times as it has factors that are not zero
-    (the corner of a linear program): of so few times all corners are tried.
+    No factor is below zero, and the last one is above it. This is a linear program: a best solution meets as many of the
+    times exactly as it has factors that are not zero. There are so few times that all such solutions are tried.
     """
     relative = torch.tensor(terms, dtype=torch.float64) / torch.tensor(times, dtype=torch.float64)[:, None]
     count, width = relative.shape

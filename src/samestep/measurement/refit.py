@@ -1,11 +1,11 @@
-"""Layouts run for a few real steps, where the machine is at hand: what was predicted against what is.
+"""Layouts run for a few real steps on this machine, and its hardware profile refitted to the measured step times.
 
-Two constants are refitted to that, and no more, since a few steps cannot tell more apart: how much slower than its
-profile the machine computes (products, memory, launches alike), and how much slower it sends. With a and b those factors,
+Only two constants are refitted, since a few step times cannot tell more apart: the factor by which the machine computes
+slower than its profile (products, memory and launches alike), and the factor by which it sends slower. With factors a and b,
 
-    minimise   sum over layouts of  log^2 (predicted(a, b) / measured)      by turns in a and in b
+    minimise   sum over layouts of  log^2 (predicted(a, b) / measured)      alternately in a and in b
 
-and what is found goes into the user's own profile, with its source beside every number; shipped profiles stay as they are.
+and the result is written to the user's own profile, with a source for every number; shipped profiles stay as they are.
 """
 
 from __future__ import annotations
@@ -36,22 +36,24 @@ from samestep.strategies import programs_of
 from samestep.training.workload import Workload
 
 STEPS = 5
-"""That are timed, after one that is not."""
+"""The number of steps that are timed, after a first one that is not."""
 _FACTORS = tuple(tuple(2 ** (power / parts) for power in range(-6, 7)) for parts in (2, 12, 72))
-"""Of times, tried one after the other: an eighth to eight times by halves of a doubling, then what is between."""
+"""The grids of factors that are tried: an eighth to eight times in steps of the square root of 2, then two finer grids."""
 _COMPUTE = ("flops_per_s", "memory_bytes_per_s", "kernel_s", "kernel_launch_s", "host_step_s")
 _LINKS = ("intra", "inter")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds of one layout's step: predicted with the profile as it was and as it was refitted, and measured."""
+    """The seconds of one layout's step: predicted, measured, and predicted again with the refitted profile."""
 
     layout: Layout
     predicted_s: float
+    """The prediction of the profile before it was refitted."""
     measured_s: float
-    """Median of the timed steps."""
+    """The median of the timed steps."""
     refitted_s: float
+    """The prediction of the refitted profile."""
 
     def to_record(self) -> dict[str, object]:
         """Return plain data for JSON."""
@@ -60,15 +62,16 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Step times of several layouts on this machine, and the profile that was refitted to them."""
+    """The step times of several layouts on this machine, and the profile that was refitted to them."""
 
     rows: tuple[StepTime, ...]
     hardware: Hardware
+    """The refitted profile."""
     path: Path
-    """Where the refitted profile was written."""
+    """The file that the refitted profile was written to."""
 
     def to_text(self) -> str:
-        """Write what was predicted beside what was measured, and where the profile lies."""
+        """Return a table of predicted and measured seconds, and the path of the profile, as text."""
         head = ("layout", "predicted s", "measured s", "error", "refitted s", "error")
         cells = [
             (
@@ -85,10 +88,10 @@ class StepTimes:
 def step_times(job: Job, layouts: Sequence[Layout]) -> StepTimes:
     """Run layouts on this machine, one after the other, and refit the machine's own profile to their step times.
 
-    A layout that the optimizer cannot follow is left out.
+    A layout that the job's optimizer does not support is left out.
 
     Raises:
-        InputError: a layout needs more devices than there are, or the job cannot run.
+        InputError: a layout needs more devices than there are, or the job cannot run in any of the layouts.
     """
     device, machine = join.resolve_device(job.run.device), hardware.resolve_hardware(None)
     workload = Workload(job)
@@ -98,7 +101,7 @@ def step_times(job: Job, layouts: Sequence[Layout]) -> StepTimes:
         try:
             check_optimizer(workload.source.optimizer, workload.spec, layout)
         except LayoutError:
-            continue  # the search knows nothing of optimizers that a layout cannot follow
+            continue  # the search does not know which layouts an optimizer supports
         times = workers.run_workers(
             _times,
             (workload, layout),
@@ -110,7 +113,9 @@ def step_times(job: Job, layouts: Sequence[Layout]) -> StepTimes:
         )
         measured_s[layout] = statistics.median(times)
     if not measured_s:
-        raise InputError(f"optimizer {job.optimizer.name} can follow none of these layouts: nothing was run")
+        raise InputError(
+            f"optimizer {job.optimizer.name} supports none of these layouts, so nothing was run; a layout that cuts no weights, such as dp=2, works"
+        )
 
     per_node = job.run.ranks_per_node or machine.devices_per_node
     programs = [programs_of(workload.spec, job, layout, per_node) for layout in measured_s]
@@ -148,14 +153,15 @@ def _times(place: RankInfo, workload: Workload, layout: Layout) -> list[float]:
 def refit(
     machine: Hardware, measured_s: Sequence[float], predicted: Callable[[Hardware], Sequence[float]]
 ) -> tuple[Hardware, tuple[float, float]]:
-    """Return the machine with compute and links slower by the two factors that fit best, and the factors."""
+    """Return the machine with its compute and its links slower by the two factors that fit best, and the two factors."""
     compute = links = 1.0
 
     def error(compute: float, links: float) -> float:
-        said = predicted(slower(machine, compute, links))
-        misses = sum(math.log(a / b) ** 2 for a, b in zip(said, measured_s, strict=True))
-        # Where nothing tells a factor, as that of links for one rank, it stays.
-        return misses + 1e-9 * (math.log(compute) ** 2 + math.log(links) ** 2)
+        """Return the sum of squared logarithms of predicted over measured seconds."""
+        predictions_s = predicted(slower(machine, compute, links))
+        squares = sum(math.log(a / b) ** 2 for a, b in zip(predictions_s, measured_s, strict=True))
+        # A factor without influence, such as that of links on one rank, stays at 1.
+        return squares + 1e-9 * (math.log(compute) ** 2 + math.log(links) ** 2)
 
     for factors in (factors for factors in _FACTORS for _ in range(4)):
         compute = min((compute * factor for factor in factors), key=lambda value: error(value, links))
@@ -164,7 +170,7 @@ def refit(
 
 
 def slower(machine: Hardware, compute: float, links: float) -> Hardware:
-    """Return a machine on which compute and sending take so many times as long."""
+    """Return a machine on which compute and links take the given multiples of the time."""
 
     def link(one: Link) -> Link:
         return replace(
@@ -178,7 +184,7 @@ def slower(machine: Hardware, compute: float, links: float) -> Hardware:
 
     return replace(
         machine,
-        name=f"{machine.name} {compute:.6g} {links:.6g}",  # prices are remembered by the machine
+        name=f"{machine.name} {compute:.6g} {links:.6g}",  # a name of its own, since prices are cached by machine
         flops_per_s={dtype: rate / compute for dtype, rate in machine.flops_per_s.items()},
         memory_bytes_per_s=machine.memory_bytes_per_s / compute,
         kernel_s=machine.kernel_s * compute,
@@ -190,7 +196,7 @@ def slower(machine: Hardware, compute: float, links: float) -> Hardware:
 
 
 def as_toml(fitted: Hardware, machine: Hardware, factors: tuple[float, float], layouts: str) -> str:
-    """Write a profile; what was refitted says so before where it came from."""
+    """Return a refitted profile as TOML; the source of a refitted number names the factor, then its former source."""
     table: dict[str, Any] = _plain(asdict(fitted))
     del table["name"]
     sources = dict(machine.sources)
@@ -205,7 +211,7 @@ def as_toml(fitted: Hardware, machine: Hardware, factors: tuple[float, float], l
 
 
 def _plain(value: Any) -> Any:
-    """Leave out what is not set: TOML has no word for it."""
+    """Return nested data without the values that are not set: TOML cannot write None."""
     if isinstance(value, dict):
         return {str(key): _plain(one) for key, one in value.items() if one is not None and one != {}}
     return value

@@ -1,1 +1,1 @@
-"""Text tables and files, as the command line prints and writes them."""
+"""The output of the verbs: text tables for a terminal, and files that are written for the user."""

@@ -1,4 +1,4 @@
-"""Files that are written for a user: refused before the work where they cannot be, and whole where others wait for them."""
+"""Files that are written for the user: checked before the work starts, and replaced as a whole."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from samestep.errors import InputError
 
 
 def check_writable(path: Path) -> None:
-    """Refuse, before any work, a file that could not be written after it.
+    """Check that a file can be written, before the work whose result it will hold.
 
     Raises:
-        InputError: the folder is not there, the path is a folder, or the system does not let us.
+        InputError: its folder does not exist, the path is a folder, or the system does not allow it.
     """
     if not path.parent.is_dir():
         raise InputError(f"{path} cannot be written: there is no folder {path.parent}")
@@ -20,7 +20,7 @@ def check_writable(path: Path) -> None:
         raise InputError(f"{path} cannot be written: it is a folder")
     existed = path.exists()
     if existed and not path.is_file():
-        return  # a pipe would be at its end once it is closed
+        return  # opening and closing a pipe would end it for its reader
     try:
         path.open("a").close()
         if not existed:
@@ -30,10 +30,10 @@ def check_writable(path: Path) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file or into a pipe.
+    """Write text to a file or a pipe.
 
     Raises:
-        InputError: the system does not let us.
+        InputError: the system does not allow it.
     """
     try:
         path.write_text(text, encoding="utf-8")
@@ -42,7 +42,7 @@ def write(path: Path, text: str) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that is whole or not there, whenever the process dies."""
+    """Write a file that is either complete or unchanged, even if the process dies meanwhile."""
     draft = path.with_name(f".{path.name}.draft")
     with draft.open("w", encoding="utf-8") as file:
         file.write(text)

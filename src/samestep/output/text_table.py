@@ -1,4 +1,4 @@
-"""Tables for a terminal and for a document, of rows of text under a head."""
+"""Tables of text for a terminal, with aligned columns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Write a line for each row, its columns two blanks apart: those of `left` begin, all others end at one place."""
+    """Return the rows as lines with columns two blanks apart, aligned left for the indices in `left` and right otherwise."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(

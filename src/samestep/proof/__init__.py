@@ -1,1 +1,1 @@
-"""The proof that a layout computes what one device computes: both sides run, compared tensor by tensor."""
+"""The verb `verify`: one device and a layout run the same steps, and every tensor is compared."""

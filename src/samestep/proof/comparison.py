@@ -1,12 +1,12 @@
-"""Hold what the ranks of a layout have noted against one device: how large is each error, and where does it begin?
+"""The comparison of a layout's ranks with one device: the error of every tensor, output and number, in the order of a step.
 
 The error of a tensor is
 
     max |difference| / max(its own max |x|, 1e-6 of the largest of its kind in the model)
 
-so that a key's bias, whose true gradient is near 0, is not judged by its own noise. What a rank lacks is wrong.
-Kinds are compared step by step in the order in which a step makes them: where an error begins is where its cause lies,
-all later ones follow from it.
+so that the bias of an attention key, whose true gradient is near 0, is not judged by its own noise. An element that no
+rank holds counts as wrong. Each kind is compared step by step in the order in which a step computes it: the cause lies
+where the first error is, and all later errors follow from it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from samestep.proof.observation import HeldTensor, Observation, Output
 from samestep.proof.verdict import Check
 
 SMALL = 1e-6
+"""The least scale of an error, as a fraction of the model's largest value of that kind."""
 
 
 @dataclass(slots=True)
@@ -32,25 +33,28 @@ class Misfit:
     error: float
     rank: int
     step: int | None = None
-    """From 1; None for what has no step."""
+    """The step, counted from 1; None for kinds without steps."""
     missing: int = 0
-    """Elements that no rank holds."""
+    """The number of its elements that no rank holds."""
 
 
 @dataclass(slots=True)
 class Comparison:
-    """All comparisons of one kind."""
+    """All comparisons of one kind in one step."""
 
     what: str
+    """The kind, such as `gradients`."""
     step: int | None
     compared: int = 0
+    """The number of comparisons."""
     largest: float = 0.0
+    """The largest error, in the scale of `allowance`."""
     misfits: list[Misfit] = field(default_factory=list)
-    """Those beyond the allowance, in order of execution."""
+    """The comparisons beyond their allowance, in order of execution."""
     allowance: float = 0.0
 
     def note(self, name: str, error: float, rank: int, limit: float | None = None, missing: int = 0) -> None:
-        """Add one comparison; `limit` is its own allowance, where it has one."""
+        """Add one comparison; `limit` is its own allowance, by default that of the kind."""
         limit = self.allowance if limit is None else limit
         error = math.inf if math.isnan(error) or missing else error
         self.compared += 1
@@ -62,11 +66,11 @@ class Comparison:
 
 
 Limit = Callable[[str, str, int], float]
-"""(kind, name, step) -> the allowance of one comparison."""
+"""A function (kind, name, step) -> the largest error that is allowed in one comparison."""
 
 
 def compare(reference: Observation, ranks: Sequence[Observation], limit: Limit) -> list[Comparison]:
-    """Return every comparison, in the order in which a step makes what is compared."""
+    """Return every comparison of the ranks with one device, in the order in which a step computes the values."""
     found = [_starts(reference, ranks), _data(reference, ranks)]
     for index in range(len(reference.steps)):
         found.append(_outputs(reference, ranks, index, limit))
@@ -100,7 +104,7 @@ def compare(reference: Observation, ranks: Sequence[Observation], limit: Limit) 
 
 
 def compare_updates(reference: Observation, ranks: Sequence[Observation], limit: Limit) -> list[Comparison]:
-    """Compare what the job's own optimizer made of equal gradients: weights after each step, and its state."""
+    """Compare the job's own optimizer on equal gradients: the weights after each step, and its state after the last."""
     found = [
         held_comparison("optimizer", index + 1, weights, [(r.rank, r.updated[index]) for r in ranks], limit)
         for index, weights in enumerate(reference.updated)
@@ -110,7 +114,7 @@ def compare_updates(reference: Observation, ranks: Sequence[Observation], limit:
 
 
 def checks_of(comparisons: Sequence[Comparison]) -> tuple[Check, ...]:
-    """Sum comparisons up by kind, in order."""
+    """Return one check for each kind of comparison, in their order."""
     kinds = dict.fromkeys(comparison.what for comparison in comparisons)
     return tuple(_check(what, [one for one in comparisons if one.what == what]) for what in kinds)
 
@@ -135,12 +139,12 @@ def _check(what: str, comparisons: Sequence[Comparison]) -> Check:
 
 
 def _starts(reference: Observation, ranks: Sequence[Observation]) -> Comparison:
-    """First weights are equal to the bit."""
+    """Compare the first weights, which must be equal to the bit."""
     return held_comparison("start", None, reference.start, [(r.rank, r.start) for r in ranks], lambda *_: 0.0)
 
 
 def _data(reference: Observation, ranks: Sequence[Observation]) -> Comparison:
-    """Each sample of a step is read by one place of the data axis, once in each virtual stage, with equal content."""
+    """Compare the samples that ranks read: each once on the data axis, in every chunk, with one device's content."""
     found = Comparison("data", None)
     for index, expected in enumerate(reference.steps):
         wanted = sorted(sample for _, _, samples in expected.shares for sample in samples)
@@ -164,7 +168,7 @@ def _data(reference: Observation, ranks: Sequence[Observation]) -> Comparison:
 
 
 def _outputs(reference: Observation, ranks: Sequence[Observation], index: int, limit: Limit) -> Comparison:
-    """Compare outputs of modules, as far as a rank has them whole, in order of execution."""
+    """Compare the outputs of modules in order of execution, where a rank has the whole output of a sample."""
     expected = reference.steps[index].outputs
     largest: dict[str, float] = {}
     for (path, _, _), output in expected.items():
@@ -186,7 +190,7 @@ def _output_error(given: Output, expected: Output, largest: float) -> float:
 
 
 def _numbers(what: str, reference: Observation, ranks: Sequence[Observation], index: int, limit: Limit) -> Comparison:
-    """Compare the step's loss or gradient norm, which every rank reports."""
+    """Compare the step's loss or gradient norm, as every rank reports it."""
     found = Comparison(what, index + 1, allowance=limit(what, what, index + 1))
     for seen in ranks:
         ours, theirs = seen.steps[index], reference.steps[index]
@@ -202,7 +206,7 @@ def _relative(ours: float, theirs: float) -> float:
 
 
 def unclipped(seen: Observation, index: int) -> list[HeldTensor]:
-    """Return a step's gradients without the factor of clipping, as the rank's own norm says it."""
+    """Return a step's gradients divided by the clipping factor that the rank's own norm gives."""
     step = seen.steps[index]
     if step.factor == 1.0:
         return step.gradients
@@ -221,7 +225,7 @@ def held_comparison(
     *,
     partly: bool = False,
 ) -> Comparison:
-    """Compare tensors of one kind; unless `partly`, all elements must be somewhere."""
+    """Compare tensors of one kind, of which each rank holds parts; unless `partly`, some rank must hold each element."""
     found = Comparison(what, step, allowance=limit(what, "", step or 1))
     whole = whole_of(reference)
     most = max((_largest(tensor) for tensor in whole.values()), default=0.0)
@@ -249,7 +253,7 @@ def held_comparison(
 
 
 def matched(held: HeldTensor, expected: Tensor) -> tuple[Tensor, Tensor, Tensor | slice]:
-    """Return what is held, what is expected there, and where that is, without padding."""
+    """Return the held values without padding, the expected values in their places, and the places."""
     if isinstance(held.places, range):
         index = slice(held.places.start, held.places.stop)
         return held.values, expected[index], index
@@ -259,7 +263,7 @@ def matched(held: HeldTensor, expected: Tensor) -> tuple[Tensor, Tensor, Tensor 
 
 
 def whole_of(reference: Sequence[HeldTensor]) -> dict[str, Tensor]:
-    """Return one device's tensors, flat, by name."""
+    """Return one device's tensors, flattened, by name."""
     return {held.name: held.values for held in reference}
 
 
@@ -268,7 +272,7 @@ def _largest(values: Tensor) -> float:
 
 
 def copies_of(ranks: Sequence[tuple[int, Sequence[HeldTensor]]], name: str) -> Iterator[list[tuple[int, Tensor]]]:
-    """Yield the ranks that hold the same elements of a tensor, with their values."""
+    """Yield, for each set of elements of a tensor, the (rank, values) of all ranks that hold it."""
     groups: dict[object, list[tuple[int, Tensor]]] = {}
     for rank, mine in ranks:
         for held in mine:
@@ -278,7 +282,7 @@ def copies_of(ranks: Sequence[tuple[int, Sequence[HeldTensor]]], name: str) -> I
 
 
 def constant(limits: Mapping[str, float] | float) -> Limit:
-    """Allow the same everywhere, or by kind."""
+    """Return a limit that is one number everywhere, or one for each kind."""
     if isinstance(limits, float):
         return lambda *_: limits
     return lambda what, *_: limits[what]

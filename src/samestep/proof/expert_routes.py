@@ -1,9 +1,9 @@
-"""Choices of experts, noted on one device and replayed where sums are rounded otherwise.
+"""The experts chosen for each token on one device, recorded there and replayed in the layout.
 
-A router takes the k largest of its scores. Where two are nearly equal, one rounding sends a token to another expert, and all
-that follows differs by far more than rounding does: in bf16 some tokens of every batch stand so. Nothing is wrong then, and
-nothing could be compared. So a proof in a job's own precision chooses as one device chose, and weighs the choice by its own
-scores; whether a layout chooses right has been proven in float64 before, where no two scores are so near.
+A router takes the k largest of its scores. Where two scores are nearly equal, one rounding sends a token to another expert,
+and everything after it differs by far more than a rounding; in bf16 every batch has such tokens. Nothing is wrong then, but
+nothing can be compared either. So a proof in the job's own precision replays the choices of one device, weighted by the
+layout's own scores; that a layout chooses right is proven in float64 before, where scores are not that close.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.dropout.mode import Draw, DropoutMode
 
 Routes = dict[tuple[str, int, int, int], np.ndarray[Any, np.dtype[np.int16]]]
-"""By (module, its entry in the forward, choice within that, sample): int16 [tokens, k], as far as experts are so few."""
+"""The chosen experts, int16 [tokens, k], by (module, index of its call, index of the choice in that call, sample)."""
 
 _CHOOSING = (torch.topk, Tensor.topk)
 
 
 class RouteMode(DropoutMode):
-    """Replays the choices in `routes`, or notes them there while it has none of the step."""
+    """A dropout mode that also replays the choices in `routes`, or records them there while `routes` is empty."""
 
     def __init__(self, model: nn.Module, draw: Draw, part: MaskSlice | None, routes: Routes, slice_index: int) -> None:
         super().__init__(model, draw, part)
@@ -41,7 +41,7 @@ class RouteMode(DropoutMode):
         return super().__torch_function__(func, types, args, kwargs)
 
     def _chosen(self, func: Callable[..., Any], scores: Tensor, k: int, dim: int = -1, **named: Any) -> Any:
-        """Choose k of the columns of scores [tokens of all samples, experts]."""
+        """Return the top k of scores [tokens of all samples, experts] along the last dimension, recorded or replayed."""
         frame, samples = self._frames[-1], self._draw.samples.tolist()
         if scores.dim() != 2 or dim not in (-1, 1) or len(scores) % len(samples):
             return func(scores, k, dim, **named)

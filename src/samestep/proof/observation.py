@@ -1,13 +1,13 @@
-"""What a proof looks at: a run takes its steps, and everything that one device could be held against is written down.
+"""The observation of a run for a proof: every rank takes its steps and records what can be compared with one device.
 
-Every rank notes what it holds; nothing is gathered. A tensor that is cut is noted with the place of each of its elements
-in the whole one, so that a comparison needs to know no cut.
+Each rank records its own part of every tensor; nothing is gathered. A cut tensor is recorded with the place of each of its
+elements in the whole tensor, so that the comparison need not know how it was cut.
 
-Outputs of modules are noted per sample by two numbers, a projection on fixed signs and a norm,
+The output of a module is recorded for each sample as two numbers, a projection on fixed signs and a norm,
 
     p(x) = sum_j s_j x_j,  s_j = +1 or -1        |p(x) - p(y)| ~ |x - y|
 
-which are equal in every layout that gives a sample the same output, and cost no memory.
+which are equal in every layout that gives a sample the same output, and take almost no memory.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, Step
 from samestep.schedules import TaskKind
 
 Share = tuple[int, int, tuple[int, ...]]
-"""Micro-batch, virtual stage, and the samples that a rank read for it."""
+"""(micro-batch, chunk, indices of the samples that a rank read for it)."""
 
 
 FIRST_MOVE = 0.01
-"""How far the first step moves the weights, against their own size: enough to see, too little to diverge."""
+"""The length of the first update over the norm of the weights: large enough to see, too small to diverge."""
 GIVEN = ": "
-"""Between a block's path and the place of one of its arguments."""
+"""The separator between a block's path and the position of one of its arguments, in the names of recorded values."""
 ALL_SAMPLES = -1
-"""Stands for the sample of what a module gives once for all of them, as rotary angles."""
+"""The sample index of an output that a module computes once for all samples, such as rotary angles."""
 
 
 @dataclass(slots=True)
 class HeldTensor:
-    """What a rank holds of one tensor: elements, and their places in the flattened whole."""
+    """The part of one tensor that a rank holds: its elements, and their places in the flattened whole tensor."""
 
     name: str
     values: Tensor
     places: Tensor | range
-    """Of each element; -1 where it is padding."""
+    """The index of each element in the flattened whole tensor; -1 for padding."""
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for ranks that hold the same elements."""
+        """A key that is equal for parts with the same elements of the same tensor."""
         if isinstance(self.places, range):
             return (self.name, self.places.start, self.places.stop)
         return (self.name, xxhash.xxh3_64_intdigest(self.places.numpy().tobytes()))
@@ -72,60 +72,65 @@ class HeldTensor:
 
 @dataclass(slots=True)
 class Output:
-    """What a module gave for one sample of one step, in two numbers."""
+    """The output of a module for one sample of one step, as a projection and a norm."""
 
     projection: float
     norm: float
     numel: int
+    """The number of elements that both numbers were computed from."""
     is_part: bool = False
-    """Of a slice of the sequence: projections and squares of the norms of all ranks of `cp` add up."""
+    """Whether it is from one slice of the sequence; projections and squared norms of all `cp` ranks then add up."""
 
 
 @dataclass(slots=True)
-class SeenStep:
-    """One step of one rank."""
+class ObservedStep:
+    """The record of one step on one rank."""
 
     loss: float
     norm: float
+    """The global gradient norm before clipping."""
     factor: float
-    """What the job's clipping multiplied the gradients by, as this rank's norm says."""
+    """The clipping factor that gradients were multiplied by, computed from this rank's norm."""
     skipped: bool
     note: str
     shares: list[Share]
     digests: dict[int, int]
-    """Of each sample that was read: its content."""
+    """A hash of the content of each sample that was read, by sample index."""
     outputs: dict[tuple[str, int, int], Output]
-    """By (module, number of its call in the forward, sample), in order of execution."""
+    """The outputs by (module, index of its call in the forward, sample), in order of execution."""
     gradients: list[HeldTensor]
     weights: list[HeldTensor]
+    """The weights after the step."""
     routes: Routes
-    """Which experts were chosen, where that is replayed."""
+    """The chosen experts, where choices are recorded and replayed; empty otherwise."""
 
 
 @dataclass(slots=True)
 class Observation:
-    """All that a rank has noted."""
+    """The record of a whole run on one rank."""
 
     rank: int
     axes: dict[str, tuple[int, ...]]
-    """Ranks of its group of each axis of the program."""
+    """The ranks of this rank's group, for each axis of the program."""
     indices: dict[str, int]
-    """Its positions: dp, tp, stage."""
+    """This rank's index on `dp` and `tp`, and its `stage`."""
     start: list[HeldTensor] = field(default_factory=list)
-    steps: list[SeenStep] = field(default_factory=list)
+    """The weights before the first step."""
+    steps: list[ObservedStep] = field(default_factory=list)
     buffers: list[HeldTensor] = field(default_factory=list)
+    """The buffers after the last step."""
     held_out: float = 0.0
-    """Loss of one more batch, without gradients."""
+    """The loss of one batch after the last step, without gradients."""
     updated: list[list[HeldTensor]] = field(default_factory=list)
-    """Weights after each step of the job's own optimizer, fed with equal gradients."""
+    """The weights after each step of the job's own optimizer on equal gradients."""
     state: list[HeldTensor] = field(default_factory=list)
-    """What that optimizer keeps; NAME/KEY."""
+    """That optimizer's state after the last of these steps, each tensor named PARAMETER/KEY."""
     learning_rate: float = 0.0
-    """Of the SGD that the steps were taken with."""
+    """The learning rate of the SGD steps."""
 
 
-class _Watched:
-    """A dataset that notes the content of what is read."""
+class _DigestingDataset:
+    """A dataset that records a hash of every sample that is read from it."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -138,7 +143,7 @@ class _Watched:
         return self.dataset[index]
 
     def read(self, indices: Any) -> Any:
-        """Read samples as a batch does."""
+        """Read samples into tensors with the batch dimension first, and record their hashes."""
         samples = read_samples(self.dataset, indices)
         for row, index in enumerate(np.asarray(indices).tolist()):
             digest = xxhash.xxh3_64()
@@ -149,16 +154,16 @@ class _Watched:
 
 
 class ObservedRun(StepObserver):
-    """A run, with notes of the samples that it reads and of what every module gives for them."""
+    """A run that records the samples it reads and the output of every module for each of them."""
 
     def __init__(self, source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> None:
-        """Prepare the run. Collective over the world: if a rank does not, the others wait for its process groups."""
+        """Prepare the run. Every rank must call it: process groups are made; if one does not, the others wait for it."""
         self.shares: list[Share] = []
         self.noted: dict[tuple[str, int, int], Output] = {}
         self.learning_rate: float | None = None
-        """Of plain SGD; None, on one device: the first step finds the one that moves the weights by FIRST_MOVE."""
+        """The learning rate of plain SGD; while it is None, the first step sets it from `FIRST_MOVE`."""
         self.routes: list[Routes] | None = None
-        """Of each step, to be noted where it is empty, else replayed; None: experts are chosen freely."""
+        """The chosen experts of each step: recorded where empty, replayed otherwise; None leaves the choice free."""
         self._samples: list[int] | None = None
         self._calls: dict[str, int] = {}
         self.run = Run(source, layout, job, place, self)
@@ -166,7 +171,7 @@ class ObservedRun(StepObserver):
         self._hook_modules()
 
     def _hook_modules(self) -> None:
-        """Put hooks behind every module that this rank computes; of a pipeline, behind those of its own layers."""
+        """Register forward hooks on every module that this rank computes: in a pipeline those of its own layers."""
         program, model = self.run.program, self.run.model
         mine = [path for chunk in program.chunks for i in chunk for path in program.step.model.layers[i].modules]
         for path, module in model.named_modules():
@@ -179,12 +184,12 @@ class ObservedRun(StepObserver):
                 model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
 
     def begin(self) -> None:
-        """Forget the step before."""
+        """Clear the records of the previous step; called before each step."""
         self.shares, self.noted = [], {}
 
     @contextmanager
     def running(self, task: Task, samples: Indices) -> Iterator[None]:
-        """Know the samples of a forward while it runs, and no longer: what runs in backward is a repetition."""
+        """Set the current samples while a forward runs; modules that run in backward are recomputed, and not recorded."""
         if task.kind is TaskKind.FORWARD:
             self._samples, self._calls = samples.tolist(), {}
             self.shares.append((task.microbatch, task.chunk, tuple(self._samples)))
@@ -194,7 +199,7 @@ class ObservedRun(StepObserver):
             self._samples = None
 
     def dropout_mode(self) -> MakeMode | None:
-        """Let forwards note or replay the choices of experts, where there are `routes`."""
+        """Return the mode that records or replays the choices of experts; None while `routes` is None."""
         return None if self.routes is None else functools.partial(self._route_mode, self.routes)
 
     def _route_mode(self, routes: list[Routes], model: nn.Module, draw: Draw, part: MaskSlice | None) -> RouteMode:
@@ -203,7 +208,7 @@ class ObservedRun(StepObserver):
         return RouteMode(model, draw, part, routes[draw.step], index)
 
     def agreed(self, scalars: StepScalars) -> None:
-        """Set the learning rate of plain SGD before the update; the first step finds one that suits its gradients."""
+        """Set the learning rate of plain SGD before the update; the first step derives it from its gradient norm."""
         updater, nominal_count = self.run.updater, self.run.assembly.objective.nominal_count
         if self.learning_rate is None and math.isfinite(scalars.norm_squared):
             norm = math.sqrt(scalars.norm_squared) * nominal_count / max(1.0, scalars.count)
@@ -224,7 +229,7 @@ class ObservedRun(StepObserver):
 
     @torch.no_grad()
     def _note_given(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note what a block is given beside what the one before it gave: rotary angles, positions."""
+        """Record a block's arguments without gradients, which no block before it computed: rotary angles, positions."""
         for place, leaf in tree_flatten_with_path((args, kwargs))[0] if self._samples else ():
             if isinstance(leaf, Tensor) and not leaf.requires_grad and leaf.dtype != torch.bool:
                 name = f"{path}{GIVEN}{keystr(place)}"
@@ -232,7 +237,7 @@ class ObservedRun(StepObserver):
                 self._project(name, call, leaf)
 
     def _project(self, path: str, call: int, found: Tensor) -> None:
-        """Note a tensor sample by sample."""
+        """Record a tensor's projection and norm for each sample."""
         samples = self._samples if self._samples and len(found) == len(self._samples) else [ALL_SAMPLES]
         if found.dim() < 2 or len(found) != len(samples):
             return
@@ -248,13 +253,13 @@ class ObservedRun(StepObserver):
 
 @functools.lru_cache(maxsize=64)
 def _signs(numel: int, device: torch.device) -> Tensor:
-    # numpy's numbers: torch's own are watched inside a forward, where they would be the model's
+    # Drawn with numpy: inside a forward, torch's random numbers would be taken for the model's own.
     drawn = np.random.default_rng(numel).integers(0, 2, numel) * 2.0 - 1.0
     return torch.from_numpy(drawn).to(device)
 
 
 def join_slices(ranks: Sequence[Observation]) -> None:
-    """Let every rank have the outputs of whole sequences, put together from the slices of its `cp` group."""
+    """Replace every output of a sequence slice by that of the whole sequence, joined over the rank's `cp` group."""
     for group in {seen.axes["cp"] for seen in ranks if "cp" in seen.axes}:
         members = [seen for seen in ranks if seen.rank in group]
         for steps in zip(*(seen.steps for seen in members), strict=True):
@@ -268,9 +273,9 @@ def join_slices(ranks: Sequence[Observation]) -> None:
 
 
 def observe(observed: ObservedRun, dataset: Dataset) -> Observation:
-    """Take the steps of the run's job, and note everything.
+    """Take all steps of the run's job, and return this rank's record of them.
 
-    Collective over the world: every rank calls it; if one does not, the others wait for it in the first step.
+    Collective over the world: every rank must call it; if one does not, the others wait for it in the first step.
     """
     run = observed.run
     mesh = run.assembly.parallel.mesh
@@ -280,7 +285,7 @@ def observe(observed: ObservedRun, dataset: Dataset) -> Observation:
         indices={"dp": mesh.index("dp"), "tp": mesh.index("tp"), "stage": run.program.step.stage},
         start=held_weights(run),
     )
-    watched = _Watched(dataset)
+    watched = _DigestingDataset(dataset)
     for batch in batches(watched, run.job):
         observed.begin()
         watched.digests = {}
@@ -293,12 +298,12 @@ def observe(observed: ObservedRun, dataset: Dataset) -> Observation:
     return seen
 
 
-def _one_step(observed: ObservedRun, batch: Batch, watched: _Watched) -> SeenStep:
+def _one_step(observed: ObservedRun, batch: Batch, watched: _DigestingDataset) -> ObservedStep:
     run = observed.run
     report = run.step(batch)
     limit = run.job.optimizer.clip_norm
     factor = 1.0 if limit is None else min(1.0, limit / (report.grad_norm + 1e-6))
-    return SeenStep(
+    return ObservedStep(
         loss=report.loss,
         norm=report.grad_norm,
         factor=factor,
@@ -314,12 +319,12 @@ def _one_step(observed: ObservedRun, batch: Batch, watched: _Watched) -> SeenSte
 
 
 def held_weights(run: Run) -> list[HeldTensor]:
-    """Note the weights that the forward uses, as far as this rank updates them."""
+    """Return a copy of the weights that this rank updates, as the forward uses them."""
     return _kept((piece.name, piece.value, _places(run, piece)) for piece in run.updater.pieces)
 
 
 def held_state(run: Run) -> list[HeldTensor]:
-    """Note what the optimizer keeps: tensors shaped like their weights, and single numbers."""
+    """Return a copy of the optimizer's state: tensors shaped like their weights, and single numbers."""
     optimizer = run.updater.optimizer
     held: list[tuple[str, Tensor, Tensor | range]] = []
     if optimizer is None:
@@ -335,7 +340,7 @@ def held_state(run: Run) -> list[HeldTensor]:
 
 
 def _held_buffers(run: Run) -> list[HeldTensor]:
-    """Note the buffers of the layers that this rank runs."""
+    """Return a copy of the buffers of the layers that this rank runs."""
     program = run.program
     mine = {index for chunk in program.chunks for index in chunk} or set(range(len(program.step.model.layers)))
     elsewhere = tuple(
@@ -349,7 +354,7 @@ def _held_buffers(run: Run) -> list[HeldTensor]:
 
 
 def _kept(found: Iterable[tuple[str, Tensor, Tensor | range]]) -> list[HeldTensor]:
-    """Copy tensors, those of a dtype into one memory: thousands of small ones would be slow to write and to read."""
+    """Copy tensors to the CPU, all of one dtype into one storage: thousands of small tensors would be slow to write and read."""
     names, tensors, places = zip(*found, strict=True) if (found := list(found)) else ((), (), ())
     flat = [tensor.detach().flatten().cpu() for tensor in tensors]
     kept = list(flat)
@@ -362,7 +367,7 @@ def _kept(found: Iterable[tuple[str, Tensor, Tensor | range]]) -> list[HeldTenso
 
 
 def _places(run: Run, piece: Piece) -> Tensor | range:
-    """Find where a piece's elements stand in the flattened whole weight."""
+    """Return the indices of a piece's elements in the flattened whole weight."""
     spec = next(param for param in run.assembly.model.spec.params if param.name == piece.name)
     cut = next(param for param in run.program.step.model.params if param.name == piece.name)
     if cut.shape == spec.shape:
@@ -373,9 +378,9 @@ def _places(run: Run, piece: Piece) -> Tensor | range:
 
 @torch.no_grad()
 def feed(run: Run, gradients: Sequence[dict[str, Tensor]]) -> Iterator[list[HeldTensor]]:
-    """Give the optimizer the same whole gradients in every layout; yield the weights after each step.
+    """Take optimizer steps on given whole gradients, the same in every layout; yield the weights after each step.
 
-    Collective over the world.
+    Collective over the world: every rank must iterate; if one does not, the others wait for it when weights are gathered.
     """
     for step, whole in enumerate(gradients):
         for piece in run.updater.pieces:
@@ -396,7 +401,10 @@ def feed(run: Run, gradients: Sequence[dict[str, Tensor]]) -> Iterator[list[Held
 
 @torch.no_grad()
 def restart(run: Run, start: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-    """Put a run back before its first step, with other weights: one tensor for each piece."""
+    """Reset a run to its state before the first step, with the given weights: one tensor for each piece.
+
+    Collective over the world: every rank must call it; if one does not, the others wait for it when weights are gathered.
+    """
     for piece, value in zip(run.updater.pieces, start, strict=True):
         piece.value.copy_(value.view_as(piece.value))
     for buffer, value in zip(run.model.buffers(), buffers, strict=True):

@@ -1,12 +1,12 @@
-"""What the workers of a proof do: each notes what it computes in a folder, and one of them holds the notes together.
+"""The two sides of a proof, as the workers run them: each writes its observation into a folder, and one compares them.
 
 ```
-one device ── steps by SGD ── the job's optimizer, fed with the gradients found ──► PRECISION-one.pt
+one device ── steps with SGD ── the job's optimizer on the gradients found ───────► PRECISION-one.pt
 the layout ── the same, on its ranks ── a checkpoint ─────────────────────────────► PRECISION-rank-N.pt
 one device ── reads the checkpoint ── compares everything ── looks for the cause of the first difference
 ```
 In float64 the limit is fixed. In float32 or bf16 no fixed limit is right, so it is measured: eight times the largest
-deviation of eight runs on one device whose first weights are each off by one rounding.
+deviation of eight runs on one device whose first weights are perturbed by one rounding.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.proof import causes, comparison, observation
-from samestep.proof.causes import BatchPart, Case
+from samestep.proof.causes import BatchPart, Evidence
 from samestep.proof.comparison import Comparison
 from samestep.proof.observation import Observation, ObservedRun
 from samestep.proof.verdict import Cause, Check
@@ -44,40 +44,43 @@ from samestep.runtime.run import Run
 from samestep.strategies import programs_of
 
 FLOAT64_ALLOWANCE = 1e-9
+"""The largest error that is allowed in float64."""
 PERTURBED_RUNS = 8
+"""The number of runs that measure what one rounding does in the job's own precision."""
 ALLOWANCE_FACTOR = 8
+"""The allowed error in the job's own precision, over the largest deviation of the perturbed runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is proven: a worker inherits it."""
+    """The model, data, job and layout of a proof; forked workers inherit it."""
 
     source: Source
-    """With its model prepared for the layout."""
+    """The model, loss and optimizer, with the model traced for the layout."""
     dataset: Dataset
     example: Any
     job: Job
     layout: Layout
     folder: Path
-    """Where ranks write what they have noted."""
+    """The folder that ranks write their observations into."""
 
     @property
     def steps_by_sgd(self) -> Source:
-        """The source with plain SGD for its optimizer; its learning rate is set once gradients are known."""
+        """The source with SGD as its optimizer; the learning rate is set once the first gradients are known."""
         return dataclasses.replace(self.source, optimizer=_sgd)
 
     @property
     def spec(self) -> ModelSpec:
-        """The model's shape."""
+        """The shape of the traced model."""
         assert self.source.prepared is not None
         return self.source.prepared.spec
 
     def note(self, name: str) -> Path:
-        """The file of a note in the precision of this subject's job."""
+        """Return the path of a file of observations, named by the precision of this subject's job."""
         return self.folder / f"{self.job.numerics.precision}-{name}.pt"
 
     def programs(self) -> list[Program]:
-        """The step of every pipeline stage."""
+        """Return the program of every pipeline stage."""
         return list(programs_of(self.spec, self.job, self.layout, self.job.run.ranks_per_node))
 
 
@@ -89,13 +92,16 @@ def _sgd(named: list[tuple[str, Tensor]]) -> Optimizer:
 
 
 def one_device(place: RankInfo, subject: Subject) -> None:
-    """Write down what one device computes."""
+    """Run one device's side and write its observation."""
     observed = ObservedRun(subject.steps_by_sgd, Layout(), subject.job, place, subject.example)
     torch.save(_noted(observed, subject, None), subject.note("one"))
 
 
 def in_layout(place: RankInfo, subject: Subject) -> None:
-    """Write down what one rank of the layout computes, and save a checkpoint with the others."""
+    """Run one rank of the layout, write its observation, and save a checkpoint.
+
+    Collective over the world: every rank must call it; if one does not, the others wait for it in the first step.
+    """
     one: Observation = _read(subject.note("one"))
     observed = ObservedRun(subject.steps_by_sgd, subject.layout, subject.job, place, subject.example)
     seen = _noted(observed, subject, one)
@@ -107,7 +113,7 @@ def in_layout(place: RankInfo, subject: Subject) -> None:
 
 
 def _noted(observed: ObservedRun, subject: Subject, one: Observation | None) -> Observation:
-    """Take the steps as one device took them, then feed the job's own optimizer with its gradients."""
+    """Take the steps with SGD, then the job's own optimizer on one device's gradients; return the observation of both."""
     run = observed.run
     start = [piece.value.detach().clone() for piece in run.updater.pieces]
     buffers = [buffer.clone() for buffer in run.model.buffers()]
@@ -135,11 +141,12 @@ def _observations(subject: Subject) -> tuple[Observation, list[Observation]]:
     return _read(subject.note("one")), ranks
 
 
-Found = tuple[tuple[Check, ...], Cause | None, str]
+Judgement = tuple[tuple[Check, ...], Cause | None, str]
+"""The checks, the cause of the first difference or None, and its explanation."""
 
 
-def judge(place: RankInfo, subject: Subject) -> Found:
-    """Compare what was noted, read the checkpoint of the layout, and look for the cause of the first difference."""
+def judge(place: RankInfo, subject: Subject) -> Judgement:
+    """Compare the observations, read the layout's checkpoint on one device, and find the cause of the first difference."""
     one, ranks = _observations(subject)
     run = Run(subject.source, Layout(), subject.job, place)
     run.prepare(subject.example)
@@ -159,13 +166,13 @@ def judge(place: RankInfo, subject: Subject) -> Found:
         return checks, None, ""
     if first in given_back:
         return checks, *((Cause.CHECKPOINT, refusal) if refusal else causes.find_checkpoint_cause(one, loaded, first))
-    found = causes.find_cause(_case(run, subject, one, ranks, [*steps, *updates], start))
+    found = causes.find_cause(_evidence(run, subject, one, ranks, [*steps, *updates], start))
     assert found is not None
     return checks, *found
 
 
 def _given_back(run: Run, subject: Subject) -> tuple[Observation, str]:
-    """Read the layout's checkpoint on one device; return what came back, and why nothing did."""
+    """Read the layout's checkpoint on one device; return the loaded weights and state, and the error's text if it failed."""
     refusal = ""
     try:
         checkpoint.load(run, checkpoint.list_checkpoints(subject.folder / "checkpoints")[-1])
@@ -176,15 +183,15 @@ def _given_back(run: Run, subject: Subject) -> tuple[Observation, str]:
     return loaded, refusal
 
 
-def _case(
+def _evidence(
     run: Run,
     subject: Subject,
     one: Observation,
     ranks: Sequence[Observation],
     comparisons: Sequence[Comparison],
     start: Sequence[Tensor],
-) -> Case:
-    """Put together what a cause is looked for in; further runs on one device are made only when asked for."""
+) -> Evidence:
+    """Return the evidence for the search of a cause; further runs on one device are made only when they are asked for."""
     model = run.model
     spec = subject.spec
     programs = subject.programs()
@@ -205,7 +212,7 @@ def _case(
         return _uses(run, subject, (name, *aliases[name]), step)
 
     aliases = {param.name: param.aliases for param in spec.params}
-    return Case(
+    return Evidence(
         reference=one,
         ranks=ranks,
         comparisons=comparisons,
@@ -224,11 +231,11 @@ def _case(
 
 
 def _collectives(programs: Sequence[Program], path: str) -> str:
-    """Say what the program sends for a module."""
+    """Return text that lists the collectives that the program sends for a module; empty if there are none."""
     sent = dict.fromkeys(
         f"{op.kind} over {op.axis}" for program in programs for _, op in program.ops() if op.axis and op.owner == path
     )
-    return f"; beside it stands {', '.join(sent)}" if sent else ""
+    return f"; its collectives are {', '.join(sent)}" if sent else ""
 
 
 def _batch(subject: Subject, step: int) -> Batch:
@@ -239,7 +246,7 @@ def _parts(run: Run, subject: Subject, step: int) -> list[BatchPart]:
     """Run each micro-batch of each data rank by itself, on one device."""
     layout, count = subject.layout, subject.programs()[0].step.num_microbatches
     batch = _batch(subject, step)
-    run.adopt(run.assembly.without_balance())  # of a part it would be another one
+    run.adopt(run.assembly.without_balance())  # the balancing loss of a part is not a part of the batch's
     found = []
     for rank in range(layout.dp):
         for microbatch, indices in enumerate(batch.shares(rank, layout.dp, count)):
@@ -249,7 +256,7 @@ def _parts(run: Run, subject: Subject, step: int) -> list[BatchPart]:
 
 
 def _uses(run: Run, subject: Subject, names: Sequence[str], step: int) -> list[Tensor]:
-    """Give every use of a tied weight a weight of its own, and return the gradient of each."""
+    """Return the gradient of each use of a tied weight, from a run in which every use has a weight of its own."""
     model = run.model
     tied = model.get_parameter(names[0])
     single = [nn.Parameter(tied.detach().clone()) for _ in names]
@@ -278,9 +285,9 @@ def _gradients(run: Run, batch: Batch) -> tuple[Mapping[str, Tensor], float, flo
 
 
 def measure_rounding(place: RankInfo, subject: Subject) -> None:
-    """Write down what one device computes, and how far it parts from that when it starts off by one rounding.
+    """Run one device's side in the job's own precision, and the runs whose first weights are perturbed by one rounding.
 
-    Workers that do so apart from each other share the perturbed runs; the first of them writes what is right.
+    Several workers, each a world of its own, share the perturbed runs; the first one writes the unperturbed observation.
     """
     observed = ObservedRun(subject.steps_by_sgd, Layout(), subject.job, place, subject.example)
     run = observed.run
@@ -300,12 +307,12 @@ def measure_rounding(place: RankInfo, subject: Subject) -> None:
 
 
 def _rounding(subject: Subject) -> float:
-    """Return the distance of two neighbouring numbers near 1 in the job's compute dtype."""
+    """Return the distance between two neighbouring numbers near 1 in the job's compute dtype."""
     return torch.finfo(DTYPES[subject.programs()[0].step.compute_dtype]).eps
 
 
 def _unclaimed(subject: Subject) -> Iterator[int]:
-    """Yield the seeds that no other worker has begun with."""
+    """Yield the seeds of the perturbed runs that no other worker has claimed."""
     for seed in range(PERTURBED_RUNS):
         try:
             subject.note(f"begun-{seed}").touch(exist_ok=False)
@@ -314,8 +321,8 @@ def _unclaimed(subject: Subject) -> Iterator[int]:
         yield seed
 
 
-def judge_rounding(place: RankInfo, subject: Subject) -> Found:
-    """Hold the layout in the job's own precision against what one rounding does."""
+def judge_rounding(place: RankInfo, subject: Subject) -> Judgement:
+    """Compare the layout in the job's own precision, with limits from the perturbed runs."""
     one, ranks = _observations(subject)
     deviations: dict[tuple[str, str, int], float] = {}
     largest: dict[tuple[str, int], float] = {}
@@ -326,6 +333,7 @@ def judge_rounding(place: RankInfo, subject: Subject) -> Found:
     rounding = _rounding(subject)
 
     def limit(what: str, name: str, step: int) -> float:
+        """Return the largest relative error that is allowed."""
         measured = deviations.get((what, name, step), largest.get((what, step), 0.0))
         return float(ALLOWANCE_FACTOR * max(measured, rounding))
 

@@ -1,10 +1,10 @@
-"""What a proof found: checks in the order in which a step runs, the first that failed, and its likely cause. No torch.
+"""The verdict of a proof: its checks in the order of a step, the first that failed, and the likely cause. No torch.
 
 ```
 start ── data ── forward ── loss ── gradients ── norm ── weights ── optimizer ── buffers ── checkpoint ── own precision
 ```
-A check holds the largest error of its kind against the allowance; what fails first is where the fault lies, and what
-fails after it follows from it.
+A check compares the largest error of its kind with the allowance. The fault lies where the first check fails; later
+failures follow from it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from enum import StrEnum
 
 
 class Cause(StrEnum):
-    """Classes of faults, as the shape of an error tells them apart."""
+    """The classes of faults that the shape of an error can tell apart; the value is the text that a user reads."""
 
     START = "different start"
     ROWS_SWAPPED = "rows or heads of a weight in the wrong place"
     DATA = "different data"
     DROPOUT = "different dropout masks"
     POSITIONS = "wrong positions or position-dependent buffers"
-    BORDER = "wrong activations across a pipeline boundary"
+    BOUNDARY = "wrong activations across a pipeline boundary"
     FORWARD = "a module computes something else"
     STALE_WEIGHT = "weights of an earlier step were used"
     MEAN_OF_MEANS = "mean of means: parts with different counts weigh the same"
@@ -39,46 +39,51 @@ class Cause(StrEnum):
     DRIFT = "copies of one weight differ between ranks"
     CLIP_NORM = "the clipping norm does not span every axis, each weight once"
     SKIP = "ranks disagree whether to skip the step"
-    UPDATE = "the optimizer makes another update"
+    UPDATE = "the optimizer computes a different update"
     STATE_SWAPPED = "optimizer state in the wrong place"
     BUFFER = "a buffer that is not synchronised"
-    CHECKPOINT = "a checkpoint gives back something else"
+    CHECKPOINT = "a checkpoint does not give back what was saved"
     PRECISION = "beyond rounding in the job's own precision, though float64 agrees"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One kind of comparison: the largest error found, and what is allowed."""
+    """One kind of comparison: the largest error that was found, and the largest that is allowed."""
 
     what: str
+    """The kind, such as `gradients`."""
     error: float
     allowance: float
     compared: int
-    """Numbers or tensors that were compared."""
+    """The number of tensors, outputs or numbers that were compared."""
     where: str = ""
-    """What has the largest error, and on which ranks."""
+    """The first tensor, output or number beyond its allowance, with step and rank; empty where there is none."""
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within the allowance; what is not a number is not."""
+        """Whether the error is within the allowance; an error that is not a number never is."""
         return self.error <= self.allowance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Whether a layout computes what one device computes."""
+    """The result of a proof: whether a layout computes what one device computes."""
 
     layout: str
     job: str
+    """The model's name."""
     steps: int
+    """The number of steps that were compared."""
     precision: str
-    """Of the first proof: float64, or float32 where the model cannot run in float64."""
+    """The precision of the first comparison: float64, or the job's own where the model cannot run in float64."""
     checks: tuple[Check, ...]
     cause: Cause | None = None
     explanation: str = ""
-    """The likely cause in a sentence, with names and numbers."""
+    """One sentence about the cause, with names and numbers; empty where everything passed."""
     notes: tuple[str, ...] = ()
+    """Restrictions of this proof, such as a model with fewer layers; one line each."""
     seconds: float = 0.0
+    """The duration of the proof."""
 
     @property
     def proven(self) -> bool:
@@ -87,11 +92,11 @@ class Verdict:
 
     @property
     def first_failure(self) -> Check | None:
-        """The check that failed first in the order of a step."""
+        """The first check in the order of a step that failed; None where all passed."""
         return next((check for check in self.checks if not check.passed), None)
 
     def to_text(self) -> str:
-        """Write the report for a terminal."""
+        """Return the report for a terminal, one line for each check."""
         width = max((len(check.what) for check in self.checks), default=0)
         lines = [f'{self.job}, layout "{self.layout}" against one device, {self.steps} steps']
         lines += [f"  note: {note}" for note in self.notes]
@@ -108,7 +113,7 @@ class Verdict:
         return "\n".join(lines)
 
     def to_line(self) -> str:
-        """Write the report in one line, for a table of many."""
+        """Return the report in one line: layout, largest error, result."""
         worst = max((check.error for check in self.checks), default=0.0)
         what = "proven" if self.proven else f"differs: {self.cause}: {self.explanation}"
         return f"{self.layout:<48} {worst:8.1e}  {what}"

@@ -1,14 +1,15 @@
 """The verb `verify`: prove on a user's own job that a layout computes what one device computes.
 
 ```
-one device ── takes the steps in float64 and in the job's own precision, and eight times off by one rounding
+one device ── takes the steps in float64 and in the job's own precision, and eight times perturbed by one rounding
 the layout ── takes the same steps on its ranks, and saves a checkpoint
 one device ── reads the checkpoint, compares everything, looks for the cause of the first difference
 ```
-In float64, with the model's float32 islands raised, two orders of the same sums differ by some 1e-16, a wrong sum by
-1e-3 and more: the limit of 1e-9 lies far from both. Weights are compared after steps of SGD, whose updates are as exact
-as the gradients; Adam, which makes 0.1 of a step of 1e-9 near its epsilon, is proven on equal gradients instead. In the
-job's own precision, a second check, the limit is measured (`trial`).
+In float64, with the model's own conversions to float32 raised to float64, two orders of the same sums differ by about
+1e-16 and a wrong sum by 1e-3 and more: the limit of 1e-9 lies far from both. Weights are compared after SGD steps, whose
+updates are as exact as the gradients. Adam turns a gradient error of 1e-9 near its epsilon into 0.1 of a step, so the job's
+own optimizer is proven on equal gradients instead. In the job's own precision, a second check, the limit is measured
+(`sides.py`).
 """
 
 from __future__ import annotations
@@ -62,26 +63,29 @@ def verify(
     steps: int = 3,
     precision: Precision = "job",
 ) -> Verdict:
-    """Prove that `layout` computes what one device computes; starts its own workers on this machine.
+    """Prove that `layout` computes what one device computes; the call starts its own workers on this machine.
 
     Args:
-        job: what is computed; model, loss, optimizer and data may be given by themselves instead.
-        layout: where.
-        model: a build function or an instance.
-        loss: (outputs, batch) -> (sum, count).
-        optimizer: a function of a list of parameters, or an instance over the model instance that has not stepped.
-        dataset: map-style.
-        steps: how many are compared; at least two, since a stale weight shows in the second.
+        job: what is computed; by default the default job.
+        layout: where it is computed.
+        model: a function that builds the model, or an instance; by default the job's model.
+        loss: a function (outputs, batch) -> (sum, count); by default the job's loss.
+        optimizer: a function of a list of parameters, or an instance over `model` that has not taken a step; by default
+            the job's optimizer.
+        dataset: a map-style dataset; by default the job's data.
+        steps: the number of steps to compare, at least two, since a stale weight shows in the second step.
         precision: `float64` leaves out the second check, in the job's own precision.
 
     Raises:
         InputError: the layout cannot be tried; the text says why and what would work.
-        WorkerError: a worker died.
+        WorkerError: a worker process died.
     """
     began = time.perf_counter()
     job = job or Job()
     if steps < 2:
-        raise JobError(f"steps={steps}: a stale weight shows in the second step; steps=2 is the least that proves")
+        raise JobError(
+            f"steps={steps} is too few, since a stale weight shows in the second step; steps=2 or more works"
+        )
     where = Layout.parse(layout) if isinstance(layout, str) else layout
     folder = Path(tempfile.mkdtemp(prefix="samestep-proof-"))
     try:
@@ -92,7 +96,7 @@ def verify(
         if model is None and (smaller := shrunk(subject)):
             subject, note = smaller
             notes = (note,)
-        subject.programs()  # refuses what cannot be
+        subject.programs()  # refuses a layout that the model or the job rules out
         try:
             verdict = _prove(subject, job, precision)
         except WorkerError as error:
@@ -103,11 +107,11 @@ def verify(
 
 
 def verify_all(job: Job, devices: int, *, steps: int = 3, precision: Precision = "job") -> Iterator[Verdict]:
-    """Prove every legal layout of a number of devices, each switch by itself too; yield each verdict as it is found.
+    """Prove every legal split of a number of devices, and each switch by itself; yield each verdict once it is known.
 
     Raises:
         InputError: the job cannot run.
-        WorkerError: a worker died; the text names the layout.
+        WorkerError: a worker process died; the text names the layout.
     """
     for row in legality.layouts(job, devices, switches=True):
         if not row.reason:
@@ -115,7 +119,7 @@ def verify_all(job: Job, devices: int, *, steps: int = 3, precision: Precision =
 
 
 def _proving(job: Job, steps: int) -> Job:
-    """Return the job that is compared: its first steps in float64, at a constant learning rate."""
+    """Return the job to compare: the first steps of the given one, in float64, at a constant learning rate."""
     return job.model_copy(
         update={
             "train": job.train.model_copy(update={"steps": steps}),
@@ -133,7 +137,7 @@ def _given(
     optimizer: Callable[[list[Tensor]], Optimizer] | Optimizer | None,
     dataset: Dataset | None,
 ) -> tuple[Source, Dataset, Any]:
-    """Take from the job what is not given, and trace the model once for the layout, before workers are forked."""
+    """Return model source, dataset and one example, from the job where not given; the model is traced for the layout."""
     data = open_dataset(job, "train") if dataset is None else dataset
     example = Batch(0, np.arange(1), data).samples([0])
     names = {id(param): name for name, param in model.named_parameters()} if isinstance(model, nn.Module) else None
@@ -152,14 +156,14 @@ def _given(
 # -- a model too large for one device --------------------------------------------------------------
 
 _COPIES = 8
-"""Of the weights, in float64: themselves, gradients, two states, and what is noted of three steps, on disk or mapped."""
+"""The float64 copies of all weights that a proof holds: weights, gradients, two states, and the records of the steps."""
 
 
 def shrunk(subject: Subject) -> tuple[Subject, str] | None:
-    """Return the subject with fewer layers, and how many, where the whole model does not fit one device.
+    """Return the subject with fewer layers and a note that says so; None where the whole model fits one device.
 
     Raises:
-        JobError: it does not fit, and its depth cannot be changed or not enough.
+        JobError: the model does not fit, and its depth cannot be reduced far enough.
     """
     free = _free_bytes(subject.job.run.device)
     blocks = [index for index, layer in enumerate(subject.spec.layers) if layer.is_block]
@@ -174,8 +178,8 @@ def shrunk(subject: Subject) -> tuple[Subject, str] | None:
     key = _depth_key(subject.job)
     if key is None:
         raise JobError(
-            f"a proof on one device needs {gibibytes}, and model.config has no key for the depth "
-            f"({', '.join(_depth_fields(subject.job))}); a smaller model or train.global_batch works"
+            f"a proof on one device needs {gibibytes}, and model.config has no key for the number of layers "
+            f"({', '.join(_depth_fields(subject.job))}); a smaller model or a smaller train.global_batch works"
         )
     if rest + depth * a_block > free or depth >= len(blocks):
         raise JobError(f"a proof on one device needs {gibibytes}; a smaller train.global_batch works")
@@ -188,10 +192,10 @@ def shrunk(subject: Subject) -> tuple[Subject, str] | None:
 
 
 def _proof_bytes(subject: Subject, index: int) -> int:
-    """Bytes that a layer takes in a proof: its weights in copies, what it saves of a whole batch, in float64."""
+    """Return the float64 bytes of a layer in a proof: all copies of its weights, and its activations of a whole batch."""
     weights = sum(param.numel for param in subject.spec.params_of(index))
     ranks = subject.layout.dp_cp_size if subject.layout.zero == 0 else subject.layout.dp_replicate
-    # Ranks of a CPU share its memory.
+    # Ranks on a CPU share its memory.
     replicas = max(ranks, _workers(subject.job.run)) if _on_cpu(subject.job.run.device) else 1
     saved = subject.spec.layers[index].saved_elements * subject.job.train.global_batch
     return 8 * (weights * _COPIES * replicas + saved)
@@ -222,7 +226,7 @@ def _free_bytes(device: str) -> int:
 
 
 def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
-    """Run one device and the layout, in float64 and in the job's own precision, and compare."""
+    """Run one device and the layout, in float64 and in the job's own precision, and return the verdict."""
     layout, own = subject.layout, job.numerics.precision
     notes: list[str] = []
     exact: Subject | None = subject
@@ -232,7 +236,7 @@ def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
     except WorkerError as error:
         if rounded is None or not any(word in str(error) for word in ("Double", "float64")):
             raise
-        notes.append(f"cannot run in float64 ({str(error).splitlines()[0]}); proven in {own} alone")
+        notes.append(f"the model cannot run in float64 ({str(error).splitlines()[0]}); it is proven in {own} alone")
         exact, precision = None, "job"
         _on_one_device(None, rounded)
     subjects = [one for one in (exact, rounded if precision == "job" else None) if one]
@@ -251,7 +255,7 @@ def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
 
 
 def _rounded(subject: Subject, own: str) -> Subject:
-    """Return the same subject in the job's own precision; of the model, a worker needs another copy for it."""
+    """Return the same subject in the job's own precision, with a copy of the traced model of its own."""
     numerics = subject.job.numerics.model_copy(update={"precision": own})
     job = subject.job.model_copy(update={"numerics": numerics})
     source = dataclasses.replace(subject.source, prepared=copied(subject.source, job))
@@ -259,7 +263,7 @@ def _rounded(subject: Subject, own: str) -> Subject:
 
 
 def _on_one_device(exact: Subject | None, rounded: Subject | None) -> None:
-    """Let workers, each a device by itself, write down what is right; several share the runs off by one rounding."""
+    """Run one device's side in workers that are each a world of one rank; they share the perturbed runs."""
     subject = exact or rounded
     assert subject is not None
     for left in subject.folder.iterdir():
@@ -269,7 +273,7 @@ def _on_one_device(exact: Subject | None, rounded: Subject | None) -> None:
 
 
 def _workers(run: RunTable) -> int:
-    """Return how many workers this machine has devices for, at most two: more of them start later than they help."""
+    """Return the number of workers that this machine has devices for, at most two: starting more takes longer than it saves."""
     devices = (os.cpu_count() or 1) // run.threads if _on_cpu(run.device) else torch.cuda.device_count()
     return min(2, max(1, devices))
 
@@ -286,8 +290,8 @@ def _in_layout(place: RankInfo, subjects: Sequence[Subject]) -> None:
         sides.in_layout(place, subject)
 
 
-def _judged(subjects: Sequence[Subject]) -> sides.Found:
-    """Compare in every precision, apart from each other; what is said is said up to the first difference."""
+def _judged(subjects: Sequence[Subject]) -> sides.Judgement:
+    """Compare in every precision, in parallel; return the checks up to the first precision that differs, and its cause."""
     workers = min(len(subjects), _workers(subjects[0].job.run))
     _launch(subjects[0], workers, _judge, subjects, workers, apart=True)
     checks: tuple[Check, ...] = ()

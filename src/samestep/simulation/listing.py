@@ -16,12 +16,9 @@ MOST_LINES = 60
 
 
 def as_text(found: Prediction, *, whole: bool = False) -> str:
-    """Return a prediction as text; of a long program only a summary of its tasks, unless `whole`."""
-    programs = [[*_listed(program)] for program in found.programs]
-    if whole or sum(map(len, programs)) <= MOST_LINES:
-        several = len(programs) > 1
-        lines = [line for stage, ops in enumerate(programs) for line in (*[f"stage {stage}"][:several], *ops)]
-    else:
+    """Return a prediction as text; a long program is shortened to its tasks unless the `whole` is asked for."""
+    lines = program_text(found).splitlines()
+    if not whole and len(lines) - len(found.programs) * (len(found.programs) > 1) > MOST_LINES:
         lines = [*_tasks(found.programs)]
     fits = "fits" if found.fits else "does not fit"
     return "\n".join(
@@ -32,6 +29,13 @@ def as_text(found: Prediction, *, whole: bool = False) -> str:
             _compact(found.to_record()),
         ]
     )
+
+
+def program_text(found: Prediction) -> str:
+    """Return the tasks and bodies of every stage as text, one line for each op."""
+    several = len(found.programs) > 1
+    stages = enumerate(found.programs)
+    return "\n".join(line for stage, program in stages for line in (*[f"stage {stage}"][:several], *_listed(program)))
 
 
 def _listed(program: Program) -> Iterator[str]:

@@ -1,1 +1,1 @@
-"""A job carried out from start to end: its checks, its loop, and the files it leaves."""
+"""The verb `train`: the checks before a run, the loop over its steps, and the files that it writes."""

@@ -1,4 +1,8 @@
-"""Everything that can be wrong with a run, found before any process starts."""
+"""The checks of a run before any process starts: layout, ranks, steps, run folder, data, model, optimizer, checkpoint.
+
+`train` and `train --dry-run` both call `check`, so that what a dry run accepts also starts. A mistake found here costs
+seconds on one process instead of minutes on all of them.
+"""
 
 from __future__ import annotations
 
@@ -31,30 +35,28 @@ from samestep.training.workload import Workload
 
 T = TypeVar("T")
 AUTO = "auto"
-"""The word for a layout that is searched for."""
+"""The value of `layout` that asks for a search."""
 _TRIED_LAYOUTS = 40
-"""The fastest of a search: some may not suit the optimizer."""
-_CLEARLY_LESS = 0.8
-"""Of the memory that was predicted for a layout that ran out of it."""
+"""The number of the search's fastest layouts that are tried: the optimizer may not support the first ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A run of which all has been checked that can be before a worker starts."""
+    """A run that has passed every check that can be made before a worker starts."""
 
     workload: Workload
     layout: Layout
     folder: Path
     until: int
-    """The last step."""
+    """The number of the last step, counted from 1."""
     resume_from: Path | None
-    """The checkpoint to go on from."""
+    """The checkpoint folder to resume from; None for a new run."""
     why: str = ""
-    """Of a layout that was searched for: what was chosen, and why."""
+    """The chosen layout and the reason for it, as text; empty where the layout was given."""
 
     @property
     def job(self) -> Job:
-        """The job with the layout that it runs in, so that the file in the run folder alone repeats the run."""
+        """The job with the layout written into it, so that the file in the run folder alone repeats the run."""
         words = {
             field.name: getattr(self.layout, field.name)
             for field in dataclasses.fields(self.layout)
@@ -73,17 +75,21 @@ def check(
     resume: bool = False,
     place: RankInfo | None = None,
 ) -> Checked:
-    """Check what `train` is given; nothing is started or written. Collective where there is a `place`.
+    """Check the arguments of `train` and return the run that they describe; nothing is started or written.
+
+    Where `place` is given this process is one rank of an existing world, and the call is collective: every rank must
+    call it, because rank 0 broadcasts its run folder and, under `layout="auto"`, its layout. If one rank does not, the
+    others wait until the time limit of the process group.
 
     Raises:
-        InputError: the job, layout or data cannot run; the text says what would.
+        InputError: the job, layout or data cannot run; the text says what would work.
     """
     ranks = place.world_size if place else ranks
     where = None if layout == AUTO else resolve_layout(job, layout, ranks)[0]
     until = job.train.steps if steps is None else steps
     if until > job.train.steps:
         raise JobError(
-            f"--steps {until} is beyond train.steps = {job.train.steps}, where the learning rate ends: "
+            f"--steps {until} is beyond train.steps = {job.train.steps}, where the learning-rate schedule ends: "
             f"--set train.steps={until} works"
         )
     folder = _agreed(lambda: run_folder.chosen(out, resume), place)
@@ -99,7 +105,7 @@ def check(
 
 
 def _searched(workload: Workload, ranks: int | None) -> tuple[Layout, str]:
-    """Search the fastest layout of so many ranks on this machine that the optimizer can follow; say what it was."""
+    """Search for the fastest layout on this machine that the optimizer supports; return it and the reason as text."""
     job, count = workload.job, ranks or workers.default_ranks(workload.job.run.device)
     machine = hardware.own_or("cpu-laptop")
     states = memory.states_per_param(job)
@@ -111,19 +117,21 @@ def _searched(workload: Workload, ranks: int | None) -> tuple[Layout, str]:
         except LayoutError as error:
             reason = str(error)
             continue
-        said = (
+        choice = (
             f'layout "{best.layout}", the fastest of {found.considered} on {count} devices of {machine.name}: '
-            f"{best.step_s:.3g} s a step predicted, bound by {ranking.binds(best)}"
+            f"predicted {best.step_s:.3g} s a step, bound by {ranking.binds(best)}"
         )
-        return best.layout, "\n".join([said, *hardware.cautions_here(machine, count)])
-    raise LayoutError(f"--layout auto found none for {count} ranks: {reason}")
+        return best.layout, "\n".join([choice, *hardware.cautions_here(machine, count)])
+    raise LayoutError(f"--layout auto found no layout for {count} ranks: {reason}")
 
 
 def resolve_layout(job: Job, layout: Layout | str | None, ranks: int | None) -> tuple[Layout, int]:
-    """Return the layout and the number of its ranks; either of them may say what the other leaves open.
+    """Return the layout of a run and its number of ranks.
+
+    The layout is the given one, or the job's own, or replicas over all ranks.
 
     Raises:
-        LayoutError: they contradict each other.
+        LayoutError: the layout and the number of ranks contradict each other.
     """
     ranks = ranks or job.run.ranks
     given = Layout.parse(layout) if isinstance(layout, str) else layout
@@ -135,36 +143,40 @@ def resolve_layout(job: Job, layout: Layout | str | None, ranks: int | None) -> 
         words = str(given)
         raise LayoutError(
             f"layout {words!r} has {given.world_size} rank{'s' if given.world_size > 1 else ''}, not {ranks}: "
-            f"--ranks {given.world_size} works, or a layout whose degrees multiply to {ranks}, as dp={ranks}"
+            f"--ranks {given.world_size} works, and so does a layout whose degrees multiply to {ranks}, such as dp={ranks}"
         )
     return given, given.world_size
 
 
 def _agreed(decide: Callable[[], T], place: RankInfo | None) -> T:
-    """Return what rank 0 decides: clocks and profiles differ, and the others may look when it has begun to write."""
+    """Return rank 0's decision on every rank; an error that it raises there is raised on every rank.
+
+    Ranks could decide differently: their clocks and hardware profiles differ, and rank 0 may already have made the folder.
+    """
     if place is None or place.world_size == 1:
         return decide()
-    told: list[Any] = [None]
+    decision: list[Any] = [None]
     if place.rank == 0:
         try:
-            told = [decide()]
+            decision = [decide()]
         except SamestepError as error:
-            told = [error]
-    dist.broadcast_object_list(told, src=0, device=place.device)
-    if isinstance(told[0], SamestepError):
-        raise told[0]
-    return cast(T, told[0])
+            decision = [error]
+    dist.broadcast_object_list(decision, src=0, device=place.device)
+    if isinstance(decision[0], SamestepError):
+        raise decision[0]
+    return cast(T, decision[0])
 
 
 def _resume_from(folder: Path, job: Job, until: int) -> Path:
-    """Return the newest checkpoint of a run, if the job can go on from it."""
+    """Return the newest checkpoint of a run folder, and refuse it where the job cannot resume from it."""
     newest = checkpoint.newest(folder / "checkpoints")
     if newest is None:
-        raise CheckpointError(f"{folder} holds no checkpoint to go on from: another --out starts anew")
+        raise CheckpointError(f"{folder} holds no checkpoint to resume from: another --out starts a new run")
     manifest = checkpoint.read_manifest(newest)
     checkpoint.check_job(manifest, job, newest)
     if manifest["step"] > until:
         raise CheckpointError(
-            f"{newest} is after step {until}, where the run would end; at least {manifest['step']} works"
+            f"{newest} was saved after step {manifest['step']}, and the run would end at step {until}: "
+            f"--steps {manifest['step']} or more works"
         )
     return newest

@@ -1,4 +1,4 @@
-"""What `train` would run, checked as `train` checks it, without starting anything."""
+"""`train --dry-run`: the same checks as `train`, then the resolved job and each rank's bytes and samples; starts nothing."""
 
 from __future__ import annotations
 
@@ -16,28 +16,31 @@ from samestep.training.workload import step_samples
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What one rank holds between steps, and which samples it reads in step 1."""
+    """One rank's part of a run: its memory between steps, and the samples that it reads in step 1."""
 
     memory: MemoryUse
+    """Predicted bytes between two steps."""
     samples: tuple[int, ...]
+    """Indices into the dataset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """A run as it would start."""
+    """The run that `train` would start."""
 
     job: Job
-    """With the layout in it, so that the file alone repeats the run."""
+    """The resolved job with the layout in it, so that the file alone repeats the run."""
     layout: Layout
     num_microbatches: int
     microbatch_samples: int
-    """Samples of the largest micro-batch."""
+    """The number of samples in the largest micro-batch."""
     ranks: tuple[RankShare, ...]
+    """One entry for each rank, in the order of ranks."""
     why: str
-    """Of a layout that was searched for: what was chosen, and why."""
+    """The chosen layout and the reason for it, as text; empty where the layout was given."""
 
     def to_text(self) -> str:
-        """Write the job as TOML, the layout, and a line for each rank."""
+        """Return the text for a terminal: the job as TOML, the layout, and a line for each rank."""
         count, size, ranks = self.num_microbatches, self.microbatch_samples, len(self.ranks)
         lines = [self.why] if self.why else []
         lines += [
@@ -63,10 +66,10 @@ def dry_run(
     out: str | Path | None = None,
     resume: bool = False,
 ) -> DryRun:
-    """Check what `train` would be given, and return what it would run; nothing is started or written.
+    """Return the run that `train` would start with the same arguments, after the same checks; nothing is started or written.
 
     Raises:
-        InputError: the job, layout or data cannot run; the text says what would.
+        InputError: the job, layout or data cannot run; the text says what would work.
     """
     checked = check(job, layout=layout, ranks=ranks, steps=steps, out=out, resume=resume)
     where, states = checked.layout, states_per_param(job)

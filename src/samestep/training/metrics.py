@@ -1,7 +1,7 @@
-"""What a run leaves behind and shows: the live line, `metrics.jsonl`, TensorBoard events.
+"""The numbers of each step: on the terminal, in `metrics.jsonl`, and as TensorBoard events.
 
-`metrics.jsonl` has one object a step; a number that is not finite stands there as null, which every reader of JSON
-takes. On resume the lines after the resumed step are cut off first, so that no step is missing and none stands twice.
+`metrics.jsonl` has one JSON object for each step; a number that is not finite is written as null, since JSON has no
+word for it. When a run resumes, the lines after the resumed step are removed first, so that every step has exactly one line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from samestep.output.output_file import write_whole
 from samestep.runtime.step_report import StepReport
 
 _LINES = 40
-"""About so many lasting lines a run prints, beside the live one."""
+"""The approximate number of step lines that a run prints, besides the live line."""
 
 
 class _Numbers(ProgressColumn):
@@ -33,7 +33,7 @@ class _Numbers(ProgressColumn):
 
 
 class Screen:
-    """The progress of a run on the terminal: a live line where there is one, and lasting lines now and then."""
+    """A run's progress on standard output: a live line where it is a terminal, and a permanent line every few steps."""
 
     def __init__(self, first_step: int, last_step: int) -> None:
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -53,12 +53,12 @@ class Screen:
 
     @contextmanager
     def live(self) -> Iterator[None]:
-        """Show the live line meanwhile."""
+        """Show the live line while the body of the `with` statement runs."""
         with self._progress:
             yield
 
     def show(self, report: StepReport) -> None:
-        """Show one step."""
+        """Update the live line with one step, and print a permanent line where one is due."""
         numbers = (
             f"loss {report.loss:.4f}  norm {report.grad_norm:.3f}  lr {report.lr:.2e}  "
             f"{report.tokens_per_s:,.0f} tok/s  {report.memory_bytes / 2**20:,.0f} MiB"
@@ -70,7 +70,7 @@ class Screen:
             self.say(f"step {report.step}: {'skipped, ' if report.skipped else ''}{report.note}")
 
     def say(self, text: str) -> None:
-        """Print a lasting line."""
+        """Print a permanent line."""
         self._console.print(text, markup=False)
 
 
@@ -80,12 +80,12 @@ class Metrics:
     def __init__(self, folder: Path, first_step: int) -> None:
         path = folder / "metrics.jsonl"
         self.last_loss = _cut_after(path, first_step)
-        """Of the last step there is a line of."""
+        """The loss of the last step in the file; None where there is none, or where it was not finite."""
         self._file = path.open("a", encoding="utf-8")
         self._board = _board(folder / "tensorboard", first_step)
 
     def write(self, report: StepReport) -> None:
-        """Write one step."""
+        """Append one step to both."""
         row: dict[str, Any] = {
             "step": report.step,
             "loss": report.loss,
@@ -118,20 +118,20 @@ class Metrics:
             )
 
     def sync(self) -> None:
-        """Wait until every line is on disk."""
+        """Return once every line is on disk."""
         os.fsync(self._file.fileno())
         if self._board is not None:
             self._board.writer.flush()
 
     def close(self) -> None:
-        """Flush and close both."""
+        """Flush and close both files."""
         self._file.close()
         if self._board is not None:
             self._board.writer.close()
 
 
 def _cut_after(path: Path, step: int) -> float | None:
-    """Remove the lines of steps after `step`, and a last one that was never finished; return the last loss."""
+    """Remove the lines after `step` and an incomplete last line; return the last loss that is left."""
     if not path.exists():
         return None
     kept: list[str] = []
@@ -150,7 +150,10 @@ def _cut_after(path: Path, step: int) -> float | None:
 
 
 class _Board:
-    """TensorBoard events, one a step with all its scalars: an `add_scalar` for each takes 0.6 ms together, this 0.1."""
+    """A writer of TensorBoard events, one event a step with all its scalars.
+
+    That takes 0.1 ms a step; one `add_scalar` for each scalar takes 0.6 ms together.
+    """
 
     def __init__(self, folder: Path, first_step: int) -> None:
         from tensorboardX import SummaryWriter  # noqa: PLC0415 - an extra
@@ -160,13 +163,13 @@ class _Board:
         self._summary: Any = Summary
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write the scalars of one step."""
+        """Append the scalars of one step."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self.writer.file_writer.add_summary(self._summary(value=values), step)
 
 
 def _board(folder: Path, first_step: int) -> _Board | None:
-    """Open TensorBoard's files, or return None where tensorboardX is not installed."""
+    """Open a writer of TensorBoard events; return None where tensorboardX is not installed."""
     try:
         return _Board(folder, first_step)
     except ImportError:

@@ -1,12 +1,14 @@
-"""Memory that ran out: recognised, and told on the rank that it ran out on, by what held it and what it was doing.
+"""The report of a run that ran out of memory: what the rank was doing, what it held, and a layout that needs less.
 
-An allocator says how much more it was asked for, which helps nobody. What helps is what the bytes are: weights, gradients
-and states can be counted, since the run knows them; the rest are activations, buffers and what libraries hold. Where a
-rank was comes out of the frames of the error: the task of the schedule, and the deepest module that was called.
+An allocator's own message says only how many more bytes were asked for. This report adds what the memory held: weights,
+gradients and optimizer states are counted from the run's own tensors; the rest are activations, buffers and libraries.
+What the rank was doing is read from the frames of the error's traceback: the task of the schedule, and the innermost
+module whose forward was running.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import resource
 import sys
@@ -18,25 +20,32 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from samestep import hardware
+from samestep.planning.nearest_layout import nearest
 from samestep.program.bodies import Task
 from samestep.runtime.run import Run
 from samestep.schedules import TaskKind
+from samestep.simulation import memory
 from samestep.simulation.memory import readable
+from samestep.simulation.prediction import predict
+from samestep.training.check import Checked
 
-_SAYINGS = re.compile(r"can't allocate memory|not enough memory|out of memory", re.IGNORECASE)
-"""Of torch's allocators, which raise a RuntimeError on CPUs."""
+_ALLOCATOR_MESSAGES = re.compile(r"can't allocate memory|not enough memory|out of memory", re.IGNORECASE)
+"""Texts of the RuntimeError that torch's CPU allocators raise."""
+_CLEARLY_LESS = 0.8
+"""A suggested layout must be predicted to need at most this fraction of the bytes predicted for the one that failed."""
 _TASKS = {TaskKind.FORWARD: "forward", TaskKind.BACKWARD: "backward", TaskKind.WEIGHT: "gradients of weights"}
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an error says that there was no memory left."""
+    """Whether an error says that memory ran out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and _SAYINGS.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _ALLOCATOR_MESSAGES.search(str(error)) is not None
 
 
-def told(error: BaseException, run: Run) -> str:
-    """Say in two lines where this rank was, and what it held."""
+def shortage(error: BaseException, run: Run) -> str:
+    """Return two lines of text: what this rank was doing when memory ran out, and what it held."""
     place = run.place
     parts = ", ".join(f"{name} {readable(size)}" for name, size in held(run).items())
     where = where_of(error, run)
@@ -47,8 +56,29 @@ def told(error: BaseException, run: Run) -> str:
     )
 
 
+def less_memory(checked: Checked, device_type: str) -> str:
+    """Return two lines of text: the memory predicted for a layout that ran out, and the nearest layout that needs less."""
+    spec, job, layout = checked.workload.spec, checked.job, checked.layout
+    machine, states = hardware.own_or("cpu-laptop"), memory.states_per_param(job)
+    room = limit_bytes(torch.device(device_type))
+    room //= 1 if device_type == "cuda" else min(layout.world_size, job.run.ranks_per_node or layout.world_size)
+    peak = predict(spec, job, layout, machine, states).peak
+    parts = ", ".join(f"{name} {readable(size)}" for name, size in peak.parts().items())
+    total = readable(peak.total)
+    lines = [f"  predicted  {parts}; {total} in all at {peak.peak_at}, of {readable(room)} a rank"]
+    # The prediction may have said that this layout fits: a suggestion must then be predicted to need clearly less.
+    smaller = dataclasses.replace(machine, memory_bytes=max(1, int(min(room, _CLEARLY_LESS * peak.total))))
+    near = nearest(spec, job, smaller, layout, layout.world_size, states)
+    if near is not None:
+        needs, step_s = readable(near.peak.total), f"{near.step_s:.3g} s"
+        lines.append(f'  "{near.layout}" is predicted to need {needs}, and {step_s} a step')
+    else:
+        lines.append(f"  no layout of {layout.world_size} ranks is predicted to need clearly less")
+    return "\n".join(lines)
+
+
 def where_of(error: BaseException, run: Run) -> str:
-    """Name the op that an error came out of: the task, and the deepest module that was called in it."""
+    """Name the task of the schedule that an error was raised in, and the innermost module that was running."""
     task: Task | None = None
     module = ""
     names = {id(one): name for name, one in run.model.named_modules()} if run.is_prepared else {}
@@ -59,19 +89,19 @@ def where_of(error: BaseException, run: Run) -> str:
             module = names.get(id(owner), "") or module
     inside = f", module {module}" if module else ""
     if not run.is_prepared:
-        return f"while the model was made{inside}"
+        return f"while the model was built{inside}"
     if task is None or task.kind is TaskKind.UPDATE:
         return f"in the update of step {run.steps_taken + 1}{inside}"
     return f"in the {_TASKS[task.kind]} of micro-batch {task.microbatch}, step {run.steps_taken + 1}{inside}"
 
 
 def held(run: Run) -> dict[str, int]:
-    """Bytes of the storages of what a run keeps between steps, by what they are for."""
+    """Return the bytes that a run keeps between steps, by kind: weights, gradients, optimizer."""
     if not run.is_prepared:
         return {"weights": 0}
     params = [_local(param) for param in run.model.parameters()]
     grads = [_local(param.grad) for param in run.model.parameters() if param.grad is not None]
-    if run.program.buckets:  # there is where they are added up; elsewhere to ask for them might take more memory
+    if run.program.buckets:  # gradients are summed in the buckets; without buckets, asking for them could allocate
         grads += [piece.gradient() for piece in run.updater.pieces]
     optimizer = run.updater.optimizer
     states = [
@@ -87,7 +117,7 @@ def held(run: Run) -> dict[str, int]:
 
 
 def most_bytes(device: torch.device) -> int:
-    """Bytes that this process has held at most: of the device, or of the host where that is the device."""
+    """Return the largest number of bytes that this process has held so far, on its device."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_reserved(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -95,7 +125,7 @@ def most_bytes(device: torch.device) -> int:
 
 
 def limit_bytes(device: torch.device) -> int:
-    """Bytes that one process can have: of a device; of the host at most what it is allowed."""
+    """Return the bytes that one process can have: the GPU's memory, or the host's within the limit of the process."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     total = int(psutil.virtual_memory().total)
@@ -122,4 +152,4 @@ def _storages(tensors: Iterable[Tensor]) -> int:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else type(error).__name__
-    return text[max(text.find("DefaultCPUAllocator"), 0) :]  # what stands before it is where in torch that is
+    return text[max(text.find("DefaultCPUAllocator"), 0) :]  # the text before it is a line number within torch

@@ -1,4 +1,4 @@
-"""Text sampled from a language model of bytes or tokens, one token at a time."""
+"""Text sampled from the model of a run, one token at a time, before and after training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from samestep.runtime.run import Run
 
 
 def sample_text(run: Run, prompt: str, num_tokens: int, temperature: float) -> str | None:
-    """Continue `prompt` by `num_tokens` tokens. Collective over the world where weights are cut.
+    """Sample `num_tokens` tokens after `prompt`; every call of a run draws the same random numbers.
+
+    Where no rank holds all weights, the call is collective over the world: every rank must make it, since the forward
+    gathers weights and passes activations; if one rank does not, the others wait for it.
 
     Returns:
         The text, prompt included; None where the model gives no logits [batch, sequence, vocabulary].
@@ -24,7 +27,7 @@ def sample_text(run: Run, prompt: str, num_tokens: int, temperature: float) -> s
         found = getattr(outputs, "logits", outputs)
         if not isinstance(found, Tensor) or found.dim() != 3:
             return None
-        # A model may have more embeddings than the tokenizer has tokens.
+        # A model may have more embeddings than the tokenizer has tokens: those are never sampled.
         logits = found[0, -1, : tokenizer.vocab_size].double().cpu()
         if temperature == 0:
             tokens.append(int(logits.argmax()))
@@ -34,6 +37,6 @@ def sample_text(run: Run, prompt: str, num_tokens: int, temperature: float) -> s
     return tokenizer.decode(tokens)
 
 
-def _printable(text: str) -> str:
-    """Replace what a terminal would obey: an untrained model writes escape sequences too."""
+def printable(text: str) -> str:
+    """Replace every control character: an untrained model may write escape sequences that a terminal obeys."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)

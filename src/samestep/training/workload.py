@@ -1,4 +1,4 @@
-"""What a job asks for: its model, data and loss, built once and checked against each other."""
+"""The model, data, loss and optimizer of a job, built once and checked against each other before workers start."""
 
 from __future__ import annotations
 
@@ -16,23 +16,20 @@ from samestep.building.loss import loss_of
 from samestep.building.model import model_source
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import Batch, Dataset, batches, open_dataset, open_tokenizer
-from samestep.errors import (
-    ModelError,
-    SamestepError,
-)
+from samestep.errors import ModelError, SamestepError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.runtime.assembly import Source, prepare, with_slices
 
 _TOKENS_LOOKED_AT = 2**24
-"""Of a file of tokens, which may be far larger than memory."""
+"""The number of tokens whose largest id is compared with the vocabulary; a whole file may be larger than memory."""
 
 
 class Workload:
-    """A job made ready to run: data opened, model built on the meta device and traced.
+    """A job that is ready to run: its data is open, its model built on the meta device and traced.
 
-    A forked worker inherits it; where workers are spawned it is made again from the job.
+    A forked worker inherits it; a spawned worker builds it again from the job.
     """
 
     def __init__(self, job: Job) -> None:
@@ -45,7 +42,7 @@ class Workload:
         source = Source(model_source(job), loss_of(job), optimizer, job.model.source)
         prepared = prepare(source, job, self.example)
         _check_fit(job, prepared.module, self.dataset, self.example)
-        if ":" not in job.optimizer.name:  # a class of torch.optim says at once whether its settings and shapes fit
+        if ":" not in job.optimizer.name:  # constructing a class of torch.optim checks its settings and the shapes
             shapes = [(param.name, torch.empty(param.shape, device="meta")) for param in prepared.spec.params]
             optimizer([(name, torch.nn.Parameter(weight)) for name, weight in shapes])
         self.source = Source(source.model, source.loss, optimizer, source.name, prepared)
@@ -54,35 +51,36 @@ class Workload:
         return Workload, (self.job,)
 
     def slice(self, layout: Layout) -> None:
-        """Find out how the model's sequences can be sliced, where the layout asks for it."""
+        """Trace how the model's sequences can be sliced, where the layout has `cp` > 1; the result replaces `source`."""
         assert self.source.prepared is not None
         self.source = dataclasses.replace(self.source, prepared=with_slices(self.source.prepared, layout, self.example))
 
     @property
     def spec(self) -> ModelSpec:
-        """The model's shape."""
+        """The shape of the traced model."""
         assert self.source.prepared is not None
         return self.source.prepared.spec
 
 
-def _is_text(job: Job) -> bool:
-    """Whether the samples are made by the job's tokenizer."""
+def is_text(job: Job) -> bool:
+    """Whether the samples of a job are text that its tokenizer encodes."""
     return job.data.source.partition(":")[0] in ("topics", "stdlib", "text", "jsonl", "hf")
 
 
 def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any) -> None:
-    """Refuse tokens and sequences that a transformers model has no embeddings for."""
+    """Refuse token ids and sequence lengths for which a transformers model has no embeddings."""
     facts = facts_of(model)
     words, positions = facts.setting(model, facts.vocabulary_field), facts.setting(model, facts.positions_field)
     if isinstance(words, int):
         known, whose = 0, job.data.source
-        if _is_text(job):
+        if is_text(job):
             known, whose = open_tokenizer(job).vocab_size, "the tokenizer"
         elif isinstance(tokens := getattr(dataset, "tokens", None), np.ndarray):
             known = int(tokens[:_TOKENS_LOOKED_AT].max()) + 1
         if known > words:
             raise ModelError(
-                f"{whose} has tokens up to {known - 1}, but model.config.{facts.vocabulary_field} = {words}; {known} works"
+                f"{whose} has token ids up to {known - 1}, but model.config.{facts.vocabulary_field} = {words}; "
+                f"{facts.vocabulary_field} = {known} works"
             )
     length = example["input_ids"].shape[-1] if isinstance(example, dict) and "input_ids" in example else 0
     if isinstance(positions, int) and length > positions > 0:
@@ -93,21 +91,24 @@ def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any)
 
 
 def write_spec(job_json: str) -> None:
-    """Trace the model of a job given as JSON and print its spec: what `catalog` runs in a subprocess.
+    """Trace the model of a job given as JSON and print its spec as JSON; `models.catalog` runs this in a subprocess.
 
-    Exits with 2 and prints the error instead where the model cannot be built. Whatever else speaks goes to stderr.
+    Everything else that is printed on the way goes to standard error.
+
+    Raises:
+        SystemExit: the model cannot be built; the error has been printed, and the status is 2.
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            answer = _traced(Job.model_validate_json(job_json)).to_json()
+            spec = _traced(Job.model_validate_json(job_json)).to_json()
     except SamestepError as error:
         print(error)
         raise SystemExit(2) from None
-    print(answer)
+    print(spec)
 
 
 def _traced(job: Job) -> ModelSpec:
-    """Return the model's shape; that of a transformers model needs none of the data."""
+    """Return the shape of a job's model; that of a transformers model is traced without opening the data."""
     if not job.model.source.startswith("hf:"):
         return Workload(job).spec
     tokens = torch.zeros(1, job.data.sequence_length, dtype=torch.int64)
