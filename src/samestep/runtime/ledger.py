@@ -30,12 +30,12 @@ _KINDS = {
     "recv_": "recv",
 }
 OWN_GROUPS = ("cp",)
-"""Axes with a group of their own, whose description is the axis: other axes over the same ranks share one."""
+"""Axes with a process group of their own, described by the axis' name; other axes over the same ranks share one."""
 _FSDP_LABEL = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((?P<owner>.*)\))?$")
 
 
 class _Owners(threading.local):
-    """Whose what this thread issues is, the innermost last."""
+    """Owners of the collectives this thread issues, innermost last."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -45,9 +45,10 @@ _owners = _Owners()
 
 
 class owned:  # noqa: N801 (a context manager, named as what one calls)
-    """Label what is issued inside as belonging to `name`, in a profile and in the ledger.
+    """Label the collectives issued inside as belonging to the op `name`, in a profile and in the ledger.
 
-    Not by `torch.profiler.record_function`, which takes twenty times as long: it is an operation, which is dispatched.
+    Uses torch's fast record function: `torch.profiler.record_function` takes twenty times as long, because it is
+    dispatched as an operation.
     """
 
     __slots__ = ("_label", "_name")
@@ -65,9 +66,9 @@ class owned:  # noqa: N801 (a context manager, named as what one calls)
 
 
 class Ledger(TorchDispatchMode):
-    """Lists the collectives issued while it is active: `rows[group]` in order of issue.
+    """Records the collectives issued while it is active: `rows[group]` in order of issue.
 
-    `group_of` names a process group; ops other than the kinds a program knows are listed by their torch name.
+    `group_of` names a process group; collectives of kinds that no program has are listed by their torch name.
     """
 
     def __init__(self, group_of: Callable[[dist.ProcessGroup], str] | None = None) -> None:
@@ -97,7 +98,7 @@ class Ledger(TorchDispatchMode):
         name = func._schema.name.split("::")[1]
         tensors = [t for arg in args for t in (arg if isinstance(arg, (list, tuple)) else [arg]) if torch.is_tensor(t)]
         group = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg))
-        # Of an all_to_all what is sent, the second of the two: over a group that adds up to what is received.
+        # An all_to_all is sized by its second tensor, what is sent: over a group that sums to what is received.
         sized = tensors[1:] if name == "alltoall_base_" else tensors
         largest = max(sized, key=lambda tensor: tensor.numel() * tensor.element_size())
         labels = [*(label for label in self._labels if label is not None), *_owners.names]
@@ -112,7 +113,7 @@ class Ledger(TorchDispatchMode):
 
 
 def _name_of(group: dist.ProcessGroup) -> str:
-    """Name a group as the mesh does."""
+    """Return the name of a group in the form that `Mesh.group_of` uses."""
     ranks = ",".join(map(str, sorted(dist.get_process_group_ranks(group))))
     return f"{ranks} {group.group_desc}" if group.group_desc in OWN_GROUPS else ranks
 

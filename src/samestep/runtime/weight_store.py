@@ -21,19 +21,19 @@ from samestep.program.ops import Task
 from samestep.runtime.optimizer_step import Piece
 
 Materialize = Callable[[str, torch.dtype], Tensor]
-"""Returns the whole parameter of this name, fresh, on the device."""
+"""Returns the part of a parameter that `tp` and `ep` leave this rank, newly allocated on the device."""
 
 
 class WeightStore(Protocol):
-    """The weights and gradients of one rank, as its layout stores them."""
+    """The weights and gradients of one rank, stored as its layout says."""
 
     @property
     def pieces(self) -> list[Piece]:
-        """Runs of weights that this rank updates, in the order of the model's parameters."""
+        """Ranges of weights that this rank updates, in the order of the model's parameters."""
         ...
 
     def begin_step(self) -> None:
-        """Forget the gradients of the step before. Called first in a step, by every rank; sends nothing."""
+        """Discard the gradients of the previous step. Called first in a step, by every rank; sends nothing."""
         ...
 
     def running(self, task: Task) -> AbstractContextManager[None]:
@@ -41,16 +41,16 @@ class WeightStore(Protocol):
 
         Called for each such task, by every rank of the task's pipeline stage. Collective over `dp_shard` and
         `dp_replicate`: inside, weights are gathered and buckets reduced as the program says. If a rank leaves a task
-        out, the ranks with which it shares weights wait for it.
+        out, the ranks with which it shares weights wait until the time limit.
         """
         ...
 
     def finish_gradients(self) -> None:
         """Wait for all reductions of the step, and issue those that follow its last backward.
 
-        Called once a step, after its last task, by every rank. Collective over the axes of the data, over `tp` for
-        weights used on a part of the sequence, and over the stages that share a tied weight. If a rank leaves it out,
-        the ranks of those groups wait for it, and its own gradients are not summed.
+        Called once a step, after its last task, by every rank. Collective over the data axes, over `tp` for weights
+        used on a part of the sequence, and over the stages that share a tied weight. If a rank leaves it out, the ranks
+        of those groups wait until the time limit, and its own gradients are not summed.
         """
         ...
 
@@ -62,14 +62,16 @@ class WeightStore(Protocol):
         ...
 
     def publish(self) -> None:
-        """Let the next forward see the updated pieces.
+        """Make the updated weights visible to the next forward.
 
         Called after every update, by every rank; not after a skipped step. Collective over `dp_shard` with zero=1,
-        where each rank gathers what the others have updated; else it sends nothing. If a rank leaves it out, the others
-        wait for it.
+        where each rank gathers what the others have updated; otherwise it sends nothing. If a rank leaves it out, the
+        others wait until the time limit.
         """
         ...
 
     def end_forward_only(self) -> None:
-        """Free what forwards without a backward left gathered. Called after each such series, by every rank; sends nothing."""
+        """Free the weights that forwards without a backward left gathered. Called by every rank after such forwards;
+        sends nothing.
+        """
         ...
