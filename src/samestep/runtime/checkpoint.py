@@ -1,16 +1,16 @@
-"""Checkpoints: files to go on from, in coordinates of the whole model, so that any layout can read them.
+"""Checkpoints: files from which a run resumes, in coordinates of the whole model, so that any layout can read them.
 
 ```
 checkpoints/step-000500/
     manifest.json             written last: step, loss scale, the job, shapes, and which elements lie in which file
     rank-0000.safetensors     runs of elements: value/NAME/START, state/NAME/START/KEY; buffers
 ```
-A rank writes the pieces it updates (the first replica's alone), and reads whatever runs overlap the pieces it has in
-its own layout. Of a weight that is sharded over tp or ep a file holds runs of a part, NAME@0of2; the manifest says which intervals
-of the whole weight each part is, so that any other cut can be read from it. The folder is written under another name and
-renamed when every file is on disk, so a run that dies while saving leaves the checkpoint before it untouched, and a
-folder of this name that is not whole has been damaged: it is refused, never passed over. Values are in master precision,
-so resuming is exact.
+A rank writes the pieces it updates (only the first of several replicas does), and reads the runs that overlap the
+pieces of its own layout. For a weight that is sharded over tp or ep a file holds runs of a part, NAME@0of2; the manifest
+says which intervals of the whole weight each part is, so that any other layout can read it. The folder is written under
+another name and renamed when every file is on disk, so a run that dies while saving leaves the previous checkpoint
+untouched. An incomplete folder under the final name has been damaged: it is refused, never skipped. Values are in master
+precision, so resuming is exact.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The ledger's other side: what torch really sent, and to whom it belongs.
+"""The recorded side of the ledger: the collectives that torch really issued, and the op that each belongs to.
 
-A dispatch mode sees every c10d collective with its tensors and its group. Whose it is stands around it: our own driven
-collectives are issued inside `owned(name)`, those of FSDP2 inside its profiler labels `FSDP::all_gather (layers.0)`. A
-trace shows both, and so the same names as the program.
+A dispatch mode sees every c10d collective with its tensors and its group. Its owner is known from the context: our own
+driven collectives are issued inside `owned(name)`, those of FSDP2 inside its profiler labels `FSDP::all_gather
+(layers.0)`. A trace shows both, and so the same names as the program.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where a rank's part of a cut weight stands in the whole one.
+"""The part of a whole weight that a rank holds, as intervals and as runs of elements.
 
-A cut goes along one dimension, and leaves a rank some intervals of it: one, or one of each of the weights that lie side
-by side in a fused one. In the flattened whole weight that makes runs of elements:
+A cut divides one dimension, and leaves a rank some intervals of it: one, or one of each component of a fused weight. In
+the flattened whole weight these are runs of elements:
 
     [4, 6] cut along dim 1 into (0:2, 3:5)        runs 0:2 3:5 | 6:8 9:11 | 12:14 15:17 | 18:20 21:23
 

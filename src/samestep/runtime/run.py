@@ -5,10 +5,10 @@ run = samestep.parallelize(model, loss, optimizer, layout="dp=2 zero=3", job=job
 for batch in samestep.batches(dataset, job):
     report = run.step(batch)
 ```
-A loss is a sum over samples or tokens and a count. Backward runs on the sum, divided by a power of two near the
-count, which costs no bit; the true count is known to all ranks only after the last micro-batch, in the one all_reduce
-that also carries the loss, the gradient norm and the stop flag, and divides the gradients then. So nothing is ever a
-mean of means, and a user's loss need not know its count before its forward.
+A loss is a sum over samples or tokens, and their count. Backward runs on the sum, divided by a power of two near the
+count, which loses no bit. All ranks learn the true count after the last micro-batch, in the one all_reduce that also
+carries the loss, the gradient norm and the stop flag; the gradients are divided by it then. So nothing is ever a mean of
+means, and a user's loss need not know its count before its forward.
 """
 
 from __future__ import annotations

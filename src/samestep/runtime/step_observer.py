@@ -1,4 +1,4 @@
-"""What a run tells an observer while it takes a step: the one seam on which a proof or a recorder of spans stands.
+"""The interface of observers of a run's steps: the one seam for proofs and for recorders of spans.
 
 ```
 forward_backward   for each task:  with observer.running(task, samples): ...    forward, backward, weight gradients

@@ -1,4 +1,4 @@
-"""What a step reports, and the memory it is measured by."""
+"""The report of one step, and the measurement of peak memory."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What holds a rank's weights and gradients during a step: the interface of `data.Replicated` and `shard.Sharded`.
+"""The interface of the stores that hold a rank's weights and gradients: `data.Replicated` and `shard.Sharded`.
 
 ```
 begin_step ─► running(task) of every forward, backward and weight-gradient task ─► finish_gradients
            ─► norm_squared ─► (the optimizer updates `pieces`) ─► publish
 ```
-A method that is collective is called by all ranks alike, since a decision to skip a step is agreed on first. A rank that
-leaves such a call out leaves the other ranks of the group waiting in theirs until `run.timeout_s` ends the run.
+All ranks call a collective method alike, since they agree on skipping a step first. If a rank leaves such a call out, the
+other ranks of the group wait in theirs until `run.timeout_s` ends the run.
 """
 
 from __future__ import annotations

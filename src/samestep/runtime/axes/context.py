@@ -1,8 +1,8 @@
-"""Context parallelism on real modules (twin of `strategies/context.py`): slices for blocks, whole sequences for attention.
+"""Context parallelism on real modules (twin of `strategies/context.py`): sliced blocks, attention on whole sequences.
 
-The model runs its own forward on the whole batch. A hook in front of each block cuts out of its arguments this rank's
-rows of tokens (which arguments have such rows, `locality.py` has found), so that tokens are embedded, positions counted
-and masks made before that, of the whole sequence. Inside, a function mode stands around `scaled_dot_product_attention`:
+The model runs its own forward on the whole batch. A hook in front of each block cuts this rank's rows of tokens out of
+its arguments (`tracing/independence.py` has found which arguments have such rows), so embeddings, positions and masks
+are made before that, of the whole sequence. Within a block a function mode replaces `scaled_dot_product_attention`:
 
     query, key, value   [B, A, T/N, D]  all_to_all ──►  [B, A/N, T, D]   attention with the whole mask
     output              [B, A, T/N, D]  ◄── all_to_all  [B, A/N, T, D]
@@ -37,20 +37,20 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class WholeSequences:
-    """The slice of a layout without `cp`, as `Slicing` is used: every sequence is this rank's as a whole."""
+    """The counterpart of `Slicing` in a layout without `cp`: every rank has whole sequences."""
 
     degree, index, length, block = 1, 0, 0, ""
 
     def of(self, samples: Any) -> AbstractContextManager[None]:
-        """Return the context of a forward on whole sequences, which is none."""
+        """Return the context of a forward on whole sequences, which does nothing."""
         return _NOTHING
 
     def again(self) -> AbstractContextManager[None]:
-        """Return the context of a block's repeated forward, which is none."""
+        """Return the context of a block's recomputed forward, which does nothing."""
         return _NOTHING
 
     def part(self, samples: Any) -> Any:
-        """Return what the loss compares this rank's outputs with: all tokens."""
+        """Return the samples that the loss compares with this rank's outputs: all tokens."""
         return samples
 
     def shape_of(self, shape: torch.Size) -> torch.Size:
@@ -59,7 +59,9 @@ class WholeSequences:
 
 
 class Slicing:
-    """This rank's slice of every sequence, while a forward runs in `of`. Outside it the model computes on all tokens."""
+    """This rank's slice of every sequence. It is active while a forward runs in `of`; outside, the model sees all
+    tokens.
+    """
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh) -> None:
         self._places = dict(program.step.model.slices)
@@ -68,9 +70,9 @@ class Slicing:
         self.length = 0
         """Tokens of the whole sequence; 0 outside `of`."""
         self.block = ""
-        """Name of the layer of the block that was entered last."""
+        """Name of the block that was entered last."""
         self.exchanged = 0
-        """Attentions since it was entered."""
+        """Number of attentions since then."""
         for layer in program.step.model.layers:
             for path in layer.modules if layer.is_block else ():
                 block = model.get_submodule(path)
@@ -80,10 +82,13 @@ class Slicing:
 
     @contextmanager
     def of(self, samples: Any) -> Iterator[None]:
-        """Slice the sequences of the forward inside; `samples` are whole.
+        """Return the context of a forward on sliced sequences; `samples` are whole.
+
+        Collective over `cp`: every rank of the group runs the same attentions inside; if one does not, the others wait
+        until the time limit.
 
         Raises:
-            LayoutError: their tokens cannot be dealt to the ranks evenly.
+            LayoutError: the degree does not divide the tokens of a sample, or the forward differs from the traced one.
         """
         length = target_of(samples).shape[1]
         if length % self.degree:
@@ -102,18 +107,18 @@ class Slicing:
             self.length, self.block, self.exchanged = before
 
     def again(self) -> AbstractContextManager[None]:
-        """Return the context of a block's repeated forward, as this one is in."""
+        """Return the context of a block's recomputed forward, with the slice that is active now."""
         return self._slicing(self.length, self.block)
 
     def part(self, samples: Any) -> Any:
-        """Cut this rank's tokens out of a batch, for the loss."""
+        """Return this rank's tokens of a batch, for the loss."""
         length = target_of(samples).shape[1]
         return tree_map_only(
             Tensor, lambda t: self._rows(t, 1, length) if t.dim() > 1 and t.shape[1] == length else t, samples
         )
 
     def shape_of(self, shape: torch.Size) -> torch.Size:
-        """Return the shape of hidden states between blocks, where it would be `shape` of whole sequences."""
+        """Return the shape of sliced hidden states between blocks, given `shape` of whole ones."""
         return torch.Size([shape[0], shape[1] // self.degree, *shape[2:]]) if self.length else shape
 
     def _rows(self, tensor: Tensor, dim: int, length: int) -> Tensor:
@@ -148,7 +153,7 @@ class Slicing:
         if dim < 0 or leaf.shape[dim] != self.length:
             return leaf
         part = self._rows(leaf, dim, self.length)
-        return part.contiguous() if leaf.requires_grad else part  # what is saved of it is not to hold the whole
+        return part.contiguous() if leaf.requires_grad else part  # a saved view would keep the whole tensor alive
 
     def _left(self, layer: LayerSpec) -> Callable[..., None]:
         expected = sum(exchange.role == "query" for exchange in layer.exchanges)
@@ -175,7 +180,10 @@ class Slicing:
         is_causal: bool = False,
         **named: Any,
     ) -> Tensor:
-        """Compute attention of all tokens for this rank's heads."""
+        """Compute attention for this rank's heads over all tokens; query, key and value are [B, A, T/N, D].
+
+        Collective over `cp`: every rank of the group calls it; if one does not, the others wait until the time limit.
+        """
         self.exchanged += 1
         heads = query.shape[1]
         mine = [
@@ -198,7 +206,7 @@ class Slicing:
 
 
 class _Exchanging(TorchFunctionMode):
-    """Lets the attention of a slice be one of whole sequences."""
+    """A function mode in which a sliced block's attention sees whole sequences."""
 
     def __init__(self, slicing: Slicing) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """Replicated weights: gradients reduced in buckets while backward still runs (twin of `strategies/data.py`).
 
-Each bucket of the program is a flat buffer in master precision. A hook behind every parameter's gradient adds it to
-its place; when the last micro-batch's backward has filled a bucket, its first collective is started, always in the
-program's order, so that every rank sends the same. Under zero=1 the weights lie in flat buffers too: a rank updates
-its chunk of each, and `publish` gathers the others'.
+Each bucket of the program is a flat buffer in master precision. A hook on every parameter's gradient adds it to its
+place; when the last micro-batch's backward has filled a bucket, its first collective is issued, always in the program's
+order, so that every rank issues the same. Under zero=1 the weights lie in flat buffers too: a rank updates its chunk of
+each, and `publish` gathers the others'.
 
 ```
 bucket 0  [ head.weight | norm.weight | pad ]    gradients of the last layers, finished first

@@ -1,10 +1,10 @@
 """Sequence parallelism on real modules (twin of `strategies/sequence.py`).
 
-What is cut stands between two boundaries of a block's children: a child that holds tensor-cut modules (attention, MLP) is
-given the whole sequence, `gather`, and its row-cut modules give a rank its tokens of their sum, `scatter`. Everything
-else in a block must work on each token by itself, which is known of norms, dropouts and plain linear layers, and of experts
-and routers where `tracing/independence.py` has shown it; the residual sums are the block's own code. All of it is found out on the meta device, in the forward of one sample: whether the column
-cuts read what their part is given, and whether a block hands on what it is given the shape of.
+Between two boundaries within a block the sequence is cut. A child with tensor-cut modules (attention, MLP) is given the
+whole sequence by `gather`, and its row-cut modules leave a rank its tokens of their sum by `scatter`. Everything else in
+a block must work on each token by itself: norms, dropouts and plain linear layers do, and experts and routers where
+`tracing/independence.py` has shown it; the residual sums are the block's own code. `tracing/sequence_boundaries.py`
+finds all of it on the meta device, in the forward of one sample.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from samestep.tracing.traced_model import TracedModel
 
 
 def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
-    """Put the boundaries around the cut parts of each block, and around all blocks."""
+    """Install the boundaries around the cut parts of each block, and around all blocks.
+
+    Collective over `tp` in each forward and backward: if a rank does not run one, the others wait until the time limit.
+    """
     step = program.step
     if not step.layout.sequence_parallel:
         return
@@ -55,7 +58,8 @@ def _gather_given(gather: Callable[[Tensor], Tensor], facts: FamilyFacts, _: nn.
 
 
 class Shared:
-    """A move, made once for all modules that are given one tensor in turn, as q, k and v, or the parts of a parallel block.
+    """A move made once for all modules that are given one tensor in turn, such as q, k and v, or parallel attention and
+    MLP.
 
     In the backward they share one sum.
     """
@@ -66,7 +70,7 @@ class Shared:
         self._moved: Tensor | None = None
 
     def __call__(self, path: str, x: Tensor) -> Tensor:
-        """Return x moved, by the module of this path if it is the first one that is given it."""
+        """Return x after the move, which the first module that is given x makes under its path."""
         if self._moved is not None and self._given is not None and self._given() is x:
             return self._moved
         moved = self._move(x, self._group, path)
@@ -74,7 +78,7 @@ class Shared:
         return moved
 
     def _forget(self, given: weakref.ref[Tensor]) -> None:
-        """Let go of what was moved, and of the graph behind it, with the tensor it was made of."""
+        """Free the moved tensor, and the graph behind it, together with the tensor it was made of."""
         if given is self._given:
             self._given = self._moved = None
 
@@ -86,7 +90,7 @@ Move = Callable[[Tensor, dist.ProcessGroup, str], Tensor]
 
 
 class _Moved(torch.autograd.Function):
-    """One move of a sequence over the ranks in forward, another in backward."""
+    """One move of a sequence over the ranks in forward, and another one in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str, there: Move, back: Move) -> Tensor:
@@ -99,17 +103,24 @@ class _Moved(torch.autograd.Function):
 
 
 def gather(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Put the sequence together from all ranks; sum the gradients of all, and hand each rank its tokens'."""
+    """Return the sequence gathered from all ranks, [B, T/N, D] -> [B, T, D]; the backward reduce_scatters its gradient.
+
+    Collective over `group`, in the backward too: if a rank does not call it, the others wait until the time limit.
+    """
     return _Moved.apply(x, group, owner, _all_gathered, _reduce_scattered)
 
 
 def scatter(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Sum x over the ranks and keep this rank's tokens; put the gradients of all tokens together."""
+    """Return this rank's tokens of the sum of x over the ranks, [B, T, D] -> [B, T/N, D]; the backward gathers the
+    gradient.
+
+    Collective over `group`, in the backward too: if a rank does not call it, the others wait until the time limit.
+    """
     return _Moved.apply(x, group, owner, _reduce_scattered, _all_gathered)
 
 
 def _split(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Keep this rank's tokens of what all ranks hold."""
+    """Return this rank's tokens of a sequence that all ranks hold; the backward gathers the gradient."""
     degree = dist.get_world_size(group)
     if x.shape[1] % degree:
         raise LayoutError(
@@ -120,17 +131,19 @@ def _split(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 
 
 def _join(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Put the sequence together; every rank goes on alike with the whole."""
+    """Return the sequence gathered from all ranks; the backward keeps this rank's part of the gradient, which is
+    replicated.
+    """
     return _Moved.apply(x, group, owner, _all_gathered, _own)
 
 
 def _own(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """[batch, sequence, features] that all ranks hold to this rank's [batch, sequence / N, features]."""
+    """Return this rank's [B, T/N, D] of a sequence [B, T, D] that all ranks hold."""
     return x.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)].contiguous()
 
 
 def _all_gathered(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """[batch, sequence / N, features] of each rank to [batch, sequence, features]."""
+    """Return [B, T, D] from the [B, T/N, D] of each rank."""
     degree = dist.get_world_size(group)
     parts = x.new_empty(degree * x.shape[0], *x.shape[1:])
     with owned(owner):
@@ -139,7 +152,7 @@ def _all_gathered(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 
 
 def _reduce_scattered(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """[batch, sequence, features] of each rank to this rank's [batch, sequence / N, features] of their sum."""
+    """Return this rank's [B, T/N, D] of the sum of the [B, T, D] of each rank."""
     degree = dist.get_world_size(group)
     parts = x.unflatten(1, (degree, -1)).transpose(0, 1).contiguous()
     mine = torch.empty_like(parts[0])
