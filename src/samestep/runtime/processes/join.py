@@ -1,7 +1,7 @@
-"""Joining a run: this process becomes a rank, of workers that `runtime/processes/workers.py` or somebody else started.
+"""Joining a run: this process becomes a rank, started by `runtime/processes/workers.py` or by another launcher.
 
-`join` meets the other ranks and makes the process group; it returns the `RankInfo` of this one. A request to stop sets a
-flag, on which all ranks must agree before they act. Who launched us is read in `runtime/processes/launchers.py`.
+`join` meets the other ranks, makes the process group and returns this rank's `RankInfo`. A request to stop sets a flag,
+on which all ranks must agree before they act. `runtime/processes/launchers.py` finds out who launched the process.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Joined:
     borrowed_variables: tuple[str, ...]
 
 
-_seat: Seat | None = None  # of a worker of ours
+_seat: Seat | None = None  # set in a worker of ours
 _joined: _Joined | None = None
 _stop = False
 
@@ -62,14 +62,16 @@ def launched_from_outside() -> bool:
 def join(
     device: str = "auto", *, timeout_s: float = 600.0, ranks_per_node: int | None = None, threads: int | None = None
 ) -> RankInfo:
-    """Make this process a rank of its run, and return its place; every rank must call it once.
+    """Make this process a rank of its run, and return its rank, machine and device.
 
-    The process group is gloo on CPUs and nccl on GPUs. It is nccl alone there: the few scalars of a step live on the
-    device. A group that exists already is used as it is. A process that nobody launched is a run of one rank.
+    The process group is gloo on CPUs and nccl on GPUs (without gloo: the few scalars of a step are on the device). An
+    existing group is used as it is. A process that nobody launched is a run of one rank.
+
+    Collective over the world: every process of the run calls it once; if one does not, the others wait for `timeout_s`.
 
     Args:
         device: cpu, cuda or auto (GPUs where there are any).
-        timeout_s: how long to wait for the other ranks, and later for any collective.
+        timeout_s: seconds to wait for the other ranks, and later for any collective.
         ranks_per_node: overrides the launcher's number.
         threads: CPU threads of this process; without it they stay as they are.
 
@@ -90,10 +92,10 @@ def join(
     where = _device_of(seat, resolve_device(device))
     borrowed: tuple[str, ...] = ()
     if made_group:
-        # Who is alone opens no port to the network: gloo listens even then, on the interface of this variable.
+        # A run of one rank opens no port to the network: gloo listens even then, on the interface of this variable.
         borrowed = set_defaults(loopback_variables()) if seat.world_size == 1 and not seat.path else ()
         per_node = _init_process_group(seat, where, timeout_s, per_node)
-    # A process of the user's own keeps its signals: only there does nobody promise to ask stop_requested().
+    # A process of the user's own keeps its signal handlers: its code may never ask stop_requested().
     handlers = _listen_for_stop() if seat.launcher in ("torchrun", "srun") else {}
     local_rank = seat.local_rank if per_node == seat.ranks_per_node else seat.rank % per_node
     place = RankInfo(seat.rank, local_rank, seat.world_size, per_node, where)
@@ -102,14 +104,17 @@ def join(
 
 
 def sit_down(seat: Seat) -> None:
-    """Let this new worker join as `seat`, forget what the process it was forked from had joined, and hear of stops."""
+    """Prepare this new worker to join as `seat`: forget what its parent had joined, and listen for stop signals."""
     global _seat, _joined, _stop
     _seat, _joined, _stop = seat, None, False
     _listen_for_stop()
 
 
 def leave() -> None:
-    """Undo what `join` did; a process group that was there before stays."""
+    """Undo what `join` did; a process group that existed before stays.
+
+    Collective over the world: it destroys the group, so that ranks which still communicate fail.
+    """
     global _joined
     if _joined is None:
         return
@@ -133,19 +138,19 @@ def stop_requested() -> bool:
 def _on_stop(signal_number: int, _frame: FrameType | None) -> None:
     global _stop
     _stop = True
-    if signal_number == signal.SIGINT:  # whoever asks twice means it
+    if signal_number == signal.SIGINT:  # a second Ctrl-C interrupts at once
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _listen_for_stop() -> dict[int, Any]:
-    """Let the stop signals set a flag from now on; return the handlers they had."""
+    """Install handlers of the stop signals that set a flag; return the handlers they replace."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {number: signal.signal(number, _on_stop) for number in STOP_SIGNALS}
 
 
 def restore_signals(handlers: Mapping[int, Any]) -> None:
-    """Give signals the handlers back that they had."""
+    """Restore earlier signal handlers."""
     for number, handler in handlers.items():
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
@@ -163,7 +168,7 @@ def set_defaults(variables: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _seat_in_existing_group(seat: Seat) -> Seat:
-    """Describe this process in the group that its user made, which knows no machines."""
+    """Return this process's position in a group that its user made, which knows no machines."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if (seat.rank, seat.world_size) == (rank, world):
         return seat
@@ -171,7 +176,11 @@ def _seat_in_existing_group(seat: Seat) -> Seat:
 
 
 def resolve_device(device: str) -> str:
-    """Return cpu or cuda; only counts GPUs, which starts no CUDA in this process."""
+    """Return cpu or cuda, without starting CUDA in this process: GPUs are only counted.
+
+    Raises:
+        JobError: there is no such device.
+    """
     if device not in ("auto", "cpu", "cuda"):
         raise JobError(f"device={device!r} is not a device; cpu, cuda and auto are")
     if device == "cpu":
@@ -183,7 +192,11 @@ def resolve_device(device: str) -> str:
 
 
 def _device_of(seat: Seat, device_type: str) -> torch.device:
-    """Choose this rank's device and make it the current one."""
+    """Choose this rank's device and make it the current one.
+
+    Raises:
+        JobError: there are fewer GPUs than ranks on this machine.
+    """
     if device_type == "cpu":
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
@@ -196,7 +209,13 @@ def _device_of(seat: Seat, device_type: str) -> torch.device:
 
 
 def _init_process_group(seat: Seat, device: torch.device, timeout_s: float, ranks_per_node: int) -> int:
-    """Make the group; return the ranks per node that all ranks agree on."""
+    """Make the process group; return the ranks per node, or 1 where machines have different numbers of ranks.
+
+    Collective over the world: every rank calls it; if one does not, the others wait for `timeout_s`.
+
+    Raises:
+        WorkerError: the other ranks were not met in time.
+    """
     timeout = datetime.timedelta(seconds=timeout_s)
     cuda = device.type == "cuda"
     try:
@@ -210,12 +229,12 @@ def _init_process_group(seat: Seat, device: torch.device, timeout_s: float, rank
             timeout=timeout,
             device_id=device if cuda else None,
         )
-        # Until all have met, none may leave again: gloo would report a closed connection to who is still connecting.
+        # Until all have met, none may leave: gloo would report a closed connection to those that still connect.
         agreed = torch.tensor([ranks_per_node, -ranks_per_node], device=device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
     except RuntimeError as error:
         if seat.launcher == "samestep":
-            raise  # its parent knows better who is missing
+            raise  # the parent reports which worker is missing
         raise WorkerError(
             f"rank {seat.rank} of {seat.world_size} ({seat.launcher}) did not meet the other ranks at "
             f"{seat.host}:{seat.port} within {timeout_s:g} s: {str(error).splitlines()[0]}"
@@ -246,21 +265,21 @@ def _store_of(seat: Seat, timeout: datetime.timedelta) -> Store:
 
 
 def _listen_on(host: str, port: int) -> int | None:
-    """Listen on the one address of `host`, where torch's own store would listen on every interface."""
+    """Listen on the one address of `host`; torch's own store would listen on every interface."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server((address[0], port), family=family).detach()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise WorkerError(f"port {port} of {host} is taken; another MASTER_PORT works") from None
-        return None  # a name in front of this machine (a Kubernetes service) is no address of it
+        return None  # a name that stands for this machine elsewhere (a Kubernetes service) is not its own address
 
 
 def checked_ranks_per_node(ranks_per_node: int, world_size: int) -> int:
-    """Return the ranks of a node if every node can have as many.
+    """Return the ranks of a node, if it divides the number of ranks.
 
     Raises:
-        JobError: it cannot.
+        JobError: it does not.
     """
     if world_size % ranks_per_node:
         works = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
