@@ -148,10 +148,10 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     shareable = {} if planned.refusal else tensor_plan.shareable_heads(plan.module, planned)
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
     with ExitStack() as stack:
-        seen = stack.enter_context(tensor_plan.watching(plan.module, planned))
-        calls = stack.enter_context(sequence_boundaries.watching(plan.module))
-        masks = stack.enter_context(dropout.noting(plan.module, samples_traced(plan.module)))
-        dispatches = stack.enter_context(experts_module.watching(plan.module, experts))
+        seen = stack.enter_context(tensor_plan.record_cuts(plan.module, planned))
+        calls = stack.enter_context(sequence_boundaries.record_calls(plan.module))
+        masks = stack.enter_context(dropout.record_masks(plan.module, samples_traced(plan.module)))
+        dispatches = stack.enter_context(experts_module.record_dispatches(plan.module, experts))
         spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, seen.use)
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
     spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable))
@@ -167,7 +167,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     return TracedModel(plan, analysis, facts_of(plan.module))
 
 
-def copied(source: Source, job: Job) -> TracedModel:
+def with_new_blueprint(source: Source, job: Job) -> TracedModel:
     """Return the source's traced model with a blueprint of its own, for another run; the analysis is shared."""
     assert source.prepared is not None
     return replace(source.prepared, blueprint=_built(source, job))
@@ -306,8 +306,8 @@ def _recompute_contexts(
     model: nn.Module, program: Program, slicing: context.Slicing | context.WholeSequences
 ) -> recompute.Contexts:
     """Return the contexts of a forward and of its recomputation in backward, where the forward's modes are not active."""
-    first, again = dropout.recompute_contexts(model)
-    return first, recompute.nested(precision.raised_islands(program), again, slicing.again())
+    first, repeated = dropout.recompute_contexts(model)
+    return first, recompute.nested(precision.raised_islands(program), repeated, slicing.for_recompute())
 
 
 def _nominal_count(example: Any, global_batch: int) -> float:

@@ -94,7 +94,7 @@ def load(run: Run, folder: Path) -> None:
     _check_model(manifest, run, folder)
     _check_files(manifest, run, folder)
     with ExitStack() as stack:
-        stored = _Stored.open(folder, manifest, stack)
+        stored = _OpenCheckpoint.open(folder, manifest, stack)
         for piece in run.updater.pieces:
             mine = _part(run, piece.name).runs(piece.start, piece.stop)
             with torch.no_grad():
@@ -266,7 +266,7 @@ def _remove(checkpoint: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _StoredRun:
     """A run of elements of a weight or of its part, in a file; or a plain value."""
 
     part: str
@@ -277,21 +277,21 @@ class _Run:
 
 
 @dataclass(slots=True)
-class _Stored:
+class _OpenCheckpoint:
     """The open files of a checkpoint, indexed by their contents."""
 
     folder: Path
     shapes: Mapping[str, list[int]]
     cuts: dict[str, WeightSlice] = field(default_factory=dict)
     """Slice of the weight that each name with an @ stands for."""
-    values: dict[str, list[_Run]] = field(default_factory=dict)
+    values: dict[str, list[_StoredRun]] = field(default_factory=dict)
     """Runs of each parameter's values, in order."""
-    states: dict[str, dict[str, list[_Run]]] = field(default_factory=dict)
+    states: dict[str, dict[str, list[_StoredRun]]] = field(default_factory=dict)
     """Runs of each parameter's optimizer state, by parameter and key."""
     buffers: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, folder: Path, manifest: Mapping[str, Any], stack: ExitStack) -> _Stored:
+    def open(cls, folder: Path, manifest: Mapping[str, Any], stack: ExitStack) -> _OpenCheckpoint:
         """Open every file of the checkpoint once."""
         stored = cls(folder, manifest["shapes"])
         for part in manifest["parts"]:
@@ -313,11 +313,11 @@ class _Stored:
             self.buffers[rest] = file
         elif kind == "value":
             part, start = rest.rsplit("/", 1)
-            self.values.setdefault(_weight_of(part), []).append(_Run(part, int(start), name, file))
+            self.values.setdefault(_weight_of(part), []).append(_StoredRun(part, int(start), name, file))
         else:
             part, start, key = rest.rsplit("/", 2)
             runs = self.states.setdefault(_weight_of(part), {}).setdefault(key, [])
-            runs.append(_Run(part, int(start), name, file))
+            runs.append(_StoredRun(part, int(start), name, file))
 
     def read(self, what: str, piece: Piece, mine: Runs) -> Tensor:
         """Assemble the elements of a piece's `value` or state from the stored runs that overlap it.
@@ -357,7 +357,7 @@ class _Plain:
     value: Any
 
 
-def _load_state(run: Run, stored: _Stored, piece: Piece, mine: Runs) -> None:
+def _load_state(run: Run, stored: _OpenCheckpoint, piece: Piece, mine: Runs) -> None:
     """Set the optimizer's state of one piece: runs of elements, and values that are kept whole (counts)."""
     optimizer = run.updater.optimizer
     assert optimizer is not None

@@ -82,19 +82,19 @@ class Ledger(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace == "profiler":
-            self._note_label(func, args)
+            self._record_label(func, args)
         elif func.namespace == "c10d":
-            self._note_collective(func, args)
+            self._record_collective(func, args)
         return result
 
-    def _note_label(self, func: Any, args: tuple[Any, ...]) -> None:
+    def _record_label(self, func: Any, args: tuple[Any, ...]) -> None:
         if "_enter" in func._schema.name:
             match = _FSDP_LABEL.match(str(args[0]))
             self._labels.append((match["owner"] or "") if match else None)
         elif self._labels:
             self._labels.pop()
 
-    def _note_collective(self, func: Any, args: tuple[Any, ...]) -> None:
+    def _record_collective(self, func: Any, args: tuple[Any, ...]) -> None:
         name = func._schema.name.split("::")[1]
         tensors = [t for arg in args for t in (arg if isinstance(arg, (list, tuple)) else [arg]) if torch.is_tensor(t)]
         group = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg))

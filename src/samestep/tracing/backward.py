@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from samestep.tracing.forward import ForwardTracer, operands, run_on_meta
 
 
-class Working(NamedTuple):
+class WorkingSet(NamedTuple):
     """Peak of a layer's backward beside what its forward kept, in elements of all samples traced."""
 
     elements: int = 0
@@ -66,7 +66,7 @@ def watch_backward(module: nn.Module, outputs: Iterable[Tensor], watch: ForwardT
     if not roots or not weights:
         return found
     hooks = [
-        node.register_hook(functools.partial(_note_weights, found, watch, places))
+        node.register_hook(functools.partial(_record_weights, found, watch, places))
         for node, places in _edges_to_weights(roots)
     ]
     before = set(watch.sizes)
@@ -137,7 +137,7 @@ def _edges_to_weights(roots: Iterable[Tensor]) -> Iterator[tuple[Node, list[int]
             yield node, places
 
 
-def _note_weights(
+def _record_weights(
     found: Backward, watch: ForwardTracer, places: list[int], results: tuple[Tensor | None, ...], given: Any
 ) -> None:
     for place in places:
@@ -146,7 +146,7 @@ def _note_weights(
             found.of_weights.add(watch.key(result))
 
 
-def working_sets(backward: Backward, layer_of: Mapping[str, int], watch: ForwardTracer) -> dict[int, Working]:
+def working_sets(backward: Backward, layer_of: Mapping[str, int], watch: ForwardTracer) -> dict[int, WorkingSet]:
     """Return by layer the peak of its backward, beside what its forward kept."""
     kept = {key: layer_of[region] for key, region in (watch.norm_savers | watch.savers).items()}
     # A gradient is as large as the tensor it belongs to; where a whole tensor has that size too, it counts as whole.
@@ -154,7 +154,7 @@ def working_sets(backward: Backward, layer_of: Mapping[str, int], watch: Forward
     ending = _ending(backward)
     counted = backward.made - backward.of_weights
     alive: set[int] = set()
-    most: dict[int, Working] = {}
+    most: dict[int, WorkingSet] = {}
     held, freed = [0, 0], {layer: [0, 0] for layer in layer_of.values()}
 
     def add(to: list[int], key: int, sign: int) -> None:
@@ -167,7 +167,7 @@ def working_sets(backward: Backward, layer_of: Mapping[str, int], watch: Forward
             alive.add(key)
             add(held, key, 1)
         elements, cut = held[0] - freed[layer][0], held[1] - freed[layer][1]
-        now = Working(elements, min(max(cut, 0), elements))
+        now = WorkingSet(elements, min(max(cut, 0), elements))
         most[layer] = max(most.get(layer, now), now)
         for key in ending.get(at, ()):
             if key in alive:

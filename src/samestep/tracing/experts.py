@@ -54,7 +54,7 @@ def _compute(model: nn.Module, experts: ExpertModules, way: str) -> dict[int, tu
 
 
 @contextmanager
-def watching(model: nn.Module, experts: ExpertModules) -> Iterator[list[ExpertDispatch]]:
+def record_dispatches(model: nn.Module, experts: ExpertModules) -> Iterator[list[ExpertDispatch]]:
     """Record the dispatches of the modules of experts, in a forward of one sample that runs inside.
 
     Inside, experts are computed by grouped products, whose shapes do not depend on the choice.

@@ -53,19 +53,19 @@ class NeedsValuesError(Exception):
 class _Values:
     """Values of integer tensors on the meta device: each storage has a flat copy on the CPU, and views are views of it."""
 
-    def __init__(self, of_everything: bool) -> None:
-        self.of_everything = of_everything
+    def __init__(self, keeps_all: bool) -> None:
+        self.keeps_all = keeps_all
         """Whether the values of all tensors are kept, floating ones too."""
         self._twins: dict[int, Tensor] = {}
 
     def follows(self, tensor: Tensor) -> bool:
         """Return whether values of tensors of this dtype are kept."""
-        return tensor.is_meta and (self.of_everything or _is_whole(tensor))
+        return tensor.is_meta and (self.keeps_all or _is_whole(tensor))
 
     def learn(self, tensor: Tensor, value: Tensor) -> None:
         """Store the value of a tensor that has a storage of its own."""
         size = _storage_elements(tensor)
-        if self.follows(tensor) and (self.of_everything or size <= KNOWN_ELEMENTS):
+        if self.follows(tensor) and (self.keeps_all or size <= KNOWN_ELEMENTS):
             twin = torch.zeros(size, dtype=tensor.dtype)
             twin.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(value)
             self._twins[address(tensor)] = twin
@@ -98,7 +98,7 @@ class _Values:
         """Repeat on the values an operation that ran on the meta device."""
         kept = [tensor for tensor in operands(outcome) if self.follows(tensor)]
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if not kept or (is_random and not self.of_everything):
+        if not kept or (is_random and not self.keeps_all):
             return
         if not all(map(self.knows, given)):
             for tensor in kept if func._schema.is_mutable else ():
@@ -130,7 +130,7 @@ class Region:
 class ForwardTracer(TorchDispatchMode):
     """Records what every operation reads, writes and costs, by region. A storage is identified by its address."""
 
-    goes_back = True
+    has_backward = True
     """Whether a backward follows, which frees what autograd keeps."""
 
     def __init__(
@@ -139,7 +139,7 @@ class ForwardTracer(TorchDispatchMode):
         on_keep: Callable[[str], None],
         on_use: OnUse,
         styles: Mapping[str, str],
-        of_everything: bool = False,
+        keeps_all: bool = False,
     ) -> None:
         super().__init__()
         self._on_keep, self._on_use = on_keep, on_use
@@ -172,7 +172,7 @@ class ForwardTracer(TorchDispatchMode):
         self.returned: set[int] = set()
         self.sizes: dict[int, int] = {}
         """Number of elements of each storage."""
-        self.values = _Values(of_everything)
+        self.values = _Values(keeps_all)
         self.varies = ""
         """Path of a module whose code may act differently, or make another shape, for other values."""
         self.exchanges: list[tuple[str, int, Exchange]] = []
@@ -212,7 +212,7 @@ class ForwardTracer(TorchDispatchMode):
         written = [tensor for tensor in operands(outcome) if tensor.is_meta]
         flops = self._flops_of(func, args, kwargs, outcome)
         given = [tensor for tensor in given if tensor.is_meta]
-        self.note(given, written, flops, None if flops is None else self._product(func, args, outcome, flops))
+        self.record(given, written, flops, None if flops is None else self._product(func, args, outcome, flops))
         return outcome
 
     def _is_grouped(self, func: Any) -> bool:
@@ -289,7 +289,7 @@ class ForwardTracer(TorchDispatchMode):
         real = func(zeros, *tree_map_only(Tensor, self.values.of, args))
         return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_META)
 
-    def note(
+    def record(
         self, given: list[Tensor], written: list[Tensor], flops: int | None, product: Product | None = None
     ) -> None:
         """Add an operation to the current region; `flops` is None unless its results are worth keeping under
@@ -305,7 +305,7 @@ class ForwardTracer(TorchDispatchMode):
         keys = {self.key(tensor) for tensor in written}
         for key in keys - read:  # a view, or a tensor written in place, was made earlier
             self.makers.setdefault(key, self.region)
-        self._note_use(read, keys)
+        self._record_use(read, keys)
         is_cut = product.cut in ("columns", "count") if product else bool(read & self.cut)
         if is_cut and not (product and self.styles.get(product.owner) == "gather"):
             self.cut |= keys - read
@@ -321,7 +321,7 @@ class ForwardTracer(TorchDispatchMode):
             region.moved_cut += elements if is_cut else 0
             region.kernels += 1
 
-    def _note_use(self, read: set[int], written: set[int]) -> None:
+    def _record_use(self, read: set[int], written: set[int]) -> None:
         """Report trained weights that meet data, and follow tensors that are made of weights alone."""
         owners = {path for key in read & self._owners.keys() for path in self._owners[key]}
         if not owners:
@@ -355,7 +355,7 @@ class ForwardTracer(TorchDispatchMode):
             saved = self.norm_savers if self._running and self._running[-1] in self._norms else self.savers
             saved.setdefault(key, self.region)
             self.saves[key] += 1
-        return tensor if self.goes_back else None
+        return tensor if self.has_backward else None
 
     def place(self, real: Tensor) -> Tensor:
         """Return a meta tensor for a real one, whose integer values stay known."""
@@ -414,12 +414,12 @@ class ForwardTracer(TorchDispatchMode):
         """Make buffers of integers, or all weights and buffers, known while a forward runs inside."""
         known = (*module.named_parameters(), *module.named_buffers())
         for path, tensor in known:
-            is_wanted = self.values.of_everything or (_is_whole(tensor) and tensor.numel() <= KNOWN_ELEMENTS)
+            is_wanted = self.values.keeps_all or (_is_whole(tensor) and tensor.numel() <= KNOWN_ELEMENTS)
             if value_of is not None and is_wanted:
                 with suppress(ModelError):
                     self.values.learn(tensor, value_of(path))
         yield
-        self.values = _Values(of_everything=False)
+        self.values = _Values(keeps_all=False)
 
 
 def watch_forward(
@@ -505,7 +505,7 @@ class _Attention(torch.autograd.Function):
             cut="count" if watch.key(query) in watch.cut else "",
         )  # fmt: skip
         given = [query, key, value, *([] if mask is None else [mask])]
-        watch.note(given, [output, log_sum_exp], flops, product)
+        watch.record(given, [output, log_sum_exp], flops, product)
         watch.attend(query, key, value, output, mask)
         watch.pairs |= {watch.key(one) for one in masks}
         return output
@@ -538,7 +538,7 @@ def _fused_attention(watch: ForwardTracer) -> Iterator[None]:
         assert watch is not None, "it watches this forward"
         output = _Attention.apply(watch, query, key, value, attn_mask, is_causal)
         given = (query, key, value, attn_mask)
-        if watch.values.of_everything and all(tensor is None or watch.values.knows(tensor) for tensor in given):
+        if watch.values.keeps_all and all(tensor is None or watch.values.knows(tensor) for tensor in given):
             with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
                 real: list[Any] = [tensor if tensor is None else watch.values.of(tensor) for tensor in given]
                 found = nn.functional.scaled_dot_product_attention(

@@ -71,7 +71,7 @@ def prove(
     for watch in watches:
         if refusal := _refusal_of(watch, module, _shortened(sample, length, watch.size * PARTS), value_of, experts):
             return _refused(spec, length, refusal)
-    first, second = (watch.said for watch in watches)
+    first, second = (watch.calls for watch in watches)
     if first != second:
         path, *_ = next((a for a, b in zip(first, second, strict=False) if a != b), first[-1])
         refusal = f"{path} does another thing, or uses other numbers, where a slice has another length"
@@ -111,7 +111,7 @@ def _refusal_of(
         handles.append(part.register_forward_pre_hook(watch.enter_experts, with_kwargs=True))
         handles.append(part.register_forward_hook(watch.leave_experts))
     try:
-        with _Reshaping(watch), experts_module.watching(module, experts):
+        with _Reshaping(watch), experts_module.record_dispatches(module, experts):
             watch_forward(module, sample, 1, "the model", containers_of(module), watch, value_of)
     except NeedsValuesError:
         return f"{watch.where} looks at values of its slice"
@@ -127,21 +127,21 @@ def _refusal_of(
 class _Dependence(ForwardTracer):
     """A traced forward that knows for every element on which tokens of the slice it may depend."""
 
-    goes_back = False
+    has_backward = False
 
     def __init__(self, module: nn.Module, blocks: list[str], size: int) -> None:
         super().__init__(module, lambda block: None, lambda path, owners, is_cut: None, {})
         self.blocks, self.size, self.refusal = blocks, size, ""
         self.slices: dict[str, int | None] = {}
         """Arguments of blocks by their position: the dimension that is sliced, or None."""
-        self.said: list[tuple[str, ...]] = []
+        self.calls: list[tuple[str, ...]] = []
         """Operations after the first block was entered, with the numbers that the code gave them."""
         self._started = False
         self._mixed = ""
         self._twins: dict[int, Tensor] = {}
         self._of_rows: Tensor | None = None
         """Tokens on which each row depends that experts are computing, bool [tokens, rows]."""
-        self._even: set[int] = set()
+        self._uniform: set[int] = set()
         """Storages whose elements are all equal, or random; other checks cover randomness."""
 
     @property
@@ -270,21 +270,21 @@ class _Dependence(ForwardTracer):
         given = [tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta]
         met = [tensor for tensor in given if self.tokens_of(tensor) is not None]
         if packet in _FILLS or torch.Tag.nondeterministic_seeded in func.tags:
-            self._say(func, args, kwargs)
+            self._record_call(func, args, kwargs)
             if not (met and packet not in _FILLS):
-                self._even |= {self.key(tensor) for tensor in outcome}
+                self._uniform |= {self.key(tensor) for tensor in outcome}
                 return
         elementwise = torch.Tag.pointwise in func.tags or packet in _COPIES
         if not met:
-            if given and elementwise and all(self.key(tensor) in self._even for tensor in given):
-                self._even |= {self.key(tensor) for tensor in outcome}
+            if given and elementwise and all(self.key(tensor) in self._uniform for tensor in given):
+                self._uniform |= {self.key(tensor) for tensor in outcome}
             elif writes:
-                self._even -= {self.key(tensor) for tensor in outcome}
+                self._uniform -= {self.key(tensor) for tensor in outcome}
             return
         if not writes and all(address(result) in {address(t) for t in given} for result in outcome):
             return  # views
         if elementwise:
-            self._say(func, args, kwargs)
+            self._record_call(func, args, kwargs)
         rule = _RULES.get(packet) or (_pointwise if torch.Tag.pointwise in func.tags else _everything)
         for result, tokens in zip(outcome, rule(self, func, args, kwargs, outcome), strict=False):
             self.learn(result, tokens)
@@ -296,7 +296,7 @@ class _Dependence(ForwardTracer):
         assert tokens is not None
         return tokens.sum(0).max() if tokens.numel() else torch.zeros(())
 
-    def _say(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the numbers that code gave to an operation; the sizes of the tensors it fills are not among them."""
         given = [*args, *kwargs.values()]
         if func.overloadpacket not in _FILLS:
@@ -305,11 +305,11 @@ class _Dependence(ForwardTracer):
         numbers += [
             repr(one.item()) for one in given if isinstance(one, Tensor) and not one.is_meta and one.numel() == 1
         ]
-        self.said.append((self.where, str(func), *numbers))
+        self.calls.append((self.where, str(func), *numbers))
 
-    def meet(self, constant: Tensor, tokens: Tensor) -> None:
+    def check_constant(self, constant: Tensor, tokens: Tensor) -> None:
         """Refuse a constant that meets a result with these dependences, if it has a row for each token."""
-        if constant.numel() == 1 or address(constant) in self._even:
+        if constant.numel() == 1 or address(constant) in self._uniform:
             return
         for back in range(1, min(constant.dim(), tokens.dim() - 1) + 1):
             if constant.shape[-back] > 1 and not torch.equal(tokens, tokens.narrow(-back, 0, 1).expand_as(tokens)):
@@ -380,7 +380,7 @@ def _pointwise(watch: _Dependence, func: Any, args: Any, kwargs: Any, outcome: l
                 total |= _aligned(tokens, result.dim())
         for tensor in given:
             if watch.tokens_of(tensor) is None:
-                watch.meet(tensor, total)
+                watch.check_constant(tensor, total)
         yield total
 
 
@@ -402,7 +402,7 @@ def _along(watch: _Dependence, func: Any, args: Any, kwargs: Any, outcome: list[
         if watch.tokens_of(tensor) is not None:  # weights of a norm that depend on tokens
             yield from _everything(watch, func, args, kwargs, outcome)
             return
-        watch.meet(tensor, tokens)
+        watch.check_constant(tensor, tokens)
     named = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     dims = named.get("dim", -1 if "dim" in {one.name for one in func._schema.arguments} else None)
     if "normalized_shape" in named:
@@ -434,13 +434,13 @@ def _product(watch: _Dependence, func: Any, args: Any, kwargs: Any, outcome: lis
         if tokens is not None:
             total |= _aligned(tokens, result.dim())
         else:
-            watch.meet(args[0], total)
+            watch.check_constant(args[0], total)
     # A constant with a row for each token, beside a factor with tokens as columns or in its batches.
     for factor, mine in ((left, result.dim() - 2), (right, result.dim() - 1)):
         if watch.tokens_of(factor) is None:
             rows = total if mine == result.dim() - 2 else total.transpose(-1, -2)
             across = factor if mine == result.dim() - 2 else factor.transpose(-1, -2)
-            watch.meet(across.narrow(-1, 0, 1), rows)
+            watch.check_constant(across.narrow(-1, 0, 1), rows)
     yield total
 
 
@@ -468,7 +468,7 @@ def _moved(watch: _Dependence, func: Any, args: Any, kwargs: Any, outcome: list[
     for part, tokens in zip(parts, known, strict=True):
         if tokens is None and part.numel():
             for met in (tokens for tokens in known if tokens is not None):
-                watch.meet(part, met.any(-1, keepdim=True) if part.dim() == met.dim() - 1 else met)
+                watch.check_constant(part, met.any(-1, keepdim=True) if part.dim() == met.dim() - 1 else met)
     yield total
 
 

@@ -33,7 +33,7 @@ class Calls:
 
 
 @contextmanager
-def watching(model: nn.Module) -> Iterator[Calls]:
+def record_calls(model: nn.Module) -> Iterator[Calls]:
     """Record the first tensor that every module is given and returns, in a forward that runs inside."""
     calls, facts = Calls(), facts_of(model)
 

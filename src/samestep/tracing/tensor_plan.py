@@ -98,7 +98,7 @@ def _matched(model: nn.Module, plan: Plan) -> Cuts:
 
 
 @dataclass(slots=True)
-class Seen:
+class CutCosts:
     """Sums that the cuts of a plan need, in order of the forward."""
 
     forward: list[PartialSum] = field(default_factory=list)
@@ -137,9 +137,9 @@ class Seen:
 
 
 @contextmanager
-def watching(model: nn.Module, cuts: Cuts) -> Iterator[Seen]:
+def record_cuts(model: nn.Module, cuts: Cuts) -> Iterator[CutCosts]:
     """Record the inputs and outputs of each cut module, in a forward of one sample that runs inside."""
-    seen = Seen()
+    seen = CutCosts()
     with ExitStack() as hooks:
         for path, style in cuts.styles.items():
             leave = functools.partial(seen.leave, path, style)
@@ -148,7 +148,7 @@ def watching(model: nn.Module, cuts: Cuts) -> Iterator[Seen]:
         yield seen
 
 
-def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: Seen, shareable: Mapping[str, int]) -> ModelSpec:
+def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: CutCosts, shareable: Mapping[str, int]) -> ModelSpec:
     """Return the spec with the cuts of its weights and their costs; add to `cuts` the whole weights that need sums."""
     varies = f"the shapes at {spec.varies_at} depend on values" if spec.varies_at else ""
     refusal = cuts.refusal or varies or _unclear_use(spec, cuts, seen)
@@ -165,7 +165,7 @@ def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: Seen, shareab
     return replace(spec, params=params, layers=layers, cut_refusal="", logit_rows=seen.logit_rows)
 
 
-def _unclear_use(spec: ModelSpec, cuts: Cuts, seen: Seen) -> str:
+def _unclear_use(spec: ModelSpec, cuts: Cuts, seen: CutCosts) -> str:
     """Return which weight is used on a cut tensor so that its gradient is neither whole on every rank nor a part on
     each.
     """
@@ -198,7 +198,7 @@ def _is_summed(cuts: Cuts, param: ParamSpec) -> bool:
     return cuts.styles.get(param.name.rpartition(".")[0]) == "sum"
 
 
-def _layer_with(layer: LayerSpec, seen: Seen, shareable: Mapping[str, int]) -> LayerSpec:
+def _layer_with(layer: LayerSpec, seen: CutCosts, shareable: Mapping[str, int]) -> LayerSpec:
     forward = tuple(part for part in seen.forward if _is_within(part.owner, layer))
     backward = tuple(part for part in reversed(seen.copies) if _is_within(part.owner, layer))
     repeats = bool(forward) and forward[-1].owner in seen.kept_after

@@ -37,7 +37,7 @@ from samestep.building.model import model_source
 from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec, Product, is_below
-from samestep.tracing.backward import Backward, Working, watch_backward, working_sets
+from samestep.tracing.backward import Backward, WorkingSet, watch_backward, working_sets
 from samestep.tracing.forward import (
     ForwardTracer,
     NeedsValuesError,
@@ -91,7 +91,7 @@ def trace(
         if value_of is None or _num_elements(module) > KNOWN_WEIGHTS:
             raise ModelError(_unseen(name, watch, module)) from None
         looked = watch.innermost or name
-        watch = ForwardTracer(module, on_keep, on_use, styles or {}, of_everything=True)
+        watch = ForwardTracer(module, on_keep, on_use, styles or {}, keeps_all=True)
         watch.varies = looked
         try:
             outputs = watch_forward(module, sample, num_samples, name, containers, watch, value_of)
@@ -292,8 +292,8 @@ def _layer_specs(
             saved_norm_elements=elements(norms := saved[index] & watch.norm_savers.keys())
             + elements(norms & watch.savers.keys()),
             saved_selective_elements=elements(kept),
-            working_elements=working.get(index, Working()).elements // num_samples,
-            working_cut_elements=working.get(index, Working()).cut_elements // num_samples,
+            working_elements=working.get(index, WorkingSet()).elements // num_samples,
+            working_cut_elements=working.get(index, WorkingSet()).cut_elements // num_samples,
             saved_cut_elements=elements(saved[index] & watch.cut),
             saved_selective_cut_elements=elements(kept & watch.cut),
             products=tuple(_of_one(part, num_samples) for region in regions for part in region.products),

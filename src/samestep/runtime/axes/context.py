@@ -45,7 +45,7 @@ class WholeSequences:
         """Return the context of a forward on whole sequences, which does nothing."""
         return _NOTHING
 
-    def again(self) -> AbstractContextManager[None]:
+    def for_recompute(self) -> AbstractContextManager[None]:
         """Return the context of a block's recomputed forward, which does nothing."""
         return _NOTHING
 
@@ -106,7 +106,7 @@ class Slicing:
         finally:
             self.length, self.block, self.exchanged = before
 
-    def again(self) -> AbstractContextManager[None]:
+    def for_recompute(self) -> AbstractContextManager[None]:
         """Return the context of a block's recomputed forward, with the slice that is active now."""
         return self._slicing(self.length, self.block)
 
@@ -231,20 +231,20 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, owner: str, to_heads: bool) -> Tensor:
         ctx.group, ctx.owner, ctx.to_heads = group, owner, to_heads
-        return _sent(part, group, owner, to_heads)
+        return _exchanged(part, group, owner, to_heads)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _sent(gradients[0], ctx.group, ctx.owner, not ctx.to_heads), None, None, None
+        return _exchanged(gradients[0], ctx.group, ctx.owner, not ctx.to_heads), None, None, None
 
 
-def _sent(part: Tensor, group: dist.ProcessGroup, owner: str, to_heads: bool) -> Tensor:
+def _exchanged(part: Tensor, group: dist.ProcessGroup, owner: str, to_heads: bool) -> Tensor:
     dim = 1 if to_heads else 2
-    dealt = part.unflatten(dim, (dist.get_world_size(group), -1)).movedim(dim, 0).contiguous()  # [N, B, A/N, T/N, D]
-    came = torch.empty_like(dealt)
+    sent = part.unflatten(dim, (dist.get_world_size(group), -1)).movedim(dim, 0).contiguous()  # [N, B, A/N, T/N, D]
+    received = torch.empty_like(sent)
     with owned(owner):
-        dist.all_to_all_single(came, dealt, group=group)
+        dist.all_to_all_single(received, sent, group=group)
     if to_heads:
-        return came.movedim(0, 2).flatten(2, 3)
+        return received.movedim(0, 2).flatten(2, 3)
     # The heads of a token side by side, as the kernels write them: code may view the output so.
-    return came.permute(1, 3, 0, 2, 4).flatten(2, 3).transpose(1, 2)
+    return received.permute(1, 3, 0, 2, 4).flatten(2, 3).transpose(1, 2)

@@ -47,10 +47,12 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     for path, experts in found.counts.items():
         module = model.get_submodule(path)
         facts.set_experts(module, experts // mesh.size("ep"))
-        module.forward = functools.partial(_dealt, module.forward, experts, mesh.groups["ep"], path)
+        module.forward = functools.partial(_dispatch_and_combine, module.forward, experts, mesh.groups["ep"], path)
 
 
-def _dealt(forward: Any, num_experts: int, group: dist.ProcessGroup, path: str, *args: Any, **named: Any) -> Tensor:
+def _dispatch_and_combine(
+    forward: Any, num_experts: int, group: dist.ProcessGroup, path: str, *args: Any, **named: Any
+) -> Tensor:
     """Replace the forward of a module of experts: dispatch rows, compute them, combine the results.
 
     Collective over `ep`: every rank of the group calls it; if one does not, the others wait until the time limit.
@@ -60,10 +62,14 @@ def _dealt(forward: Any, num_experts: int, group: dist.ProcessGroup, path: str, 
         x = x.detach().requires_grad_()  # else ranks without rows would have no part in the backward
     picks = chosen.flatten()
     order = picks.argsort(stable=True)
-    sizes, comes = _exchange_counts(picks, num_experts, group, path)
-    sent, received = torch.stack([sizes.sum(1), comes.sum(1)]).tolist()
+    sizes, received_sizes = _exchange_counts(picks, num_experts, group, path)
+    sent, received = torch.stack([sizes.sum(1), received_sizes.sum(1)]).tolist()
     rows = _AllToAll.apply(x[order // chosen.shape[1]], sent, received, group, path)
-    index = torch.arange(comes.shape[1], device=x.device).repeat(len(comes)).repeat_interleave(comes.flatten())
+    index = (
+        torch.arange(received_sizes.shape[1], device=x.device)
+        .repeat(len(received_sizes))
+        .repeat_interleave(received_sizes.flatten())
+    )
     back = _AllToAll.apply(_own(forward, rows, index, weights.dtype), received, sent, group, path)
     in_order = back[order.argsort()].view(*chosen.shape, -1)
     return (in_order * weights[..., None]).sum(dim=1).to(x.dtype)
@@ -80,11 +86,11 @@ def _own(forward: Any, rows: Tensor, index: Tensor, dtype: torch.dtype) -> Tenso
 def _exchange_counts(picks: Tensor, num_experts: int, group: dist.ProcessGroup, path: str) -> tuple[Tensor, Tensor]:
     """Return the rows this rank sends for each expert of each rank, [ep, E / ep], and those it receives, [ep, E / ep]."""
     sizes = torch.bincount(picks, minlength=num_experts)
-    comes = torch.empty_like(sizes)
+    received_sizes = torch.empty_like(sizes)
     with owned(path):
-        dist.all_to_all_single(comes, sizes, group=group)
+        dist.all_to_all_single(received_sizes, sizes, group=group)
     degree = dist.get_world_size(group)
-    return sizes.view(degree, -1), comes.view(degree, -1)
+    return sizes.view(degree, -1), received_sizes.view(degree, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +169,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, owner: str) -> Tensor:
-    comes = rows.new_empty((sum(received), *rows.shape[1:]))
+    received_sizes = rows.new_empty((sum(received), *rows.shape[1:]))
     with owned(owner):
-        dist.all_to_all_single(comes, rows.contiguous(), received, sent, group=group)
-    return comes
+        dist.all_to_all_single(received_sizes, rows.contiguous(), received, sent, group=group)
+    return received_sizes

@@ -49,7 +49,7 @@ ShapesOf = Callable[[int], Hashable]
 
 
 @dataclass(slots=True)
-class _Link:
+class _MessageQueue:
     """The messages that one link still has to deliver in this step, and the receives that are posted already."""
 
     due: list[Action] = field(default_factory=list)
@@ -105,7 +105,7 @@ class Stage:
         self._stand_ins = {path: _StandIn(self._real[path], self._facts) for i, path in self._slots}
         self._parents = {path: model.get_submodule(path.rpartition(".")[0]) for path in self._real}
         self._arrivals = _arrivals_of(program)
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, _MessageQueue] = {}
         self._sent: dict[Action, tuple[dist.Work, Tensor]] = {}
         """Sends under way, by the action that made the tensor."""
         self._inputs: dict[tuple[int, int], Tensor] = {}
@@ -123,7 +123,7 @@ class Stage:
         self._shapes_of = shapes_of
         self._links = {}
         for action in reversed(self._arrivals):
-            self._links.setdefault(self._link_of(action), _Link()).due.append(action)
+            self._links.setdefault(self._link_of(action), _MessageQueue()).due.append(action)
 
     def forward(self, microbatch: int, chunk: int, call: Callable[[nn.Module], Any]) -> Any:
         """Run the layers of one chunk on a micro-batch; return the model's outputs where the chunk ends the model.
@@ -141,10 +141,10 @@ class Stage:
             handles.append(first.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
         if not self.is_last(chunk):
             last = self._real[self._program.step.model.layers[layers.stop - 1].modules[-1]]
-            handles.append(last.register_forward_hook(functools.partial(self._take, action)))
-        self._await_ahead()
+            handles.append(last.register_forward_hook(functools.partial(self._send_result, action)))
+        self._post_receives_ahead()
         try:
-            with self._standing_in(layers):
+            with self._with_stand_ins(layers):
                 outputs = call(self._model)
         finally:
             for handle in handles:
@@ -158,7 +158,7 @@ class Stage:
         """
         action = Action(TaskKind.BACKWARD, microbatch, chunk)
         if loss is not None:
-            self._await_ahead()
+            self._post_receives_ahead()
             loss.backward()
         else:
             output = self._outputs[microbatch, chunk]
@@ -191,7 +191,7 @@ class Stage:
         dist.broadcast_object_list(held, src=ranks[-1], group=self._mesh.groups["pp"])
         return held[0]
 
-    def _take(self, action: Action, _: nn.Module, args: Any, output: Any) -> Any:
+    def _send_result(self, action: Action, _: nn.Module, args: Any, output: Any) -> Any:
         """Send the result of a chunk; the model's code after it computes nothing, but sees the whole sequence's shape."""
         result = self._outputs[action.microbatch, action.chunk] = _hidden(output)
         self._send(action, result.detach())
@@ -239,26 +239,26 @@ class Stage:
         """Wait for the message of an action, in the compute dtype, on the device of `like`; then post the receives that
         follow.
         """
-        link = self._links.get(self._link_of(action), _Link()) if torch.is_grad_enabled() else _Link()
+        link = self._links.get(self._link_of(action), _MessageQueue()) if torch.is_grad_enabled() else _MessageQueue()
         if link.due and link.due[-1] == action:
             link.due.pop()
         posted = link.posted.pop(action) if action in link.posted else None
-        work, into = posted or self._awaited(action, shape, like.device)
+        work, into = posted or self._post_receive(action, shape, like.device)
         assert into.shape == shape, f"{action} is given {list(shape)}, and {list(into.shape)} was awaited"
         work.wait()
         for sent in self._arrivals[action] if torch.is_grad_enabled() else ():
             self._release(sent)
-        self._await_ahead()
+        self._post_receives_ahead()
         return into
 
-    def _await_ahead(self) -> None:
+    def _post_receives_ahead(self) -> None:
         """Post the next receive of each link, where its shape is known."""
         if not torch.is_grad_enabled():
             return
         for link in self._links.values():
             action = link.due[-1] if link.due else None
             if action is not None and action not in link.posted and (shape := self._shape_for(action)):
-                link.posted[action] = self._awaited(action, shape, self._mesh.device)
+                link.posted[action] = self._post_receive(action, shape, self._mesh.device)
 
     def _shape_for(self, action: Action) -> tuple[int, ...] | None:
         if action.kind is TaskKind.FORWARD:
@@ -266,7 +266,7 @@ class Stage:
         output = self._outputs.get((action.microbatch, action.chunk))
         return None if output is None else tuple(output.shape)
 
-    def _awaited(self, action: Action, shape: tuple[int, ...], device: torch.device) -> tuple[dist.Work, Tensor]:
+    def _post_receive(self, action: Action, shape: tuple[int, ...], device: torch.device) -> tuple[dist.Work, Tensor]:
         into = torch.empty(shape, dtype=DTYPES[self._program.step.compute_dtype], device=device)
         boundary, step = self._boundary(action, sends=False)
         with owned(self._program.step.model.layers[boundary - 1].name):
@@ -303,7 +303,7 @@ class Stage:
         return _FIRST_TAG + (action.microbatch * len(self._program.step.model.layers) + boundary) * 2 + backward
 
     @contextmanager
-    def _standing_in(self, layers: range) -> Iterator[None]:
+    def _with_stand_ins(self, layers: range) -> Iterator[None]:
         """Replace all layers but those of one chunk by stand-ins."""
         for index, path in self._slots:
             self._put(path, self._real[path] if index in layers else self._stand_ins[path])

@@ -109,7 +109,7 @@ def _buffers_written_once(block: nn.Module) -> ContextFn | None:
             written.extend(m for m, seen in zip(owners, before, strict=True) if versions(m) != seen)
 
         @contextmanager
-        def again() -> Iterator[None]:
+        def repeated() -> Iterator[None]:
             kept = [(module, dict(module._buffers)) for module in written]
             for module, buffers in kept:
                 module._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
@@ -119,7 +119,7 @@ def _buffers_written_once(block: nn.Module) -> ContextFn | None:
                 for module, buffers in kept:
                     module._buffers.update(buffers)
 
-        return first(), again()
+        return first(), repeated()
 
     return pair
 

@@ -270,7 +270,7 @@ class _RunningUnit:
         inputs = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad}
         waiting = set(inputs)
         for key, leaf in inputs.items():
-            handle = leaf.register_hook(functools.partial(self._close_run, self._microbatch, waiting, key))
+            handle = leaf.register_hook(functools.partial(self._close_call, self._microbatch, waiting, key))
             # In front of FSDP2's hook, which gathers the module that produced the tensor.
             hooks: OrderedDict[int, Any] = leaf._backward_hooks  # type: ignore[assignment]
             hooks.move_to_end(handle.id, last=False)
@@ -294,7 +294,7 @@ class _RunningUnit:
         self._microbatch, self._in_backward = microbatch, True
         self._reduces, self._all_reduces, self._frees = reduces, all_reduces, frees
 
-    def _close_run(self, microbatch: int, waiting: set[int], key: int, _: Tensor) -> None:
+    def _close_call(self, microbatch: int, waiting: set[int], key: int, _: Tensor) -> None:
         if waiting == {key}:  # an input added to a later sum has its gradient before the weights have theirs
             self._open[microbatch] -= 1
             if self._open[microbatch] == 0:

@@ -22,7 +22,7 @@ from samestep.building.families import FamilyFacts, facts_of
 from samestep.program.program import Program
 
 
-class _Left(NamedTuple):
+class _PostponedGradient(NamedTuple):
     """The tensors from which a postponed weight gradient is computed."""
 
     weight: Tensor
@@ -37,7 +37,7 @@ class Deferred:
     def __init__(self, model: nn.Module, program: Program) -> None:
         self.microbatch = 0
         """Micro-batch whose backward runs."""
-        self._left: dict[int, list[_Left]] = {}
+        self._postponed: dict[int, list[_PostponedGradient]] = {}
         if not program.step.splits_backward:
             return
         facts = facts_of(model)
@@ -48,14 +48,16 @@ class Deferred:
 
     def add_up(self, microbatch: int) -> None:
         """Compute the postponed gradients of a micro-batch, in the order of its backward, and add them to the weights'."""
-        for left in self._left.pop(microbatch, ()):
-            given, gradient = left.given.flatten(0, -2), left.gradient.flatten(0, -2)
-            product = given.T @ gradient if left.is_transposed else gradient.T @ given
-            torch.autograd.backward(left.weight, product)
+        for one in self._postponed.pop(microbatch, ()):
+            given, gradient = one.given.flatten(0, -2), one.gradient.flatten(0, -2)
+            product = given.T @ gradient if one.is_transposed else gradient.T @ given
+            torch.autograd.backward(one.weight, product)
 
-    def leave(self, weight: Tensor, given: Tensor, gradient: Tensor, is_transposed: bool) -> None:
+    def postpone(self, weight: Tensor, given: Tensor, gradient: Tensor, is_transposed: bool) -> None:
         """Postpone the gradient of a weight, `given` being the input of its layer and `gradient` that of its output."""
-        self._left.setdefault(self.microbatch, []).append(_Left(weight, given, gradient, is_transposed))
+        self._postponed.setdefault(self.microbatch, []).append(
+            _PostponedGradient(weight, given, gradient, is_transposed)
+        )
 
     def _around(
         self, module: nn.Module, forward: Callable[[Tensor], Tensor], is_transposed: bool
@@ -66,7 +68,7 @@ class Deferred:
             if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
                 return forward(x)
             # Inside a list autograd does not see the weight, and so computes no gradient for it.
-            return _Split.apply(x, bias, [weight], forward, self, is_transposed)
+            return _SplitBackward.apply(x, bias, [weight], forward, self, is_transposed)
 
         return call
 
@@ -76,7 +78,7 @@ def _is_linear(module: nn.Module, facts: FamilyFacts) -> bool:
     return type(module).forward is nn.Linear.forward or facts.is_transposed(module)
 
 
-class _Split(torch.autograd.Function):
+class _SplitBackward(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -95,7 +97,7 @@ class _Split(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         gradient = gradients[0]
         x, weight = ctx.saved_tensors
-        ctx.deferred.leave(ctx.boxed[0], x, gradient, ctx.is_transposed)
+        ctx.deferred.postpone(ctx.boxed[0], x, gradient, ctx.is_transposed)
         given = gradient @ (weight.T if ctx.is_transposed else weight)
         bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         return given, bias, None, None, None, None

@@ -30,9 +30,9 @@ _MIX_1 = -0x40A7B892E31B1A47
 _MIX_2 = -0x6B2FB644ECCEEE15
 
 
-Run = tuple[int, int, int]
+MaskCut = tuple[int, int, int]
 """A cut of one dimension: (dimension, number of equal intervals, index of this rank's interval)."""
-Cuts = tuple[Run, ...]
+MaskCuts = tuple[MaskCut, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class MaskSlice:
     """Whether tensors between blocks hold an interval of the tokens, cut by tp."""
     cp: int = 1
     cp_index: int = 0
-    _found: dict[tuple[Any, ...], Cuts] = field(default_factory=dict)
+    _found: dict[tuple[Any, ...], MaskCuts] = field(default_factory=dict)
 
-    def cuts(self, mask: tuple[str, int, int], shape: tuple[int, ...]) -> Cuts:
+    def cuts(self, mask: tuple[str, int, int], shape: tuple[int, ...]) -> MaskCuts:
         """Return the dimensions of one sample's mask that are cut on this rank, where the mask has this `shape`.
 
         A mask is identified by its module, entry and draw.
@@ -65,7 +65,7 @@ class MaskSlice:
             self._found[mask, shape] = self._find(mask, shape)
         return self._found[mask, shape]
 
-    def _find(self, mask: tuple[str, int, int], shape: tuple[int, ...]) -> Cuts:
+    def _find(self, mask: tuple[str, int, int], shape: tuple[int, ...]) -> MaskCuts:
         whole = next(
             (known.shape for known in self.model.masks if (known.owner, known.entry, known.draw) == mask), None
         )
@@ -75,7 +75,7 @@ class MaskSlice:
         one = " ".join(f"{axis}=1" for axis, degree in (("tp", self.degree), ("cp", self.cp)) if degree > 1)
         if whole is None:
             raise LayoutError(f"{owner} draws a dropout mask that the traced forward did not: {one} works")
-        found: list[Run] = []
+        found: list[MaskCut] = []
         unused = {axis for axis, degree in (("tp", self.degree), ("cp", self.cp)) if degree > 1}
         differs = [dim for dim, (all_, mine) in enumerate(zip(whole, shape, strict=False)) if all_ != mine]
         # [1, sequence, features] between blocks; within their cut parts heads or neurons are fewer.
@@ -83,7 +83,7 @@ class MaskSlice:
         if is_sequence and whole[1] == shape[1] * self.degree and len(whole) == len(shape):
             return ((1, self.degree, self.index),)
         for dim in differs if len(whole) == len(shape) else []:
-            run = self._run(mask[0], whole[dim], shape[dim], unused)
+            run = self._cut_by_axis(mask[0], whole[dim], shape[dim], unused)
             found += [] if run is None else [(dim, *run)]
         if found and len(found) == len(differs):
             return tuple(found)
@@ -94,7 +94,7 @@ class MaskSlice:
             f"their own works, and so does {one}"
         )
 
-    def _run(self, owner: str, size: int, mine: int, unused: set[str]) -> tuple[int, int] | None:
+    def _cut_by_axis(self, owner: str, size: int, mine: int, unused: set[str]) -> tuple[int, int] | None:
         """Return the number of intervals of a dimension and this rank's index, by an axis that cuts no other dimension;
         or None.
         """
@@ -127,7 +127,7 @@ def _cut_sizes(model: ModelSpec, owner: str) -> set[int]:
     return {size for param, cut in near for size in (cut.groups, param.shape[cut.dim] // cut.parts)} - fused
 
 
-def places(shape: tuple[int, ...], cuts: Cuts, device: torch.device) -> list[Tensor]:
+def positions(shape: tuple[int, ...], cuts: MaskCuts, device: torch.device) -> list[Tensor]:
     """Return the rows and columns, int64 [R] and [C], of a sample's mask, or of a rank's part of it.
 
     `shape` is that of the whole mask. A mask of one dimension is one row.
@@ -145,7 +145,7 @@ def places(shape: tuple[int, ...], cuts: Cuts, device: torch.device) -> list[Ten
     return [rows, along(len(shape) - 1)]
 
 
-def spread(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+def hash_positions(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     """Hash positions in a sample's uncut tensor, int64 [R] and [C], for `drop_mask`; return int64 [R] and int32 [C]."""
     return rows * _GOLDEN, mix(columns).view(torch.int32).view(-1, 2)[:, 0].contiguous()
 

@@ -37,7 +37,7 @@ from torch.utils.hooks import RemovableHandle
 from samestep.building.families import FamilyFacts, facts_of
 from samestep.errors import ModelError
 from samestep.models.spec import MaskSpec, ModelSpec
-from samestep.runtime.dropout.masks import Cuts, MaskSlice, drop_mask, mix, places, spread
+from samestep.runtime.dropout.masks import MaskCuts, MaskSlice, drop_mask, hash_positions, mix, positions
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 """Components of a module's name that wrappers add; the names in a job do not have them."""
@@ -189,7 +189,7 @@ class DropoutMode(TorchFunctionMode):
         ]  # for draws outside every module, as in a loss; the model itself is entry 0 of ""
         self._entries: dict[str, int] = {}
         self._sample_keys: dict[torch.device, Tensor] = {}
-        self._places: dict[tuple[tuple[int, ...], Cuts, torch.device], tuple[Tensor, Tensor]] = {}
+        self._places: dict[tuple[tuple[int, ...], MaskCuts, torch.device], tuple[Tensor, Tensor]] = {}
 
     def __enter__(self) -> DropoutMode:
         super().__enter__()
@@ -253,18 +253,18 @@ class DropoutMode(TorchFunctionMode):
             self._sample_keys[device] = mix(self._draw.samples.to(device, torch.int64))
         frame = self._frames[-1]
         whole = (shape[0] // num_samples, *shape[1:])
-        cuts: Cuts = ()
+        cuts: MaskCuts = ()
         if self._part is not None:
             cuts = self._part.cuts((frame.name, frame.entry, frame.num_draws), whole)
             for dim, degree, _ in cuts:
                 whole = (*whole[:dim], whole[dim] * degree, *whole[dim + 1 :])
         place = (whole, cuts, device)
         if place not in self._places:
-            self._places[place] = spread(*places(whole, cuts, device))
+            self._places[place] = hash_positions(*positions(whole, cuts, device))
         return drop_mask(self._sample_keys[device] ^ self._next_key(), *self._places[place], p).view(shape)
 
 
-class _Noting(DropoutMode):
+class _MaskRecorder(DropoutMode):
     """A mode that records the shape of each mask, and leaves the forward unchanged."""
 
     def __init__(self, model: nn.Module, num_samples: int) -> None:
@@ -289,9 +289,9 @@ class _Noting(DropoutMode):
 
 
 @contextmanager
-def noting(model: nn.Module, num_samples: int = 1) -> Iterator[list[MaskSpec]]:
+def record_masks(model: nn.Module, num_samples: int = 1) -> Iterator[list[MaskSpec]]:
     """Record every mask that a forward of `num_samples` samples draws inside."""
-    mode = _Noting(model, num_samples)
+    mode = _MaskRecorder(model, num_samples)
     with mode:
         yield mode.masks
 
@@ -385,7 +385,7 @@ def _refuse_sequence_first(model: nn.Module) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _DropoutKind:
     """A member of the family of dropouts."""
 
     channels: bool = False
@@ -396,7 +396,7 @@ class _Kind:
     """Least number of dimensions of an input with a batch."""
 
 
-def _dropped(mode: DropoutMode, what: str, kind: _Kind, x: Tensor, p: float, inplace: bool) -> Tensor:
+def _dropped(mode: DropoutMode, what: str, kind: _DropoutKind, x: Tensor, p: float, inplace: bool) -> Tensor:
     """Drop elements of `x` with probability p and scale the others; the backward is exact, and keeps the bool mask."""
     if x.dim() < kind.min_dims:
         raise mode._refuse(
@@ -415,7 +415,7 @@ def _dropped(mode: DropoutMode, what: str, kind: _Kind, x: Tensor, p: float, inp
     return filled.mul_(a).add_(_SELU_ALPHA * a * p)
 
 
-def _functional(kind: _Kind) -> Callable[..., Tensor]:
+def _functional(kind: _DropoutKind) -> Callable[..., Tensor]:
     """Return the handler of `torch.nn.functional.dropout` and similar functions."""
 
     def handler(
@@ -433,7 +433,7 @@ def _functional(kind: _Kind) -> Callable[..., Tensor]:
     return handler
 
 
-def _native(kind: _Kind, inplace: bool) -> Callable[..., Tensor]:
+def _native(kind: _DropoutKind, inplace: bool) -> Callable[..., Tensor]:
     """Return the handler of `torch.dropout`, `torch.dropout_` and similar functions."""
 
     def handler(mode: DropoutMode, func: Callable[..., Tensor], input: Tensor, p: float, train: bool) -> Tensor:
@@ -480,7 +480,7 @@ def _attention(
         # A query that may look at nothing gets zeros, forward and backward, as in torch.
         blind_bhl1 = (scores_bhls == -math.inf).all(-1, keepdim=True)
         weights_bhls = scores_bhls.masked_fill(blind_bhl1, 0.0).softmax(-1).masked_fill(blind_bhl1, 0.0)
-    weights_bhls = _dropped(mode, func.__name__, _Kind(), weights_bhls, dropout_p, inplace=False)
+    weights_bhls = _dropped(mode, func.__name__, _DropoutKind(), weights_bhls, dropout_p, inplace=False)
     return (weights_bhls @ v_bhsd).to(query.dtype)
 
 
@@ -561,13 +561,13 @@ def _handlers() -> dict[Callable[..., Any], Callable[..., Any]]:
     handlers |= {getattr(torch, name): _rrelu for name in ("rrelu", "rrelu_")} | {F.rrelu: _rrelu}
     handlers |= {getattr(torch, name): _recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
     for name, kind in {
-        "dropout": _Kind(),
-        "alpha_dropout": _Kind(alpha=True),
-        "feature_dropout": _Kind(channels=True, min_dims=2),
-        "feature_alpha_dropout": _Kind(channels=True, alpha=True, min_dims=2),
-        "dropout1d": _Kind(channels=True, min_dims=3),
-        "dropout2d": _Kind(channels=True, min_dims=3),
-        "dropout3d": _Kind(channels=True, min_dims=5),
+        "dropout": _DropoutKind(),
+        "alpha_dropout": _DropoutKind(alpha=True),
+        "feature_dropout": _DropoutKind(channels=True, min_dims=2),
+        "feature_alpha_dropout": _DropoutKind(channels=True, alpha=True, min_dims=2),
+        "dropout1d": _DropoutKind(channels=True, min_dims=3),
+        "dropout2d": _DropoutKind(channels=True, min_dims=3),
+        "dropout3d": _DropoutKind(channels=True, min_dims=5),
     }.items():
         if hasattr(F, name):
             handlers[getattr(F, name)] = _functional(kind)

@@ -57,7 +57,7 @@ class DriftMonitor:
         of_axis: dict[str, list[Piece]] = {}
         for piece in pieces:
             of_axis.setdefault(holdings[piece.name].data_axis, []).append(piece)
-        groups = _groups_of_equals(mesh, {axis: _held(mesh, mine, holdings) for axis, mine in of_axis.items()})
+        groups = _groups_of_equals(mesh, {axis: _digest_of(mesh, mine, holdings) for axis, mine in of_axis.items()})
         self._replicas = [(mine, groups[axis]) for axis, mine in of_axis.items()]
         """Pieces, with the group of the ranks that hold the same ones: experts have other replicas than the rest."""
         is_cut = step.layout.tp > 1
@@ -98,9 +98,9 @@ class DriftMonitor:
             values += prints[odd].tolist() if odd else []
         if self._cut_ranks is not None and not names and self._redundant:
             sizes = torch.stack([_projected(piece.value) for piece in self._redundant])
-            apart = _apart(sizes, self._cut_ranks)
-            names = [self._redundant[index].name for index in apart]
-            values = sizes[apart].tolist() if apart else []
+            diverged = _diverged(sizes, self._cut_ranks)
+            names = [self._redundant[index].name for index in diverged]
+            values = sizes[diverged].tolist() if diverged else []
         facts = {
             "the step": report.step,
             "the samples": xxhash.xxh3_64_intdigest(indices.tobytes()) >> 1,
@@ -113,8 +113,8 @@ class DriftMonitor:
         most, least = both.chunk(2)
         unequal = [name for name, high, low in zip(facts, most[:-1], -least[:-1], strict=True) if high != low]
         if unequal or int(most[-1]):
-            said = {name: (value,) for name, value in facts.items() if name in unequal}
-            self._stop(report.step, said | dict(zip(names, map(tuple, values), strict=True)))
+            reports = {name: (value,) for name, value in facts.items() if name in unequal}
+            self._raise_disagreement(report.step, reports | dict(zip(names, map(tuple, values), strict=True)))
 
     def check_sent(self, step: int, ledger: Ledger) -> None:
         """Compare what the ranks of each group sent in a step.
@@ -145,15 +145,15 @@ class DriftMonitor:
     def _gathered(self, mine: Any) -> list[Any]:
         return gather_objects(mine, self._mesh.size("world"))
 
-    def _stop(self, step: int, mine: dict[str, tuple[Any, ...]]) -> None:
+    def _raise_disagreement(self, step: int, mine: dict[str, tuple[Any, ...]]) -> None:
         """Raise an error that names the rank that differs from most of those that hold the same value.
 
         Raises:
             DriftError: always.
         """
-        said = self._gathered(mine)
-        name = next(name for one in said for name in one)
-        holders = {rank: one[name] for rank, one in enumerate(said) if name in one}
+        reports = self._gathered(mine)
+        name = next(name for one in reports for name in one)
+        holders = {rank: one[name] for rank, one in enumerate(reports) if name in one}
         most, count = Counter(holders.values()).most_common(1)[0]
         odd = [rank for rank, value in holders.items() if value != most]
         if 2 * count > len(holders):
@@ -177,7 +177,7 @@ def _ranks_of(group: str) -> list[int]:
     return [int(rank) for rank in group.partition(" ")[0].split(",")]
 
 
-def _held(mesh: Mesh, pieces: Sequence[Piece], holdings: Mapping[str, Holding]) -> str:
+def _digest_of(mesh: Mesh, pieces: Sequence[Piece], holdings: Mapping[str, Holding]) -> str:
     """Return a digest of which elements of which weights these pieces are."""
     places = [
         (
@@ -198,10 +198,10 @@ def _groups_of_equals(mesh: Mesh, mine: Mapping[str, str]) -> dict[str, dist.Pro
     Collective over the world: every rank calls it, with or without a value for a name; if one does not, the others wait
     until the time limit.
     """
-    said: list[Mapping[str, str]] = gather_objects(mine, mesh.size("world"))
+    reports: list[Mapping[str, str]] = gather_objects(mine, mesh.size("world"))
     found: dict[str, dist.ProcessGroup | None] = dict.fromkeys(mine)
-    for name, value in dict.fromkeys(item for one in said for item in one.items()):
-        ranks = tuple(rank for rank, one in enumerate(said) if one.get(name) == value)
+    for name, value in dict.fromkeys(item for one in reports for item in one.items()):
+        ranks = tuple(rank for rank, one in enumerate(reports) if one.get(name) == value)
         if len(ranks) > 1:
             group = group_over(ranks, "watch")
             found |= {name: group} if mine.get(name) == value else {}
@@ -217,7 +217,7 @@ def _differing(prints: Tensor, group: dist.ProcessGroup | None) -> list[int]:
     return (both[0] != -both[1]).any(dim=1).nonzero().flatten().tolist()
 
 
-def _apart(sizes: Tensor, group: dist.ProcessGroup) -> list[int]:
+def _diverged(sizes: Tensor, group: dist.ProcessGroup) -> list[int]:
     """Return the rows whose projections differ between the ranks by more than the tolerance of their norm."""
     both = torch.stack([sizes, -sizes])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from samestep.errors import JobError, WorkerError
-from samestep.runtime.processes.launchers import Seat, by_srun, by_torchrun, seat_from
+from samestep.runtime.processes.launchers import LaunchInfo, by_srun, by_torchrun, launch_info_from
 from samestep.runtime.processes.mesh import forget_groups
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -49,7 +49,7 @@ class _Joined:
     borrowed_variables: tuple[str, ...]
 
 
-_seat: Seat | None = None  # set in a worker of ours
+_launch_info: LaunchInfo | None = None  # set in a worker of ours
 _joined: _Joined | None = None
 _stop = False
 
@@ -82,31 +82,31 @@ def join(
     global _joined
     if _joined is not None and dist.is_initialized():
         return _joined.place
-    seat = _seat or seat_from(os.environ)
+    info = _launch_info or launch_info_from(os.environ)
     if threads is not None:
         torch.set_num_threads(threads)
     made_group = not dist.is_initialized()
     if not made_group:
-        seat = _seat_in_existing_group(seat)
-    per_node = checked_ranks_per_node(ranks_per_node or seat.ranks_per_node, seat.world_size)
-    where = _device_of(seat, resolve_device(device))
+        info = _info_in_existing_group(info)
+    per_node = checked_ranks_per_node(ranks_per_node or info.ranks_per_node, info.world_size)
+    where = _device_of(info, resolve_device(device))
     borrowed: tuple[str, ...] = ()
     if made_group:
         # A run of one rank opens no port to the network: gloo listens even then, on the interface of this variable.
-        borrowed = set_defaults(loopback_variables()) if seat.world_size == 1 and not seat.path else ()
-        per_node = _init_process_group(seat, where, timeout_s, per_node)
+        borrowed = set_defaults(loopback_variables()) if info.world_size == 1 and not info.path else ()
+        per_node = _init_process_group(info, where, timeout_s, per_node)
     # A process of the user's own keeps its signal handlers: its code may never ask stop_requested().
-    handlers = _listen_for_stop() if seat.launcher in ("torchrun", "srun") else {}
-    local_rank = seat.local_rank if per_node == seat.ranks_per_node else seat.rank % per_node
-    place = RankInfo(seat.rank, local_rank, seat.world_size, per_node, where)
+    handlers = _listen_for_stop() if info.launcher in ("torchrun", "srun") else {}
+    local_rank = info.local_rank if per_node == info.ranks_per_node else info.rank % per_node
+    place = RankInfo(info.rank, local_rank, info.world_size, per_node, where)
     _joined = _Joined(place, made_group, handlers, borrowed)
     return place
 
 
-def sit_down(seat: Seat) -> None:
-    """Prepare this new worker to join as `seat`: forget what its parent had joined, and listen for stop signals."""
-    global _seat, _joined, _stop
-    _seat, _joined, _stop = seat, None, False
+def become_worker(info: LaunchInfo) -> None:
+    """Prepare this new worker to join as `info`: forget what its parent had joined, and listen for stop signals."""
+    global _launch_info, _joined, _stop
+    _launch_info, _joined, _stop = info, None, False
     _listen_for_stop()
 
 
@@ -167,12 +167,12 @@ def set_defaults(variables: Mapping[str, str]) -> tuple[str, ...]:
     return new
 
 
-def _seat_in_existing_group(seat: Seat) -> Seat:
+def _info_in_existing_group(info: LaunchInfo) -> LaunchInfo:
     """Return this process's position in a group that its user made, which knows no machines."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    if (seat.rank, seat.world_size) == (rank, world):
-        return seat
-    return Seat("the user", rank, rank, world, world)
+    if (info.rank, info.world_size) == (rank, world):
+        return info
+    return LaunchInfo("the user", rank, rank, world, world)
 
 
 def resolve_device(device: str) -> str:
@@ -191,7 +191,7 @@ def resolve_device(device: str) -> str:
     return "cuda" if gpus else "cpu"
 
 
-def _device_of(seat: Seat, device_type: str) -> torch.device:
+def _device_of(info: LaunchInfo, device_type: str) -> torch.device:
     """Choose this rank's device and make it the current one.
 
     Raises:
@@ -200,7 +200,7 @@ def _device_of(seat: Seat, device_type: str) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
-    index = 0 if gpus == 1 else seat.local_rank  # a launcher may show each task only its own GPU
+    index = 0 if gpus == 1 else info.local_rank  # a launcher may show each task only its own GPU
     if index >= gpus:
         raise JobError(f"local rank {index} has no GPU: {gpus} on this machine; at most {gpus} ranks on it work")
     device = torch.device("cuda", index)
@@ -208,7 +208,7 @@ def _device_of(seat: Seat, device_type: str) -> torch.device:
     return device
 
 
-def _init_process_group(seat: Seat, device: torch.device, timeout_s: float, ranks_per_node: int) -> int:
+def _init_process_group(info: LaunchInfo, device: torch.device, timeout_s: float, ranks_per_node: int) -> int:
     """Make the process group; return the ranks per node, or 1 where machines have different numbers of ranks.
 
     Collective over the world: every rank calls it; if one does not, the others wait for `timeout_s`.
@@ -219,13 +219,13 @@ def _init_process_group(seat: Seat, device: torch.device, timeout_s: float, rank
     timeout = datetime.timedelta(seconds=timeout_s)
     cuda = device.type == "cuda"
     try:
-        store = _store_of(seat, timeout)
+        store = _store_of(info, timeout)
         store.set_timeout(timeout)
         dist.init_process_group(
             "nccl" if cuda else "gloo",
             store=store,
-            rank=seat.rank,
-            world_size=seat.world_size,
+            rank=info.rank,
+            world_size=info.world_size,
             timeout=timeout,
             device_id=device if cuda else None,
         )
@@ -233,31 +233,31 @@ def _init_process_group(seat: Seat, device: torch.device, timeout_s: float, rank
         agreed = torch.tensor([ranks_per_node, -ranks_per_node], device=device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
     except RuntimeError as error:
-        if seat.launcher == "samestep":
+        if info.launcher == "samestep":
             raise  # the parent reports which worker is missing
         raise WorkerError(
-            f"rank {seat.rank} of {seat.world_size} ({seat.launcher}) did not meet the other ranks at "
-            f"{seat.host}:{seat.port} within {timeout_s:g} s: {str(error).splitlines()[0]}"
+            f"rank {info.rank} of {info.world_size} ({info.launcher}) did not meet the other ranks at "
+            f"{info.host}:{info.port} within {timeout_s:g} s: {str(error).splitlines()[0]}"
         ) from error
     least, most = agreed[0].item(), -agreed[1].item()
     return ranks_per_node if least == most else 1  # machines with unequal numbers of ranks
 
 
-def _store_of(seat: Seat, timeout: datetime.timedelta) -> Store:
-    """Open the store where the ranks of `seat` meet."""
-    if seat.path:
-        return FileStore(seat.path, seat.world_size)
-    if seat.world_size == 1:
+def _store_of(info: LaunchInfo, timeout: datetime.timedelta) -> Store:
+    """Open the store where the ranks of `info` meet."""
+    if info.path:
+        return FileStore(info.path, info.world_size)
+    if info.world_size == 1:
         return HashStore()
-    if seat.agent_prefix is not None:
-        agents = TCPStore(seat.host, seat.port, seat.world_size, is_master=False, timeout=timeout)
-        return PrefixStore(seat.agent_prefix, agents)
-    listening = _listen_on(seat.host, seat.port) if seat.rank == 0 else None
+    if info.agent_prefix is not None:
+        agents = TCPStore(info.host, info.port, info.world_size, is_master=False, timeout=timeout)
+        return PrefixStore(info.agent_prefix, agents)
+    listening = _listen_on(info.host, info.port) if info.rank == 0 else None
     return TCPStore(
-        seat.host,
-        seat.port,
-        seat.world_size,
-        is_master=seat.rank == 0,
+        info.host,
+        info.port,
+        info.world_size,
+        is_master=info.rank == 0,
         timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=listening,

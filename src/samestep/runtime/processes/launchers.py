@@ -14,7 +14,7 @@ from samestep.errors import JobError
 
 
 @dataclass(frozen=True)
-class Seat:
+class LaunchInfo:
     """The position that a launcher gives to one process, before it joins."""
 
     launcher: str
@@ -42,18 +42,18 @@ def by_srun(env: Mapping[str, str]) -> bool:
     return "SLURM_PROCID" in env and _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1
 
 
-def seat_from(env: Mapping[str, str]) -> Seat:
+def launch_info_from(env: Mapping[str, str]) -> LaunchInfo:
     """Return the position that the environment gives to this process.
 
     Raises:
         JobError: the variables are incomplete, or not integers.
     """
     if by_torchrun(env):
-        return _torchrun_seat(env)
-    return _srun_seat(env) if by_srun(env) else Seat("alone")
+        return _torchrun_info(env)
+    return _srun_info(env) if by_srun(env) else LaunchInfo("alone")
 
 
-def _torchrun_seat(env: Mapping[str, str]) -> Seat:
+def _torchrun_info(env: Mapping[str, str]) -> LaunchInfo:
     """Read torchrun's variables, or the same ones set by hand."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
@@ -62,7 +62,7 @@ def _torchrun_seat(env: Mapping[str, str]) -> Seat:
     if not 0 <= rank < world:
         raise JobError(f"RANK={rank} is not a rank of WORLD_SIZE={world}; ranks are 0 to WORLD_SIZE - 1")
     if world == 1:
-        return Seat("torchrun")
+        return LaunchInfo("torchrun")
     per_node = _number(env, "LOCAL_WORLD_SIZE", world)
     prefix = None
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -70,7 +70,7 @@ def _torchrun_seat(env: Mapping[str, str]) -> Seat:
         # counts restarts separately, so only on a single machine does the count identify the attempt on all ranks.
         attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0") if per_node == world else "0"
         prefix = f"samestep/{attempt}"
-    return Seat(
+    return LaunchInfo(
         "torchrun",
         rank,
         _number(env, "LOCAL_RANK", rank % per_node),
@@ -90,7 +90,7 @@ def _resolves(host: str) -> bool:
     return True
 
 
-def _srun_seat(env: Mapping[str, str], resolves: Callable[[str], bool] = _resolves) -> Seat:
+def _srun_info(env: Mapping[str, str], resolves: Callable[[str], bool] = _resolves) -> LaunchInfo:
     """Read the variables that srun gives to each task of a step."""
     rank, world = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS")
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
@@ -104,7 +104,7 @@ def _srun_seat(env: Mapping[str, str], resolves: Callable[[str], bool] = _resolv
         per_node = 1  # neighbouring ranks are not on one machine
     # Each step needs a port of its own that all its tasks can derive.
     port = 20000 + (_number(env, "SLURM_JOB_ID", 0) * 31 + _number(env, "SLURM_STEP_ID", 0)) % 10000
-    return Seat(
+    return LaunchInfo(
         "srun",
         rank,
         _number(env, "SLURM_LOCALID", 0),

@@ -46,6 +46,7 @@ from samestep import errors
 from samestep.errors import JobError, SamestepError, WorkerError
 from samestep.runtime.processes.join import (
     STOP_SIGNALS,
+    become_worker,
     checked_ranks_per_node,
     join,
     launched_from_outside,
@@ -54,9 +55,8 @@ from samestep.runtime.processes.join import (
     resolve_device,
     restore_signals,
     set_defaults,
-    sit_down,
 )
-from samestep.runtime.processes.launchers import Seat
+from samestep.runtime.processes.launchers import LaunchInfo
 
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ def _exit_after_parent() -> None:
 
 
 @dataclass(frozen=True)
-class _Order:
+class _LaunchOptions:
     """The settings of one run, equal for all its workers."""
 
     parent_pid: int
@@ -119,7 +119,7 @@ class _Order:
     threads: int
     timeout_s: float
     quiet: bool
-    apart: bool
+    isolated: bool
 
 
 @dataclass(frozen=True)
@@ -147,24 +147,24 @@ _ECHO = re.compile(
 
 
 def _run_worker(
-    order: _Order, rank: int, pipe: connection.Connection, main: Callable[..., Any], args: tuple[Any, ...]
+    options: _LaunchOptions, rank: int, pipe: connection.Connection, main: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     """Run in the worker `rank`: join, call `main`, and report the outcome to the parent."""
     os.setpgid(0, 0)  # Ctrl-C in the terminal reaches the parent only, which passes it on once
-    die_with_parent(order.parent_pid)
+    die_with_parent(options.parent_pid)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # rank 0 may write to the terminal nevertheless
-    if rank or order.quiet:
-        _write_to_files(order.folder, rank)
+    if rank or options.quiet:
+        _write_to_files(options.folder, rank)
     faulthandler.enable(file=2)
-    torch.set_num_threads(order.threads)
-    sit_down(_seat_of(order, rank))
+    torch.set_num_threads(options.threads)
+    become_worker(_launch_info_of(options, rank))
     try:
-        _say(pipe, "ready")
-        per_node = None if order.apart else order.ranks_per_node
-        place = join(order.device_type, timeout_s=order.timeout_s, ranks_per_node=per_node)
-        _say(pipe, "joined")
+        _report(pipe, "ready")
+        per_node = None if options.isolated else options.ranks_per_node
+        place = join(options.device_type, timeout_s=options.timeout_s, ranks_per_node=per_node)
+        _report(pipe, "joined")
         value = main(place, *args)
-        _say(pipe, "done", value if rank == 0 else None)
+        _report(pipe, "done", value if rank == 0 else None)
         pipe.recv_bytes()  # while one rank still works, the others stay reachable
     except BaseException as error:
         # Exit without teardown: destroying the group could wait for peers that will not come.
@@ -173,18 +173,18 @@ def _run_worker(
             with contextlib.suppress(Exception):
                 stream.flush()
         with contextlib.suppress(Exception):
-            _say(pipe, "failed", failure)
+            _report(pipe, "failed", failure)
         os._exit(1)
     leave()
 
 
-def _seat_of(order: _Order, rank: int) -> Seat:
-    if order.apart:
-        return Seat("samestep", 0, rank, path=str(Path(order.folder, f"store-{rank}")))
-    return Seat("samestep", rank, rank, order.ranks, order.ranks, path=str(Path(order.folder, "store")))
+def _launch_info_of(options: _LaunchOptions, rank: int) -> LaunchInfo:
+    if options.isolated:
+        return LaunchInfo("samestep", 0, rank, path=str(Path(options.folder, f"store-{rank}")))
+    return LaunchInfo("samestep", rank, rank, options.ranks, options.ranks, path=str(Path(options.folder, "store")))
 
 
-def _say(pipe: connection.Connection, word: str, value: Any = None) -> None:
+def _report(pipe: connection.Connection, word: str, value: Any = None) -> None:
     # Plain pickle: multiprocessing's own sends tensors as shared memory, which disappears when the worker exits.
     pipe.send_bytes(pickle.dumps((word, value)))
 
@@ -262,7 +262,7 @@ def run_workers(
     timeout_s: float = 600.0,
     ranks_per_node: int | None = None,
     quiet: bool = False,
-    apart: bool = False,
+    isolated: bool = False,
 ) -> T:
     """Run `main(place, *args)` in `ranks` workers on this machine and return what rank 0 returns.
 
@@ -280,7 +280,7 @@ def run_workers(
         timeout_s: seconds that the start may take, and later any collective.
         ranks_per_node: pretend that so many ranks share a machine; without it all do.
         quiet: rank 0 writes to files as well.
-        apart: the workers never meet: each is rank 0 of a run of one, and `place.local_rank` tells them apart.
+        isolated: the workers never meet: each is rank 0 of a run of one, and `place.local_rank` differs between them.
 
     Raises:
         SamestepError: a worker raised it; class and text are the same.
@@ -295,15 +295,15 @@ def run_workers(
         raise JobError(f"{ranks} ranks on {gpus} GPUs: each rank needs its own; ranks={gpus} or device=cpu works")
     per_node = checked_ranks_per_node(ranks_per_node or ranks, ranks)
     folder = tempfile.mkdtemp(prefix="samestep-")
-    order = _Order(os.getpid(), folder, ranks, per_node, device_type, threads, timeout_s, quiet, apart)
-    crew = _Crew(order)
+    options = _LaunchOptions(os.getpid(), folder, ranks, per_node, device_type, threads, timeout_s, quiet, isolated)
+    pool = _WorkerPool(options)
     try:
-        with _forwarding_signals_to(crew):
+        with _forwarding_signals_to(pool):
             try:
-                crew.start(main, args)
-                return crew.watch()
+                pool.start(main, args)
+                return pool.watch()
             finally:
-                crew.end()
+                pool.end()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -347,27 +347,27 @@ def _environment(variables: Mapping[str, str], defaults: Mapping[str, str]) -> I
 
 
 @contextlib.contextmanager
-def _forwarding_signals_to(crew: _Crew) -> Iterator[None]:
+def _forwarding_signals_to(pool: _WorkerPool) -> Iterator[None]:
     """Forward this process's stop signals to the workers; a signal that is ignored here stays ignored."""
     handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                handlers[number] = signal.signal(number, crew.on_signal)
+                handlers[number] = signal.signal(number, pool.on_signal)
     try:
         yield
     finally:
         restore_signals(handlers)
 
 
-class _Crew:
+class _WorkerPool:
     """The workers of one run, seen from their parent.
 
     Each is in one phase: starting -> ready (it handles signals) -> joined -> done, or failed from any of them.
     """
 
-    def __init__(self, order: _Order) -> None:
-        self.order = order
+    def __init__(self, options: _LaunchOptions) -> None:
+        self.options = options
         self.processes: list[BaseProcess] = []
         self.pipes: list[connection.Connection] = []
         self.phases: list[str] = []
@@ -382,15 +382,15 @@ class _Crew:
         Raises:
             JobError: `main` cannot be imported by a new process.
         """
-        order = self.order
-        context: Any = multiprocessing.get_context(_start_method(order.device_type, order.threads))
-        with _environment({"OMP_NUM_THREADS": str(order.threads)}, loopback_variables()), warnings.catch_warnings():
+        options = self.options
+        context: Any = multiprocessing.get_context(_start_method(options.device_type, options.threads))
+        with _environment({"OMP_NUM_THREADS": str(options.threads)}, loopback_variables()), warnings.catch_warnings():
             # Python 3.12 warns of threads at a fork; those of an imported torch are idle.
             warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
-            for rank in range(order.ranks):
+            for rank in range(options.ranks):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=_run_worker, args=(order, rank, theirs, main, args), name=f"rank {rank}", daemon=False
+                    target=_run_worker, args=(options, rank, theirs, main, args), name=f"rank {rank}", daemon=False
                 )
                 self.pipes.append(ours)
                 try:
@@ -411,7 +411,7 @@ class _Crew:
             SamestepError: a worker raised it; class and text are the same.
             WorkerError: a worker died, failed otherwise or did not join in time.
         """
-        deadline = time.monotonic() + self.order.timeout_s
+        deadline = time.monotonic() + self.options.timeout_s
         while any(phase != "done" for phase in self.phases):
             self._listen()
             if self.killed_by:
@@ -420,7 +420,7 @@ class _Crew:
                 raise self._cause()
             late = self._ranks("starting") or self._ranks("ready")
             if late and not self.failures and time.monotonic() > deadline:
-                raise WorkerError(f"{self._named(late)} did not join within {self.order.timeout_s:g} s")
+                raise WorkerError(f"{self._named(late)} did not join within {self.options.timeout_s:g} s")
         for pipe in self.pipes:
             with contextlib.suppress(OSError):
                 pipe.send_bytes(b"leave")
@@ -514,7 +514,7 @@ class _Crew:
 
     def _tail_of(self, failure: _Failure) -> list[str]:
         """Return the last lines that a worker wrote to stderr, its traceback included."""
-        file = Path(self.order.folder, f"{failure.rank}.err")
+        file = Path(self.options.folder, f"{failure.rank}.err")
         written = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
         return [f"  {line}" for line in (*written, *failure.lines)][-_TAIL_LINES:]
 
@@ -522,7 +522,7 @@ class _Crew:
         return [rank for rank, its in enumerate(self.phases) if its == phase]
 
     def _named(self, ranks: list[int]) -> str:
-        return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self.order.ranks}"
+        return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self.options.ranks}"
 
 
 def _kill_group(process: BaseProcess) -> None:
