@@ -31,6 +31,7 @@ from samestep.building.families import facts_of
 from samestep.building.model import call_model
 from samestep.errors import ModelError, SamestepError
 from samestep.models.spec import Cutting, Exchange, Factors, Product, is_below
+from samestep.tracing.attention import AttentionCall
 
 OnUse = Callable[[str, set[str], bool], None]
 """Called with the path of the running module, the modules that own the weights it uses, and whether their input is cut.
@@ -523,28 +524,24 @@ def _fused_attention(watch: ForwardTracer) -> Iterator[None]:
     """Trace scaled_dot_product_attention as a fused kernel; torch itself would use plain products on the meta device."""
     held = weakref.ref(watch)  # torch keeps a reference to the last replacement of an operator
 
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **named: Any,
-    ) -> Any:
+    def attention(*args: Any, **named: Any) -> Tensor:
+        call = AttentionCall(*args, **named)
+        query, key, value, mask = call[:4]
         if not torch._C._len_torch_dispatch_stack():  # called outside the trace, as for the shape of a dropout mask
             return query.new_empty((*query.shape[:-1], value.shape[-1]))
         watch = held()
         assert watch is not None, "it watches this forward"
-        output = _Attention.apply(watch, query, key, value, attn_mask, is_causal)
-        given = (query, key, value, attn_mask)
-        if watch.values.keeps_all and all(tensor is None or watch.values.knows(tensor) for tensor in given):
+        output: Tensor = _Attention.apply(watch, query, key, value, mask, call.is_causal)
+        values = watch.values
+        if values.keeps_all and all(tensor is None or values.knows(tensor) for tensor in call[:4]):
             with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-                real: list[Any] = [tensor if tensor is None else watch.values.of(tensor) for tensor in given]
-                found = nn.functional.scaled_dot_product_attention(
-                    real[0], real[1], real[2], real[3], dropout_p, is_causal, **named
+                known = call._replace(
+                    query=values.of(query),
+                    key=values.of(key),
+                    value=values.of(value),
+                    attn_mask=None if mask is None else values.of(mask),
                 )
-                watch.values.learn(output, found)
+                values.learn(output, known.run(nn.functional.scaled_dot_product_attention))
         return output
 
     with torch.library._scoped_library("aten", "IMPL") as library:

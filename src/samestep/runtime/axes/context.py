@@ -27,10 +27,11 @@ from samestep.building.loss import target_of
 from samestep.errors import LayoutError
 from samestep.models.spec import LayerSpec
 from samestep.program.program import Program
-from samestep.runtime.dropout.mode import _multi_head_attention
+from samestep.runtime.axes.collectives import moved
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.strategies.context import sent_heads
+from samestep.tracing.attention import AttentionCall, multi_head_attention
 from samestep.tracing.independence import reshaped, sequence_dim
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -169,40 +170,27 @@ class Slicing:
 
     # -- around attention --------------------------------------------------------------------------
 
-    def attend(
-        self,
-        func: Callable[..., Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **named: Any,
-    ) -> Tensor:
+    def attend(self, func: Callable[..., Tensor], call: AttentionCall) -> Tensor:
         """Compute attention for this rank's heads over all tokens; query, key and value are [B, A, T/N, D].
 
         Collective over `cp`: every rank of the group calls it; if one does not, the others wait until the time limit.
         """
         self.exchanged += 1
-        heads = query.shape[1]
-        mine = [
-            self._exchange(self._repeated(part, heads), role, to_heads=True)
-            for part, role in ((query, "query"), (key, "key"), (value, "value"))
-        ]
-        if attn_mask is not None and attn_mask.dim() == 4 and attn_mask.shape[1] > 1:
-            attn_mask = attn_mask.chunk(self.degree, dim=1)[self.index]
-        output = func(*mine, attn_mask, dropout_p, is_causal, **named)
-        return self._exchange(output, "output", to_heads=False)
+        heads = call.query.shape[1]
+        query, key, value = (
+            moved(self._repeated(part, heads), self.group, f"{self.block}.{role}", _to_heads, _to_tokens)
+            for part, role in ((call.query, "query"), (call.key, "key"), (call.value, "value"))
+        )
+        mask = call.attn_mask
+        if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
+            mask = mask.chunk(self.degree, dim=1)[self.index]
+        output = call._replace(query=query, key=key, value=value, attn_mask=mask).run(func)
+        return moved(output, self.group, f"{self.block}.output", _to_tokens, _to_heads)
 
     def _repeated(self, part: Tensor, query_heads: int) -> Tensor:
         heads = part.shape[1]
         times = sent_heads(heads, query_heads, self.degree) // heads
         return part.repeat_interleave(times, dim=1) if times > 1 else part
-
-    def _exchange(self, part: Tensor, role: str, *, to_heads: bool) -> Tensor:
-        found: Tensor = _AllToAll.apply(part, self.group, f"{self.block}.{role}", to_heads)
-        return found
 
 
 class _Exchanging(TorchFunctionMode):
@@ -218,33 +206,29 @@ class _Exchanging(TorchFunctionMode):
         slicing, kwargs = self._slicing, kwargs or {}
         if slicing.block:
             if func is F.scaled_dot_product_attention:
-                return slicing.attend(func, *args, **kwargs)
+                return slicing.attend(func, AttentionCall(*args, **kwargs))
             if func is F.multi_head_attention_forward:
-                return _multi_head_attention(self, func, *args, **kwargs)  # type: ignore[arg-type]
+                return multi_head_attention(self, *args, **kwargs)
             args = reshaped(func, args, slicing.length, slicing.length // slicing.degree)
         return func(*args, **kwargs)
 
 
-class _AllToAll(torch.autograd.Function):
-    """Exchange tokens for heads, [B, A, T/N, D] -> [B, A/N, T, D], or back; its gradient takes the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, owner: str, to_heads: bool) -> Tensor:
-        ctx.group, ctx.owner, ctx.to_heads = group, owner, to_heads
-        return _exchanged(part, group, owner, to_heads)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _exchanged(gradients[0], ctx.group, ctx.owner, not ctx.to_heads), None, None, None
+def _to_heads(part: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Exchange tokens for heads: [B, A, T/N, D] -> [B, A/N, T, D]."""
+    return _all_to_all(part, 1, group, owner).movedim(0, 2).flatten(2, 3)
 
 
-def _exchanged(part: Tensor, group: dist.ProcessGroup, owner: str, to_heads: bool) -> Tensor:
-    dim = 1 if to_heads else 2
-    sent = part.unflatten(dim, (dist.get_world_size(group), -1)).movedim(dim, 0).contiguous()  # [N, B, A/N, T/N, D]
+def _to_tokens(part: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Exchange heads for tokens: [B, A/N, T, D] -> [B, A, T/N, D]."""
+    received = _all_to_all(part, 2, group, owner)
+    # The heads of a token side by side, as the kernels write them: code may view the output so.
+    return received.permute(1, 3, 0, 2, 4).flatten(2, 3).transpose(1, 2)
+
+
+def _all_to_all(part: Tensor, dim: int, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Send each rank its part along `dim`; return the parts of all ranks, [N, B, A/N, T/N, D]."""
+    sent = part.unflatten(dim, (dist.get_world_size(group), -1)).movedim(dim, 0).contiguous()
     received = torch.empty_like(sent)
     with owned(owner):
         dist.all_to_all_single(received, sent, group=group)
-    if to_heads:
-        return received.movedim(0, 2).flatten(2, 3)
-    # The heads of a token side by side, as the kernels write them: code may view the output so.
-    return received.permute(1, 3, 0, 2, 4).flatten(2, 3).transpose(1, 2)
+    return received

@@ -29,6 +29,7 @@ from torch import Tensor
 from samestep.building.families import FamilyFacts
 from samestep.building.loss import at_least_float32
 from samestep.program.program import Program
+from samestep.runtime.axes.collectives import moved
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.tracing.experts import _compute, called_with
@@ -64,13 +65,14 @@ def _dispatch_and_combine(
     order = picks.argsort(stable=True)
     sizes, received_sizes = _exchange_counts(picks, num_experts, group, path)
     sent, received = torch.stack([sizes.sum(1), received_sizes.sum(1)]).tolist()
-    rows = _AllToAll.apply(x[order // chosen.shape[1]], sent, received, group, path)
+    dispatch, combine = (functools.partial(_exchanged, *split) for split in ((sent, received), (received, sent)))
+    rows = moved(x[order // chosen.shape[1]], group, path, dispatch, combine)
     index = (
         torch.arange(received_sizes.shape[1], device=x.device)
         .repeat(len(received_sizes))
         .repeat_interleave(received_sizes.flatten())
     )
-    back = _AllToAll.apply(_own(forward, rows, index, weights.dtype), received, sent, group, path)
+    back = moved(_own(forward, rows, index, weights.dtype), group, path, combine, dispatch)
     in_order = back[order.argsort()].view(*chosen.shape, -1)
     return (in_order * weights[..., None]).sum(dim=1).to(x.dtype)
 
@@ -153,23 +155,9 @@ class NoBalance:
         return loss_sum
 
 
-class _AllToAll(torch.autograd.Function):
-    """Send runs of rows to the ranks of a group, and their gradients back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, owner: str
-    ) -> Tensor:
-        ctx.sent, ctx.received, ctx.group, ctx.owner = sent, received, group, owner
-        return _exchanged(rows, sent, received, group, owner)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _exchanged(gradients[0], ctx.received, ctx.sent, ctx.group, ctx.owner), None, None, None, None
-
-
-def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, owner: str) -> Tensor:
-    received_sizes = rows.new_empty((sum(received), *rows.shape[1:]))
+def _exchanged(sent: list[int], received: list[int], rows: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Send `sent[i]` of the rows [M, D] to rank i of the group; return those that it sends, [sum(received), D]."""
+    result = rows.new_empty((sum(received), *rows.shape[1:]))
     with owned(owner):
-        dist.all_to_all_single(received_sizes, rows.contiguous(), received, sent, group=group)
-    return received_sizes
+        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
+    return result

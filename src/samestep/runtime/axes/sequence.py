@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from samestep.building.families import FamilyFacts
 from samestep.errors import LayoutError
 from samestep.program.program import Program
+from samestep.runtime.axes.collectives import Move, moved
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
 from samestep.tracing.sequence_boundaries import with_first, with_given
@@ -83,23 +84,7 @@ class Shared:
             self._given = self._moved = None
 
 
-# -- the boundaries -----------------------------------------------------------------------------------
-
-
-Move = Callable[[Tensor, dist.ProcessGroup, str], Tensor]
-
-
-class _Moved(torch.autograd.Function):
-    """One move of a sequence over the ranks in forward, and another one in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str, there: Move, back: Move) -> Tensor:
-        ctx.group, ctx.owner, ctx.back = group, owner, back
-        return there(x, group, owner)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return ctx.back(gradients[0], ctx.group, ctx.owner), None, None, None, None
+# -- the boundaries --------------------------------------------------------------------------------
 
 
 def gather(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
@@ -107,7 +92,7 @@ def gather(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 
     Collective over `group`, in the backward too: if a rank does not call it, the others wait until the time limit.
     """
-    return _Moved.apply(x, group, owner, _all_gathered, _reduce_scattered)
+    return moved(x, group, owner, _all_gathered, _reduce_scattered)
 
 
 def scatter(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
@@ -116,7 +101,7 @@ def scatter(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 
     Collective over `group`, in the backward too: if a rank does not call it, the others wait until the time limit.
     """
-    return _Moved.apply(x, group, owner, _reduce_scattered, _all_gathered)
+    return moved(x, group, owner, _reduce_scattered, _all_gathered)
 
 
 def _split(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
@@ -127,14 +112,14 @@ def _split(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
             f"sequence_parallel: tp={degree} does not divide the {x.shape[1]} tokens of this batch; "
             f"{x.shape[1] // degree * degree} tokens work, and so does tp={degree} alone"
         )
-    return _Moved.apply(x, group, owner, _own, _all_gathered)
+    return moved(x, group, owner, _own, _all_gathered)
 
 
 def _join(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     """Return the sequence gathered from all ranks; the backward keeps this rank's part of the gradient, which is
     replicated.
     """
-    return _Moved.apply(x, group, owner, _all_gathered, _own)
+    return moved(x, group, owner, _all_gathered, _own)
 
 
 def _own(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:

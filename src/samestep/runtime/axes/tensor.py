@@ -27,6 +27,7 @@ from samestep.building.loss import IGNORED_LABEL, at_least_float32, target_of
 from samestep.models.spec import Cut, is_below
 from samestep.program.program import Program
 from samestep.runtime.axes import sequence
+from samestep.runtime.axes.collectives import moved
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.tracing.tensor_plan import is_head
@@ -192,48 +193,12 @@ _AROUND: dict[str, Callable[[nn.Module, str, Mesh, _Boundaries, FamilyFacts], No
 # -- the boundaries, and the loss on cut logits ----------------------------------------------------
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-        ctx.group, ctx.owner = group, owner
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _summed(gradients[0], ctx.group, ctx.owner), None, None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-        return _summed(x, group, owner)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None, None
-
-
-class _GatherLast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-        with owned(owner):
-            dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts, dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        parts = gradients[0].chunk(dist.get_world_size(ctx.group), dim=-1)
-        return parts[dist.get_rank(ctx.group)].contiguous(), None, None
-
-
 def copy(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     """Return x; sum its gradient over the group.
 
     Collective over `group` in the backward: if a rank does not run it, the others wait until the time limit.
     """
-    return _Copy.apply(x, group, owner)
+    return moved(x, group, owner, lambda x, group, owner: x.view_as(x), _summed)
 
 
 def reduce(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
@@ -241,7 +206,7 @@ def reduce(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 
     Collective over `group`: every rank of the group calls it; if one does not, the others wait until the time limit.
     """
-    return _Reduce.apply(x, group, owner)
+    return moved(x, group, owner, _summed, lambda gradient, group, owner: gradient)
 
 
 def gather_last(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
@@ -249,7 +214,18 @@ def gather_last(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 
     Collective over `group`: every rank of the group calls it; if one does not, the others wait until the time limit.
     """
-    return _GatherLast.apply(x, group, owner)
+    return moved(x, group, owner, _gathered_last, _own_last)
+
+
+def _gathered_last(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    with owned(owner):
+        dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)
+
+
+def _own_last(gradient: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    return gradient.chunk(dist.get_world_size(group), dim=-1)[dist.get_rank(group)].contiguous()
 
 
 def _summed(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:

@@ -20,7 +20,6 @@ import dataclasses
 import enum
 import hashlib
 import math
-import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from samestep.building.families import FamilyFacts, facts_of
 from samestep.errors import ModelError
 from samestep.models.spec import MaskSpec, ModelSpec
 from samestep.runtime.dropout.masks import MaskCuts, MaskSlice, drop_mask, hash_positions, mix, positions
+from samestep.tracing.attention import AttentionCall, multi_head_attention
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 """Components of a module's name that wrappers add; the names in a job do not have them."""
@@ -442,24 +442,15 @@ def _native(kind: _DropoutKind, inplace: bool) -> Callable[..., Tensor]:
     return handler
 
 
-def _attention(
-    mode: DropoutMode,
-    func: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def _attention(mode: DropoutMode, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Handle `scaled_dot_product_attention`: with dropout, compute the formula in at least float32.
 
     Legend: B batch, H heads, L queries, S keys, D head width. Keeps the [B, H, L, S] weights that a fused kernel would not; without dropout the fused kernel runs.
     """
-    if dropout_p == 0.0:
-        return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    call = AttentionCall(*args, **kwargs)
+    if call.dropout_p == 0.0:
+        return call.run(func)
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
     if is_causal and attn_mask is not None:
         raise mode._refuse("attention with both attn_mask and is_causal; one of them works")
     q_bhld, k_bhsd, v_bhsd = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key, value))
@@ -484,24 +475,9 @@ def _attention(
     return (weights_bhls @ v_bhsd).to(query.dtype)
 
 
-def _seen_through(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of a torch function that does not dispatch itself to the mode, so that the mode sees the calls in
-    it.
-    """
-    assert isinstance(func, types.FunctionType)
-    names = {**func.__globals__, "has_torch_function": lambda tensors: False}
-    inner = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
-    inner.__kwdefaults__ = func.__kwdefaults__
-    return inner
-
-
-_MULTI_HEAD_ATTENTION = _seen_through(F.multi_head_attention_forward)
-
-
 def _multi_head_attention(mode: DropoutMode, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Handle `F.multi_head_attention_forward`: run it with the mode active inside."""
-    with mode:
-        return _MULTI_HEAD_ATTENTION(*args, **kwargs)
+    return multi_head_attention(mode, *args, **kwargs)
 
 
 def _recurrent(mode: DropoutMode, func: Callable[..., Any], *args: Any) -> Any:
