@@ -235,14 +235,14 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     mesh = meshes.build(program, place.device)
     model = plan.module
     assert all(param.is_meta for param in model.parameters()), "a blueprint is cut and filled by one run alone"
-    precision.apply(model, program)
+    precision.apply(traced, program)
     if layout.pp > 1:
         pipeline.check(model, program)
     tensor.apply(traced, program, mesh)
     slicing = context.Slicing(model, program, mesh) if layout.cp > 1 else context.WholeSequences()
     expert.apply(traced, program, mesh)
     dropout.track_modules(model)
-    deferred = Deferred(model, program)
+    deferred = Deferred(traced, program)
     recompute.apply(model, program, functools.partial(_recompute_contexts, model, program, slicing))
 
     def materialize(name: str, dtype: torch.dtype) -> Tensor:
@@ -257,7 +257,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
         parallel=Parallel(
             program=program,
             mesh=mesh,
-            stage=pipeline.Stage(model, program, mesh, slicing) if layout.pp > 1 else pipeline.WholeModel(model),
+            stage=pipeline.Stage(traced, program, mesh, slicing) if layout.pp > 1 else pipeline.WholeModel(model),
             slicing=slicing,
             deferred=deferred,
         ),

@@ -368,7 +368,7 @@ class ForwardTracer(TorchDispatchMode):
         return tensor
 
     def key(self, tensor: Tensor) -> int:
-        """Return the address of a tensor's storage, and keep the storage, so that no other one gets this address."""
+        """Return the address of a tensor's storage, an index of the trace's tables; no other storage gets this address."""
         found = address(tensor)
         if found not in self._alive:
             self._alive[found] = tensor.untyped_storage()
@@ -377,7 +377,7 @@ class ForwardTracer(TorchDispatchMode):
 
     @property
     def reached(self) -> str:
-        """How far the forward has come, as text."""
+        """The module at which the forward is, as text."""
         return f"the forward at {self.innermost}" if self.innermost else "the forward"
 
     def enter(self, path: str, part: nn.Module, outside: bool, given: Any) -> None:

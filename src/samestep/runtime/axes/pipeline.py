@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep import schedules
-from samestep.building.families import FamilyFacts, facts_of
+from samestep.building.families import FamilyFacts
 from samestep.errors import LayoutError
 from samestep.models.spec import ModelSpec, is_below
 from samestep.program.program import Program
@@ -41,6 +41,7 @@ from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, link_name
 from samestep.schedules import Action, TaskKind
 from samestep.tracing.sequence_boundaries import with_first
+from samestep.tracing.traced_model import TracedModel
 
 _FIRST_TAG = 2**29
 
@@ -95,9 +96,10 @@ class WholeModel:
 class Stage:
     """The chunks of layers of this rank, and the messages between it and other ranks."""
 
-    def __init__(self, model: nn.Module, program: Program, mesh: Mesh, slicing: Slicing | WholeSequences) -> None:
+    def __init__(self, traced: TracedModel, program: Program, mesh: Mesh, slicing: Slicing | WholeSequences) -> None:
         self._program, self._mesh, self._slicing = program, mesh, slicing
-        self._model, self._facts = model, facts_of(model)
+        model = traced.module
+        self._model, self._facts = model, traced.facts
         self.num_chunks = len(program.chunks)
         layers = program.step.model.layers
         self._slots = [(index, path) for index, layer in enumerate(layers) for path in layer.modules if path]

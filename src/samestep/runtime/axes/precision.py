@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from samestep.building.families import facts_of
 from samestep.errors import ModelError
 from samestep.program.program import Program
+from samestep.tracing.traced_model import TracedModel
 
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -32,12 +32,13 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def apply(model: nn.Module, program: Program) -> None:
+def apply(traced: TracedModel, program: Program) -> None:
     """Install the casts. Call it before sharding: a hook of ours must end before FSDP2 frees the weights it cast.
 
     Raises:
         ModelError: a parameter is not a floating-point number, so it cannot be held in another dtype.
     """
+    model, facts = traced.module, traced.facts
     for name, param in model.named_parameters():
         if not param.is_floating_point():
             dtype = str(param.dtype).removeprefix("torch.")
@@ -47,7 +48,6 @@ def apply(model: nn.Module, program: Program) -> None:
     compute, master = DTYPES[step.compute_dtype], DTYPES[step.master_dtype]
     if compute == master:
         return
-    facts = facts_of(model)
     for layer in step.model.layers:
         for path in layer.modules:
             for module in model.get_submodule(path).modules():

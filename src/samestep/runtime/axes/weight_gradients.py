@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from samestep.building.families import FamilyFacts, facts_of
+from samestep.building.families import FamilyFacts
 from samestep.program.program import Program
+from samestep.tracing.traced_model import TracedModel
 
 
 class _PostponedGradient(NamedTuple):
@@ -34,15 +35,15 @@ class _PostponedGradient(NamedTuple):
 class Deferred:
     """The weight gradients that the backward of each micro-batch has postponed."""
 
-    def __init__(self, model: nn.Module, program: Program) -> None:
+    def __init__(self, traced: TracedModel, program: Program) -> None:
         self.microbatch = 0
         """Micro-batch whose backward runs."""
         self._postponed: dict[int, list[_PostponedGradient]] = {}
         if not program.step.splits_backward:
             return
-        facts = facts_of(model)
+        facts = traced.facts
         shared = {name for p in program.step.model.params if p.shared for name in (p.name, *p.aliases)}
-        for path, module in model.named_modules():
+        for path, module in traced.module.named_modules():
             if _is_linear(module, facts) and f"{path}.weight" not in shared:
                 module.forward = self._around(module, module.forward, facts.is_transposed(module))
 

@@ -71,7 +71,7 @@ class Dropout(enum.Enum):
 
 @dataclass(slots=True)
 class DropoutState:
-    """What steps have shown of a model's dropout so far: the part of an assembly that changes."""
+    """The dropout that steps have shown of a model so far: the part of an assembly that changes."""
 
     dropout: Dropout
 
