@@ -159,7 +159,7 @@ class FamilyFacts:
     # -- plans of tensor parallelism ---------------------------------------------------------------
 
     def plan_of(self, model: nn.Module) -> dict[str, str] | None:
-        """Return the family's plan with full paths and in its own styles, without the head; None where there is none."""
+        """Return the family's plan with full paths and in its own styles, without the head; None without a plan."""
         plan = self.setting(model, self.plan_field) or self.tensor_plan
         prefix = getattr(model, self.base_prefix, "")
         if not plan or not prefix:

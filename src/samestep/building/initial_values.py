@@ -1,7 +1,8 @@
 """Taped initialisation: each tensor's initial value is a function of (seed, its full name), whatever the layout.
 
 The model is built on the meta device, where nothing has values, while a tape (`building/tape.py`) records which
-operations wrote which memory. To make one tensor is to replay the entries from which its memory descends, and no others:
+operations wrote which memory. To make one tensor is to replay the entries from which its memory descends, and no
+others:
 
     materialize("a.weight") = normal_ seeded by (seed, "a.weight", 0)
     materialize("b.weight") = uniform_ seeded by (seed, "b.weight", 0), the same normal_ again, and mul_

@@ -86,7 +86,7 @@ def _unfit(model: nn.Module, batch: Mapping[str, Any], accepted: Sequence[str]) 
 
 @functools.cache
 def _accepted(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of the arguments of a model's forward; one with **kwargs takes what every language model takes."""
+    """Return the names of a forward's arguments; one with **kwargs takes what every language model takes."""
     parameters = inspect.signature(forward).parameters.values()
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     names = [parameter.name for parameter in parameters if parameter.kind in by_name and parameter.name != "self"]

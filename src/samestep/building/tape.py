@@ -372,7 +372,7 @@ _FROM_DATA: frozenset[Any] = frozenset({torch.tensor, torch.as_tensor, torch.asa
 
 
 class Surface(TorchFunctionMode):
-    """A function mode for calls the dispatcher never sees: questions about devices, devices not present, reads in C++."""
+    """A function mode for calls that bypass the dispatcher: questions about devices, absent devices, reads in C++."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()

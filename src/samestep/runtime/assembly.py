@@ -305,7 +305,7 @@ def set_modes(modes: Mapping[nn.Module, bool]) -> None:
 def _recompute_contexts(
     model: nn.Module, program: Program, slicing: context.Slicing | context.WholeSequences
 ) -> recompute.Contexts:
-    """Return the contexts of a forward and of its recomputation in backward, where the forward's modes are not active."""
+    """Return the contexts of a forward and of its recomputation, during which the forward's modes are not active."""
     first, repeated = dropout.recompute_contexts(model)
     return first, recompute.nested(precision.raised_islands(program), repeated, slicing.for_recompute())
 

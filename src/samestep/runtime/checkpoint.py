@@ -6,11 +6,11 @@ checkpoints/step-000500/
     rank-0000.safetensors     runs of elements: value/NAME/START, state/NAME/START/KEY; buffers
 ```
 A rank writes the pieces it updates (only the first of several replicas does), and reads the runs that overlap the
-pieces of its own layout. For a weight that is sharded over tp or ep a file holds runs of a part, NAME@0of2; the manifest
-says which intervals of the whole weight each part is, so that any other layout can read it. The folder is written under
-another name and renamed when every file is on disk, so a run that dies while saving leaves the previous checkpoint
-untouched. An incomplete folder under the final name has been damaged: it is refused, never skipped. Values are in master
-precision, so resuming is exact.
+pieces of its own layout. For a weight that is sharded over tp or ep a file holds runs of a part, NAME@0of2; the
+manifest says which intervals of the whole weight each part is, so that any other layout can read it. The folder is
+written under another name and renamed when every file is on disk, so a run that dies while saving leaves the previous
+checkpoint untouched. An incomplete folder under the final name has been damaged: it is refused, never skipped. Values
+are in master precision, so resuming is exact.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def _parts(run: Run) -> dict[str, list[Any]]:
 
 
 def _held_elsewhere(run: Run) -> set[str]:
-    """Return the names of weights that another rank writes: of all ranks that hold the same part, the first one does."""
+    """Return the names of weights that another rank writes: the first of all ranks that hold the same part does."""
     step, mesh = run.program.step, run.assembly.parallel.mesh
     return {param.name for param in step.model.params if any(map(mesh.index, step.holding(param).copied_over))}
 

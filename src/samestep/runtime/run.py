@@ -7,8 +7,8 @@ for batch in samestep.batches(dataset, job):
 ```
 A loss is a sum over samples or tokens, and their count. Backward runs on the sum, divided by a power of two near the
 count, which loses no bit. All ranks learn the true count after the last micro-batch, in the one all_reduce that also
-carries the loss, the gradient norm and the stop flag; the gradients are divided by it then. So nothing is ever a mean of
-means, and a user's loss need not know its count before its forward.
+carries the loss, the gradient norm and the stop flag; the gradients are divided by it then. So nothing is ever a mean
+of means, and a user's loss need not know its count before its forward.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _NO_SAMPLES: Indices = np.empty(0, dtype=np.int64)
 
 
 class Run:
-    """A model in a layout, ready to take steps. Every rank makes one, and all ranks call its methods in the same order."""
+    """A model in a layout, ready to take steps. Every rank makes one, and all call its methods in the same order."""
 
     def __init__(
         self, source: Source, layout: Layout, job: Job, place: RankInfo, observer: StepObserver = _NOBODY
@@ -309,12 +309,12 @@ def parallelize(
     Every rank calls it with equal arguments, started by `samestep.launch`, torchrun or srun, or as the only process.
 
     Args:
-        model: a build function, whose weights start as functions of (seed, name); or an instance, whose values are kept.
+        model: a build function, whose weights start as functions of (seed, name); or an instance, whose values stay.
         loss: (outputs, batch) -> (sum, count).
         optimizer: a function of a list of parameters, or an instance over the model instance that has not stepped.
         layout: one line of text such as "dp=2 zero=3"; empty replicates over all ranks.
-        job: global batch, steps, seed, schedule, numerics and `optimizer.clip_norm`. Its model, data, loss and the rest of
-            its optimizer table are not read: the arguments above replace them.
+        job: global batch, steps, seed, schedule, numerics and `optimizer.clip_norm`. Its model, data, loss and the rest
+            of its optimizer table are not read: the arguments above replace them.
 
     Raises:
         InputError: a model, optimizer or layout that cannot run; the text says what would.

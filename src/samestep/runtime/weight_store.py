@@ -4,8 +4,8 @@
 begin_step ─► running(task) of every forward, backward and weight-gradient task ─► finish_gradients
            ─► norm_squared ─► (the optimizer updates `pieces`) ─► publish
 ```
-All ranks call a collective method alike, since they agree on skipping a step first. If a rank leaves such a call out, the
-other ranks of the group wait in theirs until `run.timeout_s` ends the run.
+All ranks call a collective method alike, since they agree on skipping a step first. If a rank leaves such a call out,
+the other ranks of the group wait in theirs until `run.timeout_s` ends the run.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def multi_head_attention(mode: TorchFunctionMode, *args: Any, **kwargs: Any) -> 
 
 
 def _seen_through(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of a torch function that does not dispatch itself to a mode, so that the mode sees the calls in it."""
+    """Return a copy of a torch function that a mode does not intercept, so that it sees the calls inside."""
     assert isinstance(func, types.FunctionType)
     names = {**func.__globals__, "has_torch_function": lambda tensors: False}
     inner = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)

@@ -1,8 +1,8 @@
 """Working memory of each layer's backward, beside what its forward kept, from one backward on the meta device.
 
-The forward must have run under `forward.ForwardTracer`. A storage of the backward is alive from the operation that makes
-it to the last one that reads it; one that the forward kept is freed after the last operation of the backward that reads
-it. The most is alive in the backward of a block with one hidden layer h = a(W x), y = V h:
+The forward must have run under `forward.ForwardTracer`. A storage of the backward is alive from the operation that
+makes it to the last one that reads it; one that the forward kept is freed after the last operation of the backward
+that reads it. The most is alive in the backward of a block with one hidden layer h = a(W x), y = V h:
 
     dy                       given                                  + y
     dh = V' dy               x needs dy too, by the residual sum    + h

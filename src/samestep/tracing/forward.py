@@ -1,13 +1,13 @@
 """One traced forward on the meta device: what each operation reads, writes and costs, and what autograd keeps.
 
-A storage is identified by its address. The operations between the entry of one top-most module with weights and the next
-such entry are a region; one region makes a storage, and others read it, return it or keep it for the backward. FLOPs are
-torch's own count (`torch.utils.flop_counter`): 2 for a multiplication and an addition, attention as if nothing were
-masked.
+A storage is identified by its address. The operations between the entry of one top-most module with weights and the
+next such entry are a region; one region makes a storage, and others read it, return it or keep it for the backward.
+FLOPs are torch's own count (`torch.utils.flop_counter`): 2 for a multiplication and an addition, attention as if
+nothing were masked.
 
 Attention is traced as the fused kernels compute it: they keep queries, keys, values, output, one log-sum-exp a row and
-the given mask, but no matrix of scores. Integers keep their values, so that code which looks at the positions of tokens
-takes the branch it would really take; on request all values of the sample and the weights are kept.
+the given mask, but no matrix of scores. Integers keep their values, so that code which looks at the positions of
+tokens takes the branch it would really take; on request all values of the sample and the weights are kept.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class NeedsValuesError(Exception):
 
 
 class _Values:
-    """Values of integer tensors on the meta device: each storage has a flat copy on the CPU, and views are views of it."""
+    """Values of integer tensors on the meta device: each storage has a flat copy on the CPU, shared by its views."""
 
     def __init__(self, keeps_all: bool) -> None:
         self.keeps_all = keeps_all
@@ -368,7 +368,7 @@ class ForwardTracer(TorchDispatchMode):
         return tensor
 
     def key(self, tensor: Tensor) -> int:
-        """Return the address of a tensor's storage, an index of the trace's tables; no other storage gets this address."""
+        """Return the address of a tensor's storage, its index in the trace's tables, and keep the storage alive."""
         found = address(tensor)
         if found not in self._alive:
             self._alive[found] = tensor.untyped_storage()
@@ -521,7 +521,7 @@ class _Attention(torch.autograd.Function):
 
 @contextmanager
 def _fused_attention(watch: ForwardTracer) -> Iterator[None]:
-    """Trace scaled_dot_product_attention as a fused kernel; torch itself would use plain products on the meta device."""
+    """Trace scaled_dot_product_attention as a fused kernel; on the meta device torch itself uses plain products."""
     held = weakref.ref(watch)  # torch keeps a reference to the last replacement of an operator
 
     def attention(*args: Any, **named: Any) -> Tensor:

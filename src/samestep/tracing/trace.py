@@ -119,7 +119,7 @@ def _coupled(module: nn.Module) -> tuple[str, ...]:
 
 
 def _couples_samples(module: nn.Module) -> bool:
-    """Return whether samples of a batch influence each other through this module, or through statistics that it keeps."""
+    """Return whether samples of a batch influence each other through this module, or through its statistics."""
     if isinstance(module, _InstanceNorm):
         return module.training and module.running_mean is not None
     return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)

@@ -134,7 +134,7 @@ class Replicated:
     def _pieces_of(
         self, name: str, flat: _FlatBuffer | None, member: Member | None, param: nn.Parameter, value: Tensor
     ) -> Iterator[Piece]:
-        """Yield the pieces of a parameter that this rank updates, and direct its gradient to its place in the bucket."""
+        """Yield a parameter's pieces that this rank updates, and direct its gradient to its place in the bucket."""
         if flat is None or member is None:
             yield self._piece(name, 0, param.numel(), param, value, lambda: _gradient_or_zero(param))
             return

@@ -1,4 +1,4 @@
-"""Expert parallelism on real modules (twin of `strategies/expert.py`): rows are dispatched to the ranks of their experts.
+"""Expert parallelism on real modules (twin of `strategies/expert.py`): rows go to the ranks of their experts.
 
 A module of experts is called with rows, the experts chosen for each row, and their weights; each of its parameters
 holds all its experts along dimension 0. transformers' modules of experts do so; a user's own model names its modules in
@@ -78,7 +78,7 @@ def _dispatch_and_combine(
 
 
 def _own(forward: Any, rows: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute rows [M, D] with this rank's experts, the one of each row's index; without rows compute one and drop it."""
+    """Compute rows [M, D] with this rank's experts, that of each row's index; without rows compute one and drop it."""
     count = len(rows)
     if not count:
         rows, index = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), index.new_zeros(1)
@@ -86,7 +86,7 @@ def _own(forward: Any, rows: Tensor, index: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def _exchange_counts(picks: Tensor, num_experts: int, group: dist.ProcessGroup, path: str) -> tuple[Tensor, Tensor]:
-    """Return the rows this rank sends for each expert of each rank, [ep, E / ep], and those it receives, [ep, E / ep]."""
+    """Return the numbers of rows sent to each expert of each rank, and of rows received, both [ep, E / ep]."""
     sizes = torch.bincount(picks, minlength=num_experts)
     received_sizes = torch.empty_like(sizes)
     with owned(path):

@@ -194,7 +194,7 @@ class Stage:
         return held[0]
 
     def _send_result(self, action: Action, _: nn.Module, args: Any, output: Any) -> Any:
-        """Send the result of a chunk; the model's code after it computes nothing, but sees the whole sequence's shape."""
+        """Send the result of a chunk; the code after it computes nothing, but sees the whole sequence's shape."""
         result = self._outputs[action.microbatch, action.chunk] = _hidden(output)
         self._send(action, result.detach())
         layout = self._program.step.layout

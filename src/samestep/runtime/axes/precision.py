@@ -1,9 +1,9 @@
 """One precision rule in every layout, one device included (twin of `strategies/precision.py`).
 
-No autocast. Under bf16 and fp16 weights are held in the compute dtype, and floating inputs of blocks and of modules that
-own weights are cast to it; a module without weights, such as a table of sines, computes in the dtype it is given. Norms
-compute in float32 and return the dtype they were given; a shared weight stays in float32 and is cast at each use, so
-that its gradients are added in float32. The loss gets float32. Under float64, a model's own float32 islands
+No autocast. Under bf16 and fp16 weights are held in the compute dtype, and floating inputs of blocks and of modules
+that own weights are cast to it; a module without weights, such as a table of sines, computes in the dtype it is given.
+Norms compute in float32 and return the dtype they were given; a shared weight stays in float32 and is cast at each
+use, so that its gradients are added in float32. The loss gets float32. Under float64, a model's own float32 islands
 (`.float()`, `dtype=torch.float32`) are raised to float64, so that two layouts differ only in the order of their sums.
 """
 
@@ -134,7 +134,7 @@ def raised_islands(program: Program) -> AbstractContextManager[Any]:
 
 
 class RaiseIslands(TorchFunctionMode):
-    """A function mode that raises a model's own float32 islands to float64, for the precision float64 and for proofs."""
+    """A function mode that raises a model's own float32 islands to float64, for training in float64 and for proofs."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

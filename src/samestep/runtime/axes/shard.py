@@ -3,8 +3,8 @@
 The program's units become FSDP2 groups. FSDP2's hooks gather a unit before its forward and before its backward, and
 reshard it after its forward; the program says which unit is gathered ahead of need. We end a unit's backward: once the
 gradients of all its inputs are known, or else at the end of the task, `_RunningUnit.complete` lets FSDP2 free the
-weights and, where the program has a reduce_scatter, reduce the gradients. So nothing depends on which forward preceded a
-backward: in a pipeline those of other micro-batches and of other chunks run between the two.
+weights and, where the program has a reduce_scatter, reduce the gradients. So nothing depends on which forward preceded
+a backward: in a pipeline those of other micro-batches and of other chunks run between the two.
 
 ```
 task      F of chunk 0           B of chunk 1                                    end of the step
@@ -17,13 +17,13 @@ Traps met here:
 - FSDP2 frees the weights that zero=2 keeps over several micro-batches, or uses stale ones in the next step, unless
   resharding is set again before each backward.
 - A forward without a backward (held-out loss) leaves the last unit gathered, so we reshard it.
-- An in-place op on a view that a unit returned would drop the hook that gathers its weights in backward, so such a unit
-  returns a copy.
+- An in-place op on a view that a unit returned would drop the hook that gathers its weights in backward, so such a
+  unit returns a copy.
 - A weight that this rank's samples did not use has no gradient, and FSDP2 reduces only existing gradients, which then
-  lie elsewhere in the buffer than on another rank: each unit's gradients are completed with zeros first, and a unit that
-  did not run at all is an error.
-- A module that is called several times ends several backwards: FSDP2 by itself would reduce a part of the gradient after
-  each.
+  lie elsewhere in the buffer than on another rank: each unit's gradients are completed with zeros first, and a unit
+  that did not run at all is an error.
+- A module that is called several times ends several backwards: FSDP2 by itself would reduce a part of the gradient
+  after each.
 """
 
 from __future__ import annotations
@@ -432,7 +432,7 @@ def _wrap(model: nn.Module, units: list[_RunningUnit], program: Program, mesh: M
         fully_shard(model, mesh=meshes["dp_shard"], ignored_params=everything)  # FSDP2 needs a root; it has no weight
     named = {running.unit.name: running.fsdp for running in units}
     for running in units:
-        # Without another unit name the unit itself, which is gathered already; else FSDP2 would gather the last that ran.
+        # Without another unit, the unit itself, which is gathered already: else FSDP2 would gather the last that ran.
         running.fsdp.set_modules_to_backward_prefetch([named[running.unit.ahead or running.unit.name]])
 
 

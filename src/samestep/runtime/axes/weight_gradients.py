@@ -48,7 +48,7 @@ class Deferred:
                 module.forward = self._around(module, module.forward, facts.is_transposed(module))
 
     def add_up(self, microbatch: int) -> None:
-        """Compute the postponed gradients of a micro-batch, in the order of its backward, and add them to the weights'."""
+        """Add the postponed gradients of a micro-batch to those of the weights, in the order of its backward."""
         for one in self._postponed.pop(microbatch, ()):
             given, gradient = one.given.flatten(0, -2), one.gradient.flatten(0, -2)
             product = given.T @ gradient if one.is_transposed else gradient.T @ given

@@ -6,12 +6,13 @@ and on a CPU and a GPU. `module` is the full name of the innermost module whose 
 earlier calls in this micro-batch's forward, `draw` the index of the mask within that call. Dimension 0 of a tensor is
 the batch. The hash of the first five, the mask's key, is made here, once a mask; the rest is in `masks.py`.
 
-A model cut over tp computes with its own code on fewer heads or neurons. The shape of a mask shows which ones it is for:
-the trace records the shape of each mask on one device (`record_masks`), and the dimension that is smaller is cut.
+A model cut over tp computes with its own code on fewer heads or neurons. The shape of a mask shows which ones it is
+for: the trace records the shape of each mask on one device (`record_masks`), and the dimension that is smaller is cut.
 
 How to use it: enter a new `DropoutMode` around the forward of each micro-batch (on each stage, of each chunk).
 Recomputation takes `functools.partial(recompute_contexts, model)` as the `context_fn` of
-`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`. Backward needs no mode: the recomputation enters its own.
+`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`. Backward needs no mode: the recomputation enters its
+own.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class DropoutState:
 
     @classmethod
     def of(cls, has_dropout: bool, spec: ModelSpec) -> DropoutState:
-        """Return the state before the first step: active if the trace drew masks or a module has a probability above 0."""
+        """Return the state before the first step: active if the trace drew masks or a probability is above 0."""
         return cls(Dropout.ACTIVE if spec.masks or has_dropout else Dropout.UNKNOWN)
 
     def end_forward(self, num_draws: int) -> None:
@@ -118,7 +119,7 @@ _TRACKERS: WeakKeyDictionary[nn.Module, _Tracker] = WeakKeyDictionary()
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules by their full names, without the components that wrappers add; a wrapper itself has no name."""
+    """Return the modules by full name, without the components that wrappers add; a wrapper itself has no name."""
     modules = {}
     for name, module in model.named_modules():
         # A wrapper comes before the module it wraps and has the same name here, so the inner module stays.
@@ -381,7 +382,7 @@ def _refuse_sequence_first(model: nn.Module) -> None:
             )
 
 
-# Handlers: replacements of torch's functions; each is called with the mode, the function, and its arguments. -----------
+# Handlers: replacements of torch's functions, each called with the mode, the function, and its arguments. -------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,7 +446,8 @@ def _native(kind: _DropoutKind, inplace: bool) -> Callable[..., Tensor]:
 def _attention(mode: DropoutMode, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Handle `scaled_dot_product_attention`: with dropout, compute the formula in at least float32.
 
-    Legend: B batch, H heads, L queries, S keys, D head width. Keeps the [B, H, L, S] weights that a fused kernel would not; without dropout the fused kernel runs.
+    Legend: B batch, H heads, L queries, S keys, D head width. Keeps the [B, H, L, S] weights that a fused kernel
+    would not; without dropout the fused kernel runs.
     """
     call = AttentionCall(*args, **kwargs)
     if call.dropout_p == 0.0:
@@ -494,7 +496,7 @@ def _recurrent(mode: DropoutMode, func: Callable[..., Any], *args: Any) -> Any:
 
 
 def _one_number(mode: DropoutMode, func: Callable[..., Tensor], *size: Any, **kwargs: Any) -> Tensor:
-    """Handle `torch.rand`: draw the number of `torch.rand([])`, equal for all samples of the step; refuse other sizes."""
+    """Handle `torch.rand`: draw a single number, equal for all samples of the step; refuse other sizes."""
     shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else kwargs.pop("size", size)
     if len(shape) or kwargs.keys() - {"dtype", "device"}:
         return _refused(mode, func)

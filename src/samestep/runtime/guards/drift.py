@@ -7,8 +7,9 @@
                     collective, since a backend adds up what it is given, and checks nothing
 
 Bits are compared by fingerprints made where the weights are: integer sums of the words of each column of a table,
-weighted by fixed odd numbers. Whether max(x) = min(x) over a group is one all_reduce of (x, -x), so that a check sends a
-few hundred bytes a tensor, in groups of its own. Only after a difference do ranks send more, to name the one that differs.
+weighted by fixed odd numbers. Whether max(x) = min(x) over a group is one all_reduce of (x, -x), so that a check sends
+a few hundred bytes a tensor, in groups of its own. Only after a difference do ranks send more, to name the one that
+differs.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class DriftMonitor:
 
 
 def _comparable(rows: list[LedgerRow]) -> list[tuple[str, str, int]]:
-    """Return what must be equal on all ranks of a group: no messages between two ranks, no sizes that differ by rank."""
+    """Return what must be equal on a group's ranks: no messages between two of them, no sizes that differ by rank."""
     return [
         (row.kind, row.dtype, 0 if row.kind == Kind.ALL_TO_ALL else row.size_bytes)
         for row in rows
