@@ -146,7 +146,7 @@ def fill_rest(blueprint: Blueprint, device: torch.device, float_dtype: torch.dty
         for parameter in owned.get(ref.memory, ()):
             if refs[parameter].overlaps(ref):
                 if is_buffer:
-                    raise ModelError(f"buffer {name} is a window on parameter {parameter}; register a clone of it")
+                    raise ModelError(f"buffer {name} is a view of parameter {parameter}; register a clone of it")
                 return tensor
         if ref not in made:
             made[ref] = blueprint.materialize(name, device, float_dtype if ref.dtype.is_floating_point else None)

@@ -44,7 +44,9 @@ def _checked_loss(function: LossFunction, name: str, outputs: Any, batch: Any) -
     result = function(outputs, batch)
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
         return result[0], torch.as_tensor(result[1], device=result[0].device)
-    raise JobError(f"train.loss: {name} must return (sum, count): a tensor and the number of what it sums over")
+    raise JobError(
+        f"train.loss: {name} must return (sum, count): a tensor, and the number of tokens or samples that it sums over"
+    )
 
 
 def cross_entropy(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:

@@ -295,8 +295,7 @@ class Tape(TorchDispatchMode):
         part = self.slice(ref.memory)
         if any(self.entries[entry].random for entry in part.entries):
             raise ModelError(
-                f"{_where(ref, self)} looks at numbers that are random, which exist only once each tensor has its "
-                f"name: {WAY_OUT}"
+                f"{_where(ref, self)} looks at random values, which exist only once each tensor has its name: {WAY_OUT}"
             )
         if any(self.memories[base].foreign for base in part.bases):
             raise ModelError(f"{_where(ref, self)} looks at the values of a tensor that was on meta before: {WAY_OUT}")

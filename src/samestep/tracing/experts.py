@@ -34,7 +34,8 @@ def experts_of(model: nn.Module) -> ExpertModules:
     for path, part in found.items():
         if not facts.experts_in(part):
             raise ModelError(
-                f"expert_plan: {path} must say `{facts.expert_count}`, and have that many along dimension 0 of each weight"
+                f"expert_plan: {path} must have an attribute `{facts.expert_count}`, and so many experts along dimension 0 "
+                "of each weight"
             )
     return ExpertModules({path: facts.experts_in(part) for path, part in found.items()}, switchable)
 

@@ -74,7 +74,7 @@ def prove(
     first, second = (watch.calls for watch in watches)
     if first != second:
         path, *_ = next((a for a, b in zip(first, second, strict=False) if a != b), first[-1])
-        refusal = f"{path} does another thing, or uses other numbers, where a slice has another length"
+        refusal = f"{path} computes differently, or with other numbers, on slices of another length"
         return _refused(spec, length, refusal)
     slices = {name: WHOLE if dim is None else dim for watch in watches for name, dim in watch.slices.items()}
     return dataclasses.replace(_refused(spec, length, ""), slices=tuple(sorted(slices.items())))
@@ -239,7 +239,7 @@ class _Dependence(ForwardTracer):
                 reason = f"; {self._mixed}" if self._mixed else ""
                 self.refuse(f"the attention in {self.where} is not between the tokens of one sequence{reason}")
             elif mask is not None and not _fits(mask.shape, whole):
-                self.refuse(f"{self.where} makes the mask of its attention itself, of a slice")
+                self.refuse(f"{self.where} makes its attention mask itself, for a slice")
             elif not any(path in self._running for path in self.blocks):
                 self.refuse(f"the attention in {self.where} stands outside the blocks")
             else:
@@ -250,7 +250,9 @@ class _Dependence(ForwardTracer):
         logits = getattr(outputs, "logits", outputs)
         with _disable_current_modes():
             if not isinstance(logits, Tensor) or logits.dim() != 3 or not self.is_sliced(logits, 1):
-                self.refuse(self._mixed or "its outputs have no row for each token, for which alone the loss is a sum")
+                self.refuse(
+                    self._mixed or "its outputs have no row for each token, so the loss cannot be summed over slices"
+                )
 
     def refuse(self, reason: str) -> None:
         """Store a refusal; the first reason is kept, since later ones follow from it."""

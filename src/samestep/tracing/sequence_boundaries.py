@@ -100,9 +100,9 @@ def _check_row(spec: ModelSpec, blocks: list[LayerSpec], calls: Calls) -> None:
             raise _CannotCutError(f"{layer.name} is not one module that is called once")
         given, gave = calls.entered[path][0], calls.left[path][0]
         if given is None or gave is None or given.dim() != 3 or given.shape != gave.shape:
-            raise _CannotCutError(f"{path} does not take and give a tensor [batch, sequence, features]")
+            raise _CannotCutError(f"{path} does not map a tensor [batch, sequence, features] to one of the same shape")
         if handed is not None and given is not handed:
-            raise _CannotCutError(f"{path} is not given what the block before it gives")
+            raise _CannotCutError(f"{path} does not get the output of the block before it")
         handed = gave
 
 
@@ -175,7 +175,7 @@ def _one_call(part: str, calls: Calls, block: Tensor | None) -> Tensor:
 
 def _inner_boundary(path: str, style: str, given: Tensor, calls: Calls) -> list[Boundary]:
     if style in _COLUMN and any(tensor is not given for tensor in calls.entered[path]):
-        raise _CannotCutError(f"{path} is not given what the part of the block around it is given")
+        raise _CannotCutError(f"{path} does not get the input of the part of the block around it")
     if style != "row":
         return []
     output = calls.left[path][0]

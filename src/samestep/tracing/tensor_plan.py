@@ -54,7 +54,7 @@ def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
     plan = {pattern: style for pattern, style in plan.items() if not _is_of_experts(model, experts, pattern)}
     unknown = sorted({style for style in plan.values() if style not in facts.plan_styles})
     if unknown:
-        return Cuts(refusal=f"its plan asks for {', '.join(unknown)}, which is not built")
+        return Cuts(refusal=f"its plan asks for {', '.join(unknown)}, which samestep does not support")
     cuts = _matched(model, {pattern: facts.plan_styles[style] for pattern, style in plan.items()})
     for part in facts.vocabulary_parts(model):
         path = next((path for path, module in model.named_modules() if module is part), None)
@@ -156,7 +156,9 @@ def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: CutCosts, sha
         return replace(spec, cut_refusal=refusal)
     cuts.styles |= {path: "sum" for path, uses in seen.uses.items() if "cut" in uses and path not in cuts.styles}
     if name := _half_summed(spec, cuts):
-        return replace(spec, cut_refusal=f"{name} is shared by modules, and used on what tp cuts in some of them only")
+        return replace(
+            spec, cut_refusal=f"{name} is shared by modules, and only some of them use it on a tensor that tp cuts"
+        )
     params = tuple(
         replace(param, cut=_cut_of(model, cuts, param, shareable), partial="cut" if _is_summed(cuts, param) else "")
         for param in spec.params
@@ -173,11 +175,11 @@ def _unclear_use(spec: ModelSpec, cuts: Cuts, seen: CutCosts) -> str:
     for path, uses in seen.uses.items():
         if path in cuts.styles or uses == {"whole"}:
             continue
-        where = f"a weight of {path or spec.name} is used on what tp cuts"
+        where = f"a weight of {path or spec.name} is used on a tensor that tp cuts"
         if "elsewhere" in uses:
             return f"{where} by another module: use it in a module of its own"
         if "whole" in uses:
-            return f"{where}, and on what it leaves whole: give each a module of its own"
+            return f"{where}, and on one that it leaves whole: give each use a module of its own"
         if not any(is_below(path, block) for block in blocks):
             return f"{where} behind the last block: use it before the head"
     return ""

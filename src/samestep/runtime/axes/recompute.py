@@ -79,7 +79,7 @@ def _recomputed(path: str, forward: Callable[..., Any], around: ContextFn | None
         output = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
         if any(tensor._version != version for tensor, version in given):
             raise ModelError(
-                f"{path} writes into its own input, from which its forward is to be repeated: recompute=none works, "
+                f"{path} writes into its own input, which the recomputation of its forward needs: recompute=none works, "
                 "and so does a forward that writes nowhere (x = x + y for x += y)"
             )
         return output

@@ -356,7 +356,7 @@ class _RunningUnit:
     def _refusal(self, what: str) -> str:
         return (
             f"{what} of a micro-batch, and zero={self._zero} gathers and reduces its weights on all ranks at once, "
-            "so a rank may not pass it by; zero=1 works"
+            "so no rank may skip it; zero=1 works"
         )
 
 

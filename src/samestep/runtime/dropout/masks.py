@@ -90,8 +90,8 @@ class MaskSlice:
         layout = " ".join(f"{axis}={n}" for axis, n in (("tp", self.degree), ("cp", self.cp)) if n > 1)
         raise LayoutError(
             f"{owner} draws a dropout mask of shape {list(shape)} for a sample, and on one device one of {list(whole)}: "
-            f"of which heads or neurons {layout} holds it cannot be told; dropout where they have a dimension of "
-            f"their own works, and so does {one}"
+            f"it cannot be told which heads or neurons of it {layout} leaves a rank; dropout on a tensor where they have "
+            f"a dimension of their own works, and so does {one}"
         )
 
     def _cut_by_axis(self, owner: str, size: int, mine: int, unused: set[str]) -> tuple[int, int] | None:

@@ -139,7 +139,7 @@ class DriftMonitor:
         words = [f"{kind} {dtype} {size or ''}".strip() for kind, dtype, size in differing]
         other = next(index for index, row in enumerate(words) if row != words[0])
         raise DriftError(
-            f"in step {step} the ranks {odd[0]} took part in one collective with different things, so its result is "
+            f"in step {step} ranks {odd[0]} disagree on one collective, so its result is "
             f"wrong: rank {ranks[0]} with {words[0]}, rank {ranks[other]} with {words[other]} bytes"
         )
 

@@ -235,7 +235,7 @@ class _NonFiniteFinder:
         first, *around = self._first_bad_output
         for name in around:
             if name not in self._bad_output_grads:
-                return f"{_label(name)}: backward gradient not finite between its modules, behind the output of {first}"
+                return f"{_label(name)}: backward gradient not finite between its modules, after the output of {first}"
         return f"loss: its gradient is not finite at the output of {_label(first)}"
 
 
