@@ -140,9 +140,15 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 def _functions(trees: dict[Path, ast.Module], condition: Callable[[Function], bool]) -> Iterator[str]:
     for path, tree in trees.items():
+        within = {id(inner) for node in ast.walk(tree) if isinstance(node, Function) for inner in _inner(node)}
         for node in ast.walk(tree):
-            if isinstance(node, Function) and condition(node):
+            if isinstance(node, Function) and id(node) not in within and condition(node):
                 yield f"{path}:{node.lineno} {node.name}"
+
+
+def _inner(function: Function) -> Iterator[Function]:
+    """Yield the functions defined within one: nobody can call them from outside."""
+    return (node for node in ast.walk(function) if isinstance(node, Function) and node is not function)
 
 
 def _lacks_unit(function: Function) -> bool:
@@ -155,12 +161,7 @@ def _lacks_unit(function: Function) -> bool:
 def _lacks_raises(function: Function) -> bool:
     if function.name.startswith("_") or "Raises:" in (ast.get_docstring(function) or ""):
         return False
-    within = [
-        node
-        for inner in ast.walk(function)
-        if isinstance(inner, Function) and inner is not function
-        for node in ast.walk(inner)
-    ]
+    within = [node for inner in _inner(function) for node in ast.walk(inner)]
     raised = [
         node.exc for node in ast.walk(function) if isinstance(node, ast.Raise) and node.exc and node not in within
     ]

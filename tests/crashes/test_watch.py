@@ -100,7 +100,7 @@ def with_other_things(rank: int, world: int, layout: str) -> str:
 def test_a_collective_with_different_things_is_named(layout):
     said = pool(2).run(with_other_things, layout)
     assert said[0] == said[1]
-    assert "in step 1 the ranks 0,1 took part in one collective with different things" in said[0]
+    assert "in step 1 ranks 0,1 disagree on one collective" in said[0]
     assert "bfloat16" in said[0]
     assert "rank 1 with" in said[0]
 

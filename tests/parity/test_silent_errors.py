@@ -56,12 +56,15 @@ def test_whole_weights_on_cut_tensors_need_no_word_in_a_plan(layout: str) -> Non
     [
         (
             "used_both_ways",
-            "a weight of blocks.0.attention.head_norm is used on what tp cuts, and on what it leaves whole",
+            "a weight of blocks.0.attention.head_norm is used on a tensor that tp cuts, and on one that it leaves whole",
         ),
-        ("used_by_another", "a weight of blocks.0.attention.head_norm is used on what tp cuts by another module"),
+        (
+            "used_by_another",
+            "a weight of blocks.0.attention.head_norm is used on a tensor that tp cuts by another module",
+        ),
         (
             "used_behind_the_head",
-            "a weight of last is used on what tp cuts behind the last block: use it before the head",
+            "a weight of last is used on a tensor that tp cuts behind the last block: use it before the head",
         ),
     ],
 )

@@ -198,7 +198,7 @@ def test_backward_names_the_innermost_module() -> None:
 
 def test_backward_names_the_module_around_an_operation_of_its_own() -> None:
     found = diagnose(model_of(between=lambda x: (x - x.detach()).sqrt()))
-    assert found == "2: backward gradient not finite between its modules, behind the output of 2.attention"
+    assert found == "2: backward gradient not finite between its modules, after the output of 2.attention"
 
     class Root(nn.Module):
         def __init__(self) -> None:
@@ -209,7 +209,7 @@ def test_backward_names_the_module_around_an_operation_of_its_own() -> None:
             x = self.embed(x)
             return self.head((x - x.detach()).sqrt())
 
-    expected = "the model itself: backward gradient not finite between its modules, behind the output of embed"
+    expected = "the model itself: backward gradient not finite between its modules, after the output of embed"
     assert diagnose(Root()) == expected
 
 

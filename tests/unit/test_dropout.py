@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from samestep.errors import LayoutError, ModelError
 from samestep.models.spec import Cut, MaskSpec, ModelSpec, ParamSpec
-from samestep.runtime.dropout.masks import MaskSlice, drop_mask, mix, places, spread
+from samestep.runtime.dropout.masks import MaskSlice, drop_mask, hash_positions, mix, positions
 from samestep.runtime.dropout.mode import (
     _HANDLERS,
     Draw,
@@ -179,7 +179,9 @@ def test_every_part_of_the_place_changes_the_mask() -> None:
 def test_masks_look_random(p: float) -> None:
     samples, rows, columns = 8, 200, 300
     keys = mix(torch.arange(samples)) ^ 77
-    z = (drop_mask(keys, *spread(torch.arange(rows), torch.arange(columns)), p).double() - p) / math.sqrt(p * (1 - p))
+    z = (drop_mask(keys, *hash_positions(torch.arange(rows), torch.arange(columns)), p).double() - p) / math.sqrt(
+        p * (1 - p)
+    )
     assert z.mean().abs() * math.sqrt(z.numel()) < 5
     for dim in range(3):
         for lag in (1, 2):
@@ -200,14 +202,14 @@ def test_a_draw_outside_the_model_is_not_the_models_first() -> None:
 
 def test_a_cut_asks_for_its_rows_and_columns_only() -> None:
     keys = mix(torch.arange(3))
-    whole = drop_mask(keys, *spread(torch.arange(40), torch.arange(64)), 0.3)
+    whole = drop_mask(keys, *hash_positions(torch.arange(40), torch.arange(64)), 0.3)
     rows, columns = torch.arange(7, 31, 3), torch.arange(32, 64)
-    assert torch.equal(drop_mask(keys, *spread(rows, columns), 0.3), whole[:, rows][:, :, columns])
+    assert torch.equal(drop_mask(keys, *hash_positions(rows, columns), 0.3), whole[:, rows][:, :, columns])
 
 
 def test_the_hash_is_pinned() -> None:
     # A changed hash changes every run that goes on from a checkpoint.
-    mask = drop_mask(mix(torch.arange(2)), *spread(torch.arange(2), torch.arange(16)), 0.5)
+    mask = drop_mask(mix(torch.arange(2)), *hash_positions(torch.arange(2), torch.arange(16)), 0.5)
     assert ["".join(str(int(x)) for x in row) for row in mask.view(4, 16)] == PINNED
 
 
@@ -566,13 +568,13 @@ COLUMNS = Cut(style="column", dim=0, groups=6)
 @pytest.mark.parametrize("degree", [2, 3])
 def test_a_part_of_a_mask_is_the_part_of_the_whole(shape: tuple[int, ...], dim: int | None, degree: int) -> None:
     model, keys, device = cut_model(shape, COLUMNS), mix(torch.arange(3)) ^ 5, torch.device("cpu")
-    whole = drop_mask(keys, *spread(*places(shape, (), device)), 0.4).view(3, *shape)
+    whole = drop_mask(keys, *hash_positions(*positions(shape, (), device)), 0.4).view(3, *shape)
     for index in range(degree):
         part = MaskSlice(model, degree, index)
         mine = tuple(size // degree if at == dim else size for at, size in enumerate(shape))
         cuts = () if dim is None else ((dim, degree, index),)
         assert part.cuts(("a.drop", 0, 0), mine) == cuts
-        drawn = drop_mask(keys, *spread(*places(shape, cuts, device)), 0.4).view(3, *mine)
+        drawn = drop_mask(keys, *hash_positions(*positions(shape, cuts, device)), 0.4).view(3, *mine)
         expected = whole if dim is None else whole.chunk(degree, dim + 1)[index]
         assert torch.equal(drawn, expected)
 

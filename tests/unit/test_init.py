@@ -364,9 +364,7 @@ class TestRefusals:
             module.w = nn.Parameter(torch.randn(3))
             read(module.w)
 
-        with pytest.raises(
-            ModelError, match=r"^Holder.*test_init\.py:\d+\) looks at numbers that are random.*instance"
-        ):
+        with pytest.raises(ModelError, match=r"^Holder.*test_init\.py:\d+\) looks at random values.*instance"):
             made_by(fill)
 
     def test_the_tensor_is_named_where_it_is_known(self):
@@ -412,7 +410,7 @@ class TestRefusals:
             module.w = nn.Parameter(torch.randn(3))
             module.register_buffer("b", module.w.data[1:])
 
-        with pytest.raises(ModelError, match="buffer b is a window on parameter w"):
+        with pytest.raises(ModelError, match="buffer b is a view of parameter w"):
             fill_rest(made_by(fill), CPU)
 
     def test_no_module(self):

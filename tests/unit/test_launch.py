@@ -63,7 +63,7 @@ def _write_down(place: RankInfo, folder: Path) -> None:
 
 
 def test_workers_apart_never_meet(tmp_path: Path) -> None:
-    run_workers(_write_down, (tmp_path,), ranks=2, apart=True, timeout_s=60)
+    run_workers(_write_down, (tmp_path,), ranks=2, isolated=True, timeout_s=60)
     assert [(tmp_path / name).read_text() for name in "01"] == ["rank 0 of 1 sums 1.0"] * 2
 
 

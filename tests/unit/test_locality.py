@@ -105,8 +105,8 @@ MIXING = {
     "a recurrence": (lambda: Odd(part=Recurrent(16, 16, batch_first=True)), "mixes tokens|not between the tokens of one sequence"),
     "positions of its own": (functools.partial(Odd, with_positions), "blocks.0 counts the tokens of a slice itself"),
     "positions beside": (functools.partial(Odd, with_products_of_positions), "blocks.0 counts the tokens of a slice"),
-    "its own length": (functools.partial(Odd, lambda x: x / x.shape[1]), "blocks.0 does another thing, or uses other"),
-    "a mask of its own": (Masked, "makes the mask of its attention itself|is not between the tokens"),
+    "its own length": (functools.partial(Odd, lambda x: x / x.shape[1]), "blocks.0 computes differently, or with other"),
+    "a mask of its own": (Masked, "makes its attention mask itself|is not between the tokens"),
     "a pooled output": (Pooled, "the model itself mixes tokens by mean"),
     "outputs of other rows": (Shifted, "its outputs have no row for each token"),
     "eager attention": (

@@ -13,7 +13,7 @@ from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.layout import Layout
 from samestep.runtime import assembly
-from samestep.runtime.assembly import Source, copied, prepare, with_slices
+from samestep.runtime.assembly import Source, prepare, with_new_blueprint, with_slices
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
@@ -79,7 +79,7 @@ def test_a_run_of_a_traced_model_examines_nothing(model: str, layout: str) -> No
 
 def test_what_was_learned_holds_of_another_copy_of_the_model() -> None:
     source = source_of("mixtral", "cp=2")
-    again = copied(source, clipped())
+    again = with_new_blueprint(source, clipped())
     assert source.prepared is not None
     assert again.analysis is source.prepared.analysis
     assert again.module is not source.prepared.module

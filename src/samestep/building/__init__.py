@@ -1,1 +1,1 @@
-"""Objects from a job's words: the module on the meta device, its initial values, the loss, the optimizer."""
+"""From a job's words to objects: the module on the meta device, its initial values, the loss, the optimizer."""

@@ -1,8 +1,8 @@
-"""Everything that is known of transformers' families, and of code that is written like theirs, stands in this file.
+"""Facts about transformers' families, and about code written like theirs: everything that a trace cannot show.
 
-A model is traced; what a trace cannot show is a fact: how a class, an attribute, an argument or a field of the
-configuration is called. `DEFAULT` holds of every model, a user's own included, and `FAMILIES` has a row for each family
-that does something else. The rest of the package asks `facts_of(model)` and spells none of these names.
+Such facts are the names of classes, attributes, arguments and fields of the configuration. `DEFAULT` holds for every
+model, a user's own included, and `FAMILIES` has a row for each family that differs. The rest of the package asks
+`facts_of(model)` and spells none of these names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FamilyFacts:
-    """The names by which the modules, arguments and configurations of a family of models are known."""
+    """The names of modules, arguments and configuration fields in a family of models."""
 
     norm_words: tuple[str, ...] = ("norm",)
     """Words in the lower-case class names of modules that normalise."""
@@ -35,26 +35,26 @@ class FamilyFacts:
     )  # fmt: skip
     """Words in the lower-case class names of modules without children that work on each token by itself.
 
-    Transposed linears, which do so too, have a field of their own.
+    Transposed linear layers, which do so too, have a field of their own.
     """
     transposed_linears: Mapping[str, str] = field(default_factory=lambda: {"Conv1D": "nf"})
     """Classes of linear layers whose weight is [in, out], each with its attribute for the number of outputs."""
 
     head_width: str = "head_dim"
-    """An attention's attribute for the features of one head."""
+    """An attention's attribute for the number of features of one head."""
     head_count: str = "num_heads"
     """An attention's attribute for the number of its heads."""
     head_repeats: str = "num_key_value_groups"
-    """An attention's attribute for how many queries share a head of keys and values."""
+    """An attention's attribute for the number of queries that share a head of keys and values."""
     divided_attributes: tuple[str, ...] = ("num_heads", "split_size", "embed_dim")
     """An attention's attributes for its own width, of which a rank of a tensor cut has a part."""
     hidden_argument: str = "hidden_states"
-    """The argument by which a block or part is given hidden states, where it is given them by name."""
+    """The keyword by which a block, or a part of one, is given hidden states."""
     positional_words: tuple[str, ...] = ("rotary", "position", "wpe", "pos_emb")
-    """Words in the last name of modules that know positions alone."""
+    """Words in the last name of modules that depend on positions alone."""
 
     plan_field: str = "base_model_tp_plan"
-    """The configuration's field for a plan of tensor parallelism, below the base model."""
+    """The configuration's field for a plan of tensor parallelism, with paths relative to the base model."""
     base_prefix: str = "base_model_prefix"
     """A model's attribute for the path of its base model."""
     plan_styles: Mapping[str, str] = field(
@@ -67,35 +67,35 @@ class FamilyFacts:
             **{style: style for style in ("column", "row", "qkv")},
         }
     )
-    """Styles of such plans, and the style of `tracing/tensor_plan.py` that each of them is."""
+    """Styles of such plans, each with the corresponding style of `tracing/tensor_plan.py`."""
     tensor_plan: Mapping[str, str] | None = None
-    """A plan for a family that transformers has none for."""
+    """A plan for a family that has none in transformers."""
 
     expert_form: str = "is_transposed"
     """An attribute that modules of experts have, whatever its value."""
     expert_way: str = "_experts_implementation"
-    """The field of their configuration for the way in which they are computed."""
+    """The configuration's field for the implementation of experts."""
     grouped_way: str = "grouped_mm"
-    """The way by grouped matrix products."""
+    """The implementation by grouped matrix products."""
     one_by_one_way: str = "eager"
-    """The way from expert to expert, in any dtype."""
+    """The implementation that computes each expert in turn, in any dtype."""
     grouped_fallback: str = "transformers::grouped_mm_fallback"
-    """The operator that stands for grouped products where torch has none."""
+    """The operator that replaces grouped products where torch has none."""
     expert_count: str = "num_experts"
-    """An attribute of modules of experts for how many there are."""
+    """An attribute of modules of experts for their number."""
     balance_switch: str = "output_router_logits"
     """The configuration's field that asks for a loss which balances experts."""
     balance_coefficient: str = "router_aux_loss_coef"
     """The configuration's field for the coefficient of that loss."""
     experts_per_token: str = "num_experts_per_tok"
-    """The configuration's field for how many experts are chosen for a token."""
+    """The configuration's field for the number of experts chosen for a token."""
     router_outputs: str = "router_logits"
-    """The attribute of a model's outputs for what its routers gave."""
+    """The attribute of a model's outputs for the scores of its routers."""
 
     configuration_attributes: tuple[str, ...] = ("config", "cfg", "args")
     """Attributes in which modules keep their configuration."""
     head_dropout_prefixes: tuple[str, ...] = ("classifier_", "summary_")
-    """How fields begin whose dropout is that of heads which a decoder does not have."""
+    """Prefixes of dropout fields of heads that a decoder does not have."""
     vocabulary_field: str = "vocab_size"
     """The configuration's field for the number of tokens that have an embedding."""
     positions_field: str = "max_position_embeddings"
@@ -106,7 +106,7 @@ class FamilyFacts:
     # -- modules -----------------------------------------------------------------------------------
 
     def is_norm(self, module: nn.Module) -> bool:
-        """Return whether a module normalises: torch's and transformers' classes all say so by name."""
+        """Return whether a module normalises: the names of torch's and transformers' classes show it."""
         return _has_word(type(module).__name__, self.norm_words) and not any(True for _ in module.children())
 
     def is_tokenwise(self, module: nn.Module) -> bool:
@@ -115,49 +115,51 @@ class FamilyFacts:
         return _has_word(name, self.tokenwise_words) or name in self.transposed_linears
 
     def is_transposed(self, module: nn.Module) -> bool:
-        """Return whether a module is a linear layer that keeps its weight as [in, out], as GPT-2's do."""
+        """Return whether a module is a linear layer that keeps its weight as [in, out], as in GPT-2."""
         return type(module).__name__ in self.transposed_linears and "weight" in module._parameters
 
     def divide_outputs(self, transposed: nn.Module, degree: int) -> None:
-        """Tell a transposed linear layer that it has one of `degree` equal parts of its outputs."""
+        """Set a transposed linear layer to one of `degree` equal parts of its outputs."""
         _divide(transposed, self.transposed_linears[type(transposed).__name__], degree)
 
     def is_positional(self, path: str) -> bool:
-        """Return whether a module of this path knows positions alone."""
+        """Return whether a module of this path depends on positions alone."""
         return any(word in path.rpartition(".")[2] for word in self.positional_words)
 
     def name_of_hidden(self, named: Mapping[str, Any]) -> str:
-        """Return which of its named arguments gives a module its hidden states: the first, if none is called so."""
+        """Return the keyword by which a module is given its hidden states: the usual one, or else the first."""
         return self.hidden_argument if self.hidden_argument in named else next(iter(named))
 
     # -- attentions --------------------------------------------------------------------------------
 
     def heads_of(self, attention: nn.Module, size: int) -> int:
-        """Count the heads in `size` rows of a projection of an attention; elsewhere every neuron is one of its own."""
+        """Return the number of heads in `size` rows of an attention's projection; elsewhere every neuron is a group of
+        its own.
+        """
         width, count = getattr(attention, self.head_width, None), getattr(attention, self.head_count, None)
         if isinstance(width, int) and width and size % width == 0:
             return size // width
         return count if isinstance(count, int) and count and size % count == 0 else size
 
     def divide_heads(self, attention: nn.Module, degree: int) -> None:
-        """Tell an attention that it has one of `degree` equal parts of its heads, where it keeps their number."""
+        """Set an attention to one of `degree` equal parts of its heads, where it keeps their number."""
         for name in self.divided_attributes:
             if isinstance(getattr(attention, name, None), int):
                 _divide(attention, name, degree)
 
     def repeats_of(self, attention: nn.Module) -> int:
-        """Return how many queries of an attention share a head of keys and values."""
+        """Return the number of queries of an attention that share a head of keys and values."""
         times = getattr(attention, self.head_repeats, 1)
         return times if isinstance(times, int) else 1
 
     def set_repeats(self, attention: nn.Module, times: int) -> None:
-        """Tell an attention how many of its queries share a head of keys and values."""
+        """Set the number of queries of an attention that share a head of keys and values."""
         setattr(attention, self.head_repeats, times)
 
     # -- plans of tensor parallelism ---------------------------------------------------------------
 
     def plan_of(self, model: nn.Module) -> dict[str, str] | None:
-        """Return the family's plan with whole paths and in its own styles, without the head; None where it has none."""
+        """Return the family's plan with full paths and in its own styles, without the head; None without a plan."""
         plan = self.setting(model, self.plan_field) or self.tensor_plan
         prefix = getattr(model, self.base_prefix, "")
         if not plan or not prefix:
@@ -171,27 +173,27 @@ class FamilyFacts:
     # -- experts -----------------------------------------------------------------------------------
 
     def expert_configuration(self, module: nn.Module) -> Any:
-        """Return the configuration of a module of experts that can be computed in several ways; None of another one."""
+        """Return the configuration of a module of experts that has several implementations; None for other modules."""
         config = _configuration(module)
         return config if hasattr(module, self.expert_form) and hasattr(config, self.expert_way) else None
 
     def experts_in(self, module: nn.Module) -> int:
-        """Count the experts of a module all of whose weights have them along their first dimension; 0 of another."""
+        """Return the number of experts of a module whose weights all have them along their first dimension; else 0."""
         count = getattr(module, self.expert_count, 0)
         shapes = [param.shape for param in module.parameters()]
         return count if isinstance(count, int) and shapes and all(s and s[0] == count for s in shapes) else 0
 
     def set_experts(self, module: nn.Module, count: int) -> None:
-        """Tell a module of experts how many it holds."""
+        """Set the number of experts that a module holds."""
         setattr(module, self.expert_count, count)
 
     def balance_of(self, model: nn.Module) -> float:
-        """Return the coefficient of the loss that the configuration asks for to balance experts; 0 where it does not."""
+        """Return the coefficient of the loss that balances experts; 0 where the configuration does not ask for one."""
         asks = self.setting(model, self.balance_switch)
         return (asks and self.setting(model, self.balance_coefficient)) or 0.0
 
     def router_scores(self, outputs: Any) -> tuple[Tensor, ...]:
-        """Return what the routers gave, by a model's outputs: a tensor [tokens, experts] a layer."""
+        """Return the scores of the routers from a model's outputs, a tensor [tokens, experts] for each layer."""
         scores: tuple[Tensor, ...] = getattr(outputs, self.router_outputs)
         return scores
 
@@ -202,7 +204,7 @@ class FamilyFacts:
         return getattr(_configuration(model), name, None)
 
     def configurations_of(self, module: nn.Module) -> list[Any]:
-        """List the configurations that a module itself keeps."""
+        """Return the configurations that a module itself keeps."""
         found = (vars(module).get(name) for name in self.configuration_attributes)
         return [config for config in found if config is not None]
 
@@ -212,7 +214,7 @@ class FamilyFacts:
 
 
 DEFAULT = FamilyFacts()
-"""What holds of a model unless its family's row says otherwise."""
+"""Facts that hold unless a family's row differs."""
 
 FAMILIES: dict[str, FamilyFacts] = {
     "gpt2": FamilyFacts(
@@ -224,17 +226,17 @@ FAMILIES: dict[str, FamilyFacts] = {
         }
     ),
 }
-"""Families that do something else, by the `model_type` of their configuration."""
+"""Families that differ, by the `model_type` of their configuration."""
 
 
 def facts_of(model: nn.Module) -> FamilyFacts:
-    """Return what is known of a model, or of a part of it, by the family that its configuration names."""
+    """Return the facts about a model, or a part of one, from the family that its configuration names."""
     family = getattr(_configuration(model), "model_type", None)
     return facts_named(family) if isinstance(family, str) else DEFAULT
 
 
 def facts_named(family: str) -> FamilyFacts:
-    """Return what is known of the family that transformers calls so."""
+    """Return the facts about the family of this name in transformers."""
     return FAMILIES.get(family, DEFAULT)
 
 
@@ -261,7 +263,7 @@ def family_source(family: str, fields: Mapping[str, Any]) -> Callable[[], nn.Mod
     """Return the function that builds a family's causal language model, in training mode.
 
     Raises:
-        ModelError: transformers, the family or a field is not there.
+        ModelError: transformers, the family or a field does not exist.
     """
     _check_family(family)
     return functools.partial(_build_family, family_config(family, fields))
@@ -280,7 +282,7 @@ def _causal_families() -> Mapping[str, str]:
 
 
 def near_family(word: str) -> str:
-    """Name the family that was probably meant, where transformers is there to know any."""
+    """Return a hint at the family that was probably meant; empty without transformers."""
     try:
         return did_you_mean(word.lower(), _causal_families()).replace("mean '", "mean 'hf:")
     except ImportError:
@@ -288,7 +290,11 @@ def near_family(word: str) -> str:
 
 
 def _check_family(family: str) -> None:
-    """Refuse what is no family of transformers, or none that predicts the next token."""
+    """Refuse a word that is no family of transformers, or a family without a causal language model.
+
+    Raises:
+        ModelError: it is such a word, or transformers is not installed.
+    """
     try:
         importlib.import_module("transformers")
     except ImportError:
@@ -305,7 +311,7 @@ def _check_family(family: str) -> None:
 
 
 def family_config(family: str, fields: Mapping[str, Any]) -> Any:
-    """Make the family's configuration; transformers itself takes any field, known or not.
+    """Return the family's configuration; unknown fields, which transformers itself takes, are refused.
 
     Raises:
         ModelError: the family has no such field, or refuses its value.
@@ -338,20 +344,20 @@ def _is_read(kind: type, name: str) -> bool:
 
 
 def _prepare(config: Any, fields: Mapping[str, Any]) -> None:
-    """Set what training a decoder from scratch needs."""
+    """Set the fields that training a decoder from scratch needs."""
     for part in (config, config.get_text_config(decoder=True)):
-        # Without a cache, position_ids that begin anew keep packed documents apart.
+        # Without a cache, position_ids that restart at 0 keep packed documents apart.
         part.use_cache = False
         if hasattr(part, "is_decoder") and "is_decoder" not in fields:
             part.is_decoder = True
         pad, size = getattr(part, "pad_token_id", None), getattr(part, DEFAULT.vocabulary_field, None)
         if pad is not None and size is not None and not 0 <= pad < size and "pad_token_id" not in fields:
-            part.pad_token_id = None  # the family's own vocabulary has it, a smaller one does not
+            part.pad_token_id = None  # a token of the family's own vocabulary, outside this smaller one
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hold back what transformers logs of special tokens outside a small vocabulary and the like."""
+    """Suppress transformers' log messages, such as those about special tokens outside a small vocabulary."""
     logging = importlib.import_module("transformers.utils.logging")
     before = logging.get_verbosity()
     logging.set_verbosity_error()

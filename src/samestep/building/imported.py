@@ -1,4 +1,4 @@
-"""A function that a job names as `module:function`, imported from the path or the working directory."""
+"""Import of a function that a job names as `module:function`, from the path or the working directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from samestep.errors import InputError, did_you_mean
 
 
 def imported(source: str, key: str, error: type[InputError]) -> Callable[..., Any]:
-    """Import `module:function`, from the working directory too; `error` is raised with `key` where that fails."""
+    """Return the function `module:function`, imported from the working directory too; `key` is the job's key, for
+    errors.
+
+    Raises:
+        error: the text has another form, the import fails, or there is no such function.
+    """
     module_name, colon, name = source.partition(":")
     if not colon or not module_name or not name:
         raise error(f"{key} = {source!r} is not of the form module:function")

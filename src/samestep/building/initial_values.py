@@ -1,14 +1,15 @@
-"""Taped initialisation: each tensor's first value is a function of (seed, its full name), whatever the layout.
+"""Taped initialisation: each tensor's initial value is a function of (seed, its full name), whatever the layout.
 
-The model is built on the meta device, where nothing has values, while a tape (`building/tape.py`) writes down which
-operations wrote which memory. To make one tensor is to replay the entries its memory descends from, and no others:
+The model is built on the meta device, where nothing has values, while a tape (`building/tape.py`) records which
+operations wrote which memory. To make one tensor is to replay the entries from which its memory descends, and no
+others:
 
     materialize("a.weight") = normal_ seeded by (seed, "a.weight", 0)
     materialize("b.weight") = uniform_ seeded by (seed, "b.weight", 0), the same normal_ again, and mul_
 
-A random entry is keyed by the first name that descends from it, so all that descend from it see the same numbers. The
-idea of recording and replaying an initialisation is that of torchdistX's deferred_init (Meta, 2022); the keys by name,
-and so the equality between layouts, are ours.
+A random entry is keyed by the first name that descends from it, so all tensors that descend from it get the same
+numbers. The idea of recording and replaying an initialisation is that of torchdistX's deferred_init (Meta, 2022); the
+keys by name, and so the equality between layouts, are ours.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ _RESERVED = frozenset({"_parameters", "_buffers", "_modules"})
 
 @dataclass(frozen=True, eq=False)
 class Blueprint:
-    """A model on the meta device, and how each of its tensors is made.
+    """A model on the meta device, and the tape from which each of its tensors is made.
 
     Every parameter, buffer and other tensor attribute of `module` is on meta. `canonical` maps every name of a tensor
-    to its first one: names of a tied parameter, of a module that is used twice.
+    to its first one: a tied parameter has several names, and so has a module that is used twice.
     """
 
     module: nn.Module
@@ -57,10 +58,10 @@ class Blueprint:
     _parameters: tuple[str, ...] = field(repr=False)
 
     def materialize(self, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-        """Make the whole tensor `name`: detached, contiguous, in a memory of its own that is the caller's to free.
+        """Return the whole tensor `name`: detached, contiguous, in newly allocated memory.
 
-        Equal bits on every rank (per device type), in whatever order and number tensors are made; the process's random
-        state stays as it was. `dtype` casts what was drawn in the model's own dtype.
+        Its bits are equal on every rank (per device type), in whatever order and number tensors are made; the process's
+        random state does not change. `dtype` casts values that were drawn in the model's own dtype.
 
         Raises:
             ModelError: the model has no such tensor, or it has no values.
@@ -76,13 +77,13 @@ class Blueprint:
 
 
 def blueprint(source: Callable[[], nn.Module] | nn.Module, seed: int) -> Blueprint:
-    """Build a model on the meta device, and remember how each of its tensors is made.
+    """Build a model on the meta device, and return it with the tape that makes its tensors.
 
-    A build function is taped; of an instance the values are kept (not copied: do not train it meanwhile). Values that
-    a build function looks at (`.item()`, `if`, `.numpy()`) are computed at once, unless they are random.
+    A build function is taped; of an instance the values are kept (not copied: do not train it meanwhile). Values that a
+    build function looks at (`.item()`, `if`, `.numpy()`) are computed at once, unless they are random.
 
     Raises:
-        ModelError: the first values cannot be a function of seed and name; the text names the module or the tensor.
+        ModelError: the initial values cannot be a function of seed and name; the text names the module or the tensor.
     """
     tape = Tape()
     if isinstance(source, nn.Module):
@@ -106,7 +107,11 @@ def blueprint(source: Callable[[], nn.Module] | nn.Module, seed: int) -> Bluepri
 
 
 def _call(source: Callable[[], nn.Module]) -> nn.Module:
-    """Call the build function; what torch says of values that are not there becomes our error."""
+    """Call the build function; turn torch's error about missing values into ours.
+
+    Raises:
+        ModelError: the function looks at values that do not exist yet.
+    """
     try:
         return source()
     except RuntimeError as error:
@@ -118,15 +123,15 @@ def _call(source: Callable[[], nn.Module]) -> nn.Module:
 
 
 def fill_rest(blueprint: Blueprint, device: torch.device, float_dtype: torch.dtype | None = None) -> None:
-    """Give every buffer and tensor attribute of the module that is still on meta its value.
+    """Set every buffer and tensor attribute of the module that is still on meta to its value.
 
     Parameters are the caller's (set them by `setattr`: an LSTM keeps a list of its own). Attributes are tensors in a
     module's `__dict__`, also within lists, tuples and dicts there. Two names of one tensor stay one tensor. Floating
-    ones are cast to `float_dtype`. An attribute that is a window on a parameter's memory stays on meta: the parameter
-    will move, and using the stale window must fail aloud.
+    tensors are cast to `float_dtype`. An attribute that is a view of a parameter's memory stays on meta: the parameter
+    will move, and use of the stale view must raise an error.
 
     Raises:
-        ModelError: a buffer is a window on a parameter's memory.
+        ModelError: a buffer is a view of a parameter's memory.
     """
     refs = blueprint._refs
     owned: dict[int, list[str]] = {}
@@ -141,7 +146,7 @@ def fill_rest(blueprint: Blueprint, device: torch.device, float_dtype: torch.dty
         for parameter in owned.get(ref.memory, ()):
             if refs[parameter].overlaps(ref):
                 if is_buffer:
-                    raise ModelError(f"buffer {name} is a window on parameter {parameter}; register a clone of it")
+                    raise ModelError(f"buffer {name} is a view of parameter {parameter}; register a clone of it")
                 return tensor
         if ref not in made:
             made[ref] = blueprint.materialize(name, device, float_dtype if ref.dtype.is_floating_point else None)
@@ -157,16 +162,16 @@ def fill_rest(blueprint: Blueprint, device: torch.device, float_dtype: torch.dty
 
 @dataclass(frozen=True, slots=True)
 class _Attribute:
-    """Where a tensor stands in a module."""
+    """A tensor and its position in a module."""
 
     name: str
     kind: str
-    """parameter, buffer or attribute."""
+    """One of parameter, buffer, attribute."""
     tensor: Tensor
 
 
 def _places(module: nn.Module) -> Iterator[_Attribute]:
-    """Find every tensor under every name: parameters, then buffers, then attributes, each in the module's order."""
+    """Yield every tensor under every name: parameters, then buffers, then attributes, each in the module's order."""
     modules = list(module.named_modules(remove_duplicate=False))
     for kind, held in (("parameter", "_parameters"), ("buffer", "_buffers")):
         for prefix, owner in modules:
@@ -187,7 +192,7 @@ def _places(module: nn.Module) -> Iterator[_Attribute]:
 
 
 def _map_attributes(prefix: str, module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
-    """Put `change(name, tensor)` in the place of every tensor attribute of one module."""
+    """Replace every tensor attribute of one module by `change(name, tensor)`."""
     attributes = vars(module)
     for key in [key for key in attributes if key not in _RESERVED]:
         before = attributes[key]
@@ -197,7 +202,7 @@ def _map_attributes(prefix: str, module: nn.Module, change: Callable[[str, Tenso
 
 
 def _map_within(name: str, value: Any, change: Callable[[str, Tensor], Tensor], depth: int) -> Any:
-    """Change a tensor, or those in a list, a dict (both in place) or a tuple."""
+    """Return a value with its tensors changed: in a list or a dict in place, in a tuple as a new tuple."""
     if isinstance(value, Tensor):
         return change(name, value)
     if depth == 0:
@@ -216,12 +221,16 @@ def _map_within(name: str, value: Any, change: Callable[[str, Tensor], Tensor], 
 
 
 def _join(prefix: str, key: str) -> str:
-    """Write a full name."""
+    """Return a full name."""
     return f"{prefix}.{key}" if prefix else key
 
 
 def _on_meta(module: nn.Module, tape: Tape, from_instance: bool) -> nn.Module:
-    """Return the module with all tensors on meta: itself if they are, else a copy that keeps its ties and its tags."""
+    """Return the module with all tensors on meta: itself if they are, else a copy that keeps its ties and attributes.
+
+    Raises:
+        ModelError: a tensor has no shape or no values, or the module cannot be copied.
+    """
     memo: dict[int, Any] = {}
     for place in _places(module):
         tensor = place.tensor
@@ -245,7 +254,11 @@ def _on_meta(module: nn.Module, tape: Tape, from_instance: bool) -> nn.Module:
 
 
 def _check_parameters(places: list[_Attribute], refs: dict[str, Ref], slices: dict[int, Slice], tape: Tape) -> None:
-    """Refuse parameters without values, and different parameters in one memory: each would go its own way."""
+    """Refuse parameters without values, and different parameters in one memory, which would diverge.
+
+    Raises:
+        ModelError: there is such a parameter.
+    """
     owners: dict[int, list[_Attribute]] = {}
     for place in places:
         ref = refs[place.name]
@@ -267,9 +280,9 @@ def _check_parameters(places: list[_Attribute], refs: dict[str, Ref], slices: di
 
 
 def _random_keys(seed: int, named: list[tuple[str, Slice]], tape: Tape) -> dict[int, int]:
-    """Key every random entry by (seed, first name that descends from it, its place among that name's random entries).
+    """Key every random entry by (seed, first name that descends from it, its index among that name's random entries).
 
-    The CPU's generator uses 32 bits of its seed, so two of 10^5 keys would meet: who comes second is hashed again.
+    The CPU's generator uses 32 bits of its seed, so two of 10^5 keys would collide: the second is hashed once more.
     """
     keys: dict[int, int] = {}
     used: set[int] = set()

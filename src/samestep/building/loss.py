@@ -15,7 +15,7 @@ from samestep.errors import JobError, did_you_mean
 from samestep.job import Job
 
 IGNORED_LABEL = -100
-"""A label of this value is not counted."""
+"""The label value that losses do not count."""
 
 LossFunction = Callable[[Any, Any], tuple[Tensor, Tensor]]
 
@@ -27,7 +27,7 @@ def loss_of(job: Job) -> LossFunction:
     """Return the job's loss: (outputs, batch) -> (sum, count), never a mean.
 
     Raises:
-        JobError: the loss has no such name.
+        JobError: there is no loss of this name.
     """
     losses: dict[str, LossFunction] = {"cross_entropy": cross_entropy, "mse": mse}
     name = job.train.loss
@@ -44,13 +44,18 @@ def _checked_loss(function: LossFunction, name: str, outputs: Any, batch: Any) -
     result = function(outputs, batch)
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
         return result[0], torch.as_tensor(result[1], device=result[0].device)
-    raise JobError(f"train.loss: {name} must return (sum, count): a tensor and the number of what it sums over")
+    raise JobError(
+        f"train.loss: {name} must return (sum, count): a tensor, and the number of tokens or samples that it sums over"
+    )
 
 
 def cross_entropy(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    """Sum the cross entropy over all labels but -100, in float32 at least, and count them.
+    """Return the cross entropy summed over all labels but -100, in float32 at least, and the number of these labels.
 
     Classes are the last dimension of the logits, [B, T, V] for labels [B, T], or else the second, [B, V, ...].
+
+    Raises:
+        JobError: the shapes do not fit, or outputs or batch lack logits or labels.
     """
     logits, labels = at_least_float32(_prediction(outputs)), target_of(batch)
     if logits.shape[:-1] == labels.shape:
@@ -65,7 +70,11 @@ def cross_entropy(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def mse(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    """Sum the squared errors, in float32 at least, and count the elements."""
+    """Return the sum of squared errors, in float32 at least, and the number of elements; both tensors have one shape.
+
+    Raises:
+        JobError: the shapes differ, or outputs or batch lack prediction or target.
+    """
     prediction, target = at_least_float32(_prediction(outputs)), target_of(batch)
     if prediction.shape != target.shape:
         raise JobError(
@@ -77,12 +86,16 @@ def mse(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """Raise a half-precision tensor."""
+    """Return a half-precision tensor in float32, others unchanged."""
     return tensor if tensor.dtype is torch.float64 else tensor.float()
 
 
 def _prediction(outputs: Any) -> Tensor:
-    """What the model predicts: a tensor itself, its `logits`, or the first of a tuple."""
+    """Return the model's prediction: a tensor itself, its `logits`, or the first of a tuple.
+
+    Raises:
+        JobError: the outputs have another form.
+    """
     found = getattr(outputs, "logits", outputs)
     if isinstance(found, Mapping):
         found = found.get("logits")
@@ -96,7 +109,11 @@ def _prediction(outputs: Any) -> Tensor:
 
 
 def target_of(batch: Any) -> Tensor:
-    """What the model should have predicted: `labels` of a dict, the second of a tuple."""
+    """Return the target of a batch: `labels` of a dict, the second of a tuple.
+
+    Raises:
+        JobError: the batch has none.
+    """
     found = None
     if isinstance(batch, Mapping):
         found = batch.get("labels")

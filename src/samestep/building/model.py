@@ -1,12 +1,10 @@
-"""From a job's words to Python objects: the model's build function, the loss, the optimizer, the learning rate.
+"""The model of a job: its build function, and the call of the built model on a batch.
 
     model.source       hf:FAMILY        a family of transformers with the fields of model.config, as a causal LM
                        module:function  called with model.config as keyword arguments
-    train.loss         cross_entropy | mse | module:function of (outputs, batch) -> (sum, count)
-    optimizer.name     a class of torch.optim in any case | module:function of (parameters)
 
-A module is looked for in the working directory too. What transformers or torch.optim would take in silence, such as a
-field that no configuration has, is an error here.
+A module is looked for in the working directory too. What transformers would accept silently, such as a field that no
+configuration has, is an error here. The loss is in `building/loss.py`, the optimizer in `building/optimizer.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ def model_source(job: Job) -> Callable[[], nn.Module]:
     """Return the function that builds the job's model, with values of its own choosing, in training mode.
 
     Raises:
-        ModelError: transformers, the family, a field, the module or the function is not there.
+        ModelError: transformers, the family, a field, the module or the function does not exist.
     """
     source, config = job.model.source, job.model.config
     if source.startswith("hf:"):
@@ -60,7 +58,8 @@ def _build_function(function: Callable[..., Any], source: str, config: Mapping[s
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """Give a batch to the model: a dict by the names of its forward, without the labels; of a tuple the first part.
+    """Call the model on a batch: a dict by the names of its forward's arguments, without the labels; a tuple's first
+    part.
 
     Raises:
         ModelError: the forward takes nothing of the batch, or not its position_ids.
@@ -75,7 +74,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def _unfit(model: nn.Module, batch: Mapping[str, Any], accepted: Sequence[str]) -> str:
-    """Say why a batch cannot be given to the model."""
+    """Return why a batch cannot be given to the model."""
     name, takes = type(model).__name__, ", ".join(accepted) or "no named argument"
     if "position_ids" in batch and "position_ids" not in accepted:
         return (
@@ -87,7 +86,7 @@ def _unfit(model: nn.Module, batch: Mapping[str, Any], accepted: Sequence[str]) 
 
 @functools.cache
 def _accepted(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the arguments of a model's forward; one that takes any is given what every language model takes."""
+    """Return the names of a forward's arguments; one with **kwargs takes what every language model takes."""
     parameters = inspect.signature(forward).parameters.values()
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     names = [parameter.name for parameter in parameters if parameter.kind in by_name and parameter.name != "self"]

@@ -72,7 +72,11 @@ def _from_function(function: Callable[..., Any], source: str, named: list[tuple[
 
 
 def _make_optimizer(kind: type[Optimizer], table: OptimizerTable, named: list[tuple[str, Tensor]]) -> Optimizer:
-    """Group the parameters into decayed and not decayed, and make the optimizer."""
+    """Return the optimizer over the parameters, in a group with weight decay and one without.
+
+    Raises:
+        JobError: the class refuses its settings.
+    """
     options: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in table.options.items()
     }
@@ -101,7 +105,7 @@ def _make_optimizer(kind: type[Optimizer], table: OptimizerTable, named: list[tu
 
 
 def _can_fuse(kind: type[Optimizer], tensors: Sequence[Tensor]) -> bool:
-    """Whether torch updates these in one kernel: plain floating tensors, on one device."""
+    """Return whether torch updates these tensors in one kernel: plain floating tensors, on one device."""
     devices = {tensor.device.type for tensor in tensors}
     if len(devices) != 1 or kind.__name__.lower() not in _FUSED.get(devices.pop(), ()):
         return False
@@ -110,9 +114,9 @@ def _can_fuse(kind: type[Optimizer], tensors: Sequence[Tensor]) -> bool:
 
 
 def learning_rate_factor(schedule: ScheduleTable, num_steps: int) -> Callable[[int], float]:
-    """Return what the learning rate is multiplied by in step 0, 1, ...: up to 1, then down to final_ratio.
+    """Return a function from the step, from 0, to the factor on the learning rate: up to 1, then down to final_ratio.
 
-    Step `warmup_steps` has the whole learning rate, step `num_steps - 1` and all after it the last.
+    Step `warmup_steps` has the whole learning rate, step `num_steps - 1` and all later ones the last.
     """
     warmup, last = schedule.warmup_steps, num_steps - 1
 

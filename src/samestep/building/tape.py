@@ -3,11 +3,11 @@
     memory 0   empty  uniform_  normal_            replayed for a.weight: normal_
     memory 1   empty  uniform_           mul_(0)   replayed for b.weight: uniform_, the same normal_ again, and mul_
 
-A write that covers a memory whole (`normal_` over `uniform_`) makes what stood there before irrelevant. Tensors are
-known by their memory and geometry, not as values: views and `.data` then need no entries, and nothing that happens
-behind the dispatcher's back (as in `nn.Parameter`) is lost.
+A write that covers a memory whole (`normal_` over `uniform_`) makes its earlier content irrelevant. The tape identifies
+tensors by memory and geometry, not as values: so views and `.data` need no entries, and operations that bypass the
+dispatcher (as in `nn.Parameter`) lose nothing.
 
-Code that asks a tensor where it lives is told "cpu": `torch.nn.init` and several models skip their work on meta.
+Code that asks for a tensor's device gets "cpu": `torch.nn.init` and several models skip their work on meta.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A tensor as the tape knows it: a window on a memory."""
+    """A tensor as the tape identifies it: a view of a memory."""
 
     memory: int
     dtype: torch.dtype
@@ -52,18 +52,18 @@ class Ref:
 
     @property
     def extent(self) -> tuple[int, int]:
-        """First byte, and the byte after the last."""
+        """Offset of the first byte, and of the byte after the last."""
         if 0 in self.size:
             return 0, 0
         last = self.offset + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
         return self.offset * self.dtype.itemsize, (last + 1) * self.dtype.itemsize
 
     def overlaps(self, other: Ref) -> bool:
-        """Say whether the spans of two tensors in one memory meet."""
+        """Return whether two tensors in one memory share bytes between their first and last ones."""
         return max(self.extent[0], other.extent[0]) < min(self.extent[1], other.extent[1])
 
     def window(self, storage: torch.UntypedStorage) -> Tensor:
-        """Look at `storage` as this tensor does."""
+        """Return this tensor's view of `storage`."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.size, self.stride)
         tensor = tensor.conj() if self.conj else tensor
@@ -72,26 +72,26 @@ class Ref:
 
 @dataclass(slots=True)
 class _Memory:
-    """One storage: its stand-in on meta, the bytes it began with, and the entries that wrote it, in order."""
+    """One storage: its counterpart on meta, its initial bytes, and the entries that wrote it, in order."""
 
     meta: torch.UntypedStorage
     constant: torch.UntypedStorage | None = None
     real: torch.UntypedStorage | None = None
-    """The real storage it stands for; kept, so that its address is not used again."""
+    """The real storage it represents; kept, so that its address is not used again."""
     foreign: bool = False
-    """It came from outside the tape without values."""
+    """Whether it came from outside the tape without values."""
     writers: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One operation; `args` and `kwargs` hold a `Ref` where a tensor stood."""
+    """One operation; `args` and `kwargs` hold a `Ref` in place of each tensor."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: tuple[Ref | None, ...]
-    """Outputs in memory of their own; None for those in memory that was there before."""
+    """Outputs in newly allocated memory; None for those in memory that existed before."""
     reads: frozenset[int]
     writes: frozenset[int]
     kills: frozenset[int]
@@ -101,7 +101,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The entries one memory descends from, in order, and the memories whose first bytes they see."""
+    """The entries from which one memory descends, in order, and the memories whose initial bytes they read."""
 
     entries: tuple[int, ...]
     bases: frozenset[int]
@@ -109,12 +109,12 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class _Traits:
-    """What the tape must know of an operator."""
+    """Properties of an operator that the tape needs."""
 
     written: tuple[tuple[int, str], ...]
     """Position and name of each argument it writes."""
     overwrites: bool
-    """It writes without reading what was there."""
+    """Whether it writes without reading the earlier content."""
     random: bool
     needs_values: bool
     only_geometry: bool
@@ -122,7 +122,7 @@ class _Traits:
 
 
 def _aten(names: str) -> frozenset[str]:
-    """Write out schema names."""
+    """Return the schema names of operators of aten."""
     return frozenset(f"aten::{name}" for name in names.split())
 
 
@@ -134,7 +134,7 @@ _NOT_THEIRS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path
 
 @functools.cache
 def _traits(func: Any) -> _Traits:
-    """Read an operator's schema."""
+    """Return the properties of an operator, from its schema."""
     arguments = func._schema.arguments
     written = [(index, a.name, a.is_out) for index, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
     tags = func.tags
@@ -149,7 +149,7 @@ def _traits(func: Any) -> _Traits:
 
 
 class Tape(TorchDispatchMode):
-    """Runs every operation on meta and writes down those that put values into memory."""
+    """Runs every operation on meta and records those that write values into memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,11 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Carry out `func` on meta, or on real values where its outcome depends on them."""
+        """Run `func` on meta, or on real values where its outcome depends on them.
+
+        Raises:
+            ModelError: it draws from a generator of its own, or needs values that do not exist.
+        """
         kwargs = dict(kwargs or {})
         if self._paused:
             return func(*args, **kwargs)
@@ -182,7 +186,11 @@ class Tape(TorchDispatchMode):
             return self._run(func, traits, args, kwargs)
 
     def _run(self, func: Any, traits: _Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Carry out `func` on meta and write it down."""
+        """Run `func` on meta and record it.
+
+        Raises:
+            ModelError: torch cannot run it without values.
+        """
         args, kwargs = pytree.tree_map_only(Tensor, self.twin, (args, kwargs))
         makes = not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs)))
         if traits.has_device and (makes or kwargs.get("device") is not None):
@@ -212,7 +220,7 @@ class Tape(TorchDispatchMode):
         overwrites: bool,
         random: bool,
     ) -> None:
-        """Write an operation down, if it put values into memory."""
+        """Record an operation, if it wrote values into memory."""
         args, kwargs = pytree.tree_map_only(Tensor, self.ref, (args, kwargs))
         seen = [leaf.memory for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Ref)]
         targets = [self.ref(leaf) for leaf in pytree.tree_leaves(written) if isinstance(leaf, Tensor)]
@@ -233,7 +241,11 @@ class Tape(TorchDispatchMode):
         )
 
     def ref(self, tensor: Tensor, fresh: bool = False, copies: bool = True) -> Ref:
-        """Name a tensor's memory and geometry; of a real one not seen before the bytes are copied, or shared."""
+        """Return a tensor's memory and geometry; the bytes of a real tensor not seen before are copied, or shared.
+
+        Raises:
+            ModelError: the tensor is not a plain strided one.
+        """
         if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
             raise ModelError(
                 f"{_where()} holds a {type(tensor).__name__} of layout {tensor.layout}: only plain ones work"
@@ -258,14 +270,14 @@ class Tape(TorchDispatchMode):
         )
 
     def twin(self, tensor: Tensor, copies: bool = True) -> Tensor:
-        """Return the tensor on meta that stands for this one: itself, if it is there already."""
+        """Return the tensor on meta that represents this one: itself, if it is on meta."""
         if tensor.is_meta:
             return tensor
         ref = self.ref(tensor, copies=copies)
         return ref.window(self.memories[ref.memory].meta)
 
     def lift(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on meta whose memory begins with this one's values, and forget this one."""
+        """Return a tensor on meta whose memory starts with this one's values; this one is not tracked."""
         constant = tensor.detach().clone(memory_format=torch.contiguous_format)
         twin = torch.empty_like(constant, device=_META)
         memory = _Memory(twin.untyped_storage(), constant=constant.untyped_storage())
@@ -274,13 +286,16 @@ class Tape(TorchDispatchMode):
         return twin
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return a tensor's present values; random ones are refused, since their names are not yet known."""
+        """Return a tensor's present values.
+
+        Raises:
+            ModelError: they are random, and so need a name that is not known yet; or they do not exist.
+        """
         ref = self.ref(tensor)
         part = self.slice(ref.memory)
         if any(self.entries[entry].random for entry in part.entries):
             raise ModelError(
-                f"{_where(ref, self)} looks at numbers that are random, which exist only once each tensor has its "
-                f"name: {WAY_OUT}"
+                f"{_where(ref, self)} looks at random values, which exist only once each tensor has its name: {WAY_OUT}"
             )
         if any(self.memories[base].foreign for base in part.bases):
             raise ModelError(f"{_where(ref, self)} looks at the values of a tensor that was on meta before: {WAY_OUT}")
@@ -297,7 +312,9 @@ class Tape(TorchDispatchMode):
             self._paused = before
 
     def slice(self, memory: int) -> Slice:
-        """Collect what a memory descends from: each needed memory's writers, back to one that writes it whole."""
+        """Return the entries from which a memory descends: each needed memory's writers, back to one that writes it
+        whole.
+        """
         chosen: set[int] = set()
         walked: set[tuple[int, int]] = set()
         bases: set[int] = set()
@@ -320,32 +337,32 @@ class Tape(TorchDispatchMode):
         return Slice(tuple(sorted(chosen)), frozenset(bases))
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Carry out an operation on real values; tensors that come out are constants."""
+        """Run an operation on real values; the tensors that it returns are constants."""
         args, kwargs = pytree.tree_map_only(Tensor, self.read, (args, kwargs))
         if kwargs.get("device") is not None:
             kwargs["device"] = _CPU
         return pytree.tree_map_only(Tensor, self.lift, func(*args, **kwargs))
 
     def _covers(self, ref: Ref) -> bool:
-        """Say whether a tensor fills its memory, each element once."""
+        """Return whether a tensor fills its memory, each element once."""
         whole = math.prod(ref.size) * ref.dtype.itemsize == self.memories[ref.memory].meta.nbytes()
         return whole and ref.offset == 0 and ref.stride == contiguous(ref.size)
 
     def _stand_in(self, storage: torch.UntypedStorage, copies: bool) -> _Memory:
-        """Make the memory that stands for a real storage; numpy may write to it unseen, hence the copy."""
+        """Return the memory that represents a real storage; numpy may write to the storage unseen, hence the copy."""
         meta = torch.UntypedStorage(storage.nbytes(), device="meta")
         return _Memory(meta, constant=storage.clone() if copies else storage, real=storage)
 
 
 def contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     strides = [1]
     for length in size[:0:-1]:
         strides.append(strides[-1] * max(length, 1))
     return tuple(reversed(strides)) if size else ()
 
 
-_TENSOR: Any = Tensor  # attributes are asked for by descriptor, which the type checker does not know
+_TENSOR: Any = Tensor  # attributes are read by descriptor, which the type checker does not know
 _DISGUISE = {_TENSOR.is_meta.__get__: False, _TENSOR.is_cpu.__get__: True, _TENSOR.device.__get__: _CPU}
 _MOVES = frozenset({Tensor.cuda, Tensor.pin_memory})
 _NUMPY = frozenset({_TENSOR.numpy, _TENSOR.__array__})
@@ -354,7 +371,7 @@ _FROM_DATA: frozenset[Any] = frozenset({torch.tensor, torch.as_tensor, torch.asa
 
 
 class Surface(TorchFunctionMode):
-    """What the dispatcher never sees: questions about the device, devices that are not here, reads in C++."""
+    """A function mode for calls that bypass the dispatcher: questions about devices, absent devices, reads in C++."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -363,7 +380,7 @@ class Surface(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Carry out `func` as if all tensors were real and on the CPU."""
+        """Run `func` as if all tensors were real and on the CPU."""
         kwargs = dict(kwargs or {})
         if func in _DISGUISE and args[0].is_meta:
             return _DISGUISE[func]
@@ -379,7 +396,7 @@ class Surface(TorchFunctionMode):
             with self._tape.paused():
                 outcome = func(self._tape.read(args[0]), *args[1:], **kwargs)
             if func in _NUMPY:
-                outcome.flags.writeable = False  # what is written to a copy would be lost silently
+                outcome.flags.writeable = False  # a write to a copy would be lost silently
             return outcome
         if func in _FROM_DATA:  # a list of tensors is read in C++
             args = tuple(
@@ -390,13 +407,13 @@ class Surface(TorchFunctionMode):
 
 
 def _is_device(arg: Any) -> bool:
-    """Say whether a positional argument of `Tensor.to` is a device."""
+    """Return whether a positional argument of `Tensor.to` is a device."""
     return isinstance(arg, torch.device | str) or (isinstance(arg, int) and not isinstance(arg, bool))
 
 
 @contextmanager
 def whole_truncated_normal(tape: Tape) -> Iterator[None]:
-    """Tape `trunc_normal_` as one operation: it redraws until its numbers fit, which only replaying can tell."""
+    """Tape `trunc_normal_` as one operation: it redraws until its numbers fit, which only a replay can decide."""
     original = nn.init._no_grad_trunc_normal_
 
     def taped(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -415,7 +432,7 @@ def whole_truncated_normal(tape: Tape) -> Iterator[None]:
 
 @contextmanager
 def process_randomness(seed: int) -> Iterator[None]:
-    """Seed Python, numpy and torch for what a build function draws itself, and put all back as it was."""
+    """Seed Python, numpy and torch for what a build function draws itself, and restore their states afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=list(devices)):
@@ -430,7 +447,7 @@ def process_randomness(seed: int) -> Iterator[None]:
 
 
 def _where(ref: Ref | None = None, tape: Tape | None = None) -> str:
-    """Say who is at work, as far as the stack tells: the module being built, its tensor, the line."""
+    """Return what is being built, as far as the stack shows it: the module, its tensor, the line."""
     frame, owner, line = sys._getframe(1), None, ""
     while frame:
         code = frame.f_code
@@ -451,7 +468,7 @@ def _where(ref: Ref | None = None, tape: Tape | None = None) -> str:
 
 
 def replay(tape: Tape, part: Slice, ref: Ref, device: torch.device, keys: dict[int, int]) -> Tensor:
-    """Carry out a slice on `device` and return the tensor `ref`, contiguous and alone in its memory."""
+    """Run a slice of the tape on `device` and return the tensor `ref`, contiguous and alone in its memory."""
     storages: dict[int, torch.UntypedStorage] = {}
     last = {memory: e for e in part.entries for memory in tape.entries[e].reads | tape.entries[e].writes}
     last[ref.memory] = len(tape.entries)
@@ -462,14 +479,14 @@ def replay(tape: Tape, part: Slice, ref: Ref, device: torch.device, keys: dict[i
             if memory.constant is not None:
                 held = torch.empty(0, dtype=torch.uint8, device=memory.constant.device).set_(memory.constant)
                 storages[ref.memory] = held.to(device, copy=True).untyped_storage()
-            else:  # torch.empty promises nothing, but every rank must see the same nothing
+            else:  # torch.empty guarantees no values, but every rank must get the same ones
                 zeros = torch.zeros(memory.meta.nbytes(), dtype=torch.uint8, device=device)
                 storages[ref.memory] = zeros.untyped_storage()
         return ref.window(storages[ref.memory])
 
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         constant = tape.memories[ref.memory].constant
-        if not part.entries and constant is not None:  # no need to move the memory it is a part of
+        if not part.entries and constant is not None:  # without moving the whole memory
             return _alone(ref.window(constant).to(device, copy=True))
         for number in part.entries:
             entry = tape.entries[number]
@@ -487,7 +504,7 @@ def replay(tape: Tape, part: Slice, ref: Ref, device: torch.device, keys: dict[i
 
 
 def _keep(entry: _Entry, outcome: Any, storages: dict[int, torch.UntypedStorage], tape: Tape) -> None:
-    """Keep the memory an entry made, in the geometry that the tape wrote down: kernels may choose other strides."""
+    """Keep the memory an entry made, in the geometry that the tape recorded: kernels may choose other strides."""
     leaves = pytree.tree_leaves(outcome)
     for ref, made in zip(entry.outputs, leaves if entry.outputs else (), strict=False):
         if ref is None or ref.memory in storages:
@@ -500,7 +517,7 @@ def _keep(entry: _Entry, outcome: Any, storages: dict[int, torch.UntypedStorage]
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Return the tensor contiguous in a memory of its own, copied only if it is not yet."""
+    """Return the tensor contiguous in a memory of its own, copied only if necessary."""
     tensor = tensor.resolve_conj().resolve_neg()
     size_bytes = tensor.numel() * tensor.element_size()
     if tensor.is_contiguous() and tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == size_bytes:

@@ -42,7 +42,7 @@ from samestep.planning import legality
 from samestep.proof import sides
 from samestep.proof.sides import Subject
 from samestep.proof.verdict import Check, Verdict
-from samestep.runtime.assembly import Loss, Source, copied, prepare, store_of, with_slices
+from samestep.runtime.assembly import Loss, Source, prepare, store_of, with_new_blueprint, with_slices
 from samestep.runtime.optimizer_step import optimizer_source
 from samestep.runtime.processes import join
 from samestep.runtime.processes import workers as launch
@@ -258,7 +258,7 @@ def _rounded(subject: Subject, own: str) -> Subject:
     """Return the same subject in the job's own precision, with a copy of the traced model of its own."""
     numerics = subject.job.numerics.model_copy(update={"precision": own})
     job = subject.job.model_copy(update={"numerics": numerics})
-    source = dataclasses.replace(subject.source, prepared=copied(subject.source, job))
+    source = dataclasses.replace(subject.source, prepared=with_new_blueprint(subject.source, job))
     return dataclasses.replace(subject, source=source, job=job)
 
 
@@ -321,5 +321,5 @@ def _launch(subject: Subject, ranks: int, work: Callable[..., Any], *args: Any, 
         threads=run.threads,
         timeout_s=run.timeout_s,
         ranks_per_node=run.ranks_per_node if ranks == subject.layout.world_size and not apart else None,
-        apart=apart,
+        isolated=apart,
     )

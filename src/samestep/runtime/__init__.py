@@ -1,1 +1,1 @@
-"""What torch does: the twins of `strategies/`, and the process they run in."""
+"""What torch does in a run: the run itself, the twins of `strategies/`, guards, dropout, and the processes."""

@@ -1,11 +1,11 @@
-"""What a run is made of: a model built on the meta device, traced, cut, filled by this rank's part, and given a store.
+"""Assembly of a run: a model is built on the meta device, traced, cut, filled with this rank's part, and given a store.
 
-prepare    the blueprint and its ModelSpec, once for all ranks: a forked worker inherits them
-assemble   each axis's twin at work on the modules, from the inside out: precision, the cuts of tp, cp and ep,
-           recomputation around them, and around all the store of the weights of the data axis
+prepare    builds and traces the model, once for all ranks: a forked worker inherits the result
+assemble   lets each axis' twin work on the modules, from the inside out: precision, the cuts of tp, cp and ep,
+           recomputation around them, and outermost the store of the weights on the data axes
 
-Nothing in an assembly changes its parts afterwards; what changes as steps go by is inside them: weights, gradients, the
-optimizer's state, the loss scale, and what is known of dropout.
+The parts of an assembly are never replaced; what changes between steps is inside them: weights, gradients, the
+optimizer's state, the loss scale, and what is known of the model's dropout.
 """
 
 from __future__ import annotations
@@ -52,72 +52,72 @@ Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a run is made from."""
+    """The model, loss and optimizer that a run is made from."""
 
     model: Callable[[], nn.Module] | nn.Module
     loss: Loss
     optimizer: OptimizerSource
     name: str = "model"
     prepared: TracedModel | None = None
-    """Built and traced already: a forked worker inherits it."""
+    """The model, built and traced already, where a forked worker inherits it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """The program of this rank, and what carries it out between ranks."""
+    """The program of this rank, and the objects that carry it out between ranks."""
 
     program: Program
     mesh: meshes.Mesh
     stage: pipeline.Stage | pipeline.WholeModel
-    """The layers that this rank runs, and what passes between it and other pipeline stages."""
+    """The layers that this rank runs, and the tensors it exchanges with other pipeline stages."""
     slicing: context.Slicing | context.WholeSequences
     """The slice of every sequence that this rank runs."""
     deferred: Deferred
-    """Gradients of weights that backwards leave for later."""
+    """Weight gradients that a split backward has postponed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """This rank's module, as the layout has cut it, and what is known of it."""
+    """This rank's module, as the layout has cut it, and the facts a run needs about it."""
 
     module: nn.Module
     spec: ModelSpec
-    """The whole model."""
+    """Spec of the whole model."""
     master_dtype: torch.dtype
     """Dtype of master weights and gradients, and of a batch's floating tensors."""
     training_modes: Mapping[nn.Module, bool]
-    """Which modules train: a batch norm that was built frozen stays so."""
+    """Whether each module trains: a batch norm that was built frozen stays frozen."""
     running_buffers: Sequence[Tensor]
-    """Running statistics, which a skipped step leaves as they were."""
+    """Running statistics, which a skipped step restores."""
     dropout: dropout.DropoutState
     mask_part: MaskSlice | None
-    """Which part of each dropout mask this rank draws; None where no axis cuts a mask."""
+    """The slice of each dropout mask that this rank draws; None where no axis cuts a mask."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a step minimises."""
+    """The sum that a step minimises."""
 
     loss: Loss
     balance: expert.Balance | expert.NoBalance
-    """What the job adds to its loss so that experts are chosen alike."""
+    """The auxiliary loss that balances experts."""
     nominal_count: float
-    """A power of two near the count of a whole step: dividing by it costs no bit."""
+    """A power of two near the count of a whole step: dividing by it loses no bit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """This rank's weights, and what updates them."""
+    """This rank's weights, and the optimizer that updates them."""
 
     store: WeightStore
     updater: Updater
     lr_factor: Callable[[int], float]
-    """Returns what the learning rate of a step, counted from 0, is multiplied by."""
+    """Returns the factor on the learning rate in a step, counted from 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """The parts of a prepared run."""
+    """All parts of a prepared run."""
 
     parallel: Parallel
     model: PreparedModel
@@ -130,12 +130,16 @@ class Assembly:
         return replace(self, weights=replace(self.weights, updater=updater))
 
     def without_balance(self) -> Assembly:
-        """Return this assembly with the loss alone: what balances experts is left out."""
+        """Return this assembly without the auxiliary loss that balances experts."""
         return replace(self, objective=replace(self.objective, balance=expert.NoBalance()))
 
 
 def prepare(source: Source, job: Job, example: Any) -> TracedModel:
-    """Build the model on the meta device and trace it on one sample: it is looked at here, and nowhere else."""
+    """Build the model on the meta device and trace it on one sample of `example`; nothing else examines it.
+
+    Raises:
+        ModelError: the model cannot be built or traced.
+    """
     plan = _built(source, job)
     dtype = next((param.dtype for param in plan.module.parameters() if param.is_floating_point()), torch.float32)
     one = _first_of(example, dtype)
@@ -144,10 +148,10 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     shareable = {} if planned.refusal else tensor_plan.shareable_heads(plan.module, planned)
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
     with ExitStack() as stack:
-        seen = stack.enter_context(tensor_plan.watching(plan.module, planned))
-        calls = stack.enter_context(sequence_boundaries.watching(plan.module))
-        masks = stack.enter_context(dropout.noting(plan.module, samples_traced(plan.module)))
-        dispatches = stack.enter_context(experts_module.watching(plan.module, experts))
+        seen = stack.enter_context(tensor_plan.record_cuts(plan.module, planned))
+        calls = stack.enter_context(sequence_boundaries.record_calls(plan.module))
+        masks = stack.enter_context(dropout.record_masks(plan.module, samples_traced(plan.module)))
+        dispatches = stack.enter_context(experts_module.record_dispatches(plan.module, experts))
         spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, seen.use)
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
     spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable))
@@ -163,8 +167,8 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     return TracedModel(plan, analysis, facts_of(plan.module))
 
 
-def copied(source: Source, job: Job) -> TracedModel:
-    """Return the source's traced model with a blueprint of its own, for another run: what was learned stays."""
+def with_new_blueprint(source: Source, job: Job) -> TracedModel:
+    """Return the source's traced model with a blueprint of its own, for another run; the analysis is shared."""
     assert source.prepared is not None
     return replace(source.prepared, blueprint=_built(source, job))
 
@@ -172,14 +176,14 @@ def copied(source: Source, job: Job) -> TracedModel:
 def _built(source: Source, job: Job) -> Blueprint:
     plan = blueprint(source.model, job.train.seed)
     if not plan.module.training:
-        plan.module.train()  # loaded for inference as a whole; in a model that trains, a part in evaluation mode is meant
+        plan.module.train()  # a model loaded for inference; in one that trains, a part in evaluation mode is intended
     return plan
 
 
 def _with_loss(spec: ModelSpec) -> ModelSpec:
-    """Add the loss to what is behind the last block: log-probabilities of the output are written, and kept.
+    """Add the loss to the last layer: it writes the log-probabilities of the output, and keeps them for its backward.
 
-    That is what a cross entropy does, and little less than others do. Its backward has their gradient and its own result.
+    A cross entropy does that, and other losses do little less. Its backward holds their gradient and its own result.
     """
     *others, last = spec.layers
     moved = 2 * last.output_elements
@@ -195,7 +199,9 @@ def _with_loss(spec: ModelSpec) -> ModelSpec:
 
 
 def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedModel:
-    """Find out whether blocks work token by token, where the layout asks it of them and nobody has found out yet."""
+    """Return the model with a proof that its blocks work token by token, where the layout needs one and there is none
+    yet.
+    """
     analysis, spec = traced.analysis, traced.spec
     gives_experts_parts = layout.sequence_parallel and any(layer.dispatches for layer in spec.layers)
     if analysis.knows_slices or (layout.cp == 1 and not gives_experts_parts):
@@ -206,12 +212,19 @@ def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedMode
 
 
 def _first_of(example: Any, dtype: torch.dtype) -> Any:
-    """Return a batch of one sample."""
+    """Return a batch of the first sample, its floating tensors in `dtype`."""
     return precision.cast_floating(tree_map_only(Tensor, lambda tensor: tensor[:1], example), dtype)
 
 
 def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> Assembly:
-    """Build, cut and fill the model of one rank."""
+    """Build, cut and fill the model of one rank.
+
+    Collective over the world, since it makes the process groups: every rank calls it; if one does not, the others wait
+    until the time limit.
+
+    Raises:
+        InputError: the model, the optimizer or the number of processes does not fit the layout.
+    """
     traced = with_slices(source.prepared or prepare(source, job, example), layout, example)
     plan, spec = traced.blueprint, traced.spec
     ranks = Ranks.of(layout)
@@ -222,14 +235,14 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     mesh = meshes.build(program, place.device)
     model = plan.module
     assert all(param.is_meta for param in model.parameters()), "a blueprint is cut and filled by one run alone"
-    precision.apply(model, program)
+    precision.apply(traced, program)
     if layout.pp > 1:
         pipeline.check(model, program)
     tensor.apply(traced, program, mesh)
     slicing = context.Slicing(model, program, mesh) if layout.cp > 1 else context.WholeSequences()
     expert.apply(traced, program, mesh)
     dropout.track_modules(model)
-    deferred = Deferred(model, program)
+    deferred = Deferred(traced, program)
     recompute.apply(model, program, functools.partial(_recompute_contexts, model, program, slicing))
 
     def materialize(name: str, dtype: torch.dtype) -> Tensor:
@@ -244,7 +257,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
         parallel=Parallel(
             program=program,
             mesh=mesh,
-            stage=pipeline.Stage(model, program, mesh, slicing) if layout.pp > 1 else pipeline.WholeModel(model),
+            stage=pipeline.Stage(traced, program, mesh, slicing) if layout.pp > 1 else pipeline.WholeModel(model),
             slicing=slicing,
             deferred=deferred,
         ),
@@ -273,8 +286,8 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
 def store_of(layout: Layout) -> Callable[[nn.Module, Program, meshes.Mesh, Materialize], WeightStore]:
     """Return the class that stores a layout's weights.
 
-    FSDP2 and DTensor take a second to import, which replicated runs need not pay. A process that forks workers calls
-    this first, so that they need not pay either.
+    FSDP2 and DTensor take a second to import, which replicated runs need not spend. A process that forks workers calls
+    this first, so that the workers need not spend it either.
     """
     if layout.zero < 2 or layout.num_shards == 1:
         return Replicated
@@ -284,7 +297,7 @@ def store_of(layout: Layout) -> Callable[[nn.Module, Program, meshes.Mesh, Mater
 
 
 def set_modes(modes: Mapping[nn.Module, bool]) -> None:
-    """Let each module train or evaluate."""
+    """Set each module to training or evaluation, without its children."""
     for module, training in modes.items():
         module.training = training
 
@@ -292,9 +305,9 @@ def set_modes(modes: Mapping[nn.Module, bool]) -> None:
 def _recompute_contexts(
     model: nn.Module, program: Program, slicing: context.Slicing | context.WholeSequences
 ) -> recompute.Contexts:
-    """Surround a forward, and its repetition inside backward, where the modes of the forward are not active."""
-    first, again = dropout.recompute_contexts(model)
-    return first, recompute.nested(precision.raised_islands(program), again, slicing.again())
+    """Return the contexts of a forward and of its recomputation, during which the forward's modes are not active."""
+    first, repeated = dropout.recompute_contexts(model)
+    return first, recompute.nested(precision.raised_islands(program), repeated, slicing.for_recompute())
 
 
 def _nominal_count(example: Any, global_batch: int) -> float:

@@ -1,16 +1,16 @@
-"""Checkpoints: files to go on from, in coordinates of the whole model, so that any layout can read them.
+"""Checkpoints: files from which a run resumes, in coordinates of the whole model, so that any layout can read them.
 
 ```
 checkpoints/step-000500/
     manifest.json             written last: step, loss scale, the job, shapes, and which elements lie in which file
     rank-0000.safetensors     runs of elements: value/NAME/START, state/NAME/START/KEY; buffers
 ```
-A rank writes the pieces it updates (the first replica's alone), and reads whatever runs overlap the pieces it has in
-its own layout. Of a weight that is sharded over tp or ep a file holds runs of a part, NAME@0of2; the manifest says which intervals
-of the whole weight each part is, so that any other cut can be read from it. The folder is written under another name and
-renamed when every file is on disk, so a run that dies while saving leaves the checkpoint before it untouched, and a
-folder of this name that is not whole has been damaged: it is refused, never passed over. Values are in master precision,
-so resuming is exact.
+A rank writes the pieces it updates (only the first of several replicas does), and reads the runs that overlap the
+pieces of its own layout. For a weight that is sharded over tp or ep a file holds runs of a part, NAME@0of2; the
+manifest says which intervals of the whole weight each part is, so that any other layout can read it. The folder is
+written under another name and renamed when every file is on disk, so a run that dies while saving leaves the previous
+checkpoint untouched. An incomplete folder under the final name has been damaged: it is refused, never skipped. Values
+are in master precision, so resuming is exact.
 """
 
 from __future__ import annotations
@@ -43,14 +43,16 @@ from samestep.runtime.run import Run
 FORMAT_VERSION = 2
 _RESULT_KEYS = ("model", "data", "optimizer", "schedule", "numerics")
 _MAY_CHANGE = ("numerics.on_nonfinite",)
-"""What a run that has stopped is told to change."""
+"""Keys that may differ on resuming: a run that stopped on a non-finite step is told to change them."""
 
 
 def save(run: Run, folder: Path, keep: int) -> Path:
-    """Write a checkpoint below `folder` and remove all but the newest `keep`. Collective over the world.
+    """Write a checkpoint below `folder` and remove all but the newest `keep`; return its folder.
+
+    Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
 
     Raises:
-        CheckpointError: the optimizer keeps something that no file can hold.
+        CheckpointError: the optimizer keeps state that no file can hold.
     """
     rank = run.place.rank
     final = folder / f"step-{run.steps_taken:06d}"
@@ -80,7 +82,9 @@ def save(run: Run, folder: Path, keep: int) -> Path:
 
 
 def load(run: Run, folder: Path) -> None:
-    """Read the checkpoint in `folder` into a prepared run of any layout. Collective over the world.
+    """Read the checkpoint in `folder` into a prepared run of any layout.
+
+    Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
 
     Raises:
         CheckpointError: it is damaged, lacks a tensor, or belongs to a job with another result.
@@ -90,7 +94,7 @@ def load(run: Run, folder: Path) -> None:
     _check_model(manifest, run, folder)
     _check_files(manifest, run, folder)
     with ExitStack() as stack:
-        stored = _Stored.open(folder, manifest, stack)
+        stored = _OpenCheckpoint.open(folder, manifest, stack)
         for piece in run.updater.pieces:
             mine = _part(run, piece.name).runs(piece.start, piece.stop)
             with torch.no_grad():
@@ -119,7 +123,7 @@ def newest(folder: Path) -> Path | None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read what a checkpoint says of itself.
+    """Return the manifest of a checkpoint.
 
     Raises:
         CheckpointError: there is none, or another version wrote it.
@@ -139,7 +143,7 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> None:
     """Refuse the checkpoint of a job that computes something else.
 
     Raises:
-        CheckpointError: names the keys that differ.
+        CheckpointError: it names the keys that differ.
     """
     saved, now = manifest["job"], job.model_dump(mode="json")
     differs = [
@@ -159,7 +163,7 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> None:
 
 
 def _stored_name(run: Run, name: str) -> str:
-    """Name a weight in the files; this rank's part of one that is sharded over tp or ep has a name of its own."""
+    """Return the name of a weight in the files; a part of a weight sharded over tp or ep has a name of its own."""
     holding = run.program.step.holding(_spec(run, name))
     return (
         f"{name}@{part_index(holding, run.assembly.parallel.mesh)}of{holding.num_parts}"
@@ -169,34 +173,39 @@ def _stored_name(run: Run, name: str) -> str:
 
 
 def _spec(run: Run, name: str) -> ParamSpec:
-    """Find a weight as the program cuts it."""
+    """Return the spec of a weight as the program leaves it to this rank."""
     return next(param for param in run.program.step.model.params if param.name == name)
 
 
 def _part(run: Run, name: str) -> WeightSlice:
-    """Say which part of a whole weight this rank has."""
+    """Return the slice of a whole weight that this rank holds."""
     uncut = next(param for param in run.assembly.model.spec.params if param.name == name)
     cut = _spec(run, name)
     return part_of(uncut, cut, run.program.step.holding(cut), run.assembly.parallel.mesh)
 
 
 def _parts(run: Run) -> dict[str, list[Any]]:
-    """Say where the parts stand that this rank writes of cut weights: dimension and intervals."""
+    """Return the dimension and the intervals of each sharded weight's part that this rank writes, by its name in the
+    files.
+    """
     names = {piece.name for piece in run.updater.pieces if _stored_name(run, piece.name) != piece.name}
     parts = {_stored_name(run, name): _part(run, name) for name in sorted(names)}
     return {name: [part.dim, [list(ends) for ends in part.intervals]] for name, part in parts.items()}
 
 
 def _held_elsewhere(run: Run) -> set[str]:
-    """Weights that an earlier rank writes: of all that hold the same the first one does."""
+    """Return the names of weights that another rank writes: the first of all ranks that hold the same part does."""
     step, mesh = run.program.step, run.assembly.parallel.mesh
     return {param.name for param in step.model.params if any(map(mesh.index, step.holding(param).copied_over))}
 
 
 def _contents_of(run: Run) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Name everything this rank writes: tensors, and plain values that an optimizer keeps.
+    """Return everything this rank writes, by name: tensors, and plain values of the optimizer's state.
 
-    Runs of elements are flat; state of another shape is kept whole, with one dimension more than it has.
+    Runs of elements are flat; state of another shape is kept whole, with two leading dimensions of size 1.
+
+    Raises:
+        CheckpointError: the optimizer keeps state that no file can hold.
     """
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
@@ -241,12 +250,12 @@ def _write_manifest(run: Run, path: Path, parts: list[Any]) -> None:
 
 
 def _shapes(run: Run) -> dict[str, list[int]]:
-    """Shapes of the whole weights that are trained; the others are what the seed makes them."""
+    """Return the shapes of the whole weights that are trained; the others are functions of the seed."""
     return {param.name: list(param.shape) for param in run.assembly.model.spec.params if param.trainable}
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint; whoever dies meanwhile leaves none that looks whole."""
+    """Remove a checkpoint; a process that dies meanwhile leaves no folder that looks complete."""
     if checkpoint.exists():
         going = checkpoint.with_name(f".{checkpoint.name}.removed")
         checkpoint.rename(going)
@@ -257,32 +266,32 @@ def _remove(checkpoint: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """A run of elements of a part of a weight, in a file; or a plain value."""
+class _StoredRun:
+    """A run of elements of a weight or of its part, in a file; or a plain value."""
 
     part: str
-    """Its name in the files: the weight's own, or that of a part of it."""
+    """Name in the files: the weight's own, or that of a part of it."""
     start: int
     name: str
     file: Any
 
 
 @dataclass(slots=True)
-class _Stored:
-    """The open files of a checkpoint, by what they hold."""
+class _OpenCheckpoint:
+    """The open files of a checkpoint, indexed by their contents."""
 
     folder: Path
     shapes: Mapping[str, list[int]]
     cuts: dict[str, WeightSlice] = field(default_factory=dict)
-    """Which part of its weight each name with an @ is."""
-    values: dict[str, list[_Run]] = field(default_factory=dict)
-    """Of each parameter: its runs, in order."""
-    states: dict[str, dict[str, list[_Run]]] = field(default_factory=dict)
-    """The same of each parameter and key."""
+    """Slice of the weight that each name with an @ stands for."""
+    values: dict[str, list[_StoredRun]] = field(default_factory=dict)
+    """Runs of each parameter's values, in order."""
+    states: dict[str, dict[str, list[_StoredRun]]] = field(default_factory=dict)
+    """Runs of each parameter's optimizer state, by parameter and key."""
     buffers: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, folder: Path, manifest: Mapping[str, Any], stack: ExitStack) -> _Stored:
+    def open(cls, folder: Path, manifest: Mapping[str, Any], stack: ExitStack) -> _OpenCheckpoint:
         """Open every file of the checkpoint once."""
         stored = cls(folder, manifest["shapes"])
         for part in manifest["parts"]:
@@ -304,14 +313,18 @@ class _Stored:
             self.buffers[rest] = file
         elif kind == "value":
             part, start = rest.rsplit("/", 1)
-            self.values.setdefault(_weight_of(part), []).append(_Run(part, int(start), name, file))
+            self.values.setdefault(_weight_of(part), []).append(_StoredRun(part, int(start), name, file))
         else:
             part, start, key = rest.rsplit("/", 2)
             runs = self.states.setdefault(_weight_of(part), {}).setdefault(key, [])
-            runs.append(_Run(part, int(start), name, file))
+            runs.append(_StoredRun(part, int(start), name, file))
 
     def read(self, what: str, piece: Piece, mine: Runs) -> Tensor:
-        """Put the elements of a piece's `value` or state together from the stored runs that overlap it."""
+        """Assemble the elements of a piece's `value` or state from the stored runs that overlap it.
+
+        Raises:
+            CheckpointError: the files lack some of the elements.
+        """
         stored = self.values.get(piece.name, []) if what == "value" else self.states[piece.name][what]
         numel = int(mine.lengths.sum())
         found: Tensor | None = None
@@ -334,7 +347,7 @@ class _Stored:
 
 
 def _weight_of(part: str) -> str:
-    """Return the weight that a name in the files is, or is a part of."""
+    """Return the weight's name, given a name in the files of it or of a part of it."""
     match = re.fullmatch(r"(.*)@\d+of\d+", part)
     return match[1] if match else part
 
@@ -344,8 +357,8 @@ class _Plain:
     value: Any
 
 
-def _load_state(run: Run, stored: _Stored, piece: Piece, mine: Runs) -> None:
-    """Give the optimizer its state of one piece: runs of elements, and what is kept whole (counts)."""
+def _load_state(run: Run, stored: _OpenCheckpoint, piece: Piece, mine: Runs) -> None:
+    """Set the optimizer's state of one piece: runs of elements, and values that are kept whole (counts)."""
     optimizer = run.updater.optimizer
     assert optimizer is not None
     state: dict[str, Any] = {}
@@ -356,7 +369,7 @@ def _load_state(run: Run, stored: _Stored, piece: Piece, mine: Runs) -> None:
         elif len(file.get_slice(name).get_shape()) == 1:
             state[key] = stored.read(key, piece, mine).view_as(piece.value).to(piece.value.device, copy=True)
         else:
-            # torch's own rule: a fused or capturable update wants its count beside the weights, others on the host.
+            # torch's own rule: fused and capturable optimizers keep the count on the device, others on the host.
             group = next(g for g in optimizer.param_groups if any(p is piece.value for p in g["params"]))
             on_device = key != "step" or group.get("fused") or group.get("capturable")
             state[key] = file.get_tensor(name)[0, 0].to(piece.value.device if on_device else "cpu", copy=True)
@@ -365,7 +378,7 @@ def _load_state(run: Run, stored: _Stored, piece: Piece, mine: Runs) -> None:
 
 
 def _check_model(manifest: Mapping[str, Any], run: Run, folder: Path) -> None:
-    """Refuse the weights of another model, as the user's own code may have changed."""
+    """Refuse the weights of another model: the user's own code may have changed."""
     saved, now = manifest["shapes"], _shapes(run)
     differs = [
         f"{name} {saved.get(name, 'missing')}, here {now.get(name, 'missing')}"
@@ -378,7 +391,7 @@ def _check_model(manifest: Mapping[str, Any], run: Run, folder: Path) -> None:
 
 
 def _check_files(manifest: Mapping[str, Any], run: Run, folder: Path) -> None:
-    """Refuse damaged files. Each rank reads some of them, and all hear of the result."""
+    """Refuse damaged files. Each rank reads some of them, and all ranks raise the same error."""
     bad = []
     for part in manifest["parts"][run.place.rank :: run.place.world_size]:
         path = folder / part["file"]
@@ -395,7 +408,7 @@ def _check_files(manifest: Mapping[str, Any], run: Run, folder: Path) -> None:
 
 
 def _damaged(path: Path) -> str:
-    """Say which file is at fault, and what would go on without it."""
+    """Return a message that names the damaged file and says from where the run can go on."""
     step = path.parent
     known = list_checkpoints(step.parent)
     older = known[: known.index(step)] if step in known else []

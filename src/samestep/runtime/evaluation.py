@@ -20,10 +20,10 @@ from samestep.runtime.microbatches import StepBatch
 
 
 def evaluate(assembly: Assembly, batch: StepBatch) -> tuple[float, float]:
-    """Return the sum of the loss over a batch and its count, without gradients.
+    """Return the sum of the loss over a batch, and the tokens or samples it counts, without gradients.
 
-    Collective over the world: every rank calls it with the same batch. If one does not, the others wait for it, at the
-    latest in the all_reduce of the sums.
+    Collective over the world: every rank calls it with the same batch. If one does not, the others wait, at the latest
+    in the all_reduce of the sums, until the time limit.
     """
     parallel = assembly.parallel
     mesh, dp = parallel.mesh, parallel.program.step.layout.dp
@@ -46,10 +46,10 @@ def evaluate(assembly: Assembly, batch: StepBatch) -> tuple[float, float]:
 
 
 def outputs_of(assembly: Assembly, samples: Any) -> Any:
-    """Run the model forward on samples that every rank holds alike; return its outputs, in a pipeline its logits.
+    """Run the model forward on samples that every rank holds; return its outputs, or in a pipeline its logits.
 
-    Collective over the world: every rank calls it and is given the outputs. If one does not, the ranks with which it
-    shares layers or cut weights wait for it.
+    Collective over the world: every rank calls it and is given the outputs. If one does not, the ranks that share
+    layers or sharded weights with it wait until the time limit.
     """
     parallel = assembly.parallel
     with _forward_only(assembly):
@@ -66,7 +66,7 @@ def as_number(value: Tensor | int | float, like: Tensor) -> Tensor:
 
 
 def _forward(assembly: Assembly, samples: Any) -> Any:
-    """Run samples forward through all stages; return the outputs on ranks of the last one, and None on others."""
+    """Run samples forward through all stages; return the outputs on ranks of the last stage, and None on the others."""
     stage, outputs = assembly.parallel.stage, None
     for chunk in range(stage.num_chunks):
         outputs = stage.forward(0, chunk, lambda model: call_model(model, samples))
@@ -76,7 +76,7 @@ def _forward(assembly: Assembly, samples: Any) -> Any:
 
 @contextmanager
 def _forward_only(assembly: Assembly) -> Iterator[None]:
-    """Let the model evaluate inside, without gradients."""
+    """Put the model into evaluation mode inside, without gradients, and restore its modes afterwards."""
     module = assembly.model.module
     modes = {part: part.training for part in module.modules()}
     module.eval()

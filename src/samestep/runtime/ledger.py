@@ -1,8 +1,8 @@
-"""The ledger's other side: what torch really sent, and to whom it belongs.
+"""The recorded side of the ledger: the collectives that torch really issued, and the op that each belongs to.
 
-A dispatch mode sees every c10d collective with its tensors and its group. Whose it is stands around it: our own driven
-collectives are issued inside `owned(name)`, those of FSDP2 inside its profiler labels `FSDP::all_gather (layers.0)`. A
-trace shows both, and so the same names as the program.
+A dispatch mode sees every c10d collective with its tensors and its group. Its owner is known from the context: our own
+driven collectives are issued inside `owned(name)`, those of FSDP2 inside its profiler labels `FSDP::all_gather
+(layers.0)`. A trace shows both, and so the same names as the program.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _KINDS = {
     "recv_": "recv",
 }
 OWN_GROUPS = ("cp",)
-"""Axes with a group of their own, whose description is the axis: other axes over the same ranks share one."""
+"""Axes with a process group of their own, described by the axis' name; other axes over the same ranks share one."""
 _FSDP_LABEL = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((?P<owner>.*)\))?$")
 
 
 class _Owners(threading.local):
-    """Whose what this thread issues is, the innermost last."""
+    """Owners of the collectives this thread issues, innermost last."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -45,9 +45,10 @@ _owners = _Owners()
 
 
 class owned:  # noqa: N801 (a context manager, named as what one calls)
-    """Label what is issued inside as belonging to `name`, in a profile and in the ledger.
+    """Label the collectives issued inside as belonging to the op `name`, in a profile and in the ledger.
 
-    Not by `torch.profiler.record_function`, which takes twenty times as long: it is an operation, which is dispatched.
+    Uses torch's fast record function: `torch.profiler.record_function` takes twenty times as long, because it is
+    dispatched as an operation.
     """
 
     __slots__ = ("_label", "_name")
@@ -65,9 +66,9 @@ class owned:  # noqa: N801 (a context manager, named as what one calls)
 
 
 class Ledger(TorchDispatchMode):
-    """Lists the collectives issued while it is active: `rows[group]` in order of issue.
+    """Records the collectives issued while it is active: `rows[group]` in order of issue.
 
-    `group_of` names a process group; ops other than the kinds a program knows are listed by their torch name.
+    `group_of` names a process group; collectives of kinds that no program has are listed by their torch name.
     """
 
     def __init__(self, group_of: Callable[[dist.ProcessGroup], str] | None = None) -> None:
@@ -81,23 +82,23 @@ class Ledger(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace == "profiler":
-            self._note_label(func, args)
+            self._record_label(func, args)
         elif func.namespace == "c10d":
-            self._note_collective(func, args)
+            self._record_collective(func, args)
         return result
 
-    def _note_label(self, func: Any, args: tuple[Any, ...]) -> None:
+    def _record_label(self, func: Any, args: tuple[Any, ...]) -> None:
         if "_enter" in func._schema.name:
             match = _FSDP_LABEL.match(str(args[0]))
             self._labels.append((match["owner"] or "") if match else None)
         elif self._labels:
             self._labels.pop()
 
-    def _note_collective(self, func: Any, args: tuple[Any, ...]) -> None:
+    def _record_collective(self, func: Any, args: tuple[Any, ...]) -> None:
         name = func._schema.name.split("::")[1]
         tensors = [t for arg in args for t in (arg if isinstance(arg, (list, tuple)) else [arg]) if torch.is_tensor(t)]
         group = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg))
-        # Of an all_to_all what is sent, the second of the two: over a group that adds up to what is received.
+        # An all_to_all is sized by its second tensor, what is sent: over a group that sums to what is received.
         sized = tensors[1:] if name == "alltoall_base_" else tensors
         largest = max(sized, key=lambda tensor: tensor.numel() * tensor.element_size())
         labels = [*(label for label in self._labels if label is not None), *_owners.names]
@@ -112,7 +113,7 @@ class Ledger(TorchDispatchMode):
 
 
 def _name_of(group: dist.ProcessGroup) -> str:
-    """Name a group as the mesh does."""
+    """Return the name of a group in the form that `Mesh.group_of` uses."""
     ranks = ",".join(map(str, sorted(dist.get_process_group_ranks(group))))
     return f"{ranks} {group.group_desc}" if group.group_desc in OWN_GROUPS else ranks
 

@@ -15,7 +15,7 @@ from samestep.runtime.step_observer import Indices
 
 
 class StepBatch(Protocol):
-    """The global batch of one step, as `datasets.Batch` holds it: every rank reads only its own part."""
+    """The global batch of one step, as `datasets.Batch` implements it: every rank reads only its own part."""
 
     @property
     def step(self) -> int:
@@ -23,7 +23,7 @@ class StepBatch(Protocol):
         ...
 
     def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[Indices]:
-        """Sample indices of each micro-batch of a rank; one may be empty."""
+        """Return the sample indices of each micro-batch of a rank; a micro-batch may be empty."""
         ...
 
     def samples(self, indices: Sequence[int] | Indices) -> Any:
@@ -34,7 +34,7 @@ class StepBatch(Protocol):
 def read(assembly: Assembly, batch: StepBatch, indices: Indices) -> tuple[Any, float]:
     """Read a micro-batch onto the device; return its samples and the weight of its loss.
 
-    An empty one runs a sample of another rank with weight 0, so that all ranks send alike.
+    An empty micro-batch runs a sample of another rank with weight 0, so that all ranks issue the same collectives.
     """
     samples = batch.samples(_never_empty(batch, indices))
     device = assembly.parallel.mesh.device
@@ -47,7 +47,7 @@ def _never_empty(batch: StepBatch, indices: Indices) -> Indices:
 
 
 class Microbatches:
-    """The micro-batches of a rank in one step, each read once, when it is first asked for."""
+    """The micro-batches of a rank in one step, each read once, at its first use."""
 
     def __init__(self, assembly: Assembly, batch: StepBatch) -> None:
         self.batch = batch
@@ -72,11 +72,11 @@ class Microbatches:
         return self._held[microbatch]
 
     def forget(self, microbatch: int) -> None:
-        """Let go of samples, after their last use."""
+        """Discard the samples of a micro-batch, after their last use."""
         del self._held[microbatch]
 
     def shapes_of(self, microbatch: int) -> tuple[torch.Size, ...]:
-        """Return the shapes of a micro-batch's samples."""
+        """Return the shapes of the tensors in a micro-batch."""
         if microbatch not in self._shapes:
             samples, _ = self.samples(microbatch)
             self._shapes[microbatch] = tuple(leaf.shape for leaf in tree_leaves(samples) if isinstance(leaf, Tensor))

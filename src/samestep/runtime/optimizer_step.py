@@ -1,9 +1,9 @@
-"""The optimizer's side of a step: the pieces a rank updates, the optimizer over them, and when a step is skipped.
+"""The optimizer's part of a step: the pieces a rank updates, the optimizer over them, loss scaling and clipping.
 
-However a layout cuts the weights, what is left for a rank to update is a list of `Piece`: a run of one parameter's
-elements as a plain tensor in master precision. Optimizers that treat every element by itself (SGD, Adam, ...) give
-the one-device update on any pieces. Whether one does is tried out on small tensors, whole on one rank and cut over two;
-one that does not (Muon, Adafactor) is refused where weights are cut, and works where they are whole.
+However a layout cuts the weights, a rank updates a list of `Piece`s: runs of one parameter's elements as plain tensors
+in master precision. Optimizers that treat every element by itself (SGD, Adam, ...) give the one-device update on any
+pieces. Whether one does is tried on small tensors, whole on one rank and cut over two; one that does not (Muon,
+Adafactor) is refused where weights are cut, and works where they are whole.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from samestep.models.spec import ModelSpec, ParamSpec
 
 _ROW = 4096
 LARGEST_SUM = torch.finfo(torch.float16).max / 2
-"""Under a loss scale no sum of gradients may be larger: parts of it, of which some cancel, then fit float16 as well."""
+"""The largest sum of gradients under a loss scale: partial sums, some of which cancel, then fit float16 as well."""
 
 OptimizerSource = Callable[[list[tuple[str, Tensor]]], Optimizer]
-"""Builds an optimizer over named tensors: the weights on one device, pieces of them in a layout."""
+"""Builds an optimizer over named tensors: whole weights on one device, pieces of them in a layout."""
 
 
 @dataclass(slots=True)
@@ -40,17 +40,19 @@ class Piece:
     stop: int
     """Elements [start, stop) of the flattened whole parameter."""
     value: Tensor
-    """Master values: what the optimizer updates. Stands on the host under offload."""
+    """Master values, which the optimizer updates; on the host under offload."""
     gradient: Callable[[], Tensor]
-    """Returns the summed gradient of these elements once the step's reductions are done."""
+    """Returns the summed gradient of these elements, once the step's reductions are done."""
     target: Tensor | None = None
-    """Where the updated values go (another dtype, or the device); None where `value` is itself in use."""
+    """Tensor that receives the updated values, in another dtype or on the device; None where `value` itself is in use.
+
+    """
 
 
 def optimizer_source(
     optimizer: Callable[[list[Tensor]], Optimizer] | Optimizer, names: Mapping[int, str] | None = None
 ) -> OptimizerSource:
-    """Turn what a user gives into a source: a function of parameters, or an instance that has not stepped.
+    """Return a function that builds the optimizer, from such a function or from an instance that has not stepped.
 
     `names` maps the id of each parameter of the user's own model instance to its full name.
 
@@ -59,7 +61,7 @@ def optimizer_source(
     """
     if not isinstance(optimizer, Optimizer):
         return lambda named: optimizer([tensor for _, tensor in named])
-    # Adagrad has states from the start, of step 0.
+    # Adagrad has state from the start, with step 0.
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ModelError("the optimizer has stepped already: give one that has not, or a function of the parameters")
     groups: list[tuple[set[str], dict[str, Any]]] = []
@@ -92,11 +94,12 @@ def optimizer_source(
 
 
 def check_optimizer(source: OptimizerSource, model: ModelSpec, layout: Layout) -> None:
-    """Refuse an optimizer that looks at whole weights where the layout cuts them, or at all where it spreads them.
+    """Refuse an optimizer whose update of cut weights, or of a part of all weights, differs from its update of the
+    whole.
 
     Raises:
-        LayoutError: says which layout word works.
-        ModelError: it cannot be used in any layout.
+        LayoutError: the layout cuts or distributes weights in such a way; the text says which layout word works.
+        ModelError: the optimizer cannot be used in any layout.
     """
     params = [param for param in model.params if param.trainable]
     for word, cuts in _cuts_of(layout) if params else ():
@@ -110,7 +113,7 @@ def check_optimizer(source: OptimizerSource, model: ModelSpec, layout: Layout) -
 
 
 def _refusal(source: OptimizerSource, params: Sequence[ParamSpec], cut: _Cut) -> str | None:
-    """Try out whether two ranks with parts of the weights make the update of one that has all; say why not."""
+    """Return why two ranks with parts of the weights would not make the update of one that has all; None if they do."""
     optimizer, whole = _grouped(source, [(param.name, _probe(param)) for param in params])
     _check_step(optimizer)
     kind = type(optimizer).__name__
@@ -123,7 +126,7 @@ def _refusal(source: OptimizerSource, params: Sequence[ParamSpec], cut: _Cut) ->
         for name, options in mine.items():
             if options != whole[name]:
                 return f"the optimizer has other options for {name} when it is given parts of the weights"
-    # One weight stands for all whose options are alike; learning rate and decay are mere numbers.
+    # One weight represents all whose options are alike; learning rate and decay are mere numbers.
     numbers = ("lr", "initial_lr", "weight_decay")
     alike = {repr([(k, v) for k, v in options.items() if k not in numbers]): name for name, options in whole.items()}
     if all(_is_cut_alike(source, param, cut) for param in params if param.name in alike.values()):
@@ -132,11 +135,11 @@ def _refusal(source: OptimizerSource, params: Sequence[ParamSpec], cut: _Cut) ->
 
 
 _TRIED = (ValueError, TypeError, RuntimeError, AssertionError, IndexError)
-"""What an optimizer may raise that is given something else than it was made for."""
+"""Exceptions by which an optimizer may refuse tensors it was not made for."""
 
 
 def _grouped(source: OptimizerSource, named: list[tuple[str, Tensor]]) -> tuple[Optimizer, dict[str, dict[str, Any]]]:
-    """Build the optimizer, and return the options of each parameter that it was willing to take."""
+    """Build the optimizer; return it with the options of each parameter that it accepted."""
     params = [(name, nn.Parameter(value)) for name, value in named]
     optimizer = source([(name, param) for name, param in params])
     options = {
@@ -148,17 +151,17 @@ def _grouped(source: OptimizerSource, named: list[tuple[str, Tensor]]) -> tuple[
 
 
 def _probe(param: ParamSpec) -> Tensor:
-    """Return a small tensor of as many dimensions as a weight has."""
+    """Return a small tensor with as many dimensions as the weight, for trying an optimizer."""
     sizes = {0: (), 1: (24,), 2: (4, 6)}.get(len(param.shape), (4, 3, 2, *(1 for _ in param.shape[3:])))
     return torch.linspace(-1.0, 1.0, math.prod(sizes), dtype=torch.float64).reshape(sizes)
 
 
 _Cut = Callable[[Tensor, int], Tensor]
-"""Returns what one of two ranks has of a weight."""
+"""Returns the part of a weight that one of two ranks holds."""
 
 
 def _cuts_of(layout: Layout) -> Iterator[tuple[str, tuple[_Cut, ...]]]:
-    """Yield each word of the layout that leaves a rank less than all weights, and how it does."""
+    """Yield each word of the layout that leaves a rank less than all weights, with the ways in which it cuts them."""
     if layout.num_shards > 1:
         yield f"zero={layout.zero}", (_run if layout.zero == 1 else _rows,)
     for axis, degree in layout.weight_axes.items():
@@ -179,17 +182,17 @@ def _columns(whole: Tensor, rank: int) -> Tensor:
 
 
 def _run(whole: Tensor, rank: int) -> Tensor:
-    """A run of elements, as a vector; of a single element the first rank has all."""
+    """Return a run of elements, flattened; a single element belongs to the first rank."""
     return whole.reshape(-1).tensor_split([max(1, whole.numel() * 2 // 3)])[rank]
 
 
 def _some(whole: Tensor, rank: int) -> Tensor:
-    """Weights are whole, but every other one is another rank's."""
+    """Return the whole weight: every other weight belongs to the other rank."""
     return whole
 
 
 def _is_cut_alike(source: OptimizerSource, param: ParamSpec, cut: _Cut) -> bool:
-    """Update two weights whole, and their parts on two ranks, by equal gradients."""
+    """Return whether an optimizer updates two weights to the same values whole and as parts on two ranks."""
     whole = [_probe(param), -2 * _probe(param)]
     numbers = torch.arange(float(whole[0].numel()), dtype=torch.float64)
     # Rows differ in size, so that a rule which looks at a whole matrix cannot agree by chance; so do steps, so that one
@@ -216,7 +219,7 @@ def _is_cut_alike(source: OptimizerSource, param: ParamSpec, cut: _Cut) -> bool:
 def _stepped(
     source: OptimizerSource, name: str, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
 ) -> list[Tensor]:
-    """Take a step with each list of gradients; return the weights after them."""
+    """Take a step with each list of gradients; return the weights after the last one."""
     tensors = [nn.Parameter(value.clone()) for value in values]
     held = [index for index, tensor in enumerate(tensors) if tensor.numel()]
     if not held:
@@ -230,10 +233,10 @@ def _stepped(
 
 
 def _check_step(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that wants to run the model itself.
+    """Refuse an optimizer whose `step` needs a closure, since it would run the model itself.
 
     Raises:
-        ModelError: its `step` needs a closure.
+        ModelError: its `step` has an argument without a default.
     """
     needed = [
         name
@@ -250,7 +253,9 @@ def _check_step(optimizer: Optimizer) -> None:
 
 @dataclass(slots=True)
 class LossScale:
-    """Dynamic loss scaling for fp16: halved at an overflow, doubled after a while without one. Without arguments, 1."""
+    """Dynamic loss scaling for fp16: halved at an overflow, doubled after `growth_steps` without one; constant 1 by
+    default.
+    """
 
     scale: float = 1.0
     growth_steps: float = math.inf
@@ -258,11 +263,11 @@ class LossScale:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether the scale may change; 1 for ever in other precisions than fp16."""
+        """Whether the scale may change; it stays 1 in other precisions than fp16."""
         return self.growth_steps < math.inf
 
     def after(self, *, overflowed: bool) -> None:
-        """Adapt to a step. Every rank sees the same `overflowed`, so every rank holds the same scale."""
+        """Adapt the scale after a step. Every rank passes the same `overflowed`, so every rank holds the same scale."""
         if overflowed:
             self.scale, self.steps_since = max(self.scale / 2, min(self.scale, 1.0)), 0
             return
@@ -277,13 +282,17 @@ class Updater:
 
     pieces: list[Piece]
     optimizer: Optimizer | None
-    """None where the rank has no piece: the last of more ranks than rows."""
+    """None on a rank without pieces, as the last ones of more ranks than rows."""
     loss_scale: LossScale
     first_lr: list[float] = field(default_factory=list)
 
     @classmethod
     def over(cls, pieces: list[Piece], source: OptimizerSource, numerics: NumericsTable) -> Updater:
-        """Build the optimizer over `pieces`."""
+        """Build the optimizer over `pieces`.
+
+        Raises:
+            ModelError: the optimizer's `step` needs a closure.
+        """
         for piece in pieces:
             piece.value.requires_grad_(True)
         optimizer = source([(piece.name, piece.value) for piece in pieces]) if pieces else None
@@ -295,7 +304,7 @@ class Updater:
         return cls(pieces, optimizer, scale, first_lr)
 
     def set_lr(self, factor: float) -> None:
-        """Set each group's learning rate to `factor` times the one it was built with."""
+        """Set each group's learning rate to `factor` times its initial one."""
         if self.optimizer is not None:
             for group, first in zip(self.optimizer.param_groups, self.first_lr, strict=True):
                 group["lr"] = first * factor
@@ -313,15 +322,16 @@ class Updater:
             if piece.value.grad is not gradient:
                 piece.value.grad = gradient.to(piece.value.device).view_as(piece.value)
         self.optimizer.step()
-        for value in lent:  # whose gradients would live on, beside those of the next step
+        for value in lent:  # a gradient that was lent would stay allocated beside that of the next step
             value.grad = None
 
     @torch.no_grad()
     def overflow(self, device: torch.device) -> Tensor:
-        """Return infinity if a summed gradient of this rank, under the loss scale, is too large for float16; else 0.
+        """Return infinity if a summed gradient of this rank, under the loss scale, is too large for float16; else 0
+        (float64 []).
 
-        Whether float16 overflows on the way depends on how many samples a micro-batch adds up; their sum over the
-        whole step does not. So a step is skipped for the sum, and layouts decide alike.
+        Whether float16 overflows on the way depends on how many samples a micro-batch adds up; their sum over the whole
+        step does not. So the sum alone decides whether a step is skipped, and all layouts decide alike.
         """
         none = torch.zeros((), dtype=torch.float64, device=device)
         if self.loss_scale.scale <= 1.0:
@@ -334,14 +344,14 @@ class Updater:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Write updated values to where the forward reads them."""
+        """Copy updated values to the tensors that the forward reads."""
         for piece in self.pieces:
             if piece.target is not None:
                 piece.target.copy_(piece.value.view_as(piece.target))
 
 
 def clip_factor(norm: float, limit: float | None) -> float:
-    """Return what gradients are multiplied by so that their global norm is at most `limit` (torch's own rule)."""
+    """Return the factor on the gradients that limits their global norm to `limit` (torch's own rule)."""
     if limit is None or not math.isfinite(norm):
         return 1.0
     return min(1.0, limit / (norm + 1e-6))
@@ -350,8 +360,8 @@ def clip_factor(norm: float, limit: float | None) -> float:
 def squared_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
     """Return the sum of squares over all elements of `tensors`, in float64.
 
-    On a CPU torch adds up a norm one element after the other: in float32 a bucket's is off by 1e-4, and by how much
-    depends on the layout. So rows of a few thousand elements are added first.
+    On a CPU torch adds up a norm one element after the other: in float32 the norm of a bucket is off by 1e-4, by an
+    amount that depends on the layout. So rows of a few thousand elements are summed first.
     """
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)

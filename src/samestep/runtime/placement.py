@@ -1,7 +1,7 @@
-"""Where a rank's part of a cut weight stands in the whole one.
+"""The part of a whole weight that a rank holds, as intervals and as runs of elements.
 
-A cut goes along one dimension, and leaves a rank some intervals of it: one, or one of each of the weights that lie side
-by side in a fused one. In the flattened whole weight that makes runs of elements:
+A cut divides one dimension, and leaves a rank some intervals of it: one, or one of each component of a fused weight. In
+the flattened whole weight these are runs of elements:
 
     [4, 6] cut along dim 1 into (0:2, 3:5)        runs 0:2 3:5 | 6:8 9:11 | 12:14 15:17 | 18:20 21:23
 
@@ -28,21 +28,21 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
-    """The intervals of a whole weight along `dim` that a rank holds, in its order."""
+    """The part of a weight that a rank holds: intervals along the dimension `dim`, in the rank's order."""
 
     shape: tuple[int, ...]
-    """Of the whole weight."""
+    """Shape of the whole weight."""
     dim: int
     intervals: tuple[tuple[int, int], ...]
 
     @property
     def numel(self) -> int:
-        """Number of elements of the part."""
+        """Number of elements in the slice."""
         held = sum(stop - start for start, stop in self.intervals)
         return held * math.prod(self.shape) // self.shape[self.dim] if self.shape and self.shape[self.dim] else 0
 
     def runs(self, start: int, stop: int) -> Runs:
-        """Return the runs of the whole that make up elements [start, stop) of the flattened part."""
+        """Return the runs of the whole weight that make up elements [start, stop) of the flattened slice."""
         if not self.shape:
             return Runs(np.array([start]), np.array([stop - start]))
         inner = math.prod(self.shape[self.dim + 1 :])
@@ -56,14 +56,14 @@ class WeightSlice:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Runs of elements of a flattened whole, in rising order; side by side they make up a flat tensor."""
+    """Runs of elements of a flattened whole tensor, in rising order; concatenated they make up a flat tensor."""
 
     starts: Integers
     lengths: Integers
 
     @property
     def offsets(self) -> Integers:
-        """Where each run begins in the flat tensor."""
+        """Index in the flat tensor at which each run begins, int64 [number of runs]."""
         return np.cumsum(self.lengths) - self.lengths
 
     def part(self, start: int, stop: int) -> Runs:
@@ -76,11 +76,11 @@ class Runs:
         return Runs((self.starts + before)[kept], lengths[kept])
 
     def places(self) -> Tensor:
-        """Return the place in the whole of each element, [numel] int64."""
+        """Return the index in the whole tensor of each element, int64 [numel]."""
         return torch.from_numpy(np.repeat(self.starts - self.offsets, self.lengths) + np.arange(self.lengths.sum()))
 
     def shared(self, other: Runs) -> tuple[Runs, Runs]:
-        """Return where the elements that both have lie in the flat tensor of each."""
+        """Return the elements that both hold, as runs of the flat tensor of each."""
         edges = np.unique(
             np.concatenate([r.starts for r in (self, other)] + [r.starts + r.lengths for r in (self, other)])
         )
@@ -91,7 +91,7 @@ class Runs:
         return Runs(mine[both], lengths[both]), Runs(theirs[both], lengths[both])
 
     def _find(self, places: Integers) -> tuple[Integers, npt.NDArray[np.bool_]]:
-        """Return where places of the whole lie in the flat tensor, and whether they do at all."""
+        """Return the indices in the flat tensor of elements of the whole, and whether the flat tensor holds them."""
         if not len(self.starts):
             return np.zeros_like(places), np.zeros(len(places), dtype=bool)
         run = np.clip(np.searchsorted(self.starts, places, side="right") - 1, 0, None)
@@ -100,7 +100,7 @@ class Runs:
 
 
 def whole(shape: Sequence[int]) -> WeightSlice:
-    """Return the part that is everything."""
+    """Return the slice that is the whole weight."""
     return WeightSlice(tuple(shape), 0, ((0, shape[0]),) if shape else ())
 
 
@@ -113,13 +113,16 @@ def part_index(holding: Holding, mesh: Mesh) -> int:
 
 
 def local_part(whole: Tensor, cut: ParamSpec, holding: Holding, mesh: Mesh) -> Tensor:
-    """Take this rank's part out of a whole weight, which the program leaves it as `cut`."""
+    """Return this rank's part of a whole weight; `cut` is the weight as the program leaves it to this rank."""
     dim = _cut_dim(tuple(whole.shape), cut)
     return whole if dim is None else _taken(whole, dim, cut, holding, mesh)
 
 
 def part_of(spec: ParamSpec, cut: ParamSpec, holding: Holding, mesh: Mesh) -> WeightSlice:
-    """Return what this rank has of `spec`, which the program leaves it as `cut`: numbers are cut as the weight is."""
+    """Return this rank's slice of the whole weight `spec`; `cut` is the weight as the program leaves it to this rank.
+
+    Indices along the cut dimension are cut in the same way as the weight, so that the two cannot disagree.
+    """
     dim = _cut_dim(spec.shape, cut)
     if dim is None:
         return whole(spec.shape)
@@ -136,14 +139,14 @@ def part_of(spec: ParamSpec, cut: ParamSpec, holding: Holding, mesh: Mesh) -> We
 
 
 def _cut_dim(shape: tuple[int, ...], cut: ParamSpec) -> int | None:
-    """Return the dimension along which a rank has a part; None where it has the whole."""
+    """Return the dimension along which a rank holds a part; None where it holds the whole."""
     dims = [dim for dim, (size, mine) in enumerate(zip(shape, cut.shape, strict=True)) if size != mine]
     assert len(dims) <= 1, f"{cut.name} is cut along the dimensions {dims}, and one is known to work"
     return dims[0] if dims else None
 
 
 def _taken(whole: Tensor, dim: int, cut: ParamSpec, holding: Holding, mesh: Mesh) -> Tensor:
-    """Take the part at this rank's index; of weights that lie side by side in a fused one, of each."""
+    """Return the part at this rank's index; of a fused weight, the part of each of its components."""
     assert holding.sharded_over, f"{cut.name} is cut by nobody"
     fused = cut.cut.parts if cut.cut is not None else 1
     index = part_index(holding, mesh)
@@ -151,7 +154,7 @@ def _taken(whole: Tensor, dim: int, cut: ParamSpec, holding: Holding, mesh: Mesh
 
 
 def copy_shared(into: Tensor, mine: Runs, source: Tensor, theirs: Runs) -> int:
-    """Copy what both have from a flat `source` into a flat tensor; return how many elements that are."""
+    """Copy the elements that both hold from a flat `source` into a flat tensor; return their number."""
     here, there = mine.shared(theirs)
     if len(here.starts) < 64:
         for to, at, length in zip(here.starts.tolist(), there.starts.tolist(), here.lengths.tolist(), strict=True):

@@ -5,10 +5,10 @@ run = samestep.parallelize(model, loss, optimizer, layout="dp=2 zero=3", job=job
 for batch in samestep.batches(dataset, job):
     report = run.step(batch)
 ```
-A loss is a sum over samples or tokens and a count. Backward runs on the sum, divided by a power of two near the
-count, which costs no bit; the true count is known to all ranks only after the last micro-batch, in the one all_reduce
-that also carries the loss, the gradient norm and the stop flag, and divides the gradients then. So nothing is ever a
-mean of means, and a user's loss need not know its count before its forward.
+A loss is a sum over samples or tokens, and their count. Backward runs on the sum, divided by a power of two near the
+count, which loses no bit. All ranks learn the true count after the last micro-batch, in the one all_reduce that also
+carries the loss, the gradient norm and the stop flag; the gradients are divided by it then. So nothing is ever a mean
+of means, and a user's loss need not know its count before its forward.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _NO_SAMPLES: Indices = np.empty(0, dtype=np.int64)
 
 
 class Run:
-    """A model in a layout, ready to take steps. Every rank makes one and calls it alike."""
+    """A model in a layout, ready to take steps. Every rank makes one, and all call its methods in the same order."""
 
     def __init__(
         self, source: Source, layout: Layout, job: Job, place: RankInfo, observer: StepObserver = _NOBODY
@@ -70,47 +70,53 @@ class Run:
 
     @property
     def assembly(self) -> Assembly:
-        """The prepared model, mesh, program and optimizer; raises before `prepare`."""
+        """The prepared model, mesh, program and optimizer.
+
+        Raises:
+            LayoutError: the run is not prepared yet.
+        """
         if self._assembly is None:
             raise LayoutError("the run is not prepared yet: call run.prepare(sample), or take a step")
         return self._assembly
 
     @property
     def program(self) -> Program:
-        """The step as data."""
+        """The program of this rank's pipeline stage: the operations of one step."""
         return self.assembly.parallel.program
 
     @property
     def model(self) -> nn.Module:
-        """This rank's module, as the layout has cut it."""
+        """This rank's module, after the layout has cut its weights."""
         return self.assembly.model.module
 
     @property
     def updater(self) -> Updater:
-        """The optimizer over this rank's pieces."""
+        """The optimizer over the weights that this rank updates."""
         return self.assembly.weights.updater
 
     def prepare(self, example: Any) -> None:
-        """Build the model in its layout, if that has not been done. `example` holds samples, as a batch reads them.
+        """Build the model in its layout, unless that is done; `example` is a batch of samples, as `batch.samples`
+        returns it.
 
-        Collective over the world: if a rank does not call it, the others wait for its process groups.
+        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
         """
         if self._assembly is None:
             self._assembly = assemble(self._source, self.layout, self.job, self.place, example)
 
     def adopt(self, assembly: Assembly) -> None:
-        """Go on with an assembly that was made from this run's, as one with another optimizer."""
+        """Continue with an assembly derived from this run's own, for example one with another optimizer."""
         self._assembly = assembly
 
     def step(self, batch: StepBatch) -> StepReport:
         """Take one optimizer step on the global batch.
 
-        Collective over the world: every rank calls it with the same batch. If one does not, the others wait for it in
-        the step's first collective.
+        Collective over the world: every rank calls it with the same batch. If one does not, the others wait in the
+        step's first collective until the time limit.
 
         Raises:
-            NonFiniteError: loss or gradients are not finite, and the job says stop.
-            DriftError: ranks that must agree do not, as every `train.watch_every` steps are looked at.
+            DataError: every label of the batch is masked, so the step counts no token.
+            NonFiniteError: loss or gradients are not finite, and `numerics.on_nonfinite` is "stop".
+            DriftError: ranks that must hold equal values differ; compared every `train.watch_every` steps.
         """
         self._prepare_from(batch)
         every = self.job.train.watch_every
@@ -119,17 +125,18 @@ class Run:
         return self._step(batch)
 
     def evaluate(self, batch: StepBatch) -> tuple[float, float]:
-        """Return the sum of the loss over a batch and its count, without gradients.
+        """Return the sum of the loss over a batch, and the tokens or samples it counts, without gradients.
 
-        Collective over the world: every rank calls it with the same batch; if one does not, the others wait for it.
+        Collective over the world: every rank calls it with the same batch; if one does not, the others wait until the
+        time limit.
         """
         self._prepare_from(batch)
         return evaluation.evaluate(self.assembly, batch)
 
     def outputs(self, samples: Any) -> Any:
-        """Run the model forward on samples that every rank holds alike.
+        """Run the model forward on samples that every rank holds, and return its outputs on every rank.
 
-        Collective over the world: every rank calls it and is given the outputs; if one does not, the others may wait.
+        Collective over the world: every rank calls it; if one does not, the others may wait until the time limit.
         """
         self.prepare(samples)
         return evaluation.outputs_of(self.assembly, samples)
@@ -185,9 +192,10 @@ class Run:
         )
 
     def forward_backward(self, batch: StepBatch) -> Tensor:
-        """Carry out the program's forwards and backwards; return this rank's sums (loss, count).
+        """Run the forwards and backwards of the program; return this rank's loss sum and count, float64 [2].
 
-        Collective over the world: every rank calls it with the same batch; if one does not, the others wait for it.
+        Collective over the world: every rank calls it with the same batch; if one does not, the others wait until the
+        time limit.
         """
         parallel, store = self.assembly.parallel, self.assembly.weights.store
         totals = torch.zeros(2, dtype=torch.float64, device=self.place.device)
@@ -212,7 +220,9 @@ class Run:
         return totals / self.layout.tp  # ranks of a tensor cut count the same samples
 
     def _forward(self, task: Task, microbatches: Microbatches, totals: Tensor) -> Tensor | None:
-        """Run a micro-batch forward; return its loss where this rank has the end of the model."""
+        """Run the forward of one chunk on a micro-batch; return its scaled loss on the rank that ends the model, else
+        None.
+        """
         parallel, objective = self.assembly.parallel, self.assembly.objective
         samples, weight = microbatches.samples(task.microbatch)
         if task.chunk == parallel.stage.num_chunks - 1:
@@ -229,7 +239,9 @@ class Run:
 
     @contextmanager
     def _forward_modes(self, microbatches: Microbatches, microbatch: int) -> Iterator[None]:
-        """Surround a training forward: raised islands, and dropout that no layout can change."""
+        """Return the context of a training forward: raised float32 islands, and the dropout mode unless the model has
+        none.
+        """
         parallel, model = self.assembly.parallel, self.assembly.model
         make_mode = self._observer.dropout_mode()
         with precision.raised_islands(parallel.program):
@@ -248,7 +260,7 @@ class Run:
         parallel.stage.backward(task.microbatch, task.chunk, loss)
 
     def _agree(self, totals: Tensor) -> StepScalars:
-        """Sum the step's scalars over the world."""
+        """Sum the loss, the count, the squared gradient norm and the stop flag over all ranks."""
         weights, device = self.assembly.weights, self.place.device
         stop = torch.tensor([float(join.stop_requested())], dtype=torch.float64, device=device)
         norm_squared = weights.store.norm_squared() + weights.updater.overflow(device)
@@ -259,7 +271,7 @@ class Run:
         return StepScalars(*scalars.tolist())
 
     def _update(self, factor: float) -> None:
-        """Multiply the gradients by `factor`, update this rank's pieces, and let the next forward see them."""
+        """Multiply the gradients by `factor`, update this rank's weights, and make them visible to the next forward."""
         weights = self.assembly.weights
         with self._observer.running(self.program.tasks[-1], _NO_SAMPLES):
             weights.updater.step(factor)
@@ -267,11 +279,15 @@ class Run:
             weights.store.publish()
 
     def _diagnose(self, batch: StepBatch) -> str:
-        """Name the first module at fault: the step is run once more."""
+        """Run the step's forwards and backwards once more, and name the first module that makes a non-finite value."""
         return nonfinite.cause_of_nonfinite(self.assembly, lambda: self.forward_backward(batch)[0])
 
     def _skips(self, note: str, loss_is_finite: bool) -> bool:
-        """Decide what a step that is not finite does; every rank decides alike."""
+        """Return whether a step that is not finite is skipped; every rank decides alike.
+
+        Raises:
+            NonFiniteError: `numerics.on_nonfinite` is "stop".
+        """
         policy = self.job.numerics.on_nonfinite
         if loss_is_finite and self.updater.loss_scale.scale > 1.0:
             return True  # an overflow of scaled gradients: the next step runs at half the scale
@@ -290,18 +306,18 @@ def parallelize(
 ) -> Run:
     """Put any model into a layout; `run.step(batch)` then takes one optimizer step of the job.
 
-    Every rank calls it alike: started by `samestep.launch`, torchrun or srun, or alone.
+    Every rank calls it with equal arguments, started by `samestep.launch`, torchrun or srun, or as the only process.
 
     Args:
-        model: a build function, whose weights are first drawn from (seed, name); or an instance, whose values are kept.
+        model: a build function, whose weights start as functions of (seed, name); or an instance, whose values stay.
         loss: (outputs, batch) -> (sum, count).
         optimizer: a function of a list of parameters, or an instance over the model instance that has not stepped.
         layout: one line of text such as "dp=2 zero=3"; empty replicates over all ranks.
-        job: global batch, steps, seed, schedule, numerics and `optimizer.clip_norm`; what the model, the loss, the data
-            and the rest of the optimizer are is said by the arguments above.
+        job: global batch, steps, seed, schedule, numerics and `optimizer.clip_norm`. Its model, data, loss and the rest
+            of its optimizer table are not read: the arguments above replace them.
 
     Raises:
-        InputError: what was given cannot run; the text says what would.
+        InputError: a model, optimizer or layout that cannot run; the text says what would.
     """
     job = job or Job()
     place = join.join(job.run.device, timeout_s=job.run.timeout_s, ranks_per_node=job.run.ranks_per_node)

@@ -1,4 +1,4 @@
-"""What a run tells an observer while it takes a step: the one seam on which a proof or a recorder of spans stands.
+"""The interface of observers of a run's steps: the one seam for proofs and for recorders of spans.
 
 ```
 forward_backward   for each task:  with observer.running(task, samples): ...    forward, backward, weight gradients
@@ -26,14 +26,14 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 """Global indices of samples."""
 
 MakeMode = Callable[[nn.Module, Draw, MaskSlice | None], DropoutMode]
-"""Makes the mode of one forward, as `DropoutMode` itself does."""
+"""A factory of the dropout mode of one forward, with the arguments of `DropoutMode` itself."""
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class StepScalars:
-    """The scalars of a step, summed over all ranks."""
+    """The scalars of one step, each summed over all ranks."""
 
     loss_sum: float
     count: float
@@ -41,19 +41,19 @@ class StepScalars:
     norm_squared: float
     """Squared norm of the gradients as the backward left them: scaled by the loss scale over `nominal_count`."""
     stop: float
-    """Ranks that were asked to stop."""
+    """Number of ranks that were asked to stop."""
 
 
 class StepObserver:
-    """Looks on while a run takes its steps, on every rank by itself. Each method here does nothing."""
+    """Observes the steps of a run, on each rank separately. Every method of this base class does nothing."""
 
     def running(self, task: Task, samples: Indices) -> AbstractContextManager[None]:
         """Return the context in which a task runs; `samples` are those of its micro-batch, none for the update."""
         return _NOTHING
 
     def dropout_mode(self) -> MakeMode | None:
-        """Return what makes the mode of the next training forward; None leaves dropout to the run."""
+        """Return a factory of the dropout mode of the next training forward; None leaves dropout to the run."""
         return None
 
     def agreed(self, scalars: StepScalars) -> None:
-        """Learn the step's scalars, equal on all ranks, before the weights are updated."""
+        """Receive the step's scalars, equal on all ranks, before the weights are updated."""

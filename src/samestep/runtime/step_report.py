@@ -1,4 +1,4 @@
-"""What a step reports, and the memory it is measured by."""
+"""The report of one step, and the measurement of peak memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one step did, the same on every rank but for the seconds and the bytes."""
+    """The result of one step: equal on every rank except for seconds and bytes."""
 
     step: int
     """Steps taken so far, this one included."""
@@ -19,16 +19,16 @@ class StepReport:
     grad_norm: float
     lr: float
     tokens: int
-    """Counted tokens or samples."""
+    """Tokens or samples that the loss counted."""
     step_s: float
     tokens_per_s: float
     memory_bytes: int
-    """Peak of this rank: of its GPU, or the process's resident memory."""
+    """Peak bytes on this rank: allocated on its GPU, or the process's resident memory on a CPU."""
     skipped: bool = False
     stop: bool = False
-    """Some rank was asked to stop."""
+    """Whether some rank was asked to stop."""
     note: str = ""
-    """What went wrong in a step that is not finite."""
+    """Why the step is not finite; empty for a finite step."""
 
 
 def peak_memory_bytes(device: torch.device) -> int:

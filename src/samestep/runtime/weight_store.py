@@ -1,11 +1,11 @@
-"""What holds a rank's weights and gradients during a step: the interface of `data.Replicated` and `shard.Sharded`.
+"""The interface of the stores that hold a rank's weights and gradients: `data.Replicated` and `shard.Sharded`.
 
 ```
 begin_step ─► running(task) of every forward, backward and weight-gradient task ─► finish_gradients
            ─► norm_squared ─► (the optimizer updates `pieces`) ─► publish
 ```
-A method that is collective is called by all ranks alike, since a decision to skip a step is agreed on first. A rank that
-leaves such a call out leaves the other ranks of the group waiting in theirs until `run.timeout_s` ends the run.
+All ranks call a collective method alike, since they agree on skipping a step first. If a rank leaves such a call out,
+the other ranks of the group wait in theirs until `run.timeout_s` ends the run.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from samestep.program.bodies import Task
 from samestep.runtime.optimizer_step import Piece
 
 Materialize = Callable[[str, torch.dtype], Tensor]
-"""Returns the whole parameter of this name, fresh, on the device."""
+"""Returns the part of a parameter that `tp` and `ep` leave this rank, newly allocated on the device."""
 
 
 class WeightStore(Protocol):
-    """The weights and gradients of one rank, as its layout stores them."""
+    """The weights and gradients of one rank, stored as its layout says."""
 
     @property
     def pieces(self) -> list[Piece]:
-        """Runs of weights that this rank updates, in the order of the model's parameters."""
+        """Ranges of weights that this rank updates, in the order of the model's parameters."""
         ...
 
     def begin_step(self) -> None:
-        """Forget the gradients of the step before. Called first in a step, by every rank; sends nothing."""
+        """Discard the gradients of the previous step. Called first in a step, by every rank; sends nothing."""
         ...
 
     def running(self, task: Task) -> AbstractContextManager[None]:
@@ -41,16 +41,16 @@ class WeightStore(Protocol):
 
         Called for each such task, by every rank of the task's pipeline stage. Collective over `dp_shard` and
         `dp_replicate`: inside, weights are gathered and buckets reduced as the program says. If a rank leaves a task
-        out, the ranks with which it shares weights wait for it.
+        out, the ranks with which it shares weights wait until the time limit.
         """
         ...
 
     def finish_gradients(self) -> None:
         """Wait for all reductions of the step, and issue those that follow its last backward.
 
-        Called once a step, after its last task, by every rank. Collective over the axes of the data, over `tp` for
-        weights used on a part of the sequence, and over the stages that share a tied weight. If a rank leaves it out,
-        the ranks of those groups wait for it, and its own gradients are not summed.
+        Called once a step, after its last task, by every rank. Collective over the data axes, over `tp` for weights
+        used on a part of the sequence, and over the stages that share a tied weight. If a rank leaves it out, the ranks
+        of those groups wait until the time limit, and its own gradients are not summed.
         """
         ...
 
@@ -62,14 +62,16 @@ class WeightStore(Protocol):
         ...
 
     def publish(self) -> None:
-        """Let the next forward see the updated pieces.
+        """Make the updated weights visible to the next forward.
 
         Called after every update, by every rank; not after a skipped step. Collective over `dp_shard` with zero=1,
-        where each rank gathers what the others have updated; else it sends nothing. If a rank leaves it out, the others
-        wait for it.
+        where each rank gathers what the others have updated; otherwise it sends nothing. If a rank leaves it out, the
+        others wait until the time limit.
         """
         ...
 
     def end_forward_only(self) -> None:
-        """Free what forwards without a backward left gathered. Called after each such series, by every rank; sends nothing."""
+        """Free the weights that forwards without a backward left gathered. Called by every rank after such forwards;
+        sends nothing.
+        """
         ...

@@ -1,16 +1,16 @@
-"""One backward on the meta device, watched: how much of a sample a layer's backward needs beside what its forward kept.
+"""Working memory of each layer's backward, beside what its forward kept, from one backward on the meta device.
 
-The forward must have run under `forward.ForwardTracer`. A storage of the backward is alive from the operation that makes it to
-the last one that reads it; one that the forward kept is freed behind the last operation of the backward that reads it.
-Alive at once, most in the backward of a block with one hidden layer h = a(W x), y = V h:
+The forward must have run under `forward.ForwardTracer`. A storage of the backward is alive from the operation that
+makes it to the last one that reads it; one that the forward kept is freed after the last operation of the backward
+that reads it. The most is alive in the backward of a block with one hidden layer h = a(W x), y = V h:
 
-    dy                       given                              + y
-    dh = V' dy               dy is still wanted by W's input    + h
-    dg = dh a'(g), with g    h was freed behind V's gradient    + h - h
+    dy                       given                                  + y
+    dh = V' dy               x needs dy too, by the residual sum    + h
+    dg = dh a'(g), with g    h was freed after V's gradient         + h - h
 
-Gradients of weights are left out: their size is that of the weights, however many samples there are. Which storages are
-such gradients is seen on the graph: what flows along an edge that leads to a weight and nowhere else. An operation
-belongs to the region of the forward that made its node: nodes are numbered as they are made.
+Gradients of weights are left out: their size is that of the weights, however many samples there are. The graph shows
+which storages are such gradients: those that flow along an edge that leads to a weight and nowhere else. An operation
+belongs to the region of the forward that made its node: nodes are numbered in the order in which they are made.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from samestep.tracing.forward import ForwardTracer, operands, run_on_meta
 
 
-class Working(NamedTuple):
-    """What a layer's backward has alive at most, beside what its forward kept; elements of all samples traced."""
+class WorkingSet(NamedTuple):
+    """Peak of a layer's backward beside what its forward kept, in elements of all samples traced."""
 
     elements: int = 0
     cut_elements: int = 0
-    """The part of them that a tensor cut divides."""
+    """Elements of these that a tensor cut divides."""
 
 
 class _Operation(NamedTuple):
     node: int
-    """Number of autograd's node that runs it."""
+    """Sequence number of the autograd node that runs the operation."""
     region: str
     read: frozenset[int]
     written: frozenset[int]
@@ -48,23 +48,25 @@ class _Operation(NamedTuple):
 
 @dataclass(slots=True)
 class Backward:
-    """The operations of one backward in their order, and the storages of gradients of weights."""
+    """The operations of one backward in order, and the storages of weight gradients."""
 
     operations: list[_Operation] = field(default_factory=list)
     of_weights: set[int] = field(default_factory=set)
     made: set[int] = field(default_factory=set)
-    """Storages that there were not before."""
+    """Storages that did not exist before."""
 
 
 def watch_backward(module: nn.Module, outputs: Iterable[Tensor], watch: ForwardTracer) -> Backward:
-    """Run the backward of what a watched forward returned; where an operation cannot run on meta, the part before it."""
+    """Run the backward of a traced forward's outputs; return its operations, up to one that cannot run on the meta
+    device.
+    """
     found = Backward()
     roots = [tensor for tensor in outputs if tensor.requires_grad and tensor.is_meta]
     weights = [param for param in module.parameters() if param.requires_grad]
     if not roots or not weights:
         return found
     hooks = [
-        node.register_hook(functools.partial(_note_weights, found, watch, places))
+        node.register_hook(functools.partial(_record_weights, found, watch, places))
         for node, places in _edges_to_weights(roots)
     ]
     before = set(watch.sizes)
@@ -72,7 +74,7 @@ def watch_backward(module: nn.Module, outputs: Iterable[Tensor], watch: ForwardT
         with _BackwardTracer(watch, found):
             given = [torch.empty_like(root) for root in roots]
             torch.autograd.grad(roots, weights, given, allow_unused=True)
-    except Exception:  # an operator that has no meta kernel: of what comes behind it nothing is known
+    except Exception:  # an operator without a meta kernel: nothing is known of the operations after it
         return found
     finally:
         found.made = watch.sizes.keys() - before
@@ -82,7 +84,7 @@ def watch_backward(module: nn.Module, outputs: Iterable[Tensor], watch: ForwardT
 
 
 class _BackwardTracer(TorchDispatchMode):
-    """Notes what each operation of a backward reads and writes."""
+    """Records the storages that each operation of a backward reads and writes."""
 
     def __init__(self, watch: ForwardTracer, found: Backward) -> None:
         super().__init__()
@@ -113,7 +115,9 @@ def _is_weight(node: Node) -> bool:
 
 
 def _edges_to_weights(roots: Iterable[Tensor]) -> Iterator[tuple[Node, list[int]]]:
-    """Yield nodes, and which of their results are gradients of weights, or of another view of all of one."""
+    """Yield nodes with the indices of their results that are gradients of weights, or of another view of a whole
+    weight.
+    """
     seen: set[Node] = set()
     todo = [root.grad_fn for root in roots if root.grad_fn is not None]
     while todo:
@@ -122,7 +126,7 @@ def _edges_to_weights(roots: Iterable[Tensor]) -> Iterator[tuple[Node, list[int]
             seen.add(node)
             todo += [after for after, _ in node.next_functions if after is not None]
     views: dict[Node, int] = {}
-    for node in sorted(seen, key=lambda one: (not _is_weight(one), one._sequence_nr())):  # what follows comes first
+    for node in sorted(seen, key=lambda one: (not _is_weight(one), one._sequence_nr())):  # later nodes come first
         followers = [after for after, _ in node.next_functions if after is not None]
         sizes = [math.prod(part.shape) for part in node._input_metadata]
         if _is_weight(node) or (len(followers) == 1 and sizes == [views.get(followers[0])]):
@@ -133,7 +137,7 @@ def _edges_to_weights(roots: Iterable[Tensor]) -> Iterator[tuple[Node, list[int]
             yield node, places
 
 
-def _note_weights(
+def _record_weights(
     found: Backward, watch: ForwardTracer, places: list[int], results: tuple[Tensor | None, ...], given: Any
 ) -> None:
     for place in places:
@@ -142,15 +146,15 @@ def _note_weights(
             found.of_weights.add(watch.key(result))
 
 
-def working_sets(backward: Backward, layer_of: Mapping[str, int], watch: ForwardTracer) -> dict[int, Working]:
-    """Return by layer what is alive at most in its backward, beside what its forward kept."""
+def working_sets(backward: Backward, layer_of: Mapping[str, int], watch: ForwardTracer) -> dict[int, WorkingSet]:
+    """Return by layer the peak of its backward, beside what its forward kept."""
     kept = {key: layer_of[region] for key, region in (watch.norm_savers | watch.savers).items()}
-    # Gradients are as large as what they are of; where something whole is as large too, they are taken to be whole.
+    # A gradient is as large as the tensor it belongs to; where a whole tensor has that size too, it counts as whole.
     cut_sizes = {watch.sizes[key] for key in watch.cut} - {watch.sizes[key] for key in kept.keys() - watch.cut}
     ending = _ending(backward)
     counted = backward.made - backward.of_weights
     alive: set[int] = set()
-    most: dict[int, Working] = {}
+    most: dict[int, WorkingSet] = {}
     held, freed = [0, 0], {layer: [0, 0] for layer in layer_of.values()}
 
     def add(to: list[int], key: int, sign: int) -> None:
@@ -163,7 +167,7 @@ def working_sets(backward: Backward, layer_of: Mapping[str, int], watch: Forward
             alive.add(key)
             add(held, key, 1)
         elements, cut = held[0] - freed[layer][0], held[1] - freed[layer][1]
-        now = Working(elements, min(max(cut, 0), elements))
+        now = WorkingSet(elements, min(max(cut, 0), elements))
         most[layer] = max(most.get(layer, now), now)
         for key in ending.get(at, ()):
             if key in alive:
@@ -174,7 +178,7 @@ def working_sets(backward: Backward, layer_of: Mapping[str, int], watch: Forward
 
 
 def _ending(backward: Backward) -> dict[int, list[int]]:
-    """Return by operation what is alive no longer behind it: a node holds what it was given and kept until it ends."""
+    """Return by operation the storages freed after it: a node holds its inputs and what it kept until it ends."""
     first, last, node_ends = (dict[int, int]() for _ in range(3))
     for at, one in enumerate(backward.operations):
         node_ends[one.node] = at

@@ -1,4 +1,4 @@
-"""Experts of a model: which modules hold them, what they are called with, and the rows each one is sent."""
+"""Experts of a model: the modules that hold them, the arguments they are called with, and the rows of each dispatch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from samestep.models.spec import ExpertDispatch, LayerSpec, ModelSpec, ParamSpec
 
 
 def experts_of(model: nn.Module) -> ExpertModules:
-    """Find the modules of experts: those of transformers, or those that the model's own `expert_plan` names.
+    """Return the modules of experts: those of transformers, or those that the model's own `expert_plan` names.
 
     Raises:
         ModelError: the model's own `expert_plan` names none, or one that holds something else.
@@ -34,13 +34,14 @@ def experts_of(model: nn.Module) -> ExpertModules:
     for path, part in found.items():
         if not facts.experts_in(part):
             raise ModelError(
-                f"expert_plan: {path} must say `{facts.expert_count}`, and have that many along dimension 0 of each weight"
+                f"expert_plan: {path} must have an attribute `{facts.expert_count}`, and so many experts along dimension 0 "
+                "of each weight"
             )
     return ExpertModules({path: facts.experts_in(part) for path, part in found.items()}, switchable)
 
 
 def _compute(model: nn.Module, experts: ExpertModules, way: str) -> dict[int, tuple[Any, str]]:
-    """Let transformers compute all experts of a model one way; return each configuration with the way it had."""
+    """Set how transformers computes all experts of a model; return each configuration with its earlier value."""
     facts = facts_of(model)
     found = [facts.expert_configuration(model.get_submodule(path)) for path in experts.switchable]
     configs = {id(config): config for config in found}
@@ -50,14 +51,14 @@ def _compute(model: nn.Module, experts: ExpertModules, way: str) -> dict[int, tu
     return before
 
 
-# -- what is exchanged, seen in a forward on the meta device ---------------------------------------
+# -- dispatches, seen in a forward on the meta device ----------------------------------------------
 
 
 @contextmanager
-def watching(model: nn.Module, experts: ExpertModules) -> Iterator[list[ExpertDispatch]]:
-    """Note, in the forward of one sample that runs meanwhile, what each module of experts is given.
+def record_dispatches(model: nn.Module, experts: ExpertModules) -> Iterator[list[ExpertDispatch]]:
+    """Record the dispatches of the modules of experts, in a forward of one sample that runs inside.
 
-    Meanwhile experts are computed by groups, whose shapes do not depend on what is chosen.
+    Inside, experts are computed by grouped products, whose shapes do not depend on the choice.
     """
     seen: list[ExpertDispatch] = []
     facts = facts_of(model)
@@ -81,7 +82,11 @@ def watching(model: nn.Module, experts: ExpertModules) -> Iterator[list[ExpertDi
 
 
 def called_with(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows, the experts chosen for each, and their weights."""
+    """Return rows [N, D], the experts chosen for each row [N, K], and their weights [N, K].
+
+    Raises:
+        ModelError: the module was called with other arguments.
+    """
     given = (*args, *named.values())
     if len(given) != 3 or given[1].shape != given[2].shape:
         raise ModelError("a module of experts is called with rows, the experts chosen for each, and their weights")
@@ -89,9 +94,10 @@ def called_with(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, T
 
 
 def with_experts(spec: ModelSpec, dispatches: list[ExpertDispatch], balanced: nn.Module | None) -> ModelSpec:
-    """Write into a spec which weights are of experts, and what these are given.
+    """Return the spec with its experts' weights marked, and the dispatches of each layer.
 
-    `balanced` is the model, where its configuration may ask for a loss that balances them; other losses are the user's.
+    `balanced` is the model, where its configuration may ask for a loss that balances experts; None where the loss is
+    the user's own.
     """
     sizes = {exchange.owner: exchange.experts for exchange in dispatches}
 

@@ -1,12 +1,13 @@
-"""One forward on the meta device, watched: what each operation reads, writes and costs, and what autograd keeps.
+"""One traced forward on the meta device: what each operation reads, writes and costs, and what autograd keeps.
 
-A storage is known by its address. What happens between the entry of one top-most module with weights and the next is a
-region; a storage is made by one region, and read, returned or kept for the backward by others. FLOPs are torch's own
-count (`torch.utils.flop_counter`): 2 for a multiplication and an addition, attention as if nothing were masked.
+A storage is identified by its address. The operations between the entry of one top-most module with weights and the
+next such entry are a region; one region makes a storage, and others read it, return it or keep it for the backward.
+FLOPs are torch's own count (`torch.utils.flop_counter`): 2 for a multiplication and an addition, attention as if
+nothing were masked.
 
-Attention is taken as the fused kernels do it: they keep queries, keys, values, output, one log-sum-exp a row and the
-mask they are given, but no matrix of scores. Whole numbers keep their values, so that code which looks at the positions
-of tokens takes the branch it would really take; where asked, all values of the sample and the weights do.
+Attention is traced as the fused kernels compute it: they keep queries, keys, values, output, one log-sum-exp a row and
+the given mask, but no matrix of scores. Integers keep their values, so that code which looks at the positions of
+tokens takes the branch it would really take; on request all values of the sample and the weights are kept.
 """
 
 from __future__ import annotations
@@ -30,56 +31,59 @@ from samestep.building.families import facts_of
 from samestep.building.model import call_model
 from samestep.errors import ModelError, SamestepError
 from samestep.models.spec import Cutting, Exchange, Factors, Product, is_below
+from samestep.tracing.attention import AttentionCall
 
 OnUse = Callable[[str, set[str], bool], None]
-"""Told of the module that runs, the modules that own the weights it uses, and whether it does so on what is cut."""
+"""Called with the path of the running module, the modules that own the weights it uses, and whether their input is cut.
+
+"""
 
 ValueOf = Callable[[str], Tensor]
-"""Returns the value of the buffer of this name."""
+"""Returns the value of the buffer or parameter of this name."""
 
 KNOWN_ELEMENTS = 2**20
-"""Whole numbers are followed in tensors of at most so many elements: tokens and positions, not masks of pairs."""
+"""Integers are followed in tensors of at most so many elements: tokens and positions, not masks of pairs."""
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
 class NeedsValuesError(Exception):
-    """Code looked at a value that is not known."""
+    """Code looked at a value that the trace does not have."""
 
 
 class _Values:
-    """Values of whole numbers on the meta device. A storage has a flat twin on the CPU; views are views of it."""
+    """Values of integer tensors on the meta device: each storage has a flat copy on the CPU, shared by its views."""
 
-    def __init__(self, of_everything: bool) -> None:
-        self.of_everything = of_everything
-        """Values of all numbers."""
+    def __init__(self, keeps_all: bool) -> None:
+        self.keeps_all = keeps_all
+        """Whether the values of all tensors are kept, floating ones too."""
         self._twins: dict[int, Tensor] = {}
 
     def follows(self, tensor: Tensor) -> bool:
-        """Whether values of this kind are kept."""
-        return tensor.is_meta and (self.of_everything or _is_whole(tensor))
+        """Return whether values of tensors of this dtype are kept."""
+        return tensor.is_meta and (self.keeps_all or _is_whole(tensor))
 
     def learn(self, tensor: Tensor, value: Tensor) -> None:
-        """Remember the value of a tensor that has a storage of its own."""
+        """Store the value of a tensor that has a storage of its own."""
         size = _storage_elements(tensor)
-        if self.follows(tensor) and (self.of_everything or size <= KNOWN_ELEMENTS):
+        if self.follows(tensor) and (self.keeps_all or size <= KNOWN_ELEMENTS):
             twin = torch.zeros(size, dtype=tensor.dtype)
             twin.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(value)
             self._twins[address(tensor)] = twin
 
     def forget(self, tensor: Tensor) -> None:
-        """Something unknown was written into it."""
+        """Drop the value of a tensor into which something unknown was written."""
         self._twins.pop(address(tensor), None)
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether the value is known."""
+        """Return whether the value is known."""
         if not tensor.is_meta:
             return True
         twin = self._twins.get(address(tensor))
         return twin is not None and twin.dtype == tensor.dtype
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the value; writing into it changes what is known."""
+        """Return the value; writing into it changes the stored value."""
         if not tensor.is_meta:
             return tensor
         return self._twins[address(tensor)].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -92,10 +96,10 @@ class _Values:
     def follow(
         self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any
     ) -> None:
-        """Repeat on the values what an operation has done on the meta device."""
+        """Repeat on the values an operation that ran on the meta device."""
         kept = [tensor for tensor in operands(outcome) if self.follows(tensor)]
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if not kept or (is_random and not self.of_everything):
+        if not kept or (is_random and not self.keeps_all):
             return
         if not all(map(self.knows, given)):
             for tensor in kept if func._schema.is_mutable else ():
@@ -111,12 +115,12 @@ class _Values:
 
 @dataclass(slots=True)
 class Region:
-    """What happened between the entry of a top-most module with weights and the next such entry."""
+    """The operations between the entry of one top-most module with weights and the next such entry."""
 
     flops: int = 0
     products: list[Product] = field(default_factory=list)
     moved: int = 0
-    """Elements that other operations than products read and write."""
+    """Elements that operations other than products read and write."""
     moved_cut: int = 0
     kernels: int = 0
     read: set[int] = field(default_factory=set)
@@ -125,10 +129,10 @@ class Region:
 
 
 class ForwardTracer(TorchDispatchMode):
-    """Notes what every operation reads, writes and costs, by regions. A storage is known by its address."""
+    """Records what every operation reads, writes and costs, by region. A storage is identified by its address."""
 
-    goes_back = True
-    """Whether a backward follows, which lets go of what autograd keeps."""
+    has_backward = True
+    """Whether a backward follows, which frees what autograd keeps."""
 
     def __init__(
         self,
@@ -136,7 +140,7 @@ class ForwardTracer(TorchDispatchMode):
         on_keep: Callable[[str], None],
         on_use: OnUse,
         styles: Mapping[str, str],
-        of_everything: bool = False,
+        keeps_all: bool = False,
     ) -> None:
         super().__init__()
         self._on_keep, self._on_use = on_keep, on_use
@@ -145,41 +149,41 @@ class ForwardTracer(TorchDispatchMode):
         """Storages of which a tensor cut leaves a rank its part."""
         self.regions: dict[str, Region] = {"": Region()}
         self.region = ""
-        """Path of the top-most module with weights that was entered last; nothing before the first."""
+        """Path of the top-most module with weights that was entered last; empty before the first."""
         self.order: list[str] = []
-        """Top-most modules, with or without weights, as they were first entered."""
+        """Top-most modules, with or without weights, in the order of their first entry."""
         self.entries: Counter[str] = Counter()
         self.taking_gradient: set[str] = set()
-        """Modules that were given something that takes a gradient when they were first entered."""
+        """Modules whose input took a gradient when they were first entered."""
         self.newest: dict[str, str] = {}
-        """For each module: the region that was the newest one when the module was entered last."""
+        """For each module, the region that was the newest when the module was entered last."""
         self.entered: dict[str, int] = {}
-        """When each module was first entered, as a count of entries and exits."""
+        """Time of each module's first entry, as a count of entries and exits."""
         self.left: dict[str, int] = {}
-        """When each module was last left."""
+        """Time of each module's last exit."""
         self.stacks: dict[int, set[frozenset[str]]] = {}
-        """For each weight: the modules that were running, each time that it was read."""
+        """For each weight, the sets of modules that were running when it was read."""
         self.innermost = ""
         """Path of the module that was entered last."""
         self.makers: dict[int, str] = {}
         self.readers: dict[int, list[str]] = {}
         self.savers: dict[int, str] = {}
         self.norm_savers: dict[int, str] = {}
-        """What norms keep, which compute in master precision."""
+        """Storages that norms keep, which compute in master precision, with their regions."""
         self.returned: set[int] = set()
         self.sizes: dict[int, int] = {}
-        """Elements of each storage."""
-        self.values = _Values(of_everything)
+        """Number of elements of each storage."""
+        self.values = _Values(keeps_all)
         self.varies = ""
-        """Path of a module whose code may do another thing, or make another shape, for other values."""
+        """Path of a module whose code may act differently, or make another shape, for other values."""
         self.exchanges: list[tuple[str, int, Exchange]] = []
-        """What attentions read and make, with region and storage."""
+        """Inputs and outputs of attentions, with region and storage."""
         self.saves: Counter[int] = Counter()
-        """How often each storage is kept."""
+        """Number of times that each storage is kept."""
         self.pairs: set[int] = set()
         """Storages of masks of pairs of tokens."""
         self.marks: list[tuple[int, str]] = []
-        """Numbers of autograd's nodes from which on they belong to a region."""
+        """Autograd's sequence numbers from which on nodes belong to a region."""
         self._running: list[str] = []
         self._events = 0
         self._depth = 0
@@ -190,7 +194,7 @@ class ForwardTracer(TorchDispatchMode):
         self._norms = {path for path, part in module.named_modules() if facts.is_norm(part)}
         self._frozen = {self.key(param) for param in module.parameters() if not param.requires_grad}
         self._owners: dict[int, set[str]] = {}
-        """For trained weights, and what is made of nothing else: the modules that own them."""
+        """For trained weights, and tensors made of nothing else, the modules that own them."""
         for path, part in module.named_modules():
             for param in part.parameters(recurse=False):
                 if param.requires_grad:
@@ -202,14 +206,14 @@ class ForwardTracer(TorchDispatchMode):
         kwargs = kwargs or {}
         given = operands(*args, *kwargs.values())
         if any(tensor.is_meta for tensor in given) and not all(tensor.is_meta for tensor in given):
-            # A constant that the forward made on the CPU: on meta nothing else may stand beside it.
+            # A constant that the forward made on the CPU; meta tensors cannot be combined with CPU tensors.
             args, kwargs = tree_map_only(Tensor, self.place, (args, kwargs))
             given = operands(*args, *kwargs.values())
         outcome = self._run(func, given, args, kwargs)
         written = [tensor for tensor in operands(outcome) if tensor.is_meta]
         flops = self._flops_of(func, args, kwargs, outcome)
         given = [tensor for tensor in given if tensor.is_meta]
-        self.note(given, written, flops, None if flops is None else self._product(func, args, outcome, flops))
+        self.record(given, written, flops, None if flops is None else self._product(func, args, outcome, flops))
         return outcome
 
     def _is_grouped(self, func: Any) -> bool:
@@ -217,14 +221,14 @@ class ForwardTracer(TorchDispatchMode):
         return func in _GROUPED_PRODUCTS or func._schema.name == self._grouped_fallback
 
     def _flops_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> int | None:
-        """Count the FLOPs of a matrix product or convolution; None for all else."""
+        """Return the FLOPs of a matrix product or convolution; None for other operations."""
         if self._is_grouped(func):
             return int(2 * outcome.numel() * args[0].shape[-1])
         formula = flop_registry.get(func.overloadpacket)
         return None if formula is None else int(formula(*args, **kwargs, out_val=outcome))
 
     def _product(self, func: Any, args: tuple[Any, ...], outcome: Tensor, flops: int) -> Product:
-        """Describe a matrix product or convolution by its three numbers; one of another kind by its FLOPs alone."""
+        """Describe a matrix product or convolution by its three sizes; a product of another kind by its FLOPs alone."""
         packet, count, groups, taps = func.overloadpacket, 1, 1, 1
         left, right = args[1:3] if packet in _ADDING else args[:2]
         key = self.key(right)
@@ -254,7 +258,11 @@ class ForwardTracer(TorchDispatchMode):
         )  # fmt: skip
 
     def _run(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation on the meta device, and on the values where they are known."""
+        """Run an operation on the meta device, and on the values where they are known.
+
+        Raises:
+            NeedsValuesError: its result depends on values that are not known.
+        """
         looks, sizes = torch.Tag.data_dependent_output in func.tags, torch.Tag.dynamic_output_shape in func.tags
         if (looks or sizes) and any(tensor.is_meta for tensor in given):
             if all(map(self.values.knows, given)):
@@ -270,7 +278,11 @@ class ForwardTracer(TorchDispatchMode):
         return outcome
 
     def _pick(self, func: Any, tensor: Tensor, picks: list[Tensor], args: tuple[Any, ...]) -> Tensor:
-        """Make the result of `tensor[mask]`, whose shape only the values of the mask tell."""
+        """Return the result of `tensor[mask]`, whose shape depends on the values of the mask.
+
+        Raises:
+            NeedsValuesError: these values are not known.
+        """
         if not all(map(self.values.knows, picks)):
             raise NeedsValuesError
         self.varies = self.varies or self.innermost
@@ -278,10 +290,12 @@ class ForwardTracer(TorchDispatchMode):
         real = func(zeros, *tree_map_only(Tensor, self.values.of, args))
         return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_META)
 
-    def note(
+    def record(
         self, given: list[Tensor], written: list[Tensor], flops: int | None, product: Product | None = None
     ) -> None:
-        """Book an operation to the region; one whose FLOPs are counted has results worth keeping."""
+        """Add an operation to the current region; `flops` is None unless its results are worth keeping under
+        recompute=selective.
+        """
         region = self.regions[self.region]
         read = {self.key(tensor) for tensor in given}
         for key in read - self._weights - region.read:
@@ -290,9 +304,9 @@ class ForwardTracer(TorchDispatchMode):
         for key in read & self._weights:
             self.stacks.setdefault(key, set()).add(frozenset(self._running))
         keys = {self.key(tensor) for tensor in written}
-        for key in keys - read:  # a view, or what is written in place, was made before
+        for key in keys - read:  # a view, or a tensor written in place, was made earlier
             self.makers.setdefault(key, self.region)
-        self._note_use(read, keys)
+        self._record_use(read, keys)
         is_cut = product.cut in ("columns", "count") if product else bool(read & self.cut)
         if is_cut and not (product and self.styles.get(product.owner) == "gather"):
             self.cut |= keys - read
@@ -308,8 +322,8 @@ class ForwardTracer(TorchDispatchMode):
             region.moved_cut += elements if is_cut else 0
             region.kernels += 1
 
-    def _note_use(self, read: set[int], written: set[int]) -> None:
-        """Tell of trained weights that meet data, and follow what is made of them before they do."""
+    def _record_use(self, read: set[int], written: set[int]) -> None:
+        """Report trained weights that meet data, and follow tensors that are made of weights alone."""
         owners = {path for key in read & self._owners.keys() for path in self._owners[key]}
         if not owners:
             return
@@ -319,7 +333,7 @@ class ForwardTracer(TorchDispatchMode):
             self._on_use(self._running[-1] if self._running else "", owners, bool(read & self.cut))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
-        """Note what an attention reads and makes; one without heads has nothing to exchange."""
+        """Record the inputs and the output of an attention; one without a dimension of heads exchanges nothing."""
         if query.dim() != 4:
             return
         roles = {"query": query, "key": key, "value": value, "output": output}
@@ -335,17 +349,17 @@ class ForwardTracer(TorchDispatchMode):
             self.exchanges.append((self.region, self.key(tensor), exchange))
 
     def save(self, tensor: Tensor) -> Tensor | None:
-        """Book what autograd keeps, unless it is there anyway; without a backward it would keep itself alive."""
+        """Record a tensor that autograd keeps, unless it is a weight; return it only if a backward follows."""
         self._on_keep(self.region)
         key = self.key(tensor)
         if tensor.is_meta and key not in self._weights:
             saved = self.norm_savers if self._running and self._running[-1] in self._norms else self.savers
             saved.setdefault(key, self.region)
             self.saves[key] += 1
-        return tensor if self.goes_back else None
+        return tensor if self.has_backward else None
 
     def place(self, real: Tensor) -> Tensor:
-        """Return a tensor on the meta device for a real one, whose whole numbers stay known."""
+        """Return a meta tensor for a real one, whose integer values stay known."""
         if real.is_meta:
             return real
         tensor = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_META)
@@ -354,7 +368,7 @@ class ForwardTracer(TorchDispatchMode):
         return tensor
 
     def key(self, tensor: Tensor) -> int:
-        """Return the address of a tensor's storage, and keep it, so that no other storage gets it."""
+        """Return the address of a tensor's storage, its index in the trace's tables, and keep the storage alive."""
         found = address(tensor)
         if found not in self._alive:
             self._alive[found] = tensor.untyped_storage()
@@ -363,11 +377,11 @@ class ForwardTracer(TorchDispatchMode):
 
     @property
     def reached(self) -> str:
-        """Say how far the forward has come."""
+        """The module at which the forward is, as text."""
         return f"the forward at {self.innermost}" if self.innermost else "the forward"
 
     def enter(self, path: str, part: nn.Module, outside: bool, given: Any) -> None:
-        """Note that a module's forward starts."""
+        """Record that a module's forward starts."""
         self.innermost = path
         self.entries[path] += 1
         self._running.append(path)
@@ -391,22 +405,22 @@ class ForwardTracer(TorchDispatchMode):
         self._depth += 1
 
     def leave(self, outside: bool) -> None:
-        """Note that a module's forward ends."""
+        """Record that a module's forward ends."""
         self._events += 1
         self.left[self._running.pop()] = self._events
         self._depth -= not outside
 
     @contextmanager
     def knowing(self, module: nn.Module, value_of: ValueOf | None) -> Iterator[None]:
-        """Know buffers of whole numbers, or all weights and buffers, for the length of a forward."""
+        """Make buffers of integers, or all weights and buffers, known while a forward runs inside."""
         known = (*module.named_parameters(), *module.named_buffers())
         for path, tensor in known:
-            is_wanted = self.values.of_everything or (_is_whole(tensor) and tensor.numel() <= KNOWN_ELEMENTS)
+            is_wanted = self.values.keeps_all or (_is_whole(tensor) and tensor.numel() <= KNOWN_ELEMENTS)
             if value_of is not None and is_wanted:
                 with suppress(ModelError):
                     self.values.learn(tensor, value_of(path))
         yield
-        self.values = _Values(of_everything=False)
+        self.values = _Values(keeps_all=False)
 
 
 def watch_forward(
@@ -418,10 +432,10 @@ def watch_forward(
     watch: ForwardTracer,
     value_of: ValueOf | None,
 ) -> Any:
-    """Run the forward under `watch`, on `num_samples` copies of the sample, and return what it returns.
+    """Run the forward under `watch`, on `num_samples` copies of the sample, and return its outputs.
 
     Raises:
-        ModelError: it fails.
+        ModelError: the forward fails.
         NeedsValuesError: it looks at values that `watch` does not know.
     """
     copies = tree_map_only(Tensor, lambda t: torch.cat([t] * num_samples) if t.dim() else t, sample)
@@ -451,7 +465,7 @@ def _given_back(tensor: Tensor | None) -> Tensor:
 
 @contextmanager
 def _hooks(module: nn.Module, containers: tuple[str, ...], watch: ForwardTracer) -> Iterator[None]:
-    """Tell `watch` of every module that is entered and left."""
+    """Report every module that is entered and left to `watch`."""
     with ExitStack() as hooks:
         for path, part in module.named_modules():
             outside = is_outside(path, containers)
@@ -465,12 +479,12 @@ def _hooks(module: nn.Module, containers: tuple[str, ...], watch: ForwardTracer)
 
 
 def is_outside(path: str, containers: tuple[str, ...]) -> bool:
-    """Whether it is the model itself, a container, or has one within."""
+    """Return whether a module is the model itself, a container of blocks, or holds such a container."""
     return not path or any(is_below(container, path) for container in containers)
 
 
 class _Attention(torch.autograd.Function):
-    """What the fused kernels of attention make and keep."""
+    """The tensors that the fused kernels of attention make and keep."""
 
     @staticmethod
     def forward(
@@ -481,7 +495,7 @@ class _Attention(torch.autograd.Function):
         output = query.new_empty((*batch, length, num_heads, value.shape[-1])).transpose(-3, -2)
         output = output if query.dim() > 3 else output.squeeze(-3)
         log_sum_exp = query.new_empty(query.shape[:-1])
-        # A mask of booleans is turned into one of numbers, at every call.
+        # A boolean mask is converted to a floating one, at every call.
         masks = () if mask is None else (query.new_empty(mask.shape) if mask.dtype is torch.bool else mask,)
         ctx.save_for_backward(query, key, value, output, log_sum_exp, *masks)
         products = query.shape[:-1].numel() * key.shape[-2]
@@ -492,7 +506,7 @@ class _Attention(torch.autograd.Function):
             cut="count" if watch.key(query) in watch.cut else "",
         )  # fmt: skip
         given = [query, key, value, *([] if mask is None else [mask])]
-        watch.note(given, [output, log_sum_exp], flops, product)
+        watch.record(given, [output, log_sum_exp], flops, product)
         watch.attend(query, key, value, output, mask)
         watch.pairs |= {watch.key(one) for one in masks}
         return output
@@ -507,31 +521,27 @@ class _Attention(torch.autograd.Function):
 
 @contextmanager
 def _fused_attention(watch: ForwardTracer) -> Iterator[None]:
-    """Let scaled_dot_product_attention on the meta device be a fused kernel; its own choice there is plain products."""
-    held = weakref.ref(watch)  # torch keeps the last one that stood in for an operator
+    """Trace scaled_dot_product_attention as a fused kernel; on the meta device torch itself uses plain products."""
+    held = weakref.ref(watch)  # torch keeps a reference to the last replacement of an operator
 
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **named: Any,
-    ) -> Any:
-        if not torch._C._len_torch_dispatch_stack():  # tried out beside the forward, as for the shape of a dropout mask
+    def attention(*args: Any, **named: Any) -> Tensor:
+        call = AttentionCall(*args, **named)
+        query, key, value, mask = call[:4]
+        if not torch._C._len_torch_dispatch_stack():  # called outside the trace, as for the shape of a dropout mask
             return query.new_empty((*query.shape[:-1], value.shape[-1]))
         watch = held()
         assert watch is not None, "it watches this forward"
-        output = _Attention.apply(watch, query, key, value, attn_mask, is_causal)
-        given = (query, key, value, attn_mask)
-        if watch.values.of_everything and all(tensor is None or watch.values.knows(tensor) for tensor in given):
+        output: Tensor = _Attention.apply(watch, query, key, value, mask, call.is_causal)
+        values = watch.values
+        if values.keeps_all and all(tensor is None or values.knows(tensor) for tensor in call[:4]):
             with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-                real: list[Any] = [tensor if tensor is None else watch.values.of(tensor) for tensor in given]
-                found = nn.functional.scaled_dot_product_attention(
-                    real[0], real[1], real[2], real[3], dropout_p, is_causal, **named
+                known = call._replace(
+                    query=values.of(query),
+                    key=values.of(key),
+                    value=values.of(value),
+                    attn_mask=None if mask is None else values.of(mask),
                 )
-                watch.values.learn(output, found)
+                values.learn(output, known.run(nn.functional.scaled_dot_product_attention))
         return output
 
     with torch.library._scoped_library("aten", "IMPL") as library:
@@ -540,7 +550,7 @@ def _fused_attention(watch: ForwardTracer) -> Iterator[None]:
 
 
 _PICKING = (torch.ops.aten.index, torch.ops.aten.masked_select)
-"""`tensor[picks]`: of whole numbers the result has a shape that is known without them, of a mask it has not."""
+"""`tensor[picks]`: with integer picks the shape of the result is known without values, with a mask it is not."""
 
 _GROUPED_PRODUCTS = (torch.ops.aten._grouped_mm.default,)
 """Products of rows with the matrix of their group (expert): torch does not count them, and on meta takes only bf16."""
@@ -549,30 +559,34 @@ _GROUPED_PRODUCTS = (torch.ops.aten._grouped_mm.default,)
 _PLAIN = (torch.ops.aten.mm, torch.ops.aten.addmm)
 _BATCHED = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 _ADDING = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
-"""Products whose first operand is what they are added to."""
+"""Products whose first operand is the tensor they are added to."""
 _BY_COLUMNS = ("column", "qkv", "gather", "vocab")
 
 
 def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on tensors of the meta device."""
+    """Run an operation on tensors of the meta device.
+
+    Raises:
+        NotImplementedError: a grouped product of other shapes than forward and backward of experts have.
+    """
     if func not in _GROUPED_PRODUCTS:
         return func(*args, **kwargs)
     left, right, ends = *args[:2], args[2] if len(args) > 2 else kwargs.get("offs")
     if left.dim() == 2 and right.dim() == 3:  # rows [N, K], sorted by group, with a matrix [K, M] for each group
         return left.new_empty((left.shape[0], right.shape[-1]))
-    if left.dim() == 2 and right.dim() == 2 and ends is not None:  # its backward: [K, N] with [N, M], a result a group
+    if left.dim() == 2 and right.dim() == 2 and ends is not None:  # backward: [K, N] with [N, M], one result per group
         return left.new_empty((ends.numel(), left.shape[0], right.shape[1]))
     raise NotImplementedError(f"a grouped product of {list(left.shape)} with {list(right.shape)}")
 
 
 def operands(*values: Any) -> list[Tensor]:
-    """List the tensors among an operator's arguments or results, which are nested in one list at most."""
+    """Return the tensors among an operator's arguments or results, which are nested in one list at most."""
     flat = (item for value in values for item in (value if isinstance(value, (list, tuple)) else (value,)))
     return [item for item in flat if isinstance(item, Tensor)]
 
 
 def address(tensor: Tensor) -> int:
-    """Return what tells storages apart as long as they live."""
+    """Return a number that identifies a tensor's storage while it lives."""
     return tensor.untyped_storage()._cdata
 
 
@@ -585,7 +599,7 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Walk the tensors in nested tuples, lists, mappings and dataclasses."""
+    """Yield the tensors in nested tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -1,17 +1,19 @@
-"""Proof that blocks and head work token by token, attention aside: which tokens does each element depend on?
+"""Proof that blocks and head work token by token, attention aside: the tokens on which each element depends.
 
-A forward runs on the meta device on T tokens. At the first block the hidden states, and whatever else has a row for each
-token, become a slice of t tokens, as under a cut of the sequence. From there on every storage has a twin of booleans,
+A forward runs on the meta device on T tokens. At the first block the hidden states, and every other argument with a row
+for each token, become a slice of t tokens, as under a cut of the sequence. From there on every storage has a boolean
+twin,
 
     twin[p, e] = element e may depend on token p of the slice          at first: on the token of its own row
 
-which each operation carries on: elementwise ones by or, products and norms by or over what they sum over; views need
-nothing, since they share their storage's twin. What an operation without a rule here gives depends on all it was given. A
-fused attention gives back rows of its own tokens, since the exchange lets it see the whole sequence; and so does a module
-of experts, which is called with rows and computes each by itself, however it sorts them. Slicing is right if
+which each operation propagates: elementwise ones by or, products and norms by or over the dimensions they sum over;
+views need nothing, since they share their storage's twin. The result of an operation without a rule here depends on all
+its inputs. A fused attention returns rows of its own tokens, since the exchange lets it see the whole sequence; and so
+does a module of experts, which is called with rows and computes each by itself, however it sorts them. Slicing is right
+if
 
     queries, keys and values of every attention, and the logits, depend on the token of their own row alone
-    no constant with a row for each token meets them: positions counted in a block would begin anew in every slice
+    no constant with a row for each token meets them: positions counted in a block would restart in every slice
     forwards of two lengths t use the same numbers: a block that divides by its length would divide by a slice's
 
 What cannot be shown is refused, with the operation at which it failed.
@@ -38,12 +40,12 @@ from samestep.tracing.forward import ForwardTracer, NeedsValuesError, ValueOf, a
 from samestep.tracing.trace import containers_of
 
 LENGTHS = (7, 5, 3, 2)
-"""Tokens of a slice that are tried: odd sizes, which a model has few of."""
+"""Tokens of a slice that are tried: odd sizes, which few dimensions of a model have."""
 PARTS = 2
-"""Slices of the sequence that is tried."""
+"""Number of slices of the sequence that is tried."""
 
 WHOLE = -1
-"""Stands for the dimension of tokens of an argument that has none."""
+"""The dimension of tokens of an argument that has none."""
 
 _WORKS = "scaled_dot_product_attention (attn_implementation = 'sdpa') with a mask of the whole sequence, or none, works"
 
@@ -53,9 +55,9 @@ _aten = torch.ops.aten
 def prove(
     module: nn.Module, sample: Any, spec: ModelSpec, value_of: ValueOf | None, experts: ExpertModules
 ) -> ModelSpec:
-    """Return the spec with the length of its samples, and how its blocks are sliced, or why they cannot be.
+    """Return the spec with the length of its samples, and how its blocks are sliced or why they cannot be.
 
-    `sample` is a batch of one real sample; what is as long as its labels has a number for each token.
+    `sample` is a batch of one real sample; tensors as long as its labels have a number for each token.
     """
     length = _length(sample)
     lengths = [size for size in LENGTHS if size * PARTS <= length][:2]
@@ -69,10 +71,10 @@ def prove(
     for watch in watches:
         if refusal := _refusal_of(watch, module, _shortened(sample, length, watch.size * PARTS), value_of, experts):
             return _refused(spec, length, refusal)
-    first, second = (watch.said for watch in watches)
+    first, second = (watch.calls for watch in watches)
     if first != second:
         path, *_ = next((a for a, b in zip(first, second, strict=False) if a != b), first[-1])
-        refusal = f"{path} does another thing, or uses other numbers, where a slice has another length"
+        refusal = f"{path} computes differently, or with other numbers, on slices of another length"
         return _refused(spec, length, refusal)
     slices = {name: WHOLE if dim is None else dim for watch in watches for name, dim in watch.slices.items()}
     return dataclasses.replace(_refused(spec, length, ""), slices=tuple(sorted(slices.items())))
@@ -83,7 +85,7 @@ def _refused(spec: ModelSpec, length: int, reason: str) -> ModelSpec:
 
 
 def _length(sample: Any) -> int:
-    """Tokens of a sample: the second dimension of its labels; 0 where there is none."""
+    """Return the tokens of a sample, the second dimension of its labels; 0 where there is none."""
     try:
         labels = target_of(sample)
     except InputError:
@@ -98,7 +100,7 @@ def _shortened(sample: Any, length: int, wanted: int) -> Any:
 def _refusal_of(
     watch: _Dependence, module: nn.Module, sample: Any, value_of: ValueOf | None, experts: ExpertModules
 ) -> str:
-    """Run the forward; say why it cannot be sliced, or nothing."""
+    """Run the forward; return why it cannot be sliced, or an empty text."""
     handles = [
         module.get_submodule(path).register_forward_pre_hook(watch.enter_block, with_kwargs=True)
         for path in watch.blocks
@@ -109,7 +111,7 @@ def _refusal_of(
         handles.append(part.register_forward_pre_hook(watch.enter_experts, with_kwargs=True))
         handles.append(part.register_forward_hook(watch.leave_experts))
     try:
-        with _Reshaping(watch), experts_module.watching(module, experts):
+        with _Reshaping(watch), experts_module.record_dispatches(module, experts):
             watch_forward(module, sample, 1, "the model", containers_of(module), watch, value_of)
     except NeedsValuesError:
         return f"{watch.where} looks at values of its slice"
@@ -123,41 +125,41 @@ def _refusal_of(
 
 
 class _Dependence(ForwardTracer):
-    """Watches a forward, and knows of every element on which tokens of the slice it may depend."""
+    """A traced forward that knows for every element on which tokens of the slice it may depend."""
 
-    goes_back = False
+    has_backward = False
 
     def __init__(self, module: nn.Module, blocks: list[str], size: int) -> None:
         super().__init__(module, lambda block: None, lambda path, owners, is_cut: None, {})
         self.blocks, self.size, self.refusal = blocks, size, ""
         self.slices: dict[str, int | None] = {}
-        """Arguments of blocks by their place: the dimension that is sliced, or none."""
-        self.said: list[tuple[str, ...]] = []
-        """Operations behind the first block, with the numbers that their code gave them."""
+        """Arguments of blocks by their position: the dimension that is sliced, or None."""
+        self.calls: list[tuple[str, ...]] = []
+        """Operations after the first block was entered, with the numbers that the code gave them."""
         self._started = False
         self._mixed = ""
         self._twins: dict[int, Tensor] = {}
         self._of_rows: Tensor | None = None
-        """On which tokens each row depends that experts are computing, bool [tokens, rows]."""
-        self._even: set[int] = set()
-        """Storages of which all elements are alike, or drawn by chance, which is seen to elsewhere."""
+        """Tokens on which each row depends that experts are computing, bool [tokens, rows]."""
+        self._uniform: set[int] = set()
+        """Storages whose elements are all equal, or random; other checks cover randomness."""
 
     @property
     def where(self) -> str:
-        """The module whose code runs."""
+        """Path of the module whose code runs."""
         return (self._running[-1] if self._running else "") or "the model itself"
 
     # -- twins -------------------------------------------------------------------------------------
 
     def tokens_of(self, tensor: Tensor) -> Tensor | None:
-        """Return which tokens each element depends on, bool [tokens, *shape]; None where on none."""
+        """Return the tokens on which each element depends, bool [tokens, *shape]; None where on none."""
         twin = self._twins.get(address(tensor))
         if twin is None:
             return None
         return twin.as_strided((self.size, *tensor.shape), (twin.shape[1], *tensor.stride()), tensor.storage_offset())
 
     def learn(self, tensor: Tensor, tokens: Tensor) -> None:
-        """Remember on which tokens the elements depend."""
+        """Store the tokens on which the elements of a tensor depend, bool [tokens, *shape]."""
         key = self.key(tensor)
         if key not in self._twins:
             self._twins[key] = torch.zeros(self.size, self.sizes[key], dtype=torch.bool)
@@ -166,13 +168,13 @@ class _Dependence(ForwardTracer):
         found.copy_(tokens.expand(found.shape))
 
     def rows(self, shape: torch.Size, dim: int) -> Tensor:
-        """Return what a tensor depends on that has a row for each token along `dim`."""
+        """Return the dependences of a tensor with a row for each token along `dim`, bool [tokens, *shape]."""
         sizes = [1] * (len(shape) + 1)
         sizes[0] = sizes[dim + 1] = self.size
         return torch.eye(self.size, dtype=torch.bool).view(sizes).expand(self.size, *shape)
 
     def is_sliced(self, tensor: Tensor, dim: int) -> bool:
-        """Whether each row along `dim` depends on its own token alone."""
+        """Return whether each row along `dim` depends on its own token alone."""
         tokens = self.tokens_of(tensor)
         return (
             tokens is not None and tensor.shape[dim] == self.size and torch.equal(tokens, self.rows(tensor.shape, dim))
@@ -183,10 +185,10 @@ class _Dependence(ForwardTracer):
         """Whether the first block was entered."""
         return self._started
 
-    # -- what runs ---------------------------------------------------------------------------------
+    # -- events of the forward ---------------------------------------------------------------------
 
     def enter_block(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Give a block slices of what has a row for each token."""
+        """Return a block's arguments, with slices of those that have a row for each token."""
         self._started = True
         leaves, tree = tree_flatten_with_path((args, kwargs))
         mine = [self._sliced(keystr(place), leaf) if isinstance(leaf, Tensor) else leaf for place, leaf in leaves]
@@ -206,7 +208,7 @@ class _Dependence(ForwardTracer):
         return part
 
     def enter_experts(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """Experts compute each row by itself: what they do with it need not be followed."""
+        """Record the dependences of the rows that experts are given; they compute each row by itself."""
         if not self._started:
             return
         with _disable_current_modes():
@@ -218,7 +220,7 @@ class _Dependence(ForwardTracer):
                     self._of_rows |= tokens.flatten(2).any(2)
 
     def leave_experts(self, _: nn.Module, args: Any, output: Tensor) -> None:
-        """Each row of the result depends on what its row depended on."""
+        """Set the dependences of each row of the experts' result to those of its input row."""
         if self._of_rows is None:
             return
         with _disable_current_modes():
@@ -226,7 +228,7 @@ class _Dependence(ForwardTracer):
         self._of_rows = None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
-        """An attention that is exchanged: of slices, with a mask made of the whole sequence."""
+        """Check an attention that will be exchanged: it is given slices, and a mask of the whole sequence."""
         if not self._started:
             return
         with _disable_current_modes():
@@ -237,21 +239,23 @@ class _Dependence(ForwardTracer):
                 reason = f"; {self._mixed}" if self._mixed else ""
                 self.refuse(f"the attention in {self.where} is not between the tokens of one sequence{reason}")
             elif mask is not None and not _fits(mask.shape, whole):
-                self.refuse(f"{self.where} makes the mask of its attention itself, of a slice")
+                self.refuse(f"{self.where} makes its attention mask itself, for a slice")
             elif not any(path in self._running for path in self.blocks):
                 self.refuse(f"the attention in {self.where} stands outside the blocks")
             else:
                 self.learn(output, self.rows(output.shape, 2))
 
     def check_outputs(self, outputs: Any) -> None:
-        """Logits have a row for each token of the slice."""
+        """Check that the logits have a row for each token of the slice."""
         logits = getattr(outputs, "logits", outputs)
         with _disable_current_modes():
             if not isinstance(logits, Tensor) or logits.dim() != 3 or not self.is_sliced(logits, 1):
-                self.refuse(self._mixed or "its outputs have no row for each token, for which alone the loss is a sum")
+                self.refuse(
+                    self._mixed or "its outputs have no row for each token, so the loss cannot be summed over slices"
+                )
 
     def refuse(self, reason: str) -> None:
-        """Keep the first reason: others follow from it."""
+        """Store a refusal; the first reason is kept, since later ones follow from it."""
         self.refusal = self.refusal or reason
 
     def __torch_dispatch__(
@@ -263,26 +267,26 @@ class _Dependence(ForwardTracer):
         return outcome
 
     def _carry_on(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: list[Tensor]) -> None:
-        """Find on which tokens the results of an operation depend."""
+        """Set the dependences of the results of an operation."""
         packet, writes = func.overloadpacket, func._schema.is_mutable
         given = [tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta]
         met = [tensor for tensor in given if self.tokens_of(tensor) is not None]
         if packet in _FILLS or torch.Tag.nondeterministic_seeded in func.tags:
-            self._say(func, args, kwargs)
+            self._record_call(func, args, kwargs)
             if not (met and packet not in _FILLS):
-                self._even |= {self.key(tensor) for tensor in outcome}
+                self._uniform |= {self.key(tensor) for tensor in outcome}
                 return
         elementwise = torch.Tag.pointwise in func.tags or packet in _COPIES
         if not met:
-            if given and elementwise and all(self.key(tensor) in self._even for tensor in given):
-                self._even |= {self.key(tensor) for tensor in outcome}
+            if given and elementwise and all(self.key(tensor) in self._uniform for tensor in given):
+                self._uniform |= {self.key(tensor) for tensor in outcome}
             elif writes:
-                self._even -= {self.key(tensor) for tensor in outcome}
+                self._uniform -= {self.key(tensor) for tensor in outcome}
             return
         if not writes and all(address(result) in {address(t) for t in given} for result in outcome):
             return  # views
         if elementwise:
-            self._say(func, args, kwargs)
+            self._record_call(func, args, kwargs)
         rule = _RULES.get(packet) or (_pointwise if torch.Tag.pointwise in func.tags else _everything)
         for result, tokens in zip(outcome, rule(self, func, args, kwargs, outcome), strict=False):
             self.learn(result, tokens)
@@ -294,8 +298,8 @@ class _Dependence(ForwardTracer):
         assert tokens is not None
         return tokens.sum(0).max() if tokens.numel() else torch.zeros(())
 
-    def _say(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the numbers that code gave to an operation; the sizes of what it fills are not among them."""
+    def _record_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the numbers that code gave to an operation; the sizes of the tensors it fills are not among them."""
         given = [*args, *kwargs.values()]
         if func.overloadpacket not in _FILLS:
             given = tree_flatten(given)[0]
@@ -303,11 +307,11 @@ class _Dependence(ForwardTracer):
         numbers += [
             repr(one.item()) for one in given if isinstance(one, Tensor) and not one.is_meta and one.numel() == 1
         ]
-        self.said.append((self.where, str(func), *numbers))
+        self.calls.append((self.where, str(func), *numbers))
 
-    def meet(self, constant: Tensor, tokens: Tensor) -> None:
-        """A constant meets a result that depends on `tokens`: refuse it if it has a row for each of them."""
-        if constant.numel() == 1 or address(constant) in self._even:
+    def check_constant(self, constant: Tensor, tokens: Tensor) -> None:
+        """Refuse a constant that meets a result with these dependences, if it has a row for each token."""
+        if constant.numel() == 1 or address(constant) in self._uniform:
             return
         for back in range(1, min(constant.dim(), tokens.dim() - 1) + 1):
             if constant.shape[-back] > 1 and not torch.equal(tokens, tokens.narrow(-back, 0, 1).expand_as(tokens)):
@@ -318,9 +322,9 @@ _RESHAPES = (torch.reshape, Tensor.reshape, Tensor.view)
 
 
 def reshaped(func: Any, args: tuple[Any, ...], length: int, size: int) -> tuple[Any, ...]:
-    """Return the arguments of a function of torch, where a shape was written down before the blocks, of whole sequences.
+    """Return the arguments of a reshape on slices, where the code computed the shape from whole sequences.
 
-    A reshape of [B, size, ...] to [B, length, ...] is meant as one to itself, as GPT-2 ends.
+    A reshape of [B, size, ...] to [B, length, ...] keeps its shape, as at the end of GPT-2.
     """
     if func not in _RESHAPES or len(args) < 2:
         return args
@@ -346,7 +350,9 @@ class _Reshaping(TorchFunctionMode):
 
 
 def sequence_dim(shape: torch.Size, length: int) -> int | None:
-    """Return the dimension that has a row for each of so many tokens; None where none has, or where pairs of them do."""
+    """Return the dimension with `length` rows, one for each token; None where there is none, or where pairs of tokens
+    have it.
+    """
     if length not in shape or (len(shape) in (2, 4) and shape[-1] == shape[-2]):
         return None
     return list(shape).index(length) if len(shape) < 2 or shape[1] != length else 1
@@ -356,13 +362,13 @@ def _fits(shape: torch.Size, whole: int) -> bool:
     return len(shape) >= 2 and shape[-1] == whole and shape[-2] in (1, whole)
 
 
-# -- rules: what each operation makes of it ------------------------------------------------------------------------------
+# -- rules: the dependences of each operation's results ----------------------------------------------
 
 _Rule = Callable[[_Dependence, Any, tuple[Any, ...], dict[str, Any], list[Tensor]], Iterator[Tensor]]
 
 
 def _aligned(tokens: Tensor, dims: int) -> Tensor:
-    """Give each token's part so many dimensions, as broadcasting does."""
+    """Insert dimensions behind that of the tokens, so that dependences broadcast as the tensors do."""
     return tokens.view(tokens.shape[0], *(1,) * (dims + 1 - tokens.dim()), *tokens.shape[1:])
 
 
@@ -376,12 +382,12 @@ def _pointwise(watch: _Dependence, func: Any, args: Any, kwargs: Any, outcome: l
                 total |= _aligned(tokens, result.dim())
         for tensor in given:
             if watch.tokens_of(tensor) is None:
-                watch.meet(tensor, total)
+                watch.check_constant(tensor, total)
         yield total
 
 
 def _everything(watch: _Dependence, func: Any, args: Any, kwargs: Any, outcome: list[Tensor]) -> Iterator[Tensor]:
-    """An operation without a rule: each element depends on all that was given."""
+    """Rule of an operation without one of its own: each element depends on all inputs."""
     total = torch.zeros(watch.size, dtype=torch.bool)
     for tensor in (tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta):
         tokens = watch.tokens_of(tensor)
@@ -391,14 +397,14 @@ def _everything(watch: _Dependence, func: Any, args: Any, kwargs: Any, outcome: 
 
 
 def _along(watch: _Dependence, func: Any, args: Any, kwargs: Any, outcome: list[Tensor]) -> Iterator[Tensor]:
-    """Norms, sums, sorts along dimensions: the results depend on all along these."""
+    """Rule of norms, sums and sorts along dimensions: the results depend on everything along these."""
     tokens = watch.tokens_of(args[0])
     assert tokens is not None
     for tensor in (tensor for tensor in operands(*args[1:], *kwargs.values()) if tensor.is_meta):
         if watch.tokens_of(tensor) is not None:  # weights of a norm that depend on tokens
             yield from _everything(watch, func, args, kwargs, outcome)
             return
-        watch.meet(tensor, tokens)
+        watch.check_constant(tensor, tokens)
     named = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     dims = named.get("dim", -1 if "dim" in {one.name for one in func._schema.arguments} else None)
     if "normalized_shape" in named:
@@ -416,7 +422,7 @@ def _along(watch: _Dependence, func: Any, args: Any, kwargs: Any, outcome: list[
 
 
 def _product(watch: _Dependence, func: Any, args: Any, kwargs: Any, outcome: list[Tensor]) -> Iterator[Tensor]:
-    """A matrix product: an element depends on its row and on its column, and on what it is added to."""
+    """Rule of a matrix product: an element depends on its row, on its column, and on the tensor it is added to."""
     (result,) = outcome
     adds = func.overloadpacket in (_aten.addmm, _aten.baddbmm)
     left, right = args[1:3] if adds else args[:2]
@@ -430,13 +436,13 @@ def _product(watch: _Dependence, func: Any, args: Any, kwargs: Any, outcome: lis
         if tokens is not None:
             total |= _aligned(tokens, result.dim())
         else:
-            watch.meet(args[0], total)
-    # A constant with a row for each token, beside one that has them as columns, or in its batches.
+            watch.check_constant(args[0], total)
+    # A constant with a row for each token, beside a factor with tokens as columns or in its batches.
     for factor, mine in ((left, result.dim() - 2), (right, result.dim() - 1)):
         if watch.tokens_of(factor) is None:
             rows = total if mine == result.dim() - 2 else total.transpose(-1, -2)
             across = factor if mine == result.dim() - 2 else factor.transpose(-1, -2)
-            watch.meet(across.narrow(-1, 0, 1), rows)
+            watch.check_constant(across.narrow(-1, 0, 1), rows)
     yield total
 
 
@@ -449,7 +455,7 @@ def _embedding(watch: _Dependence, func: Any, args: Any, kwargs: Any, outcome: l
 
 
 def _moved(watch: _Dependence, func: Any, args: Any, kwargs: Any, outcome: list[Tensor]) -> Iterator[Tensor]:
-    """Elements in other places: the same is done to what they depend on, token by token."""
+    """Rule of operations that move elements: dependences move alike, token by token."""
     parts = args[0] if isinstance(args[0], list | tuple) else [args[0]]
     known = [watch.tokens_of(part) for part in parts]
     planes = [
@@ -464,7 +470,7 @@ def _moved(watch: _Dependence, func: Any, args: Any, kwargs: Any, outcome: list[
     for part, tokens in zip(parts, known, strict=True):
         if tokens is None and part.numel():
             for met in (tokens for tokens in known if tokens is not None):
-                watch.meet(part, met.any(-1, keepdim=True) if part.dim() == met.dim() - 1 else met)
+                watch.check_constant(part, met.any(-1, keepdim=True) if part.dim() == met.dim() - 1 else met)
     yield total
 
 
@@ -473,7 +479,7 @@ _FILLS = {
     _aten.empty_like, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty, _aten.empty_strided,
     _aten.new_empty_strided, _aten.scalar_tensor,
 }  # fmt: skip
-"""What makes a tensor of equal elements, or of none yet."""
+"""Operations that make a tensor of equal elements, or of uninitialised ones."""
 _COPIES = {_aten.clone, _aten._to_copy, _aten.copy_, _aten.lift_fresh_copy, _aten.dropout, _aten.native_dropout}
 _RULES: dict[Any, _Rule] = {
     **dict.fromkeys(_COPIES, _pointwise),

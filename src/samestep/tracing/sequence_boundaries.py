@@ -1,4 +1,4 @@
-"""Where the sequence is cut within a block, between which of its children."""
+"""Boundaries within a block, between which sequence parallelism cuts the sequence."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from samestep.building.families import FamilyFacts, facts_of
 from samestep.models.spec import Boundary, LayerSpec, ModelSpec, is_below
 
 Styles = Mapping[str, str]
-"""How modules are cut, by their paths."""
+"""Cut style of each module, by its path."""
 Parts = Mapping[str, tuple[str, ...]]
-"""The children of each block that are given whole sequences, by the block's path."""
+"""Children of each block that are given whole sequences, by the block's path."""
 
 _COLUMN = ("column", "qkv", "gather", "vocab")
 
 
-# -- what could be cut, seen in a forward on the meta device ---------------------------------------
+# -- possible boundaries, seen in a forward on the meta device -------------------------------------
 
 
 @dataclass(slots=True)
 class Calls:
-    """What the modules of one forward were given and gave: (tensor given, tensor returned), in order of their entry."""
+    """Inputs and outputs of the modules of one forward, in the order of entry and of exit."""
 
     entered: dict[str, list[Tensor | None]] = field(default_factory=dict)
     left: dict[str, list[Tensor | None]] = field(default_factory=dict)
 
 
 @contextmanager
-def watching(model: nn.Module) -> Iterator[Calls]:
-    """Note what every module is given and gives in the forward that runs meanwhile."""
+def record_calls(model: nn.Module) -> Iterator[Calls]:
+    """Record the first tensor that every module is given and returns, in a forward that runs inside."""
     calls, facts = Calls(), facts_of(model)
 
     def enter(path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
@@ -53,7 +53,7 @@ def watching(model: nn.Module) -> Iterator[Calls]:
 def with_sequence(
     spec: ModelSpec, model: nn.Module, styles: Styles, calls: Calls, experts: Collection[str]
 ) -> tuple[ModelSpec, Parts]:
-    """Write into a spec where its sequence may be cut, or why it may not; return with it each block's cut parts."""
+    """Return the spec with the boundaries of its sequence, or a refusal; and with it each block's cut parts."""
     if spec.cut_refusal:
         return replace(spec, sequence_refusal=f"{spec.name} cannot be cut, {spec.cut_refusal}"), {}
     blocks = [layer for layer in spec.layers if layer.is_block]
@@ -81,11 +81,15 @@ def with_sequence(
 
 
 class _CannotCutError(Exception):
-    """Why a sequence cannot be cut."""
+    """The reason why a sequence cannot be cut."""
 
 
 def _check_row(spec: ModelSpec, blocks: list[LayerSpec], calls: Calls) -> None:
-    """Raise unless the blocks hand one tensor [batch, sequence, features] from each to the next."""
+    """Check that the blocks pass one tensor [batch, sequence, features] from each to the next.
+
+    Raises:
+        _CannotCutError: they do not.
+    """
     first = spec.layers.index(blocks[0])
     if spec.layers[first : first + len(blocks)] != tuple(blocks):
         raise _CannotCutError(f"the blocks of {spec.name} do not follow each other")
@@ -96,16 +100,16 @@ def _check_row(spec: ModelSpec, blocks: list[LayerSpec], calls: Calls) -> None:
             raise _CannotCutError(f"{layer.name} is not one module that is called once")
         given, gave = calls.entered[path][0], calls.left[path][0]
         if given is None or gave is None or given.dim() != 3 or given.shape != gave.shape:
-            raise _CannotCutError(f"{path} does not take and give a tensor [batch, sequence, features]")
+            raise _CannotCutError(f"{path} does not map a tensor [batch, sequence, features] to one of the same shape")
         if handed is not None and given is not handed:
-            raise _CannotCutError(f"{path} is not given what the block before it gives")
+            raise _CannotCutError(f"{path} does not get the output of the block before it")
         handed = gave
 
 
 def _with_boundaries(
     layer: LayerSpec, model: nn.Module, spec: ModelSpec, styles: Styles, calls: Calls, parts: tuple[str, ...]
 ) -> tuple[LayerSpec, set[str]]:
-    """Find the boundaries of a block, and the weights between its cut parts."""
+    """Return a block with its boundaries, and the names of the weights used between its cut parts."""
     path = layer.modules[0]
     order = sorted(parts, key=lambda part: list(calls.entered).index(part))
     boundaries: list[Boundary] = []
@@ -133,7 +137,11 @@ def _with_boundaries(
 
 
 def _parts(block: str, model: nn.Module, styles: Styles, experts: Collection[str]) -> tuple[str, ...]:
-    """Children of a block that hold cut modules; the others must work on each token by itself."""
+    """Return the children of a block that hold cut modules; the others must work on each token by itself.
+
+    Raises:
+        _CannotCutError: another child may mix tokens, or the block's own code uses a cut module.
+    """
     facts = facts_of(model)
     parts: list[str] = []
     for name, child in model.get_submodule(block).named_children():
@@ -150,9 +158,9 @@ def _parts(block: str, model: nn.Module, styles: Styles, experts: Collection[str
 
 
 def _works_alone(child: nn.Module, path: str, experts: Collection[str], facts: FamilyFacts) -> bool:
-    """Whether a child of a block works on each token by itself: all its parts do, or it holds experts."""
+    """Return whether a child of a block works on each token by itself: all its parts do, or it holds experts."""
     if any(is_below(inner, path) for inner in experts):
-        return True  # which tokens they are is shown by `locality`
+        return True  # `independence` shows whether the rest of the module does too
     return all(facts.is_tokenwise(module) for module in child.modules() if not any(True for _ in module.children()))
 
 
@@ -167,7 +175,7 @@ def _one_call(part: str, calls: Calls, block: Tensor | None) -> Tensor:
 
 def _inner_boundary(path: str, style: str, given: Tensor, calls: Calls) -> list[Boundary]:
     if style in _COLUMN and any(tensor is not given for tensor in calls.entered[path]):
-        raise _CannotCutError(f"{path} is not given what the part of the block around it is given")
+        raise _CannotCutError(f"{path} does not get the input of the part of the block around it")
     if style != "row":
         return []
     output = calls.left[path][0]
@@ -176,7 +184,11 @@ def _inner_boundary(path: str, style: str, given: Tensor, calls: Calls) -> list[
 
 
 def _check_weights(model: nn.Module, parts: tuple[str, ...], styles: Styles) -> None:
-    """Refuse a weight that is whole within a cut part: its gradient would be that of one rank."""
+    """Refuse a weight that is whole within a cut part: its gradient would be that of one rank alone.
+
+    Raises:
+        _CannotCutError: there is one.
+    """
     for part in parts:
         for path, module in model.get_submodule(part).named_modules(prefix=part):
             if path not in styles and any(True for _ in module.parameters(recurse=False)):
@@ -184,7 +196,9 @@ def _check_weights(model: nn.Module, parts: tuple[str, ...], styles: Styles) -> 
 
 
 def _stands_between(name: str, parts: tuple[str, ...], styles: Styles) -> bool:
-    """Whether a weight works on a rank's tokens only: outside the cut parts, or a bias that is added to a row's sum."""
+    """Return whether a weight is used on a rank's tokens alone: outside the cut parts, or a bias added to a row cut's
+    sum.
+    """
     owner, _, leaf = name.rpartition(".")
     return not any(is_below(name, part) for part in parts) or (styles.get(owner) == "row" and leaf == "bias")
 
@@ -192,7 +206,7 @@ def _stands_between(name: str, parts: tuple[str, ...], styles: Styles) -> bool:
 def with_given(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor], facts: FamilyFacts
 ) -> Any:
-    """Change the tensor that a module is given first."""
+    """Return a module's arguments with its first tensor changed."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
     name = facts.name_of_hidden(kwargs)
@@ -200,7 +214,7 @@ def with_given(
 
 
 def with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Change the tensor that a module gives first."""
+    """Return a module's output with its first tensor changed."""
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 

@@ -1,9 +1,9 @@
-"""Which modules of a model tensor parallelism cuts, and what each cut costs, seen in a forward on the meta device.
+"""The modules that tensor parallelism cuts, and the cost of each cut, seen in a forward on the meta device.
 
-A plan names modules by patterns and says how each is cut: `{"blocks.*.q": "column", "blocks.*.out": "row"}`. It comes
-from what is known of the model's family (`building/families.py`) or from the user (`module.tensor_plan`). The forward
-shows what no plan needs to say: which cuts read one tensor and share its sum, whose input takes no gradient, and which
-weights that stay whole are used on what is cut. `runtime/axes/tensor.py` carries it out.
+A plan names modules by patterns and gives the style of each cut: `{"blocks.*.q": "column", "blocks.*.out": "row"}`. It
+comes from the facts about the model's family (`building/families.py`) or from the user (`module.tensor_plan`). The
+forward shows what no plan needs to state: which cuts read one tensor and share its sum, which inputs take no gradient,
+and which whole weights are used on cut tensors. `runtime/axes/tensor.py` carries the cuts out.
 """
 
 from __future__ import annotations
@@ -22,24 +22,27 @@ from samestep.errors import ModelError
 from samestep.models.spec import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSum, is_below
 
 Plan = Mapping[str, str]
-"""Patterns of module paths, and how they are cut: one of `STYLES` each."""
+"""Patterns of module paths, each with one of `STYLES`."""
 
 STYLES = ("column", "qkv", "gather", "row", "vocab", "sum")
 
 
 @dataclass(slots=True)
 class Cuts:
-    """Modules of one model that its plan cuts, or why it has none."""
+    """The modules of one model that its plan cuts, or why it has none."""
 
     styles: dict[str, str] = field(default_factory=dict)
-    """How each planned module is cut, by its path."""
+    """Style of each module in the plan, by its path."""
     refusal: str = ""
 
 
 def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
-    """Find how a model may be cut: by its own `tensor_plan`, or by what transformers says of its family.
+    """Return how a model may be cut: by its own `tensor_plan`, or by the plan that transformers has for its family.
 
     `experts` are the paths of modules of experts, which a family's plan may name and which are not cut.
+
+    Raises:
+        ModelError: the model's own plan has an unknown style.
     """
     own = getattr(model, "tensor_plan", None)
     if own is not None:
@@ -51,7 +54,7 @@ def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
     plan = {pattern: style for pattern, style in plan.items() if not _is_of_experts(model, experts, pattern)}
     unknown = sorted({style for style in plan.values() if style not in facts.plan_styles})
     if unknown:
-        return Cuts(refusal=f"its plan asks for {', '.join(unknown)}, which is not built")
+        return Cuts(refusal=f"its plan asks for {', '.join(unknown)}, which samestep does not support")
     cuts = _matched(model, {pattern: facts.plan_styles[style] for pattern, style in plan.items()})
     for part in facts.vocabulary_parts(model):
         path = next((path for path, module in model.named_modules() if module is part), None)
@@ -61,7 +64,7 @@ def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
 
 
 def _is_of_experts(model: nn.Module, experts: Collection[str], pattern: str) -> bool:
-    """Whether a pattern names experts, which stay whole on each rank of a tensor cut: `ep` deals them."""
+    """Return whether a pattern names experts, which tensor parallelism leaves whole: `ep` distributes them."""
     names = [
         [path, *(f"{path}.{leaf}" for leaf, _ in model.get_submodule(path).named_parameters())] for path in experts
     ]
@@ -69,7 +72,11 @@ def _is_of_experts(model: nn.Module, experts: Collection[str], pattern: str) -> 
 
 
 def _matched(model: nn.Module, plan: Plan) -> Cuts:
-    """Match the plan's patterns with the model's modules."""
+    """Return the modules of the model that the plan's patterns match.
+
+    Raises:
+        ModelError: the plan has an unknown style.
+    """
     cuts, facts = Cuts(), facts_of(model)
     paths = [path for path, _ in model.named_modules()]
     for pattern, style in plan.items():
@@ -87,31 +94,33 @@ def _matched(model: nn.Module, plan: Plan) -> Cuts:
     return cuts
 
 
-# -- what a cut costs, seen in a forward on the meta device ----------------------------------------
+# -- the cost of a cut, seen in a forward on the meta device ---------------------------------------
 
 
 @dataclass(slots=True)
-class Seen:
-    """Sums that a cut would need, in order of the forward."""
+class CutCosts:
+    """Sums that the cuts of a plan need, in order of the forward."""
 
     forward: list[PartialSum] = field(default_factory=list)
     copies: list[PartialSum] = field(default_factory=list)
     kept_after: set[str] = field(default_factory=set)
-    """Of forward sums: owners after which the same block keeps something for its backward, as a mask."""
+    """Owners of forward sums after which the same block keeps a tensor for its backward, such as a mask."""
     logit_rows: int = 0
     uses: dict[str, set[str]] = field(default_factory=dict)
-    """How the trained weights of a module are used: on what is "cut" or "whole"; "elsewhere" is on cut, by another."""
+    """Uses of each module's trained weights: on a "cut" or a "whole" tensor; "elsewhere" is on a cut one, by another
+    module.
+    """
     _last: list[Tensor] = field(default_factory=list)
-    """What the last column cut was given: several that are given one tensor share its sum."""
+    """Input of the last column cut: cuts with one input share its sum."""
 
     def use(self, path: str, owners: set[str], is_cut: bool) -> None:
-        """Note that the code of a module uses weights."""
+        """Record that the code of a module uses weights."""
         for owner in {path} & owners or owners:
             where = ("cut" if owner == path else "elsewhere") if is_cut else "whole"
             self.uses.setdefault(owner, set()).add(where)
 
     def leave(self, path: str, style: str, module: nn.Module, args: Any, output: Any) -> None:
-        """Note what a module was given and gave."""
+        """Record the input and the output of a module."""
         if style in ("row", "vocab") and not is_head(module, style):
             self.forward.append(PartialSum(owner=path, elements=output.numel()))
         if (style in ("column", "qkv", "gather") or is_head(module, style)) and args[0].requires_grad:
@@ -122,32 +131,34 @@ class Seen:
             self.logit_rows = output.numel() // output.shape[-1]
 
     def keep(self, block: str) -> None:
-        """Note that autograd keeps something in a block."""
+        """Record that autograd keeps a tensor in a block."""
         if self.forward and is_below(self.forward[-1].owner, block):
             self.kept_after.add(self.forward[-1].owner)
 
 
 @contextmanager
-def watching(model: nn.Module, cuts: Cuts) -> Iterator[Seen]:
-    """Note, in the forward of one sample that runs meanwhile, what each module that is cut is given and gives."""
-    seen = Seen()
+def record_cuts(model: nn.Module, cuts: Cuts) -> Iterator[CutCosts]:
+    """Record the inputs and outputs of each cut module, in a forward of one sample that runs inside."""
+    seen = CutCosts()
     with ExitStack() as hooks:
         for path, style in cuts.styles.items():
             leave = functools.partial(seen.leave, path, style)
             hooks.enter_context(model.get_submodule(path).register_forward_hook(leave))
-        hooks.callback(seen._last.clear)  # else what was watched holds its graph, and that what watched it
+        hooks.callback(seen._last.clear)  # else the record holds the traced graph, and the graph the record
         yield seen
 
 
-def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: Seen, shareable: Mapping[str, int]) -> ModelSpec:
-    """Write into a spec how its weights may be cut and what that costs, and into `cuts` which whole weights need sums."""
+def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: CutCosts, shareable: Mapping[str, int]) -> ModelSpec:
+    """Return the spec with the cuts of its weights and their costs; add to `cuts` the whole weights that need sums."""
     varies = f"the shapes at {spec.varies_at} depend on values" if spec.varies_at else ""
     refusal = cuts.refusal or varies or _unclear_use(spec, cuts, seen)
     if refusal:
         return replace(spec, cut_refusal=refusal)
     cuts.styles |= {path: "sum" for path, uses in seen.uses.items() if "cut" in uses and path not in cuts.styles}
     if name := _half_summed(spec, cuts):
-        return replace(spec, cut_refusal=f"{name} is shared by modules, and used on what tp cuts in some of them only")
+        return replace(
+            spec, cut_refusal=f"{name} is shared by modules, and only some of them use it on a tensor that tp cuts"
+        )
     params = tuple(
         replace(param, cut=_cut_of(model, cuts, param, shareable), partial="cut" if _is_summed(cuts, param) else "")
         for param in spec.params
@@ -156,24 +167,28 @@ def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: Seen, shareab
     return replace(spec, params=params, layers=layers, cut_refusal="", logit_rows=seen.logit_rows)
 
 
-def _unclear_use(spec: ModelSpec, cuts: Cuts, seen: Seen) -> str:
-    """Say which weight is used on what is cut so that its gradient is neither whole on every rank nor a part on each."""
+def _unclear_use(spec: ModelSpec, cuts: Cuts, seen: CutCosts) -> str:
+    """Return which weight is used on a cut tensor so that its gradient is neither whole on every rank nor a part on
+    each.
+    """
     blocks = [path for layer in spec.layers if layer.is_block for path in layer.modules]
     for path, uses in seen.uses.items():
         if path in cuts.styles or uses == {"whole"}:
             continue
-        where = f"a weight of {path or spec.name} is used on what tp cuts"
+        where = f"a weight of {path or spec.name} is used on a tensor that tp cuts"
         if "elsewhere" in uses:
             return f"{where} by another module: use it in a module of its own"
         if "whole" in uses:
-            return f"{where}, and on what it leaves whole: give each a module of its own"
+            return f"{where}, and on one that it leaves whole: give each use a module of its own"
         if not any(is_below(path, block) for block in blocks):
             return f"{where} behind the last block: use it before the head"
     return ""
 
 
 def _half_summed(spec: ModelSpec, cuts: Cuts) -> str | None:
-    """Name a weight of which one gradient is whole on every rank, and another that of a part."""
+    """Return a weight that has one gradient which is whole on every rank, and another which is partial; None if none
+    has.
+    """
     for param in spec.params:
         if len({cuts.styles.get(name.rpartition(".")[0]) == "sum" for name in (param.name, *param.aliases)}) > 1:
             return param.name
@@ -181,11 +196,11 @@ def _half_summed(spec: ModelSpec, cuts: Cuts) -> str | None:
 
 
 def _is_summed(cuts: Cuts, param: ParamSpec) -> bool:
-    """Whether a weight that stays whole is used on what is cut."""
+    """Return whether a whole weight is used on a cut tensor."""
     return cuts.styles.get(param.name.rpartition(".")[0]) == "sum"
 
 
-def _layer_with(layer: LayerSpec, seen: Seen, shareable: Mapping[str, int]) -> LayerSpec:
+def _layer_with(layer: LayerSpec, seen: CutCosts, shareable: Mapping[str, int]) -> LayerSpec:
     forward = tuple(part for part in seen.forward if _is_within(part.owner, layer))
     backward = tuple(part for part in reversed(seen.copies) if _is_within(part.owner, layer))
     repeats = bool(forward) and forward[-1].owner in seen.kept_after
@@ -198,9 +213,10 @@ def _is_within(path: str, layer: LayerSpec) -> bool:
 
 
 def shareable_heads(model: nn.Module, cuts: Cuts) -> dict[str, int]:
-    """Count the heads of keys and values that several ranks may share, by the projection's path.
+    """Return the number of heads of keys and values that several ranks may share, by the projection's path.
 
-    The attention's code repeats them for its queries, and a rank with fewer queries is told how often.
+    The attention's code repeats these heads for its queries; a rank with fewer queries is given a smaller number of
+    repeats.
     """
     facts = facts_of(model)
     found: dict[str, int] = {}
@@ -220,7 +236,9 @@ def shareable_heads(model: nn.Module, cuts: Cuts) -> dict[str, int]:
 
 
 def _cut_of(model: nn.Module, cuts: Cuts, param: ParamSpec, shareable: Mapping[str, int]) -> Cut | None:
-    """Say along which dimension a weight is cut, and between which groups of its elements."""
+    """Return the dimension along which a weight is cut, and the groups of its elements between which it is; None if
+    whole.
+    """
     path, _, leaf = param.name.rpartition(".")
     style = cuts.styles.get(path)
     if style in (None, "sum"):
@@ -241,5 +259,5 @@ def _cut_of(model: nn.Module, cuts: Cuts, param: ParamSpec, shareable: Mapping[s
 
 
 def is_head(module: nn.Module, style: str) -> bool:
-    """Whether a cut along the vocabulary is the head's, whose logits stay cut."""
+    """Return whether a cut along the vocabulary is that of the head, whose logits stay cut."""
     return style == "vocab" and isinstance(module, nn.Linear)

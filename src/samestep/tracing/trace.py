@@ -1,21 +1,21 @@
-"""An nn.Module on the meta device becomes a `ModelSpec`: one forward of one sample is watched, without values.
+"""From an nn.Module on the meta device to a `ModelSpec`, by one traced forward of one sample, without values.
 
 Layers follow the modules. Blocks are the children of the containers (nn.ModuleList, nn.Sequential) in which the model
-repeats itself; what runs before, between and after them, each module taken as high in the tree as it goes, makes up
-the other layers:
+repeats itself; modules that run before, between and after them, each taken as high in the tree as possible, make up the
+other layers:
 
     LlamaForCausalLM ─┬ model ─┬ embed_tokens, rotary_emb    embed_tokens      first
                       │        ├ layers ─ 0, 1, ...          model.layers.0    a block each
                       │        └ norm                        norm+lm_head      last
                       └ lm_head
 
-Costs follow the data (`tracing/forward.py` watches it). An operation belongs to the layer that was entered last. A
-storage is made by one layer; what another one reads of it is handed over (`output_elements` of the maker,
-`input_elements` of its first reader), and what autograd keeps of it is saved once, by the layer that keeps it first.
+Costs follow the data (`tracing/forward.py`). An operation belongs to the layer that was entered last. One layer makes a
+storage; if another layer reads it, it is passed on (`output_elements` of the maker, `input_elements` of its first
+reader), and if autograd keeps it, it is saved once, by the layer that keeps it first.
 
-Code that looks at the values of weights and activations (`x[x > 0]`, the tokens of an expert) is followed with all values
-of the sample and the weights, where these are few enough to run on the CPU once; it may do another thing for the next
-sample, so the spec says where it looks.
+Code that looks at the values of weights and activations (`x[x > 0]`, the tokens of an expert) is traced with all values
+of the sample and the weights, where these are few enough to run on the CPU once. It may act differently for the next
+sample, so the spec names the module that looks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from samestep.building.model import model_source
 from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec, Product, is_below
-from samestep.tracing.backward import Backward, Working, watch_backward, working_sets
+from samestep.tracing.backward import Backward, WorkingSet, watch_backward, working_sets
 from samestep.tracing.forward import (
     ForwardTracer,
     NeedsValuesError,
@@ -49,11 +49,11 @@ from samestep.tracing.forward import (
 )
 
 KNOWN_WEIGHTS = 2**26
-"""Code that looks at other values than whole numbers is run for real in models of at most so many weights."""
+"""Code that looks at floating values is run for real in models of at most so many weights."""
 
 
 def model_spec(job: Job, sample: Any) -> ModelSpec:
-    """Build the job's model on the meta device and trace it; `sample` is a batch of one real sample.
+    """Return the spec of a job's model; `sample` is a batch of one real sample.
 
     Raises:
         ModelError: the model cannot be built or traced.
@@ -72,15 +72,15 @@ def trace(
     styles: Mapping[str, str] | None = None,
     on_use: OnUse = lambda path, owners, is_cut: None,
 ) -> ModelSpec:
-    """Trace one forward of a module on the meta device; `sample` is a batch of one real sample.
+    """Return the spec of a module on the meta device from one forward; `sample` is a batch of one real sample.
 
-    `value_of` serves code that looks at the values of buffers and weights; without it such code is refused.
-    `on_keep` is told of each tensor that autograd keeps: the top-most module with weights that was entered last.
-    `styles` says how modules may be cut, by their paths: what lies behind a column-cut one and before a row-cut one is
-    cut too. `on_use` is told of every operation on trained weights and data.
+    `value_of` serves code that looks at the values of buffers and weights; without it such code is refused. `on_keep`
+    is called for each tensor that autograd keeps, with the path of the top-most module with weights entered last.
+    `styles` are the cut styles of modules by path: tensors between a column cut and a row cut are cut too. `on_use` is
+    called for every operation on trained weights and data.
 
     Raises:
-        ModelError: the forward fails, or needs values that are not there.
+        ModelError: the forward fails, or needs values that are not known.
     """
     num_samples = samples_traced(module)
     containers = containers_of(module)
@@ -91,7 +91,7 @@ def trace(
         if value_of is None or _num_elements(module) > KNOWN_WEIGHTS:
             raise ModelError(_unseen(name, watch, module)) from None
         looked = watch.innermost or name
-        watch = ForwardTracer(module, on_keep, on_use, styles or {}, of_everything=True)
+        watch = ForwardTracer(module, on_keep, on_use, styles or {}, keeps_all=True)
         watch.varies = looked
         try:
             outputs = watch_forward(module, sample, num_samples, name, containers, watch, value_of)
@@ -110,7 +110,7 @@ def trace(
 
 
 def samples_traced(module: nn.Module) -> int:
-    """Return how many copies of a sample are traced: batch norm refuses a batch of one."""
+    """Return the number of copies of a sample that are traced: batch norm refuses a batch of one."""
     return 2 if _coupled(module) else 1
 
 
@@ -119,14 +119,14 @@ def _coupled(module: nn.Module) -> tuple[str, ...]:
 
 
 def _couples_samples(module: nn.Module) -> bool:
-    """Whether samples of a batch influence each other through this module, or statistics that it keeps of them."""
+    """Return whether samples of a batch influence each other through this module, or through its statistics."""
     if isinstance(module, _InstanceNorm):
         return module.training and module.running_mean is not None
     return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
 
 
 def _unseen(name: str, watch: ForwardTracer, module: nn.Module) -> str:
-    """Say that code looks at values that a trace does not have."""
+    """Return the message about code that looks at values that a trace does not have."""
     return (
         f"{name} cannot be traced: {watch.reached} looks at the values of a tensor (as .item(), `if`, x[mask] or a loop over "
         f"experts do), and the {_num_elements(module):,} weights of a model on the meta device have none; models of up "
@@ -138,7 +138,7 @@ def _unseen(name: str, watch: ForwardTracer, module: nn.Module) -> str:
 
 
 def containers_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the paths of the containers whose children are the blocks: the most repeated one and its equals in depth.
+    """Return the paths of the containers whose children are the blocks: the most repeated one and others at its depth.
 
     A head of a norm and a linear layer is an nn.Sequential too, but repeats nothing.
     """
@@ -152,7 +152,9 @@ def containers_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def _outermost(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost containers that hold weights; one that is mostly a container of them gives way to it."""
+    """Yield the outermost containers that hold weights; one that mostly consists of a container is replaced by that
+    one.
+    """
     total = _num_elements(module)
     is_container = isinstance(module, (nn.ModuleList, nn.Sequential))
     children = [(_join(path, name), child) for name, child in module.named_children()]
@@ -165,7 +167,7 @@ def _outermost(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _repeated_elements(container: nn.Module) -> int:
-    """Weights in the children of one class, where there are several, or the container is a list."""
+    """Return the weights in children of one class, where there are several of it, or the container is a list."""
     sizes: Counter[type[nn.Module]] = Counter()
     counts: Counter[type[nn.Module]] = Counter()
     for child in container.children():
@@ -188,7 +190,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _block_of(path: str, containers: Iterable[str]) -> str | None:
-    """Path of the container's child that `path` is, or is part of."""
+    """Return the path of the container's child that `path` is, or is part of."""
     for container in containers:
         if path != container and is_below(path, container):
             below = path[len(container) + 1 :] if container else path
@@ -196,12 +198,12 @@ def _block_of(path: str, containers: Iterable[str]) -> str | None:
     return None
 
 
-# -- from what was seen to a spec ------------------------------------------------------------------
+# -- from a traced forward to a spec ---------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Layer:
-    """A layer in the making."""
+    """A layer under construction."""
 
     name: str = ""
     is_block: bool = False
@@ -210,7 +212,7 @@ class _Layer:
 
 
 def _arrange(module: nn.Module, name: str, containers: tuple[str, ...], watch: ForwardTracer) -> list[_Layer]:
-    """Put the top-most modules into layers, in the order in which they were first entered."""
+    """Return the layers, made of the top-most modules in the order of their first entry."""
     if not containers or len(watch.regions) == 1:
         owns_weights = any(True for _ in module.parameters(recurse=False))
         modules = [] if owns_weights else [path for path in watch.order if path in watch.regions]
@@ -224,14 +226,14 @@ def _arrange(module: nn.Module, name: str, containers: tuple[str, ...], watch: F
         if block in blocks:
             layer = blocks[block]
         elif last is not None and (block is None) != last.is_block and not (block and has_weights):
-            layer = last  # joins a layer of its kind; an activation among the blocks, the block before it
+            layer = last  # joins the previous layer: one of its kind, or the block before an activation
         elif has_weights:
             layer = _Layer(name=block or "", is_block=block is not None)
             layers.append(layer)
             if block is not None:
                 blocks[block] = layer
         else:
-            continue  # without weights, and between layers of another kind
+            continue  # a module without weights between layers of another kind
         if has_weights:
             layer.regions.append(path)
         if has_weights or watch.entries[path] == 1:
@@ -242,7 +244,7 @@ def _arrange(module: nn.Module, name: str, containers: tuple[str, ...], watch: F
 
 
 def _name(layers: list[_Layer]) -> None:
-    """Name the layers that are no blocks after their modules with weights."""
+    """Name the layers that are not blocks after their modules with weights."""
     for layer in layers:
         if not layer.is_block:
             parts = [path for path in layer.regions if path]
@@ -254,7 +256,7 @@ def _name(layers: list[_Layer]) -> None:
 def _layer_specs(
     module: nn.Module, layers: list[_Layer], watch: ForwardTracer, backward: Backward, num_samples: int
 ) -> tuple[LayerSpec, ...]:
-    """Add up what each layer's regions did."""
+    """Return the spec of each layer, summed over its regions."""
     layer_of = {region: index for index, layer in enumerate(layers) for region in layer.regions}
     working = working_sets(backward, layer_of, watch)
     inputs, outputs, saved = ([set[int]() for _ in layers] for _ in range(3))
@@ -290,8 +292,8 @@ def _layer_specs(
             saved_norm_elements=elements(norms := saved[index] & watch.norm_savers.keys())
             + elements(norms & watch.savers.keys()),
             saved_selective_elements=elements(kept),
-            working_elements=working.get(index, Working()).elements // num_samples,
-            working_cut_elements=working.get(index, Working()).cut_elements // num_samples,
+            working_elements=working.get(index, WorkingSet()).elements // num_samples,
+            working_cut_elements=working.get(index, WorkingSet()).cut_elements // num_samples,
             saved_cut_elements=elements(saved[index] & watch.cut),
             saved_selective_cut_elements=elements(kept & watch.cut),
             products=tuple(_of_one(part, num_samples) for region in regions for part in region.products),
@@ -314,14 +316,14 @@ def _layer_specs(
 
 
 def _of_one(product: Product, num_samples: int) -> Product:
-    """Return the part of one sample."""
+    """Return a product's share of one sample."""
     if product.factors in ("weight", "frozen"):
         return dataclasses.replace(product, rows=product.rows // num_samples)
     return dataclasses.replace(product, count=product.count // num_samples)
 
 
 def _backward_reads_weights(module: nn.Module, layer: _Layer) -> bool:
-    """Whether a gradient flows through a weight to an input; through an embedding it does not."""
+    """Return whether a gradient flows through a weight to an input; through an embedding it does not."""
     parts = (part for path in layer.modules for part in module.get_submodule(path).modules())
     owners = [part for part in parts if any(True for _ in part.parameters(recurse=False))]
     return not all(isinstance(owner, nn.Embedding) for owner in owners)
@@ -330,7 +332,7 @@ def _backward_reads_weights(module: nn.Module, layer: _Layer) -> bool:
 def _param_specs(
     module: nn.Module, layers: list[_Layer], containers: tuple[str, ...], watch: ForwardTracer
 ) -> tuple[ParamSpec, ...]:
-    """Describe each parameter once, under its first name."""
+    """Return the spec of each parameter, once, under its first name."""
     names = _names_of(module)
     meeting = set()
     for alike in names.values():
@@ -344,7 +346,7 @@ def _param_specs(
         alike = names[id(param)]
         owners = {_owner(alias) for alias in alike}
         layer = _layer_of(_owner(name), layer_of, containers)
-        # A module's weights are gathered together, so one that is shared makes all of them so.
+        # A module's weights are gathered together, so one shared weight makes all of them shared.
         shared = bool(owners & meeting)
         roots = owners if shared else {root for root in layers[layer].modules if is_below(_owner(name), root)}
         entered = [path for path in watch.entries if path in roots]
@@ -371,7 +373,7 @@ def _param_specs(
 
 
 def _names_of(module: nn.Module) -> dict[int, list[str]]:
-    """List the names of each parameter, by its id; a module that stands at two places of the tree counts once."""
+    """Return the names of each parameter, by its id; a module at two positions in the tree counts once."""
     names: dict[int, list[str]] = {}
     for path, part in module.named_modules():
         for leaf, param in part.named_parameters(recurse=False, remove_duplicate=False):
@@ -384,7 +386,9 @@ def _owner(param_name: str) -> str:
 
 
 def _layer_of(path: str, layer_of: Mapping[str, int], containers: tuple[str, ...]) -> int:
-    """Layer of a module: of the listed one above it, else of the nearest that ran; the first for those outside."""
+    """Return the layer of a module: that of its nearest listed ancestor, else of the nearest module that ran, else the
+    first.
+    """
     if is_outside(path, containers):
         return 0
     above = path

@@ -1,4 +1,4 @@
-"""A model that was built on the meta device and looked at once, as it is handed to all that cuts, fills and runs it."""
+"""A model that was built on the meta device and traced once: the input of everything that cuts, fills and runs it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from samestep.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class TracedModel:
-    """A model on the meta device, how its tensors are made, and what was learned of it.
+    """A model on the meta device, the tape that makes its tensors, and the analysis of its trace.
 
-    One run alone cuts and fills the blueprint's modules; the analysis holds of every copy.
+    One run alone cuts and fills the blueprint's modules; the analysis holds for every copy.
     """
 
     blueprint: Blueprint
     analysis: ModelAnalysis
     facts: FamilyFacts
-    """What is known of its family."""
+    """Facts about the model's family."""
 
     @property
     def module(self) -> nn.Module:
-        """The model itself."""
+        """The model, on the meta device."""
         return self.blueprint.module
 
     @property
     def spec(self) -> ModelSpec:
-        """The model's shape."""
+        """The spec of the model."""
         return self.analysis.spec

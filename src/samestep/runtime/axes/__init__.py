@@ -1,1 +1,1 @@
-"""What each way of spreading a step does on real modules: the twins of `strategies/`."""
+"""How each strategy acts on real modules: the twins of `strategies/`."""

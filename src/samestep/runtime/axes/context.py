@@ -1,8 +1,8 @@
-"""Context parallelism on real modules (twin of `strategies/context.py`): slices for blocks, whole sequences for attention.
+"""Context parallelism on real modules (twin of `strategies/context.py`): sliced blocks, attention on whole sequences.
 
-The model runs its own forward on the whole batch. A hook in front of each block cuts out of its arguments this rank's
-rows of tokens (which arguments have such rows, `locality.py` has found), so that tokens are embedded, positions counted
-and masks made before that, of the whole sequence. Inside, a function mode stands around `scaled_dot_product_attention`:
+The model runs its own forward on the whole batch. A hook in front of each block cuts this rank's rows of tokens out of
+its arguments (`tracing/independence.py` has found which arguments have such rows), so embeddings, positions and masks
+are made before that, of the whole sequence. Within a block a function mode replaces `scaled_dot_product_attention`:
 
     query, key, value   [B, A, T/N, D]  all_to_all ──►  [B, A/N, T, D]   attention with the whole mask
     output              [B, A, T/N, D]  ◄── all_to_all  [B, A/N, T, D]
@@ -27,30 +27,31 @@ from samestep.building.loss import target_of
 from samestep.errors import LayoutError
 from samestep.models.spec import LayerSpec
 from samestep.program.program import Program
-from samestep.runtime.dropout.mode import _multi_head_attention
+from samestep.runtime.axes.collectives import moved
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.strategies.context import sent_heads
+from samestep.tracing.attention import AttentionCall, multi_head_attention
 from samestep.tracing.independence import reshaped, sequence_dim
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class WholeSequences:
-    """The slice of a layout without `cp`, as `Slicing` is used: every sequence is this rank's as a whole."""
+    """The counterpart of `Slicing` in a layout without `cp`: every rank has whole sequences."""
 
     degree, index, length, block = 1, 0, 0, ""
 
     def of(self, samples: Any) -> AbstractContextManager[None]:
-        """Return the context of a forward on whole sequences, which is none."""
+        """Return the context of a forward on whole sequences, which does nothing."""
         return _NOTHING
 
-    def again(self) -> AbstractContextManager[None]:
-        """Return the context of a block's repeated forward, which is none."""
+    def for_recompute(self) -> AbstractContextManager[None]:
+        """Return the context of a block's recomputed forward, which does nothing."""
         return _NOTHING
 
     def part(self, samples: Any) -> Any:
-        """Return what the loss compares this rank's outputs with: all tokens."""
+        """Return the samples that the loss compares with this rank's outputs: all tokens."""
         return samples
 
     def shape_of(self, shape: torch.Size) -> torch.Size:
@@ -59,7 +60,9 @@ class WholeSequences:
 
 
 class Slicing:
-    """This rank's slice of every sequence, while a forward runs in `of`. Outside it the model computes on all tokens."""
+    """This rank's slice of every sequence. It is active while a forward runs in `of`; outside, the model sees all
+    tokens.
+    """
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh) -> None:
         self._places = dict(program.step.model.slices)
@@ -68,9 +71,9 @@ class Slicing:
         self.length = 0
         """Tokens of the whole sequence; 0 outside `of`."""
         self.block = ""
-        """Name of the layer of the block that was entered last."""
+        """Name of the block that was entered last."""
         self.exchanged = 0
-        """Attentions since it was entered."""
+        """Number of attentions since then."""
         for layer in program.step.model.layers:
             for path in layer.modules if layer.is_block else ():
                 block = model.get_submodule(path)
@@ -80,10 +83,13 @@ class Slicing:
 
     @contextmanager
     def of(self, samples: Any) -> Iterator[None]:
-        """Slice the sequences of the forward inside; `samples` are whole.
+        """Return the context of a forward on sliced sequences; `samples` are whole.
+
+        Collective over `cp`: every rank of the group runs the same attentions inside; if one does not, the others wait
+        until the time limit.
 
         Raises:
-            LayoutError: their tokens cannot be dealt to the ranks evenly.
+            LayoutError: the degree does not divide the tokens of a sample, or the forward differs from the traced one.
         """
         length = target_of(samples).shape[1]
         if length % self.degree:
@@ -101,19 +107,19 @@ class Slicing:
         finally:
             self.length, self.block, self.exchanged = before
 
-    def again(self) -> AbstractContextManager[None]:
-        """Return the context of a block's repeated forward, as this one is in."""
+    def for_recompute(self) -> AbstractContextManager[None]:
+        """Return the context of a block's recomputed forward, with the slice that is active now."""
         return self._slicing(self.length, self.block)
 
     def part(self, samples: Any) -> Any:
-        """Cut this rank's tokens out of a batch, for the loss."""
+        """Return this rank's tokens of a batch, for the loss."""
         length = target_of(samples).shape[1]
         return tree_map_only(
             Tensor, lambda t: self._rows(t, 1, length) if t.dim() > 1 and t.shape[1] == length else t, samples
         )
 
     def shape_of(self, shape: torch.Size) -> torch.Size:
-        """Return the shape of hidden states between blocks, where it would be `shape` of whole sequences."""
+        """Return the shape of sliced hidden states between blocks, given `shape` of whole ones."""
         return torch.Size([shape[0], shape[1] // self.degree, *shape[2:]]) if self.length else shape
 
     def _rows(self, tensor: Tensor, dim: int, length: int) -> Tensor:
@@ -148,7 +154,7 @@ class Slicing:
         if dim < 0 or leaf.shape[dim] != self.length:
             return leaf
         part = self._rows(leaf, dim, self.length)
-        return part.contiguous() if leaf.requires_grad else part  # what is saved of it is not to hold the whole
+        return part.contiguous() if leaf.requires_grad else part  # a saved view would keep the whole tensor alive
 
     def _left(self, layer: LayerSpec) -> Callable[..., None]:
         expected = sum(exchange.role == "query" for exchange in layer.exchanges)
@@ -164,41 +170,31 @@ class Slicing:
 
     # -- around attention --------------------------------------------------------------------------
 
-    def attend(
-        self,
-        func: Callable[..., Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **named: Any,
-    ) -> Tensor:
-        """Compute attention of all tokens for this rank's heads."""
+    def attend(self, func: Callable[..., Tensor], call: AttentionCall) -> Tensor:
+        """Compute attention for this rank's heads over all tokens; query, key and value are [B, A, T/N, D].
+
+        Collective over `cp`: every rank of the group calls it; if one does not, the others wait until the time limit.
+        """
         self.exchanged += 1
-        heads = query.shape[1]
-        mine = [
-            self._exchange(self._repeated(part, heads), role, to_heads=True)
-            for part, role in ((query, "query"), (key, "key"), (value, "value"))
-        ]
-        if attn_mask is not None and attn_mask.dim() == 4 and attn_mask.shape[1] > 1:
-            attn_mask = attn_mask.chunk(self.degree, dim=1)[self.index]
-        output = func(*mine, attn_mask, dropout_p, is_causal, **named)
-        return self._exchange(output, "output", to_heads=False)
+        heads = call.query.shape[1]
+        query, key, value = (
+            moved(self._repeated(part, heads), self.group, f"{self.block}.{role}", _to_heads, _to_tokens)
+            for part, role in ((call.query, "query"), (call.key, "key"), (call.value, "value"))
+        )
+        mask = call.attn_mask
+        if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
+            mask = mask.chunk(self.degree, dim=1)[self.index]
+        output = call._replace(query=query, key=key, value=value, attn_mask=mask).run(func)
+        return moved(output, self.group, f"{self.block}.output", _to_tokens, _to_heads)
 
     def _repeated(self, part: Tensor, query_heads: int) -> Tensor:
         heads = part.shape[1]
         times = sent_heads(heads, query_heads, self.degree) // heads
         return part.repeat_interleave(times, dim=1) if times > 1 else part
 
-    def _exchange(self, part: Tensor, role: str, *, to_heads: bool) -> Tensor:
-        found: Tensor = _AllToAll.apply(part, self.group, f"{self.block}.{role}", to_heads)
-        return found
-
 
 class _Exchanging(TorchFunctionMode):
-    """Lets the attention of a slice be one of whole sequences."""
+    """A function mode in which a sliced block's attention sees whole sequences."""
 
     def __init__(self, slicing: Slicing) -> None:
         super().__init__()
@@ -210,33 +206,29 @@ class _Exchanging(TorchFunctionMode):
         slicing, kwargs = self._slicing, kwargs or {}
         if slicing.block:
             if func is F.scaled_dot_product_attention:
-                return slicing.attend(func, *args, **kwargs)
+                return slicing.attend(func, AttentionCall(*args, **kwargs))
             if func is F.multi_head_attention_forward:
-                return _multi_head_attention(self, func, *args, **kwargs)  # type: ignore[arg-type]
+                return multi_head_attention(self, *args, **kwargs)
             args = reshaped(func, args, slicing.length, slicing.length // slicing.degree)
         return func(*args, **kwargs)
 
 
-class _AllToAll(torch.autograd.Function):
-    """Exchange tokens for heads, [B, A, T/N, D] -> [B, A/N, T, D], or back; its gradient takes the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, owner: str, to_heads: bool) -> Tensor:
-        ctx.group, ctx.owner, ctx.to_heads = group, owner, to_heads
-        return _sent(part, group, owner, to_heads)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _sent(gradients[0], ctx.group, ctx.owner, not ctx.to_heads), None, None, None
+def _to_heads(part: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Exchange tokens for heads: [B, A, T/N, D] -> [B, A/N, T, D]."""
+    return _all_to_all(part, 1, group, owner).movedim(0, 2).flatten(2, 3)
 
 
-def _sent(part: Tensor, group: dist.ProcessGroup, owner: str, to_heads: bool) -> Tensor:
-    dim = 1 if to_heads else 2
-    dealt = part.unflatten(dim, (dist.get_world_size(group), -1)).movedim(dim, 0).contiguous()  # [N, B, A/N, T/N, D]
-    came = torch.empty_like(dealt)
-    with owned(owner):
-        dist.all_to_all_single(came, dealt, group=group)
-    if to_heads:
-        return came.movedim(0, 2).flatten(2, 3)
+def _to_tokens(part: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Exchange heads for tokens: [B, A/N, T, D] -> [B, A, T/N, D]."""
+    received = _all_to_all(part, 2, group, owner)
     # The heads of a token side by side, as the kernels write them: code may view the output so.
-    return came.permute(1, 3, 0, 2, 4).flatten(2, 3).transpose(1, 2)
+    return received.permute(1, 3, 0, 2, 4).flatten(2, 3).transpose(1, 2)
+
+
+def _all_to_all(part: Tensor, dim: int, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Send each rank its part along `dim`; return the parts of all ranks, [N, B, A/N, T/N, D]."""
+    sent = part.unflatten(dim, (dist.get_world_size(group), -1)).movedim(dim, 0).contiguous()
+    received = torch.empty_like(sent)
+    with owned(owner):
+        dist.all_to_all_single(received, sent, group=group)
+    return received

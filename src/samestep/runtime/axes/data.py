@@ -1,9 +1,9 @@
 """Replicated weights: gradients reduced in buckets while backward still runs (twin of `strategies/data.py`).
 
-Each bucket of the program is a flat buffer in master precision. A hook behind every parameter's gradient adds it to
-its place; when the last micro-batch's backward has filled a bucket, its first collective is started, always in the
-program's order, so that every rank sends the same. Under zero=1 the weights lie in flat buffers too: a rank updates
-its chunk of each, and `publish` gathers the others'.
+Each bucket of the program is a flat buffer in master precision. A hook on every parameter's gradient adds it to its
+place; when the last micro-batch's backward has filled a bucket, its first collective is issued, always in the program's
+order, so that every rank issues the same. Under zero=1 the weights lie in flat buffers too: a rank updates its chunk of
+each, and `publish` gathers the others'.
 
 ```
 bucket 0  [ head.weight | norm.weight | pad ]    gradients of the last layers, finished first
@@ -43,35 +43,35 @@ class _FlatBuffer:
     bucket: Bucket
     gradients: Tensor
     starts: list[Op]
-    """What is sent behind the backward that finishes it: one collective, or none."""
+    """The collective issued when a backward has filled the bucket; at most one."""
     finishes: list[Op]
-    """What follows after the step's last backward."""
+    """Collectives issued after the step's last backward."""
     gathers: list[Op]
     weights: Tensor | None = None
     missing: set[str] = field(default_factory=set)
     untouched: set[str] = field(default_factory=set)
     work: dist.Work | _Cast | None = None
     chunk: Tensor | None = None
-    """What this rank holds of the reduced bucket while it is cut."""
+    """This rank's chunk of the bucket, between its reduce_scatter and its all_gather."""
 
 
 @dataclass(slots=True)
 class _Cast:
-    """A collective on a copy in the dtype in which a bucket is sent."""
+    """A collective on a copy of a bucket, in the dtype in which it is sent."""
 
     work: dist.Work
     sent: Tensor
     into: Tensor
 
     def wait(self) -> None:
-        """Wait for what was sent, and copy it back."""
+        """Wait for the collective, and copy its result back."""
         self.work.wait()
         self.into.copy_(self.sent)
 
 
 @dataclass(slots=True)
 class _GradientSlot:
-    """Where the gradient of one parameter goes."""
+    """The place of one parameter's gradient in a bucket."""
 
     flat: _FlatBuffer
     name: str
@@ -79,7 +79,7 @@ class _GradientSlot:
 
 
 class Replicated:
-    """A `WeightStore` of whole weights, in the working dtype; gradients and optimizer as the program's buckets say."""
+    """A `WeightStore` of whole weights, in the working dtype; gradients and optimizer follow the program's buckets."""
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         self.program, self.mesh = program, mesh
@@ -113,7 +113,7 @@ class Replicated:
 
     @torch.no_grad()
     def _fill(self, model: nn.Module, materialize: Materialize) -> None:
-        """Give every parameter its first value, and make the pieces this rank updates."""
+        """Give every parameter its initial value, and make the pieces that this rank updates."""
         place = {member.name: (flat, member) for flat in self._flats for member in flat.bucket.members}
         master = DTYPES[self.program.step.master_dtype]
         for spec in self.program.step.model.params:
@@ -134,7 +134,7 @@ class Replicated:
     def _pieces_of(
         self, name: str, flat: _FlatBuffer | None, member: Member | None, param: nn.Parameter, value: Tensor
     ) -> Iterator[Piece]:
-        """Yield what this rank updates of a parameter; its gradients go to its place in the bucket from now on."""
+        """Yield a parameter's pieces that this rank updates, and direct its gradient to its place in the bucket."""
         if flat is None or member is None:
             yield self._piece(name, 0, param.numel(), param, value, lambda: _gradient_or_zero(param))
             return
@@ -157,7 +157,9 @@ class Replicated:
     def _piece(
         self, name: str, start: int, stop: int, live: Tensor, value: Tensor, gradient: Callable[[], Tensor]
     ) -> Piece:
-        """A piece updates the live weights themselves, unless they stand in another dtype or the host holds it."""
+        """Return a piece that updates the live weights, or a master copy where dtypes differ or the host holds the
+        masters.
+        """
         if live.dtype == value.dtype and not self._separate:
             return Piece(name, start, stop, live if isinstance(live, nn.Parameter) else live.detach(), gradient)
         held = value.detach().to("cpu" if self._separate else live.device, copy=True)
@@ -166,7 +168,7 @@ class Replicated:
     # -- a step ------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Forget the gradients of the step before."""
+        """Discard the gradients of the previous step."""
         for param in self.params.values():
             param.grad = None
         for flat in self._flats:
@@ -177,13 +179,16 @@ class Replicated:
 
     @contextmanager
     def running(self, task: Task) -> Iterator[None]:
-        """Know, while a task runs inside, whether gradients are the step's last, behind which buckets are reduced."""
+        """Record, while a task runs, whether its gradients are the step's last and whether they complete buckets.
+
+        Collective over the axes of the program's buckets, as `WeightStore.running` says.
+        """
         self._last = task.kind in (TaskKind.BACKWARD, TaskKind.WEIGHT) and ends_step(task.body)
         self._starts = self.program.step.ends_gradients(task.body)
         yield
 
     def _gradient_ready(self, slot: _GradientSlot, param: Tensor) -> None:
-        """Add a finished gradient to its bucket; start the bucket's reduction when it was the last one."""
+        """Add a finished gradient to its bucket, and start the reduction of buckets that are complete."""
         flat, name, found = slot.flat, slot.name, param.grad
         assert found is not None
         if found is not slot.gradient:
@@ -191,7 +196,7 @@ class Replicated:
                 slot.gradient.copy_(found)
             else:
                 slot.gradient.add_(found)
-            # In master precision autograd goes on adding in place; else each micro-batch's gradient is cast first.
+            # In master precision autograd keeps adding in place; otherwise each micro-batch's gradient is cast first.
             param.grad = slot.gradient if param.dtype == slot.gradient.dtype else None
         flat.untouched.discard(name)
         if self._last:
@@ -212,9 +217,10 @@ class Replicated:
             flat.work = self._send(flat, op, flat.gradients)
 
     def finish_gradients(self) -> None:
-        """Start what no backward reached, wait for all, and issue what follows a bucket's first collective.
+        """Start the buckets that no backward completed, issue the collectives that follow, and wait for all.
 
-        Collective over the axes of the program's buckets: if a rank does not call it, the others wait for it.
+        Collective over the axes of the program's buckets: every rank of these groups calls it; if one does not, the
+        others wait until the time limit.
         """
         for flat in self._flats[self._next :]:
             self._start(flat)
@@ -227,7 +233,7 @@ class Replicated:
             _wait(flat)
 
     def _send(self, flat: _FlatBuffer, op: Op, whole: Tensor) -> dist.Work | _Cast | None:
-        """Issue one collective of a bucket on the buffer, or on this rank's chunk of it, in the dtype of the op."""
+        """Issue one collective on the bucket's buffer, or on this rank's chunk of it, in the dtype of the op."""
         assert op.axis is not None
         group = self.mesh.groups[op.axis]
         size = whole.numel() // dist.get_world_size(group)
@@ -252,7 +258,7 @@ class Replicated:
         return work if sent.dtype == into.dtype or work is None else _Cast(work, sent, into)
 
     def norm_squared(self) -> Tensor:
-        """This rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""
+        """Return this rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if not self._flats:
             step = self.program.step
@@ -269,12 +275,18 @@ class Replicated:
         return total
 
     def _division(self, bucket: Bucket) -> tuple[int, int, int]:
-        """Return among how many ranks a bucket is divided, the place of this one, and how many hold each part."""
+        """Return the number of parts of a bucket, the index of this rank's part, and the number of ranks that hold each
+        part.
+        """
         innermost, *others = bucket.holding.data_axes
         return self.mesh.size(innermost), self.mesh.index(innermost), math.prod(map(self.mesh.size, others))
 
     def publish(self) -> None:
-        """Gather every rank's chunk of the updated weights under zero=1. Collective over `dp_shard`."""
+        """Gather every rank's chunk of the updated weights under zero=1.
+
+        Collective over `dp_shard`: every rank of the group calls it; if one does not, the others wait until the time
+        limit.
+        """
         for flat in self._flats:
             for op in flat.gathers:
                 assert flat.weights is not None
@@ -283,7 +295,7 @@ class Replicated:
             _wait(flat)
 
     def end_forward_only(self) -> None:
-        """Nothing is gathered for a forward, so nothing is left over after one."""
+        """Do nothing: a forward gathers no weights here."""
 
 
 def _wait(flat: _FlatBuffer) -> None:
@@ -299,7 +311,9 @@ def _gradient_or_zero(param: nn.Parameter) -> Tensor:
 
 
 def _gradient_hook(store: weakref.ref[Replicated], slot: _GradientSlot, param: Tensor) -> None:
-    """Call a store that is still there: what a tensor's hooks refer to, Python's collector never sees as a cycle."""
+    """Call the store if it still exists: a strong reference from a tensor's hook would make a cycle that is never
+    collected.
+    """
     alive = store()
     if alive is not None:
         alive._gradient_ready(slot, param)

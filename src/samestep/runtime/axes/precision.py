@@ -1,11 +1,10 @@
 """One precision rule in every layout, one device included (twin of `strategies/precision.py`).
 
-No autocast. Under bf16 and fp16 weights stand in the compute dtype, and floating inputs of a module that owns weights,
-and of a block, are cast to it; what has no weights, as a table of sines, computes in whatever it is given. Norms
-compute in float32 and hand back the dtype they were given; a shared weight stays in float32 and is cast at each use, so
-that its gradients meet in float32. The loss sees float32. Under float64 what a model computes in float32 by its own
-decree (`.float()`, `dtype=torch.float32`) is raised to float64, so that nothing but the order of sums is left between
-two layouts.
+No autocast. Under bf16 and fp16 weights are held in the compute dtype, and floating inputs of blocks and of modules
+that own weights are cast to it; a module without weights, such as a table of sines, computes in the dtype it is given.
+Norms compute in float32 and return the dtype they were given; a shared weight stays in float32 and is cast at each
+use, so that its gradients are added in float32. The loss gets float32. Under float64, a model's own float32 islands
+(`.float()`, `dtype=torch.float32`) are raised to float64, so that two layouts differ only in the order of their sums.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from samestep.building.families import facts_of
 from samestep.errors import ModelError
 from samestep.program.program import Program
+from samestep.tracing.traced_model import TracedModel
 
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -33,12 +32,13 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def apply(model: nn.Module, program: Program) -> None:
-    """Install the casts. Before sharding: a hook of ours must end before FSDP2 frees the weights it cast.
+def apply(traced: TracedModel, program: Program) -> None:
+    """Install the casts. Call it before sharding: a hook of ours must end before FSDP2 frees the weights it cast.
 
     Raises:
-        ModelError: a parameter is no real number, and cannot stand in another dtype.
+        ModelError: a parameter is not a floating-point number, so it cannot be held in another dtype.
     """
+    model, facts = traced.module, traced.facts
     for name, param in model.named_parameters():
         if not param.is_floating_point():
             dtype = str(param.dtype).removeprefix("torch.")
@@ -48,7 +48,6 @@ def apply(model: nn.Module, program: Program) -> None:
     compute, master = DTYPES[step.compute_dtype], DTYPES[step.master_dtype]
     if compute == master:
         return
-    facts = facts_of(model)
     for layer in step.model.layers:
         for path in layer.modules:
             for module in model.get_submodule(path).modules():
@@ -64,9 +63,9 @@ def apply(model: nn.Module, program: Program) -> None:
 
 
 def for_loss(outputs: Any) -> Any:
-    """Raise half-precision outputs to float32, in which losses are computed."""
+    """Return outputs with half-precision tensors raised to float32, in which losses are computed."""
     half = (torch.float16, torch.bfloat16)
-    if dataclasses.is_dataclass(outputs) and tree_flatten(outputs)[1].is_leaf():  # a class that torch does not know
+    if dataclasses.is_dataclass(outputs) and tree_flatten(outputs)[1].is_leaf():  # a class unknown to torch's pytree
         raised = copy.copy(outputs)
         for field in dataclasses.fields(outputs):
             object.__setattr__(raised, field.name, for_loss(getattr(outputs, field.name)))
@@ -75,7 +74,7 @@ def for_loss(outputs: Any) -> Any:
 
 
 def cast_floating(batch: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating tensors of a batch."""
+    """Return a batch with its floating tensors cast to `dtype`."""
     return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
 
 
@@ -89,7 +88,7 @@ def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _compute_in(module: nn.Module, dtype: torch.dtype, *, cast_inputs: bool) -> None:
-    """Let `module` compute in `dtype`: its own weights are replaced by casts for the length of a forward."""
+    """Make `module` compute in `dtype`: its own weights are replaced by casts while its forward runs."""
     originals: dict[str, Tensor | None] = {}
     given: list[torch.dtype] = []
 
@@ -113,12 +112,12 @@ def _compute_in(module: nn.Module, dtype: torch.dtype, *, cast_inputs: bool) -> 
         return cast_floating(output, dtype_given) if dtype_given and output is not None else None
 
     module.register_forward_pre_hook(before, with_kwargs=True)
-    # always_call: a recomputed forward stops by an exception once it has what backward needs.
+    # always_call: a recomputed forward ends with an exception once it has what backward needs.
     module.register_forward_hook(after, always_call=True)
 
 
 def _relist(module: nn.Module) -> None:
-    """Let torch's recurrent layers see their weights, of which they keep a list."""
+    """Update the list of weights that torch's recurrent layers keep."""
     if isinstance(module, nn.RNNBase):
         module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
@@ -128,12 +127,14 @@ def _floating_dtype(values: Iterable[Any], default: torch.dtype) -> torch.dtype:
 
 
 def raised_islands(program: Program) -> AbstractContextManager[Any]:
-    """Return the context of a forward: under float64 the model's own float32 islands are raised, else nothing is."""
+    """Return the context of a forward: under float64 the model's own float32 islands are raised, otherwise nothing
+    changes.
+    """
     return RaiseIslands() if program.step.compute_dtype == "float64" else nullcontext()
 
 
 class RaiseIslands(TorchFunctionMode):
-    """Raises a model's own float32 islands to float64: for the precision float64, and for proofs."""
+    """A function mode that raises a model's own float32 islands to float64, for training in float64 and for proofs."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,10 +1,10 @@
 """Activation checkpointing of blocks, inside their unit (twin of `strategies/recompute.py`).
 
 A block's `forward` is replaced, its hooks are not: FSDP2 gathers the unit's weights before and frees them after, so the
-repeated forward finds them in place. Non-reentrant; no random state is kept, since our dropout has none.
+recomputed forward finds them in place. Non-reentrant; no random state is kept, since our dropout has none.
 
-A forward that leaves traces would not be the same the second time: buffers it writes (running statistics) are written
-once, the repetition writes into copies; a block that writes into its own input is refused.
+A forward with side effects would not be the same the second time: buffers that it writes (running statistics) are
+written once, and the recomputation writes into copies; a block that writes into its own input is refused.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _KEPT = [
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
-"""recompute=selective keeps the results of these: what costs FLOPs."""
+"""Operations whose results recompute=selective keeps, because they cost FLOPs."""
 
 
 def apply(model: nn.Module, program: Program, contexts: ContextFn | None = None) -> None:
     """Make each block of `model` recompute its forward, as the layout says.
 
-    `contexts` returns what must surround a forward and its repetition, so that both draw the same dropout masks.
+    `contexts` returns the contexts of a forward and of its recomputation, so that both draw the same dropout masks.
     """
     recompute = program.step.layout.recompute
     if recompute == "none":
@@ -59,10 +59,10 @@ def apply(model: nn.Module, program: Program, contexts: ContextFn | None = None)
 
 
 def _hides_operations(path: str, block: nn.Module, program: Program) -> bool:
-    """Whether results cannot be kept one by one, so that the block is repeated whole under recompute=selective too.
+    """Return whether recompute=selective must recompute the block whole, because results cannot be kept one by one.
 
-    Recurrent layers go on to write into the results of their products, which torch does not notice: what was kept
-    would be wrong. A unit within a block is gathered in its first forward alone, and the two would not be alike.
+    Recurrent layers write into the results of their products afterwards, which torch does not notice: the kept result
+    would be wrong. A unit within a block is gathered in its first forward alone, so the two forwards would differ.
     """
     recurrent = any(isinstance(module, (nn.RNNBase, nn.RNNCellBase)) for module in block.modules())
     return recurrent or any(module.startswith(f"{path}.") for unit in program.units for module in unit.modules)
@@ -79,7 +79,7 @@ def _recomputed(path: str, forward: Callable[..., Any], around: ContextFn | None
         output = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
         if any(tensor._version != version for tensor, version in given):
             raise ModelError(
-                f"{path} writes into its own input, from which its forward is to be repeated: recompute=none works, "
+                f"{path} writes into its own input, which the recomputation of its forward needs: recompute=none works, "
                 "and so does a forward that writes nowhere (x = x + y for x += y)"
             )
         return output
@@ -88,7 +88,9 @@ def _recomputed(path: str, forward: Callable[..., Any], around: ContextFn | None
 
 
 def _buffers_written_once(block: nn.Module) -> ContextFn | None:
-    """Return contexts of a forward and its repetition, which writes into copies of the buffers that the first wrote."""
+    """Return contexts of a forward and its recomputation, which writes into copies of the buffers that the forward
+    wrote.
+    """
     owners = [module for module in block.modules() if module._buffers]
     if not owners:
         return None
@@ -103,11 +105,11 @@ def _buffers_written_once(block: nn.Module) -> ContextFn | None:
         def first() -> Iterator[None]:
             before = [versions(module) for module in owners]
             yield
-            # All of a module's: batch norm counts its batches openly, and writes its statistics behind torch's back.
+            # All buffers of a module: batch norm's statistics change without a version, its batch counter with one.
             written.extend(m for m, seen in zip(owners, before, strict=True) if versions(m) != seen)
 
         @contextmanager
-        def again() -> Iterator[None]:
+        def repeated() -> Iterator[None]:
             kept = [(module, dict(module._buffers)) for module in written]
             for module, buffers in kept:
                 module._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
@@ -117,13 +119,13 @@ def _buffers_written_once(block: nn.Module) -> ContextFn | None:
                 for module, buffers in kept:
                     module._buffers.update(buffers)
 
-        return first(), again()
+        return first(), repeated()
 
     return pair
 
 
 def _both(first: ContextFn | None, second: ContextFn | None) -> ContextFn | None:
-    """Nest two pairs of contexts."""
+    """Return a function that nests two pairs of contexts."""
     if first is None or second is None:
         return first or second
 
@@ -136,7 +138,7 @@ def _both(first: ContextFn | None, second: ContextFn | None) -> ContextFn | None
 
 @contextmanager
 def nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    """Enter contexts one inside the other."""
+    """Return a context that enters the given ones, each inside the one before."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

@@ -1,10 +1,10 @@
 """Sequence parallelism on real modules (twin of `strategies/sequence.py`).
 
-What is cut stands between two boundaries of a block's children: a child that holds tensor-cut modules (attention, MLP) is
-given the whole sequence, `gather`, and its row-cut modules give a rank its tokens of their sum, `scatter`. Everything
-else in a block must work on each token by itself, which is known of norms, dropouts and plain linear layers, and of experts
-and routers where `tracing/independence.py` has shown it; the residual sums are the block's own code. All of it is found out on the meta device, in the forward of one sample: whether the column
-cuts read what their part is given, and whether a block hands on what it is given the shape of.
+Between two boundaries within a block the sequence is cut. A child with tensor-cut modules (attention, MLP) is given
+the whole sequence by `gather`, and its row-cut modules leave a rank its tokens of their sum by `scatter`. Everything
+else in a block must work on each token by itself: norms, dropouts and plain linear layers do, and experts and routers
+where `tracing/independence.py` has shown it; the residual sums are the block's own code.
+`tracing/sequence_boundaries.py` finds all of it on the meta device, in the forward of one sample.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from samestep.building.families import FamilyFacts
 from samestep.errors import LayoutError
 from samestep.program.program import Program
+from samestep.runtime.axes.collectives import Move, moved
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
 from samestep.tracing.sequence_boundaries import with_first, with_given
@@ -30,7 +31,10 @@ from samestep.tracing.traced_model import TracedModel
 
 
 def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
-    """Put the boundaries around the cut parts of each block, and around all blocks."""
+    """Install the boundaries around the cut parts of each block, and around all blocks.
+
+    Collective over `tp` in each forward and backward: if a rank does not run one, the others wait until the time limit.
+    """
     step = program.step
     if not step.layout.sequence_parallel:
         return
@@ -55,7 +59,8 @@ def _gather_given(gather: Callable[[Tensor], Tensor], facts: FamilyFacts, _: nn.
 
 
 class Shared:
-    """A move, made once for all modules that are given one tensor in turn, as q, k and v, or the parts of a parallel block.
+    """A move made once for all modules that are given one tensor in turn, such as q, k and v, or parallel attention and
+    MLP.
 
     In the backward they share one sum.
     """
@@ -66,7 +71,7 @@ class Shared:
         self._moved: Tensor | None = None
 
     def __call__(self, path: str, x: Tensor) -> Tensor:
-        """Return x moved, by the module of this path if it is the first one that is given it."""
+        """Return x after the move, which the first module that is given x makes under its path."""
         if self._moved is not None and self._given is not None and self._given() is x:
             return self._moved
         moved = self._move(x, self._group, path)
@@ -74,63 +79,56 @@ class Shared:
         return moved
 
     def _forget(self, given: weakref.ref[Tensor]) -> None:
-        """Let go of what was moved, and of the graph behind it, with the tensor it was made of."""
+        """Free the moved tensor, and the graph behind it, together with the tensor it was made of."""
         if given is self._given:
             self._given = self._moved = None
 
 
-# -- the boundaries -----------------------------------------------------------------------------------
-
-
-Move = Callable[[Tensor, dist.ProcessGroup, str], Tensor]
-
-
-class _Moved(torch.autograd.Function):
-    """One move of a sequence over the ranks in forward, another in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str, there: Move, back: Move) -> Tensor:
-        ctx.group, ctx.owner, ctx.back = group, owner, back
-        return there(x, group, owner)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return ctx.back(gradients[0], ctx.group, ctx.owner), None, None, None, None
+# -- the boundaries --------------------------------------------------------------------------------
 
 
 def gather(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Put the sequence together from all ranks; sum the gradients of all, and hand each rank its tokens'."""
-    return _Moved.apply(x, group, owner, _all_gathered, _reduce_scattered)
+    """Return the sequence gathered from all ranks, [B, T/N, D] -> [B, T, D]; the backward reduce_scatters its gradient.
+
+    Collective over `group`, in the backward too: if a rank does not call it, the others wait until the time limit.
+    """
+    return moved(x, group, owner, _all_gathered, _reduce_scattered)
 
 
 def scatter(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Sum x over the ranks and keep this rank's tokens; put the gradients of all tokens together."""
-    return _Moved.apply(x, group, owner, _reduce_scattered, _all_gathered)
+    """Return this rank's tokens of the sum of x over the ranks, [B, T, D] -> [B, T/N, D]; the backward gathers the
+    gradient.
+
+    Collective over `group`, in the backward too: if a rank does not call it, the others wait until the time limit.
+    """
+    return moved(x, group, owner, _reduce_scattered, _all_gathered)
 
 
 def _split(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Keep this rank's tokens of what all ranks hold."""
+    """Return this rank's tokens of a sequence that all ranks hold; the backward gathers the gradient."""
     degree = dist.get_world_size(group)
     if x.shape[1] % degree:
         raise LayoutError(
             f"sequence_parallel: tp={degree} does not divide the {x.shape[1]} tokens of this batch; "
             f"{x.shape[1] // degree * degree} tokens work, and so does tp={degree} alone"
         )
-    return _Moved.apply(x, group, owner, _own, _all_gathered)
+    return moved(x, group, owner, _own, _all_gathered)
 
 
 def _join(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Put the sequence together; every rank goes on alike with the whole."""
-    return _Moved.apply(x, group, owner, _all_gathered, _own)
+    """Return the sequence gathered from all ranks; the backward keeps this rank's part of the gradient, which is
+    replicated.
+    """
+    return moved(x, group, owner, _all_gathered, _own)
 
 
 def _own(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """[batch, sequence, features] that all ranks hold to this rank's [batch, sequence / N, features]."""
+    """Return this rank's [B, T/N, D] of a sequence [B, T, D] that all ranks hold."""
     return x.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)].contiguous()
 
 
 def _all_gathered(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """[batch, sequence / N, features] of each rank to [batch, sequence, features]."""
+    """Return [B, T, D] from the [B, T/N, D] of each rank."""
     degree = dist.get_world_size(group)
     parts = x.new_empty(degree * x.shape[0], *x.shape[1:])
     with owned(owner):
@@ -139,7 +137,7 @@ def _all_gathered(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 
 
 def _reduce_scattered(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """[batch, sequence, features] of each rank to this rank's [batch, sequence / N, features] of their sum."""
+    """Return this rank's [B, T/N, D] of the sum of the [B, T, D] of each rank."""
     degree = dist.get_world_size(group)
     parts = x.unflatten(1, (degree, -1)).transpose(0, 1).contiguous()
     mine = torch.empty_like(parts[0])

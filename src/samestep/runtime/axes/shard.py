@@ -1,10 +1,10 @@
-"""Sharded weights: ZeRO-2 and ZeRO-3 by FSDP2 (twin of `strategies/shard.py`; the only file that touches FSDP2).
+"""Sharded weights: ZeRO-2 and ZeRO-3 by FSDP2 (twin of `strategies/shard.py`; no other part of a run touches FSDP2).
 
-The program's units become FSDP2 groups. FSDP2's hooks gather a unit before its forward and before its backward, and free
-it after its forward; which unit is gathered ahead of need, the program says. What ends a unit's backward is ours: once
-the gradients of all its inputs are known, or else at the end of the task, `_RunningUnit.complete` lets FSDP2 free the
-weights and, where the program has a reduce_scatter, reduce the gradients. So nothing depends on which forward a backward
-follows: in a pipeline those of other micro-batches and of other virtual stages stand between the two.
+The program's units become FSDP2 groups. FSDP2's hooks gather a unit before its forward and before its backward, and
+reshard it after its forward; the program says which unit is gathered ahead of need. We end a unit's backward: once the
+gradients of all its inputs are known, or else at the end of the task, `_RunningUnit.complete` lets FSDP2 free the
+weights and, where the program has a reduce_scatter, reduce the gradients. So nothing depends on which forward preceded
+a backward: in a pipeline those of other micro-batches and of other chunks run between the two.
 
 ```
 task      F of chunk 0           B of chunk 1                                    end of the step
@@ -13,13 +13,17 @@ ours                             complete each unit: free, reduce_scatter       
 ```
 Gradients are summed, never averaged. Each rank updates the rows of every weight that FSDP2 gave it, as plain tensors.
 
-Traps, met here: FSDP2 frees what zero=2 keeps over several micro-batches, or uses stale weights in the next step, unless
-each backward is told anew; and a forward without a backward (held-out loss) leaves the last unit gathered, so it is
-resharded by hand. An in-place op on a view that a unit returned would drop the hook that gathers its weights again, so
-such a unit returns a copy. A weight that this rank's samples did not use has no gradient, and FSDP2 reduces only those
-there are, which then lie elsewhere in the buffer than on another rank: each unit's gradients are completed with zeros
-first, and a unit that did not run at all is an error. A module that is called several times ends several backwards: FSDP2
-by itself would reduce a part of the gradient after each.
+Traps met here:
+- FSDP2 frees the weights that zero=2 keeps over several micro-batches, or uses stale ones in the next step, unless
+  resharding is set again before each backward.
+- A forward without a backward (held-out loss) leaves the last unit gathered, so we reshard it.
+- An in-place op on a view that a unit returned would drop the hook that gathers its weights in backward, so such a
+  unit returns a copy.
+- A weight that this rank's samples did not use has no gradient, and FSDP2 reduces only existing gradients, which then
+  lie elsewhere in the buffer than on another rank: each unit's gradients are completed with zeros first, and a unit
+  that did not run at all is an error.
+- A module that is called several times ends several backwards: FSDP2 by itself would reduce a part of the gradient
+  after each.
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ from samestep.schedules import TaskKind
 
 
 class Sharded:
-    """A `WeightStore` of weights, gradients and optimizer cut over `dp_shard` along their first dimension."""
+    """A `WeightStore` of weights, gradients and optimizer sharded over `dp_shard` along their first dimension."""
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         self.program, self.mesh = program, mesh
@@ -67,7 +71,7 @@ class Sharded:
         self.pieces: list[Piece] = []
         self._params: dict[str, DTensor] = {}
         self._fill(places, materialize)
-        # By hand: a stage's first forward has stand-ins in the places of its other virtual stages.
+        # Explicitly: in a stage's first forward stand-ins replace the modules of its other chunks.
         self._root._get_fsdp_state()._lazy_init()
         self._root.set_is_last_backward(False)
 
@@ -110,7 +114,7 @@ class Sharded:
     # -- a step ------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Forget the gradients of the step before."""
+        """Discard the gradients of the previous step."""
         for param in self._params.values():
             param.grad = None
         for unit in self._units:
@@ -118,7 +122,9 @@ class Sharded:
 
     @contextmanager
     def running(self, task: Task) -> Iterator[None]:
-        """Gather, free and reduce, while a task runs inside, what the program says.
+        """Let the units gather, free and reduce as the program says, while a task runs inside.
+
+        Collective over the axes of the units, as `WeightStore.running` says.
 
         Raises:
             LayoutError: a unit did not run in the forward, so this rank did not gather its weights with the others.
@@ -144,9 +150,10 @@ class Sharded:
                 unit.complete(task.microbatch)
 
     def finish_gradients(self) -> None:
-        """Wait for FSDP2's reductions; sum over stages that share a weight, and what is partial over the ranks of the others.
+        """Wait for FSDP2's reductions; sum gradients over stages that share a weight, and over axes on which they are
+        partial.
 
-        Collective over these stages and `tp`: if a rank does not call it, the others wait for it.
+        Collective over these stages and `tp`: if a rank does not call it, the others wait until the time limit.
 
         Raises:
             LayoutError: a unit took no part in a backward, so this rank did not reduce its gradients with the others.
@@ -180,7 +187,7 @@ class Sharded:
         torch._foreach_copy_(gradients, places)
 
     def norm_squared(self) -> Tensor:
-        """This rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""
+        """Return this rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""
         step = self.program.step
         copies = {param.name: step.holding(param).num_copies for param in step.model.params}
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -190,36 +197,36 @@ class Sharded:
         return total / self.mesh.size("dp_replicate")
 
     def publish(self) -> None:
-        """Nothing to send: the next forward gathers the updated rows."""
+        """Do nothing: the next forward gathers the updated rows."""
 
     def end_forward_only(self) -> None:
-        """Free what a forward without a backward left gathered."""
+        """Reshard the units that a forward without a backward left gathered."""
         for unit in self._units:
             unit.fsdp.reshard()
             unit.reset()
 
 
 _ParamSlots = list[tuple[nn.Module, str]]
-"""Modules of a unit that have a weight, and its name there."""
+"""Modules of a unit that hold a weight, each with the weight's name in it."""
 
 
 class _RunningUnit:
-    """One unit in the forwards and backwards of a step: what ran, and what ends its backward.
+    """The state of one unit during a step: which calls of it ran, and when its backward ends.
 
-    A run is a call of one of its modules. It is over in the backward once the gradients of its inputs are known, which a
-    hook on an input tells; where no input takes a gradient it stays open to the end of the task. Runs are counted by
-    micro-batch, since in a pipeline several are under way.
+    A call of one of its modules is complete in the backward once the gradients of its inputs are known, which a hook on
+    each input reports; where no input takes a gradient it stays open to the end of the task. Calls are counted by
+    micro-batch, since a pipeline has several under way.
     """
 
     def __init__(self, model: nn.Module, unit: Unit, program: Program, places: dict[str, _ParamSlots]) -> None:
         self.unit = unit
         self.params = {_at(places[name][0]) for name in unit.params}
-        """Still on meta, before FSDP2 cuts them."""
+        """The unit's parameters, still on the meta device, before FSDP2 shards them."""
         self._path = unit.modules[0]
         self._zero = program.step.zero
         self.chunk = next((i for i, layers in enumerate(program.chunks) if unit.first_layer in layers), 0)
         self.is_layer = set(unit.modules) <= {path for layer in program.step.model.layers for path in layer.modules}
-        """Its modules all ran when the model was traced; a name of a shared weight may be of one that never runs."""
+        """Whether its modules all ran in the trace; a shared weight's unit may include a module that never runs."""
         self.modules = dict.fromkeys(model.get_submodule(path) for path in unit.modules)
         for module in self.modules:
             # Before fully_shard, which puts its hook in front of this one.
@@ -228,7 +235,7 @@ class _RunningUnit:
 
     @property
     def fsdp(self) -> FSDPModule:
-        """Its handle: modules of one unit share one FSDP2 state."""
+        """The unit's FSDP2 handle: its modules share one FSDP2 state."""
         module = next(iter(self.modules))
         assert isinstance(module, FSDPModule)
         return module
@@ -240,7 +247,7 @@ class _RunningUnit:
         return group
 
     def reset(self) -> None:
-        """Forget what ran."""
+        """Clear the record of calls, before a step."""
         self._open = Counter[int]()
         self._microbatch = 0
         self._in_backward = self._ran = self._left_out = False
@@ -249,13 +256,13 @@ class _RunningUnit:
     # -- forward -----------------------------------------------------------------------------------
 
     def begin_forward(self, microbatch: int) -> None:
-        """Count the runs that follow to a micro-batch."""
+        """Count the calls that follow as those of a micro-batch."""
         self._microbatch, self._ran = microbatch, False
 
     def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note a run, whose backward is over once the gradient of an input is known."""
+        """Record a call, whose backward is complete once the gradients of its inputs are known."""
         if torch._C._current_graph_task_id() != -1:
-            return  # repeated inside a backward
+            return  # recomputed inside a backward
         self._ran = True
         if not torch.is_grad_enabled():
             return
@@ -263,13 +270,17 @@ class _RunningUnit:
         inputs = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad}
         waiting = set(inputs)
         for key, leaf in inputs.items():
-            handle = leaf.register_hook(functools.partial(self._close_run, self._microbatch, waiting, key))
-            # In front of FSDP2's hook, which gathers for the module that gave the tensor.
+            handle = leaf.register_hook(functools.partial(self._close_call, self._microbatch, waiting, key))
+            # In front of FSDP2's hook, which gathers the module that produced the tensor.
             hooks: OrderedDict[int, Any] = leaf._backward_hooks  # type: ignore[assignment]
             hooks.move_to_end(handle.id, last=False)
 
     def end_forward(self) -> None:
-        """Free what was held for several calls, and raise if the unit did not run."""
+        """Reshard a unit that stayed gathered over several calls.
+
+        Raises:
+            LayoutError: the unit did not run.
+        """
         self.check_ran()
         if self.unit.spans_calls and not self.unit.keep_after_forward:
             self.fsdp.reshard()
@@ -277,25 +288,27 @@ class _RunningUnit:
     # -- backward ----------------------------------------------------------------------------------
 
     def begin_backward(self, microbatch: int, *, reduces: bool, all_reduces: bool, frees: bool) -> None:
-        """Know what the program says of the backward that follows."""
+        """Set what ends the unit's backward: whether it reduces, whether over all axes, and whether it frees the
+        weights.
+        """
         self._microbatch, self._in_backward = microbatch, True
         self._reduces, self._all_reduces, self._frees = reduces, all_reduces, frees
 
-    def _close_run(self, microbatch: int, waiting: set[int], key: int, _: Tensor) -> None:
-        if waiting == {key}:  # an input that is added late has its gradient before the weights have theirs
+    def _close_call(self, microbatch: int, waiting: set[int], key: int, _: Tensor) -> None:
+        if waiting == {key}:  # an input added to a later sum has its gradient before the weights have theirs
             self._open[microbatch] -= 1
             if self._open[microbatch] == 0:
                 self.complete(microbatch)
         waiting.discard(key)
 
     def complete(self, microbatch: int) -> None:
-        """End the unit's backward, once: give trained weights that were not used a gradient of zeros, free, reduce."""
+        """End the unit's backward, once: set missing gradients of trained weights to zeros, then free and reduce."""
         self._open.pop(microbatch, None)
         if not self._in_backward:
             return
         self._in_backward = False
         weights = [weight for weight in self._group.fsdp_params if weight.sharded_param.requires_grad]
-        # FSDP2 has raised the gradient of a half-precision weight, where its own hook came first.
+        # The second one is the gradient of a half-precision weight, where FSDP2's own hook has already cast it.
         missing = [w for w in weights if w._unsharded_param.grad is None and w.unsharded_accumulated_grad is None]
         self._left_out |= bool(missing) and len(missing) == len(weights) and self._path != ""
         for weight in missing:
@@ -310,33 +323,45 @@ class _RunningUnit:
         self._group.post_backward()
         _keep_still(self.fsdp)
 
-    # -- what a rank must not leave out ------------------------------------------------------------
+    # -- units that every rank must run ------------------------------------------------------------
 
     def check_order(self, before: list[_RunningUnit], *_: Any) -> None:
-        """Raise, before this unit is gathered, if one before it was passed by."""
+        """Check, before this unit is gathered, that each unit of the previous layer has run.
+
+        Raises:
+            LayoutError: one has not.
+        """
         if torch._C._current_graph_task_id() == -1:
             for unit in before:
                 unit.check_ran()
 
     def check_ran(self) -> None:
-        """Raise if the unit has not run in the forward."""
+        """Check that the unit has run in the forward.
+
+        Raises:
+            LayoutError: it has not.
+        """
         if self.is_layer and not self._ran:
             raise LayoutError(self._refusal(f"{self._path} did not run in the forward"))
 
     def check_backward(self) -> None:
-        """Raise if a backward did not reach the unit."""
+        """Check that every backward has reached the unit.
+
+        Raises:
+            LayoutError: one has not.
+        """
         if self._left_out:
             raise LayoutError(self._refusal(f"{self._path} ran, but the loss does not depend on it"))
 
     def _refusal(self, what: str) -> str:
         return (
             f"{what} of a micro-batch, and zero={self._zero} gathers and reduces its weights on all ranks at once, "
-            "so a rank may not pass it by; zero=1 works"
+            "so no rank may skip it; zero=1 works"
         )
 
 
 def _keep_order(units: list[_RunningUnit]) -> None:
-    """Let each layer's unit make sure that the layer before it has run, in front of FSDP2's gather."""
+    """Make each layer's unit check that the previous layer has run, in front of FSDP2's gather."""
     layers: dict[int, list[_RunningUnit]] = {}
     for unit in units:
         if unit.is_layer:
@@ -349,13 +374,13 @@ def _keep_order(units: list[_RunningUnit]) -> None:
 
 
 def _reshape(model: nn.Module, program: Program) -> dict[str, _ParamSlots]:
-    """Give every parameter, still on meta, the shape and dtype that this rank's program has of it; return its places."""
+    """Give every parameter, still on meta, the shape and dtype that this rank's program has of it; return its slots."""
     dtype = DTYPES[program.step.master_dtype]
     mine = {name: {*unit.modules} for unit in program.units for name in unit.params}
     places: dict[str, _ParamSlots] = {}
     for spec in program.step.model.params:
         names = [name.rpartition(".") for name in (spec.name, *spec.aliases)]
-        if program.step.holding(spec).tied_over:  # another stage has the weight's other name
+        if program.step.holding(spec).tied_over:  # the weight's other name is on another stage
             names = [name for name in names if name[0] in mine[spec.name]]
         places[spec.name] = [(model.get_submodule(path), leaf) for path, _, leaf in names]
         empty = torch.empty(spec.shape, dtype=dtype, device="meta")
@@ -376,7 +401,7 @@ def _put(places: _ParamSlots, param: nn.Parameter) -> None:
 
 def _wrap(model: nn.Module, units: list[_RunningUnit], program: Program, mesh: Mesh) -> None:
     """Make an FSDP2 group of each unit, inner modules first and the root last."""
-    # Said of units that return a view; those whose weights are gathered again return a copy instead (_whole_outputs).
+    # FSDP2 warns of units that return a view; those whose weights are gathered again return a copy (_whole_outputs).
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     axes = {"dp_shard", *(running.unit.shard_axis for running in units)}
     meshes = {axis: mesh.for_shards(axis) for axis in sorted(axes)}
@@ -404,15 +429,15 @@ def _wrap(model: nn.Module, units: list[_RunningUnit], program: Program, mesh: M
         running.fsdp.set_unshard_in_backward(unit.gather_in_backward or unit.keep_after_forward)
         _keep_still(running.fsdp)
     if not isinstance(model, FSDPModule):
-        fully_shard(model, mesh=meshes["dp_shard"], ignored_params=everything)  # no weight: FSDP2 wants a root
+        fully_shard(model, mesh=meshes["dp_shard"], ignored_params=everything)  # FSDP2 needs a root; it has no weight
     named = {running.unit.name: running.fsdp for running in units}
     for running in units:
-        # Itself, which is gathered already, where there is none: without any, FSDP2 would take the last one that ran.
+        # Without another unit, the unit itself, which is gathered already: else FSDP2 would gather the last that ran.
         running.fsdp.set_modules_to_backward_prefetch([named[running.unit.ahead or running.unit.name]])
 
 
 def _keep_still(module: FSDPModule) -> None:
-    """Let FSDP2 neither reduce nor free by itself what a backward leaves."""
+    """Keep FSDP2 from reducing or freeing by itself after a backward."""
     module.set_requires_gradient_sync(False, recurse=False)
     module.set_reshard_after_backward(False, recurse=False)
 
@@ -422,7 +447,9 @@ def _whole_outputs(_: nn.Module, args: Any, outputs: Any) -> Any:
 
 
 def _rows(spec: ParamSpec, num_shards: int, index: int) -> slice:
-    """Rows of a parameter that FSDP2 gives to a rank: equal runs of the first dimension, the last ones shorter."""
+    """Return the rows of a parameter that FSDP2 gives to a rank: equal runs of the first dimension, the last ones
+    shorter.
+    """
     each = -(-spec.shape[0] // num_shards)
     return slice(min(index * each, spec.shape[0]), min((index + 1) * each, spec.shape[0]))
 

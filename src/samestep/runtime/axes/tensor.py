@@ -1,13 +1,13 @@
 """Tensor parallelism on real modules (twin of `strategies/tensor.py`): hooks around modules that keep their classes.
 
-`tracing/tensor_plan.py` says which modules a plan cuts, and how. They compute with their own code on the weights they are left
-with; `copy` and `reduce` stand at the boundaries:
+`tracing/tensor_plan.py` finds which modules a plan cuts, and how. They compute with their own code on their part of the
+weights; `copy` and `reduce` are placed at the boundaries:
 
     column   input through `copy`                      output cut along its last dimension
     row      bias held back, output through `reduce`   then the bias is added, once
     vocab    tokens of other ranks give zeros          output through `reduce`; a head's logits stay cut
-    gather   a column cut whose output is put together again
-    sum      a weight that stays whole on what is cut  used as it is: its gradient is summed once a step
+    gather   a column cut whose output is gathered
+    sum      a whole weight used on a cut tensor       used as it is: its gradient is summed once a step
     shared   a column cut of fewer heads than ranks    the rows of one head of the whole weight
 """
 
@@ -27,6 +27,7 @@ from samestep.building.loss import IGNORED_LABEL, at_least_float32, target_of
 from samestep.models.spec import Cut, is_below
 from samestep.program.program import Program
 from samestep.runtime.axes import sequence
+from samestep.runtime.axes.collectives import moved
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.tracing.tensor_plan import is_head
@@ -34,13 +35,16 @@ from samestep.tracing.traced_model import TracedModel
 
 
 def joined(cuts: Sequence[Tensor], cut: Cut) -> Tensor:
-    """Put a weight together from the parts of all ranks, in their order: the inverse of `placement.local_part`."""
+    """Return the whole weight from the parts of all ranks, in their order: the inverse of `placement.local_part`."""
     parts = zip(*(part.chunk(cut.parts, dim=cut.dim) for part in cuts), strict=True)
     return torch.cat([torch.cat(part, dim=cut.dim) for part in parts], dim=cut.dim)
 
 
 def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
-    """Put `copy` and `reduce` around every module that the program's model cuts."""
+    """Install `copy` and `reduce` around every module that the program's model cuts.
+
+    Collective over `tp` in each forward and backward: if a rank does not run one, the others wait until the time limit.
+    """
     if program.step.layout.tp == 1:
         return
     model, analysis, facts = traced.module, traced.analysis, traced.facts
@@ -75,7 +79,7 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Boundaries:
-    """What a cut module's input and sum go through; under sequence parallelism the part around it has gathered."""
+    """The functions for a cut module's input and output; under sequence parallelism the part around it has gathered."""
 
     enter: Callable[[str, Tensor], Tensor]
     leave: Callable[[str, Tensor], Tensor]
@@ -94,7 +98,7 @@ def _around_column(module: nn.Module, path: str, mesh: Mesh, boundaries: _Bounda
 
 
 def _around_shared(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, heads: int) -> None:
-    """Compute the one head of keys or values that this rank's queries need, by its rows of the whole weight."""
+    """Make a projection compute the one head of keys or values that this rank's queries need, from the whole weight."""
     assert isinstance(module, nn.Linear)
     index = mesh.index("tp") * heads // mesh.size("tp")
     module.register_forward_pre_hook(lambda _, args: (boundaries.enter(path, args[0]), *args[1:]))
@@ -115,7 +119,7 @@ def _around_row(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundarie
     def before(_: nn.Module, args: Any) -> None:
         bias = module._parameters.get("bias")
         held.append(bias)
-        # GPT-2's linear layers cannot do without one.
+        # GPT-2's linear layers need a bias.
         none = bias.new_zeros(()) if facts.is_transposed(module) and bias is not None else None
         module._parameters["bias"] = none  # type: ignore[assignment]
 
@@ -134,7 +138,7 @@ def _around_row(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundarie
 
 
 def _around_vocab(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, facts: FamilyFacts) -> None:
-    """A cut embedding looks up its own tokens; a cut head gives its own logits."""
+    """Make an embedding look up this rank's own tokens, and a head give its own logits."""
     if isinstance(module, nn.Linear):
         _around_column(module, path, mesh, boundaries, facts)
         return
@@ -159,7 +163,7 @@ def _around_vocab(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundar
 
 
 def _replace_weights(module: nn.Module, used: Callable[[nn.Parameter], Tensor]) -> None:
-    """Let a module compute with what is made of its weights each time."""
+    """Make a module compute with a function of its weights, evaluated in each forward."""
     held: dict[str, nn.Parameter | None] = {}
 
     def before(_: nn.Module, args: Any) -> None:
@@ -186,58 +190,42 @@ _AROUND: dict[str, Callable[[nn.Module, str, Mesh, _Boundaries, FamilyFacts], No
 }
 
 
-# -- the two boundaries, and what stands on them ------------------------------------------------------
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-        ctx.group, ctx.owner = group, owner
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _summed(gradients[0], ctx.group, ctx.owner), None, None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-        return _summed(x, group, owner)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None, None
-
-
-class _GatherLast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-        with owned(owner):
-            dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts, dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        parts = gradients[0].chunk(dist.get_world_size(ctx.group), dim=-1)
-        return parts[dist.get_rank(ctx.group)].contiguous(), None, None
+# -- the boundaries, and the loss on cut logits ----------------------------------------------------
 
 
 def copy(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Hand x on as it is; sum its gradient over the group."""
-    return _Copy.apply(x, group, owner)
+    """Return x; sum its gradient over the group.
+
+    Collective over `group` in the backward: if a rank does not run it, the others wait until the time limit.
+    """
+    return moved(x, group, owner, lambda x, group, owner: x.view_as(x), _summed)
 
 
 def reduce(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Sum x over the group; hand its gradient on as it is."""
-    return _Reduce.apply(x, group, owner)
+    """Return the sum of x over the group; pass its gradient on unchanged.
+
+    Collective over `group`: every rank of the group calls it; if one does not, the others wait until the time limit.
+    """
+    return moved(x, group, owner, _summed, lambda gradient, group, owner: gradient)
 
 
 def gather_last(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Put the last dimension together from all ranks; every rank goes on with the whole."""
-    return _GatherLast.apply(x, group, owner)
+    """Return x gathered along its last dimension, [..., D/N] -> [..., D]; each rank keeps its part of the gradient.
+
+    Collective over `group`: every rank of the group calls it; if one does not, the others wait until the time limit.
+    """
+    return moved(x, group, owner, _gathered_last, _own_last)
+
+
+def _gathered_last(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    with owned(owner):
+        dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)
+
+
+def _own_last(gradient: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    return gradient.chunk(dist.get_world_size(group), dim=-1)[dist.get_rank(group)].contiguous()
 
 
 def _summed(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
@@ -248,7 +236,7 @@ def _summed(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 
 
 class _CutCrossEntropy(torch.autograd.Function):
-    """Keeps the exponentials of its logits alone."""
+    """Cross entropy of logits cut by vocabulary, which keeps only their exponentials for the backward."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -276,29 +264,37 @@ class _CutCrossEntropy(torch.autograd.Function):
 
 
 def cut_cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum of the cross entropies of rows whose logits are cut by vocabulary; labels of -100 count nothing.
+    """Return the summed cross entropy of rows whose logits are cut by vocabulary; labels of -100 do not count.
 
     logits [N, V / tp], labels [N]. With m the largest logit of a row: log(sum exp(x - m)) + m - x[label], each sum
     taken over all ranks; its gradient by x is exp(x - m) / sum exp(x - m), less 1 at the label.
+
+    Collective over `group`: every rank of the group calls it; if one does not, the others wait until the time limit.
     """
     loss: Tensor = _CutCrossEntropy.apply(logits, labels, group)
     return loss
 
 
 def cuts_logits(program: Program) -> bool:
-    """Whether the loss gets logits that are cut by vocabulary."""
+    """Return whether the loss gets logits that are cut by vocabulary."""
     return program.step.layout.tp > 1 and program.step.cuts_loss and program.step.model.logit_rows > 0
 
 
 def cut_loss(mesh: Mesh, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    """`build.cross_entropy` on logits cut by vocabulary."""
+    """Return the sum and the count of `loss.cross_entropy`, from logits cut by vocabulary.
+
+    Collective over `tp`: every rank of the group calls it; if one does not, the others wait until the time limit.
+    """
     logits, labels = outputs.logits if not isinstance(outputs, Tensor) else outputs, target_of(batch)
     total = cut_cross_entropy(at_least_float32(logits).flatten(0, -2), labels.flatten(), mesh.groups["tp"])
     return total, (labels != IGNORED_LABEL).sum()
 
 
 def whole_logits(outputs: Any, program: Program, mesh: Mesh) -> Any:
-    """Put logits cut by vocabulary together, for what reads all of them."""
+    """Return outputs with whole logits, gathered where they are cut by vocabulary.
+
+    Collective over `tp` where they are cut: if a rank does not call it, the others wait until the time limit.
+    """
     if not cuts_logits(program):
         return outputs
     if isinstance(outputs, Tensor):

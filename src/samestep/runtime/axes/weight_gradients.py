@@ -1,14 +1,13 @@
-"""Backward in two parts, for zero-bubble schedules (twin of the W tasks of `strategies/pipeline.py`).
+"""Split backward, for zero-bubble schedules (twin of the W tasks of `strategies/pipeline.py`).
 
-Qi et al. 2023, arXiv:2401.10241. Of y = x A, with G the gradient of y:
+Qi et al. 2023, arXiv:2401.10241. For y = x A, with G the gradient of y:
 
-    B   gradient of x = G A^T     at once: the stage before waits for it
+    B   gradient of x = G A^T     at once: the previous stage waits for it
     W   gradient of A = x^T G     later, from x and G, which are kept until then
 
-A linear layer's own forward computes y; what stands around it is a function whose backward does the first and notes the
-second. The gradient is then given to the weight as autograd would have done, so hooks on it run, and casts in front of it
-are gone back through. All that is no linear layer (norms, biases, embeddings) and weights that several modules share take
-their whole gradient in B.
+A linear layer's own forward computes y, inside a function whose backward computes B and postpones W. W is then given to
+the weight by autograd, so hooks on the weight run, and the backward of casts in front of it. Everything that is not a
+linear layer (norms, biases, embeddings), and weights that several modules share, gets its whole gradient in B.
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from samestep.building.families import FamilyFacts, facts_of
+from samestep.building.families import FamilyFacts
 from samestep.program.program import Program
+from samestep.tracing.traced_model import TracedModel
 
 
-class _Left(NamedTuple):
-    """What a weight's gradient is computed from."""
+class _PostponedGradient(NamedTuple):
+    """The tensors from which a postponed weight gradient is computed."""
 
     weight: Tensor
     given: Tensor
@@ -33,30 +33,32 @@ class _Left(NamedTuple):
 
 
 class Deferred:
-    """The gradients of weights that the backward of each micro-batch has left."""
+    """The weight gradients that the backward of each micro-batch has postponed."""
 
-    def __init__(self, model: nn.Module, program: Program) -> None:
+    def __init__(self, traced: TracedModel, program: Program) -> None:
         self.microbatch = 0
-        """Whose backward runs."""
-        self._left: dict[int, list[_Left]] = {}
+        """Micro-batch whose backward runs."""
+        self._postponed: dict[int, list[_PostponedGradient]] = {}
         if not program.step.splits_backward:
             return
-        facts = facts_of(model)
+        facts = traced.facts
         shared = {name for p in program.step.model.params if p.shared for name in (p.name, *p.aliases)}
-        for path, module in model.named_modules():
+        for path, module in traced.module.named_modules():
             if _is_linear(module, facts) and f"{path}.weight" not in shared:
                 module.forward = self._around(module, module.forward, facts.is_transposed(module))
 
     def add_up(self, microbatch: int) -> None:
-        """Give the weights what the backward of a micro-batch has left for them, in its order."""
-        for left in self._left.pop(microbatch, ()):
-            given, gradient = left.given.flatten(0, -2), left.gradient.flatten(0, -2)
-            product = given.T @ gradient if left.is_transposed else gradient.T @ given
-            torch.autograd.backward(left.weight, product)
+        """Add the postponed gradients of a micro-batch to those of the weights, in the order of its backward."""
+        for one in self._postponed.pop(microbatch, ()):
+            given, gradient = one.given.flatten(0, -2), one.gradient.flatten(0, -2)
+            product = given.T @ gradient if one.is_transposed else gradient.T @ given
+            torch.autograd.backward(one.weight, product)
 
-    def leave(self, weight: Tensor, given: Tensor, gradient: Tensor, is_transposed: bool) -> None:
-        """Note what is to be added to a weight's gradient."""
-        self._left.setdefault(self.microbatch, []).append(_Left(weight, given, gradient, is_transposed))
+    def postpone(self, weight: Tensor, given: Tensor, gradient: Tensor, is_transposed: bool) -> None:
+        """Postpone the gradient of a weight, `given` being the input of its layer and `gradient` that of its output."""
+        self._postponed.setdefault(self.microbatch, []).append(
+            _PostponedGradient(weight, given, gradient, is_transposed)
+        )
 
     def _around(
         self, module: nn.Module, forward: Callable[[Tensor], Tensor], is_transposed: bool
@@ -66,18 +68,18 @@ class Deferred:
             assert isinstance(weight, Tensor)
             if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
                 return forward(x)
-            # In a list autograd does not see the weight, and so gives it nothing.
-            return _Split.apply(x, bias, [weight], forward, self, is_transposed)
+            # Inside a list autograd does not see the weight, and so computes no gradient for it.
+            return _SplitBackward.apply(x, bias, [weight], forward, self, is_transposed)
 
         return call
 
 
 def _is_linear(module: nn.Module, facts: FamilyFacts) -> bool:
-    """Whether a module multiplies by its weight, [out, in] or as GPT-2's [in, out], and adds its bias."""
+    """Return whether a module multiplies by its weight, [out, in] or as GPT-2's [in, out], and adds its bias."""
     return type(module).forward is nn.Linear.forward or facts.is_transposed(module)
 
 
-class _Split(torch.autograd.Function):
+class _SplitBackward(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -96,7 +98,7 @@ class _Split(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         gradient = gradients[0]
         x, weight = ctx.saved_tensors
-        ctx.deferred.leave(ctx.boxed[0], x, gradient, ctx.is_transposed)
+        ctx.deferred.postpone(ctx.boxed[0], x, gradient, ctx.is_transposed)
         given = gradient @ (weight.T if ctx.is_transposed else weight)
         bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         return given, bias, None, None, None, None

@@ -1,11 +1,11 @@
-"""Which elements a dropout drops: a hash of the mask's key and of each element's place in the uncut tensor.
+"""The elements that a dropout drops: a hash of the mask's key and of each element's position in the uncut tensor.
 
     a, b     = two halves of mix64((mix64(sample) ^ key) + row * G)  once a row
     h        = f(f(column' ^ a) + b),   f(x) = x (2x + 1) mod 2^32   once an element, in int32
     dropped  = h < p * 2^32
 
-Row and column are places in the sample's own tensor, all of its dimensions but the last flattened, and the last. A rank
-that holds a part of the tensor asks for the rows and columns of its part, and gets that part of the mask:
+Row and column are positions in the sample's own tensor: its dimensions but the last, flattened, and the last. A rank
+that holds a part of the tensor passes the rows and columns of its part, and gets that part of the mask:
 
     whole mask [heads 0 1 2 3, queries, keys]     rank 1 of tp=2: heads 2 3, so rows 2L to 4L - 1, all columns
     whole mask [tokens 0 1 2 3, features]         rank 1 of cp=2: tokens 2 3
@@ -30,41 +30,42 @@ _MIX_1 = -0x40A7B892E31B1A47
 _MIX_2 = -0x6B2FB644ECCEEE15
 
 
-Run = tuple[int, int, int]
-"""A dimension, in how many equal runs it is cut, and which of them is meant."""
-Cuts = tuple[Run, ...]
+MaskCut = tuple[int, int, int]
+"""A cut of one dimension: (dimension, number of equal intervals, index of this rank's interval)."""
+MaskCuts = tuple[MaskCut, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class MaskSlice:
-    """Which part of each mask a rank draws: with tp, one of `degree` equal runs of the dimension that is cut there.
+    """The part of each dropout mask that a rank draws.
 
-    With cp, one of so many runs of the tokens; or inside an attention, of the heads that tp leaves a rank.
+    With tp it is one of `degree` equal intervals of the dimension that tp cuts. With cp it is one of `cp` intervals of
+    the tokens, or inside an attention, of the heads that tp leaves the rank.
     """
 
     model: ModelSpec
-    """The whole model."""
+    """Spec of the whole model."""
     degree: int
     index: int
     cuts_sequence: bool = False
-    """Whether tensors between blocks hold a run of the tokens, by tp."""
+    """Whether tensors between blocks hold an interval of the tokens, cut by tp."""
     cp: int = 1
     cp_index: int = 0
-    _found: dict[tuple[Any, ...], Cuts] = field(default_factory=dict)
+    _found: dict[tuple[Any, ...], MaskCuts] = field(default_factory=dict)
 
-    def cuts(self, mask: tuple[str, int, int], shape: tuple[int, ...]) -> Cuts:
-        """Find the dimensions of one sample's mask of which this rank, with this `shape`, has a run.
+    def cuts(self, mask: tuple[str, int, int], shape: tuple[int, ...]) -> MaskCuts:
+        """Return the dimensions of one sample's mask that are cut on this rank, where the mask has this `shape`.
 
-        A mask is known by its module, entry and draw.
+        A mask is identified by its module, entry and draw.
 
         Raises:
-            LayoutError: the part cannot be told from the shapes.
+            LayoutError: the shapes do not determine the part, or the traced forward drew no such mask.
         """
         if (mask, shape) not in self._found:
             self._found[mask, shape] = self._find(mask, shape)
         return self._found[mask, shape]
 
-    def _find(self, mask: tuple[str, int, int], shape: tuple[int, ...]) -> Cuts:
+    def _find(self, mask: tuple[str, int, int], shape: tuple[int, ...]) -> MaskCuts:
         whole = next(
             (known.shape for known in self.model.masks if (known.owner, known.entry, known.draw) == mask), None
         )
@@ -74,7 +75,7 @@ class MaskSlice:
         one = " ".join(f"{axis}=1" for axis, degree in (("tp", self.degree), ("cp", self.cp)) if degree > 1)
         if whole is None:
             raise LayoutError(f"{owner} draws a dropout mask that the traced forward did not: {one} works")
-        found: list[Run] = []
+        found: list[MaskCut] = []
         unused = {axis for axis, degree in (("tp", self.degree), ("cp", self.cp)) if degree > 1}
         differs = [dim for dim, (all_, mine) in enumerate(zip(whole, shape, strict=False)) if all_ != mine]
         # [1, sequence, features] between blocks; within their cut parts heads or neurons are fewer.
@@ -82,19 +83,21 @@ class MaskSlice:
         if is_sequence and whole[1] == shape[1] * self.degree and len(whole) == len(shape):
             return ((1, self.degree, self.index),)
         for dim in differs if len(whole) == len(shape) else []:
-            run = self._run(mask[0], whole[dim], shape[dim], unused)
+            run = self._cut_by_axis(mask[0], whole[dim], shape[dim], unused)
             found += [] if run is None else [(dim, *run)]
         if found and len(found) == len(differs):
             return tuple(found)
         layout = " ".join(f"{axis}={n}" for axis, n in (("tp", self.degree), ("cp", self.cp)) if n > 1)
         raise LayoutError(
             f"{owner} draws a dropout mask of shape {list(shape)} for a sample, and on one device one of {list(whole)}: "
-            f"of which heads or neurons {layout} holds it cannot be told; dropout where they have a dimension of "
-            f"their own works, and so does {one}"
+            f"it cannot be told which heads or neurons of it {layout} leaves a rank; dropout on a tensor where they have "
+            f"a dimension of their own works, and so does {one}"
         )
 
-    def _run(self, owner: str, size: int, mine: int, unused: set[str]) -> tuple[int, int] | None:
-        """Say of how many runs of a dimension this rank has which one, by an axis that cuts no other dimension."""
+    def _cut_by_axis(self, owner: str, size: int, mine: int, unused: set[str]) -> tuple[int, int] | None:
+        """Return the number of intervals of a dimension and this rank's index, by an axis that cuts no other dimension;
+        or None.
+        """
         if "cp" in unused and size == mine * self.cp == self.model.length:
             unused.remove("cp")
             return self.cp, self.cp_index
@@ -110,9 +113,10 @@ class MaskSlice:
 
 
 def _cut_sizes(model: ModelSpec, owner: str) -> set[int]:
-    """Return which sizes a dimension has that is cut in one run: of heads, or features of a cut weight nearby.
+    """Return the sizes of dimensions that are cut in one interval: numbers of heads, or features of a cut weight
+    nearby.
 
-    A dimension into which something else is folded, or q, k and v side by side, is cut in several.
+    A dimension into which something else is folded, or which holds q, k and v side by side, is cut in several.
     """
     near: list[tuple[ParamSpec, Cut]] = []
     scope = f"{owner}."
@@ -123,10 +127,10 @@ def _cut_sizes(model: ModelSpec, owner: str) -> set[int]:
     return {size for param, cut in near for size in (cut.groups, param.shape[cut.dim] // cut.parts)} - fused
 
 
-def places(shape: tuple[int, ...], cuts: Cuts, device: torch.device) -> list[Tensor]:
+def positions(shape: tuple[int, ...], cuts: MaskCuts, device: torch.device) -> list[Tensor]:
     """Return the rows and columns, int64 [R] and [C], of a sample's mask, or of a rank's part of it.
 
-    `shape` is the whole one's. A mask of one dimension is one row.
+    `shape` is that of the whole mask. A mask of one dimension is one row.
     """
 
     def along(dim: int) -> Tensor:
@@ -141,13 +145,13 @@ def places(shape: tuple[int, ...], cuts: Cuts, device: torch.device) -> list[Ten
     return [rows, along(len(shape) - 1)]
 
 
-def spread(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Prepare positions in the uncut tensor of a sample, int64 [R] and [C], for `drop_mask`: int64 [R], int32 [C]."""
+def hash_positions(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Hash positions in a sample's uncut tensor, int64 [R] and [C], for `drop_mask`; return int64 [R] and int32 [C]."""
     return rows * _GOLDEN, mix(columns).view(torch.int32).view(-1, 2)[:, 0].contiguous()
 
 
 def drop_mask(keys: Tensor, rows: Tensor, columns: Tensor, p: float) -> Tensor:
-    """Return which elements are dropped, bool [B, R, C], of samples with these keys [B] at these places of `spread`."""
+    """Return which elements are dropped, bool [B, R, C], for samples with these keys [B] at these hashed positions."""
     if p >= 1.0:
         return torch.ones(keys.numel(), rows.numel(), columns.numel(), dtype=torch.bool, device=keys.device)
     halves = mix(keys[:, None] + rows).view(torch.int32).view(keys.numel(), rows.numel(), 2)

@@ -1,17 +1,18 @@
-"""Dropout masks that no layout can change: no random state, each mask is a function of what it is for.
+"""Dropout masks that no layout can change: there is no random state, each mask is a function of its use.
 
 An element is dropped or kept by a hash of (seed, step, module, entry, draw, global sample, position in the sample), so
-it is the same on one device, in every cut of the batch or of the tensor, on every pipeline stage, in a recompute, and on
-a CPU and a GPU. `module` is the full name of the innermost module whose forward runs, `entry` how often it was entered
-before in this micro-batch's forward, `draw` counts the masks within that entry. Dimension 0 of a tensor is the batch.
-The hash of the first five, the mask's key, is made here, once a mask; the rest by `masks.py`.
+it is the same on one device, in every cut of the batch or of the tensor, on every pipeline stage, in a recomputation,
+and on a CPU and a GPU. `module` is the full name of the innermost module whose forward runs, `entry` the number of its
+earlier calls in this micro-batch's forward, `draw` the index of the mask within that call. Dimension 0 of a tensor is
+the batch. The hash of the first five, the mask's key, is made here, once a mask; the rest is in `masks.py`.
 
-A model cut over tp computes with its own code on fewer heads or neurons. Which ones a mask is for shows in its shape: the
-trace notes the shape of each mask on one device (`noting`), and the dimension that is smaller is the one that is cut.
+A model cut over tp computes with its own code on fewer heads or neurons. The shape of a mask shows which ones it is
+for: the trace records the shape of each mask on one device (`record_masks`), and the dimension that is smaller is cut.
 
-How to use it: enter a fresh `DropoutMode` around the forward of each micro-batch (on each stage, of each chunk).
-Recompute takes `functools.partial(recompute_contexts, model)` as the `context_fn` of
-`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`. Backward needs no mode: the recompute brings its own.
+How to use it: enter a new `DropoutMode` around the forward of each micro-batch (on each stage, of each chunk).
+Recomputation takes `functools.partial(recompute_contexts, model)` as the `context_fn` of
+`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`. Backward needs no mode: the recomputation enters its
+own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import dataclasses
 import enum
 import hashlib
 import math
-import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -37,33 +37,33 @@ from torch.utils.hooks import RemovableHandle
 from samestep.building.families import FamilyFacts, facts_of
 from samestep.errors import ModelError
 from samestep.models.spec import MaskSpec, ModelSpec
-from samestep.runtime.dropout.masks import Cuts, MaskSlice, drop_mask, mix, places, spread
+from samestep.runtime.dropout.masks import MaskCuts, MaskSlice, drop_mask, hash_positions, mix, positions
+from samestep.tracing.attention import AttentionCall, multi_head_attention
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
-"""Parts of a module's name that a wrapper added; the names of the job do not have them."""
+"""Components of a module's name that wrappers add; the names in a job do not have them."""
 
 _SELU_ALPHA = 1.7580993408473766  # alpha * scale of SELU: what alpha_dropout puts in place of a dropped element
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What the masks of one micro-batch depend on, besides the model."""
+    """The inputs of the masks of one micro-batch, besides the model."""
 
     seed: int
     step: int
     samples: Tensor
-    """int64 [B]: the global index of each sample of the micro-batch, in the order of dimension 0."""
+    """Global index of each sample of the micro-batch, int64 [B], in the order of dimension 0."""
 
 
 class Dropout(enum.Enum):
-    """What is known of the dropout of a model's training forwards.
+    """Whether the training forwards of a model draw dropout masks.
 
-    UNKNOWN ─► ACTIVE    a forward has drawn a mask
-    UNKNOWN ─► ABSENT    a whole step has drawn none
+    UNKNOWN ─► ACTIVE a forward has drawn a mask UNKNOWN ─► ABSENT a whole step has drawn none
     """
 
     UNKNOWN = "unknown"
-    """Nothing in the model tells of dropout, and no step has run: forwards run under a `DropoutMode`, and it counts."""
+    """Neither the model nor a step has shown dropout so far: forwards run under a `DropoutMode`, which counts masks."""
     ACTIVE = "active"
     """Every training forward runs under a `DropoutMode`."""
     ABSENT = "absent"
@@ -72,22 +72,24 @@ class Dropout(enum.Enum):
 
 @dataclass(slots=True)
 class DropoutState:
-    """What is known of a model's dropout as steps go by: the part of an assembly that changes."""
+    """The dropout that steps have shown of a model so far: the part of an assembly that changes."""
 
     dropout: Dropout
 
     @classmethod
     def of(cls, has_dropout: bool, spec: ModelSpec) -> DropoutState:
-        """Begin with the masks that the trace has seen drawn, and whether a module has a probability above 0."""
+        """Return the state before the first step: active if the trace drew masks or a probability is above 0."""
         return cls(Dropout.ACTIVE if spec.masks or has_dropout else Dropout.UNKNOWN)
 
     def end_forward(self, num_draws: int) -> None:
-        """Learn how many masks a training forward has drawn."""
+        """Record the number of masks that a training forward has drawn."""
         if num_draws > 0 and self.dropout is Dropout.UNKNOWN:
             self.dropout = Dropout.ACTIVE
 
     def end_step(self, model: nn.Module) -> None:
-        """Conclude that a model has no dropout whose first step has drawn no mask, and take the hooks away."""
+        """Record that a whole step has ended: if it has drawn no mask, the model has no dropout, and its hooks are
+        removed.
+        """
         if self.dropout is Dropout.UNKNOWN:
             self.dropout = Dropout.ABSENT
             untrack_modules(model)
@@ -101,12 +103,12 @@ class _Frame:
     entry: int
     num_draws: int = 0
     num_choices: int = 0
-    """Of experts, which `routes` counts."""
+    """Number of expert choices recorded in this forward (`proof/expert_routes.py`)."""
 
 
 @dataclass(slots=True, eq=False)
 class _Tracker:
-    """The modes active on one model, and which of its modules already tell them of their forward."""
+    """The modes active on one model, and the hooks by which its modules report their forwards."""
 
     modes: list[DropoutMode] = field(default_factory=list)
     hooked: WeakSet[nn.Module] = field(default_factory=WeakSet)
@@ -117,19 +119,22 @@ _TRACKERS: WeakKeyDictionary[nn.Module, _Tracker] = WeakKeyDictionary()
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules by their full names, without the parts that wrappers add; a wrapper itself has no name."""
+    """Return the modules by full name, without the components that wrappers add; a wrapper itself has no name."""
     modules = {}
     for name, module in model.named_modules():
-        # A wrapper comes before what it wraps and has the same name here, so the inner one stays.
+        # A wrapper comes before the module it wraps and has the same name here, so the inner module stays.
         modules[".".join(part for part in name.split(".") if part not in WRAPPERS)] = module
     return modules
 
 
 def track_modules(model: nn.Module) -> None:
-    """Install on each module the two hooks that tell the active mode which forward is running.
+    """Install on each module the two hooks that report its forward to the active mode.
 
     The first `DropoutMode` of a model does it. Call it again after modules were added or replaced: a module without
     hooks would draw in the name of its parent. Without an active mode the hooks do nothing.
+
+    Raises:
+        ModelError: a transformer layer with dropout has the sequence in dimension 0.
     """
     _refuse_sequence_first(model)
     tracker = _TRACKERS.setdefault(model, _Tracker())
@@ -140,14 +145,14 @@ def track_modules(model: nn.Module) -> None:
 
 
 def untrack_modules(model: nn.Module) -> None:
-    """Remove the hooks again, where nothing draws: a module with hooks takes longer to call."""
+    """Remove the hooks where nothing draws: a module with hooks takes longer to call."""
     tracker = _TRACKERS.pop(model, None)
     for hook in tracker.hooks if tracker is not None else ():
         hook.remove()
 
 
 def _hook(module: nn.Module, name: str, tracker: _Tracker) -> None:
-    """Tell the active mode of each forward of one module."""
+    """Install the hooks that report the forwards of one module to the active mode."""
 
     def enter(module: nn.Module, args: Any) -> None:
         if tracker.modes:
@@ -162,14 +167,13 @@ def _hook(module: nn.Module, name: str, tracker: _Tracker) -> None:
 
 
 class DropoutMode(TorchFunctionMode):
-    """Replaces, while it is active, every dropout by one whose mask depends on nothing but its place and `draw`.
+    """A function mode that replaces every dropout by one whose mask depends only on its position and on `draw`.
 
-    One object serves one forward of one micro-batch (the counts of entries go on, they are never reset). Other random
-    numbers in the forward are refused, except `torch.rand([])`, one number for the whole step (LayerDrop).
+    One object serves one forward of one micro-batch (its counts of entries are never reset). Other random numbers in
+    the forward are refused, except `torch.rand([])`, one number for the whole step (LayerDrop).
 
     Raises:
-        ModelError: on entering a forward that needs other random numbers, or a dropout whose tensor has no batch in
-            dimension 0.
+        ModelError: inside, a forward needs other random numbers, or a dropout's tensor has no batch in dimension 0.
     """
 
     def __init__(self, model: nn.Module, draw: Draw, part: MaskSlice | None = None) -> None:
@@ -177,14 +181,16 @@ class DropoutMode(TorchFunctionMode):
         if model not in _TRACKERS:
             track_modules(model)
         self.num_draws = 0
-        """Masks drawn so far, recomputed ones included; 0 after a forward: this model has no dropout."""
+        """Masks drawn so far, recomputed ones included; 0 after a forward means that this model has no dropout."""
         self._draw = draw
         self._part = part
         self._tracker = _TRACKERS[model]
-        self._frames = [_Frame("", -1)]  # what draws outside every module, as a loss; the whole model is entry 0 of ""
+        self._frames = [
+            _Frame("", -1)
+        ]  # for draws outside every module, as in a loss; the model itself is entry 0 of ""
         self._entries: dict[str, int] = {}
         self._sample_keys: dict[torch.device, Tensor] = {}
-        self._places: dict[tuple[tuple[int, ...], Cuts, torch.device], tuple[Tensor, Tensor]] = {}
+        self._places: dict[tuple[tuple[int, ...], MaskCuts, torch.device], tuple[Tensor, Tensor]] = {}
 
     def __enter__(self) -> DropoutMode:
         super().__enter__()
@@ -219,19 +225,23 @@ class DropoutMode(TorchFunctionMode):
         return ModelError(f"{self._frames[-1].name or 'the model itself'}: {reason}")
 
     def _next_draw(self) -> tuple[str, int, int]:
-        """Count a draw of the innermost module; return its name, entry and draw."""
+        """Count a draw of the innermost module; return the module's name, the entry and the draw."""
         frame = self._frames[-1]
         frame.num_draws += 1
         self.num_draws += 1
         return frame.name, frame.entry, frame.num_draws - 1
 
     def _next_key(self) -> int:
-        """Count a draw and return its 64 bits."""
+        """Count a draw and return its key of 64 bits."""
         place = "/".join(map(str, (self._draw.seed, self._draw.step, *self._next_draw())))
         return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little", signed=True)
 
     def _drop(self, shape: torch.Size, p: float, device: torch.device, what: str) -> Tensor:
-        """Draw a mask of this shape, bool, True where an element is dropped."""
+        """Return a mask of this shape, bool, True where an element is dropped.
+
+        Raises:
+            ModelError: dimension 0 does not hold the samples, or p is not between 0 and 1.
+        """
         num_samples = self._draw.samples.numel()
         if not shape or shape[0] % num_samples or not shape[0]:
             raise self._refuse(
@@ -244,19 +254,19 @@ class DropoutMode(TorchFunctionMode):
             self._sample_keys[device] = mix(self._draw.samples.to(device, torch.int64))
         frame = self._frames[-1]
         whole = (shape[0] // num_samples, *shape[1:])
-        cuts: Cuts = ()
+        cuts: MaskCuts = ()
         if self._part is not None:
             cuts = self._part.cuts((frame.name, frame.entry, frame.num_draws), whole)
             for dim, degree, _ in cuts:
                 whole = (*whole[:dim], whole[dim] * degree, *whole[dim + 1 :])
         place = (whole, cuts, device)
         if place not in self._places:
-            self._places[place] = spread(*places(whole, cuts, device))
+            self._places[place] = hash_positions(*positions(whole, cuts, device))
         return drop_mask(self._sample_keys[device] ^ self._next_key(), *self._places[place], p).view(shape)
 
 
-class _Noting(DropoutMode):
-    """Notes the shape of each mask, and leaves the forward as it is."""
+class _MaskRecorder(DropoutMode):
+    """A mode that records the shape of each mask, and leaves the forward unchanged."""
 
     def __init__(self, model: nn.Module, num_samples: int) -> None:
         super().__init__(model, Draw(0, 0, torch.zeros(num_samples, dtype=torch.int64)))
@@ -267,7 +277,7 @@ class _Noting(DropoutMode):
     ) -> Any:
         handler = _HANDLERS.get(func)
         if handler is not None:
-            # What a step would refuse it refuses itself; nor may a trace see what is only tried out here.
+            # A step raises its own errors, so none is raised here; nor may a trace see what is only tried here.
             with suppress(ModelError), _disable_current_modes(), torch.no_grad():
                 handler(self, func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -280,15 +290,15 @@ class _Noting(DropoutMode):
 
 
 @contextmanager
-def noting(model: nn.Module, num_samples: int = 1) -> Iterator[list[MaskSpec]]:
-    """Note every mask that the forward of `num_samples` samples, which runs meanwhile, draws."""
-    mode = _Noting(model, num_samples)
+def record_masks(model: nn.Module, num_samples: int = 1) -> Iterator[list[MaskSpec]]:
+    """Record every mask that a forward of `num_samples` samples draws inside."""
+    mode = _MaskRecorder(model, num_samples)
     with mode:
         yield mode.masks
 
 
 class _Recompute:
-    """Goes back, while it is active, to the counts that a mode had when it was made."""
+    """A context that restores the counts that a mode had when this object was made."""
 
     def __init__(self, mode: DropoutMode) -> None:
         self._mode = mode
@@ -299,7 +309,7 @@ class _Recompute:
         mode = self._mode
         self._now.append((mode._frames, mode._entries))
         frames, entries = self._then
-        # Copies: with retain_graph the same block is recomputed again.
+        # Copies: with retain_graph the same block is recomputed several times.
         mode._frames, mode._entries = [dataclasses.replace(frame) for frame in frames], dict(entries)
         mode.__enter__()
 
@@ -309,10 +319,10 @@ class _Recompute:
 
 
 def recompute_contexts(model: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a checkpointed forward and of its recompute, which then draws the same masks.
+    """Return the contexts of a checkpointed forward and of its recomputation, which then draws the same masks.
 
-    For `context_fn` of `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, which calls it in the forward.
-    The recompute activates the mode of that forward by itself, on whatever thread the backward runs.
+    They are for `context_fn` of `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, which calls it in the
+    forward. The recomputation activates the mode of that forward by itself, on whatever thread the backward runs.
     """
     tracker = _TRACKERS.get(model)
     if tracker is None or not tracker.modes:
@@ -321,13 +331,14 @@ def recompute_contexts(model: nn.Module) -> tuple[AbstractContextManager[Any], A
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Say whether a module or a configuration in the model has a dropout probability above 0.
+    """Return whether a module or a configuration in the model has a dropout probability above 0.
 
-    A probability is a number above 0 and up to 1 whose name holds "drop" (`dropout`, `attn_pdrop`, `layerdrop`), in a
-    module's attributes or in its configuration, or any number of a module whose class name holds it (`Dropout.p`). Fields of
-    a configuration for heads (`classifier_dropout`, `summary_first_dropout`) count through their `nn.Dropout` only.
-    A number written in the code (`F.dropout(x, 0.1)`) cannot be seen: run the first micro-batch under a `DropoutMode`
-    whatever this says, and keep the mode if its `num_draws` is not 0. That first one also refuses random numbers.
+    A probability is a number above 0 and up to 1 whose name contains "drop" (`dropout`, `attn_pdrop`, `layerdrop`), in
+    a module's attributes or in its configuration, or any such number of a module whose class name contains it
+    (`Dropout.p`). Fields of a configuration for heads (`classifier_dropout`, `summary_first_dropout`) count through
+    their `nn.Dropout` only. A number written in the code (`F.dropout(x, 0.1)`) cannot be seen: run the first
+    micro-batch under a `DropoutMode` whatever this returns, and keep the mode if its `num_draws` is not 0. That first
+    one also refuses random numbers.
     """
     seen: set[int] = set()
     facts = facts_of(model)
@@ -345,7 +356,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def _has_rate(fields: Mapping[str, Any], facts: FamilyFacts, everything: bool = False) -> bool:
-    """Say whether a field, or one of a mapping in it, is a dropout probability above 0."""
+    """Return whether a field, or a field of a mapping in it, is a dropout probability above 0."""
     for name, value in fields.items():
         named = everything or ("drop" in str(name).lower() and not facts.is_head_dropout(str(name)))
         if named and isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1:
@@ -356,7 +367,11 @@ def _has_rate(fields: Mapping[str, Any], facts: FamilyFacts, everything: bool = 
 
 
 def _refuse_sequence_first(model: nn.Module) -> None:
-    """Refuse torch's transformer layers that put the sequence in dimension 0: their dropout cannot see the samples."""
+    """Refuse torch's transformer layers that put the sequence in dimension 0: their dropout cannot see the samples.
+
+    Raises:
+        ModelError: such a layer has dropout.
+    """
     for name, module in model.named_modules():
         if not isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
             continue
@@ -367,23 +382,23 @@ def _refuse_sequence_first(model: nn.Module) -> None:
             )
 
 
-# What the mode does instead of torch's functions; each is given the mode, the function, and its arguments. ------------
+# Handlers: replacements of torch's functions, each called with the mode, the function, and its arguments. -------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _DropoutKind:
     """A member of the family of dropouts."""
 
     channels: bool = False
-    """Drop whole channels (dimension 1) instead of elements."""
+    """Whether whole channels (dimension 1) are dropped instead of elements."""
     alpha: bool = False
-    """Keep mean and variance of SELU's outputs."""
+    """Whether mean and variance of SELU's outputs are kept."""
     min_dims: int = 1
-    """Dimensions of an input with a batch, at least."""
+    """Least number of dimensions of an input with a batch."""
 
 
-def _dropped(mode: DropoutMode, what: str, kind: _Kind, x: Tensor, p: float, inplace: bool) -> Tensor:
-    """Drop elements of `x` with probability p and scale the others; gradients are exact, bool masks are kept for it."""
+def _dropped(mode: DropoutMode, what: str, kind: _DropoutKind, x: Tensor, p: float, inplace: bool) -> Tensor:
+    """Drop elements of `x` with probability p and scale the others; the backward is exact, and keeps the bool mask."""
     if x.dim() < kind.min_dims:
         raise mode._refuse(
             f"{what} of a tensor with {x.dim()} dimensions has no batch; {kind.min_dims} or more dimensions work"
@@ -401,8 +416,8 @@ def _dropped(mode: DropoutMode, what: str, kind: _Kind, x: Tensor, p: float, inp
     return filled.mul_(a).add_(_SELU_ALPHA * a * p)
 
 
-def _functional(kind: _Kind) -> Callable[..., Tensor]:
-    """Stand in for `torch.nn.functional.dropout` and its like."""
+def _functional(kind: _DropoutKind) -> Callable[..., Tensor]:
+    """Return the handler of `torch.nn.functional.dropout` and similar functions."""
 
     def handler(
         mode: DropoutMode,
@@ -419,8 +434,8 @@ def _functional(kind: _Kind) -> Callable[..., Tensor]:
     return handler
 
 
-def _native(kind: _Kind, inplace: bool) -> Callable[..., Tensor]:
-    """Stand in for `torch.dropout`, `torch.dropout_` and their like."""
+def _native(kind: _DropoutKind, inplace: bool) -> Callable[..., Tensor]:
+    """Return the handler of `torch.dropout`, `torch.dropout_` and similar functions."""
 
     def handler(mode: DropoutMode, func: Callable[..., Tensor], input: Tensor, p: float, train: bool) -> Tensor:
         return input if not train or p == 0 else _dropped(mode, func.__name__, kind, input, p, inplace)
@@ -428,25 +443,16 @@ def _native(kind: _Kind, inplace: bool) -> Callable[..., Tensor]:
     return handler
 
 
-def _attention(
-    mode: DropoutMode,
-    func: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Stand in for `scaled_dot_product_attention`: the formula written out, in at least float32.
+def _attention(mode: DropoutMode, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Handle `scaled_dot_product_attention`: with dropout, compute the formula in at least float32.
 
     Legend: B batch, H heads, L queries, S keys, D head width. Keeps the [B, H, L, S] weights that a fused kernel
     would not; without dropout the fused kernel runs.
     """
-    if dropout_p == 0.0:
-        return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    call = AttentionCall(*args, **kwargs)
+    if call.dropout_p == 0.0:
+        return call.run(func)
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
     if is_causal and attn_mask is not None:
         raise mode._refuse("attention with both attn_mask and is_causal; one of them works")
     q_bhld, k_bhsd, v_bhsd = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key, value))
@@ -467,30 +473,17 @@ def _attention(
         # A query that may look at nothing gets zeros, forward and backward, as in torch.
         blind_bhl1 = (scores_bhls == -math.inf).all(-1, keepdim=True)
         weights_bhls = scores_bhls.masked_fill(blind_bhl1, 0.0).softmax(-1).masked_fill(blind_bhl1, 0.0)
-    weights_bhls = _dropped(mode, func.__name__, _Kind(), weights_bhls, dropout_p, inplace=False)
+    weights_bhls = _dropped(mode, func.__name__, _DropoutKind(), weights_bhls, dropout_p, inplace=False)
     return (weights_bhls @ v_bhsd).to(query.dtype)
 
 
-def _seen_through(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of torch's that does not hand itself to the mode, so that the mode sees the calls in it."""
-    assert isinstance(func, types.FunctionType)
-    names = {**func.__globals__, "has_torch_function": lambda tensors: False}
-    inner = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
-    inner.__kwdefaults__ = func.__kwdefaults__
-    return inner
-
-
-_MULTI_HEAD_ATTENTION = _seen_through(F.multi_head_attention_forward)
-
-
 def _multi_head_attention(mode: DropoutMode, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `nn.MultiheadAttention`'s function with the mode looking into it."""
-    with mode:
-        return _MULTI_HEAD_ATTENTION(*args, **kwargs)
+    """Handle `F.multi_head_attention_forward`: run it with the mode active inside."""
+    return multi_head_attention(mode, *args, **kwargs)
 
 
 def _recurrent(mode: DropoutMode, func: Callable[..., Any], *args: Any) -> Any:
-    """Refuse torch's recurrent layers with dropout, which draw inside one native operation."""
+    """Handle torch's recurrent layers: refuse those with dropout, which draw inside one native operation."""
     # (input, [batch_sizes,] hx, weights, has_biases, num_layers, dropout, train, ...): has_biases is the first bool.
     first = next(i for i, arg in enumerate(args) if isinstance(arg, bool))
     num_layers, dropout, train = args[first + 1 : first + 4]
@@ -503,7 +496,7 @@ def _recurrent(mode: DropoutMode, func: Callable[..., Any], *args: Any) -> Any:
 
 
 def _one_number(mode: DropoutMode, func: Callable[..., Tensor], *size: Any, **kwargs: Any) -> Tensor:
-    """Draw the number of `torch.rand([])`, equal for all samples of the step; refuse every other size."""
+    """Handle `torch.rand`: draw a single number, equal for all samples of the step; refuse other sizes."""
     shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else kwargs.pop("size", size)
     if len(shape) or kwargs.keys() - {"dtype", "device"}:
         return _refused(mode, func)
@@ -511,7 +504,7 @@ def _one_number(mode: DropoutMode, func: Callable[..., Tensor], *size: Any, **kw
 
 
 def _rrelu(mode: DropoutMode, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Refuse `rrelu` in training, where its slopes are random."""
+    """Handle `rrelu`: refuse it in training, where its slopes are random."""
     if kwargs.get("training") or args[3:4] == (True,):
         return _refused(mode, func)
     return func(*args, **kwargs)
@@ -538,7 +531,7 @@ _REFUSED = """
 
 
 def _handlers() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """List what the mode intercepts."""
+    """Return the handler of each function that the mode intercepts."""
     homes = (torch, torch.Tensor, F, nn.init)
     handlers: dict[Callable[..., Any], Callable[..., Any]] = {
         getattr(home, name): _refused for home in homes for name in _REFUSED.split() if hasattr(home, name)
@@ -546,13 +539,13 @@ def _handlers() -> dict[Callable[..., Any], Callable[..., Any]]:
     handlers |= {getattr(torch, name): _rrelu for name in ("rrelu", "rrelu_")} | {F.rrelu: _rrelu}
     handlers |= {getattr(torch, name): _recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
     for name, kind in {
-        "dropout": _Kind(),
-        "alpha_dropout": _Kind(alpha=True),
-        "feature_dropout": _Kind(channels=True, min_dims=2),
-        "feature_alpha_dropout": _Kind(channels=True, alpha=True, min_dims=2),
-        "dropout1d": _Kind(channels=True, min_dims=3),
-        "dropout2d": _Kind(channels=True, min_dims=3),
-        "dropout3d": _Kind(channels=True, min_dims=5),
+        "dropout": _DropoutKind(),
+        "alpha_dropout": _DropoutKind(alpha=True),
+        "feature_dropout": _DropoutKind(channels=True, min_dims=2),
+        "feature_alpha_dropout": _DropoutKind(channels=True, alpha=True, min_dims=2),
+        "dropout1d": _DropoutKind(channels=True, min_dims=3),
+        "dropout2d": _DropoutKind(channels=True, min_dims=3),
+        "dropout3d": _DropoutKind(channels=True, min_dims=5),
     }.items():
         if hasattr(F, name):
             handlers[getattr(F, name)] = _functional(kind)

@@ -1,1 +1,1 @@
-"""Checks while a run goes on: ranks that drift apart, numbers that are not finite."""
+"""Checks during a run: ranks that drift apart, and values that are not finite."""

@@ -1,14 +1,15 @@
-"""Invariants that are watched while a run trains: what must be equal on several ranks is equal.
+"""Invariants checked during training: ranks that must hold equal values do.
 
-    by its bits     the weights of ranks that hold the same pieces: replicas see the same reduced gradients
+    by their bits   the weights of ranks that hold the same pieces: replicas get the same reduced gradients
                     step, samples, loss and gradient norm: all ranks
     by tolerance    weights that a tensor cut leaves whole: its ranks compute them redundantly
-    once            what the ranks of each group sent in the first step that is watched: kind, dtype and bytes of every
+    once            what the ranks of each group sent in the first step that is checked: kind, dtype and bytes of every
                     collective, since a backend adds up what it is given, and checks nothing
 
-Bits are compared by fingerprints made where the weights lie: sums of the words of each column of a table, in whole
-numbers, weighted by fixed odd ones. max(x) = min(x) over a group is one all_reduce of (x, -x), so that a check sends a
-few hundred bytes a tensor, in groups of its own. Only a difference makes ranks say more, to name the odd one out.
+Bits are compared by fingerprints made where the weights are: integer sums of the words of each column of a table,
+weighted by fixed odd numbers. Whether max(x) = min(x) over a group is one all_reduce of (x, -x), so that a check sends
+a few hundred bytes a tensor, in groups of its own. Only after a difference do ranks send more, to name the one that
+differs.
 """
 
 from __future__ import annotations
@@ -35,15 +36,20 @@ from samestep.runtime.processes.mesh import Mesh, gather_objects, group_over
 from samestep.runtime.step_report import StepReport
 
 TOLERANCE = 1e-3
-"""Of weights that ranks compute redundantly, against their norm: a missing reduction parts them further in few steps."""
+"""Largest difference of redundantly computed weights, relative to their norm; a missing reduction exceeds it in few
+steps.
+"""
 _COLUMNS = 4096
 
 
 class DriftMonitor:
-    """Checks the invariants of one run. Every rank makes one and calls it alike."""
+    """Checks the invariants of one run. Every rank makes one, and all ranks call its methods alike."""
 
     def __init__(self, assembly: Assembly) -> None:
-        """Make the groups to compare in. Collective over the world: if a rank does not, the others wait for it."""
+        """Make the groups to compare in.
+
+        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+        """
         mesh = self._mesh = assembly.parallel.mesh
         pieces = assembly.weights.updater.pieces
         step = assembly.parallel.program.step
@@ -53,16 +59,16 @@ class DriftMonitor:
         of_axis: dict[str, list[Piece]] = {}
         for piece in pieces:
             of_axis.setdefault(holdings[piece.name].data_axis, []).append(piece)
-        groups = _groups_of_equals(mesh, {axis: _held(mesh, mine, holdings) for axis, mine in of_axis.items()})
+        groups = _groups_of_equals(mesh, {axis: _digest_of(mesh, mine, holdings) for axis, mine in of_axis.items()})
         self._replicas = [(mine, groups[axis]) for axis, mine in of_axis.items()]
-        """Pieces, and the ranks that hold the same of them: of experts others than of all else."""
+        """Pieces, with the group of the ranks that hold the same ones: experts have other replicas than the rest."""
         is_cut = step.layout.tp > 1
         self._cut_ranks = _groups_of_equals(mesh, {"tp": str(mesh.members("tp"))})["tp"] if is_cut else None
 
     def watch(self, take_step: Callable[[], StepReport], indices: np.ndarray[Any, Any]) -> StepReport:
-        """Take a step on the samples of `indices`, then compare; what was sent is compared in the first such step.
+        """Take a step on the samples of `indices`, then compare; the first such step also compares what was sent.
 
-        Collective over the world, as the step and the comparisons are.
+        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
 
         Raises:
             DriftError: ranks that must agree do not.
@@ -78,10 +84,12 @@ class DriftMonitor:
         return report
 
     def check(self, report: StepReport, indices: np.ndarray[Any, Any]) -> None:
-        """Compare after a step. Collective over the world.
+        """Compare weights, samples, loss and gradient norm after a step.
+
+        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
 
         Raises:
-            DriftError: names the tensor and the rank that differs from most.
+            DriftError: it names the tensor and the rank that differs from most.
         """
         names: list[str] = []
         values: list[Any] = []
@@ -92,9 +100,9 @@ class DriftMonitor:
             values += prints[odd].tolist() if odd else []
         if self._cut_ranks is not None and not names and self._redundant:
             sizes = torch.stack([_projected(piece.value) for piece in self._redundant])
-            apart = _apart(sizes, self._cut_ranks)
-            names = [self._redundant[index].name for index in apart]
-            values = sizes[apart].tolist() if apart else []
+            diverged = _diverged(sizes, self._cut_ranks)
+            names = [self._redundant[index].name for index in diverged]
+            values = sizes[diverged].tolist() if diverged else []
         facts = {
             "the step": report.step,
             "the samples": xxhash.xxh3_64_intdigest(indices.tobytes()) >> 1,
@@ -107,14 +115,16 @@ class DriftMonitor:
         most, least = both.chunk(2)
         unequal = [name for name, high, low in zip(facts, most[:-1], -least[:-1], strict=True) if high != low]
         if unequal or int(most[-1]):
-            said = {name: (value,) for name, value in facts.items() if name in unequal}
-            self._stop(report.step, said | dict(zip(names, map(tuple, values), strict=True)))
+            reports = {name: (value,) for name, value in facts.items() if name in unequal}
+            self._raise_disagreement(report.step, reports | dict(zip(names, map(tuple, values), strict=True)))
 
     def check_sent(self, step: int, ledger: Ledger) -> None:
-        """Compare what the ranks of each group sent in a step. Collective over the world.
+        """Compare what the ranks of each group sent in a step.
+
+        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
 
         Raises:
-            DriftError: names the collective in which two ranks took part with different things.
+            DriftError: it names the collective in which two ranks took part with different kinds, dtypes or sizes.
         """
         mine = {group: _comparable(rows) for group, rows in ledger.rows.items()}
         mine = {group: rows for group, rows in mine.items() if rows}
@@ -130,18 +140,22 @@ class DriftMonitor:
         words = [f"{kind} {dtype} {size or ''}".strip() for kind, dtype, size in differing]
         other = next(index for index, row in enumerate(words) if row != words[0])
         raise DriftError(
-            f"in step {step} the ranks {odd[0]} took part in one collective with different things, so its result is "
+            f"in step {step} ranks {odd[0]} disagree on one collective, so its result is "
             f"wrong: rank {ranks[0]} with {words[0]}, rank {ranks[other]} with {words[other]} bytes"
         )
 
     def _gathered(self, mine: Any) -> list[Any]:
         return gather_objects(mine, self._mesh.size("world"))
 
-    def _stop(self, step: int, mine: dict[str, tuple[Any, ...]]) -> None:
-        """Say which rank differs from most of those that hold the same."""
-        said = self._gathered(mine)
-        name = next(name for one in said for name in one)
-        holders = {rank: one[name] for rank, one in enumerate(said) if name in one}
+    def _raise_disagreement(self, step: int, mine: dict[str, tuple[Any, ...]]) -> None:
+        """Raise an error that names the rank that differs from most of those that hold the same value.
+
+        Raises:
+            DriftError: always.
+        """
+        reports = self._gathered(mine)
+        name = next(name for one in reports for name in one)
+        holders = {rank: one[name] for rank, one in enumerate(reports) if name in one}
         most, count = Counter(holders.values()).most_common(1)[0]
         odd = [rank for rank, value in holders.items() if value != most]
         if 2 * count > len(holders):
@@ -152,7 +166,7 @@ class DriftMonitor:
 
 
 def _comparable(rows: list[LedgerRow]) -> list[tuple[str, str, int]]:
-    """Return what must be equal on all ranks of a group: no messages between two, no sizes where each has its own."""
+    """Return what must be equal on a group's ranks: no messages between two of them, no sizes that differ by rank."""
     return [
         (row.kind, row.dtype, 0 if row.kind == Kind.ALL_TO_ALL else row.size_bytes)
         for row in rows
@@ -161,11 +175,11 @@ def _comparable(rows: list[LedgerRow]) -> list[tuple[str, str, int]]:
 
 
 def _ranks_of(group: str) -> list[int]:
-    """Return the ranks of a ledger's list: it is named by them."""
+    """Return the ranks of a group, by its name in the ledger."""
     return [int(rank) for rank in group.partition(" ")[0].split(",")]
 
 
-def _held(mesh: Mesh, pieces: Sequence[Piece], holdings: Mapping[str, Holding]) -> str:
+def _digest_of(mesh: Mesh, pieces: Sequence[Piece], holdings: Mapping[str, Holding]) -> str:
     """Return a digest of which elements of which weights these pieces are."""
     places = [
         (
@@ -181,14 +195,15 @@ def _held(mesh: Mesh, pieces: Sequence[Piece], holdings: Mapping[str, Holding]) 
 
 
 def _groups_of_equals(mesh: Mesh, mine: Mapping[str, str]) -> dict[str, dist.ProcessGroup | None]:
-    """Make for each name the group of the ranks that say the same of it; None for a rank by itself.
+    """Make for each name the group of the ranks with equal values for it; None for a rank that has no equal.
 
-    Collective over the world: ranks may say nothing of a name.
+    Collective over the world: every rank calls it, with or without a value for a name; if one does not, the others wait
+    until the time limit.
     """
-    said: list[Mapping[str, str]] = gather_objects(mine, mesh.size("world"))
+    reports: list[Mapping[str, str]] = gather_objects(mine, mesh.size("world"))
     found: dict[str, dist.ProcessGroup | None] = dict.fromkeys(mine)
-    for name, value in dict.fromkeys(item for one in said for item in one.items()):
-        ranks = tuple(rank for rank, one in enumerate(said) if one.get(name) == value)
+    for name, value in dict.fromkeys(item for one in reports for item in one.items()):
+        ranks = tuple(rank for rank, one in enumerate(reports) if one.get(name) == value)
         if len(ranks) > 1:
             group = group_over(ranks, "watch")
             found |= {name: group} if mine.get(name) == value else {}
@@ -204,7 +219,7 @@ def _differing(prints: Tensor, group: dist.ProcessGroup | None) -> list[int]:
     return (both[0] != -both[1]).any(dim=1).nonzero().flatten().tolist()
 
 
-def _apart(sizes: Tensor, group: dist.ProcessGroup) -> list[int]:
+def _diverged(sizes: Tensor, group: dist.ProcessGroup) -> list[int]:
     """Return the rows whose projections differ between the ranks by more than the tolerance of their norm."""
     both = torch.stack([sizes, -sizes])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
@@ -214,7 +229,7 @@ def _apart(sizes: Tensor, group: dist.ProcessGroup) -> list[int]:
 
 @torch.no_grad()
 def _fingerprint(value: Tensor) -> Tensor:
-    """Reduce a tensor's bits to two whole numbers, [2] int64."""
+    """Return two integers computed from a tensor's bits, int64 [2]."""
     flat = value.detach().contiguous().view(-1)
     words = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
     whole = len(words) - len(words) % _COLUMNS
@@ -222,13 +237,13 @@ def _fingerprint(value: Tensor) -> Tensor:
     if whole:
         sums += words[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
     sums[: len(words) - whole] += words[whole:]
-    # Whole numbers wrap around, alike everywhere; halved, so that their negatives can be compared too.
+    # Integers wrap around, alike on every rank; halved, so that their negatives can be compared too.
     return torch.stack([sums.sum(), (sums * _odd(value.device)).sum()]) >> 1
 
 
 @torch.no_grad()
 def _projected(value: Tensor) -> Tensor:
-    """Return a projection of a tensor and its norm, [2] float64."""
+    """Return a projection of a tensor and its norm, float64 [2]."""
     flat = value.detach().flatten().double()
     index = torch.arange(len(flat), device=flat.device)
     signs = 1.0 - 2.0 * ((index * 2654435761 >> 16) & 1)
@@ -240,5 +255,5 @@ def _odd(device: torch.device) -> Tensor:
 
 
 def _bits(number: float) -> int:
-    """Return the bits of a number as a whole one whose negative is one too."""
+    """Return the upper 63 bits of a float64 number as an integer whose negative is in range too."""
     return int(struct.unpack("<q", struct.pack("<d", number))[0]) >> 1

@@ -1,15 +1,15 @@
-"""Name the module where the numbers went bad, by running the micro-batch once more under hooks.
+"""Find the module that first makes a non-finite value, by running the micro-batch once more under hooks.
 
-Forward: a module is at fault when its output is not finite though what it was given is. Hooks of inner modules run
-before those of the modules around them, so the innermost is named; where the operation stands in a module's own
-forward, between its children, that module is. Backward, only if every forward and the loss were finite: each output
-tensor, and a view of each input tensor, carries a hook on its gradient,
+Forward: a module is at fault when its output is not finite though its input is. Hooks of inner modules run before those
+of the modules around them, so the innermost module is named; where the operation is in a module's own forward, between
+its children, that module is named. Backward, only if every forward and the loss were finite: each output tensor, and a
+view of each input tensor, has a hook on its gradient,
 
     gradient of the output finite, gradient of an input or a weight not  ->  this module
-    gradient of the output the first that is not                         ->  the innermost module around it whose own
+    gradient of an output is the first that is not                       ->  the innermost module around it whose own
                                                                              output's gradient is finite, or the loss
 
-Views are used, not torch's full backward hooks, which forbid in-place operations on what they wrap.
+Views are used, not torch's full backward hooks, which forbid in-place operations on the tensors they wrap.
 -inf in a tensor without a gradient is an attention mask and counts as finite.
 """
 
@@ -40,15 +40,17 @@ def first_nonfinite(
     model: nn.Module,
     masters: Mapping[str, float] | None = None,
 ) -> str | None:
-    """Run a micro-batch again and say which module first made a value that is not finite, and how; None if none did.
+    """Run a micro-batch again; return which module first made a non-finite value, and how, or None if none did.
 
-    `run_forward_backward` runs what went wrong, on weights unchanged since (and a fresh `DropoutMode`, so that the
-    masks are the same). It should return the loss: one that is bad with good gradients, as the log of a negative
-    number, can be seen in no other way. It is called once and runs to its end, so every rank must call this where the
-    run communicates; each names what it sees itself. Gradients are added to those there are.
+    `run_forward_backward` repeats the run, on weights unchanged since (and under a new `DropoutMode`, so that the masks
+    are the same). It should return the loss: a bad loss with good gradients, as the log of a negative number, can be
+    seen in no other way. Gradients are added to the existing ones.
 
     `masters` gives max|float32 value| of parameters by full name, where the model holds a float16 cast of them: an
-    overflow in the cast is then named as such.
+    overflow in the cast is then reported as such.
+
+    `run_forward_backward` is called once and runs to its end. Where it communicates, every rank of its groups must call
+    this; each returns what it sees itself.
     """
     finder = _NonFiniteFinder(masters or {})
     modules = named_modules(model)
@@ -66,9 +68,10 @@ def first_nonfinite(
 
 
 def cause_of_nonfinite(assembly: Assembly, run_forward_backward: Callable[[], Tensor]) -> str:
-    """Run a step's forwards and backwards again, and name the first module at fault, on the first rank that has one.
+    """Run a step's forwards and backwards again; return the first module at fault, on the first rank that has one.
 
-    Collective over the world: every rank calls it, and is told the same. If one does not, the others wait for it.
+    Collective over the world: every rank calls it, and returns the same text. If one does not, the others wait until
+    the time limit.
     """
     weights, module = assembly.weights, assembly.model.module
     world_size = assembly.parallel.mesh.size("world")
@@ -96,14 +99,14 @@ def saved(buffers: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def put_back(values: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Give tensors the values they had."""
+    """Set tensors to the values that were saved."""
     for held, value in values:
         held.copy_(value)
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One running forward."""
+    """One running forward of a module."""
 
     name: str
     module: nn.Module
@@ -115,7 +118,7 @@ class _Call:
 
 
 class _NonFiniteFinder:
-    """The hooks of one run, and what they saw."""
+    """The hooks of one repeated run, and the faults they found."""
 
     def __init__(self, masters: Mapping[str, float]) -> None:
         self.forward_fault: str | None = None
@@ -130,13 +133,13 @@ class _NonFiniteFinder:
         self._first_bad_output: tuple[str, ...] | None = None
 
     def attach(self, name: str, module: nn.Module) -> None:
-        """Hook one module; after the hooks it has, so that it is seen unsharded and with its inputs cast."""
+        """Add hooks to one module, after the hooks it has, so that they see it unsharded and with its inputs cast."""
         enter = functools.partial(self._enter, name)
         self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         self._handles.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
 
     def detach(self) -> None:
-        """Take away every hook, those on parameters included."""
+        """Remove every hook, those on parameters included."""
         for handle in self._handles:
             handle.remove()
 
@@ -157,7 +160,7 @@ class _NonFiniteFinder:
         return call.args, call.kwargs
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        # After an exception (a recompute stops so) the hooks of modules further in may not have run.
+        # After an exception (which ends a recomputation) the hooks of inner modules may not have run.
         if self.forward_fault or not any(call.module is module for call in self._running):
             return
         while (call := self._running.pop()).module is not module:
@@ -165,7 +168,7 @@ class _NonFiniteFinder:
         outputs = list(tensors_in(output))
         if bad := [tensor for tensor in outputs if not _is_finite(tensor)]:
             if call.inputs_are_finite:
-                self.forward_fault = "found"  # no hook may act while the module is computed again
+                self.forward_fault = "found"  # no hook may act while the module is computed once more
                 self.forward_fault = _explain(call, bad, self._masters)
             return
         around = tuple(outer.name for outer in reversed(self._running))
@@ -177,7 +180,7 @@ class _NonFiniteFinder:
                 self._handles.append(tensor.register_hook(see))
 
     def _watched_input(self, call: _Call, value: Any) -> Any:
-        """Give a module its input as a view of its own, whose gradient is what this module alone sends back."""
+        """Return a module's input as a view, whose gradient is what this module alone sends back."""
         if not (isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()):
             return value
         view = value.view_as(value)
@@ -185,7 +188,7 @@ class _NonFiniteFinder:
         return view
 
     def _watch_params(self, call: _Call) -> None:
-        """Hook the parameters there are now; a sharded unit's are plain only while it runs."""
+        """Add hooks to a module's present parameters; those of a sharded unit are plain tensors only while it runs."""
         for name, param in call.module.named_parameters(prefix=call.name):
             if param.requires_grad and id(param) not in self._watched_params:
                 self._watched_params.add(id(param))
@@ -194,7 +197,7 @@ class _NonFiniteFinder:
     # Backward ---------------------------------------------------------------------------------------------------------
 
     def _is_over(self, grad: Tensor) -> bool:
-        """Say whether the first bad gradient was seen before, or this one is good."""
+        """Return whether a bad gradient was seen before, or this one is good."""
         return bool(self.backward_fault or self._first_bad_output is not None or _is_finite(grad, masks=False))
 
     def _see_output_grad(self, name: str, around: tuple[str, ...], grad: Tensor) -> None:
@@ -211,7 +214,7 @@ class _NonFiniteFinder:
 
     def _see_param_grad(self, name: str, grad: Tensor) -> None:
         owner, _, own_name = name.rpartition(".")
-        # A parameter may be used by a module further out, whose child is never called (nn.MultiheadAttention.out_proj).
+        # A parameter may be used by an outer module, whose child is never called (nn.MultiheadAttention.out_proj).
         while owner not in self._called and owner:
             owner, _, head = owner.rpartition(".")
             own_name = f"{head}.{own_name}"
@@ -224,18 +227,20 @@ class _NonFiniteFinder:
         self.backward_fault = f"{_label(name)}: backward gradient of {what} not finite{seen}"
 
     def backward_fault_outside(self) -> str | None:
-        """Say where the first bad gradient at an output came from, once the gradients of all outputs are known."""
+        """Return where the first bad gradient of an output came from; call it once the gradients of all outputs are
+        known.
+        """
         if self._first_bad_output is None:
             return None
         first, *around = self._first_bad_output
         for name in around:
             if name not in self._bad_output_grads:
-                return f"{_label(name)}: backward gradient not finite between its modules, behind the output of {first}"
+                return f"{_label(name)}: backward gradient not finite between its modules, after the output of {first}"
         return f"loss: its gradient is not finite at the output of {_label(first)}"
 
 
 def _explain(call: _Call, bad: list[Tensor], masters: Mapping[str, float]) -> str:
-    """Say why a module made outputs that are not finite of inputs that are."""
+    """Return why a module made non-finite outputs from finite inputs."""
     for name, weight in (*call.module.named_parameters(), *call.module.named_buffers()):
         if _is_finite(weight):
             continue
@@ -260,7 +265,9 @@ def _overflow(value: float) -> str:
 
 
 def _largest_in_float32(call: _Call) -> float | None:
-    """Compute a module again in float32 on the same inputs and return its largest output, if that can be done."""
+    """Compute a module once more in float32 on the same inputs; return its largest output, or None if that is
+    impossible.
+    """
 
     def widen(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -271,16 +278,16 @@ def _largest_in_float32(call: _Call) -> float | None:
 
     try:
         with torch.no_grad():
-            # Not through __call__: hooks would gather weights, or talk to other ranks.
+            # Not through __call__: hooks would gather weights, or communicate with other ranks.
             output = _in_float32(call.module).forward(*widen(call.args), **widen(call.kwargs))
         outputs = list(tensors_in(output))
         return _largest(outputs) if all(_is_finite(tensor) for tensor in outputs) else None
-    except Exception:  # the value is an extra: a module that cannot run in float32 is named without it
+    except Exception:  # the value is additional: a module that cannot run in float32 is reported without it
         return None
 
 
 def _in_float32(module: nn.Module) -> nn.Module:
-    """Copy a module with its children, without hooks, its weights in float32."""
+    """Return a copy of a module with its children, without hooks, its weights in float32."""
     assert not any(_is_cut(weight) for weight in module.parameters()), "its weights are elsewhere"
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
@@ -309,7 +316,9 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _is_finite(tensor: Tensor, masks: bool = True) -> bool:
-    """Say whether this rank's part is finite; with `masks`, -inf is, in a tensor that takes no gradient."""
+    """Return whether this rank's part is finite; with `masks`, -inf counts as finite in a tensor that takes no
+    gradient.
+    """
     is_mask = masks and not tensor.requires_grad and tensor.is_floating_point()
     tensor = _local(tensor)
     if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -319,7 +328,7 @@ def _is_finite(tensor: Tensor, masks: bool = True) -> bool:
 
 
 def _largest(tensors: Iterator[Tensor] | list[Tensor]) -> float | None:
-    """Return max|value| over the finite elements of floating tensors; None without one."""
+    """Return max|value| over the finite elements of floating tensors; None without such a tensor."""
     largest = [
         tensor.abs().masked_fill(~tensor.isfinite(), 0).max().item()
         for tensor in map(_local, tensors)
@@ -337,5 +346,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _is_cut(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, told by name: importing DTensor costs a second that replicated runs need not pay."""
+    """Return whether it is a DTensor, by its class name: importing DTensor costs a second, which replicated runs need
+    not.
+    """
     return type(tensor).__name__ == "DTensor"

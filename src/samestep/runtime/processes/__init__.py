@@ -1,1 +1,1 @@
-"""Worker processes: started, joined to one world, and grouped by the axes of a layout."""
+"""Worker processes: starting them, joining them to one run, and the process groups of a layout."""

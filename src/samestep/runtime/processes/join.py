@@ -1,7 +1,7 @@
-"""Joining a run: this process becomes a rank, of workers that `runtime/processes/workers.py` or somebody else started.
+"""Joining a run: this process becomes a rank, started by `runtime/processes/workers.py` or by another launcher.
 
-`join` meets the other ranks and makes the process group; it returns the `RankInfo` of this one. A request to stop sets a
-flag, on which all ranks must agree before they act. Who launched us is read in `runtime/processes/launchers.py`.
+`join` meets the other ranks, makes the process group and returns this rank's `RankInfo`. A request to stop sets a flag,
+on which all ranks must agree before they act. `runtime/processes/launchers.py` finds out who launched the process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from samestep.errors import JobError, WorkerError
-from samestep.runtime.processes.launchers import Seat, by_srun, by_torchrun, seat_from
+from samestep.runtime.processes.launchers import LaunchInfo, by_srun, by_torchrun, launch_info_from
 from samestep.runtime.processes.mesh import forget_groups
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -49,7 +49,7 @@ class _Joined:
     borrowed_variables: tuple[str, ...]
 
 
-_seat: Seat | None = None  # of a worker of ours
+_launch_info: LaunchInfo | None = None  # set in a worker of ours
 _joined: _Joined | None = None
 _stop = False
 
@@ -62,14 +62,16 @@ def launched_from_outside() -> bool:
 def join(
     device: str = "auto", *, timeout_s: float = 600.0, ranks_per_node: int | None = None, threads: int | None = None
 ) -> RankInfo:
-    """Make this process a rank of its run, and return its place; every rank must call it once.
+    """Make this process a rank of its run, and return its rank, machine and device.
 
-    The process group is gloo on CPUs and nccl on GPUs. It is nccl alone there: the few scalars of a step live on the
-    device. A group that exists already is used as it is. A process that nobody launched is a run of one rank.
+    The process group is gloo on CPUs and nccl on GPUs (without gloo: the few scalars of a step are on the device). An
+    existing group is used as it is. A process that nobody launched is a run of one rank.
+
+    Collective over the world: every process of the run calls it once; if one does not, the others wait for `timeout_s`.
 
     Args:
         device: cpu, cuda or auto (GPUs where there are any).
-        timeout_s: how long to wait for the other ranks, and later for any collective.
+        timeout_s: seconds to wait for the other ranks, and later for any collective.
         ranks_per_node: overrides the launcher's number.
         threads: CPU threads of this process; without it they stay as they are.
 
@@ -80,36 +82,39 @@ def join(
     global _joined
     if _joined is not None and dist.is_initialized():
         return _joined.place
-    seat = _seat or seat_from(os.environ)
+    info = _launch_info or launch_info_from(os.environ)
     if threads is not None:
         torch.set_num_threads(threads)
     made_group = not dist.is_initialized()
     if not made_group:
-        seat = _seat_in_existing_group(seat)
-    per_node = checked_ranks_per_node(ranks_per_node or seat.ranks_per_node, seat.world_size)
-    where = _device_of(seat, resolve_device(device))
+        info = _info_in_existing_group(info)
+    per_node = checked_ranks_per_node(ranks_per_node or info.ranks_per_node, info.world_size)
+    where = _device_of(info, resolve_device(device))
     borrowed: tuple[str, ...] = ()
     if made_group:
-        # Who is alone opens no port to the network: gloo listens even then, on the interface of this variable.
-        borrowed = set_defaults(loopback_variables()) if seat.world_size == 1 and not seat.path else ()
-        per_node = _init_process_group(seat, where, timeout_s, per_node)
-    # A process of the user's own keeps its signals: only there does nobody promise to ask stop_requested().
-    handlers = _listen_for_stop() if seat.launcher in ("torchrun", "srun") else {}
-    local_rank = seat.local_rank if per_node == seat.ranks_per_node else seat.rank % per_node
-    place = RankInfo(seat.rank, local_rank, seat.world_size, per_node, where)
+        # A run of one rank opens no port to the network: gloo listens even then, on the interface of this variable.
+        borrowed = set_defaults(loopback_variables()) if info.world_size == 1 and not info.path else ()
+        per_node = _init_process_group(info, where, timeout_s, per_node)
+    # A process of the user's own keeps its signal handlers: its code may never ask stop_requested().
+    handlers = _listen_for_stop() if info.launcher in ("torchrun", "srun") else {}
+    local_rank = info.local_rank if per_node == info.ranks_per_node else info.rank % per_node
+    place = RankInfo(info.rank, local_rank, info.world_size, per_node, where)
     _joined = _Joined(place, made_group, handlers, borrowed)
     return place
 
 
-def sit_down(seat: Seat) -> None:
-    """Let this new worker join as `seat`, forget what the process it was forked from had joined, and hear of stops."""
-    global _seat, _joined, _stop
-    _seat, _joined, _stop = seat, None, False
+def become_worker(info: LaunchInfo) -> None:
+    """Prepare this new worker to join as `info`: forget what its parent had joined, and listen for stop signals."""
+    global _launch_info, _joined, _stop
+    _launch_info, _joined, _stop = info, None, False
     _listen_for_stop()
 
 
 def leave() -> None:
-    """Undo what `join` did; a process group that was there before stays."""
+    """Undo what `join` did; a process group that existed before stays.
+
+    Collective over the world: it destroys the group, so that ranks which still communicate fail.
+    """
     global _joined
     if _joined is None:
         return
@@ -133,19 +138,19 @@ def stop_requested() -> bool:
 def _on_stop(signal_number: int, _frame: FrameType | None) -> None:
     global _stop
     _stop = True
-    if signal_number == signal.SIGINT:  # whoever asks twice means it
+    if signal_number == signal.SIGINT:  # a second Ctrl-C interrupts at once
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _listen_for_stop() -> dict[int, Any]:
-    """Let the stop signals set a flag from now on; return the handlers they had."""
+    """Install handlers of the stop signals that set a flag; return the handlers they replace."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {number: signal.signal(number, _on_stop) for number in STOP_SIGNALS}
 
 
 def restore_signals(handlers: Mapping[int, Any]) -> None:
-    """Give signals the handlers back that they had."""
+    """Restore earlier signal handlers."""
     for number, handler in handlers.items():
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
@@ -162,16 +167,20 @@ def set_defaults(variables: Mapping[str, str]) -> tuple[str, ...]:
     return new
 
 
-def _seat_in_existing_group(seat: Seat) -> Seat:
-    """Describe this process in the group that its user made, which knows no machines."""
+def _info_in_existing_group(info: LaunchInfo) -> LaunchInfo:
+    """Return this process's position in a group that its user made, which knows no machines."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    if (seat.rank, seat.world_size) == (rank, world):
-        return seat
-    return Seat("the user", rank, rank, world, world)
+    if (info.rank, info.world_size) == (rank, world):
+        return info
+    return LaunchInfo("the user", rank, rank, world, world)
 
 
 def resolve_device(device: str) -> str:
-    """Return cpu or cuda; only counts GPUs, which starts no CUDA in this process."""
+    """Return cpu or cuda, without starting CUDA in this process: GPUs are only counted.
+
+    Raises:
+        JobError: there is no such device.
+    """
     if device not in ("auto", "cpu", "cuda"):
         raise JobError(f"device={device!r} is not a device; cpu, cuda and auto are")
     if device == "cpu":
@@ -182,12 +191,16 @@ def resolve_device(device: str) -> str:
     return "cuda" if gpus else "cpu"
 
 
-def _device_of(seat: Seat, device_type: str) -> torch.device:
-    """Choose this rank's device and make it the current one."""
+def _device_of(info: LaunchInfo, device_type: str) -> torch.device:
+    """Choose this rank's device and make it the current one.
+
+    Raises:
+        JobError: there are fewer GPUs than ranks on this machine.
+    """
     if device_type == "cpu":
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
-    index = 0 if gpus == 1 else seat.local_rank  # a launcher may show each task only its own GPU
+    index = 0 if gpus == 1 else info.local_rank  # a launcher may show each task only its own GPU
     if index >= gpus:
         raise JobError(f"local rank {index} has no GPU: {gpus} on this machine; at most {gpus} ranks on it work")
     device = torch.device("cuda", index)
@@ -195,50 +208,56 @@ def _device_of(seat: Seat, device_type: str) -> torch.device:
     return device
 
 
-def _init_process_group(seat: Seat, device: torch.device, timeout_s: float, ranks_per_node: int) -> int:
-    """Make the group; return the ranks per node that all ranks agree on."""
+def _init_process_group(info: LaunchInfo, device: torch.device, timeout_s: float, ranks_per_node: int) -> int:
+    """Make the process group; return the ranks per node, or 1 where machines have different numbers of ranks.
+
+    Collective over the world: every rank calls it; if one does not, the others wait for `timeout_s`.
+
+    Raises:
+        WorkerError: the other ranks were not met in time.
+    """
     timeout = datetime.timedelta(seconds=timeout_s)
     cuda = device.type == "cuda"
     try:
-        store = _store_of(seat, timeout)
+        store = _store_of(info, timeout)
         store.set_timeout(timeout)
         dist.init_process_group(
             "nccl" if cuda else "gloo",
             store=store,
-            rank=seat.rank,
-            world_size=seat.world_size,
+            rank=info.rank,
+            world_size=info.world_size,
             timeout=timeout,
             device_id=device if cuda else None,
         )
-        # Until all have met, none may leave again: gloo would report a closed connection to who is still connecting.
+        # Until all have met, none may leave: gloo would report a closed connection to those that still connect.
         agreed = torch.tensor([ranks_per_node, -ranks_per_node], device=device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
     except RuntimeError as error:
-        if seat.launcher == "samestep":
-            raise  # its parent knows better who is missing
+        if info.launcher == "samestep":
+            raise  # the parent reports which worker is missing
         raise WorkerError(
-            f"rank {seat.rank} of {seat.world_size} ({seat.launcher}) did not meet the other ranks at "
-            f"{seat.host}:{seat.port} within {timeout_s:g} s: {str(error).splitlines()[0]}"
+            f"rank {info.rank} of {info.world_size} ({info.launcher}) did not meet the other ranks at "
+            f"{info.host}:{info.port} within {timeout_s:g} s: {str(error).splitlines()[0]}"
         ) from error
     least, most = agreed[0].item(), -agreed[1].item()
     return ranks_per_node if least == most else 1  # machines with unequal numbers of ranks
 
 
-def _store_of(seat: Seat, timeout: datetime.timedelta) -> Store:
-    """Open the store where the ranks of `seat` meet."""
-    if seat.path:
-        return FileStore(seat.path, seat.world_size)
-    if seat.world_size == 1:
+def _store_of(info: LaunchInfo, timeout: datetime.timedelta) -> Store:
+    """Open the store where the ranks of `info` meet."""
+    if info.path:
+        return FileStore(info.path, info.world_size)
+    if info.world_size == 1:
         return HashStore()
-    if seat.agent_prefix is not None:
-        agents = TCPStore(seat.host, seat.port, seat.world_size, is_master=False, timeout=timeout)
-        return PrefixStore(seat.agent_prefix, agents)
-    listening = _listen_on(seat.host, seat.port) if seat.rank == 0 else None
+    if info.agent_prefix is not None:
+        agents = TCPStore(info.host, info.port, info.world_size, is_master=False, timeout=timeout)
+        return PrefixStore(info.agent_prefix, agents)
+    listening = _listen_on(info.host, info.port) if info.rank == 0 else None
     return TCPStore(
-        seat.host,
-        seat.port,
-        seat.world_size,
-        is_master=seat.rank == 0,
+        info.host,
+        info.port,
+        info.world_size,
+        is_master=info.rank == 0,
         timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=listening,
@@ -246,21 +265,21 @@ def _store_of(seat: Seat, timeout: datetime.timedelta) -> Store:
 
 
 def _listen_on(host: str, port: int) -> int | None:
-    """Listen on the one address of `host`, where torch's own store would listen on every interface."""
+    """Listen on the one address of `host`; torch's own store would listen on every interface."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server((address[0], port), family=family).detach()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise WorkerError(f"port {port} of {host} is taken; another MASTER_PORT works") from None
-        return None  # a name in front of this machine (a Kubernetes service) is no address of it
+        return None  # a name that stands for this machine elsewhere (a Kubernetes service) is not its own address
 
 
 def checked_ranks_per_node(ranks_per_node: int, world_size: int) -> int:
-    """Return the ranks of a node if every node can have as many.
+    """Return the ranks of a node, if it divides the number of ranks.
 
     Raises:
-        JobError: it cannot.
+        JobError: it does not.
     """
     if world_size % ranks_per_node:
         works = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)

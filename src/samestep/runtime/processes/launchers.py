@@ -1,4 +1,4 @@
-"""Who launched this process, and where it stands in the run: the only file that reads rank variables.
+"""The launcher of this process, and the process's position in the run: the only file that reads rank variables.
 
 Sources: torch.distributed.run (RANK, LOCAL_RANK, TORCHELASTIC_*), srun(1) (SLURM_PROCID, SLURM_STEP_*).
 """
@@ -14,11 +14,11 @@ from samestep.errors import JobError
 
 
 @dataclass(frozen=True)
-class Seat:
-    """What a launcher hands to one process before it joins."""
+class LaunchInfo:
+    """The position that a launcher gives to one process, before it joins."""
 
     launcher: str
-    """samestep, torchrun, srun, or alone."""
+    """Name of the launcher: samestep, torchrun, srun, or alone."""
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
@@ -26,35 +26,35 @@ class Seat:
     host: str = ""
     port: int = 0
     path: str = ""
-    """The file where our own workers meet; the others meet at host:port."""
+    """File through which our own workers meet; others meet at host:port."""
     agent_prefix: str | None = None
-    """Set where torchrun's agent holds the store: our keys go below this word."""
+    """Prefix of our keys in the store of torchrun's agent; None where rank 0 holds the store."""
 
 
 def by_torchrun(env: Mapping[str, str]) -> bool:
-    """Whether torchrun, or somebody by hand, set the rank variables."""
+    """Return whether the rank variables are set, by torchrun or by hand."""
     return "RANK" in env and "WORLD_SIZE" in env
 
 
 def by_srun(env: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one task of several."""
+    """Return whether srun started this process as one task of several."""
     # Only a step has SLURM_STEP_NUM_TASKS: a batch script has SLURM_PROCID=0 and its job's SLURM_NTASKS, yet runs once.
     return "SLURM_PROCID" in env and _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1
 
 
-def seat_from(env: Mapping[str, str]) -> Seat:
-    """Read where a launcher has put this process.
+def launch_info_from(env: Mapping[str, str]) -> LaunchInfo:
+    """Return the position that the environment gives to this process.
 
     Raises:
-        JobError: the variables are incomplete, or no whole numbers.
+        JobError: the variables are incomplete, or not integers.
     """
     if by_torchrun(env):
-        return _torchrun_seat(env)
-    return _srun_seat(env) if by_srun(env) else Seat("alone")
+        return _torchrun_info(env)
+    return _srun_info(env) if by_srun(env) else LaunchInfo("alone")
 
 
-def _torchrun_seat(env: Mapping[str, str]) -> Seat:
-    """Read torchrun's variables, or the same ones written by hand."""
+def _torchrun_info(env: Mapping[str, str]) -> LaunchInfo:
+    """Read torchrun's variables, or the same ones set by hand."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
     if missing and world > 1:
@@ -62,15 +62,15 @@ def _torchrun_seat(env: Mapping[str, str]) -> Seat:
     if not 0 <= rank < world:
         raise JobError(f"RANK={rank} is not a rank of WORLD_SIZE={world}; ranks are 0 to WORLD_SIZE - 1")
     if world == 1:
-        return Seat("torchrun")
+        return LaunchInfo("torchrun")
     per_node = _number(env, "LOCAL_WORLD_SIZE", world)
     prefix = None
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # The agent keeps one store over all restarts, with the addresses of the dead in it (torch 2.13). Restarts are
-        # counted by each agent alone, so only on a single machine does the count name the attempt for everybody.
+        # The agent keeps one store over all restarts, with the addresses of dead ranks in it (torch 2.13). Each agent
+        # counts restarts separately, so only on a single machine does the count identify the attempt on all ranks.
         attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0") if per_node == world else "0"
         prefix = f"samestep/{attempt}"
-    return Seat(
+    return LaunchInfo(
         "torchrun",
         rank,
         _number(env, "LOCAL_RANK", rank % per_node),
@@ -90,11 +90,11 @@ def _resolves(host: str) -> bool:
     return True
 
 
-def _srun_seat(env: Mapping[str, str], resolves: Callable[[str], bool] = _resolves) -> Seat:
+def _srun_info(env: Mapping[str, str], resolves: Callable[[str], bool] = _resolves) -> LaunchInfo:
     """Read the variables that srun gives to each task of a step."""
     rank, world = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS")
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
-    host = _first_host(nodes)  # rank 0 runs there, in every distribution but an arbitrary one
+    host = _first_host(nodes)  # rank 0 runs there, in every distribution but `arbitrary`
     per_node = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if not re.search(r"[,\[]", nodes):
         host, per_node = "127.0.0.1", world
@@ -102,9 +102,9 @@ def _srun_seat(env: Mapping[str, str], resolves: Callable[[str], bool] = _resolv
         host = env["SLURM_LAUNCH_NODE_IPADDR"]
     if env.get("SLURM_DISTRIBUTION", "block").startswith(("cyclic", "plane", "arbitrary")) or world % per_node:
         per_node = 1  # neighbouring ranks are not on one machine
-    # Each step needs a port of its own that all its tasks can work out.
+    # Each step needs a port of its own that all its tasks can derive.
     port = 20000 + (_number(env, "SLURM_JOB_ID", 0) * 31 + _number(env, "SLURM_STEP_ID", 0)) % 10000
-    return Seat(
+    return LaunchInfo(
         "srun",
         rank,
         _number(env, "SLURM_LOCALID", 0),
@@ -122,13 +122,17 @@ def _first_host(nodes: str) -> str:
 
 
 def _tasks_per_node(text: str) -> int:
-    """Return how many tasks every node has: `4(x2)` -> 4; 1 where they differ (`4(x2),3`) or it is not said."""
+    """Return the number of tasks on every node: `4(x2)` -> 4; 1 where they differ (`4(x2),3`) or are not given."""
     counts = {int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", text)}
     return counts.pop() if len(counts) == 1 else 1
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Read a whole number from the environment."""
+    """Return an integer from the environment.
+
+    Raises:
+        JobError: the variable is not an integer.
+    """
     if name not in env and default is not None:
         return default
     try:

@@ -1,8 +1,8 @@
 """Process groups of a layout: the only file that makes them.
 
-The order of ranks is `samestep.ranks`'. Axes that run over the same ranks share one group, so a communicator is never made
-twice; but `cp`, whose exchanges compute waits for, has its own, and waits for no gradient or weight that is sent meanwhile.
-So has each link of `pp` but the first.
+`program/ranks.py` gives the order of ranks. Axes over the same ranks share one group, so that a communicator is never
+made twice. `cp` has a group of its own: compute waits for its exchanges, which must not wait for gradients or weights
+sent meanwhile. So has each link of `pp` but the first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """This rank's groups, one for each axis the program sends over."""
+    """This rank's process groups, one for each axis of the program's collectives."""
 
     rank: int
     ranks: Ranks
@@ -47,11 +47,13 @@ class Mesh:
         return self.ranks.group(self.rank, axis)
 
     def group_of(self, axis: str) -> str:
-        """Name the group that serves an axis by its ranks, and one that serves no other by the axis too."""
+        """Return the name of an axis' group: its ranks, followed by the axis where it serves no other one."""
         return ",".join(map(str, self.members(axis))) + (f" {axis}" if axis in OWN_GROUPS else "")
 
     def for_shards(self, axis: str) -> DeviceMesh:
-        """The mesh that FSDP2 shards over: `dp_shard` or `dp_expert`, and before it replicas where there are any."""
+        """Return the mesh that FSDP2 shards over: `dp_shard` or `dp_expert`, after `dp_replicate` where there are
+        replicas.
+        """
         rows = [self.ranks.group(rank, axis) for rank in self.members("dp_replicate")]
         axes, positions = (["dp_replicate", axis], rows) if len(rows) > 1 else ([axis], rows[0])
         groups = [self.groups[axis] for axis in axes]
@@ -64,7 +66,9 @@ class Mesh:
 
 
 def build(program: Program, device: torch.device) -> Mesh:
-    """Make the groups of every axis of `program`. Collective over the world: each rank must call it.
+    """Make the process groups of every axis of `program`.
+
+    Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
 
     Raises:
         LayoutError: the layout does not have as many ranks as there are processes.
@@ -89,7 +93,10 @@ def build(program: Program, device: torch.device) -> Mesh:
 
 
 def gather_objects(mine: Any, world_size: int) -> list[Any]:
-    """Return what every rank gives, by rank. Collective over the world: if a rank does not call it, the others wait."""
+    """Return the objects that all ranks pass, in the order of ranks.
+
+    Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+    """
     if world_size == 1:
         return [mine]
     given: list[Any] = [None] * world_size
@@ -98,18 +105,20 @@ def gather_objects(mine: Any, world_size: int) -> list[Any]:
 
 
 _made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-"""Groups of this process by name and ranks, the world among them."""
+"""Process groups of this process by name and ranks, the world among them."""
 _WORLD = ("world", ())
 
 
 def group_over(ranks: tuple[int, ...], name: str = "") -> dist.ProcessGroup:
-    """Return the group of some ranks, made once for all runs of a process: each has threads that never sleep for long.
+    """Return the process group of some ranks, made once for all runs of a process: each group has threads that keep
+    running.
 
-    Collective over the world: every rank asks for all groups, also those of others, in one order.
+    Collective over the world: every rank asks for all groups, also those of others, in one order; if one does not, the
+    others wait until the time limit.
     """
     world = dist.group.WORLD
     assert world is not None
-    if _made.get(_WORLD) is not world:  # those of a world that its user left
+    if _made.get(_WORLD) is not world:  # groups of a world that its user has destroyed
         forget_groups()
         _made[_WORLD] = _made["", tuple(range(world.size()))] = world
     key = (name, ranks)
@@ -119,12 +128,12 @@ def group_over(ranks: tuple[int, ...], name: str = "") -> dist.ProcessGroup:
 
 
 def forget_groups() -> None:
-    """Let go of all groups, after the world was left: their threads end with them."""
+    """Forget all groups, after the world was destroyed; their threads end with them."""
     _made.clear()
 
 
 def link_name(*, is_forward: bool, is_around: bool) -> str:
-    """Name the group for messages of activations, or of gradients, to a neighbour or around the end of the axis."""
+    """Return the name of the link for activations, or for gradients, to a neighbour or around the end of the axis."""
     return "pp" + ("" if is_forward else " backward") + (" around" if is_around else "")
 
 

@@ -1,17 +1,17 @@
-"""Starting worker processes on this machine, and hearing how each of them ends.
+"""Starting worker processes on this machine, and learning how each of them ends.
 
 ```
 run_workers ─┬─ fork ─> worker 0: ready, join, joined, main(place, ...), done + value ─┐
    listens   ├─ fork ─> worker 1: ready, join, joined, main(place, ...), done ─────────┤ all leave, once all are done
-             └─ ...     each may end in: failed + (when, what, last words), or a death that the parent sees
+             └─ ...     each may end in: failed + (when, what, stderr), or a death that the parent sees
 ```
 Forking after torch is imported takes 0.03 s where a new process takes seconds. It is safe only without CUDA, without
-an OpenMP pool in use by both sides, and without autograd's device threads; else workers are spawned.
+an OpenMP pool in use by both sides, and without autograd's device threads; otherwise workers are spawned.
 
-When one worker fails, its peers fail too, a moment later, with a closed connection. The parent therefore waits a moment
-and reports the first failure that is not such an echo. A worker never outlives its parent.
+When one worker fails, its peers fail a moment later, with a closed connection. The parent therefore waits a moment and
+reports the first failure that is not such a consequence. A worker never outlives its parent.
 
-What a worker does to join is in `runtime/processes/join.py`. Source of the parent's death: prctl(2).
+`runtime/processes/join.py` holds the worker's part in joining. Source of the parent's death: prctl(2).
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from samestep import errors
 from samestep.errors import JobError, SamestepError, WorkerError
 from samestep.runtime.processes.join import (
     STOP_SIGNALS,
+    become_worker,
     checked_ranks_per_node,
     join,
     launched_from_outside,
@@ -54,25 +55,28 @@ from samestep.runtime.processes.join import (
     resolve_device,
     restore_signals,
     set_defaults,
-    sit_down,
 )
-from samestep.runtime.processes.launchers import Seat
+from samestep.runtime.processes.launchers import LaunchInfo
 
 T = TypeVar("T")
 
-_LAST_WORDS = 15  # lines of a dead worker's stderr and traceback that its parent shows
+_TAIL_LINES = 15  # lines of a dead worker's stderr and traceback that its parent shows
 _CAUSE_GRACE_S = 0.2  # an earlier cause may still be in another pipe
-_ECHO_GRACE_S = 3.0  # only echoes so far: the cause, most often a death, must show up yet
+_ECHO_GRACE_S = 3.0  # with consequences alone, the cause, most often a death, must still show up
 _LEAVE_GRACE_S = 30.0  # a worker tears its process group down
 
 
 def default_ranks(device: str = "auto") -> int:
-    """Return how many workers to start when nobody says: one for each GPU, else 2."""
+    """Return the default number of workers: one for each GPU, else 2.
+
+    Raises:
+        JobError: there is no such device.
+    """
     return torch.cuda.device_count() if resolve_device(device) == "cuda" else 2
 
 
 def oversubscribed(ranks: int, threads: int = 1) -> str | None:
-    """Return the one-line warning that `ranks` CPU workers of `threads` threads share too few cores, or None."""
+    """Return a one-line warning if `ranks` CPU workers of `threads` threads share too few cores, else None."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     if ranks * threads <= cores:
         return None
@@ -83,13 +87,13 @@ def oversubscribed(ranks: int, threads: int = 1) -> str | None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have this worker killed when the process that started it, `parent_pid`, is gone for whatever reason."""
+    """Make the system kill this worker when the process that started it, `parent_pid`, is gone for whatever reason."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     else:
         threading.Thread(target=_exit_after_parent, daemon=True).start()
-    if os.getppid() != parent_pid:  # it died before the kernel was told
+    if os.getppid() != parent_pid:  # it died before the kernel was asked
         os._exit(1)
 
 
@@ -104,8 +108,8 @@ def _exit_after_parent() -> None:
 
 
 @dataclass(frozen=True)
-class _Order:
-    """What every worker of a run is told."""
+class _LaunchOptions:
+    """The settings of one run, equal for all its workers."""
 
     parent_pid: int
     folder: str
@@ -115,12 +119,12 @@ class _Order:
     threads: int
     timeout_s: float
     quiet: bool
-    apart: bool
+    isolated: bool
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """How one worker ended before it was done."""
+    """The end of a worker that was not done."""
 
     rank: int
     time_s: float
@@ -129,12 +133,12 @@ class _Failure:
     lines: tuple[str, ...] = ()
     text: str = ""
     mistake: str = ""
-    """The class in samestep.errors, where it is the user's mistake."""
+    """Name of the class in samestep.errors, for an error of ours."""
     is_echo: bool = False
-    """Whether it is what the peers of a dead or hung worker see."""
+    """Whether it is a consequence: what the peers of a dead or hung worker report."""
 
 
-# What gloo, nccl and the stores say of a peer that is gone or does not answer.
+# Messages of gloo, nccl and the stores about a peer that is gone or does not answer.
 _ECHO = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed? ?out|wait timeout|remote process exited|remote error"
     r"|failed to (recv|send)|connectFullMesh|watchdog",
@@ -143,53 +147,53 @@ _ECHO = re.compile(
 
 
 def _run_worker(
-    order: _Order, rank: int, pipe: connection.Connection, main: Callable[..., Any], args: tuple[Any, ...]
+    options: _LaunchOptions, rank: int, pipe: connection.Connection, main: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    """Be the worker `rank`: join, run `main`, tell the parent how it went."""
+    """Run in the worker `rank`: join, call `main`, and report the outcome to the parent."""
     os.setpgid(0, 0)  # Ctrl-C in the terminal reaches the parent only, which passes it on once
-    die_with_parent(order.parent_pid)
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # rank 0 may write to the terminal all the same
-    if rank or order.quiet:
-        _write_to_files(order.folder, rank)
+    die_with_parent(options.parent_pid)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # rank 0 may write to the terminal nevertheless
+    if rank or options.quiet:
+        _write_to_files(options.folder, rank)
     faulthandler.enable(file=2)
-    torch.set_num_threads(order.threads)
-    sit_down(_seat_of(order, rank))
+    torch.set_num_threads(options.threads)
+    become_worker(_launch_info_of(options, rank))
     try:
-        _say(pipe, "ready")
-        per_node = None if order.apart else order.ranks_per_node
-        place = join(order.device_type, timeout_s=order.timeout_s, ranks_per_node=per_node)
-        _say(pipe, "joined")
+        _report(pipe, "ready")
+        per_node = None if options.isolated else options.ranks_per_node
+        place = join(options.device_type, timeout_s=options.timeout_s, ranks_per_node=per_node)
+        _report(pipe, "joined")
         value = main(place, *args)
-        _say(pipe, "done", value if rank == 0 else None)
+        _report(pipe, "done", value if rank == 0 else None)
         pipe.recv_bytes()  # while one rank still works, the others stay reachable
     except BaseException as error:
-        # An end without teardown: destroying the group could wait for peers that will not come.
+        # Exit without teardown: destroying the group could wait for peers that will not come.
         failure = _failure_of(rank, error)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
         with contextlib.suppress(Exception):
-            _say(pipe, "failed", failure)
+            _report(pipe, "failed", failure)
         os._exit(1)
     leave()
 
 
-def _seat_of(order: _Order, rank: int) -> Seat:
-    if order.apart:
-        return Seat("samestep", 0, rank, path=str(Path(order.folder, f"store-{rank}")))
-    return Seat("samestep", rank, rank, order.ranks, order.ranks, path=str(Path(order.folder, "store")))
+def _launch_info_of(options: _LaunchOptions, rank: int) -> LaunchInfo:
+    if options.isolated:
+        return LaunchInfo("samestep", 0, rank, path=str(Path(options.folder, f"store-{rank}")))
+    return LaunchInfo("samestep", rank, rank, options.ranks, options.ranks, path=str(Path(options.folder, "store")))
 
 
-def _say(pipe: connection.Connection, word: str, value: Any = None) -> None:
-    # Plain pickle: multiprocessing's own sends tensors as shared memory, which is gone once the worker has exited.
+def _report(pipe: connection.Connection, word: str, value: Any = None) -> None:
+    # Plain pickle: multiprocessing's own sends tensors as shared memory, which disappears when the worker exits.
     pipe.send_bytes(pickle.dumps((word, value)))
 
 
 def _failure_of(rank: int, error: BaseException) -> _Failure:
-    """Describe an exception in words that need none of its classes."""
+    """Return an exception as a failure, in words that need none of its classes."""
     text = str(error)
     kind = type(error).__name__
-    frames = error.__traceback__.tb_next if error.__traceback__ else None  # without that of _run_worker
+    frames = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of _run_worker
     mistake = ""
     if isinstance(error, SamestepError):
         mistake = next(c.__name__ for c in type(error).__mro__ if c.__module__ == errors.__name__)
@@ -205,7 +209,7 @@ def _failure_of(rank: int, error: BaseException) -> _Failure:
 
 
 def _write_to_files(folder: str, rank: int) -> None:
-    """Send this worker's stdout and stderr, those of C++ too, to files."""
+    """Redirect this worker's stdout and stderr, those of C++ too, to files."""
     for descriptor, name in ((1, "out"), (2, "err")):
         file = os.open(Path(folder, f"{rank}.{name}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)
@@ -214,7 +218,7 @@ def _write_to_files(folder: str, rank: int) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="replace", closefd=False)
 
 
-# ---------------------------------------------------------------- their parent
+# ---------------------------------------------------------------- the parent
 
 
 def launch(
@@ -228,12 +232,16 @@ def launch(
 ) -> T:
     """Run `main(place, *args)` on every rank: in workers of this machine, or here where torchrun or srun started us.
 
-    So one script runs by itself on a laptop and under a launcher on many machines, where `ranks` is the launcher's
-    affair. Returns what rank 0 returned (under a launcher: what this rank did).
+    So one script runs by itself on a laptop and under a launcher on many machines, where the launcher decides on
+    `ranks`. Returns what rank 0 returned (under a launcher: what this rank returned).
+
+    Collective over the world under a launcher: every process calls it; if one does not, the others wait for
+    `timeout_s`.
 
     Raises:
-        SamestepError: what a worker raised, of the same class and text.
-        WorkerError: a worker died or failed otherwise; the text names it and has its last words.
+        SamestepError: a worker raised it; class and text are the same.
+        WorkerError: a worker died or failed otherwise; the text names it and ends with the last lines of its stderr.
+        JobError: the arguments do not fit each other or this machine.
     """
     if not launched_from_outside():
         return run_workers(main, args, ranks=ranks, device=device, threads=threads, timeout_s=timeout_s)
@@ -254,29 +262,29 @@ def run_workers(
     timeout_s: float = 600.0,
     ranks_per_node: int | None = None,
     quiet: bool = False,
-    apart: bool = False,
+    isolated: bool = False,
 ) -> T:
     """Run `main(place, *args)` in `ranks` workers on this machine and return what rank 0 returns.
 
-    One rank is a worker too: this process keeps its threads, its signals and no CUDA context, and a kill for lack of
-    memory still ends in one line. Rank 0 writes to the terminal, the others to files that are read only for their last
-    words. The first SIGINT, SIGTERM or SIGUSR1 asks all workers to stop (`stop_requested`); a second SIGINT or SIGTERM
-    kills them.
+    A single rank is a worker too: this process keeps its threads, its signals and no CUDA context, and a kill for lack
+    of memory still ends in one line. Rank 0 writes to the terminal, the others to files, which are read only after a
+    failure. The first SIGINT, SIGTERM or SIGUSR1 asks all workers to stop (`stop_requested`); a second SIGINT or
+    SIGTERM kills them.
 
     Args:
         main: a function; with GPUs, with more than one thread or outside Linux it must be importable from a module.
         args: further arguments of `main`.
-        ranks: how many workers.
+        ranks: number of workers.
         device: cpu, cuda or auto.
         threads: CPU threads of one worker.
-        timeout_s: how long the start may take, and later any collective.
+        timeout_s: seconds that the start may take, and later any collective.
         ranks_per_node: pretend that so many ranks share a machine; without it all do.
         quiet: rank 0 writes to files as well.
-        apart: the workers never meet: each is rank 0 of a run of one, and `place.local_rank` tells them apart.
+        isolated: the workers never meet: each is rank 0 of a run of one, and `place.local_rank` differs between them.
 
     Raises:
-        SamestepError: what a worker raised, of the same class and text.
-        WorkerError: a worker died or failed otherwise; the text names it and has its last words.
+        SamestepError: a worker raised it; class and text are the same.
+        WorkerError: a worker died or failed otherwise; the text names it and ends with the last lines of its stderr.
         JobError: the arguments do not fit each other or this machine.
     """
     if ranks < 1:
@@ -287,15 +295,15 @@ def run_workers(
         raise JobError(f"{ranks} ranks on {gpus} GPUs: each rank needs its own; ranks={gpus} or device=cpu works")
     per_node = checked_ranks_per_node(ranks_per_node or ranks, ranks)
     folder = tempfile.mkdtemp(prefix="samestep-")
-    order = _Order(os.getpid(), folder, ranks, per_node, device_type, threads, timeout_s, quiet, apart)
-    crew = _Crew(order)
+    options = _LaunchOptions(os.getpid(), folder, ranks, per_node, device_type, threads, timeout_s, quiet, isolated)
+    pool = _WorkerPool(options)
     try:
-        with _forwarding_signals_to(crew):
+        with _forwarding_signals_to(pool):
             try:
-                crew.start(main, args)
-                return crew.watch()
+                pool.start(main, args)
+                return pool.watch()
             finally:
-                crew.end()
+                pool.end()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -305,14 +313,16 @@ def _start_method(device_type: str, threads: int) -> str:
     if sys.platform != "linux" or device_type == "cuda" or torch.cuda.is_initialized() or dist.is_initialized():
         return "spawn"
     # A forked worker whose parent has used an OpenMP pool hangs in its own first parallel region; with one thread it
-    # has none. Nothing tells whether the parent has.
+    # has no such region. There is no way to ask whether the parent has used one.
     if threads > 1:
         return "spawn"
     return "spawn" if _autograd_has_threads() else "fork"
 
 
 def _autograd_has_threads() -> bool:
-    """Return whether a backward pass ran here on a machine with GPUs: autograd refuses to run in a fork of such."""
+    """Return whether a backward pass ran here on a machine with GPUs: autograd refuses to run in a fork of such a
+    process.
+    """
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
             if (task / "comm").read_text().startswith("pt_autograd"):
@@ -322,7 +332,7 @@ def _autograd_has_threads() -> bool:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str], defaults: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the processes started inside."""
+    """Set environment variables for the processes started inside."""
     old = {name: os.environ.get(name) for name in (*variables, *defaults)}
     os.environ.update(variables)
     set_defaults(defaults)
@@ -337,27 +347,27 @@ def _environment(variables: Mapping[str, str], defaults: Mapping[str, str]) -> I
 
 
 @contextlib.contextmanager
-def _forwarding_signals_to(crew: _Crew) -> Iterator[None]:
-    """Hand this process's stop signals to the workers; a signal that is ignored here stays so."""
+def _forwarding_signals_to(pool: _WorkerPool) -> Iterator[None]:
+    """Forward this process's stop signals to the workers; a signal that is ignored here stays ignored."""
     handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                handlers[number] = signal.signal(number, crew.on_signal)
+                handlers[number] = signal.signal(number, pool.on_signal)
     try:
         yield
     finally:
         restore_signals(handlers)
 
 
-class _Crew:
-    """The workers of one run as their parent sees them.
+class _WorkerPool:
+    """The workers of one run, seen from their parent.
 
-    Each is in one phase: starting -> ready (it hears signals) -> joined -> done, or failed from any of them.
+    Each is in one phase: starting -> ready (it handles signals) -> joined -> done, or failed from any of them.
     """
 
-    def __init__(self, order: _Order) -> None:
-        self.order = order
+    def __init__(self, options: _LaunchOptions) -> None:
+        self.options = options
         self.processes: list[BaseProcess] = []
         self.pipes: list[connection.Connection] = []
         self.phases: list[str] = []
@@ -367,16 +377,20 @@ class _Crew:
         self.killed_by = 0
 
     def start(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Start all workers."""
-        order = self.order
-        context: Any = multiprocessing.get_context(_start_method(order.device_type, order.threads))
-        with _environment({"OMP_NUM_THREADS": str(order.threads)}, loopback_variables()), warnings.catch_warnings():
+        """Start all workers.
+
+        Raises:
+            JobError: `main` cannot be imported by a new process.
+        """
+        options = self.options
+        context: Any = multiprocessing.get_context(_start_method(options.device_type, options.threads))
+        with _environment({"OMP_NUM_THREADS": str(options.threads)}, loopback_variables()), warnings.catch_warnings():
             # Python 3.12 warns of threads at a fork; those of an imported torch are idle.
             warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
-            for rank in range(order.ranks):
+            for rank in range(options.ranks):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=_run_worker, args=(order, rank, theirs, main, args), name=f"rank {rank}", daemon=False
+                    target=_run_worker, args=(options, rank, theirs, main, args), name=f"rank {rank}", daemon=False
                 )
                 self.pipes.append(ours)
                 try:
@@ -391,8 +405,13 @@ class _Crew:
                 self.phases.append("starting")
 
     def watch(self) -> Any:
-        """Wait for all workers and return rank 0's value, or raise the first cause of a failure."""
-        deadline = time.monotonic() + self.order.timeout_s
+        """Wait for all workers and return rank 0's value.
+
+        Raises:
+            SamestepError: a worker raised it; class and text are the same.
+            WorkerError: a worker died, failed otherwise or did not join in time.
+        """
+        deadline = time.monotonic() + self.options.timeout_s
         while any(phase != "done" for phase in self.phases):
             self._listen()
             if self.killed_by:
@@ -401,7 +420,7 @@ class _Crew:
                 raise self._cause()
             late = self._ranks("starting") or self._ranks("ready")
             if late and not self.failures and time.monotonic() > deadline:
-                raise WorkerError(f"{self._named(late)} did not join within {self.order.timeout_s:g} s")
+                raise WorkerError(f"{self._named(late)} did not join within {self.options.timeout_s:g} s")
         for pipe in self.pipes:
             with contextlib.suppress(OSError):
                 pipe.send_bytes(b"leave")
@@ -411,7 +430,7 @@ class _Crew:
         return self.value
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Ask the workers to stop; kill them when they had been asked before."""
+        """Ask the workers to stop; kill them if they were asked before."""
         if self.stopping and number != signal.SIGUSR1:
             self.killed_by = number
             self._kill()
@@ -420,7 +439,7 @@ class _Crew:
             self._ask_to_stop(rank)
 
     def end(self) -> None:
-        """Let nothing be left of the workers."""
+        """Kill all workers that still run, and close their pipes."""
         self._kill()
         for process in self.processes:
             process.join(_LEAVE_GRACE_S)
@@ -439,7 +458,7 @@ class _Crew:
                 os.kill(process.pid, signal.SIGTERM)
 
     def _listen(self) -> None:
-        """Take in what the workers say within a moment, and see who died."""
+        """Receive the workers' messages for a moment, and find those that have died."""
         # Not the sentinels: a grandchild (a data loader's process) inherits them, and they outlast the worker.
         for ready in connection.wait([pipe for pipe in self.pipes if not pipe.closed], timeout=0.1):
             self._hear(self.pipes.index(ready))  # type: ignore[arg-type]
@@ -452,7 +471,7 @@ class _Crew:
                 self._fail(_Failure(rank, time.monotonic(), _death(process.exitcode)))
 
     def _hear(self, rank: int) -> None:
-        """Take in one message."""
+        """Receive one message."""
         try:
             word, value = pickle.loads(self.pipes[rank].recv_bytes())
         except (EOFError, OSError):
@@ -470,17 +489,17 @@ class _Crew:
     def _fail(self, failure: _Failure) -> None:
         self.phases[failure.rank] = "failed"
         self.failures.append(failure)
-        _kill_group(self.processes[failure.rank])  # with the processes of its own
+        _kill_group(self.processes[failure.rank])  # together with the processes it started
 
     def _has_settled(self) -> bool:
-        """Return whether the cause among the failures is known as well as it will be."""
+        """Return whether waiting longer will not reveal another cause of the failures."""
         if all(phase in ("failed", "done") for phase in self.phases):
             return True
         grace = _ECHO_GRACE_S if all(failure.is_echo for failure in self.failures) else _CAUSE_GRACE_S
         return time.monotonic() > min(failure.time_s for failure in self.failures) + grace
 
     def _cause(self) -> Exception:
-        """Return the exception that says what went wrong first."""
+        """Return the exception that describes the first cause."""
         causes = [failure for failure in self.failures if not failure.is_echo]
         first = min(causes or self.failures, key=lambda failure: failure.time_s)
         if first.mistake:
@@ -491,33 +510,33 @@ class _Crew:
             lines = [f"{self._named(silent)} did not answer; {lines[0]}"]
         elif first.is_echo and (gone := self._ranks("done")):
             lines = [f"{lines[0]}, after {self._named(gone)} had returned"]
-        return WorkerError("\n".join(lines + self._last_words(first)))
+        return WorkerError("\n".join(lines + self._tail_of(first)))
 
-    def _last_words(self, failure: _Failure) -> list[str]:
-        """Return the end of what a worker wrote to stderr, its traceback included."""
-        file = Path(self.order.folder, f"{failure.rank}.err")
+    def _tail_of(self, failure: _Failure) -> list[str]:
+        """Return the last lines that a worker wrote to stderr, its traceback included."""
+        file = Path(self.options.folder, f"{failure.rank}.err")
         written = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
-        return [f"  {line}" for line in (*written, *failure.lines)][-_LAST_WORDS:]
+        return [f"  {line}" for line in (*written, *failure.lines)][-_TAIL_LINES:]
 
     def _ranks(self, phase: str) -> list[int]:
         return [rank for rank, its in enumerate(self.phases) if its == phase]
 
     def _named(self, ranks: list[int]) -> str:
-        return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self.order.ranks}"
+        return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self.options.ranks}"
 
 
 def _kill_group(process: BaseProcess) -> None:
-    """Kill a worker and what it started, which is in its process group."""
+    """Kill a worker and the processes it started, which are in its process group."""
     if process.pid is None:
         return
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    if process.exitcode is None:  # it may not have had the time to make its group
+    if process.exitcode is None:  # it may not have had time to make its group
         process.kill()
 
 
 def _death(exit_code: int) -> str:
-    """Say how a process ended that said nothing itself."""
+    """Return how a process ended that reported nothing itself."""
     if exit_code >= 0:
         return f"died: it exited with status {exit_code} before it was done"
     try:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from samestep.errors import JobError
-from samestep.runtime.processes.launchers import Seat, _first_host, _srun_seat, _tasks_per_node, seat_from
+from samestep.runtime.processes.launchers import LaunchInfo, _first_host, _srun_info, _tasks_per_node, launch_info_from
 
 
 def test_torchruns_variables() -> None:
     env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "h"}
     env["MASTER_PORT"] = "29500"
-    assert seat_from(env) == Seat("torchrun", 5, 1, 8, 4, host="h", port=29500)
+    assert launch_info_from(env) == LaunchInfo("torchrun", 5, 1, 8, 4, host="h", port=29500)
     restarted = env | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
-    assert seat_from(restarted).agent_prefix == "samestep/0"  # agents of several machines count apart
+    assert launch_info_from(restarted).agent_prefix == "samestep/0"  # agents of several machines count apart
     alone = restarted | {"LOCAL_WORLD_SIZE": "8"}
-    assert seat_from(alone).agent_prefix == "samestep/2"
+    assert launch_info_from(alone).agent_prefix == "samestep/2"
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_torchruns_variables() -> None:
 )
 def test_a_half_set_environment_is_refused(env: dict[str, str], words: str) -> None:
     with pytest.raises(JobError, match=words):
-        seat_from(env)
+        launch_info_from(env)
 
 
 _TASK = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "1234"}
@@ -38,13 +38,13 @@ _TASK |= {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9"}
 
 def test_sruns_variables() -> None:
     port = 20000 + (1234 * 31 + 3) % 10000
-    found = _srun_seat(_TASK, resolves=lambda host: True)
-    assert found == Seat("srun", 5, 1, 8, 4, host="n03", port=port)
-    assert _srun_seat(_TASK, resolves=lambda host: False).host == "10.0.0.9"
-    assert _srun_seat(_TASK | {"MASTER_ADDR": "m", "MASTER_PORT": "9"}).port == 9
-    one_node = _srun_seat(_TASK | {"SLURM_STEP_NODELIST": "n03", "SLURM_STEP_TASKS_PER_NODE": "8"})
+    found = _srun_info(_TASK, resolves=lambda host: True)
+    assert found == LaunchInfo("srun", 5, 1, 8, 4, host="n03", port=port)
+    assert _srun_info(_TASK, resolves=lambda host: False).host == "10.0.0.9"
+    assert _srun_info(_TASK | {"MASTER_ADDR": "m", "MASTER_PORT": "9"}).port == 9
+    one_node = _srun_info(_TASK | {"SLURM_STEP_NODELIST": "n03", "SLURM_STEP_TASKS_PER_NODE": "8"})
     assert (one_node.host, one_node.ranks_per_node) == ("127.0.0.1", 8)
-    dealt_out = _srun_seat(_TASK | {"SLURM_DISTRIBUTION": "cyclic"}, resolves=lambda host: True)
+    dealt_out = _srun_info(_TASK | {"SLURM_DISTRIBUTION": "cyclic"}, resolves=lambda host: True)
     assert dealt_out.ranks_per_node == 1
 
 
