@@ -41,7 +41,7 @@ def job_for(model: str, precision: str) -> Job:
 
 def run_of(rank: int, world: int, model: str, layout: str, job: Job) -> Run:
     if model in MODELS:
-        return make_run(rank, world, model, layout, job, is_traced=True)
+        return make_run(rank, world, model, layout, job)
     place = RankInfo(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
     source = Source(perturbed(REGRESSORS[model].build), loss_of(job), optimizer_of(job), model)
     return Run(source, Layout.parse(layout), job, place)
