@@ -43,7 +43,9 @@ def prepared(key: Hashable, source: Source, job: Job, example: Any, layout: Layo
     kept = _PREPARED[key]
     if layout.cp > 1 or layout.sequence_parallel:
         kept = _SLICED[key] = with_slices(_SLICED.get(key, kept), layout, example)
-    return replace(kept, blueprint=replace(kept.blueprint, module=copy.deepcopy(kept.module)))  # a run cuts and fills it
+    return replace(
+        kept, blueprint=replace(kept.blueprint, module=copy.deepcopy(kept.module))
+    )  # a run cuts and fills it
 
 
 @contextmanager
