@@ -6,7 +6,6 @@ norms, each rank's runs of every gradient and weight. `whole` puts the runs of a
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,13 +22,13 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import Cut
 from samestep.program.program import LedgerRow
-from samestep.runtime.assembly import Source, prepare
+from samestep.runtime.assembly import Source
 from samestep.runtime.axes.tensor import joined
 from samestep.runtime.ledger import Ledger
 from samestep.runtime.optimizer_step import Piece
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.tracing.traced_model import TracedModel
+from tests import traced
 from tests.models import MODELS, Tokens
 from tests.pool import pool
 
@@ -77,25 +76,27 @@ def combinations(layouts: Sequence[str], models: Sequence[str]) -> list[Any]:
     ]
 
 
-_PREPARED: dict[tuple[str, str, int], TracedModel] = {}
+def source_of(model: str, layout: Layout, job: Job) -> Source:
+    """Return a model of `tests/models.py`, traced."""
+    source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
+    example = next(batches(Tokens(), job)).samples([0])
+    return replace(source, prepared=traced.prepared(model, source, job, example, layout))
 
 
-def prepared(source: Source, job: Job) -> TracedModel:
-    """Build and trace a model once: a process runs it in many layouts, which all begin with the same of both."""
-    key = (source.name, job.train.loss, job.train.seed)
-    if key not in _PREPARED:
-        _PREPARED[key] = prepare(source, job, next(batches(Tokens(), job)).samples([0]))
-    kept = _PREPARED[key]  # a run cuts and fills its module
-    return replace(kept, blueprint=replace(kept.blueprint, module=copy.deepcopy(kept.module)))
-
-
-def make_run(rank: int, world: int, model: str, layout: str, job: Job, is_traced: bool = False) -> Run:
+def make_run(rank: int, world: int, model: str, layout: str, job: Job) -> Run:
     per_node = job.run.ranks_per_node or world
     place = RankInfo(rank, rank % per_node, world, per_node, torch.device("cpu"))
-    source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
-    if is_traced:
-        source = replace(source, prepared=prepared(source, job))
-    return Run(source, Layout.parse(layout), job, place)
+    where = Layout.parse(layout)
+    return Run(source_of(model, where, job), where, job, place)
+
+
+def on_ranks(layout: str, function: Callable[..., Any], model: str, job: Job, *args: Any) -> list[Any]:
+    """Return what `function(rank, world, model, layout, job, *args)` returns on each rank; all inherit the traced model."""
+    where = Layout.parse(layout)
+    source_of(model, where, job)
+    if where.world_size == 1:
+        return [function(0, 1, model, layout, job, *args)]
+    return pool(where.world_size).run(function, model, layout, job, *args)
 
 
 def perturbed(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -114,7 +115,7 @@ def perturbed(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 def observe(rank: int, world: int, model: str, layout: str, job: Job, record: bool = False) -> Observed:
     """Take the job's steps; with `record`, keep the ledger of the last one."""
-    return follow(make_run(rank, world, model, layout, job, is_traced=True), Tokens(), job, record)
+    return follow(make_run(rank, world, model, layout, job), Tokens(), job, record)
 
 
 def reference(model: str, job: Job | None = None) -> Observed:
@@ -130,14 +131,14 @@ def _reference(model: str, job: str) -> Observed:
 def prove(layout: str, model: str, job: Job | None = None) -> None:
     """Hold the ranks of a layout against one device in float64, and what they sent against the program."""
     job = job or clipped()
-    ranks = pool(Layout.parse(layout).world_size).run(observe, model, layout, job, True)
+    ranks = on_ranks(layout, observe, model, job, True)
     assert_same(ranks, reference(model, job), TOLERANCE)
     assert_ledger(ranks, layout)
 
 
 def prove_ledger(layout: str, model: str, precision: str = "bf16") -> list[Observed]:
     """Hold what the ranks of a layout sent against the program, in another precision."""
-    ranks = pool(Layout.parse(layout).world_size).run(observe, model, layout, clipped(precision), True)
+    ranks = on_ranks(layout, observe, model, clipped(precision), True)
     assert_ledger(ranks, layout)
     return ranks
 

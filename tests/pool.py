@@ -3,13 +3,14 @@
 `pool(2).run(function, *args)` calls `function(rank, world, *args)` on every rank and returns the results by rank. The
 function stands at the top level of a module. The ranks joined one gloo group on the loopback interface when the pool
 was first used. A job that fails may leave its peers inside a collective, so after it the pool is killed, and built
-again for the next job. A job that hangs ends with its test's time limit (`tests/time_limit.py`).
+again for the next job; so it is when the pytest process has traced another model meanwhile, for its ranks to inherit. A job that hangs ends with its test's time limit (`tests/time_limit.py`).
 """
 
 from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import math
 import multiprocessing
 import os
@@ -29,6 +30,7 @@ import torch.distributed as dist
 
 from samestep.errors import SamestepError
 from samestep.runtime.processes import join, workers
+from tests import traced
 
 ECHO_GRACE_S = 1.0  # how long to wait for the cause when one rank only says that its peer has gone
 
@@ -41,9 +43,13 @@ class Pool:
         self.processes: list[Any] = []
         self.pipes: list[connection.Connection] = []
         self.folder = ""
+        self.num_traced = 0
+        """Models that the ranks have inherited."""
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Return what `function(rank, world, *args)` returns on every rank, or raise what one of them raised first."""
+        if self.processes and self.num_traced < traced.num_traced():
+            self.close()
         if not self.processes:
             self._start()
         job = pickle.dumps((function, args))
@@ -69,6 +75,7 @@ class Pool:
 
     def _start(self) -> None:
         warm_up()
+        self.num_traced = traced.num_traced()
         context = multiprocessing.get_context("fork")
         self.folder = tempfile.mkdtemp(prefix="samestep-pool-")
         with warnings.catch_warnings():
@@ -123,6 +130,8 @@ def warm_up() -> None:
 
     if not torch.cuda.is_available():  # there a backward starts threads, and what is forked then could run none
         observe(0, 1, "llama", "dp=1 recompute=full microbatch=4", clipped(), True)
+    gc.collect()
+    gc.freeze()  # what was imported stays: no collection of a rank has to look at it, nor to copy its pages
 
 
 @functools.cache

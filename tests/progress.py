@@ -1,8 +1,11 @@
 """With `pytest -q`: one line for each file when its last test is done, which a log of a CI keeps readable.
 
 ```
-[ 43%]    12:31  tests/parity/test_tensor_axis.py  31 tests, 1 failed, 48 s
+[ 43%]    12:31  tests/parity/test_tensor_axis.py  31 tests, 1 failed, 48 s, processor 52 s
+...
+812 s of processor time, 640 s elapsed
 ```
+The processor's seconds are those of all processes (`processor_time.py`); the last line counts collection too.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from collections.abc import Generator
 
 import pytest
 
+from tests import processor_time
+
 
 class Progress:
     """The progress of a session, in the order of its files; passed tests print nothing of their own."""
@@ -20,7 +25,8 @@ class Progress:
     def __init__(self, reporter: pytest.TerminalReporter) -> None:
         self._reporter = reporter
         self._start_s = time.monotonic()
-        self._file_start_s = self._start_s
+        self._file_start_s = self._begin_s = self._start_s
+        self._file_start_used_s = 0.0
         self._num_tests = 0
         self._done = 0
         self._left: Counter[str] = Counter()
@@ -32,6 +38,7 @@ class Progress:
         self._of_file = Counter(self._left)
         self._num_tests = len(session.items)
         self._start_s = self._file_start_s = time.monotonic()
+        self._file_start_used_s = processor_time.used_s()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_report_teststatus(self) -> Generator[None, tuple[str, str, str], tuple[str, str, str]]:
@@ -52,14 +59,20 @@ class Progress:
         self._left[file] -= 1
         if self._left[file]:
             return
-        now_s = time.monotonic()
+        now_s, used_s = time.monotonic(), processor_time.used_s()
         minutes, seconds = divmod(int(now_s - self._start_s), 60)
         failed = f", {self._failed[file]} failed" if self._failed[file] else ""
         self._reporter.write_line(
             f"[{100 * self._done // self._num_tests:3d}%] {minutes:4d}:{seconds:02d}  {file}  "
-            f"{self._of_file[file]} test{'s' * (self._of_file[file] > 1)}{failed}, {now_s - self._file_start_s:.0f} s"
+            f"{self._of_file[file]} test{'s' * (self._of_file[file] > 1)}{failed}, {now_s - self._file_start_s:.0f} s, "
+            f"processor {used_s - self._file_start_used_s:.0f} s"
         )
-        self._file_start_s = now_s
+        self._file_start_s, self._file_start_used_s = now_s, used_s
+
+    def pytest_unconfigure(self) -> None:
+        """End with what all of it cost."""
+        elapsed_s = time.monotonic() - self._begin_s
+        self._reporter.write_line(f"{processor_time.used_s():.0f} s of processor time, {elapsed_s:.0f} s elapsed")
 
 
 def _file_of(nodeid: str) -> str:

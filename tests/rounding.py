@@ -14,11 +14,9 @@ import torch
 
 from samestep.datasets import Dataset, batches
 from samestep.job import Job
-from samestep.layout import Layout
 from samestep.runtime.run import Run
-from tests.laboratory import Observed, assert_ledger, clipped, follow, make_run, observe, whole
+from tests.laboratory import Observed, assert_ledger, clipped, follow, make_run, observe, on_ranks, whole
 from tests.models import Tokens
-from tests.pool import pool
 
 EPS = {"bf16": torch.finfo(torch.bfloat16).eps, "fp16": torch.finfo(torch.float16).eps}
 NUM_PERTURBED, ALLOWANCE = 8, 8.0
@@ -74,11 +72,11 @@ def assert_within(ranks: list[Observed], bound: tuple[Observed, Limits]) -> None
 @functools.cache
 def _allowed(model: str, precision: str) -> tuple[Observed, Limits]:
     job = clipped(precision)
-    return allowed(functools.partial(make_run, 0, 1, model, "dp=1", job, is_traced=True), Tokens(), job)
+    return allowed(functools.partial(make_run, 0, 1, model, "dp=1", job), Tokens(), job)
 
 
 def prove(layout: str, model: str, precision: str) -> None:
     """Hold the ranks of a layout against one device in a precision with roundings, and what they sent."""
-    ranks = pool(Layout.parse(layout).world_size).run(observe, model, layout, clipped(precision), True)
+    ranks = on_ranks(layout, observe, model, clipped(precision), True)
     assert_within(ranks, _allowed(model, precision))
     assert_ledger(ranks, layout)

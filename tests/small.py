@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from samestep import cli
+from tests.traced import families_once
 
 SMALL = {
     "model.config.hidden_size": 16,
@@ -48,7 +49,7 @@ def train(*words: str | Path, **changes: Any) -> int:
 
 
 def main(*words: str | Path) -> int:
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), families_once():
         warnings.filterwarnings("ignore", message=".*share . core")
         try:
             return cli.main([str(word) for word in words])

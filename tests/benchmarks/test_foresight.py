@@ -27,10 +27,17 @@ TITLES = {"rows", "skipped", "mape", "median_ape", "bias", "p90", "tau", "regret
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    file = tmp_path_factory.mktemp("record") / "record.json"
-    assert foresight.main(["--rows", str(SAMPLE), "--quick", "--jobs", "1", "--json", str(file)]) == 0
-    return json.loads(file.read_text())
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The record of the sample, as record.json, and its intervals, as record.toml."""
+    folder = tmp_path_factory.mktemp("record")
+    files = ["--json", str(folder / "record.json"), "--record", str(folder / "record.toml")]
+    assert foresight.main(["--rows", str(SAMPLE), "--quick", "--jobs", "1", *files]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def record(written: Path) -> dict:
+    return json.loads((written / "record.json").read_text())
 
 
 def test_the_sample_is_predicted(record: dict) -> None:
@@ -294,12 +301,10 @@ def test_what_cannot_be_written_is_said_before_the_work(
     assert f"cannot write {tmp_path / target}" in capsys.readouterr().err
 
 
-def test_predictions_carry_the_interval_of_the_record(tmp_path: Path) -> None:
+def test_predictions_carry_the_interval_of_the_record(written: Path) -> None:
     assert foresight.weighted_quantile([("a", 1.0), ("a", 2.0), ("a", 3.0), ("a", 4.0), ("b", 10.0)], 0.5) == 4.0
     assert foresight.weighted_quantile([("a", 1.0), ("b", 10.0)], 0.6) == 10.0
-    file = tmp_path / "record.toml"
-    assert foresight.main(["--rows", str(SAMPLE), "--quick", "--jobs", "1", "--record", str(file)]) == 0
-    made, shipped = tomllib.loads(file.read_text()), intervals()
+    made, shipped = tomllib.loads((written / "record.toml").read_text()), intervals()
     assert made.keys() == shipped.keys() == {"time", "memory"}
     assert all(0 < one["low"] < one["high"] and one["rows"] for one in made.values())
     assert shipped["time"].low < 1 < shipped["time"].high

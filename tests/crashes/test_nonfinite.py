@@ -7,7 +7,7 @@ told to leave out that step's data, so gradients, optimizer and FSDP2 must be as
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from samestep.layout import Layout
 from samestep.runtime.assembly import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
+from tests import traced
 from tests.laboratory import Runs, job_of, largest_error, whole
 from tests.models import VOCABULARY, Tokens
 from tests.pool import pool
@@ -119,9 +120,10 @@ def job_for(policy: str = "stop", precision: str = "float64", steps: int = 4, **
 
 def run_of(rank: int, world: int, kind: str, layout: str, job: Job) -> Run:
     place = RankInfo(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
-    return Run(
-        Source(lambda: Model(kind), loss_of(kind), optimizer_of(job), "planted"), Layout.parse(layout), job, place
-    )
+    source, where = Source(lambda: Model(kind), loss_of(kind), optimizer_of(job), "planted"), Layout.parse(layout)
+    example = next(batches(Marked(job), job)).samples([0])
+    found = traced.prepared(f"planted {kind}", source, job, example, where)
+    return Run(replace(source, prepared=found), where, job, place)
 
 
 @dataclass

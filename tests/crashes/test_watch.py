@@ -7,20 +7,21 @@ import torch
 
 from samestep.datasets import batches
 from samestep.errors import DriftError
+from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.axes.data import Replicated
-from tests.laboratory import job_of, make_run
+from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import Tokens
 from tests.pool import pool
 
 JOB = job_of("float32", 3, train={"watch_every": 2})
 
 
-def told(rank: int, world: int, model: str, layout: str, odd: int | None, name: str = "") -> tuple[int, str]:
+def told(rank: int, world: int, model: str, layout: str, job: Job, odd: int | None, name: str = "") -> tuple[int, str]:
     """Take steps, on one rank with a weight that goes astray; return how many there were, and what was said."""
-    run = make_run(rank, world, model, layout, JOB)
+    run = make_run(rank, world, model, layout, job)
     try:
-        for batch in batches(Tokens(), JOB):
+        for batch in batches(Tokens(), job):
             report = run.step(batch)
             if rank == odd:
                 for piece in run.updater.pieces:
@@ -47,18 +48,18 @@ def told(rank: int, world: int, model: str, layout: str, odd: int | None, name: 
 )
 def test_nothing_is_said_of_a_clean_run(layout, model):
     ranks = Layout.parse(layout).world_size
-    assert pool(ranks).run(told, model, layout, None) == [(3, "")] * ranks
+    assert on_ranks(layout, told, model, JOB, None) == [(3, "")] * ranks
 
 
 def test_a_replica_that_drifts_is_named():
-    said = pool(4).run(told, "plain", "dp=4", 2, "blocks.1.mix.weight")
+    said = on_ranks("dp=4", told, "plain", JOB, 2, "blocks.1.mix.weight")
     assert {steps for steps, _ in said} == {2}
     assert len({text for _, text in said}) == 1
     assert "ranks disagree on blocks.1.mix.weight after step 2: rank 2 against the others" in said[0][1]
 
 
 def test_a_whole_weight_that_drifts_between_tp_ranks_is_named():
-    said = pool(2).run(told, "attentive", "dp=1 tp=2", 1, "blocks.0.norm.weight")
+    said = on_ranks("dp=1 tp=2", told, "attentive", JOB, 1, "blocks.0.norm.weight")
     assert said[0] == said[1]
     assert "blocks.0.norm.weight" in said[0][1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -172,22 +173,32 @@ def models(draw: st.DrawFn) -> ModelSpec:
     return ModelSpec(name="drawn", layers=(*layers, after), params=tuple(params), buffer_bytes=draw(LENGTHS))
 
 
-DEGREES = st.sampled_from([1, 1, 2, 4])
+AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
+"""The degrees of a layout."""
+SPREADS = st.sampled_from(
+    [axes for count in (0, 1, 2, *(3, 4, 5) * 3) for axes in itertools.combinations(AXES, count)]
+)
+"""The axes over which a layout spreads a step: each in more than half of the draws, since hypothesis repeats itself."""
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """Any layout that can be written down."""
-    zero = draw(st.integers(0, 3))
+    """Any layout that can be written down, of up to five axes."""
+    axes = draw(SPREADS)
+
+    def degree(axis: str, *degrees: int) -> int:
+        return draw(st.sampled_from(degrees)) if axis in axes else 1
+
+    zero = draw(st.integers("dp_shard" in axes, 3))
     schedule = draw(st.sampled_from(list(SCHEDULES)))
     return Layout(
-        dp_replicate=draw(st.integers(1, 4)),
-        dp_shard=draw(st.integers(1, 4)) if zero else 1,
-        tp=draw(DEGREES),
+        dp_replicate=degree("dp_replicate", 2, 3, 4),
+        dp_shard=degree("dp_shard", 2, 3, 4),
+        tp=degree("tp", 2, 4),
         sequence_parallel=draw(st.booleans()),
-        cp=draw(DEGREES),
-        pp=draw(DEGREES),
-        ep=draw(DEGREES),
+        cp=degree("cp", 2, 4),
+        pp=degree("pp", 2, 4),
+        ep=degree("ep", 2, 4),
         schedule=schedule,
         virtual_stages=draw(st.integers(1, 3)) if SCHEDULES[schedule].takes_chunks else 1,
         zero=zero,
@@ -200,11 +211,11 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 @st.composite
-def decoders(draw: st.DrawFn) -> ModelSpec:
+def decoders(draw: st.DrawFn, least_layers: int = 1, has_experts: bool = False) -> ModelSpec:
     """A decoder whose weights, sequence and experts can be cut: dense or with experts, tied or not."""
-    experts = {"experts": 4, "top_k": draw(st.integers(1, 2))} if draw(st.booleans()) else {}
+    experts = {"experts": 4, "top_k": draw(st.integers(1, 2))} if has_experts or draw(st.booleans()) else {}
     shape = Decoder(
-        layers=draw(st.integers(1, 8)), hidden=draw(st.sampled_from([8, 16, 40])), heads=4,
+        layers=draw(st.integers(least_layers, least_layers + 7)), hidden=draw(st.sampled_from([8, 16, 40])), heads=4,
         kv_heads=draw(st.sampled_from([0, 2])), vocab=draw(st.sampled_from([16, 63, 64])),
         sequence=draw(st.sampled_from([8, 12])), gated=draw(st.booleans()), tied=draw(st.booleans()),
         query_norm=draw(st.sampled_from(["", "head", "all"])), bias=draw(st.booleans()), **experts,
@@ -215,29 +226,40 @@ def decoders(draw: st.DrawFn) -> ModelSpec:
 @st.composite
 def cases(draw: st.DrawFn, **words: st.SearchStrategy[Any]) -> Case:
     """The programs of a layout over any axes, with any schedule, that no strategy refuses; `words` narrow the layout."""
-    model, layout = draw(decoders()), draw(layouts())
-    layout = replace(layout, offload=False, **{name: draw(values) for name, values in words.items()})
+    layout = draw(layouts())
+    layout = _possible(replace(layout, offload=False, **{name: draw(values) for name, values in words.items()}))
+    model = draw(decoders(layout.pp * layout.virtual_stages, layout.ep > 1))
     job = Job(
         train={"global_batch": draw(st.integers(1, 40))},
         numerics={"precision": draw(st.sampled_from(["float32", "bf16", "float64"]))},
     )
-    # What the layout's other words make impossible is taken back, so that few draws are refused.
-    if layout.pp == 1:
-        layout = replace(layout, schedule="1f1b")
-    if not SCHEDULES[layout.schedule].takes_chunks:
-        layout = replace(layout, virtual_stages=1)
-    if layout.tp == 1:
-        layout = replace(layout, sequence_parallel=False)
-    if not any(param.experts for param in model.params):
-        layout = replace(layout, ep=1)
-    if layout.dp_cp_size == 1 or layout.zero:
-        layout = replace(layout, reduce="ring")
-    if layout.zero < 2:
-        layout = replace(layout, accumulate="sharded")
     world = layout.world_size
     ranks_per_node = draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
     assume(refusal_of(StepSpec.of(model, job, layout, ranks_per_node)) is None)
     return _case(model, job, layout, ranks_per_node)
+
+
+def _possible(layout: Layout) -> Layout:
+    """Return the layout without what its other words make impossible, so that few draws are refused."""
+    spec = SCHEDULES[layout.schedule]
+    if layout.pp == 1:
+        layout = replace(layout, schedule="1f1b", virtual_stages=1)
+    elif spec.splits_backward:
+        layout = replace(layout, zero=min(layout.zero, 1))
+    if not spec.takes_chunks:
+        layout = replace(layout, virtual_stages=1)
+    if layout.tp > 1 and layout.cp > 1:  # of four heads
+        layout = replace(layout, tp=2, cp=2)
+    if layout.tp == 1 or layout.cp > 1:
+        layout = replace(layout, sequence_parallel=False)
+    if layout.innermost_data_ranks % layout.ep:
+        lent = "dp_shard" if layout.zero else "dp_replicate"
+        layout = replace(layout, **{lent: layout.ep})
+    if layout.dp_cp_size == 1 or layout.zero:
+        layout = replace(layout, reduce="ring")
+    if layout.zero < 2:
+        layout = replace(layout, accumulate="sharded")
+    return layout
 
 
 @st.composite

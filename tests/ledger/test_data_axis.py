@@ -8,12 +8,10 @@ import pytest
 from torch.distributed.tensor import DTensor
 
 from samestep.datasets import batches
-from samestep.layout import Layout
 from samestep.simulation.memory import at_rest
-from tests.laboratory import combinations, job_of, make_run, prove_ledger
+from tests.laboratory import combinations, job_of, make_run, on_ranks, prove_ledger
 from tests.models import Tokens
 from tests.parity.test_data_axis import LAYOUTS, MODELS_HERE
-from tests.pool import pool
 
 
 @pytest.mark.nightly
@@ -58,9 +56,7 @@ HELD += ["dp_replicate=2 dp_shard=2"]
 @pytest.mark.parametrize(("layout", "model"), combinations(HELD, MODELS_HERE))
 def test_bytes_held_are_those_the_program_says(model: str, layout: str, precision: str) -> None:
     job = job_of(precision, 2, optimizer={"name": "adamw", "options": {}})
-    num_ranks = Layout.parse(layout).world_size
-    ranks = pool(num_ranks).run(_held, model, layout, job) if num_ranks > 1 else [_held(0, 1, model, layout, job)]
-    for held, said in ranks:
+    for held, said in on_ranks(layout, _held, model, job):
         assert held == said
 
 
@@ -68,5 +64,5 @@ def test_bytes_held_are_those_the_program_says(model: str, layout: str, precisio
 @pytest.mark.parametrize("layout", ["dp=4 ep=2", "dp=4 ep=4 zero=1", "dp=4 ep=2 zero=3", "dp=2 cp=2 ep=4 zero=2"])
 def test_bytes_held_of_dealt_experts(layout: str, precision: str) -> None:
     job = job_of(precision, 2, optimizer={"name": "adamw", "options": {}})
-    for held, said in pool(4).run(_held, "mixtral", layout, job):
+    for held, said in on_ranks(layout, _held, "mixtral", job):
         assert held == said

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from samestep.datasets import batches
-from samestep.job import load
+from samestep.job import Job, load
 from samestep.layout import Layout
 from samestep.runtime import checkpoint
 from samestep.runtime.processes.join import RankInfo
@@ -25,6 +25,7 @@ from samestep.runtime.run import Run
 from samestep.simulation.memory import during_init, during_step, saving_host_bytes, states_per_param
 from samestep.training.workload import Workload
 from tests.pool import pool
+from tests.traced import families_once
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -38,6 +39,15 @@ def _place(rank: int, world: int) -> RankInfo:
     return RankInfo(rank, rank, world, world, torch.device("cpu"))
 
 
+def _job(precision: str) -> Job:
+    return load(JOB, (*SETTINGS, f"numerics.precision={precision}"))
+
+
+def _workload(job: Job) -> Workload:
+    with families_once():
+        return Workload(job)
+
+
 @dataclass(frozen=True, slots=True)
 class Peak:
     """Bytes, measured and as the program says."""
@@ -49,8 +59,8 @@ class Peak:
 
 
 def _peaks(rank: int, world: int, layout: str, precision: str, folder: str) -> list[Peak]:
-    job = load(JOB, (*SETTINGS, f"numerics.precision={precision}"))
-    workload, place = Workload(job), _place(rank, world)
+    job = _job(precision)
+    workload, place = _workload(job), _place(rank, world)
     run = Run(workload.source, Layout.parse(layout), job, place)
     drawing = Live()
     idle = drawing.count_all()  # of tests before this one, and the example
@@ -125,6 +135,7 @@ def test_steps_of_hybrids_within_two_per_cent(layout: str, tmp_path: Path) -> No
 
 def _peaks_of_all_ranks(layout: str, precision: str, folder: Path) -> list[Peak]:
     ranks, case = Layout.parse(layout).world_size, (layout, precision, str(folder))
+    _workload(_job(precision))  # which the ranks inherit
     seen = pool(ranks).run(_peaks, *case) if ranks > 1 else [_peaks(0, 1, *case)]
     return list(itertools.chain.from_iterable(seen))
 

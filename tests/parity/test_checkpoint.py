@@ -18,13 +18,11 @@ from torch.optim import Optimizer
 from samestep.datasets import Batch, batches
 from samestep.errors import CheckpointError
 from samestep.job import Job
-from samestep.layout import Layout
 from samestep.proof import observation
 from samestep.runtime import checkpoint
 from tests import small
-from tests.laboratory import job_of, make_run
+from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import Tokens
-from tests.pool import pool
 
 STEPS, CUT = 4, 2
 
@@ -62,7 +60,7 @@ def _steps(
     rank: int, world: int, model: str, layout: str, job: Job, begin: str | None, until: int, end: str | None
 ) -> tuple[list[float], Any]:
     """Take the steps after the checkpoint `begin` up to `until`; save to `end`. Return losses and the loss scale."""
-    run = make_run(rank, world, model, layout, job, is_traced=True)
+    run = make_run(rank, world, model, layout, job)
     run.prepare(next(iter(batches(Tokens(), job))).samples([0]))
     if begin is not None:
         checkpoint.load(run, checkpoint.list_checkpoints(Path(begin))[-1])
@@ -79,11 +77,7 @@ def _steps(
 
 def _run(layout: str, *args: Any) -> list[tuple[list[float], Any]]:
     """Take steps on as many ranks as the layout has."""
-    world = Layout.parse(layout).world_size
-    model, *rest = args
-    if world == 1:
-        return [_steps(0, 1, model, layout, *rest)]
-    return pool(world).run(_steps, model, layout, *rest)
+    return on_ranks(layout, _steps, *args)
 
 
 def _newest(folder: Path) -> Path:
@@ -389,8 +383,7 @@ def test_a_new_run_never_writes_into_an_old_one(left: str, run: Path, capfd: pyt
 def test_model_axes_resume_exactly(tmp_path: Path, layout: str) -> None:
     """Weights cut over tp, stages, and a weight tied across stages: bit for bit what the run without a break has."""
     job = job_of("float32", 4, optimizer={"name": "adamw", "options": {}})
-    world = Layout.parse(layout).world_size
-    for straight, resumed in pool(world).run(_broken_and_whole, "deep_tied", layout, job, str(tmp_path)):
+    for straight, resumed in on_ranks(layout, _broken_and_whole, "deep_tied", job, str(tmp_path)):
         assert straight == resumed
 
 
@@ -430,8 +423,8 @@ MOVES = [
 def test_what_one_layout_saved_any_other_reads(tmp_path: Path, model: str, saved: str, read: str) -> None:
     """Values and Adam's states, element by element, and the steps that follow."""
     job = job_of("float64", 3, optimizer={"name": "adamw", "options": {}})
-    before = pool(Layout.parse(saved).world_size).run(_save_after, model, saved, job, str(tmp_path))
-    after = pool(Layout.parse(read).world_size).run(_load_and_go_on, model, read, job, str(tmp_path))
+    before = on_ranks(saved, _save_after, model, job, str(tmp_path))
+    after = on_ranks(read, _load_and_go_on, model, job, str(tmp_path))
     expected, found = (_by_place([entry for rank in ranks for entry in rank[0]]) for ranks in (before, after))
     assert expected == found
     assert all(abs(loss - before[0][1]) < 1e-12 for _, loss in after)
@@ -443,7 +436,7 @@ def test_what_one_layout_saved_any_other_reads(tmp_path: Path, model: str, saved
 )
 def test_bytes_are_written_once(tmp_path: Path, model: str, layout: str) -> None:
     job = job_of("float64", 2, optimizer={"name": "adamw", "options": {}})
-    pool(4).run(_save_after, model, layout, job, str(tmp_path))
+    on_ranks(layout, _save_after, model, job, str(tmp_path))
     manifest = checkpoint.read_manifest(checkpoint.newest(tmp_path))  # type: ignore[arg-type]
     folder = checkpoint.newest(tmp_path)
     assert folder is not None

@@ -16,6 +16,7 @@ from torch import Tensor
 from samestep.building.model import call_model
 from samestep.datasets import batches
 from samestep.errors import LayoutError
+from samestep.job import Job
 from samestep.layout import Layout
 from samestep.simulation import memory
 from tests.laboratory import (
@@ -28,6 +29,7 @@ from tests.laboratory import (
     job_of,
     make_run,
     observe,
+    on_ranks,
     prove,
     prove_ledger,
     reference,
@@ -87,13 +89,13 @@ class Packed(Tokens):
         return {**super().__getitem__(index), "position_ids": torch.cat([torch.arange(run) for run in runs])}
 
 
-def observe_packed(rank: int, world: int, model: str, layout: str) -> Observed:
-    return follow(make_run(rank, world, model, layout, clipped()), Packed(), clipped(), record=True)
+def observe_packed(rank: int, world: int, model: str, layout: str, job: Job) -> Observed:
+    return follow(make_run(rank, world, model, layout, job), Packed(), job, record=True)
 
 
 @functools.cache
 def packed_reference(model: str) -> Observed:
-    return observe_packed(0, 1, model, "dp=1")
+    return observe_packed(0, 1, model, "dp=1", clipped())
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,7 @@ def packed_reference(model: str) -> Observed:
 def test_documents_packed_into_a_sample_stay_apart(layout: str, model: str) -> None:
     if model == "deep_gpt2" and layout == "cp=4":
         pytest.skip("two heads")
-    ranks = pool(Layout.parse(layout).world_size).run(observe_packed, model, layout)
+    ranks = on_ranks(layout, observe_packed, model, clipped())
     assert_same(ranks, packed_reference(model), TOLERANCE)
     assert packed_reference(model).losses != reference(model).losses
     for seen in ranks:

@@ -7,7 +7,7 @@ with the reason and what would work.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from samestep.layout import Layout
 from samestep.runtime.assembly import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
+from tests import traced
 from tests.laboratory import Observed, Runs, assert_same, follow, job_of, largest_error, perturbed, whole
 from tests.models import LENGTH, VOCABULARY, Plain, Tokens
 from tests.pool import pool
@@ -579,8 +580,10 @@ def job_for(name: str, precision: str = "float64", **tables: Any) -> Job:
 
 def run_of(rank: int, world: int, name: str, layout: str, job: Job) -> Run:
     place = RankInfo(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
-    source = Source(perturbed((ODD | REFUSED)[name].build), loss_of(job), optimizer_of(job), name)
-    return Run(source, Layout.parse(layout), job, place)
+    odd, where = (ODD | REFUSED)[name], Layout.parse(layout)
+    source = Source(perturbed(odd.build), loss_of(job), optimizer_of(job), name)
+    example = next(batches(odd.dataset(), job)).samples([0])
+    return Run(replace(source, prepared=traced.prepared(f"odd {name}", source, job, example, where)), where, job, place)
 
 
 def observe_odd(rank: int, world: int, name: str, layout: str, job: Job, record: bool = False) -> Observed:
@@ -604,8 +607,8 @@ def test_every_layout_computes_what_one_device_computes(name: str) -> None:
 @pytest.mark.parametrize("name", ["branching", "recurrent_blocks", "encoder_decoder", "repeated", "buffered"])
 def test_blocks_of_any_kind_can_be_repeated_for_their_backward(name: str) -> None:
     layouts = ["dp=2 zero=3 recompute=full", "dp=2 zero=2 microbatch=1 accumulate=full recompute=selective"]
-    ranks = pool(2).run(observe_layouts, name, layouts)
     reference = observe_odd(0, 1, name, "dp=1", job_for(name))
+    ranks = pool(2).run(observe_layouts, name, layouts)
     for index in range(len(layouts)):
         assert_same([rank[index] for rank in ranks], reference, TOLERANCE)
 

@@ -6,7 +6,6 @@ against. The table of them stands in docs/verify.md; `test_faults.py` proves eve
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import shutil
 import tempfile
@@ -22,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.building.initial_values import Blueprint
-from samestep.building.loss import cross_entropy, loss_of
-from samestep.building.optimizer import optimizer_of
+from samestep.building.loss import cross_entropy
 from samestep.datasets import Batch
 from samestep.job import Job
 from samestep.layout import Layout
@@ -34,7 +32,6 @@ from samestep.program.step import StepSpec
 from samestep.proof import sides, verify
 from samestep.proof.verdict import Cause, Verdict
 from samestep.runtime import assembly, checkpoint, optimizer_step, placement
-from samestep.runtime.assembly import Source, prepare, with_slices
 from samestep.runtime.axes import context, pipeline, sequence, tensor
 from samestep.runtime.axes.data import Replicated
 from samestep.runtime.axes.expert import Balance
@@ -45,10 +42,8 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.step_observer import StepScalars
 from samestep.schedules import Action, TaskKind
-from samestep.tracing.traced_model import TracedModel
-from tests.laboratory import job_of, perturbed, prepared
-from tests.models import MODELS, Tokens
-from tests.pool import pool
+from tests.laboratory import job_of, on_ranks, source_of
+from tests.models import Tokens
 
 Patch = pytest.MonkeyPatch
 
@@ -711,20 +706,10 @@ def a_stage_skips_by_itself(patch: Patch) -> None:
 # -- carrying it out -------------------------------------------------------------------------------
 
 
-Traced = Callable[[Source, Job], TracedModel]
-
-
-def traced_here(source: Source, job: Job) -> TracedModel:
-    """Trace a model anew, as a rank does whose trace may have a fault in it."""
-    return prepare(source, job, Batch(0, [0], Tokens()).samples([0]))  # type: ignore[arg-type]
-
-
-def subject(model: str, layout: str, job: Job, folder: Path, traced: Traced = traced_here) -> sides.Subject:
-    source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
+def subject(model: str, layout: str, job: Job, folder: Path) -> sides.Subject:
     example = Batch(0, [0], Tokens()).samples([0])  # type: ignore[arg-type]
     where = Layout.parse(layout)
-    source = dataclasses.replace(source, prepared=with_slices(traced(source, job), where, example))
-    return sides.Subject(source, Tokens(), example, job, where, folder)
+    return sides.Subject(source_of(model, where, job), Tokens(), example, job, where, folder)
 
 
 def on_a_rank(rank: int, world: int, model: str, layout: str, job: Job, folder: Path, name: str) -> None:
@@ -750,11 +735,9 @@ def prove(model: str, layout: str, name: str = "", own_precision: bool = False, 
     folder = Path(tempfile.mkdtemp(prefix="samestep-fault-"))
     try:
         _reference(model, job, own_precision, folder)
-        ranks = Layout.parse(layout).world_size
-        pool(ranks).run(on_a_rank, model, layout, job, folder, name)
-        mine = subject(model, layout, job, folder, traced=prepared)
+        on_ranks(layout, on_a_rank, model, job, folder, name)
         judged = sides.judge_rounding if own_precision else sides.judge
-        checks, cause, explanation = judged(ONE, mine)
+        checks, cause, explanation = judged(ONE, subject(model, layout, job, folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return Verdict(

@@ -18,7 +18,7 @@ from tests.pool import pool
 
 def prepared(rank: int, world: int, layout: str) -> Any:
     job = clipped()
-    run = make_run(rank, world, "llama", layout, job, is_traced=True)
+    run = make_run(rank, world, "llama", layout, job)
     run.prepare(next(batches(Tokens(), job)).samples([0]))
     return run
 

@@ -1,0 +1,64 @@
+"""Traced models: each is built and traced once in the pytest process, and what is forked after that inherits it.
+
+To trace a model takes longer than the few steps that a test takes of it. A pool of ranks that was forked before a model was
+traced is built anew (`pool.py`), which costs less than to trace it once more on every rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.proof import verify
+from samestep.runtime.assembly import Source, prepare, with_slices
+from samestep.tracing.traced_model import TracedModel
+from samestep.training import workload
+
+_PREPARED: dict[Hashable, TracedModel] = {}
+_SLICED: dict[Hashable, TracedModel] = {}
+
+
+def num_traced() -> int:
+    """Return how many models this process has traced, with and without slices of their sequences."""
+    return len(_PREPARED) + len(_SLICED)
+
+
+def prepared(key: Hashable, source: Source, job: Job, example: Any, layout: Layout) -> TracedModel:
+    """Return what `prepare` finds out, and for layouts that ask whether blocks work token by token; each is found once.
+
+    `key` names the model and its loss: sources of one key are the same.
+    """
+    key = (key, job.train.loss, job.train.seed)
+    if key not in _PREPARED:
+        _PREPARED[key] = prepare(source, job, example)
+    kept = _PREPARED[key]
+    if layout.cp > 1 or layout.sequence_parallel:
+        kept = _SLICED[key] = with_slices(_SLICED.get(key, kept), layout, example)
+    return replace(
+        kept, blueprint=replace(kept.blueprint, module=copy.deepcopy(kept.module))
+    )  # a run cuts and fills it
+
+
+@contextmanager
+def families_once() -> Iterator[None]:
+    """Let the command line trace a model of a family (`hf:llama`) once in all its runs of this process."""
+
+    def once(source: Source, job: Job, example: Any) -> TracedModel:
+        if not job.model.source.startswith("hf:") or source.name != job.model.source:
+            return prepare(source, job, example)
+        shapes = str(tree_map_only(Tensor, lambda tensor: (tensor.dtype, tensor.shape), example))
+        return prepared((job.model.model_dump_json(), shapes), source, job, example, Layout())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workload, "prepare", once)
+        patch.setattr(verify, "prepare", once)
+        yield
