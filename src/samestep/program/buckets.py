@@ -30,8 +30,8 @@ class Bucket:
     members: tuple[Member, ...]
     dtype: str
     """Dtype of the weights as the forward uses them; gradients are added up in master precision."""
-    reduce_dtype: str
-    """Dtype in which its gradients are sent."""
+    codec: str
+    """Name of the codec as which its gradients are sent, of `CODECS`."""
     padded_numel: int
     holding: Holding
     """What a rank holds of each of its weights."""
@@ -53,8 +53,8 @@ class Unit:
     last_layer: int
     dtype: str
     """Dtype in which the weights are gathered."""
-    reduce_dtype: str
-    """Dtype in which the gradients are sent."""
+    codec: str
+    """Name of the codec as which the gradients are sent, of `CODECS`."""
     padded_numel: int
     """Elements of the unsharded buffer: each parameter's first dimension padded to a multiple of the ranks that share it."""
     padded_grad_numel: int
@@ -145,7 +145,7 @@ def _bucket(step: StepSpec, index: int, params: list[ParamSpec]) -> Bucket:
         name=f"bucket.{index}",
         members=tuple(members),
         dtype=step.working_dtype(params[0]),
-        reduce_dtype=step.reduce_dtype,
+        codec=step.codec,
         padded_numel=padded(offset, math.prod(map(step.ranks.size, holding.data_axes))),
         holding=holding,
     )

@@ -12,7 +12,7 @@ from samestep.schedules import Action, TaskKind
 
 TF32 = "tfloat32"
 """What a GPU multiplies float32 in where it may: 8 bits of exponent and 10 of mantissa, in the four bytes of a float32."""
-BYTES_OF = {"float64": 8, "float32": 4, TF32: 4, "bfloat16": 2, "float16": 2}
+BYTES_OF = {"float64": 8, "float32": 4, TF32: 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 COMPUTE_DTYPE: dict[Precision, str] = {
     "float64": "float64",
@@ -73,6 +73,8 @@ class Op:
     after: tuple[str, ...] = ()
     implied: bool = False
     """Issued by FSDP2 inside a driven op, not by our interpreter."""
+    codec: str | None = None
+    """Name of the gradient codec (`CODECS`) as which a collective of a bucket or unit sends gradients; None of other ops."""
     name: str = field(init=False, compare=False, repr=False)
     """`kind:owner`, unique within a body for one axis."""
 

@@ -30,6 +30,7 @@ from samestep.program.buckets import (
     partial_sizes,
     start_reductions,
 )
+from samestep.program.codecs import CODECS, PLAIN
 from samestep.program.holding import REPLICAS, TIE
 from samestep.program.ops import REDUCING, STEP_SCALARS, Kind, Op, Ops
 from samestep.program.program import Program, ends_gradients
@@ -127,7 +128,7 @@ def _reductions(step: StepSpec, bucket: Bucket) -> tuple[Op, ...]:
     numel, holding = bucket.padded_numel, bucket.holding
 
     def op(kind: Kind, axis: str, numel: int) -> Op:
-        return Op(kind=kind, owner=bucket.name, axis=axis, dtype=bucket.reduce_dtype).sized(numel)
+        return CODECS[bucket.codec].op(kind, bucket.name, axis, numel, step.master_dtype)
 
     chunk = numel // holding.num_shards
     over_ties = tuple(op(Kind.ALL_REDUCE, axis, chunk) for axis in holding.tied_over)
@@ -159,7 +160,7 @@ def _over_replicas(
 
 
 def _reduce_units(ops: Ops, step: StepSpec, units: Mapping[str, Unit], *, is_last: bool) -> Iterator[Op]:
-    """Reduce each unit's last shard over the replicas at once, as FSDP2 does; what one rank has alone is a shard already."""
+    """Sum each unit's last shard over the replicas at once, plainly, as FSDP2 does; what one rank has alone is a shard already."""
     for op in ops:
         if op.kind is not Kind.REDUCE_SCATTER or op.owner not in units:
             yield op
@@ -168,8 +169,9 @@ def _reduce_units(ops: Ops, step: StepSpec, units: Mapping[str, Unit], *, is_las
         if parts > 1:
             yield op
         if is_last and step.layout.num_replicas > 1:
-            after = (op.name,) if parts > 1 else op.after
-            yield replace(op, kind=Kind.ALL_REDUCE, axis=AXIS, size_bytes=op.size_bytes // parts, after=after)
+            numel = units[op.owner].padded_grad_numel // parts
+            summed = CODECS[PLAIN].op(Kind.ALL_REDUCE, op.owner, AXIS, numel, step.master_dtype)
+            yield summed.but(implied=op.implied, after=(op.name,) if parts > 1 else op.after)
 
 
 def _tied_units(step: StepSpec, units: tuple[Unit, ...]) -> Iterator[Op]:
