@@ -89,13 +89,13 @@ def prepared(source: Source, job: Job) -> TracedModel:
     return replace(kept, blueprint=replace(kept.blueprint, module=copy.deepcopy(kept.module)))
 
 
-def make_run(rank: int, world: int, model: str, layout: str, job: Job, is_traced: bool = False) -> Run:
+def make_run(rank: int, world: int, model: str, layout: str | Layout, job: Job, is_traced: bool = False) -> Run:
     per_node = job.run.ranks_per_node or world
     place = RankInfo(rank, rank % per_node, world, per_node, torch.device("cpu"))
     source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
     if is_traced:
         source = replace(source, prepared=prepared(source, job))
-    return Run(source, Layout.parse(layout), job, place)
+    return Run(source, Layout.parse(layout) if isinstance(layout, str) else layout, job, place)
 
 
 def perturbed(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:

@@ -26,8 +26,6 @@ STEP_SCALARS = ("loss", "count", "norm_squared", "stop")
 
 SHARD_AXES = ("dp_shard", "dp_expert")
 """Data axes over which ZeRO shards: of what is expert-sharded it is what `ep` leaves of `dp_shard`."""
-EXPOSED_AXES = ("tp", "cp", "ep")
-"""Axes whose collectives the next compute needs: sums of a tensor cut, heads of an attention, rows of experts."""
 
 
 class Kind(StrEnum):
@@ -73,6 +71,8 @@ class Op:
     after: tuple[str, ...] = ()
     implied: bool = False
     """Issued by FSDP2 inside a driven op, not by our interpreter."""
+    is_exposed: bool = False
+    """A collective that stands within a layer, whose compute is one op, so that the next compute waits for it."""
     codec: str | None = None
     """Name of the gradient codec (`CODECS`) as which a collective of a bucket or unit sends gradients; None of other ops."""
     name: str = field(init=False, compare=False, repr=False)

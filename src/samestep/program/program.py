@@ -14,7 +14,7 @@ stage 0:  F.first ─ B.first ─ F.last ─ B.last ─ U             tasks
           B.last = backward:layers.1, reduce:bucket.0, ...     a body: ops in the order in which they are issued
 ```
 Ops of one stream run in order: compute is one stream, each axis another. An op also waits for the latest earlier
-ops of the names in `after`, and compute for all that was issued before it over an axis of `EXPOSED_AXES`: these exchanges
+ops of the names in `after`, and compute for all exposed ops that were issued before it (`Op.is_exposed`): these exchanges
 stand within a layer, whose compute is one op. All else runs beside compute: gathers ahead of need, reductions behind the
 backward, messages between stages.
 """

@@ -5,11 +5,12 @@ an axis may be divided for one purpose and whole for another:
 
 ```
 pp  dp_replicate  dp_shard         tp     replicas of what is sharded; ranks of `cp` hold equal weights and are taken in
-pp  dp                      cp     tp     who reads other samples, who other tokens of the same samples
-pp  dp_cp                          tp     all ranks whose gradients of one weight are summed
-pp  dp_outer  dp_expert     ep     tp     the innermost data axis, dealt to experts: neighbours hold different ones
-pp  dp_inter  dp_intra             tp     nodes, and the data ranks of one node
+pp  dp                      cp     model  who reads other samples, who other tokens of the same samples
+pp  dp_cp                          model  all ranks whose gradients of one weight are summed
+pp  dp_outer  dp_expert     ep     model  the innermost data axis, dealt to experts: neighbours hold different ones
+pp  dp_inter  dp_intra             model  nodes, and the data ranks of one node
 ```
+`tp` stands for all model axes that the layout declares; together they are `model`, the ranks that work on the same samples.
 An axis is a size and a stride, the distance of two neighbours; all else follows: coordinate = rank // stride % size.
 
 >>> ranks = Ranks.of(Layout.parse("dp_replicate=2 dp_shard=2"))
@@ -49,8 +50,9 @@ class Ranks:
     def of(cls, layout: Layout, ranks_per_node: int | None = None) -> Ranks:
         """Return the order of the ranks of a layout; axes of nodes exist where whole nodes hold its data ranks."""
         per_node = data_ranks_per_node(layout, ranks_per_node or layout.world_size)
+        inner = tuple(reversed(layout.model_axes.items()))
         return _ranks_of(
-            layout.pp, layout.num_replicas, layout.num_shards, layout.dp, layout.cp, layout.tp, layout.ep, per_node
+            layout.pp, layout.num_replicas, layout.num_shards, layout.dp, layout.cp, layout.ep, inner, per_node
         )
 
     def size(self, axis: str) -> int:
@@ -81,23 +83,32 @@ class Ranks:
 
 def data_ranks_per_node(layout: Layout, ranks_per_node: int) -> int:
     """Return how many ranks of one node have gradients of one weight that are summed."""
-    return max(1, ranks_per_node // layout.tp)
+    return max(1, ranks_per_node // layout.model_ranks)
 
 
 @functools.lru_cache(maxsize=2**12)
 def _ranks_of(
-    pp: int, replicas: int, shards: int, dp: int, cp: int, tp: int, ep: int, data_ranks_per_node: int
+    pp: int,
+    replicas: int,
+    shards: int,
+    dp: int,
+    cp: int,
+    ep: int,
+    inner: tuple[tuple[str, int], ...],
+    data_ranks_per_node: int,
 ) -> Ranks:
     dp_cp = replicas * shards
     innermost = shards if shards > 1 else replicas
+    model_axes = dict(inner)
+    model = math.prod(model_axes.values())
     orders = (
-        {"pp": pp, "dp_replicate": replicas, "dp_shard": shards, "tp": tp},
-        {"pp": pp, "dp": dp, "cp": cp, "tp": tp},
-        {"pp": pp, "dp_cp": dp_cp, "tp": tp},
-        {"pp": pp, "dp_outer": dp_cp // innermost, "dp_expert": innermost // ep, "ep": ep, "tp": tp},
-        {"pp": pp, "dp_inter": dp_cp // data_ranks_per_node, "dp_intra": data_ranks_per_node, "tp": tp},
+        {"pp": pp, "dp_replicate": replicas, "dp_shard": shards, **model_axes},
+        {"pp": pp, "dp": dp, "cp": cp, "model": model},
+        {"pp": pp, "dp_cp": dp_cp, "model": model},
+        {"pp": pp, "dp_outer": dp_cp // innermost, "dp_expert": innermost // ep, "ep": ep, "model": model},
+        {"pp": pp, "dp_inter": dp_cp // data_ranks_per_node, "dp_intra": data_ranks_per_node, "model": model},
     )
-    world_size = pp * dp_cp * tp
+    world_size = pp * dp_cp * model
     axes = {"world": Axis(world_size, 1)}
     for order in orders:
         if math.prod(order.values()) == world_size:  # else nodes are not whole, or a degree is one that is refused

@@ -6,7 +6,7 @@ no more than one. Streams run their ops in the order of issue, beside each other
     start of an op = the later of   the end of the op before it on its stream
                                     the ends of the latest earlier ops of the names in `after`, of any task
 
-Compute waits for no collective that it does not name, but for those within a layer (`EXPOSED_AXES`): the next
+Compute waits for no collective that it does not name, but for those within a layer (`Op.is_exposed`): the next
 product needs what comes. Where communication does not run beside compute (`hardware.overlap` is false) all ops of a stage
 are one queue; where it does, compute beside it is slowed by `hardware.contention`, c: a compute op of T seconds, beside
 which collectives that were issued before it run for t of them, takes
@@ -38,7 +38,7 @@ from typing import NamedTuple
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.program.bodies import BodyKey, is_backward
-from samestep.program.ops import EXPOSED_AXES, Kind, Op, Task
+from samestep.program.ops import Kind, Op, Task
 from samestep.program.program import Program
 from samestep.simulation.cost import seconds
 from samestep.simulation.timeline import COMPUTE, Line, LineSpan, Timeline
@@ -346,4 +346,4 @@ def queue_of(op: Op, hardware: Hardware) -> str:
         return op.axis
     if not hardware.overlap:
         return ""
-    return COMPUTE if op.axis in EXPOSED_AXES else op.stream
+    return COMPUTE if op.is_exposed else op.stream

@@ -108,7 +108,7 @@ def _sends(layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) -> It
         numel = tokens_times_size * sent_heads(heads, queries, step.layout.cp) * step.microbatch_samples
         owner = f"{layer.name}.{exchange.role}"
         op = Op(kind=Kind.ALL_TO_ALL, owner=owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
-        yield op.sized(numel)
+        yield op.but(is_exposed=True).sized(numel)
 
 
 @remembered

@@ -44,7 +44,8 @@ def refusal(step: StepSpec) -> str | None:
     layout = step.layout
     if layout.reduce != "ring" and step.zero > 0:
         return f"reduce={layout.reduce} reduces whole gradients: use it with zero=0, not zero={layout.zero}"
-    if layout.reduce == "hierarchical" and (layout.dp_cp_size % step.dp_per_node or step.ranks_per_node % layout.tp):
+    leaves_node = step.ranks_per_node % layout.model_ranks > 0
+    if layout.reduce == "hierarchical" and (layout.dp_cp_size % step.dp_per_node or leaves_node):
         return (
             f"reduce=hierarchical needs whole nodes: {layout.world_size} ranks are no multiple of "
             f"{step.ranks_per_node} ranks per node, or tp={layout.tp} leaves the node"
@@ -109,7 +110,7 @@ def _reductions_of(program: Program) -> Iterator[str]:
     for key, ops in program.bodies.items():
         if ends_gradients(key, program.step):
             yield next(op.name for op in reversed(ops) if op.kind in (Kind.BACKWARD, Kind.WEIGHT))
-            yield from (op.name for op in ops if op.kind in REDUCING and op.axis not in ("tp", "cp"))
+            yield from (op.name for op in ops if op.kind in REDUCING and not op.is_exposed)
     for op in program.bodies[UPDATE_BODY]:
         if op.kind is Kind.UPDATE:
             return
@@ -205,7 +206,8 @@ def _partial_sums(program: Program, buckets: tuple[Bucket, ...]) -> Iterator[Op]
         for name, numel in sizes.items():
             if numel:
                 after = (last.get(name, done),)
-                yield Op(kind=Kind.ALL_REDUCE, owner=name, axis=axis, dtype=step.master_dtype, after=after).sized(numel)
+                op = Op(kind=Kind.ALL_REDUCE, owner=name, axis=axis, dtype=step.master_dtype, after=after)
+                yield op.but(is_exposed=True).sized(numel)
 
 
 def _before_update(ops: Ops, sums: tuple[Op, ...]) -> Ops:

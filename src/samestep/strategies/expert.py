@@ -166,7 +166,8 @@ def _exchanged(ops: Ops, step: StepSpec) -> Iterator[Op]:
 
 
 def _exchange(exchange: ExpertDispatch, step: StepSpec, after: Op) -> Iterator[Op]:
-    rows = Op(kind=Kind.ALL_TO_ALL, owner=exchange.owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
+    dtype = step.compute_dtype
+    rows = Op(kind=Kind.ALL_TO_ALL, owner=exchange.owner, axis=AXIS, dtype=dtype, after=(after.name,), is_exposed=True)
     if after.kind is Kind.FORWARD:
         yield rows.but(dtype="int64", size_bytes=exchange.experts * _COUNT_BYTES)
     size = exchange.rows * exchange.width * step.microbatch_samples * BYTES_OF[step.compute_dtype]
