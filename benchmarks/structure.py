@@ -7,7 +7,9 @@ against the commit before it (`git worktree add ../before COMMIT`). Without a fo
 prints the files or functions behind one row. Everything is read from the syntax tree: comments and docstrings name no axis.
 
     files that name an axis      the field of `Layout` as an attribute or keyword, outside the two twins of the axis
+    files that list axes         two or more axes of `Layout` as strings: an axis that is added may be missed there
     files that name a schedule   its word as a string
+    files that ask for a codec   of a gradient codec its field of steps, buckets and ops, or the dtype that it sends
     transformers' families       class names, configuration fields and plans of transformers as strings or attributes
     lines of code                lines with a token that is neither a comment nor part of a docstring
     no unit                      public functions that return a number, and say in neither name nor docstring of what
@@ -77,10 +79,16 @@ def measured(folder: Path) -> dict[str, list[str]]:
         rows[f"files that name {axis}, but its twins"] = [
             str(path) for path, tree in trees.items() if path.stem != twin and axis in _attributes(tree)
         ]
+    rows["files that list axes by their names"] = [
+        str(path) for path, tree in trees.items() if len(_strings(tree) & {"tp", "cp", "ep", "pp"}) > 1
+    ]
     for schedule in _SCHEDULES:
         rows[f"files that name {schedule}"] = [str(path) for path, tree in trees.items() if schedule in _strings(tree)]
     rows["files that know transformers' families"] = [
         str(path) for path, tree in trees.items() if any(map(_FAMILIES.search, _strings(tree) | _attributes(tree)))
+    ]
+    rows["files that ask for a gradient codec"] = [
+        str(path) for path, tree in trees.items() if _attributes(tree) & {"codec", "reduce_dtype"}
     ]
     rows["lines of code"] = [str(sum(_lines_of_code(root / path) for path in trees))]
     rows["functions over 60 lines"] = [*_functions(trees, lambda f: f.end_lineno - f.lineno > 60)]  # type: ignore[operator]

@@ -83,10 +83,10 @@ def source_of(model: str, layout: Layout, job: Job) -> Source:
     return replace(source, prepared=traced.prepared(model, source, job, example, layout))
 
 
-def make_run(rank: int, world: int, model: str, layout: str, job: Job) -> Run:
+def make_run(rank: int, world: int, model: str, layout: str | Layout, job: Job) -> Run:
     per_node = job.run.ranks_per_node or world
     place = RankInfo(rank, rank % per_node, world, per_node, torch.device("cpu"))
-    where = Layout.parse(layout)
+    where = Layout.parse(layout) if isinstance(layout, str) else layout
     return Run(source_of(model, where, job), where, job, place)
 
 

@@ -13,8 +13,10 @@ it adds no ranks, but divides those of the innermost data axis.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_type_hints
 
 from samestep.errors import LayoutError, did_you_mean
@@ -25,6 +27,19 @@ Accumulate = Literal["sharded", "full"]
 Reduce = Literal["ring", "hierarchical", "root"]
 
 
+def degree() -> int:
+    """Declare a field that is a number of ranks or stages, at least 1."""
+    return field(default=1, metadata={"is_degree": True})
+
+
+def model_axis() -> int:
+    """Declare the degree of a model axis: its ranks work on the same samples, each with a part of the weights, or a copy.
+
+    Model axes multiply the ranks there are, and stand inside all others: the ranks of the first one are neighbours.
+    """
+    return field(default=1, metadata={"is_degree": True, "is_model_axis": True})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """Degrees and switches of an arrangement of ranks: they change where and when a step is computed, never its result.
@@ -32,16 +47,16 @@ class Layout:
     `microbatch` is in samples per rank; None runs all samples of a rank in one micro-batch.
     """
 
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    tp: int = 1
+    dp_replicate: int = degree()
+    dp_shard: int = degree()
+    tp: int = model_axis()
     sequence_parallel: bool = False
-    cp: int = 1
-    pp: int = 1
-    ep: int = 1
+    cp: int = degree()
+    pp: int = degree()
+    ep: int = degree()
     schedule: str = DEFAULT
     """Pipeline schedule, one of `SCHEDULES`."""
-    virtual_stages: int = 1
+    virtual_stages: int = degree()
     zero: int = 0
     microbatch: int | None = None
     recompute: Recompute = "none"
@@ -50,11 +65,9 @@ class Layout:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        degrees = (self.dp_replicate, self.dp_shard, self.tp, self.cp, self.pp, self.ep, self.virtual_stages)
-        if min(degrees) < 1:
-            names = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages")
-            name, value = next((n, v) for n, v in zip(names, degrees, strict=True) if v < 1)
-            raise LayoutError(f"{name}={value}: a degree is at least 1")
+        for name in self._fields_with("is_degree"):
+            if (value := getattr(self, name)) < 1:
+                raise LayoutError(f"{name}={value}: a degree is at least 1")
         if self.schedule not in SCHEDULES:
             raise _none_of("schedule", self.schedule, SCHEDULES)
         if self.microbatch is not None and self.microbatch < 1:
@@ -87,15 +100,29 @@ class Layout:
         """Number of ranks of a group of the innermost data axis, those of `cp` among them."""
         return self.num_shards if self.num_shards > 1 else self.num_replicas
 
+    def _fields_with(self, mark: str) -> tuple[str, ...]:
+        kind: Any = type(self)  # which mypy does not take for hashable, since its objects are hashed by their fields
+        return _fields_with(kind, mark)
+
+    @property
+    def model_axes(self) -> dict[str, int]:
+        """Degrees of the axes that are declared as `model_axis`, the innermost first."""
+        return {name: getattr(self, name) for name in self._fields_with("is_model_axis")}
+
+    @property
+    def model_ranks(self) -> int:
+        """Number of ranks that work on the same samples, of one pipeline stage and one slice of the sequence."""
+        return math.prod(self.model_axes.values())
+
     @property
     def weight_axes(self) -> dict[str, int]:
         """Degrees of the axes whose ranks may hold different parts of a weight, whatever ZeRO does."""
-        return {"tp": self.tp, "ep": self.ep}
+        return {**self.model_axes, "ep": self.ep}
 
     @property
-    def cuts(self) -> tuple[int, bool, int, int]:
-        """Degrees and switch that determine the part of a layer that a rank computes: tp, sequence_parallel, cp, ep."""
-        return self.tp, self.sequence_parallel, self.cp, self.ep
+    def cuts(self) -> tuple[int, ...]:
+        """Degrees and switches that determine the part of a layer that a rank computes."""
+        return *self.model_axes.values(), self.sequence_parallel, self.cp, self.ep
 
     @property
     def borrows_data_ranks(self) -> bool:
@@ -110,7 +137,7 @@ class Layout:
     @property
     def world_size(self) -> int:
         """Total number of ranks."""
-        return self.dp * self.cp * self.tp * self.pp
+        return self.dp * self.cp * self.model_ranks * self.pp
 
     @classmethod
     def parse(cls, text: str) -> Layout:
@@ -157,11 +184,16 @@ class Layout:
         """Return the shortest line that parses back to this layout."""
         plain = self.dp_shard == 1 if self.zero == 0 else self.dp_replicate == 1
         words = [f"dp={self.dp}"] if plain else [f"dp_replicate={self.dp_replicate}", f"dp_shard={self.dp_shard}"]
-        for field in fields(self)[2:]:
-            value = getattr(self, field.name)
-            if value != field.default:
-                words.append(field.name if value is True else f"{field.name}={value}")
+        for one in fields(self)[2:]:
+            value = getattr(self, one.name)
+            if value != one.default:
+                words.append(one.name if value is True else f"{one.name}={value}")
         return " ".join(words)
+
+
+@functools.cache
+def _fields_with(layout: type[Any], mark: str) -> tuple[str, ...]:
+    return tuple(one.name for one in fields(layout) if mark in one.metadata)
 
 
 def _read(name: str, value: Any, hint: Any) -> Any:

@@ -86,7 +86,7 @@ def with_other_things(rank: int, world: int, layout: str) -> str:
     send = Replicated._send
 
     def in_another_dtype(self, flat, op, whole):
-        return send(self, flat, op.but(dtype=("bfloat16", "float16")[rank]), whole)
+        return send(self, flat, op, whole.to((torch.bfloat16, torch.float16)[rank]))
 
     try:
         with pytest.MonkeyPatch.context() as patch:

@@ -20,7 +20,7 @@ from samestep.hardware import Hardware, Link, load, profiles
 from samestep.models import decoder
 from samestep.models.decoder import Decoder
 from samestep.program.bodies import UPDATE_BODY
-from samestep.program.ops import EXPOSED_AXES, Kind, Op
+from samestep.program.ops import Kind, Op
 from samestep.simulation.clock import play
 from samestep.simulation.cost import seconds
 from samestep.simulation.timeline import COMPUTE, LETTERS, Span, Timeline
@@ -110,11 +110,9 @@ def test_compute_waits_for_what_the_next_product_needs(words: str) -> None:
     """Sums of a tensor cut, heads of an attention and rows of experts are exposed; what is gathered ahead is not."""
     program = case(decoder.spec(EXPERTS, "experts"), f"dp=2 {words}").program
     spans = [(op, span) for span, (_, op) in zip(play([program], SLOW).spans, program.ops(), strict=True)]
-    exposed = [span for op, span in spans if op.axis in EXPOSED_AXES]
+    exposed = [span for op, span in spans if op.is_exposed]
     assert exposed
-    in_line = sorted(
-        (span for op, span in spans if op.axis is None or op.axis in EXPOSED_AXES), key=lambda s: s.start_s
-    )
+    in_line = sorted((span for op, span in spans if op.axis is None or op.is_exposed), key=lambda s: s.start_s)
     assert all(after.start_s >= before.end_s for before, after in pairwise(in_line))
 
 

@@ -15,10 +15,14 @@ from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.models.spec import ModelSpec
 from samestep.program.bodies import BodyKey
+from samestep.program.codecs import CodecSpec
 from samestep.program.ops import BYTES_OF, REDUCING, TF32, Op, Ops
 from samestep.simulation import clock
 from samestep.simulation.memory import gib
 from samestep.simulation.prediction import Prediction, predict
+
+INT8 = CodecSpec(name="int8", dtype="int8", module=None)
+"""Gradients of one byte an element; the scales of the blocks are not counted."""
 
 WORTH = 0.03
 """Part of a step below which a saving is not worth another arithmetic."""
@@ -114,4 +118,5 @@ def _is_of_gradients(op: Op) -> bool:
 
 
 def _as_bytes(op: Op) -> Op:
-    return op.but(size_bytes=-(-op.size_bytes // BYTES_OF[op.dtype]))
+    numel = op.size_bytes // BYTES_OF[op.dtype]
+    return op.but(codec=INT8.name, dtype=INT8.sent_dtype(op.dtype), size_bytes=INT8.size_bytes(numel, op.dtype))

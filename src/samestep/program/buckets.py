@@ -40,8 +40,8 @@ class Bucket:
     members: tuple[Member, ...]
     dtype: str
     """Dtype of the weights in the forward; gradients are accumulated in master precision."""
-    reduce_dtype: str
-    """Dtype in which the gradients are sent."""
+    codec: str
+    """Name of the codec with which its gradients are sent, one of `CODECS`."""
     padded_numel: int
     """Elements of the flat buffer, padding included."""
     holding: Holding
@@ -68,8 +68,8 @@ class Unit:
     """Index of the last layer that uses it."""
     dtype: str
     """Dtype in which the weights are gathered."""
-    reduce_dtype: str
-    """Dtype in which the gradients are sent."""
+    codec: str
+    """Name of the codec as which the gradients are sent, of `CODECS`."""
     padded_numel: int
     """Elements of the unsharded buffer, each parameter's first dimension padded to a multiple of `num_shards`."""
     padded_grad_numel: int
@@ -166,7 +166,7 @@ def _bucket(step: StepSpec, index: int, params: list[ParamSpec]) -> Bucket:
         name=f"bucket.{index}",
         members=tuple(members),
         dtype=step.working_dtype(params[0]),
-        reduce_dtype=step.reduce_dtype,
+        codec=step.codec,
         padded_numel=padded(offset, math.prod(map(step.ranks.size, holding.data_axes))),
         holding=holding,
     )

@@ -20,7 +20,7 @@ from samestep.job import Precision
 
 TF32 = "tfloat32"
 """The format in which a GPU may multiply float32 factors: 8 bits of exponent and 10 of mantissa, stored in four bytes."""
-BYTES_OF = {"float64": 8, "float32": 4, TF32: 4, "bfloat16": 2, "float16": 2}
+BYTES_OF = {"float64": 8, "float32": 4, TF32: 4, "bfloat16": 2, "float16": 2, "int8": 1}
 """Bytes of one element of each dtype."""
 
 COMPUTE_DTYPE: dict[Precision, str] = {
@@ -36,9 +36,6 @@ STEP_SCALARS = ("loss", "count", "norm_squared", "stop")
 
 SHARD_AXES = ("dp_shard", "dp_expert")
 """Data axes over which ZeRO shards a weight: `dp_shard`, or for expert-sharded weights its part with the same experts."""
-EXPOSED_AXES = ("tp", "cp", "ep")
-"""Axes whose collectives are exposed: the next compute needs the sum of a tensor cut, the heads of an attention, or the rows
-of experts."""
 
 
 class Kind(StrEnum):
@@ -88,6 +85,10 @@ class Op:
     """Names of ops whose latest earlier occurrence must have ended before this op starts."""
     implied: bool = False
     """Issued by FSDP2 inside a driven op, not by our interpreter."""
+    is_exposed: bool = False
+    """A collective that stands within a layer, whose compute is one op, so that the next compute waits for it."""
+    codec: str | None = None
+    """Name of the gradient codec (`CODECS`) as which a collective of a bucket or unit sends gradients; None of other ops."""
     name: str = field(init=False, compare=False, repr=False)
     """`kind:owner`."""
 

@@ -14,9 +14,9 @@ stage 0:  F.first ─ B.first ─ F.last ─ B.last ─ U             tasks
           B.last = backward:layers.1, reduce:bucket.0, ...     a body: ops in the order in which they are issued
 ```
 Ops of one stream run in order: compute is one stream, and each axis is another. An op also waits for the latest earlier
-ops named in its `after`. Compute waits for everything issued before it over an axis of `EXPOSED_AXES`, because those
-collectives lie within a layer, whose compute is a single op. All other communication overlaps with compute: prefetched
-gathers, reductions during backward, messages between stages.
+ops named in its `after`. Compute waits for every exposed op issued before it (`Op.is_exposed`), because those collectives
+lie within a layer, whose compute is a single op. All other communication overlaps with compute: prefetched gathers,
+reductions during backward, messages between stages.
 """
 
 from __future__ import annotations

@@ -5,11 +5,12 @@ ways, because an axis that is one for one purpose is divided for another:
 
 ```
 pp  dp_replicate  dp_shard         tp     replicas and shards of weights; one of the two includes the ranks of `cp`
-pp  dp                      cp     tp     ranks with other samples, and with other tokens of the same samples
-pp  dp_cp                          tp     all ranks whose gradients of one weight are summed
-pp  dp_outer  dp_expert     ep     tp     the innermost data axis divided by `ep`: neighbours hold different experts
-pp  dp_inter  dp_intra             tp     nodes, and the data ranks within a node
+pp  dp                      cp     model  ranks with other samples, and with other tokens of the same samples
+pp  dp_cp                          model  all ranks whose gradients of one weight are summed
+pp  dp_outer  dp_expert     ep     model  the innermost data axis divided by `ep`: neighbours hold different experts
+pp  dp_inter  dp_intra             model  nodes, and the data ranks within a node
 ```
+`tp` stands for all model axes that the layout declares; together they are `model`, the ranks that work on the same tokens.
 An axis is a size and a stride, the distance between neighbours; the rest follows: coordinate = rank // stride % size.
 
 >>> ranks = Ranks.of(Layout.parse("dp_replicate=2 dp_shard=2"))
@@ -49,8 +50,9 @@ class Ranks:
     def of(cls, layout: Layout, ranks_per_node: int | None = None) -> Ranks:
         """Return the axes of a layout; `dp_inter` and `dp_intra` are among them if its data ranks fill whole nodes."""
         per_node = data_ranks_per_node(layout, ranks_per_node or layout.world_size)
+        inner = tuple(reversed(layout.model_axes.items()))
         return _ranks_of(
-            layout.pp, layout.num_replicas, layout.num_shards, layout.dp, layout.cp, layout.tp, layout.ep, per_node
+            layout.pp, layout.num_replicas, layout.num_shards, layout.dp, layout.cp, layout.ep, inner, per_node
         )
 
     def size(self, axis: str) -> int:
@@ -81,23 +83,32 @@ class Ranks:
 
 def data_ranks_per_node(layout: Layout, ranks_per_node: int) -> int:
     """Return the number of ranks of one node whose gradients of one weight are summed."""
-    return max(1, ranks_per_node // layout.tp)
+    return max(1, ranks_per_node // layout.model_ranks)
 
 
 @functools.lru_cache(maxsize=2**12)
 def _ranks_of(
-    pp: int, replicas: int, shards: int, dp: int, cp: int, tp: int, ep: int, data_ranks_per_node: int
+    pp: int,
+    replicas: int,
+    shards: int,
+    dp: int,
+    cp: int,
+    ep: int,
+    inner: tuple[tuple[str, int], ...],
+    data_ranks_per_node: int,
 ) -> Ranks:
     dp_cp = replicas * shards
     innermost = shards if shards > 1 else replicas
+    model_axes = dict(inner)
+    model = math.prod(model_axes.values())
     orders = (
-        {"pp": pp, "dp_replicate": replicas, "dp_shard": shards, "tp": tp},
-        {"pp": pp, "dp": dp, "cp": cp, "tp": tp},
-        {"pp": pp, "dp_cp": dp_cp, "tp": tp},
-        {"pp": pp, "dp_outer": dp_cp // innermost, "dp_expert": innermost // ep, "ep": ep, "tp": tp},
-        {"pp": pp, "dp_inter": dp_cp // data_ranks_per_node, "dp_intra": data_ranks_per_node, "tp": tp},
+        {"pp": pp, "dp_replicate": replicas, "dp_shard": shards, **model_axes},
+        {"pp": pp, "dp": dp, "cp": cp, "model": model},
+        {"pp": pp, "dp_cp": dp_cp, "model": model},
+        {"pp": pp, "dp_outer": dp_cp // innermost, "dp_expert": innermost // ep, "ep": ep, "model": model},
+        {"pp": pp, "dp_inter": dp_cp // data_ranks_per_node, "dp_intra": data_ranks_per_node, "model": model},
     )
-    world_size = pp * dp_cp * tp
+    world_size = pp * dp_cp * model
     axes = {"world": Axis(world_size, 1)}
     for order in orders:
         if math.prod(order.values()) == world_size:  # not so where nodes are not filled, or a degree will be refused

@@ -15,6 +15,7 @@ from samestep.job import Job, Precision
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec, ParamSpec
 from samestep.program.bodies import BodyKey, ends_step
+from samestep.program.codecs import CODECS, PLAIN
 from samestep.program.holding import WHOLE, Holding
 from samestep.program.ops import COMPUTE_DTYPE, TF32
 from samestep.program.ranks import Ranks, data_ranks_per_node
@@ -116,9 +117,14 @@ class StepSpec:
         return "float64" if self.precision == "float64" else "float32"
 
     @property
+    def codec(self) -> str:
+        """Name of the codec as which gradients are sent over the data axes; buckets, units and their ops take it from here."""
+        return PLAIN
+
+    @property
     def reduce_dtype(self) -> str:
-        """Dtype in which gradients are sent over the data axes; buckets, units and their ops read it here."""
-        return self.master_dtype
+        """Dtype in which gradients are sent over the data axes, as the codec says."""
+        return CODECS[self.codec].sent_dtype(self.master_dtype)
 
     @property
     def is_mixed(self) -> bool:

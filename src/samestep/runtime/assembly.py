@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -46,6 +47,10 @@ from samestep.tracing import experts as experts_module
 from samestep.tracing import independence, sequence_boundaries, tensor_plan
 from samestep.tracing.trace import samples_traced, trace
 from samestep.tracing.traced_model import TracedModel
+
+# Order matters: from the inside out, as in `strategies.STACK`.
+TWINS: tuple[ModuleType, ...] = (tensor, expert)
+"""The twins that change modules in place, each with a function `apply(traced, program, mesh)`."""
 
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
 
@@ -238,9 +243,9 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     precision.apply(traced, program)
     if layout.pp > 1:
         pipeline.check(model, program)
-    tensor.apply(traced, program, mesh)
+    for twin in TWINS:
+        twin.apply(traced, program, mesh)
     slicing = context.Slicing(model, program, mesh) if layout.cp > 1 else context.WholeSequences()
-    expert.apply(traced, program, mesh)
     dropout.track_modules(model)
     deferred = Deferred(traced, program)
     recompute.apply(model, program, functools.partial(_recompute_contexts, model, program, slicing))

@@ -41,7 +41,7 @@ def evaluate(assembly: Assembly, batch: StepBatch) -> tuple[float, float]:
                 totals += torch.stack([as_number(loss_sum, totals), as_number(count, totals)]) * weight
     if mesh.size("world") > 1:
         dist.all_reduce(totals)
-    loss_sum, count = (totals / mesh.size("tp")).tolist()  # ranks of a tensor cut count the same samples
+    loss_sum, count = (totals / mesh.size("model")).tolist()  # which count the same samples
     return loss_sum, count
 
 

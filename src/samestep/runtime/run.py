@@ -217,7 +217,7 @@ class Run:
         if self._observer.dropout_mode() is None:
             self.assembly.model.dropout.end_step(self.model)
         parallel.stage.finish()
-        return totals / self.layout.tp  # ranks of a tensor cut count the same samples
+        return totals / self.layout.model_ranks  # which count the same samples
 
     def _forward(self, task: Task, microbatches: Microbatches, totals: Tensor) -> Tensor | None:
         """Run the forward of one chunk on a micro-batch; return its scaled loss on the rank that ends the model, else

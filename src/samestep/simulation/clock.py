@@ -6,7 +6,7 @@ as fast as one. Streams run concurrently, each its ops in the order of issue:
     start of an op = the later of   the end of the op before it on its stream
                                     the ends of the latest earlier ops named in `after`, of any task
 
-Compute waits only for the collectives that it names, and for those within a layer (`EXPOSED_AXES`), whose results the next
+Compute waits only for the collectives that it names, and for those within a layer (`Op.is_exposed`), whose results the next
 product needs. If communication does not overlap with compute (`hardware.overlap` is false), all ops of a stage are one queue.
 If it does, it slows compute by `hardware.contention`, c: a compute op of T seconds that overlaps for t seconds with
 collectives issued before it takes
@@ -38,7 +38,7 @@ from typing import NamedTuple
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.program.bodies import BodyKey, Task, is_backward
-from samestep.program.ops import EXPOSED_AXES, Kind, Op
+from samestep.program.ops import Kind, Op
 from samestep.program.program import Program
 from samestep.simulation.cost import seconds
 from samestep.simulation.timeline import COMPUTE, Line, LineSpan, Timeline
@@ -349,4 +349,4 @@ def queue_of(op: Op, hardware: Hardware) -> str:
         return op.axis
     if not hardware.overlap:
         return ""
-    return COMPUTE if op.axis in EXPOSED_AXES else op.stream
+    return COMPUTE if op.is_exposed else op.stream

@@ -93,7 +93,7 @@ class ProgramBuilder:
             raise LayoutError(reason)
 
         def of_stage(sized: StepSpec) -> Program:
-            return _stacked(_with_tasks(self.before_stages(sized)), STACK[_PIPELINE:])
+            return _stacked(_with_tasks(self.before_stages(sized)), _from(pipeline))
 
         return tuple(_of_all_sizes(replace(step, stage=stage), of_stage) for stage in range(layout.pp))
 
@@ -108,9 +108,10 @@ class ProgramBuilder:
         if found is None:
             cut = self._shared.get(key)
             if cut is None:
-                cut = self._shared[key] = _stacked(_on_one_rank(step), STACK[:_RECOMPUTE])
+                cut = self._shared[key] = _stacked(_on_one_rank(step), _before(recompute))
             mine = replace(cut, step=step.cut_like(cut.step))
-            found = self._shared[(*key, layout.recompute)] = _stacked(mine, STACK[_RECOMPUTE:_PIPELINE])
+            between = _before(pipeline)[len(_before(recompute)) :]
+            found = self._shared[(*key, layout.recompute)] = _stacked(mine, between)
         return replace(found, step=step.cut_like(found.step))
 
 
@@ -137,11 +138,16 @@ def _of_all_sizes(step: StepSpec, program_for: Callable[[StepSpec], Program]) ->
     return replace(program, tasks=tuple(tasks), bodies=bodies)
 
 
-_RECOMPUTE, _PIPELINE = STACK.index(recompute), STACK.index(pipeline)
-
-
 def _program_for(step: StepSpec) -> Program:
-    return _stacked(_with_tasks(_stacked(_on_one_rank(step), STACK[:_PIPELINE])), STACK[_PIPELINE:])
+    return _stacked(_with_tasks(_stacked(_on_one_rank(step), _before(pipeline))), _from(pipeline))
+
+
+def _before(strategy: ModuleType) -> tuple[ModuleType, ...]:
+    return STACK[: STACK.index(strategy)]
+
+
+def _from(strategy: ModuleType) -> tuple[ModuleType, ...]:
+    return STACK[STACK.index(strategy) :]
 
 
 def _stacked(program: Program, strategies: tuple[ModuleType, ...]) -> Program:

@@ -110,7 +110,7 @@ def _exchanges(layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) -
         numel = slice_numel_per_head * sent_heads(heads, queries, step.layout.cp) * step.microbatch_samples
         owner = f"{layer.name}.{exchange.role}"
         op = Op(kind=Kind.ALL_TO_ALL, owner=owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
-        yield op.sized(numel)
+        yield op.but(is_exposed=True).sized(numel)
 
 
 @remembered

@@ -29,6 +29,7 @@ from samestep.program.buckets import (
     partial_sizes,
     start_reductions,
 )
+from samestep.program.codecs import CODECS, PLAIN
 from samestep.program.holding import REPLICAS, TIE
 from samestep.program.ops import REDUCING, STEP_SCALARS, Kind, Op, Ops
 from samestep.program.program import Program
@@ -42,7 +43,8 @@ def refusal(step: StepSpec) -> str | None:
     layout = step.layout
     if layout.reduce != "ring" and step.zero > 0:
         return f"reduce={layout.reduce} reduces whole gradients: use it with zero=0, not zero={layout.zero}"
-    if layout.reduce == "hierarchical" and (layout.dp_cp_size % step.dp_per_node or step.ranks_per_node % layout.tp):
+    leaves_node = step.ranks_per_node % layout.model_ranks > 0
+    if layout.reduce == "hierarchical" and (layout.dp_cp_size % step.dp_per_node or leaves_node):
         return (
             f"reduce=hierarchical needs whole nodes: {layout.world_size} ranks are no multiple of "
             f"{step.ranks_per_node} ranks per node, or tp={layout.tp} leaves the node"
@@ -108,7 +110,7 @@ def _reductions_of(program: Program) -> Iterator[str]:
     for key, ops in program.bodies.items():
         if program.step.ends_gradients(key):
             yield next(op.name for op in reversed(ops) if op.kind in (Kind.BACKWARD, Kind.WEIGHT))
-            yield from (op.name for op in ops if op.kind in REDUCING and op.axis not in ("tp", "cp"))
+            yield from (op.name for op in ops if op.kind in REDUCING and not op.is_exposed)
     for op in program.bodies[UPDATE_BODY]:
         if op.kind is Kind.UPDATE:
             return
@@ -128,7 +130,7 @@ def _reductions(step: StepSpec, bucket: Bucket) -> tuple[Op, ...]:
     numel, holding = bucket.padded_numel, bucket.holding
 
     def op(kind: Kind, axis: str, numel: int) -> Op:
-        return Op(kind=kind, owner=bucket.name, axis=axis, dtype=bucket.reduce_dtype).sized(numel)
+        return CODECS[bucket.codec].op(kind, bucket.name, axis, numel, step.master_dtype)
 
     chunk = numel // holding.num_shards
     over_ties = tuple(op(Kind.ALL_REDUCE, axis, chunk) for axis in holding.tied_over)
@@ -160,7 +162,7 @@ def _over_replicas(
 
 
 def _reduce_units(ops: Ops, step: StepSpec, units: Mapping[str, Unit], *, is_last: bool) -> Iterator[Op]:
-    """Yield the ops with an all_reduce over the replicas after each unit's last reduce_scatter, as FSDP2 does.
+    """Yield the ops with an all_reduce over the replicas after each unit's last reduce_scatter, uncoded, as FSDP2 does.
 
     A unit with a single shard has no reduce_scatter; its all_reduce takes the place of it.
     """
@@ -172,8 +174,9 @@ def _reduce_units(ops: Ops, step: StepSpec, units: Mapping[str, Unit], *, is_las
         if parts > 1:
             yield op
         if is_last and step.layout.num_replicas > 1:
-            after = (op.name,) if parts > 1 else op.after
-            yield replace(op, kind=Kind.ALL_REDUCE, axis=AXIS, size_bytes=op.size_bytes // parts, after=after)
+            numel = units[op.owner].padded_grad_numel // parts
+            summed = CODECS[PLAIN].op(Kind.ALL_REDUCE, op.owner, AXIS, numel, step.master_dtype)
+            yield summed.but(implied=op.implied, after=(op.name,) if parts > 1 else op.after)
 
 
 def _tied_units(step: StepSpec, units: tuple[Unit, ...]) -> Iterator[Op]:
@@ -207,7 +210,8 @@ def _partial_sums(program: Program, buckets: tuple[Bucket, ...]) -> Iterator[Op]
         for name, numel in sizes.items():
             if numel:
                 after = (last.get(name, done),)
-                yield Op(kind=Kind.ALL_REDUCE, owner=name, axis=axis, dtype=step.master_dtype, after=after).sized(numel)
+                op = Op(kind=Kind.ALL_REDUCE, owner=name, axis=axis, dtype=step.master_dtype, after=after)
+                yield op.but(is_exposed=True).sized(numel)
 
 
 def _before_update(ops: Ops, sums: tuple[Op, ...]) -> Ops:

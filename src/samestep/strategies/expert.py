@@ -171,7 +171,8 @@ def _exchanged(ops: Ops, step: StepSpec) -> Iterator[Op]:
 
 def _all_to_alls(dispatch: ExpertDispatch, step: StepSpec, after: Op) -> Iterator[Op]:
     """Yield the exchange of the numbers of rows (forward only), dispatch and combine."""
-    rows = Op(kind=Kind.ALL_TO_ALL, owner=dispatch.owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
+    dtype = step.compute_dtype
+    rows = Op(kind=Kind.ALL_TO_ALL, owner=dispatch.owner, axis=AXIS, dtype=dtype, after=(after.name,), is_exposed=True)
     if after.kind is Kind.FORWARD:
         yield rows.but(dtype="int64", size_bytes=dispatch.experts * _COUNT_BYTES)
     size = dispatch.rows * dispatch.width * step.microbatch_samples * BYTES_OF[step.compute_dtype]

@@ -158,5 +158,5 @@ def _before_blocks(step: StepSpec) -> Iterator[ParamSpec]:
 
 
 def _exchange(kind: Kind, owner: str, elements: int, step: StepSpec, after: Op) -> Op:
-    op = Op(kind=kind, owner=owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
+    op = Op(kind=kind, owner=owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,), is_exposed=True)
     return op.sized(elements * step.microbatch_samples)

@@ -28,6 +28,7 @@ from dataclasses import replace
 from samestep.models.spec import ModelSpec, ParamSpec, is_below, remembered
 from samestep.program.bodies import UPDATE_BODY, BodyKey, ends_step, is_backward, is_forward, starts_step
 from samestep.program.buckets import Bucket, Unit, make_buckets, padded, start_reductions
+from samestep.program.codecs import CODECS
 from samestep.program.holding import REPLICAS, Holding
 from samestep.program.ops import Kind, Op, Ops
 from samestep.program.program import Program
@@ -96,7 +97,7 @@ def _hold(ranks: Ranks, known: dict[Holding, Holding], _: ParamSpec, holding: Ho
 def _stage_1(key: BodyKey, ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...]) -> Ops:
     if step.ends_gradients(key):
         # What a rank holds alone is cut no further.
-        return start_reductions(ops, step, buckets, lambda b: (_scattered(b),) * (b.holding.num_shards > 1))
+        return start_reductions(ops, step, buckets, lambda b: (_scattered(b, step),) * (b.holding.num_shards > 1))
     if key != UPDATE_BODY:
         return ops
     gathers = tuple(
@@ -110,8 +111,9 @@ def _stage_1(key: BodyKey, ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...]
     return (*ops, *gathers)
 
 
-def _scattered(bucket: Bucket) -> Op:
-    return _op(Kind.REDUCE_SCATTER, bucket.name, bucket.reduce_dtype, bucket.padded_numel, bucket.holding.data_axis)
+def _scattered(bucket: Bucket, step: StepSpec) -> Op:
+    axis = bucket.holding.data_axis
+    return CODECS[bucket.codec].op(Kind.REDUCE_SCATTER, bucket.name, axis, bucket.padded_numel, step.master_dtype)
 
 
 def _stage_2_or_3(
@@ -190,11 +192,11 @@ def _scattered_backward(ops: Ops, step: StepSpec, units: tuple[Unit, ...], *, re
         if op.kind is Kind.BACKWARD:
             for unit in late:
                 while over and _follows(over[-1], unit):
-                    behind.append(_scatter(over.pop(), op))
+                    behind.append(_scatter(over.pop(), op, step))
                 behind.extend(reach(unit))
-            behind.extend(_scatter(unit, op) for unit in reversed(over))
+            behind.extend(_scatter(unit, op, step) for unit in reversed(over))
     yield from behind
-    yield from (_scatter(unit, last) for unit in scattered if not unit.ends_early)
+    yield from (_scatter(unit, last, step) for unit in scattered if not unit.ends_early)
 
 
 def _by_layer(units: Iterable[Unit], field: str) -> dict[int | None, list[Unit]]:
@@ -214,8 +216,9 @@ def _gather(unit: Unit) -> Op:
     return replace(_op(Kind.ALL_GATHER, unit.name, unit.dtype, unit.padded_numel, unit.shard_axis), implied=True)
 
 
-def _scatter(unit: Unit, after: Op) -> Op:
-    op = _op(Kind.REDUCE_SCATTER, unit.name, unit.reduce_dtype, unit.padded_grad_numel, unit.shard_axis)
+def _scatter(unit: Unit, after: Op, step: StepSpec) -> Op:
+    size = unit.padded_grad_numel
+    op = CODECS[unit.codec].op(Kind.REDUCE_SCATTER, unit.name, unit.shard_axis, size, step.master_dtype)
     return replace(op, implied=True, after=(after.name,))
 
 
@@ -320,7 +323,7 @@ def _unit(step: StepSpec, modules: tuple[str, ...], params: list[ParamSpec], chu
         first_layer=first_layer,
         last_layer=last_layer,
         dtype=step.working_dtype(params[0]),
-        reduce_dtype=step.reduce_dtype,
+        codec=step.codec,
         padded_numel=sum(padded_rows(param, holding.num_shards) for param in params),
         padded_grad_numel=sum(padded_rows(param, holding.num_shards) for param in params if param.trainable),
         # The last layer's backward follows at once, and a weight that first and last layer share is in use throughout.

@@ -152,8 +152,7 @@ def _cut(ops: Ops, step: StepSpec) -> Iterator[Op]:
 
 def _sums(parts: tuple[PartialSum, ...], step: StepSpec, after: Op) -> Iterator[Op]:
     for part in parts:
-        op = Op(kind=Kind.ALL_REDUCE, owner=part.owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
-        yield op.sized(part.elements * step.microbatch_samples)
+        yield _sum(part.owner, step.compute_dtype, after).sized(part.elements * step.microbatch_samples)
 
 
 def _loss(step: StepSpec, after: Op) -> Iterator[Op]:
@@ -161,5 +160,8 @@ def _loss(step: StepSpec, after: Op) -> Iterator[Op]:
     rows = step.model.logit_rows * step.microbatch_samples
     if rows:
         for owner, numel in (("loss.largest", rows), ("loss.sums", 2 * rows)):
-            op = Op(kind=Kind.ALL_REDUCE, owner=owner, axis=AXIS, dtype=step.master_dtype, after=(after.name,))
-            yield op.sized(numel)
+            yield _sum(owner, step.master_dtype, after).sized(numel)
+
+
+def _sum(owner: str, dtype: str, after: Op) -> Op:
+    return Op(kind=Kind.ALL_REDUCE, owner=owner, axis=AXIS, dtype=dtype, after=(after.name,), is_exposed=True)

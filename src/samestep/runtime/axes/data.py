@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.program.bodies import UPDATE_BODY, Task, ends_step
@@ -29,9 +28,10 @@ from samestep.program.buckets import Bucket, Member
 from samestep.program.ops import Kind, Op
 from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
+from samestep.runtime.codecs.codec import Codec, Pending, codec_of, own_part, send
 from samestep.runtime.ledger import owned
 from samestep.runtime.optimizer_step import Piece, squared_norm
-from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
+from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weight_store import Materialize
 from samestep.schedules import TaskKind
 
@@ -42,6 +42,7 @@ class _FlatBuffer:
 
     bucket: Bucket
     gradients: Tensor
+    codec: Codec
     starts: list[Op]
     """The collective issued when a backward has filled the bucket; at most one."""
     finishes: list[Op]
@@ -50,23 +51,9 @@ class _FlatBuffer:
     weights: Tensor | None = None
     missing: set[str] = field(default_factory=set)
     untouched: set[str] = field(default_factory=set)
-    work: dist.Work | _Cast | None = None
+    work: Pending | None = None
     chunk: Tensor | None = None
     """This rank's chunk of the bucket, between its reduce_scatter and its all_gather."""
-
-
-@dataclass(slots=True)
-class _Cast:
-    """A collective on a copy of a bucket, in the dtype in which it is sent."""
-
-    work: dist.Work
-    sent: Tensor
-    into: Tensor
-
-    def wait(self) -> None:
-        """Wait for the collective, and copy its result back."""
-        self.work.wait()
-        self.into.copy_(self.sent)
 
 
 @dataclass(slots=True)
@@ -105,6 +92,7 @@ class Replicated:
         return _FlatBuffer(
             bucket=bucket,
             gradients=torch.zeros(bucket.padded_numel, dtype=DTYPES[step.master_dtype], device=device),
+            codec=codec_of(bucket.codec),
             starts=[op for op in last if op.owner == bucket.name],
             finishes=[op for op in final if not op.after[0].startswith(Kind.UPDATE)],
             gathers=[op for op in final if op.after[0].startswith(Kind.UPDATE)],
@@ -232,30 +220,18 @@ class Replicated:
         for flat in self._flats:
             _wait(flat)
 
-    def _send(self, flat: _FlatBuffer, op: Op, whole: Tensor) -> dist.Work | _Cast | None:
-        """Issue one collective on the bucket's buffer, or on this rank's chunk of it, in the dtype of the op."""
+    def _send(self, flat: _FlatBuffer, op: Op, whole: Tensor) -> Pending:
+        """Issue one collective on the bucket's buffer, or on this rank's part of it, as the codec of its gradients does."""
         assert op.axis is not None
         group = self.mesh.groups[op.axis]
-        size = whole.numel() // dist.get_world_size(group)
-        start = dist.get_rank(group) * size
-        into = flat.chunk if op.kind is Kind.ALL_REDUCE and flat.chunk is not None else whole
-        sent = into.to(DTYPES[op.dtype])  # itself, where the dtypes are equal
+        sent = flat.chunk if op.kind is Kind.ALL_REDUCE and flat.chunk is not None else whole
         with owned(op.owner):
-            if op.kind is Kind.ALL_REDUCE:
-                work = dist.all_reduce(sent, group=group, async_op=True)
-            elif op.kind is Kind.REDUCE:
-                work = dist.reduce(sent, dst=self.mesh.members(op.axis)[0], group=group, async_op=True)
-            elif op.kind is Kind.BROADCAST:
-                work = dist.broadcast(sent, src=self.mesh.members(op.axis)[0], group=group, async_op=True)
-            elif op.kind is Kind.REDUCE_SCATTER:
-                flat.chunk = into = whole[start : start + size]
-                whole_sent, sent = sent, sent[start : start + size]
-                work = reduce_scatter(sent, whole_sent, group=group, async_op=True)
-            else:
-                assert op.kind is Kind.ALL_GATHER, f"a bucket has no use for {op.kind}"
-                flat.chunk = None
-                work = all_gather(sent, sent[start : start + size], group=group, async_op=True)
-        return work if sent.dtype == into.dtype or work is None else _Cast(work, sent, into)
+            work = send(op.kind, sent, group) if op.codec is None else flat.codec.reduce(op.kind, sent, group)
+        if op.kind is Kind.REDUCE_SCATTER:
+            flat.chunk = own_part(whole, group)
+        elif op.kind is Kind.ALL_GATHER:
+            flat.chunk = None
+        return work
 
     def norm_squared(self) -> Tensor:
         """Return this rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""

@@ -116,7 +116,7 @@ class Balance:
         if not experts or not coefficient:
             return NoBalance()
         top_k = facts.setting(model, facts.experts_per_token)
-        return cls(coefficient, top_k, experts, mesh.groups.get("world"), mesh.size("tp"), facts)
+        return cls(coefficient, top_k, experts, mesh.groups.get("world"), mesh.size("model"), facts)
 
     def added_to(self, loss_sum: Tensor, outputs: Any, count: Tensor | int, weight: float) -> Tensor:
         """Return the sum of both losses over a micro-batch.

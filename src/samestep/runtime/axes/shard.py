@@ -32,7 +32,7 @@ import functools
 import itertools
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -48,9 +49,11 @@ from samestep.errors import LayoutError
 from samestep.models.spec import ParamSpec
 from samestep.program.bodies import UPDATE_BODY, Task, ends_step
 from samestep.program.buckets import Unit, partial_sizes
+from samestep.program.codecs import PLAIN
 from samestep.program.ops import BYTES_OF, Kind, Op
 from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
+from samestep.runtime.codecs.codec import Codec, codec_of, own_part
 from samestep.runtime.ledger import owned
 from samestep.runtime.optimizer_step import Piece, squared_norm
 from samestep.runtime.processes.mesh import Mesh
@@ -411,10 +414,10 @@ def _wrap(model: nn.Module, units: list[_RunningUnit], program: Program, mesh: M
         if not unit.keep_after_forward:
             for module in modules:
                 module.register_forward_hook(_whole_outputs)
-        master, dtype, sent = DTYPES[program.step.master_dtype], DTYPES[unit.dtype], DTYPES[unit.reduce_dtype]
+        master, dtype = DTYPES[program.step.master_dtype], DTYPES[unit.dtype]
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == master else dtype,
-            reduce_dtype=None if dtype == sent else sent,
+            reduce_dtype=None if dtype == master else master,
             cast_forward_inputs=False,  # precision.py casts, by one rule for every layout
         )
         fully_shard(
@@ -426,6 +429,8 @@ def _wrap(model: nn.Module, units: list[_RunningUnit], program: Program, mesh: M
         )
         running.fsdp.set_gradient_divide_factor(1.0)
         running.fsdp.set_force_sum_reduction_for_comms(True)
+        if unit.codec != PLAIN:
+            running.fsdp.set_custom_reduce_scatter(_EncodedScatter(codec_of(unit.codec)))
         running.fsdp.set_unshard_in_backward(unit.gather_in_backward or unit.keep_after_forward)
         _keep_still(running.fsdp)
     if not isinstance(model, FSDPModule):
@@ -434,6 +439,29 @@ def _wrap(model: nn.Module, units: list[_RunningUnit], program: Program, mesh: M
     for running in units:
         # Without another unit, the unit itself, which is gathered already: else FSDP2 would gather the last that ran.
         running.fsdp.set_modules_to_backward_prefetch([named[running.unit.ahead or running.unit.name]])
+
+
+class _EncodedScatter(ReduceScatter):
+    """FSDP2's reduce_scatter of one unit, as its codec sends gradients."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a buffer for gradients in master precision."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Sum the input over the group, and leave this rank's part in the output; FSDP2 calls it on a stream of its own."""
+        self._codec.reduce(Kind.REDUCE_SCATTER, input_tensor, group).wait()
+        output_tensor.copy_(own_part(input_tensor, group))
 
 
 def _keep_still(module: FSDPModule) -> None:

@@ -55,15 +55,15 @@ class DriftMonitor:
         step = assembly.parallel.program.step
         self._has_compared_sent = False
         holdings = {param.name: step.holding(param) for param in step.model.params}
-        self._redundant = [piece for piece in pieces if holdings[piece.name].replicated_over]
+        cut_over = {axis for axis, ranks in step.layout.model_axes.items() if ranks > 1}
+        self._redundant = [piece for piece in pieces if {*holdings[piece.name].replicated_over} == cut_over]
         of_axis: dict[str, list[Piece]] = {}
         for piece in pieces:
             of_axis.setdefault(holdings[piece.name].data_axis, []).append(piece)
         groups = _groups_of_equals(mesh, {axis: _digest_of(mesh, mine, holdings) for axis, mine in of_axis.items()})
         self._replicas = [(mine, groups[axis]) for axis, mine in of_axis.items()]
         """Pieces, with the group of the ranks that hold the same ones: experts have other replicas than the rest."""
-        is_cut = step.layout.tp > 1
-        self._cut_ranks = _groups_of_equals(mesh, {"tp": str(mesh.members("tp"))})["tp"] if is_cut else None
+        self._cut_ranks = _groups_of_equals(mesh, {"model": str(mesh.members("model"))})["model"] if cut_over else None
 
     def watch(self, take_step: Callable[[], StepReport], indices: np.ndarray[Any, Any]) -> StepReport:
         """Take a step on the samples of `indices`, then compare; the first such step also compares what was sent.

@@ -1,0 +1,31 @@
+"""What the toy axis `rows` does on real modules: hooks around every linear layer named `up`."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import nn
+
+from samestep.program.program import Program
+from samestep.runtime.axes.tensor import copy, reduce
+from samestep.runtime.processes.mesh import Mesh
+from samestep.tracing.traced_model import TracedModel
+from tests.seams.rows_strategy import AXIS
+
+
+def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
+    if AXIS not in program.axes:
+        return
+    for path, module in traced.module.named_modules():
+        if path.endswith("up"):
+            _divide(module, path, mesh)
+
+
+def _divide(module: nn.Module, path: str, mesh: Mesh) -> None:
+    group, degree, index = mesh.groups[AXIS], mesh.size(AXIS), mesh.index(AXIS)
+
+    def put_together(_: nn.Module, args: object, output):
+        size = output.shape[-1]
+        return reduce(F.pad(output, (index * size, (degree - 1 - index) * size)), group, path)
+
+    module.register_forward_pre_hook(lambda _, args: (copy(args[0], group, path),))
+    module.register_forward_hook(put_together)
