@@ -18,7 +18,8 @@ from samestep.layout import Layout
 from samestep.planning.bounds.layer_costs import Prices
 from samestep.planning.bounds.step_time import Bounds
 from samestep.program.codecs import CODECS, PLAIN
-from samestep.program.ops import BYTES_OF, LedgerRow, Op
+from samestep.program.ops import BYTES_OF, Op
+from samestep.program.program import LedgerRow
 from samestep.program.step import StepSpec
 from samestep.simulation.prediction import predict
 from samestep.strategies import program_of

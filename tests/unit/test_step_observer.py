@@ -14,12 +14,12 @@ from samestep.datasets import batches
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.bodies import Task
-from samestep.program.program import TaskKind
 from samestep.runtime.assembly import Source
 from samestep.runtime.dropout.mode import Dropout, DropoutState
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.step_observer import Indices, StepObserver, StepScalars
+from samestep.schedules import TaskKind
 from tests.laboratory import job_of, perturbed
 from tests.models import MODELS, Tokens
 from tests.pool import pool
