@@ -28,7 +28,8 @@ from typing import NamedTuple
 from samestep.layout import Layout
 
 LINKS = ("pp backward", "pp around", "pp backward around")
-"""Axes of the messages between stages that do not go forward to the next stage: the ranks of `pp`, in groups of their own."""
+"""Axes of the messages between stages that do not go forward to the next stage: the ranks of `pp`, in groups of their
+own."""
 
 
 class Axis(NamedTuple):

@@ -22,7 +22,8 @@ from samestep.strategies import programs_of
 
 
 def labels(job: Job, hardware: Hardware) -> dict[str, str]:
-    """Return the origin of a prediction's numbers: model (traced, or analytical for a preset), hardware, time, memory."""
+    """Return the origin of a prediction's numbers: model (traced, or analytical for a preset), hardware, time,
+    memory."""
     of_each = ", ".join(f"{count} {origin}" for origin, count in origins(hardware).items())
     return {
         "model": "analytical: counted from hyperparameters" if job.model.preset is not None else "traced",
