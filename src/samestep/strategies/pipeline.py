@@ -107,7 +107,7 @@ def apply(program: Program) -> Program:
                 splits = step.splits_backward and is_backward(key)
                 if (id(ops), index) not in known:
                     whole = tuple(_chunk_ops(ops, local, chunk, is_backward(key)))
-                    deferred = tuple(weights_apart(whole, local)) if splits else ()
+                    deferred = tuple(deferred_gradients(whole, local)) if splits else ()
                     rest = tuple(_without_weights(op, local) for op in whole) if splits else whole
                     known[id(ops), index] = (rest, deferred)
                 rest, deferred = known[id(ops), index]
@@ -229,7 +229,7 @@ def _tasks(step: StepSpec) -> Iterator[Task]:
     yield Task(UPDATE_BODY, count - 1)
 
 
-def weights_apart(ops: Ops, step: StepSpec) -> Iterator[Op]:
+def deferred_gradients(ops: Ops, step: StepSpec) -> Iterator[Op]:
     """Yield the ops of the weight gradients that a backward defers, in its order."""
     for op in ops:
         if op.kind is Kind.BACKWARD and op.layer is not None:
