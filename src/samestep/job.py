@@ -101,8 +101,7 @@ class OptimizerTable(_Table):
 
 
 class ScheduleTable(_Table):
-    """The learning-rate schedule: a linear rise for `warmup_steps`, then constant, or down to `final_ratio` of the
-    peak."""
+    """The learning-rate schedule: a linear rise for `warmup_steps`, then constant, or down to `final_ratio`."""
 
     name: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the decay after warm-up."""
@@ -142,8 +141,7 @@ class RunTable(_Table):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Kind of device; auto takes GPUs if there are any."""
     ranks: Annotated[int, Field(ge=1)] | None = None
-    """Number of worker processes; without it as many as the layout has ranks, and without a layout all GPUs or 2
-    processes."""
+    """Number of worker processes; by default the layout's ranks, and without a layout all GPUs or 2."""
     threads: Annotated[int, Field(ge=1)] = 1
     """Number of CPU threads of one worker."""
     ranks_per_node: Annotated[int, Field(ge=1)] | None = None

@@ -135,7 +135,7 @@ class Layout:
         """Return the layout of the given words and values, as a job file's `[layout]` table holds them.
 
         Raises:
-            LayoutError: a word is unknown, a value cannot be read, or `dp` is given beside `dp_replicate` or `dp_shard`.
+            LayoutError: a word is unknown, a value cannot be read, or `dp` is given with `dp_replicate` or `dp_shard`.
         """
         hints = get_type_hints(cls)
         known = ["dp", *hints]

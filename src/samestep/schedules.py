@@ -131,8 +131,7 @@ def gpipe(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 
 
 
 def one_f_one_b(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
-    """Return as many forwards as there are later stages, then a forward and a backward in turn, then the other
-    backwards."""
+    """Return a forward for each later stage, then a forward and a backward in turn, then the other backwards."""
     forwards = [Action(TaskKind.FORWARD, index) for index in range(num_microbatches)]
     backwards = [Action(TaskKind.BACKWARD, index) for index in range(num_microbatches)]
     return _in_turn(forwards, backwards, num_stages - stage - 1)

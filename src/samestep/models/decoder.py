@@ -399,8 +399,7 @@ def _attention(decoder: Decoder, made: _Block) -> None:
 
 
 def _query_norms(decoder: Decoder, made: _Block) -> None:
-    """Add the norms of queries and keys: one weight for every head, or one as wide as all heads, cut like its
-    product."""
+    """Add the norms of queries and keys: one weight for every head, or one for all heads, cut like its product."""
     a, k, d = decoder.heads, decoder.kv, decoder.dim
     for name, heads in (("q_norm", a), ("k_norm", k)):
         if decoder.query_norm == "head":

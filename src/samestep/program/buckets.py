@@ -80,8 +80,7 @@ class Unit:
     gather_in_backward: bool
     """Whether it is gathered once more before its backward."""
     called: tuple[int, int] = (0, 0)
-    """When the forward first enters one of its modules and last leaves one, as indices into the sequence of such
-    events."""
+    """First and last event of the forward at which one of its modules is entered or left, as indices of such events."""
     spans_calls: bool = False
     """Whether its modules are called several times in a forward: then it stays gathered from the first call to the end
     of the task, and is reduced once, after the last of their backwards."""
@@ -93,8 +92,7 @@ class Unit:
     shard_axis: str
     """The data axis over which its weights are sharded."""
     num_shards: int
-    """Ranks among which its weights are divided; 1 where one rank holds them alone, and nothing is gathered or
-    scattered."""
+    """Number of ranks among which its weights are divided; 1 means that nothing is gathered or scattered."""
 
 
 def padded(numel: int, multiple: int) -> int:
@@ -103,8 +101,7 @@ def padded(numel: int, multiple: int) -> int:
 
 
 BUCKET_BYTES = 25 * 2**20
-"""Bytes of gradients at which a bucket is closed: small enough to overlap with backward, large enough to use the
-link."""
+"""Bytes of gradients at which a bucket is closed: it can still overlap with backward, and uses the link well."""
 
 
 def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket, ...]:

@@ -19,8 +19,7 @@ from typing import Any
 from samestep.job import Precision
 
 TF32 = "tfloat32"
-"""The format in which a GPU may multiply float32 factors: 8 bits of exponent and 10 of mantissa, stored in four
-bytes."""
+"""The format in which GPUs may multiply float32 factors: 8 bits of exponent and 10 of mantissa, in four bytes."""
 BYTES_OF = {"float64": 8, "float32": 4, TF32: 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element of each dtype."""
 
@@ -36,8 +35,7 @@ STEP_SCALARS = ("loss", "count", "norm_squared", "stop")
 """Scalars that one all_reduce over the world sums at the end of a step, as float64."""
 
 SHARD_AXES = ("dp_shard", "dp_expert")
-"""Data axes over which ZeRO shards a weight: `dp_shard`, or for expert-sharded weights its part with the same
-experts."""
+"""Data axes over which ZeRO shards: `dp_shard`, or for expert-sharded weights its ranks with the same experts."""
 EXPOSED_AXES = ("tp", "cp", "ep")
 """Axes whose collectives are exposed: the next compute needs the sum of a tensor cut, the heads of an attention, or the
 rows of experts."""

@@ -74,8 +74,7 @@ class _Rendezvous:
     """The times of ops in which several stages take part."""
 
     sent: dict[tuple[str, int, bool, int], tuple[float, float]] = field(default_factory=dict)
-    """Start and end, in seconds, of each send: by owner, micro-batch, whether it is a backward's, and receiving
-    stage."""
+    """Start and end in seconds of each send, by owner, micro-batch, direction and receiving stage."""
     arrived: dict[tuple[str, int], dict[int, float]] = field(default_factory=dict)
     """Second at which each stage has come to the n-th op of an axis that they share: by axis and n."""
 
@@ -120,8 +119,7 @@ class _Contention:
             self._times.append((start_s, end_s))
 
     def is_beside(self, start_s: float) -> bool:
-        """Return whether a collective may overlap with a line that starts now; starts must not decrease from call to
-        call."""
+        """Return whether a collective may overlap with a line that starts now; starts must not decrease."""
         if self._times:
             self._times = [times for times in self._times if times[1] > start_s]
         return bool(self._times)
@@ -291,8 +289,7 @@ class _PricedLines:
     def _cut(
         self, ops: Sequence[_Priced], waits: Mapping[int, tuple[str, ...]], needed: set[str]
     ) -> Iterator[_Segment]:
-        """Yield the lines of a body; a new one begins at each op on another queue, with a wait, or shared with another
-        stage."""
+        """Yield the lines of a body; a new one begins with each change of queue, wait, or op shared with a stage."""
         start = 0
         for index, one in enumerate(ops):
             before = ops[index - 1]

@@ -68,8 +68,7 @@ ALIGNED = ((64, 1.0), (8, 0.8), (1, 0.5))
 """Multiple of elements to which rows are aligned (128 bytes, 16 bytes, none), and the fraction of the rate that
 products then reach (NVIDIA, Matrix Multiplication Background, tensor core requirements; the fractions are assumed)."""
 NETWORK_REACHED = 0.75
-"""Fraction of a port's rate for very large messages that those of a training step reach. Fitted once, on the published
-record."""
+"""Fraction of the rate of very large messages that those of a step reach. Fitted once, on the published record."""
 FILL = 64
 """Steps along k that a tile spends on filling its pipeline and writing its result."""
 SPLIT = 1024
@@ -77,8 +76,7 @@ SPLIT = 1024
 SHARPNESS = 8
 """Exponent of the soft maximum of device and host: both are uneven, so neither hides the other entirely."""
 ATTENTION_BACKWARD = 2.5
-"""Ratio of FLOPs of a fused attention's backward to its forward; it computes the scores once more
-(arXiv:2307.08691)."""
+"""Ratio of FLOPs of a fused attention's backward, which recomputes the scores, to its forward (arXiv:2307.08691)."""
 BACKWARD_MOVES = 1.75
 """Ratio of bytes moved by the backward of other work to its forward."""
 BACKWARD_KERNELS = 2.2
@@ -143,8 +141,7 @@ class _Dtypes(NamedTuple):
 def _layer_s(
     work: _Work, kind: Kind, is_whole: bool, part: BackwardPart, samples: int, dtypes: _Dtypes, hardware: Hardware
 ) -> float:
-    """Return the seconds of a layer's forward, backward or weight gradients; products are left out unless
-    `is_whole`."""
+    """Return the seconds of a layer's op; without its products unless `is_whole`."""
     backward = kind in (Kind.BACKWARD, Kind.WEIGHT)
     products = work.products if is_whole else ()
     if kind is Kind.WEIGHT:
@@ -161,8 +158,7 @@ def _layer_s(
 
 
 def _casts(products: tuple[Product, ...], dtypes: _Dtypes) -> int:
-    """Return the number of casts of a product's factors to a smaller dtype: the rows, and the weight of every
-    expert."""
+    """Return the number of casts to a smaller dtype: of the rows, and of the weight of every expert."""
     if DTYPE_BYTES.get(dtypes.products, 8) >= BYTES_OF[dtypes.values]:
         return 0
     return sum(1 + product.groups for product in products if product.factors == "weight")
@@ -331,8 +327,7 @@ def collective_s(kind: Kind, size_bytes: int, group: GroupShape, hardware: Hardw
 
 
 def _exchange_s(size_bytes: int, group: GroupShape, hardware: Hardware) -> float:
-    """Return the seconds in which every rank sends an n-th to each other rank, within the node and over the network at
-    once."""
+    """Return the seconds of an all_to_all, which sends within the node and over the network at once."""
     near, far = hardware.intra.among(group.inside), hardware.inter
     part = size_bytes / group.num_ranks
     away = group.num_ranks - group.inside if group.nodes > 1 else 0

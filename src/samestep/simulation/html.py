@@ -18,8 +18,7 @@ from samestep.simulation.prediction import Prediction
 from samestep.simulation.timeline import COMPUTE, Span, Timeline
 
 MOST_BOXES = 20_000
-"""Number of ops above which one box is drawn for each task: more would be too slow in a browser, and too small to
-see."""
+"""Number of ops above which one box is drawn for each task: more would be slow, and too small to see."""
 _WIDTH, _ROW, _GAP, _MARGIN = 1400, 18, 4, 160
 _COLOURS = {
     "forward": "#4c78a8",

@@ -74,8 +74,7 @@ class LineSpan(NamedTuple):
     end_s: float
     line: Line
     ends_s: tuple[float, ...]
-    """End of each op, in seconds from the start: those of the line, unless another stage or contention made it
-    longer."""
+    """End of each op in seconds from the start: the line's, unless another stage or contention delays it."""
 
     def spans(self) -> Iterator[Span]:
         """Yield the span of each op."""

@@ -159,8 +159,7 @@ def _on_one_rank(step: StepSpec) -> Program:
 
 
 def _with_tasks(program: Program) -> Program:
-    """Return the program with the tasks of a single stage: forward and backward of each micro-batch, then the
-    update."""
+    """Return the program with the tasks of one stage: forward and backward of each micro-batch, then the update."""
     count = program.step.num_microbatches
     tasks = [
         Task(BodyKey(kind, position=position(microbatch, count)), microbatch)
@@ -173,8 +172,7 @@ def _with_tasks(program: Program) -> Program:
 
 
 def _layer_ops(step: StepSpec, kind: TaskKind) -> Ops:
-    """Return the compute ops of all layers, in reverse order for the backward, which has gradients of inputs and
-    weights."""
+    """Return the compute ops of all layers; a backward has gradients of inputs and weights, in reverse order."""
     forward = kind is TaskKind.FORWARD
     ops = tuple(
         Op(

@@ -39,8 +39,7 @@ AXIS = REPLICAS
 
 
 def refusal(step: StepSpec) -> str | None:
-    """Return why the layout cannot reduce as asked, or why its samples cannot be spread over ranks and
-    micro-batches."""
+    """Return why the layout cannot reduce as asked, or why its samples cannot be spread."""
     layout = step.layout
     if layout.reduce != "ring" and step.zero > 0:
         return f"reduce={layout.reduce} reduces whole gradients: use it with zero=0, not zero={layout.zero}"

@@ -78,8 +78,7 @@ def refusal(step: StepSpec) -> str | None:
 
 @remembered
 def _experts_of(model: ModelSpec) -> tuple[int, str | None]:
-    """Return the greatest common divisor of the numbers of experts, and the name of an expert weight that several
-    modules use."""
+    """Return the greatest common divisor of the numbers of experts, and an expert weight that several modules use."""
     weights = [param for param in model.params if param.experts]
     shared = next((param.name for param in weights if param.shared or param.read_outside), None)
     return math.gcd(*(param.experts for param in weights)), shared
@@ -122,8 +121,7 @@ def _choices(ops: Ops, step: StepSpec) -> Op:
 
 
 def _hold(degree: int, param: ParamSpec, holding: Holding) -> Holding:
-    """Return the holding of a weight whose experts `ep` divides; gradients are summed over ranks with the same
-    experts."""
+    """Return the holding of a weight after `ep`: experts are sharded, with gradients summed over `dp_expert`."""
     return holding.sharded(AXIS, degree).summed_over(SAME) if param.experts else holding
 
 

@@ -174,8 +174,7 @@ def balanced(costs: tuple[int, ...], is_block: tuple[bool, ...], count: int) -> 
     blocks = [index for index, is_one in enumerate(is_block) if is_one]
 
     def fewest(limit: int) -> list[int]:
-        """Return, for each block, the least number of chunks within `limit` for all layers before it; count + 1: too
-        many."""
+        """Return, for each block, the fewest chunks within `limit` for all layers before it; count + 1: too many."""
         needed, start = [0], 0  # first block of the longest chunk that ends before the next block
         for number in range(1, len(blocks) + 1):
             end = blocks[number] if number < len(blocks) else len(costs)

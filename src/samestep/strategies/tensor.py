@@ -83,8 +83,7 @@ def apply(program: Program) -> Program:
 
 
 def _hold(degree: int, param: ParamSpec, holding: Holding) -> Holding:
-    """Return the holding of a weight after the cut, of which `param` is the local part: sharded, or replicated and
-    maybe partial."""
+    """Return the holding of a weight, of which `param` is the local part: sharded, or replicated and maybe partial."""
     if param.cut is not None:
         return holding.sharded(AXIS, degree)
     whole = holding.replicated(AXIS, degree)
@@ -108,8 +107,7 @@ def cut_model(model: ModelSpec, degree: int, cuts_loss: bool = True) -> ModelSpe
 
 
 def _with_cut_loss(last: LayerSpec, degree: int) -> LayerSpec:
-    """Return the last layer with the memory of a loss on cut logits, which holds at most two copies of a rank's
-    logits."""
+    """Return the last layer with the memory of a loss on cut logits: at most two copies of a rank's logits."""
     logits, kept, working = (
         -(-size // degree) for size in (last.output_elements, last.loss_elements, last.loss_working_elements)
     )
@@ -159,8 +157,7 @@ def _sums(parts: tuple[PartialSum, ...], step: StepSpec, after: Op) -> Iterator[
 
 
 def _loss(step: StepSpec, after: Op) -> Iterator[Op]:
-    """Yield the all_reduces of a loss on cut logits: the maximum of each row; then sum of exponentials and label's
-    logit."""
+    """Yield the all_reduces of a loss on cut logits: first each row's maximum, then its sum and its label's logit."""
     rows = step.model.logit_rows * step.microbatch_samples
     if rows:
         for owner, numel in (("loss.largest", rows), ("loss.sums", 2 * rows)):
