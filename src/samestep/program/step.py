@@ -55,8 +55,7 @@ class StepSpec:
         stage: int = 0,
         replica: int = 0,
     ) -> StepSpec:
-        """Return the step of a job in a layout; the ranks of a node and `cuts_loss` are taken from the job if not
-        given."""
+        """Return the step of a job in a layout; the job gives the ranks of a node and `cuts_loss` if they are None."""
         per_node = ranks_per_node or job.run.ranks_per_node or layout.world_size
         return cls(
             model=model,
