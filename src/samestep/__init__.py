@@ -7,8 +7,8 @@ run = samestep.parallelize(model, loss, optimizer, layout="dp=2 zero=3", job=job
 for batch in samestep.batches(dataset, job):
     report = run.step(batch)
 ```
-Each verb of the command line is a function of the same name: `plan`, `simulate`, `train`, `verify`, `measure`, `layouts`.
-Functions that need torch are imported when they are first used.
+Each verb of the command line is a function of the same name: `plan`, `simulate`, `train`, `verify`, `measure`,
+`layouts`. Names that need torch are imported on first use.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ SamestepError (Exception)
     ├── DriftError                  ranks that must hold the same do not
     └── OutOfMemoryError            memory ran out, on a device or on the host
 ```
-A mistake of none of these kinds, such as a file that cannot be written, is an `InputError` itself. A broken invariant of
-our own code is an `assert`, never one of these.
+A mistake of none of these kinds, such as a file that cannot be written, is an `InputError` itself. A broken invariant
+of our own code is an `assert`, never one of these.
 """
 
 from __future__ import annotations

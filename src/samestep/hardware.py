@@ -1,7 +1,7 @@
 """`Hardware`: ON WHAT a step is computed, the speed of one device, its memory, and the links between devices.
 
-Profiles are in `profiles/NAME.toml`, one machine each; `[sources]` gives the origin of every number under the number's own
-key. A profile of your own is a file of the same form:
+Profiles are in `profiles/NAME.toml`, one machine each; `[sources]` gives the origin of every number under the number's
+own key. A profile of your own is a file of the same form:
 
 ```toml
 memory_bytes = 80_000_000_000
@@ -70,7 +70,7 @@ class Link:
     all_reduce_bytes_per_s: Positive | None = None
     """Rate of an all_reduce over most of a node where the switch itself sums; None where a ring does."""
     by_ranks: Mapping[Annotated[int, Field(ge=2)], Positive] = field(default_factory=dict)
-    """bytes_per_s by the number of ranks of a group, up to the next number given: devices without a switch differ in it."""
+    """bytes_per_s by the number of ranks of a group, up to the next number, for devices without a switch."""
 
     def among(self, num_ranks: int) -> Link:
         """Return the link at the rate of a group of `num_ranks` ranks."""
@@ -114,7 +114,7 @@ class Hardware:
     efficiency_by_shortest_side: Mapping[str, Mapping[Annotated[int, Field(ge=1)], Fraction]] = field(
         default_factory=dict
     )
-    """By dtype: fraction of the best product's rate, by the length of a product's shortest side; linear between lengths."""
+    """By dtype: fraction of the best product's rate by the length of the shortest side, interpolated linearly."""
     memory_efficiency: Fraction = 1.0
     """Fraction of `memory_bytes_per_s` that an elementwise kernel reaches."""
     kernel_s: NonNegative = 0.0

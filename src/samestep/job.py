@@ -1,7 +1,7 @@
 """The `Job`: WHAT is computed, that is model, data, loss, optimizer, learning rate, batch, steps, seed and numerics.
 
-Everything here may change the result, except `[run]`, `[checkpoint]` and `[layout]`. A job is read from a TOML file with
-`load`, or written in Python: `Job(train={"global_batch": 32})`. All mistakes in it are reported at once.
+Everything here may change the result, except `[run]`, `[checkpoint]` and `[layout]`. A job is read from a TOML file
+with `load`, or written in Python: `Job(train={"global_batch": 32})`. All mistakes in it are reported at once.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class OptimizerTable(_Table):
 
 
 class ScheduleTable(_Table):
-    """The learning-rate schedule: a linear rise for `warmup_steps`, then constant, or down to `final_ratio` of the peak."""
+    """The learning-rate schedule: a linear rise for `warmup_steps`, then constant, or down to `final_ratio`."""
 
     name: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the decay after warm-up."""
@@ -141,7 +141,7 @@ class RunTable(_Table):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Kind of device; auto takes GPUs if there are any."""
     ranks: Annotated[int, Field(ge=1)] | None = None
-    """Number of worker processes; without it as many as the layout has ranks, and without a layout all GPUs or 2 processes."""
+    """Number of worker processes; by default the layout's ranks, and without a layout all GPUs or 2."""
     threads: Annotated[int, Field(ge=1)] = 1
     """Number of CPU threads of one worker."""
     ranks_per_node: Annotated[int, Field(ge=1)] | None = None
@@ -165,7 +165,8 @@ class Job(_Table):
     run: RunTable = RunTable()
 
     def __init__(self, source: Callable[[str], str] = lambda key: "job", /, **tables: Any) -> None:
-        """Check the tables; `source` returns, for a key, the origin that an error about the key begins with, such as a file.
+        """Check the tables; `source` returns, for a key, the origin that an error about the key begins with, such as a
+        file.
 
         Raises:
             JobError: all mistakes in the tables, one a line.
@@ -199,10 +200,11 @@ class Job(_Table):
 
 
 def load(path: str | Path, settings: Sequence[str] = (), without: Sequence[str] = ()) -> Job:
-    """Return the job of a file, `without` some keys such as `data.source`, and with `settings` such as `train.steps=50`.
+    """Return the job of a file, `without` some keys such as `data.source`, and with `settings` such as
+    `train.steps=50`.
 
     Raises:
-        JobError: the file cannot be read, or the job has mistakes; each is named with its file, its key and what would be right.
+        JobError: the file cannot be read, or the job has mistakes; each is named with its file, its key and the rule.
     """
     path = Path(path)
     try:

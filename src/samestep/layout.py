@@ -5,10 +5,10 @@
 >>> str(Layout.parse("dp_shard=4 dp_replicate=2 recompute=full"))
 'dp_replicate=2 dp_shard=4 zero=3 recompute=full'
 
-`zero` is the ZeRO stage (Rajbhandari et al. 2020, arXiv:1910.02054): 0 replicates everything, 1 shards the
-optimizer's state over `dp_shard`, 2 also the gradients, 3 also the weights (what PyTorch calls FSDP). `dp=N` is
-short for `dp_replicate=N` under zero=0 and for `dp_shard=N` otherwise. `ep` shards the experts of a layer over data ranks:
-it adds no ranks, but divides those of the innermost data axis.
+`zero` is the ZeRO stage (Rajbhandari et al. 2020, arXiv:1910.02054): 0 replicates everything, 1 shards the optimizer's
+state over `dp_shard`, 2 also the gradients, 3 also the weights (what PyTorch calls FSDP). `dp=N` is short for
+`dp_replicate=N` under zero=0 and for `dp_shard=N` otherwise. `ep` shards the experts of a layer over data ranks: it
+adds no ranks, but divides those of the innermost data axis.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Layout:
         """Return the layout of the given words and values, as a job file's `[layout]` table holds them.
 
         Raises:
-            LayoutError: a word is unknown, a value cannot be read, or `dp` is given together with `dp_replicate` or `dp_shard`.
+            LayoutError: a word is unknown, a value cannot be read, or `dp` is given with `dp_replicate` or `dp_shard`.
         """
         hints = get_type_hints(cls)
         known = ["dp", *hints]

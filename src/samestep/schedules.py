@@ -1,8 +1,9 @@
 """Pipeline schedules as data: the order in which each stage runs its forwards, backwards and weight gradients.
 
-A model cut into p stages works on m micro-batches. A schedule determines only the order in which a stage takes them; what
-each action computes is the same in all four, so they give one result and differ in time and memory. With p=4, m=5 (`2F` is
-the forward of micro-batch 2, `2B` its backward, in zero bubble for the inputs alone, `2W` its weight gradients):
+A model cut into p stages works on m micro-batches. A schedule determines only the order in which a stage takes them;
+what each action computes is the same in all four, so they give one result and differ in time and memory. With p=4, m=5
+(`2F` is the forward of micro-batch 2, `2B` its backward, in zero bubble for the inputs alone, `2W` its weight
+gradients):
 
 ```
 1F1B          0F 1F 2F 3F ·  ·  ·  ·  ·  ·  0B─── 4F 1B─── ·  2B─── ·  3B─── ·  4B───
@@ -35,16 +36,16 @@ the same). 1f1b (PipeDream-flush) and interleaved: Narayanan et al. 2021, arXiv:
 Korthikanti et al. 2022, arXiv:2205.05198. zero-bubble (ZB-H1): Qi et al. 2023, arXiv:2401.10241, figure 3.
 
 Interleaved runs p micro-batches at a time through its chunks, and the paper requires that p divides m. Here the m
-micro-batches are divided into m // p rounds (one if m < p) as evenly as possible, the longest first, of r = ceil(m / rounds)
-micro-batches: r = p where p divides m. No round is shorter than p, because in a shorter one a rank would wait for its
-micro-batches to come back from the last stage. So the bubble is the paper's for every m >= p, and only the number of
-activations held grows.
+micro-batches are divided into m // p rounds (one if m < p) as evenly as possible, the longest first, of r = ceil(m /
+rounds) micro-batches: r = p where p divides m. No round is shorter than p, because in a shorter one a rank would wait
+for its micro-batches to come back from the last stage. So the bubble is the paper's for every m >= p, and only the
+number of activations held grows.
 
 Every schedule accumulates a chunk's gradients in ascending order of micro-batches, as one device does. Reductions start
 with the last micro-batch.
 
-Everything that other modules know of a schedule is in its `ScheduleSpec`, and a new schedule is a new row of `SCHEDULES`:
-layouts, programs, messages between stages, memory and bounds follow from its order.
+Everything that other modules know of a schedule is in its `ScheduleSpec`, and a new schedule is a new row of
+`SCHEDULES`: layouts, programs, messages between stages, memory and bounds follow from its order.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ class ScheduleSpec:
     name: str
     """Value of the layout word `schedule`."""
     order: Callable[[int, int, int, int], Order]
-    """Function that returns the order of one stage, given its index and the numbers of stages, micro-batches and chunks; the
-    orders of all stages pass `check`."""
+    """Function that returns the order of one stage, given its index and the numbers of stages, micro-batches and
+    chunks; the orders of all stages pass `check`."""
     takes_chunks: bool = False
     """Whether a rank may have several virtual stages (chunks)."""
     splits_backward: bool = False
@@ -130,7 +131,7 @@ def gpipe(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 
 
 
 def one_f_one_b(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
-    """Return as many forwards as there are later stages, then a forward and a backward in turn, then the other backwards."""
+    """Return a forward for each later stage, then a forward and a backward in turn, then the other backwards."""
     forwards = [Action(TaskKind.FORWARD, index) for index in range(num_microbatches)]
     backwards = [Action(TaskKind.BACKWARD, index) for index in range(num_microbatches)]
     return _in_turn(forwards, backwards, num_stages - stage - 1)
@@ -139,8 +140,8 @@ def one_f_one_b(stage: int, num_stages: int, num_microbatches: int, num_chunks: 
 def interleaved(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
     """Return the order of interleaved 1F1B: rounds of micro-batches go through the chunks one by one, and back.
 
-    A stage starts with the forwards of one round through all chunks but the last, and two more forwards for each later stage:
-    one for the way there and one for the way back. With one chunk it is 1F1B.
+    A stage starts with the forwards of one round through all chunks but the last, and two more forwards for each later
+    stage: one for the way there and one for the way back. With one chunk it is 1F1B.
     """
     if num_chunks == 1:
         return one_f_one_b(stage, num_stages, num_microbatches)
@@ -217,12 +218,13 @@ def needs(action: Action, stage: int, num_stages: int, num_chunks: int) -> Itera
 def check(orders: Sequence[Sequence[Action]], num_chunks: int) -> None:
     """Check the orders of all stages by running them: a receive waits for its send, a send waits for nothing.
 
-    The number of micro-batches is that of the largest one that any stage names; one W anywhere means that every B has a W.
+    The number of micro-batches is that of the largest one that any stage names; one W anywhere means that every B has a
+    W.
 
     Raises:
-        LayoutError: an action is missing, is repeated, runs before one it needs on its own stage, or breaks the order in which
-            gradients are accumulated and reduced; or the stages deadlock, and then the text names the action at which each
-            one is stuck and what that waits for.
+        LayoutError: an action is missing, is repeated, runs before one it needs on its own stage, or breaks the order in
+            which gradients are accumulated and reduced; or the stages deadlock, and then the text names the action at
+            which each one is stuck and what that waits for.
     """
     has_weight = any(action.kind is TaskKind.WEIGHT for actions in orders for action in actions)
     kinds = [TaskKind.FORWARD, TaskKind.BACKWARD, *([TaskKind.WEIGHT] if has_weight else [])]
@@ -314,8 +316,8 @@ def _check_ends(orders: Sequence[Sequence[Action]], num_chunks: int) -> None:
 def in_flight(actions: Sequence[Action]) -> int:
     """Return the largest number of activations that a stage holds at once, each of one micro-batch in one chunk.
 
-    Divide by the number of chunks to count micro-batches of the whole stage. Activations are held until the backward, or
-    until the weight gradients if these are actions of their own.
+    Divide by the number of chunks to count micro-batches of the whole stage. Activations are held until the backward,
+    or until the weight gradients if these are actions of their own.
     """
     has_weight = any(action.kind is TaskKind.WEIGHT for action in actions)
     last = TaskKind.WEIGHT if has_weight else TaskKind.BACKWARD

@@ -32,7 +32,7 @@ class ModelAnalysis:
     shareable_heads: Mapping[str, int]
     """Number of heads of keys or values that ranks may share, by the path of the projection."""
     sequence_parts: Mapping[str, tuple[str, ...]]
-    """Children of each block that take whole sequences, by the block's path; empty if sequence parallelism cannot be used."""
+    """Children of each block that take whole sequences, by the block's path; empty without sequence parallelism."""
     experts: ExpertModules
     has_dropout: bool
     """Whether a module or a configuration has a dropout probability above 0."""

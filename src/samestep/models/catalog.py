@@ -1,7 +1,8 @@
 """The `ModelSpec` of a job's model without importing torch: from a preset, a cache, or a subprocess that traces it.
 
 A transformers model is a function of its family, its configuration and the versions of three packages, so its spec is
-cached under a digest of these in `~/.cache/samestep`. A user's own code can change at any time, so it is traced each time.
+cached under a digest of these in `~/.cache/samestep`. A user's own code can change at any time, so it is traced each
+time.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _TRACERS = (
 def model_spec(job: Job) -> ModelSpec:
     """Return the shape of a job's model; if no cache has it, a subprocess with torch traces it.
 
-    `preset:NAME` needs neither: `model.config` overrides fields of the preset's decoder, and the sequence length is the job's,
-    or the preset's if the job does not give one.
+    `preset:NAME` needs neither: `model.config` overrides fields of the preset's decoder, and the sequence length is the
+    job's, or the preset's if the job does not give one.
 
     Raises:
         InputError: the model cannot be built or traced; the text is the one `train` would give.

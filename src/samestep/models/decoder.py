@@ -1,16 +1,16 @@
 """A transformer counted from its hyperparameters: the `ModelSpec` that tracing would find, without a module.
 
-A `Decoder` holds the hyperparameters of a model's configuration; `spec` counts the work of one sample. With s tokens, hidden
-size h, a heads of size d, k key-value heads, intermediate size f and vocabulary V:
+A `Decoder` holds the hyperparameters of a model's configuration; `spec` counts the work of one sample. With s tokens,
+hidden size h, a heads of size d, k key-value heads, intermediate size f and vocabulary V:
 
     q, k, v      [s, h] x [h, (a + 2k) d]       proj   [s, a d] x [a d, h]
     attention    a times [s, d] x [d, s] and [s, s] x [s, d], fused unless `attention` is plain
     up, down     [s, h] x [h, f (2f gated)] and [s, f] x [f, h]; with experts s top_k rows, divided among them
     head         [s, h] x [h, V]
 
-Activations follow Korthikanti et al. 2022 (arXiv:2205.05198, section 4): a block keeps the inputs of its products and norms,
-and unfused attention its scores. A tensor cut divides the activations between a column-cut and a row-cut product. Latent
-attention (DeepSeek-V2, arXiv:2405.04434) has low-rank queries, keys and values.
+Activations follow Korthikanti et al. 2022 (arXiv:2205.05198, section 4): a block keeps the inputs of its products and
+norms, and unfused attention its scores. A tensor cut divides the activations between a column-cut and a row-cut
+product. Latent attention (DeepSeek-V2, arXiv:2405.04434) has low-rank queries, keys and values.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
     elif is_head:
         backward = (PartialSum(owner="lm_head", elements=stream),)
     given = 0 if is_embedding else stream
-    # A fused loss keeps 2-byte logits and writes their gradient in float32; if not fused, three float32 copies are alive.
+    # A fused loss keeps 2-byte logits and writes their gradient in float32; else three float32 copies are alive.
     loss = decoder.sequence * decoder.vocab // (2 if decoder.fused else 1) if is_head else 0
     return LayerSpec(
         name=name,
@@ -332,7 +332,7 @@ def _norm(decoder: Decoder, made: _Block, name: str, *, is_added: bool = False) 
     elements = decoder.sequence * decoder.hidden
     # A norm that is not one kernel casts, squares, takes the mean, scales, casts back and multiplies by the weight.
     made.move((2 if decoder.fused else 12) * elements, 0, 1 if decoder.fused else 6)
-    # Its input and its output, which products read, are kept; an output that is only added to the residual stream is not.
+    # Its input is kept, and so is an output that products read; one that is only added to the residual stream is not.
     made.save(((2 if decoder.fused else 4) - is_added) * elements, 0)
 
 
@@ -368,7 +368,7 @@ def _block(decoder: Decoder, is_sparse: bool) -> _Block:
     before = made.saved
     (_experts if is_sparse else _feed_forward)(decoder, made)
     if decoder.attention == "plain":
-        # The gradients of scores before and after the softmax are alive, and other activations of the block are already freed.
+        # The gradients of scores before and after the softmax are alive; other activations are already freed.
         keys = decoder.keys or s
         made.work(2 * s * h + before - made.saved, 2 * decoder.heads * s * keys)
     if decoder.post_norm:
@@ -399,7 +399,7 @@ def _attention(decoder: Decoder, made: _Block) -> None:
 
 
 def _query_norms(decoder: Decoder, made: _Block) -> None:
-    """Add the norms of queries and keys: one weight for every head, or one as wide as all heads, cut like its product."""
+    """Add the norms of queries and keys: one weight for every head, or one for all heads, cut like its product."""
     a, k, d = decoder.heads, decoder.kv, decoder.dim
     for name, heads in (("q_norm", a), ("k_norm", k)):
         if decoder.query_norm == "head":

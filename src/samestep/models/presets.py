@@ -202,7 +202,7 @@ def preset(name: str, sequence: int | None = None, changes: Mapping[str, Any] | 
     """Return the spec of a preset, at another sequence length or with other fields if they are given.
 
     Raises:
-        ModelError: there is no such preset or field, a field has a value of a wrong kind, or fields contradict each other.
+        ModelError: there is no such preset or field, a field has a value of a wrong kind, or two fields disagree.
     """
     if name == "resnet50":
         for field in changes or {}:
@@ -313,7 +313,7 @@ class _Convolution(NamedTuple):
 
 
 def resnet(name: str = "resnet50", size: int = 224, classes: int = 1000) -> ModelSpec:
-    """Return ResNet-50 (He et al. 2016, arXiv:1512.03385, table 1), with strides in the 3x3 convolutions as in torchvision."""
+    """Return ResNet-50 (He et al. 2016, arXiv:1512.03385, table 1), with torchvision's strides in 3x3 convolutions."""
     stem = [_Convolution("conv", 7, 3, 64, size // 2)]
     layers = [_convolved("conv1", stem, size * size * 3, is_block=False)]
     shapes = [(f"conv1.{part}", shape, 0) for part, shape in _shapes(stem)]

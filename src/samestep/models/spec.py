@@ -1,8 +1,8 @@
 """The `ModelSpec`: the shape of a model as data, which strategies, cost and memory read.
 
-It is made by tracing a module on the meta device (`tracing/trace.py`), counted from hyperparameters (`decoder.py`), or read
-from JSON. Layers are in the order of the forward: what comes before the blocks, each block, what comes after. All counts are
-those of one sample; elements become bytes with the job's precision.
+It is made by tracing a module on the meta device (`tracing/trace.py`), counted from hyperparameters (`decoder.py`), or
+read from JSON. Layers are in the order of the forward: what comes before the blocks, each block, what comes after. All
+counts are those of one sample; elements become bytes with the job's precision.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class Product:
     columns: int
     count: int = 1
     factors: Factors = "weight"
-    """weight: the second factor is a trained weight, so more samples are more rows; frozen: it is a weight that is not trained.
-    pair: both factors are activations, so more samples are more products. attention: queries x keys, and the result x values,
-    in one kernel, with `inner` the sum of both head sizes; causal: the same, of which the kernel skips half."""
+    """weight: the second factor is a trained weight, so more samples are more rows; frozen: it is a weight that is not
+    trained. pair: both factors are activations, so more samples are more products. attention: queries x keys, and the
+    result x values, in one kernel, with `inner` the sum of both head sizes; causal: the same, of which the kernel skips
+    half."""
     groups: int = 1
     """Number of weights among which the rows are divided: experts."""
     taps: int = 1
@@ -51,7 +52,7 @@ class Product:
 
     @property
     def is_deferrable(self) -> bool:
-        """Whether the gradient of its weight needs only its input and the gradient of its output, so that it can be deferred."""
+        """Whether its weight gradient can be deferred: it needs only the input and the gradient of the output."""
         return self.factors == "weight" and self.groups == 1 and self.taps == 1
 
     @property
@@ -78,7 +79,7 @@ def is_below(path: str, root: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """The tensor cut that a weight allows: along `dim`, between `groups` (heads, columns, or tokens of a vocabulary)."""
+    """The tensor cut that a weight allows: along `dim`, between `groups` (heads, columns, vocabulary tokens)."""
 
     style: Literal["column", "row", "vocab"]
     dim: int
@@ -99,8 +100,8 @@ class PartialSum:
 
 
 Partial = Literal["", "cut", "sequence"]
-"""Why the gradient of a replicated weight is partial: cut, it works on activations that a tensor cut divides, such as the norm
-of each head; sequence, it works on a rank's tokens under sequence parallelism."""
+"""Why the gradient of a replicated weight is partial: cut, it works on activations that a tensor cut divides, such as
+the norm of each head; sequence, it works on a rank's tokens under sequence parallelism."""
 
 BoundaryKind = Literal["gather", "scatter"]
 
@@ -137,7 +138,7 @@ class Exchange:
     takes_gradient: bool = True
     """Whether a gradient flows back through it."""
     is_kept: bool = False
-    """Whether the reader of an output keeps it for the backward too, so that it is kept before and after the all_to_all."""
+    """Whether the reader of an output keeps it for the backward, before and after the all_to_all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,15 +176,15 @@ class ParamSpec:
     aliases: tuple[str, ...] = ()
     """Other full names of the same tensor, for a tied weight."""
     shared: bool = False
-    """Whether a forward uses it more than once (tied, or its module called again), so that several gradients are summed."""
+    """Whether a forward uses it more than once (tied, or its module called again), and sums several gradients."""
     calls: int = 1
     """Largest number of calls of the module that owns it in one forward."""
     called: tuple[int, int] = (0, 0)
-    """When the forward first enters and last leaves the module it is gathered with, as indices into the sequence of such events."""
+    """First and last event of the forward at which its unit's module is entered or left, as indices of such events."""
     last_layer: int | None = None
     """Index of the last layer that uses it; None if that is the layer that owns it."""
     read_outside: bool = False
-    """Whether code outside the layer that owns it reads it, such as a model that multiplies by its embedding's weight."""
+    """Whether code outside the layer that owns it reads it, such as a model that multiplies by its embedding."""
     takes_gradient: bool = True
     """Whether a gradient flows back into the input of the module it is gathered with; none flows into tokens."""
     sparse_gradient: bool = False
@@ -192,7 +193,7 @@ class ParamSpec:
     cut: Cut | None = None
     """Tensor cut that it allows; None keeps it whole on every rank."""
     partial: Partial = ""
-    """Why its gradient is partial, to be summed over `tp`, though it is whole on every rank; empty if it is not partial."""
+    """Why its gradient is partial over `tp`, though the weight is replicated; empty if it is not partial."""
     experts: int = 0
     """Number of experts along its first dimension; 0 if it belongs to none."""
     tied_stages: bool = False
@@ -222,7 +223,7 @@ class LayerSpec:
     input_elements: int = 0
     """Elements of its input, which recompute=full keeps."""
     saved_norm_elements: int = 0
-    """Additional elements kept under bf16 and fp16, because norms keep float32 copies of what others keep in 2 bytes."""
+    """Additional elements kept under bf16 and fp16, because norms keep float32 copies of 2-byte activations."""
     saved_cut_elements: int = 0
     """The part of `saved_elements` that a tensor cut divides."""
     saved_selective_cut_elements: int = 0
@@ -256,7 +257,7 @@ class LayerSpec:
     saved_pair_elements: int = 0
     """The part of `saved_elements` that context parallelism leaves whole: masks of pairs of tokens."""
     sequence_boundaries: tuple[Boundary, ...] = ()
-    """Boundaries of a block's tensor-cut parts under sequence parallelism, in order of the forward; empty if it cannot be used."""
+    """Boundaries of a block under sequence parallelism, in order of the forward; empty if it cannot be used."""
     dispatches: tuple[ExpertDispatch, ...] = ()
     """Rows that it dispatches to experts, in order of the forward."""
 
@@ -271,7 +272,7 @@ class LayerSpec:
         return sum(product.flops for product in self.products if product.is_deferrable)
 
     def cut_by(self, degree: int) -> LayerSpec:
-        """Return one rank's part of the layer under a tensor cut: its work and the elements it keeps; partial sums stay."""
+        """Return one rank's part of the layer under a tensor cut: its work and what it keeps; partial sums stay."""
         products = tuple(product.cut_by(degree) for product in self.products)
         whole, mine = (sum(product.flops for product in parts) for parts in (self.products, products))
 
@@ -294,7 +295,7 @@ class LayerSpec:
         )
 
     def sliced_by(self, degree: int) -> LayerSpec:
-        """Return one rank's part of the layer under context parallelism: its work, its sums and the elements it keeps."""
+        """Return one rank's part of the layer under context parallelism: its work, its sums and what it keeps."""
 
         def part(elements: int) -> int:
             """Return one rank's elements, rounded up."""
@@ -333,7 +334,8 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The shape of a model: layers in the order of the forward, parameters in the module's order, buffers, and refusals.
+    """The shape of a model: layers in the order of the forward, parameters in the module's order, buffers, and
+    refusals.
 
     A refusal is the reason why a kind of parallelism cannot be used, or empty.
     """
@@ -345,7 +347,7 @@ class ModelSpec:
     coupled_modules: tuple[str, ...] = ()
     """Paths of modules through which samples influence each other, such as batch norm."""
     varies_at: str = ""
-    """Path of a module whose shapes or branches depend on values, so that they may differ between samples; empty if none."""
+    """Path of a module whose shapes or branches depend on values and may differ between samples; empty if none."""
     cut_refusal: str = "no plan says where its weights may be cut"
     """Why tensor parallelism cannot cut the model; empty if it can."""
     logit_rows: int = 0

@@ -1,14 +1,14 @@
 """Tasks of a program, and the keys of the bodies that they point at.
 
-A task is one entry of a stage's schedule: a forward, a backward, a weight gradient or the update, for one micro-batch. Its
-body is the list of ops that it runs. Tasks that do the same point at one body, which is written and priced once:
+A task is one entry of a stage's schedule: a forward, a backward, a weight gradient or the update, for one micro-batch.
+Its body is the list of ops that it runs. Tasks that do the same point at one body, which is written and priced once:
 
 ```
 task    F micro-batch 0   B micro-batch 0   F 1        B 1        F 2       B 2       U
 body    F.first           B.first           F.middle   B.middle   F.last    B.last    U
 ```
-First and last micro-batches have bodies of their own, because weights are gathered before the first one and gradients are
-reduced behind the last one.
+First and last micro-batches have bodies of their own, because weights are gathered before the first one and gradients
+are reduced behind the last one.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Buckets and units: which weights are reduced or gathered as one flat buffer, and how the buffer is padded.
 
 ```
-zero=0, 1   bucket    │ lm_head.weight │ norm.weight │ layers.1.mlp.up │ padding │    in the order in which backward ends
+zero=0, 1   bucket    │ lm_head.weight │ norm.weight │ layers.1.mlp.up │ padding │   in the order of the backward
 zero=2, 3   unit      │ rank 0's rows of each weight of a layer │ rank 1's │ ... │    as FSDP2 gathers and scatters them
 ```
-A bucket holds gradients of weights with equal `Holding`s and one dtype, up to `BUCKET_BYTES`; it is padded to a multiple
-of the ranks that may divide it. Its first collective starts as soon as backward has finished its last gradient, so that it
-overlaps with the rest of backward (Li et al. 2020, arXiv:2006.15704, section 3.2.3); the others follow the step's last
-backward. A unit holds the weights of one layer or one shared weight, each padded along its first dimension.
+A bucket holds gradients of weights with equal `Holding`s and one dtype, up to `BUCKET_BYTES`; it is padded to a
+multiple of the ranks that may divide it. Its first collective starts as soon as backward has finished its last
+gradient, so that it overlaps with the rest of backward (Li et al. 2020, arXiv:2006.15704, section 3.2.3); the others
+follow the step's last backward. A unit holds the weights of one layer or one shared weight, each padded along its first
+dimension.
 """
 
 from __future__ import annotations
@@ -79,19 +80,19 @@ class Unit:
     gather_in_backward: bool
     """Whether it is gathered once more before its backward."""
     called: tuple[int, int] = (0, 0)
-    """When the forward first enters one of its modules and last leaves one, as indices into the sequence of such events."""
+    """First and last event of the forward at which one of its modules is entered or left, as indices of such events."""
     spans_calls: bool = False
-    """Whether its modules are called several times in a forward: then it stays gathered from the first call to the end of
-    the task, and is reduced once, after the last of their backwards."""
+    """Whether its modules are called several times in a forward: then it stays gathered from the first call to the end
+    of the task, and is reduced once, after the last of their backwards."""
     ends_early: bool = True
-    """Whether the gradient of its first module's input tells FSDP2 that its backward has ended. Where no gradient flows into
-    that input, as for an embedding of tokens, the backward ends with the task."""
+    """Whether the gradient of its first module's input tells FSDP2 that its backward has ended. Where no gradient flows
+    into that input, as for an embedding of tokens, the backward ends with the task."""
     ahead: str | None = None
     """Name of the unit that is prefetched when this one's backward starts."""
     shard_axis: str
     """The data axis over which its weights are sharded."""
     num_shards: int
-    """Ranks among which its weights are divided; 1 where one rank holds them alone, and nothing is gathered or scattered."""
+    """Number of ranks among which its weights are divided; 1 means that nothing is gathered or scattered."""
 
 
 def padded(numel: int, multiple: int) -> int:
@@ -100,14 +101,14 @@ def padded(numel: int, multiple: int) -> int:
 
 
 BUCKET_BYTES = 25 * 2**20
-"""Bytes of gradients at which a bucket is closed: small enough to overlap with backward, large enough to use the link."""
+"""Bytes of gradients at which a bucket is closed: it can still overlap with backward, and uses the link well."""
 
 
 def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket, ...]:
     """Return the trainable parameters in flat buckets, in the order in which backward finishes them.
 
-    Weights of different working dtypes never share a bucket, because a bucket's weights may be gathered as one buffer; nor do
-    those of different virtual stages (chunks), whose backwards end at different times.
+    Weights of different working dtypes never share a bucket, because a bucket's weights may be gathered as one buffer;
+    nor do those of different virtual stages (chunks), whose backwards end at different times.
     """
 
     def chunk_of(param: ParamSpec) -> int:

@@ -1,7 +1,7 @@
 """The `Holding` of a weight: which part of it one rank holds, and over which ranks its gradient is summed. No torch.
 
-A weight starts whole on every rank, and its gradient is summed over all data ranks. Each strategy adds its part while it
-writes the program (`Step.hold`), in the order of the stack:
+A weight starts whole on every rank, and its gradient is summed over all data ranks. Each strategy adds its part while
+it writes the program (`Step.hold`), in the order of the stack:
 
 ```
 strategy   adds
@@ -34,7 +34,7 @@ class Holding:
     replicated_over: tuple[str, ...] = ()
     """Model axes whose ranks hold equal copies of the weight and update them alike."""
     partial_over: tuple[str, ...] = ()
-    """Model axes over which its gradient is summed once a step: each rank has the gradient of some of the tokens or heads."""
+    """Model axes over which its gradient is summed once a step, because each rank saw some of the tokens or heads."""
     tied_over: tuple[str, ...] = ()
     """Axes whose ranks, on two pipeline stages, hold the weight under two names and sum its gradient."""
     data_axes: tuple[str, ...] = (REPLICAS,)
@@ -42,7 +42,7 @@ class Holding:
     num_parts: int = 1
     """Number of parts into which the axes of `sharded_over` divide the weight."""
     num_copies: int = 1
-    """Number of ranks of `replicated_over` and `tied_over` with the same gradient, which the gradient norm counts once."""
+    """Number of ranks of `replicated_over` and `tied_over` with equal gradients, which the norm counts once."""
     num_shards: int = 1
     """Number of ranks of the innermost data axis among which ZeRO divides its gradient and update; 1 without ZeRO."""
 
@@ -87,7 +87,7 @@ class Holding:
         return replace(self, data_axes=data_axes)
 
     def zero_sharded(self, axis: str, size: int) -> Holding:
-        """Return the holding of a weight that ZeRO shards over the `size` ranks of an axis, replicated over `dp_replicate`."""
+        """Return the holding of a weight that ZeRO shards over the `size` ranks of an axis and replicates elsewhere."""
         return replace(self, data_axes=(axis, REPLICAS), num_shards=size)
 
 

@@ -1,12 +1,12 @@
 """The ops of a program: their kinds, their dtypes, and the axes that they are sent over.
 
-An op is one computation of a layer, the optimizer's update, or one collective. It is *driven* (issued by our interpreter)
-or *implied* (issued by FSDP2 inside a driven op). Compute has no axis; a collective has one, and its `size_bytes` is the
-size of the whole unsharded buffer, padding included, from which the bytes on the wire follow:
+An op is one computation of a layer, the optimizer's update, or one collective. It is *driven* (issued by our
+interpreter) or *implied* (issued by FSDP2 inside a driven op). Compute has no axis; a collective has one, and its
+`size_bytes` is the size of the whole unsharded buffer, padding included, from which the bytes on the wire follow:
 
 ```
-Op(kind=FORWARD,    owner="layers.1", layer=1, flops=..., dtype="bfloat16")
-Op(kind=ALL_REDUCE, owner="bucket.0", axis="dp_replicate", size_bytes=..., dtype="float32", after=("backward:layers.1",))
+Op(kind=FORWARD, owner="layers.1", layer=1, flops=..., dtype="bfloat16")
+Op(kind=ALL_REDUCE, owner="bucket.0", axis="dp_replicate", size_bytes=..., after=("backward:layers.1",))
 ```
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 from samestep.job import Precision
 
 TF32 = "tfloat32"
-"""The format in which a GPU may multiply float32 factors: 8 bits of exponent and 10 of mantissa, stored in four bytes."""
+"""The format in which GPUs may multiply float32 factors: 8 bits of exponent and 10 of mantissa, in four bytes."""
 BYTES_OF = {"float64": 8, "float32": 4, TF32: 4, "bfloat16": 2, "float16": 2, "int8": 1}
 """Bytes of one element of each dtype."""
 
@@ -35,7 +35,7 @@ STEP_SCALARS = ("loss", "count", "norm_squared", "stop")
 """Scalars that one all_reduce over the world sums at the end of a step, as float64."""
 
 SHARD_AXES = ("dp_shard", "dp_expert")
-"""Data axes over which ZeRO shards a weight: `dp_shard`, or for expert-sharded weights its part with the same experts."""
+"""Data axes over which ZeRO shards: `dp_shard`, or for expert-sharded weights its ranks with the same experts."""
 
 
 class Kind(StrEnum):
@@ -79,8 +79,8 @@ class Op:
     """Dtype of the elements sent, or of the factors of matrix products."""
     flops: int = 0
     size_bytes: int = 0
-    """Bytes of a collective's whole unsharded buffer, padding included; for an all_to_all the bytes that this rank holds
-    before it, assuming that all experts are chosen equally often. 0 for compute."""
+    """Bytes of a collective's whole unsharded buffer, padding included; for an all_to_all the bytes that this rank
+    holds before it, assuming that all experts are chosen equally often. 0 for compute."""
     after: tuple[str, ...] = ()
     """Names of ops whose latest earlier occurrence must have ended before this op starts."""
     implied: bool = False

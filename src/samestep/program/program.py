@@ -4,9 +4,9 @@
 `verify` proves it. Because all four read the same program, a prediction can be checked: the collectives that torch
 recorded must equal those listed here. That comparison is the ledger.
 
-A program is the list of tasks of one stage. A task (`bodies.py`) points at a body, a list of ops (`ops.py`). The strategies
-write the bodies and decide buckets and units (`buckets.py`) without torch; the runtime follows them and decides nothing
-anew.
+A program is the list of tasks of one stage. A task (`bodies.py`) points at a body, a list of ops (`ops.py`). The
+strategies write the bodies and decide buckets and units (`buckets.py`) without torch; the runtime follows them and
+decides nothing anew.
 
 ```
 stage 0:  F.first ─ B.first ─ F.last ─ B.last ─ U             tasks
@@ -78,8 +78,8 @@ class Program:
     def ledger(self, group_of: Callable[[str], str] = str) -> dict[str, list[LedgerRow]]:
         """Return the predicted collectives of each group, in order of issue.
 
-        Lists of different groups may interleave in any way. `group_of` returns the name of the group that serves an axis,
-        since two axes over the same ranks share one group.
+        Lists of different groups may interleave in any way. `group_of` returns the name of the group that serves an
+        axis, since two axes over the same ranks share one group.
         """
         rows: dict[str, list[LedgerRow]] = {}
         for _, op in self.ops():

@@ -29,7 +29,7 @@ from typing import NamedTuple
 from samestep.layout import Layout
 
 LINKS = ("pp backward", "pp around", "pp backward around")
-"""Axes of the messages between stages that do not go forward to the next stage: the ranks of `pp`, in groups of their own."""
+"""Axes of messages between stages that do not go forward to the next one: the ranks of `pp`, in other groups."""
 
 
 class Axis(NamedTuple):

@@ -56,7 +56,7 @@ class StepSpec:
         stage: int = 0,
         replica: int = 0,
     ) -> StepSpec:
-        """Return the step of a job in a layout, with the ranks of a node and the loss's ability given or taken from the job."""
+        """Return the step of a job in a layout; the job gives the ranks of a node and `cuts_loss` if they are None."""
         per_node = ranks_per_node or job.run.ranks_per_node or layout.world_size
         return cls(
             model=model,
@@ -97,7 +97,7 @@ class StepSpec:
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:
-        """Samples in each micro-batch of this rank; one that would be empty runs one sample that the loss does not count."""
+        """Samples in each micro-batch of this rank; an empty one runs one sample that the loss does not count."""
         mine = _even_part(self.global_batch, self.layout.dp, self.replica)
         return tuple(max(1, _even_part(mine, self.num_microbatches, index)) for index in range(self.num_microbatches))
 

@@ -1,7 +1,7 @@
 """Published runs and textbook comparisons by name: `samestep simulate --case NAME`.
 
-Each case states its batch and its tokens, and is predicted like any other job, with the same profiles and constants. The
-published figures are printed beside the prediction for comparison; nothing is fitted to them.
+Each case states its batch and its tokens, and is predicted like any other job, with the same profiles and constants.
+The published figures are printed beside the prediction for comparison; nothing is fitted to them.
 """
 
 from __future__ import annotations

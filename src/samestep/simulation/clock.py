@@ -1,32 +1,32 @@
 """The clock: the start and end of each op of every pipeline stage on given hardware, without torch or processes.
 
-All ranks of a stage do the same at the same time, so one program stands for all of them, and thousands of devices are played
-as fast as one. Streams run concurrently, each its ops in the order of issue:
+All ranks of a stage do the same at the same time, so one program stands for all of them, and thousands of devices are
+played as fast as one. Streams run concurrently, each its ops in the order of issue:
 
     start of an op = the later of   the end of the op before it on its stream
                                     the ends of the latest earlier ops named in `after`, of any task
 
-Compute waits only for the collectives that it names, and for those within a layer (`Op.is_exposed`), whose results the next
-product needs. If communication does not overlap with compute (`hardware.overlap` is false), all ops of a stage are one queue.
-If it does, it slows compute by `hardware.contention`, c: a compute op of T seconds that overlaps for t seconds with
-collectives issued before it takes
+Compute waits only for the collectives that it names, and for those within a layer (`Op.is_exposed`), whose results the
+next product needs. If communication does not overlap with compute (`hardware.overlap` is false), all ops of a stage are
+one queue. If it does, it slows compute by `hardware.contention`, c: a compute op of T seconds that overlaps for t
+seconds with collectives issued before it takes
 
     T + min(t, c T) (1 - 1/c)          both use the same memory and multiprocessors (arXiv:2507.03114)
 
 Ops in which several stages take part:
 
-    send, recv      a recv ends when the neighbour's send of the same name and micro-batch ends; each direction is a stream
-                    of its own, as each direction of a link is
-    world, tie      ops of axes through several stages start when the last of these stages has come to them; those of a tie
-                    have a stream of their own, because the first stage comes to them long after the last stage
+    send, recv      a recv ends when the neighbour's send of the same name and micro-batch ends; each direction is a
+                    stream of its own, as each direction of a link is
+    world, tie      ops of axes through several stages start when the last of these stages has come to them; those of a
+                    tie have a stream of their own, because the first stage comes to them long after the last stage
 
 Issuing is not waiting: a stage continues after an op whose end depends on another stage, until some op needs that end.
 
-A name in `after` must have been issued, so a strategy that removes an op removes its name too. A wait for an op that was
-never issued, or that no other stage ever sends, would never end on a real machine, so here it is an error.
+A name in `after` must have been issued, so a strategy that removes an op removes its name too. A wait for an op that
+was never issued, or that no other stage ever sends, would never end on a real machine, so here it is an error.
 
-Consecutive ops of a body on one queue that wait for nothing elsewhere are one *line*, which is played at once, because the
-times within it do not depend on its start.
+Consecutive ops of a body on one queue that wait for nothing elsewhere are one *line*, which is played at once, because
+the times within it do not depend on its start.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Rendezvous:
     """The times of ops in which several stages take part."""
 
     sent: dict[tuple[str, int, bool, int], tuple[float, float]] = field(default_factory=dict)
-    """Start and end, in seconds, of each send: by owner, micro-batch, whether it is a backward's, and receiving stage."""
+    """Start and end in seconds of each send, by owner, micro-batch, direction and receiving stage."""
     arrived: dict[tuple[str, int], dict[int, float]] = field(default_factory=dict)
     """Second at which each stage has come to the n-th op of an axis that they share: by axis and n."""
 
@@ -119,7 +119,7 @@ class _Contention:
             self._times.append((start_s, end_s))
 
     def is_beside(self, start_s: float) -> bool:
-        """Return whether a collective may overlap with a line that starts now; starts must not decrease from call to call."""
+        """Return whether a collective may overlap with a line that starts now; starts must not decrease."""
         if self._times:
             self._times = [times for times in self._times if times[1] > start_s]
         return bool(self._times)
@@ -289,7 +289,7 @@ class _PricedLines:
     def _cut(
         self, ops: Sequence[_Priced], waits: Mapping[int, tuple[str, ...]], needed: set[str]
     ) -> Iterator[_Segment]:
-        """Yield the lines of a body; a new one begins at each op on another queue, with a wait, or shared with another stage."""
+        """Yield the lines of a body; a new one begins with each change of queue, wait, or op shared with a stage."""
         start = 0
         for index, one in enumerate(ops):
             before = ops[index - 1]

@@ -1,4 +1,5 @@
-"""The cost of one op in seconds, alone on its stream: a roofline for products, bytes for other work, alpha-beta for collectives.
+"""The cost of one op in seconds, alone on its stream: a roofline for products, bytes for other work, alpha-beta for
+collectives.
 
 A layer's forward takes the sum of its parts, but not less than the host needs to launch them:
 
@@ -10,9 +11,9 @@ A layer's forward takes the sum of its parts, but not less than the host needs t
 
 A product [m, k] x [k, n] is divided into tiles, one on each multiprocessor at a time, so its time grows in steps of
 `num_units` tiles; a tile also fills its pipeline: k + FILL steps instead of k (Williams et al. 2009,
-doi:10.1145/1498765.1498785, for the roofline; NVIDIA, Matrix Multiplication Background, for tiles and waves). The backward of
-a product is two products, for the input and for the weight, with m, k and n permuted; the weight's gradient is added to that
-of earlier micro-batches. Factors of a product in a one-byte dtype are cast first.
+doi:10.1145/1498765.1498785, for the roofline; NVIDIA, Matrix Multiplication Background, for tiles and waves). The
+backward of a product is two products, for the input and for the weight, with m, k and n permuted; the weight's gradient
+is added to that of earlier micro-batches. Factors of a product in a one-byte dtype are cast first.
 
 With n ranks, S bytes of whole buffer, a link of latency a and bandwidth B (Thakur, Rabenseifner, Gropp 2005,
 doi:10.1177/1094342005051521, rings):
@@ -23,19 +24,19 @@ doi:10.1177/1094342005051521, rings):
     send                               a + S/B           a recv waits for the send and takes no time itself
     reduce, broadcast            (n-1) (a + S/B)         naive: the root receives or sends whole buffers one by one
 
-so reduce=root moves n times the bytes of a ring over one link. tp is innermost in the order of ranks, then dp_shard, then
-dp_replicate, node by node:
+so reduce=root moves n times the bytes of a ring over one link. tp is innermost in the order of ranks, then dp_shard,
+then dp_replicate, node by node:
 
     4 ranks a node, dp_replicate=2 dp_shard=4      node 0: 0 1 2 3   node 1: 4 5 6 7
     dp_shard      0 1 2 3 | 4 5 6 7                stride 1, in one node
     dp_replicate  0 4 | 1 5 | 2 6 | 3 7            stride dp_shard, across
 
-A group on several nodes is hierarchical: its g ranks on one node use g network ports at once, so B = min(intra, g x inter).
-Hops within a node have the latency of `intra`, hops between nodes that of `inter`; if a tree has fewer hops than a ring
-(NCCL's double binary trees and PAT, src/graph/tuning.cc), those of the tree count.
+A group on several nodes is hierarchical: its g ranks on one node use g network ports at once, so B = min(intra, g x
+inter). Hops within a node have the latency of `intra`, hops between nodes that of `inter`; if a tree has fewer hops
+than a ring (NCCL's double binary trees and PAT, src/graph/tuning.cc), those of the tree count.
 
-An update reads and writes the master weights and Adam's two states, reads the gradient, and writes the weight's copy in the
-compute dtype if there is one. The time of the code around gathers and scatters of units is added to the update.
+An update reads and writes the master weights and Adam's two states, reads the gradient, and writes the weight's copy in
+the compute dtype if there is one. The time of the code around gathers and scatters of units is added to the update.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ ATTENTION_REACHED = 0.65
 TILES = ((256, 128, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 64, 0.55))
 """Rows and columns of a tile, and the fraction of its best rate that a multiprocessor reaches with it."""
 ALIGNED = ((64, 1.0), (8, 0.8), (1, 0.5))
-"""Multiple of elements to which rows are aligned (128 bytes, 16 bytes, none), and the fraction of the rate that products then
-reach (NVIDIA, Matrix Multiplication Background, tensor core requirements; the fractions are assumed)."""
+"""Multiple of elements to which rows are aligned (128 bytes, 16 bytes, none), and the fraction of the rate that
+products then reach (NVIDIA, Matrix Multiplication Background, tensor core requirements; the fractions are assumed)."""
 NETWORK_REACHED = 0.75
-"""Fraction of a port's rate for very large messages that those of a training step reach. Fitted once, on the published record."""
+"""Fraction of the rate of very large messages that those of a step reach. Fitted once, on the published record."""
 FILL = 64
 """Steps along k that a tile spends on filling its pipeline and writing its result."""
 SPLIT = 1024
@@ -75,7 +76,7 @@ SPLIT = 1024
 SHARPNESS = 8
 """Exponent of the soft maximum of device and host: both are uneven, so neither hides the other entirely."""
 ATTENTION_BACKWARD = 2.5
-"""Ratio of FLOPs of a fused attention's backward to its forward; it computes the scores once more (arXiv:2307.08691)."""
+"""Ratio of FLOPs of a fused attention's backward, which recomputes the scores, to its forward (arXiv:2307.08691)."""
 BACKWARD_MOVES = 1.75
 """Ratio of bytes moved by the backward of other work to its forward."""
 BACKWARD_KERNELS = 2.2
@@ -140,7 +141,7 @@ class _Dtypes(NamedTuple):
 def _layer_s(
     work: _Work, kind: Kind, is_whole: bool, part: BackwardPart, samples: int, dtypes: _Dtypes, hardware: Hardware
 ) -> float:
-    """Return the seconds of a layer's forward, backward or weight gradients; products are left out unless `is_whole`."""
+    """Return the seconds of a layer's op; without its products unless `is_whole`."""
     backward = kind in (Kind.BACKWARD, Kind.WEIGHT)
     products = work.products if is_whole else ()
     if kind is Kind.WEIGHT:
@@ -157,7 +158,7 @@ def _layer_s(
 
 
 def _casts(products: tuple[Product, ...], dtypes: _Dtypes) -> int:
-    """Return the number of casts of a product's factors to a smaller dtype: the rows, and the weight of every expert."""
+    """Return the number of casts to a smaller dtype: of the rows, and of the weight of every expert."""
     if DTYPE_BYTES.get(dtypes.products, 8) >= BYTES_OF[dtypes.values]:
         return 0
     return sum(1 + product.groups for product in products if product.factors == "weight")
@@ -326,7 +327,7 @@ def collective_s(kind: Kind, size_bytes: int, group: GroupShape, hardware: Hardw
 
 
 def _exchange_s(size_bytes: int, group: GroupShape, hardware: Hardware) -> float:
-    """Return the seconds in which every rank sends an n-th to each other rank, within the node and over the network at once."""
+    """Return the seconds of an all_to_all, which sends within the node and over the network at once."""
     near, far = hardware.intra.among(group.inside), hardware.inter
     part = size_bytes / group.num_ranks
     away = group.num_ranks - group.inside if group.nodes > 1 else 0

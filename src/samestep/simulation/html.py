@@ -1,7 +1,7 @@
 """A prediction as one HTML file: pipeline stages and streams as rows, ops as boxes.
 
-The file loads nothing and runs no script, so it can be sent, kept and opened anywhere. The SVG title of a box, which browsers
-show beside the pointer, gives its op, task and times.
+The file loads nothing and runs no script, so it can be sent, kept and opened anywhere. The SVG title of a box, which
+browsers show beside the pointer, gives its op, task and times.
 
     stage 0 compute  ┌─F0─┬─F1─┐      ┌──B0──┐┌──B1──┐
             pp           └s0┘└s1┘
@@ -18,7 +18,7 @@ from samestep.simulation.prediction import Prediction
 from samestep.simulation.timeline import COMPUTE, Span, Timeline
 
 MOST_BOXES = 20_000
-"""Number of ops above which one box is drawn for each task: more would be too slow in a browser, and too small to see."""
+"""Number of ops above which one box is drawn for each task: more would be slow, and too small to see."""
 _WIDTH, _ROW, _GAP, _MARGIN = 1400, 18, 4, 160
 _COLOURS = {
     "forward": "#4c78a8",

@@ -22,7 +22,7 @@ from samestep.strategies import programs_of
 
 
 def labels(job: Job, hardware: Hardware) -> dict[str, str]:
-    """Return the origin of a prediction's numbers: model (traced, or analytical for a preset), hardware, time, memory."""
+    """Return the origin of a prediction's numbers: of the model, the hardware, the time and the memory."""
     of_each = ", ".join(f"{count} {origin}" for origin, count in origins(hardware).items())
     return {
         "model": "analytical: counted from hyperparameters" if job.model.preset is not None else "traced",

@@ -24,12 +24,12 @@ def simulate(
 
     Args:
         job: the job to compute.
-        layout: the layout; by default the job's own, and for a job without one a replica on each of `devices`, or one device.
+        layout: the layout; by default the job's own, and for a job without one `devices` replicas or one device.
         hardware: a profile, its name or its file; by default this machine's measured profile, or cpu-laptop.
         devices: the number of devices, which must equal the number of ranks of a given layout; by default that number.
 
     Raises:
-        InputError: the job, its model, the layout or the hardware cannot be understood, or a strategy refuses the layout.
+        InputError: job, model, layout or hardware cannot be understood, or a strategy refuses the layout.
     """
     given = Layout.parse(layout) if isinstance(layout, str) else layout
     where = Layout.of(job.layout) if given is None else given

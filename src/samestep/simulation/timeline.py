@@ -5,8 +5,8 @@ stage 0 compute       FFFFFFFFBBBBBBBBBBBBBBBB....UU  93 %
         dp_replicate  ..............aaaaaaaaaaaaa...  45 %
                                               └─┘            exposed: communication that overlaps with no compute
 ```
-A Chrome trace (the Trace Event Format, for chrome://tracing or ui.perfetto.dev) has a process for each stage and a thread
-for each stream.
+A Chrome trace (the Trace Event Format, for chrome://tracing or ui.perfetto.dev) has a process for each stage and a
+thread for each stream.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class LineSpan(NamedTuple):
     end_s: float
     line: Line
     ends_s: tuple[float, ...]
-    """End of each op, in seconds from the start: those of the line, unless another stage or contention made it longer."""
+    """End of each op in seconds from the start: the line's, unless another stage or contention delays it."""
 
     def spans(self) -> Iterator[Span]:
         """Yield the span of each op."""
@@ -183,10 +183,11 @@ class Timeline:
         )
 
     def to_text(self, width: int = 100) -> str:
-        """Return a picture of every stage and stream in lines of `width` characters, with the busy fraction of the step.
+        """Return a picture of every stage and stream in lines of `width` characters, with the busy fraction of the
+        step.
 
-        A character shows the op that takes most of its time, however little that is. Of more than `MOST_ROWS` rows those of
-        communication are left out.
+        A character shows the op that takes most of its time, however little that is. Of more than `MOST_ROWS` rows
+        those of communication are left out.
         """
         rows = [(stage, stream) for stage in self.stages for stream in self.streams(stage)]
         if not rows or not self.step_s:

@@ -1,8 +1,9 @@
 """The strategies, one way of distributing a step each, and the stack that applies them in order. No torch.
 
-A strategy has two functions: `refusal(step)` returns why it cannot run a step, and `apply(program)` returns the program with
-its ops, its buckets or units, and its part of each weight's `Holding` added. Strategies do not import each other; the order
-of the stack is the only thing that relates them. Twins of the same name in `runtime/axes` carry out what is written here.
+A strategy has two functions: `refusal(step)` returns why it cannot run a step, and `apply(program)` returns the program
+with its ops, its buckets or units, and its part of each weight's `Holding` added. Strategies do not import each other;
+the order of the stack is the only thing that relates them. Twins of the same name in `runtime/axes` carry out what is
+written here.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from samestep.program.step import StepSpec
 from samestep.schedules import TaskKind
 from samestep.strategies import context, data, expert, pipeline, precision, recompute, sequence, shard, tensor
 
-# The order matters. context leaves a rank a slice of the sequence, whose heads and neurons tensor cuts; sequence cuts the
-# parts between; expert leaves a rank its experts; recompute repeats forwards together with their collectives; pipeline
-# leaves a stage its layers; shard adds gathers and scatters around them; data reduces what shard leaves replicated.
+# The order matters. `context` leaves a rank a slice of the sequence, whose heads and neurons `tensor` cuts; `sequence` cuts
+# the parts between; `expert` leaves a rank its experts; `recompute` repeats forwards together with their collectives;
+# `pipeline` leaves a stage its layers; `shard` adds gathers and scatters; `data` reduces what they leave replicated.
 STACK: tuple[ModuleType, ...] = (precision, context, tensor, sequence, expert, recompute, pipeline, shard, data)
 
 
@@ -164,7 +165,7 @@ def _on_one_rank(step: StepSpec) -> Program:
 
 
 def _with_tasks(program: Program) -> Program:
-    """Return the program with the tasks of a single stage: forward and backward of each micro-batch, then the update."""
+    """Return the program with the tasks of one stage: forward and backward of each micro-batch, then the update."""
     count = program.step.num_microbatches
     tasks = [
         Task(BodyKey(kind, position=position(microbatch, count)), microbatch)
@@ -177,7 +178,7 @@ def _with_tasks(program: Program) -> Program:
 
 
 def _layer_ops(step: StepSpec, kind: TaskKind) -> Ops:
-    """Return the compute ops of all layers, in reverse order for the backward, which has gradients of inputs and weights."""
+    """Return the compute ops of all layers; a backward has gradients of inputs and weights, in reverse order."""
     forward = kind is TaskKind.FORWARD
     ops = tuple(
         Op(

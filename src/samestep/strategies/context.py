@@ -1,19 +1,20 @@
 """Context parallelism: every rank of `cp` has a slice of each sequence, and within attention some heads of all tokens.
 
-DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509). Operations on single tokens work on a slice unchanged. Attention
-needs all tokens, but one head at a time, so four all_to_alls (of queries, keys, values and the output) exchange tokens for
-heads. With N ranks, T tokens and A heads of size D:
+DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509). Operations on single tokens work on a slice unchanged.
+Attention needs all tokens, but one head at a time, so four all_to_alls (of queries, keys, values and the output)
+exchange tokens for heads. With N ranks, T tokens and A heads of size D:
 
 ```
               tokens T/N, all heads                    all tokens, heads A/N
     rank 0    [ q k v of slice 0 ]  ── all_to_all ──►  [ q k v of heads 0 1 ]  attention
     rank 1    [ q k v of slice 1 ]  ◄── all_to_all ──  [ q k v of heads 2 3 ]  attention
 ```
-Each moves T A D / N elements a rank, of which N-1 of N parts leave it; backward has the same four in the other direction.
-Every rank has all rows of a causal mask for its heads, so the work is balanced without cutting the sequence into stripes.
-Keys and values with fewer heads than ranks are repeated before they are sent. The model's own code computes embeddings,
-positions and masks of the whole sequence on every rank; slicing starts at the first block and ends in the loss, a sum over
-tokens. Ranks of `cp` hold equal weights and see different tokens, so for gradients `cp` is one more data axis (`Layout`).
+Each moves T A D / N elements a rank, of which N-1 of N parts leave it; backward has the same four in the other
+direction. Every rank has all rows of a causal mask for its heads, so the work is balanced without cutting the sequence
+into stripes. Keys and values with fewer heads than ranks are repeated before they are sent. The model's own code
+computes embeddings, positions and masks of the whole sequence on every rank; slicing starts at the first block and ends
+in the loss, a sum over tokens. Ranks of `cp` hold equal weights and see different tokens, so for gradients `cp` is one
+more data axis (`Layout`).
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """Data parallelism: ranks read different samples and sum their gradients once, after the last micro-batch.
 
-A bucket of gradients is reduced as soon as backward has finished its last gradient, so that reduction overlaps with the rest
-of backward (Li et al. 2020, arXiv:2006.15704, section 3.2.3). Each loss is already divided by the tokens or samples that the
-whole step counts, so gradients are summed, never averaged. With N ranks and S bytes:
+A bucket of gradients is reduced as soon as backward has finished its last gradient, so that reduction overlaps with the
+rest of backward (Li et al. 2020, arXiv:2006.15704, section 3.2.3). Each loss is already divided by the tokens or
+samples that the whole step counts, so gradients are summed, never averaged. With N ranks and S bytes:
 
     reduce=ring           all_reduce                                       2 (N-1)/N S bytes a rank
     reduce=hierarchical   reduce_scatter in the node, all_reduce between nodes, all_gather in the node
     reduce=root           reduce to one rank, then broadcast: the naive way, N-1 times S through one link
 
-If ZeRO has sharded the gradients (zero >= 1), an all_reduce of the shards over `dp_replicate` remains. Gradients that are
-still partial over `tp`, of weights that tensor parallelism replicates but uses on a part of the activations, are then summed
-over `tp`, once a step. One all_reduce of a few scalars ends the step: loss, count, gradient norm and stop flag.
+If ZeRO has sharded the gradients (zero >= 1), an all_reduce of the shards over `dp_replicate` remains. Gradients that
+are still partial over `tp`, of weights that tensor parallelism replicates but uses on a part of the activations, are
+then summed over `tp`, once a step. One all_reduce of a few scalars ends the step: loss, count, gradient norm and stop
+flag.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ AXIS = REPLICAS
 
 
 def refusal(step: StepSpec) -> str | None:
-    """Return why the layout cannot reduce as asked, or why its samples cannot be spread over ranks and micro-batches."""
+    """Return why the layout cannot reduce as asked, or why its samples cannot be spread."""
     layout = step.layout
     if layout.reduce != "ring" and step.zero > 0:
         return f"reduce={layout.reduce} reduces whole gradients: use it with zero=0, not zero={layout.zero}"

@@ -1,29 +1,30 @@
 """Expert parallelism: experts are sharded over `ep`, and rows are dispatched to the ranks of their experts.
 
-GShard (Lepikhin et al. 2020, arXiv:2006.16668, section 3.2). The ranks of `ep` are data ranks: they read different samples,
-or with `cp` slices of one sample, and hold equal copies of all other weights. A token chooses k of E experts, and each choice
-is a row. With E/ep experts on a rank:
+GShard (Lepikhin et al. 2020, arXiv:2006.16668, section 3.2). The ranks of `ep` are data ranks: they read different
+samples, or with `cp` slices of one sample, and hold equal copies of all other weights. A token chooses k of E experts,
+and each choice is a row. With E/ep experts on a rank:
 
 ```
         k rows a token    dispatch       rows of my experts      combine     my own rows
    x ──────────────────► all_to_all ──────────► experts ──────► all_to_all ──────► weighted sum of the k
 ```
-No row is dropped. Ranks first exchange how many rows come for which expert (E numbers), and then dispatch and combine exactly
-those rows. So the number of rows that a rank receives depends on values; the program lists rows x width, which is exact if all
-experts are chosen equally often, and always exact for the sum over a group. Backward dispatches and combines gradients in the
-other direction.
+No row is dropped. Ranks first exchange how many rows come for which expert (E numbers), and then dispatch and combine
+exactly those rows. So the number of rows that a rank receives depends on values; the program lists rows x width, which
+is exact if all experts are chosen equally often, and always exact for the sum over a group. Backward dispatches and
+combines gradients in the other direction.
 
-A data axis of D ranks is divided into `ep`, neighbours, and `dp_expert`, D/ep ranks that hold the same experts. Gradients of
-experts are summed over `dp_expert` alone, because dispatch has brought them the samples of the other ranks. With zero=2 and 3
-experts are also sharded over `dp_expert`, in units of their own, while all other weights are sharded over the whole `dp_shard`.
+A data axis of D ranks is divided into `ep`, neighbours, and `dp_expert`, D/ep ranks that hold the same experts.
+Gradients of experts are summed over `dp_expert` alone, because dispatch has brought them the samples of the other
+ranks. With zero=2 and 3 experts are also sharded over `dp_expert`, in units of their own, while all other weights are
+sharded over the whole `dp_shard`.
 
-The auxiliary loss that balances experts (Fedus et al. 2021, arXiv:2101.03961, equation 4) is a product of two means over
-tokens, the fraction f of choices that an expert gets and the mean P of its probability:
+The auxiliary loss that balances experts (Fedus et al. 2021, arXiv:2101.03961, equation 4) is a product of two means
+over tokens, the fraction f of choices that an expert gets and the mean P of its probability:
 
     c E sum_e f_e P_e         its gradient flows through P alone
 
-Means over a micro-batch or a rank would make the loss differ between layouts, so f is the mean over the global batch: one
-all_reduce at the end of the forward, which must therefore be that of all samples.
+Means over a micro-batch or a rank would make the loss differ between layouts, so f is the mean over the global batch:
+one all_reduce at the end of the forward, which must therefore be that of all samples.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def refusal(step: StepSpec) -> str | None:
 
 @remembered
 def _experts_of(model: ModelSpec) -> tuple[int, str | None]:
-    """Return the greatest common divisor of the numbers of experts, and the name of an expert weight that several modules use."""
+    """Return the greatest common divisor of the numbers of experts, and an expert weight that several modules use."""
     weights = [param for param in model.params if param.experts]
     shared = next((param.name for param in weights if param.shared or param.read_outside), None)
     return math.gcd(*(param.experts for param in weights)), shared
@@ -120,7 +121,7 @@ def _choices(ops: Ops, step: StepSpec) -> Op:
 
 
 def _hold(degree: int, param: ParamSpec, holding: Holding) -> Holding:
-    """Return the holding of a weight whose experts `ep` divides; gradients are summed over ranks with the same experts."""
+    """Return the holding of a weight after `ep`: experts are sharded, with gradients summed over `dp_expert`."""
     return holding.sharded(AXIS, degree).summed_over(SAME) if param.experts else holding
 
 

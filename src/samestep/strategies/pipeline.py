@@ -1,18 +1,19 @@
 """Pipeline parallelism: consecutive layers on consecutive ranks, and micro-batches that follow each other through them.
 
-A stage receives the activation of the layer before its first, runs its layers, and sends its output; backward sends gradients
-in the other direction. The schedule (`schedules.py`) determines the order of forwards and backwards on each stage. With
-`virtual_stages=v` a rank has v virtual stages (chunks), p apart: if each chunk is one layer, layer l is on rank l mod p.
+A stage receives the activation of the layer before its first, runs its layers, and sends its output; backward sends
+gradients in the other direction. The schedule (`schedules.py`) determines the order of forwards and backwards on each
+stage. With `virtual_stages=v` a rank has v virtual stages (chunks), p apart: if each chunk is one layer, layer l is on
+rank l mod p.
 
 ```
 pp=2, 4 layers           rank 0   layers 0 1  ──act──►  rank 1   layers 2 3
 pp=2 virtual_stages=2    rank 0   layers 0 . 2 .        rank 1   layers . 1 . 3
 ```
-With `schedule=zero-bubble` a backward computes the gradients of inputs, for which the stage before waits; the gradients of
-linear layers' weights are tasks of their own, which fill the bubble.
+With `schedule=zero-bubble` a backward computes the gradients of inputs, for which the stage before waits; the gradients
+of linear layers' weights are tasks of their own, which fill the bubble.
 
-Layers are divided into chunks so that the slowest chunk is as fast as possible, embedding and head included. Each chunk has a
-block, because only between blocks a single tensor is passed on.
+Layers are divided into chunks so that the slowest chunk is as fast as possible, embedding and head included. Each chunk
+has a block, because only between blocks a single tensor is passed on.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def apply(program: Program) -> Program:
                 splits = step.splits_backward and is_backward(key)
                 if (id(ops), index) not in known:
                     whole = tuple(_chunk_ops(ops, local, chunk, is_backward(key)))
-                    deferred = tuple(weights_apart(whole, local)) if splits else ()
+                    deferred = tuple(deferred_gradients(whole, local)) if splits else ()
                     rest = tuple(_without_weights(op, local) for op in whole) if splits else whole
                     known[id(ops), index] = (rest, deferred)
                 rest, deferred = known[id(ops), index]
@@ -155,8 +156,8 @@ def _params_of(model: ModelSpec, chunks: tuple[range, ...], stage: int, num_stag
 def chunks_of(model: ModelSpec, count: int) -> tuple[range, ...]:
     """Return the layers in `count` chunks, of which the costliest costs as little as possible.
 
-    Layers that are no blocks stay with a neighbour. The cost of a layer is its forward FLOPs plus one, so that layers without
-    FLOPs are spread too.
+    Layers that are no blocks stay with a neighbour. The cost of a layer is its forward FLOPs plus one, so that layers
+    without FLOPs are spread too.
     """
     costs = tuple(layer.forward_flops + 1 for layer in model.layers)
     return balanced(costs, tuple(layer.is_block for layer in model.layers), count)
@@ -166,14 +167,14 @@ def chunks_of(model: ModelSpec, count: int) -> tuple[range, ...]:
 def balanced(costs: tuple[int, ...], is_block: tuple[bool, ...], count: int) -> tuple[range, ...]:
     """Return layers of these costs in `count` chunks, of which the costliest costs as little as possible.
 
-    A binary search finds that cost. Then, from the end, each chunk gets an equal share of the cost that remains, rounded up to
-    whole blocks as far as the limit allows, because the first stages hold the most activations.
+    A binary search finds that cost. Then, from the end, each chunk gets an equal share of the cost that remains,
+    rounded up to whole blocks as far as the limit allows, because the first stages hold the most activations.
     """
     before = (0, *itertools.accumulate(costs))
     blocks = [index for index, is_one in enumerate(is_block) if is_one]
 
     def fewest(limit: int) -> list[int]:
-        """Return, for each block, the least number of chunks within `limit` for all layers before it; count + 1: too many."""
+        """Return, for each block, the fewest chunks within `limit` for all layers before it; count + 1: too many."""
         needed, start = [0], 0  # first block of the longest chunk that ends before the next block
         for number in range(1, len(blocks) + 1):
             end = blocks[number] if number < len(blocks) else len(costs)
@@ -227,7 +228,7 @@ def _tasks(step: StepSpec) -> Iterator[Task]:
     yield Task(UPDATE_BODY, count - 1)
 
 
-def weights_apart(ops: Ops, step: StepSpec) -> Iterator[Op]:
+def deferred_gradients(ops: Ops, step: StepSpec) -> Iterator[Op]:
     """Yield the ops of the weight gradients that a backward defers, in its order."""
     for op in ops:
         if op.kind is Kind.BACKWARD and op.layer is not None:

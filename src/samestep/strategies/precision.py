@@ -1,8 +1,8 @@
 """Mixed precision: matrix products in the job's compute dtype, all sums in float32.
 
-The module holds weights in the compute dtype; float32 master weights, gradients and optimizer states are kept beside them
-(Micikevicius et al. 2018, arXiv:1710.03740). A gradient is cast to float32 before it is added to another, and reductions run
-in float32, so the rule is the same in every layout, one device included.
+The module holds weights in the compute dtype; float32 master weights, gradients and optimizer states are kept beside
+them (Micikevicius et al. 2018, arXiv:1710.03740). A gradient is cast to float32 before it is added to another, and
+reductions run in float32, so the rule is the same in every layout, one device included.
 """
 
 from __future__ import annotations

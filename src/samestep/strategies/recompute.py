@@ -1,8 +1,8 @@
 """Recompute (activation checkpointing): a block drops its activations, and repeats its forward before its backward.
 
-`full` keeps only a block's input and repeats its whole forward (Chen et al. 2016, arXiv:1604.06174); `selective` also keeps
-the results of its matrix products and repeats only cheap operations (Korthikanti et al. 2022, arXiv:2205.05198). A block is
-recomputed while its unit is gathered for the backward, so recompute adds no gather.
+`full` keeps only a block's input and repeats its whole forward (Chen et al. 2016, arXiv:1604.06174); `selective` also
+keeps the results of its matrix products and repeats only cheap operations (Korthikanti et al. 2022, arXiv:2205.05198).
+A block is recomputed while its unit is gathered for the backward, so recompute adds no gather.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def apply(program: Program) -> Program:
             if op.kind is Kind.BACKWARD and op.layer is not None and layers[op.layer].is_block:
                 flops = layers[op.layer].forward_flops * program.step.microbatch_samples
                 repeated = op.but(kind=Kind.RECOMPUTE, flops=flops if recompute == "full" else 0)
-                # torch repeats the forward only as far as backward needs it, which usually leaves out the block's last sum,
-                # and only when backward needs a saved tensor, which is after the backward of that sum.
+                # torch repeats the forward only as far as backward needs it, usually without the block's last sum, and
+                # only when backward asks for a saved tensor, which is after the backward of that sum.
                 sums = sums_of.get(op.layer, [])
                 tensor_sums = [part for part in sums if part.kind is not Kind.ALL_TO_ALL]
                 last = None if layers[op.layer].repeats_last_sum or not tensor_sums else tensor_sums[-1]

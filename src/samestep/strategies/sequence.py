@@ -1,21 +1,21 @@
 """Sequence parallelism: between the tensor-cut parts of a block, each rank of `tp` works on its own tokens only.
 
-Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2. Norms, dropouts and residual sums work on single tokens; under tp
-alone every rank of `tp` computes them for all tokens and keeps their activations. With sequence parallelism a rank has 1/tp
-of the sequence there, and the two boundaries of a tensor-cut part become
+Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2. Norms, dropouts and residual sums work on single tokens; under
+tp alone every rank of `tp` computes them for all tokens and keeps their activations. With sequence parallelism a rank
+has 1/tp of the sequence there, and the two boundaries of a tensor-cut part become
 
 ```
              tp alone                         with sequence parallelism        forward ◄ backward
    entry     nothing     ◄ all_reduce         all_gather      ◄ reduce_scatter
    exit      all_reduce  ◄ nothing            reduce_scatter  ◄ all_gather
 ```
-which moves the same bytes. A weight between the parts (of a norm, or the bias of a row-cut product) sees a rank's tokens
-only, so its gradient is summed over `tp` once a step, with its bucket or unit. The first block takes a rank's tokens out of
-the whole sequence, and the whole sequence is gathered after the last block, so that code before and after the blocks is
-unchanged.
+which moves the same bytes. A weight between the parts (of a norm, or the bias of a row-cut product) sees a rank's
+tokens only, so its gradient is summed over `tp` once a step, with its bucket or unit. The first block takes a rank's
+tokens out of the whole sequence, and the whole sequence is gathered after the last block, so that code before and after
+the blocks is unchanged.
 
-Experts and their routers are between the tensor-cut parts too: under tp alone every rank computes all rows, here only its
-own.
+Experts and their routers are between the tensor-cut parts too: under tp alone every rank computes all rows, here only
+its own.
 """
 
 from __future__ import annotations

@@ -11,15 +11,15 @@ columns and B by rows, and the activations between them (heads, neurons) stay on
    g  copy:    forward nothing, backward all_reduce of the gradient of x
    h  reduce:  forward all_reduce of the partial y, backward nothing
 ```
-q, k and v read one x, so they share one g. An embedding is cut by vocabulary: a rank looks up the tokens of its part, the
-others give zeros, and h sums. The head is cut by vocabulary too, and its logits are never gathered: the loss needs three
-numbers of each row, the largest logit, the sum of exponentials and the logit of the label. A layer whose input needs no
-gradient has no g. A replicated weight that works on cut activations (the norm of each head) has a partial gradient on each
-rank; these are summed once a step, over all micro-batches, with their buckets or units.
+q, k and v read one x, so they share one g. An embedding is cut by vocabulary: a rank looks up the tokens of its part,
+the others give zeros, and h sums. The head is cut by vocabulary too, and its logits are never gathered: the loss needs
+three numbers of each row, the largest logit, the sum of exponentials and the logit of the label. A layer whose input
+needs no gradient has no g. A replicated weight that works on cut activations (the norm of each head) has a partial
+gradient on each rank; these are summed once a step, over all micro-batches, with their buckets or units.
 
-If there are fewer heads of keys and values than ranks, tp/heads ranks share a head (multi-query attention: Shazeer 2019,
-arXiv:1911.02150). Every rank then keeps these weights whole and computes the one head that its queries need, and the
-gradients are partial and summed like those of the norms.
+If there are fewer heads of keys and values than ranks, tp/heads ranks share a head (multi-query attention: Shazeer
+2019, arXiv:1911.02150). Every rank then keeps these weights whole and computes the one head that its queries need, and
+the gradients are partial and summed like those of the norms.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def apply(program: Program) -> Program:
 
 
 def _hold(degree: int, param: ParamSpec, holding: Holding) -> Holding:
-    """Return the holding of a weight after the cut, of which `param` is the local part: sharded, or replicated and maybe partial."""
+    """Return the holding of a weight, of which `param` is the local part: sharded, or replicated and maybe partial."""
     if param.cut is not None:
         return holding.sharded(AXIS, degree)
     whole = holding.replicated(AXIS, degree)
@@ -107,7 +107,7 @@ def cut_model(model: ModelSpec, degree: int, cuts_loss: bool = True) -> ModelSpe
 
 
 def _with_cut_loss(last: LayerSpec, degree: int) -> LayerSpec:
-    """Return the last layer with the memory of a loss on cut logits, which holds at most two copies of a rank's logits."""
+    """Return the last layer with the memory of a loss on cut logits: at most two copies of a rank's logits."""
     logits, kept, working = (
         -(-size // degree) for size in (last.output_elements, last.loss_elements, last.loss_working_elements)
     )
@@ -156,7 +156,7 @@ def _sums(parts: tuple[PartialSum, ...], step: StepSpec, after: Op) -> Iterator[
 
 
 def _loss(step: StepSpec, after: Op) -> Iterator[Op]:
-    """Yield the all_reduces of a loss on cut logits: the maximum of each row; then sum of exponentials and label's logit."""
+    """Yield the all_reduces of a loss on cut logits: first each row's maximum, then its sum and its label's logit."""
     rows = step.model.logit_rows * step.microbatch_samples
     if rows:
         for owner, numel in (("loss.largest", rows), ("loss.sums", 2 * rows)):

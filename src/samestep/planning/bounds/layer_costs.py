@@ -41,7 +41,7 @@ from samestep.simulation.cost import collective_s, group_of, seconds
 from samestep.simulation.memory import saved_bytes
 from samestep.simulation.timeline import COMPUTE
 from samestep.strategies import ProgramBuilder
-from samestep.strategies.pipeline import balanced, weights_apart
+from samestep.strategies.pipeline import balanced, deferred_gradients
 
 
 class Chunks(NamedTuple):
@@ -180,7 +180,7 @@ class Prices:
             forward, backward = BodyKey(TaskKind.FORWARD), BodyKey(TaskKind.BACKWARD)
             bodies = [(key.kind, one.bodies[key], two.bodies[key]) for key in (forward, backward)]
             if step.splits_backward:
-                apart, of_two = (tuple(weights_apart(each.bodies[backward], each.step)) for each in (one, two))
+                apart, of_two = (tuple(deferred_gradients(each.bodies[backward], each.step)) for each in (one, two))
                 bodies.append((TaskKind.WEIGHT, apart, of_two))
             self._known_parts[key] = (one, list(self._parts(one, bodies)))
         return self._known_parts[key]
