@@ -245,20 +245,23 @@ def weighted_quantile(found: Sequence[tuple[str, float]], part: float) -> float:
 
 _DOCUMENT = """# The record of predictions
 
-Written by `python benchmarks/foresight.py --rows DIR --calibrate --markdown docs/foresight.md` from {rows} published measurements; each is
-predicted from its configuration alone. Errors are of seconds a step, in per cent of what was measured; `bias` keeps the
-sign, `tau` and `regret` are over groups of rows that differ in their layout alone.{composed}
+This page is written by `python benchmarks/foresight.py --rows DIR --calibrate --markdown docs/foresight.md`. It holds {rows}
+published measurements, each predicted from its configuration alone. Errors are those of the seconds of a step, in per cent of the
+measured seconds. `mape` is the mean error, `median` that of the middle row, and `p90` the error that 9 of 10 rows stay below; `bias`
+keeps the sign. `tau` and `regret` are computed over groups of rows that differ only in their layout: `tau` (Kendall) is 1 where the
+predicted order is right, and `regret` is how much slower the layout is that the prediction would choose.{composed}
 {honest}
-Step time as shipped: **{mape} %** on average, {median_ape} % for the middle row; the order of layouts: tau {tau}, and what
-we would have chosen is {regret} % slower than the best. Peak memory, {memory_rows} rows: {memory_mape} % on average,
-{memory_median} % for the middle one.
+With the profiles and constants as shipped, the error of the step time is **{mape} %** on average and {median_ape} % for the middle
+row; the order of layouts has tau {tau}, and the chosen layout is {regret} % slower than the best one. The error of the peak memory,
+over {memory_rows} rows, is {memory_mape} % on average and {memory_median} % for the middle row.
 """
 
 
 _COMPOSED = """
 
-Times of {names} are sums of a simulator, it seems (`benchmarks/composed.py` says how one knows). Without them the error is
-**{mape} %** over {rows} rows, {median_ape} % for the middle one; tau {tau} and regret {regret} % over {groups} groups.
+The times of {names} seem to be sums that a simulator composed; `benchmarks/composed.py` explains how one can tell. Without
+them the error is **{mape} %** over {rows} rows and {median_ape} % for the middle row, with tau {tau} and regret {regret} % over
+{groups} groups.
 """
 
 
@@ -270,8 +273,8 @@ def as_document(record: dict[str, Any], tables: Sequence[Table]) -> str:
         count = sum(one["rows"] for one in fitted.values())
         mape = sum(one["rows"] * one["mape"] for one in fitted.values()) / count
         honest = (
-            f"\n**{mape:.1f} %** is the figure to expect of a new source: {count} rows, at most {PER_SOURCE} of each source, "
-            "predicted with five constants\nthat were fitted to the other sources.\n"
+            f"\nFor a new source, expect an error of **{mape:.1f} %**: that of {count} rows, at most {PER_SOURCE} of each source, "
+            "predicted\nwith five constants that were fitted to the other sources.\n"
         )
     aside = {**{key: _cell(value) for key, value in record["measured"].items()}, "names": ", ".join(record["composed"])}
     head = _DOCUMENT.format(
@@ -287,7 +290,9 @@ def as_document(record: dict[str, Any], tables: Sequence[Table]) -> str:
     bodies.append("\n".join(["Peak memory:\n", *as_lines(*memory_table(record), markdown=True)]))
     skipped = [[one["source"], one["rows"], one["reason"]] for one in record["skipped"]]
     bodies.append(
-        "\n".join(["What was left out, and why:\n", *as_lines(("source", "rows", "reason"), skipped, markdown=True)])
+        "\n".join(
+            ["Rows that were left out, and why:\n", *as_lines(("source", "rows", "reason"), skipped, markdown=True)]
+        )
     )
     return "\n\n".join([head.rstrip(), *bodies]) + "\n"
 

@@ -307,8 +307,8 @@ def test_the_nearest_that_works_keeps_the_degrees_if_any_does(layout: str) -> No
 @pytest.mark.parametrize(
     ("layout", "says"),
     [
-        ("dp=4 zero=1 accumulate=full", "cannot be: accumulate=full is about sharded gradients"),
-        ("pp=8", 'cannot be: pp=8 cuts the 4 blocks of tiny into 8 stages: pp=4 works; "'),
+        ("dp=4 zero=1 accumulate=full", "is refused: accumulate=full is about sharded gradients"),
+        ("pp=8", 'is refused: pp=8 cuts the 4 blocks of tiny into 8 stages: pp=4 works; "'),
     ],
 )
 def test_why_names_the_rule_and_what_works(layout: str, says: str) -> None:

@@ -57,7 +57,7 @@ def test_other_numerics_are_priced_and_never_taken(tmp_path: Path, capsys: pytes
     plain = planned()
     said = capsys.readouterr().out
     (half,) = [one for one in plain["other_numerics"] if one["change"] == "numerics.precision=bf16"]
-    assert "with other numerics, the job's to choose: numerics.precision=bf16: " in said
+    assert "other numerics, which may change results: numerics.precision=bf16: " in said
     file = tmp_path / "simulation.json"
     assert run("simulate", *GPT2, *A100, "--layout", plain["best"][0]["layout"], "--json", file) == 0
     asked = json.loads(file.read_text())

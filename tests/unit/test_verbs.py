@@ -60,7 +60,7 @@ def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixt
 def test_the_help_says_how_many_rows_there_may_be(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["plan", "--help"])
-    assert f"rows, {plan.MOST_ROWS} at most" in capsys.readouterr().out
+    assert f"at most {plan.MOST_ROWS};" in capsys.readouterr().out
 
 
 def test_the_fewest_devices_are_planned_for() -> None:

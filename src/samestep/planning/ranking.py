@@ -16,6 +16,13 @@ from samestep.simulation.prediction import Prediction, intervals, predict
 TIGHT = 0.05
 """Part of a device's memory that is too little to have free: what is in pieces cannot be given away."""
 _HEAD = ("layout", "step s", "{}/s/device", "MFU", "GiB", "bubble", "exposed s")
+_OUTCOMES = {
+    "refused": "refused",
+    "memory": "too large for the memory",
+    "slower": "slower than those shown",
+    "unplayed": "not played",
+}
+"""The words for each rule by which a layout is left out."""
 
 
 def as_text(found: Plan) -> str:
@@ -27,21 +34,21 @@ def as_text(found: Plan) -> str:
         lines.append(f"the best is bound by {binds(found.best[0])}")
         lines += _cautions(found.best)
         if found.best[0].layout.offload:
-            lines.append("nothing fits without offload, and what it takes to update on the host is not predicted")
+            lines.append("nothing fits without offload; the time of the update on the host is not predicted")
     else:
         lines.append(found.nearest)
     rules: Counter[str] = Counter()
     for one in found.fallen:
         rules[one.rule] += len(one.group.splits)
-    counts = ", ".join(f"{count} {rule}" for rule, count in rules.most_common())
+    counts = ", ".join(f"{count} {_OUTCOMES[rule]}" for rule, count in rules.most_common())
     lines.append(
         f"{found.considered} layouts of {found.devices} device{'s' * (found.devices > 1)} in {found.seconds:.2f} s: {counts}"
     )
     if rules["unplayed"]:
         lines.append(
-            f"the search ended after {MOST_PLAYED} layouts played: of those unplayed one may be faster than what is shown"
+            f"the search ended after {MOST_PLAYED} layouts were played: one that was not played may be faster than those shown"
         )
-    lines.append(f"model: {found.labels['model']}; {found.hardware.name}: {found.labels['hardware']}")
+    lines.append(f"model: {found.labels['model']}; figures of {found.hardware.name}: {found.labels['hardware']}")
     lines.append(expected())
     lines += [f'  "{next(one.group.layouts())}" {one.reason}' for one in examples(found.fallen)]
     return "\n".join(lines)
@@ -72,8 +79,8 @@ def expected() -> str:
     """Say how far predictions have been from what was measured."""
     time, memory = intervals()["time"], intervals()["memory"]
     return (
-        f"of {time.rows:,} published steps 8 in 10 took {time.low:.2f} to {time.high:.2f} times the predicted, "
-        f"of {memory.rows:,} peaks {memory.low:.2f} to {memory.high:.2f} times (docs/foresight.md)"
+        f"8 in 10 of {time.rows:,} published steps took {time.low:.2f} to {time.high:.2f} times their predicted time, and 8 in 10 of "
+        f"{memory.rows:,} runs {memory.low:.2f} to {memory.high:.2f} times their predicted memory (docs/foresight.md)"
     )
 
 
@@ -147,7 +154,7 @@ def answers(found: Plan, tokens: float | None, cost_per_hour: float | None) -> l
         )
         if cost_per_hour:
             lines.append(
-                f"they cost {cost_per_hour * best.devices * days * 24:,.0f}, at {cost_per_hour:g} for an hour of one device"
+                f"this costs {cost_per_hour * best.devices * days * 24:,.0f}, at {cost_per_hour:g} for an hour of one device"
             )
     elif cost_per_hour:
         lines.append(f"a billion {best.unit} cost {1e9 / per_s / 3600 * best.devices * cost_per_hour:,.2f}")
@@ -156,7 +163,7 @@ def answers(found: Plan, tokens: float | None, cost_per_hour: float | None) -> l
 
 def other_numerics(found: Plan) -> list[str]:
     """Say what other numerics would save in the best layout, a line each."""
-    return [f"with other numerics, the job's to choose: {saving.to_line()}" for saving in found.other_numerics]
+    return [f"other numerics, which may change results: {saving.to_line()}" for saving in found.other_numerics]
 
 
 def why_not(found: Plan, layout: Layout) -> str:
@@ -171,16 +178,14 @@ def why_not(found: Plan, layout: Layout) -> str:
     try:
         mine = predict(found.model, found.job, layout, found.hardware, found.states_per_param)
     except LayoutError as error:
-        return f'"{layout}" cannot be: {error}{near()}'
+        return f'"{layout}" is refused: {error}{near()}'
     if not mine.fits:
         return f'"{layout}" does not fit: {memory_summary(mine.peak, mine.hardware)}{near()}'
     if not found.best:
         return f'"{layout}" fits: {mine.step_s:.4g} s a step'
     first = found.best[0]
     if mine.devices != found.devices:
-        return (
-            f'"{layout}" is one of {mine.devices} devices, {mine.step_s:.4g} s a step; this plan is of {found.devices}'
-        )
+        return f'"{layout}" is a layout of {mine.devices} devices, {mine.step_s:.4g} s a step; this plan is for {found.devices}'
     if mine.layout == first.layout or mine.step_s <= first.step_s:
         return f'"{layout}" is the fastest: {mine.step_s:.4g} s a step'
     costs = [
