@@ -131,7 +131,7 @@ def _refusal(source: OptimizerSource, params: Sequence[ParamSpec], cut: _Cut) ->
     alike = {repr([(k, v) for k, v in options.items() if k not in numbers]): name for name, options in whole.items()}
     if all(_is_cut_alike(source, param, cut) for param in params if param.name in alike.values()):
         return None
-    return f"{kind} does not treat every {'weight' if cut is _some else 'element'} by itself"
+    return f"{kind} does not treat every {'weight' if cut is _every_other else 'element'} by itself"
 
 
 _TRIED = (ValueError, TypeError, RuntimeError, AssertionError, IndexError)
@@ -168,7 +168,7 @@ def _cuts_of(layout: Layout) -> Iterator[tuple[str, tuple[_Cut, ...]]]:
         if degree > 1:
             yield f"{axis}={degree}", (_rows, _columns) if axis == "tp" else (_rows,)
     if layout.pp > 1:
-        yield f"pp={layout.pp}", (_some,)
+        yield f"pp={layout.pp}", (_every_other,)
 
 
 def _rows(whole: Tensor, rank: int) -> Tensor:
@@ -186,7 +186,7 @@ def _run(whole: Tensor, rank: int) -> Tensor:
     return whole.reshape(-1).tensor_split([max(1, whole.numel() * 2 // 3)])[rank]
 
 
-def _some(whole: Tensor, rank: int) -> Tensor:
+def _every_other(whole: Tensor, rank: int) -> Tensor:
     """Return the whole weight: every other weight belongs to the other rank."""
     return whole
 
@@ -205,7 +205,7 @@ def _is_cut_alike(source: OptimizerSource, param: ParamSpec, cut: _Cut) -> bool:
     try:
         at_once = _stepped(source, param.name, whole, gradients)
         for rank in range(2):
-            mine = slice(rank, rank + 1) if cut is _some else slice(None)
+            mine = slice(rank, rank + 1) if cut is _every_other else slice(None)
             parts = [cut(weight, rank) for weight in whole[mine]]
             steps = [[cut(gradient, rank) for gradient in step[mine]] for step in gradients]
             for ours, weight in zip(_stepped(source, param.name, parts, steps), at_once[mine], strict=True):

@@ -191,15 +191,15 @@ class _Dependence(ForwardTracer):
         """Return a block's arguments, with slices of those that have a row for each token."""
         self._started = True
         leaves, tree = tree_flatten_with_path((args, kwargs))
-        mine = [self._sliced(keystr(place), leaf) if isinstance(leaf, Tensor) else leaf for place, leaf in leaves]
+        mine = [self._sliced(keystr(argument), leaf) if isinstance(leaf, Tensor) else leaf for argument, leaf in leaves]
         return tree_unflatten(mine, tree)
 
-    def _sliced(self, place: str, leaf: Tensor) -> Tensor:
+    def _sliced(self, argument: str, leaf: Tensor) -> Tensor:
         if self.tokens_of(leaf) is not None:
             return leaf
         dim = sequence_dim(leaf.shape, self.size * PARTS)
-        if self.slices.setdefault(place, dim) != dim:
-            self.refuse(f"{place} has rows of tokens in one block and not in another")
+        if self.slices.setdefault(argument, dim) != dim:
+            self.refuse(f"{argument} has rows of tokens in one block and not in another")
         if dim is None:
             return leaf
         part = leaf.narrow(dim, self.size, self.size).clone()

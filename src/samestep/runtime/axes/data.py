@@ -114,11 +114,11 @@ class Replicated:
     @torch.no_grad()
     def _fill(self, model: nn.Module, materialize: Materialize) -> None:
         """Give every parameter its initial value, and make the pieces that this rank updates."""
-        place = {member.name: (flat, member) for flat in self._flats for member in flat.bucket.members}
+        slot_of = {member.name: (flat, member) for flat in self._flats for member in flat.bucket.members}
         master = DTYPES[self.program.step.master_dtype]
         for spec in self.program.step.model.params:
             value = materialize(spec.name, master)
-            flat, member = place.get(spec.name, (None, None))
+            flat, member = slot_of.get(spec.name, (None, None))
             live = value.to(DTYPES[self.program.step.working_dtype(spec)])
             if flat is not None and flat.weights is not None and member is not None:
                 window = flat.weights[member.offset : member.offset + member.numel].view(spec.shape)

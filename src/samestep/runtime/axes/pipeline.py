@@ -210,9 +210,9 @@ class Stage:
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             name = "" if args else self._facts.name_of_hidden(kwargs)
-            place = args[0] if args else kwargs[name]
-            shape = self._passed_shape(place.shape)
-            received = self._received(action, shape, place)
+            stand_in = args[0] if args else kwargs[name]
+            shape = self._passed_shape(stand_in.shape)
+            received = self._received(action, shape, stand_in)
             if torch.is_grad_enabled():
                 self._shapes[action.chunk, self._shapes_of(action.microbatch)] = shape
                 self._inputs[action.microbatch, action.chunk] = received.requires_grad_()
