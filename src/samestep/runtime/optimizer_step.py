@@ -94,8 +94,7 @@ def optimizer_source(
 
 
 def check_optimizer(source: OptimizerSource, model: ModelSpec, layout: Layout) -> None:
-    """Refuse an optimizer whose update of cut weights, or of a part of all weights, differs from its update of the
-    whole.
+    """Refuse an optimizer whose update of cut or distributed weights differs from its update of the whole.
 
     Raises:
         LayoutError: the layout cuts or distributes weights in such a way; the text says which layout word works.
@@ -253,9 +252,7 @@ def _check_step(optimizer: Optimizer) -> None:
 
 @dataclass(slots=True)
 class LossScale:
-    """Dynamic loss scaling for fp16: halved at an overflow, doubled after `growth_steps` without one; constant 1 by
-    default.
-    """
+    """Dynamic loss scaling for fp16: halved at an overflow, doubled after `growth_steps` without one."""
 
     scale: float = 1.0
     growth_steps: float = math.inf
@@ -327,8 +324,7 @@ class Updater:
 
     @torch.no_grad()
     def overflow(self, device: torch.device) -> Tensor:
-        """Return infinity if a summed gradient of this rank, under the loss scale, is too large for float16; else 0
-        (float64 []).
+        """Return infinity if a gradient of this rank, under the loss scale, exceeds float16; else 0 (float64 []).
 
         Whether float16 overflows on the way depends on how many samples a micro-batch adds up; their sum over the whole
         step does not. So the sum alone decides whether a step is skipped, and all layouts decide alike.

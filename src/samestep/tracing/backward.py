@@ -57,9 +57,7 @@ class Backward:
 
 
 def watch_backward(module: nn.Module, outputs: Iterable[Tensor], watch: ForwardTracer) -> Backward:
-    """Run the backward of a traced forward's outputs; return its operations, up to one that cannot run on the meta
-    device.
-    """
+    """Run the backward of a traced forward; return its operations, up to one that cannot run on meta."""
     found = Backward()
     roots = [tensor for tensor in outputs if tensor.requires_grad and tensor.is_meta]
     weights = [param for param in module.parameters() if param.requires_grad]
@@ -115,9 +113,7 @@ def _is_weight(node: Node) -> bool:
 
 
 def _edges_to_weights(roots: Iterable[Tensor]) -> Iterator[tuple[Node, list[int]]]:
-    """Yield nodes with the indices of their results that are gradients of weights, or of another view of a whole
-    weight.
-    """
+    """Yield nodes with the indices of their results that are gradients of weights, or of other views of them."""
     seen: set[Node] = set()
     todo = [root.grad_fn for root in roots if root.grad_fn is not None]
     while todo:

@@ -293,9 +293,7 @@ class ForwardTracer(TorchDispatchMode):
     def record(
         self, given: list[Tensor], written: list[Tensor], flops: int | None, product: Product | None = None
     ) -> None:
-        """Add an operation to the current region; `flops` is None unless its results are worth keeping under
-        recompute=selective.
-        """
+        """Add an operation to the current region; `flops` is None unless recompute=selective keeps its results."""
         region = self.regions[self.region]
         read = {self.key(tensor) for tensor in given}
         for key in read - self._weights - region.read:

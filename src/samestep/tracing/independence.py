@@ -350,9 +350,7 @@ class _Reshaping(TorchFunctionMode):
 
 
 def sequence_dim(shape: torch.Size, length: int) -> int | None:
-    """Return the dimension with `length` rows, one for each token; None where there is none, or where pairs of tokens
-    have it.
-    """
+    """Return the dimension with `length` rows, one for each token; None without one, or for pairs of tokens."""
     if length not in shape or (len(shape) in (2, 4) and shape[-1] == shape[-2]):
         return None
     return list(shape).index(length) if len(shape) < 2 or shape[1] != length else 1

@@ -60,9 +60,7 @@ class WholeSequences:
 
 
 class Slicing:
-    """This rank's slice of every sequence. It is active while a forward runs in `of`; outside, the model sees all
-    tokens.
-    """
+    """This rank's slice of every sequence, active while a forward runs in `of`."""
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh) -> None:
         self._sliced_dims = dict(program.step.model.slices)

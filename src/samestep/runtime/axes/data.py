@@ -157,9 +157,7 @@ class Replicated:
     def _piece(
         self, name: str, start: int, stop: int, live: Tensor, value: Tensor, gradient: Callable[[], Tensor]
     ) -> Piece:
-        """Return a piece that updates the live weights, or a master copy where dtypes differ or the host holds the
-        masters.
-        """
+        """Return a piece that updates the live weights, or a master copy in another dtype or on the host."""
         if live.dtype == value.dtype and not self._separate:
             return Piece(name, start, stop, live if isinstance(live, nn.Parameter) else live.detach(), gradient)
         held = value.detach().to("cpu" if self._separate else live.device, copy=True)
@@ -275,9 +273,7 @@ class Replicated:
         return total
 
     def _division(self, bucket: Bucket) -> tuple[int, int, int]:
-        """Return the number of parts of a bucket, the index of this rank's part, and the number of ranks that hold each
-        part.
-        """
+        """Return a bucket's number of parts, the index of this rank's part, and the number of ranks with each part."""
         innermost, *others = bucket.holding.data_axes
         return self.mesh.size(innermost), self.mesh.index(innermost), math.prod(map(self.mesh.size, others))
 
@@ -311,9 +307,7 @@ def _gradient_or_zero(param: nn.Parameter) -> Tensor:
 
 
 def _gradient_hook(store: weakref.ref[Replicated], slot: _GradientSlot, param: Tensor) -> None:
-    """Call the store if it still exists: a strong reference from a tensor's hook would make a cycle that is never
-    collected.
-    """
+    """Call the store if it still exists: a strong reference from a tensor's hook would never be collected."""
     alive = store()
     if alive is not None:
         alive._gradient_ready(slot, param)

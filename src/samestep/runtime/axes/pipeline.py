@@ -238,9 +238,7 @@ class Stage:
         self._sent[action] = (work, kept)
 
     def _received(self, action: Action, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Wait for the message of an action, in the compute dtype, on the device of `like`; then post the receives that
-        follow.
-        """
+        """Wait for the message of an action, in the compute dtype; then post the receives that follow."""
         link = self._links.get(self._link_of(action), _MessageQueue()) if torch.is_grad_enabled() else _MessageQueue()
         if link.due and link.due[-1] == action:
             link.due.pop()
@@ -320,8 +318,7 @@ class Stage:
 
 
 def _arrivals_of(program: Program) -> dict[Action, list[Action]]:
-    """Return this stage's actions that need a message, in order, each with the actions whose sends must have arrived by
-    then.
+    """Return this stage's actions that need a message, with those whose sends must have arrived by then.
 
     The sender of the message has executed its own order up to it, and so has received everything this needed.
     """

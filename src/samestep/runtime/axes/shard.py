@@ -150,8 +150,7 @@ class Sharded:
                 unit.complete(task.microbatch)
 
     def finish_gradients(self) -> None:
-        """Wait for FSDP2's reductions; sum gradients over stages that share a weight, and over axes on which they are
-        partial.
+        """Wait for FSDP2's reductions; sum gradients over tied stages, and over axes on which they are partial.
 
         Collective over these stages and `tp`: if a rank does not call it, the others wait until the time limit.
 
@@ -288,9 +287,7 @@ class _RunningUnit:
     # -- backward ----------------------------------------------------------------------------------
 
     def begin_backward(self, microbatch: int, *, reduces: bool, all_reduces: bool, frees: bool) -> None:
-        """Set what ends the unit's backward: whether it reduces, whether over all axes, and whether it frees the
-        weights.
-        """
+        """Set what ends the unit's backward: whether it reduces, over all axes or not, and frees the weights."""
         self._microbatch, self._in_backward = microbatch, True
         self._reduces, self._all_reduces, self._frees = reduces, all_reduces, frees
 
@@ -447,9 +444,7 @@ def _whole_outputs(_: nn.Module, args: Any, outputs: Any) -> Any:
 
 
 def _rows(spec: ParamSpec, num_shards: int, index: int) -> slice:
-    """Return the rows of a parameter that FSDP2 gives to a rank: equal runs of the first dimension, the last ones
-    shorter.
-    """
+    """Return the rows of a parameter that FSDP2 gives to a rank: equal runs, the last ones shorter."""
     each = -(-spec.shape[0] // num_shards)
     return slice(min(index * each, spec.shape[0]), min((index + 1) * each, spec.shape[0]))
 

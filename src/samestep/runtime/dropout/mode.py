@@ -87,9 +87,7 @@ class DropoutState:
             self.dropout = Dropout.ACTIVE
 
     def end_step(self, model: nn.Module) -> None:
-        """Record that a whole step has ended: if it has drawn no mask, the model has no dropout, and its hooks are
-        removed.
-        """
+        """Record the end of a whole step: a model that has drawn no mask has no dropout, and loses its hooks."""
         if self.dropout is Dropout.UNKNOWN:
             self.dropout = Dropout.ABSENT
             untrack_modules(model)
