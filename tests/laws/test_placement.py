@@ -36,7 +36,7 @@ def test_runs_are_where_cutting_puts_them(two: tuple[WeightSlice, WeightSlice], 
     part = two[0]
     start = data.draw(st.integers(0, part.numel))
     stop = data.draw(st.integers(start, part.numel))
-    assert part.runs(start, stop).places().tolist() == cut(part)[start:stop].tolist()
+    assert part.runs(start, stop).positions().tolist() == cut(part)[start:stop].tolist()
 
 
 @given(two_parts())
@@ -52,5 +52,5 @@ def test_what_two_parts_share_is_copied(two: tuple[WeightSlice, WeightSlice]) ->
 def test_the_whole_is_one_run() -> None:
     runs = whole((3, 4)).runs(2, 11)
     assert (runs.starts.tolist(), runs.lengths.tolist()) == ([2], [9])
-    assert whole(()).runs(0, 1).places().tolist() == [0]
+    assert whole(()).runs(0, 1).positions().tolist() == [0]
     assert np.array_equal(whole((0, 4)).runs(0, 0).starts, [])

@@ -133,9 +133,7 @@ class FamilyFacts:
     # -- attentions --------------------------------------------------------------------------------
 
     def heads_of(self, attention: nn.Module, size: int) -> int:
-        """Return the number of heads in `size` rows of an attention's projection; elsewhere every neuron is a group of
-        its own.
-        """
+        """Return the number of heads in `size` rows of an attention's projection; elsewhere every neuron is a group."""
         width, count = getattr(attention, self.head_width, None), getattr(attention, self.head_count, None)
         if isinstance(width, int) and width and size % width == 0:
             return size // width

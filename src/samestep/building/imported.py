@@ -12,8 +12,7 @@ from samestep.errors import InputError, did_you_mean
 
 
 def imported(source: str, key: str, error: type[InputError]) -> Callable[..., Any]:
-    """Return the function `module:function`, imported from the working directory too; `key` is the job's key, for
-    errors.
+    """Return the function `module:function`, looked for in the working directory too; `key` is the job's key.
 
     Raises:
         error: the text has another form, the import fails, or there is no such function.

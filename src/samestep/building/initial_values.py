@@ -95,13 +95,13 @@ def blueprint(source: Callable[[], nn.Module] | nn.Module, seed: int) -> Bluepri
         if not isinstance(module, nn.Module):
             raise ModelError(f"the build function returned a {type(module).__name__}; it must return an nn.Module")
     module = _on_meta(module, tape, from_instance=module is source)
-    places = list(_places(module))
-    refs = {place.name: tape.ref(place.tensor) for place in places}
+    attributes = list(_attributes(module))
+    refs = {attribute.name: tape.ref(attribute.tensor) for attribute in attributes}
     slices = {ref.memory: tape.slice(ref.memory) for ref in refs.values()}
-    parameters = [place for place in places if place.kind == "parameter"]
+    parameters = [attribute for attribute in attributes if attribute.kind == "parameter"]
     _check_parameters(parameters, refs, slices, tape)
     first: dict[tuple[int, Ref], str] = {}
-    canonical = {p.name: first.setdefault((id(p.tensor), refs[p.name]), p.name) for p in places}
+    canonical = {p.name: first.setdefault((id(p.tensor), refs[p.name]), p.name) for p in attributes}
     keys = _random_keys(seed, [(name, slices[refs[name].memory]) for name in canonical], tape)
     return Blueprint(module, seed, canonical, tape, refs, slices, keys, tuple(p.name for p in parameters))
 
@@ -170,7 +170,7 @@ class _Attribute:
     tensor: Tensor
 
 
-def _places(module: nn.Module) -> Iterator[_Attribute]:
+def _attributes(module: nn.Module) -> Iterator[_Attribute]:
     """Yield every tensor under every name: parameters, then buffers, then attributes, each in the module's order."""
     modules = list(module.named_modules(remove_duplicate=False))
     for kind, held in (("parameter", "_parameters"), ("buffer", "_buffers")):
@@ -232,12 +232,16 @@ def _on_meta(module: nn.Module, tape: Tape, from_instance: bool) -> nn.Module:
         ModelError: a tensor has no shape or no values, or the module cannot be copied.
     """
     memo: dict[int, Any] = {}
-    for place in _places(module):
-        tensor = place.tensor
+    for attribute in _attributes(module):
+        tensor = attribute.tensor
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-            raise ModelError(f"{place.name} has no shape yet (a lazy module): run one forward and pass the instance")
+            raise ModelError(
+                f"{attribute.name} has no shape yet (a lazy module): run one forward and pass the instance"
+            )
         if tensor.is_meta and from_instance:
-            raise ModelError(f"{place.name} is on the meta device, so it has no values: pass a build function instead")
+            raise ModelError(
+                f"{attribute.name} is on the meta device, so it has no values: pass a build function instead"
+            )
         twin = tensor
         if not tensor.is_meta:
             twin = tape.twin(tensor.detach(), copies=False)
@@ -245,7 +249,7 @@ def _on_meta(module: nn.Module, tape: Tape, from_instance: bool) -> nn.Module:
                 twin = nn.Parameter(twin, tensor.requires_grad)
             twin.__dict__.update(tensor.__dict__)
         memo.setdefault(id(tensor), twin)
-    if not from_instance and all(place.tensor.is_meta for place in _places(module)):
+    if not from_instance and all(attribute.tensor.is_meta for attribute in _attributes(module)):
         return module
     try:
         return copy.deepcopy(module, memo)
@@ -253,30 +257,30 @@ def _on_meta(module: nn.Module, tape: Tape, from_instance: bool) -> nn.Module:
         raise ModelError(f"the {type(module).__name__} cannot be copied ({error}): pass a build function") from error
 
 
-def _check_parameters(places: list[_Attribute], refs: dict[str, Ref], slices: dict[int, Slice], tape: Tape) -> None:
+def _check_parameters(attributes: list[_Attribute], refs: dict[str, Ref], slices: dict[int, Slice], tape: Tape) -> None:
     """Refuse parameters without values, and different parameters in one memory, which would diverge.
 
     Raises:
         ModelError: there is such a parameter.
     """
     owners: dict[int, list[_Attribute]] = {}
-    for place in places:
-        ref = refs[place.name]
+    for attribute in attributes:
+        ref = refs[attribute.name]
         memory, part = tape.memories[ref.memory], slices[ref.memory]
         if any(tape.memories[base].foreign for base in part.bases):
             raise ModelError(
-                f"{place.name} was made on the meta device outside the build function, so it has no values"
+                f"{attribute.name} was made on the meta device outside the build function, so it has no values"
             )
         if not part.entries and memory.constant is None and 0 not in ref.size:
-            raise ModelError(f"{place.name} is never given values (torch.empty): fill it where it is made")
+            raise ModelError(f"{attribute.name} is never given values (torch.empty): fill it where it is made")
         for other in owners.setdefault(ref.memory, []):
-            apart = other.tensor is place.tensor or ref.stride != contiguous(ref.size)
-            if not apart and refs[other.name].overlaps(ref):
+            may_share = other.tensor is attribute.tensor or ref.stride != contiguous(ref.size)
+            if not may_share and refs[other.name].overlaps(ref):
                 raise ModelError(
-                    f"{other.name} and {place.name} are two parameters in one memory; to tie them, assign one "
+                    f"{other.name} and {attribute.name} are two parameters in one memory; to tie them, assign one "
                     "nn.Parameter to both names"
                 )
-        owners[ref.memory].append(place)
+        owners[ref.memory].append(attribute)
 
 
 def _random_keys(seed: int, named: list[tuple[str, Slice]], tape: Tape) -> dict[int, int]:

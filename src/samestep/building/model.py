@@ -58,8 +58,7 @@ def _build_function(function: Callable[..., Any], source: str, config: Mapping[s
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """Call the model on a batch: a dict by the names of its forward's arguments, without the labels; a tuple's first
-    part.
+    """Call the model on a batch: a dict by the forward's argument names, without labels; a tuple's first part.
 
     Raises:
         ModelError: the forward takes nothing of the batch, or not its position_ids.

@@ -312,9 +312,7 @@ class Tape(TorchDispatchMode):
             self._paused = before
 
     def slice(self, memory: int) -> Slice:
-        """Return the entries from which a memory descends: each needed memory's writers, back to one that writes it
-        whole.
-        """
+        """Return the entries from which a memory descends: each needed memory's writers since its last whole write."""
         chosen: set[int] = set()
         walked: set[tuple[int, int]] = set()
         bases: set[int] = set()

@@ -373,7 +373,7 @@ def _places(run: Run, piece: Piece) -> Tensor | range:
     if cut.shape == spec.shape:
         return range(piece.start, piece.stop)
     mesh = run.assembly.parallel.mesh
-    return part_of(spec, cut, run.program.step.holding(cut), mesh).runs(piece.start, piece.stop).places()
+    return part_of(spec, cut, run.program.step.holding(cut), mesh).runs(piece.start, piece.stop).positions()
 
 
 @torch.no_grad()

@@ -204,9 +204,7 @@ def _with_loss(spec: ModelSpec) -> ModelSpec:
 
 
 def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedModel:
-    """Return the model with a proof that its blocks work token by token, where the layout needs one and there is none
-    yet.
-    """
+    """Return the model with a proof that its blocks work token by token, where the layout needs one."""
     analysis, spec = traced.analysis, traced.spec
     gives_experts_parts = layout.sequence_parallel and any(layer.dispatches for layer in spec.layers)
     if analysis.knows_slices or (layout.cp == 1 and not gives_experts_parts):

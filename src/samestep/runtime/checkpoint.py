@@ -185,9 +185,7 @@ def _part(run: Run, name: str) -> WeightSlice:
 
 
 def _parts(run: Run) -> dict[str, list[Any]]:
-    """Return the dimension and the intervals of each sharded weight's part that this rank writes, by its name in the
-    files.
-    """
+    """Return dimension and intervals of each sharded weight's part that this rank writes, by name in the files."""
     names = {piece.name for piece in run.updater.pieces if _stored_name(run, piece.name) != piece.name}
     parts = {_stored_name(run, name): _part(run, name) for name in sorted(names)}
     return {name: [part.dim, [list(ends) for ends in part.intervals]] for name, part in parts.items()}

@@ -94,8 +94,7 @@ def optimizer_source(
 
 
 def check_optimizer(source: OptimizerSource, model: ModelSpec, layout: Layout) -> None:
-    """Refuse an optimizer whose update of cut weights, or of a part of all weights, differs from its update of the
-    whole.
+    """Refuse an optimizer whose update of cut or distributed weights differs from its update of the whole.
 
     Raises:
         LayoutError: the layout cuts or distributes weights in such a way; the text says which layout word works.
@@ -131,7 +130,7 @@ def _refusal(source: OptimizerSource, params: Sequence[ParamSpec], cut: _Cut) ->
     alike = {repr([(k, v) for k, v in options.items() if k not in numbers]): name for name, options in whole.items()}
     if all(_is_cut_alike(source, param, cut) for param in params if param.name in alike.values()):
         return None
-    return f"{kind} does not treat every {'weight' if cut is _some else 'element'} by itself"
+    return f"{kind} does not treat every {'weight' if cut is _every_other else 'element'} by itself"
 
 
 _TRIED = (ValueError, TypeError, RuntimeError, AssertionError, IndexError)
@@ -168,7 +167,7 @@ def _cuts_of(layout: Layout) -> Iterator[tuple[str, tuple[_Cut, ...]]]:
         if degree > 1:
             yield f"{axis}={degree}", (_rows, _columns) if axis == "tp" else (_rows,)
     if layout.pp > 1:
-        yield f"pp={layout.pp}", (_some,)
+        yield f"pp={layout.pp}", (_every_other,)
 
 
 def _rows(whole: Tensor, rank: int) -> Tensor:
@@ -186,7 +185,7 @@ def _run(whole: Tensor, rank: int) -> Tensor:
     return whole.reshape(-1).tensor_split([max(1, whole.numel() * 2 // 3)])[rank]
 
 
-def _some(whole: Tensor, rank: int) -> Tensor:
+def _every_other(whole: Tensor, rank: int) -> Tensor:
     """Return the whole weight: every other weight belongs to the other rank."""
     return whole
 
@@ -205,7 +204,7 @@ def _is_cut_alike(source: OptimizerSource, param: ParamSpec, cut: _Cut) -> bool:
     try:
         at_once = _stepped(source, param.name, whole, gradients)
         for rank in range(2):
-            mine = slice(rank, rank + 1) if cut is _some else slice(None)
+            mine = slice(rank, rank + 1) if cut is _every_other else slice(None)
             parts = [cut(weight, rank) for weight in whole[mine]]
             steps = [[cut(gradient, rank) for gradient in step[mine]] for step in gradients]
             for ours, weight in zip(_stepped(source, param.name, parts, steps), at_once[mine], strict=True):
@@ -253,9 +252,7 @@ def _check_step(optimizer: Optimizer) -> None:
 
 @dataclass(slots=True)
 class LossScale:
-    """Dynamic loss scaling for fp16: halved at an overflow, doubled after `growth_steps` without one; constant 1 by
-    default.
-    """
+    """Dynamic loss scaling for fp16: halved at an overflow, doubled after `growth_steps` without one."""
 
     scale: float = 1.0
     growth_steps: float = math.inf
@@ -327,8 +324,7 @@ class Updater:
 
     @torch.no_grad()
     def overflow(self, device: torch.device) -> Tensor:
-        """Return infinity if a summed gradient of this rank, under the loss scale, is too large for float16; else 0
-        (float64 []).
+        """Return infinity if a gradient of this rank, under the loss scale, exceeds float16; else 0 (float64 []).
 
         Whether float16 overflows on the way depends on how many samples a micro-batch adds up; their sum over the whole
         step does not. So the sum alone decides whether a step is skipped, and all layouts decide alike.

@@ -75,7 +75,7 @@ class Runs:
         kept = lengths > 0
         return Runs((self.starts + before)[kept], lengths[kept])
 
-    def places(self) -> Tensor:
+    def positions(self) -> Tensor:
         """Return the index in the whole tensor of each element, int64 [numel]."""
         return torch.from_numpy(np.repeat(self.starts - self.offsets, self.lengths) + np.arange(self.lengths.sum()))
 
@@ -90,12 +90,12 @@ class Runs:
         both = in_mine & in_theirs
         return Runs(mine[both], lengths[both]), Runs(theirs[both], lengths[both])
 
-    def _find(self, places: Integers) -> tuple[Integers, npt.NDArray[np.bool_]]:
+    def _find(self, positions: Integers) -> tuple[Integers, npt.NDArray[np.bool_]]:
         """Return the indices in the flat tensor of elements of the whole, and whether the flat tensor holds them."""
         if not len(self.starts):
-            return np.zeros_like(places), np.zeros(len(places), dtype=bool)
-        run = np.clip(np.searchsorted(self.starts, places, side="right") - 1, 0, None)
-        into = places - self.starts[run]
+            return np.zeros_like(positions), np.zeros(len(positions), dtype=bool)
+        run = np.clip(np.searchsorted(self.starts, positions, side="right") - 1, 0, None)
+        into = positions - self.starts[run]
         return self.offsets[run] + into, (into >= 0) & (into < self.lengths[run])
 
 
@@ -115,7 +115,7 @@ def part_index(holding: Holding, mesh: Mesh) -> int:
 def local_part(whole: Tensor, cut: ParamSpec, holding: Holding, mesh: Mesh) -> Tensor:
     """Return this rank's part of a whole weight; `cut` is the weight as the program leaves it to this rank."""
     dim = _cut_dim(tuple(whole.shape), cut)
-    return whole if dim is None else _taken(whole, dim, cut, holding, mesh)
+    return whole if dim is None else _part_along(whole, dim, cut, holding, mesh)
 
 
 def part_of(spec: ParamSpec, cut: ParamSpec, holding: Holding, mesh: Mesh) -> WeightSlice:
@@ -128,7 +128,7 @@ def part_of(spec: ParamSpec, cut: ParamSpec, holding: Holding, mesh: Mesh) -> We
         return whole(spec.shape)
     along = [1] * len(spec.shape)
     along[dim] = spec.shape[dim]
-    held = _taken(torch.arange(spec.shape[dim]).view(along), dim, cut, holding, mesh).flatten().numpy()
+    held = _part_along(torch.arange(spec.shape[dim]).view(along), dim, cut, holding, mesh).flatten().numpy()
     if not len(held):
         return WeightSlice(tuple(spec.shape), dim, ())
     breaks = np.flatnonzero(np.diff(held) != 1)
@@ -145,7 +145,7 @@ def _cut_dim(shape: tuple[int, ...], cut: ParamSpec) -> int | None:
     return dims[0] if dims else None
 
 
-def _taken(whole: Tensor, dim: int, cut: ParamSpec, holding: Holding, mesh: Mesh) -> Tensor:
+def _part_along(whole: Tensor, dim: int, cut: ParamSpec, holding: Holding, mesh: Mesh) -> Tensor:
     """Return the part at this rank's index; of a fused weight, the part of each of its components."""
     assert holding.sharded_over, f"{cut.name} is cut by nobody"
     fused = cut.cut.parts if cut.cut is not None else 1
@@ -160,5 +160,5 @@ def copy_shared(into: Tensor, mine: Runs, source: Tensor, theirs: Runs) -> int:
         for to, at, length in zip(here.starts.tolist(), there.starts.tolist(), here.lengths.tolist(), strict=True):
             into[to : to + length] = source[at : at + length].to(into.device)
     else:
-        into[here.places().to(into.device)] = source[there.places()].to(into.device)
+        into[here.positions().to(into.device)] = source[there.positions()].to(into.device)
     return int(here.lengths.sum())

@@ -95,8 +95,7 @@ class Run:
         return self.assembly.weights.updater
 
     def prepare(self, example: Any) -> None:
-        """Build the model in its layout, unless that is done; `example` is a batch of samples, as `batch.samples`
-        returns it.
+        """Build the model in its layout, unless that is done; `example` is a batch from `batch.samples`.
 
         Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
         """
@@ -220,9 +219,7 @@ class Run:
         return totals / self.layout.model_ranks  # which count the same samples
 
     def _forward(self, task: Task, microbatches: Microbatches, totals: Tensor) -> Tensor | None:
-        """Run the forward of one chunk on a micro-batch; return its scaled loss on the rank that ends the model, else
-        None.
-        """
+        """Run the forward of one chunk on a micro-batch; return its scaled loss where the chunk ends the model."""
         parallel, objective = self.assembly.parallel, self.assembly.objective
         samples, weight = microbatches.samples(task.microbatch)
         if task.chunk == parallel.stage.num_chunks - 1:
@@ -239,9 +236,7 @@ class Run:
 
     @contextmanager
     def _forward_modes(self, microbatches: Microbatches, microbatch: int) -> Iterator[None]:
-        """Return the context of a training forward: raised float32 islands, and the dropout mode unless the model has
-        none.
-        """
+        """Return the context of a training forward: raised float32 islands, and the dropout mode if one is needed."""
         parallel, model = self.assembly.parallel, self.assembly.model
         make_mode = self._observer.dropout_mode()
         with precision.raised_islands(parallel.program):

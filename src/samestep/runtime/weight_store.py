@@ -71,7 +71,5 @@ class WeightStore(Protocol):
         ...
 
     def end_forward_only(self) -> None:
-        """Free the weights that forwards without a backward left gathered. Called by every rank after such forwards;
-        sends nothing.
-        """
+        """Free the weights that forwards without a backward left gathered; every rank calls it, and sends nothing."""
         ...

@@ -57,17 +57,15 @@ class Backward:
 
 
 def watch_backward(module: nn.Module, outputs: Iterable[Tensor], watch: ForwardTracer) -> Backward:
-    """Run the backward of a traced forward's outputs; return its operations, up to one that cannot run on the meta
-    device.
-    """
+    """Run the backward of a traced forward; return its operations, up to one that cannot run on meta."""
     found = Backward()
     roots = [tensor for tensor in outputs if tensor.requires_grad and tensor.is_meta]
     weights = [param for param in module.parameters() if param.requires_grad]
     if not roots or not weights:
         return found
     hooks = [
-        node.register_hook(functools.partial(_record_weights, found, watch, places))
-        for node, places in _edges_to_weights(roots)
+        node.register_hook(functools.partial(_record_weights, found, watch, indices))
+        for node, indices in _edges_to_weights(roots)
     ]
     before = set(watch.sizes)
     try:
@@ -99,8 +97,8 @@ class _BackwardTracer(TorchDispatchMode):
         outcome = run_on_meta(func, args, kwargs or {})
         node = torch._C._current_autograd_node()
         if node is not None and not _is_weight(node):
-            place = bisect.bisect_right(self.marks, node._sequence_nr()) - 1
-            self.region = self.watch.marks[place][1] if place >= 0 else ""
+            index = bisect.bisect_right(self.marks, node._sequence_nr()) - 1
+            self.region = self.watch.marks[index][1] if index >= 0 else ""
         read, written = (self._keys(values) for values in ((*args, *(kwargs or {}).values()), (outcome,)))
         self.node = self.node if node is None else node._sequence_nr()
         self.found.operations.append(_Operation(self.node, self.region, read, written))
@@ -115,9 +113,7 @@ def _is_weight(node: Node) -> bool:
 
 
 def _edges_to_weights(roots: Iterable[Tensor]) -> Iterator[tuple[Node, list[int]]]:
-    """Yield nodes with the indices of their results that are gradients of weights, or of another view of a whole
-    weight.
-    """
+    """Yield nodes with the indices of their results that are gradients of weights, or of other views of them."""
     seen: set[Node] = set()
     todo = [root.grad_fn for root in roots if root.grad_fn is not None]
     while todo:
@@ -132,16 +128,16 @@ def _edges_to_weights(roots: Iterable[Tensor]) -> Iterator[tuple[Node, list[int]
         if _is_weight(node) or (len(followers) == 1 and sizes == [views.get(followers[0])]):
             views[node] = sum(sizes)
     for node in seen:
-        places = [place for place, (after, _) in enumerate(node.next_functions) if after in views]
-        if places and node not in views:
-            yield node, places
+        indices = [index for index, (after, _) in enumerate(node.next_functions) if after in views]
+        if indices and node not in views:
+            yield node, indices
 
 
 def _record_weights(
-    found: Backward, watch: ForwardTracer, places: list[int], results: tuple[Tensor | None, ...], given: Any
+    found: Backward, watch: ForwardTracer, indices: list[int], results: tuple[Tensor | None, ...], given: Any
 ) -> None:
-    for place in places:
-        result = results[place]
+    for index in indices:
+        result = results[index]
         if result is not None:
             found.of_weights.add(watch.key(result))
 

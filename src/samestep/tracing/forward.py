@@ -207,7 +207,7 @@ class ForwardTracer(TorchDispatchMode):
         given = operands(*args, *kwargs.values())
         if any(tensor.is_meta for tensor in given) and not all(tensor.is_meta for tensor in given):
             # A constant that the forward made on the CPU; meta tensors cannot be combined with CPU tensors.
-            args, kwargs = tree_map_only(Tensor, self.place, (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, self.to_meta, (args, kwargs))
             given = operands(*args, *kwargs.values())
         outcome = self._run(func, given, args, kwargs)
         written = [tensor for tensor in operands(outcome) if tensor.is_meta]
@@ -267,7 +267,7 @@ class ForwardTracer(TorchDispatchMode):
         if (looks or sizes) and any(tensor.is_meta for tensor in given):
             if all(map(self.values.knows, given)):
                 outcome = self.values.run(func, args, kwargs)
-                return outcome if looks else tree_map_only(Tensor, self.place, outcome)
+                return outcome if looks else tree_map_only(Tensor, self.to_meta, outcome)
             if looks or func.overloadpacket not in _PICKING:
                 raise NeedsValuesError
             picks = operands(args[1])
@@ -293,9 +293,7 @@ class ForwardTracer(TorchDispatchMode):
     def record(
         self, given: list[Tensor], written: list[Tensor], flops: int | None, product: Product | None = None
     ) -> None:
-        """Add an operation to the current region; `flops` is None unless its results are worth keeping under
-        recompute=selective.
-        """
+        """Add an operation to the current region; `flops` is None unless recompute=selective keeps its results."""
         region = self.regions[self.region]
         read = {self.key(tensor) for tensor in given}
         for key in read - self._weights - region.read:
@@ -358,7 +356,7 @@ class ForwardTracer(TorchDispatchMode):
             self.saves[key] += 1
         return tensor if self.has_backward else None
 
-    def place(self, real: Tensor) -> Tensor:
+    def to_meta(self, real: Tensor) -> Tensor:
         """Return a meta tensor for a real one, whose integer values stay known."""
         if real.is_meta:
             return real
@@ -439,7 +437,7 @@ def watch_forward(
         NeedsValuesError: it looks at values that `watch` does not know.
     """
     copies = tree_map_only(Tensor, lambda t: torch.cat([t] * num_samples) if t.dim() else t, sample)
-    batch = tree_map_only(Tensor, watch.place, copies)
+    batch = tree_map_only(Tensor, watch.to_meta, copies)
     try:
         with ExitStack() as stack:
             stack.enter_context(watch.knowing(module, value_of))

@@ -191,15 +191,15 @@ class _Dependence(ForwardTracer):
         """Return a block's arguments, with slices of those that have a row for each token."""
         self._started = True
         leaves, tree = tree_flatten_with_path((args, kwargs))
-        mine = [self._sliced(keystr(place), leaf) if isinstance(leaf, Tensor) else leaf for place, leaf in leaves]
+        mine = [self._sliced(keystr(argument), leaf) if isinstance(leaf, Tensor) else leaf for argument, leaf in leaves]
         return tree_unflatten(mine, tree)
 
-    def _sliced(self, place: str, leaf: Tensor) -> Tensor:
+    def _sliced(self, argument: str, leaf: Tensor) -> Tensor:
         if self.tokens_of(leaf) is not None:
             return leaf
         dim = sequence_dim(leaf.shape, self.size * PARTS)
-        if self.slices.setdefault(place, dim) != dim:
-            self.refuse(f"{place} has rows of tokens in one block and not in another")
+        if self.slices.setdefault(argument, dim) != dim:
+            self.refuse(f"{argument} has rows of tokens in one block and not in another")
         if dim is None:
             return leaf
         part = leaf.narrow(dim, self.size, self.size).clone()
@@ -350,9 +350,7 @@ class _Reshaping(TorchFunctionMode):
 
 
 def sequence_dim(shape: torch.Size, length: int) -> int | None:
-    """Return the dimension with `length` rows, one for each token; None where there is none, or where pairs of tokens
-    have it.
-    """
+    """Return the dimension with `length` rows, one for each token; None without one, or for pairs of tokens."""
     if length not in shape or (len(shape) in (2, 4) and shape[-1] == shape[-2]):
         return None
     return list(shape).index(length) if len(shape) < 2 or shape[1] != length else 1

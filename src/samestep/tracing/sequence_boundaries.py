@@ -196,9 +196,7 @@ def _check_weights(model: nn.Module, parts: tuple[str, ...], styles: Styles) -> 
 
 
 def _stands_between(name: str, parts: tuple[str, ...], styles: Styles) -> bool:
-    """Return whether a weight is used on a rank's tokens alone: outside the cut parts, or a bias added to a row cut's
-    sum.
-    """
+    """Return whether a weight is used on a rank's tokens alone: outside the cut parts, or a row cut's bias."""
     owner, _, leaf = name.rpartition(".")
     return not any(is_below(name, part) for part in parts) or (styles.get(owner) == "row" and leaf == "bias")
 

@@ -107,9 +107,7 @@ class CutCosts:
     """Owners of forward sums after which the same block keeps a tensor for its backward, such as a mask."""
     logit_rows: int = 0
     uses: dict[str, set[str]] = field(default_factory=dict)
-    """Uses of each module's trained weights: on a "cut" or a "whole" tensor; "elsewhere" is on a cut one, by another
-    module.
-    """
+    """Uses of each module's trained weights: on a "cut" or "whole" tensor, or "elsewhere" (a cut one, by another)."""
     _last: list[Tensor] = field(default_factory=list)
     """Input of the last column cut: cuts with one input share its sum."""
 
@@ -168,9 +166,7 @@ def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: CutCosts, sha
 
 
 def _unclear_use(spec: ModelSpec, cuts: Cuts, seen: CutCosts) -> str:
-    """Return which weight is used on a cut tensor so that its gradient is neither whole on every rank nor a part on
-    each.
-    """
+    """Return which weight's gradient would be neither whole on every rank nor a part on each; empty if none."""
     blocks = [path for layer in spec.layers if layer.is_block for path in layer.modules]
     for path, uses in seen.uses.items():
         if path in cuts.styles or uses == {"whole"}:
@@ -186,9 +182,7 @@ def _unclear_use(spec: ModelSpec, cuts: Cuts, seen: CutCosts) -> str:
 
 
 def _half_summed(spec: ModelSpec, cuts: Cuts) -> str | None:
-    """Return a weight that has one gradient which is whole on every rank, and another which is partial; None if none
-    has.
-    """
+    """Return a weight with one gradient that is whole on every rank and another that is partial, if any."""
     for param in spec.params:
         if len({cuts.styles.get(name.rpartition(".")[0]) == "sum" for name in (param.name, *param.aliases)}) > 1:
             return param.name
@@ -236,9 +230,7 @@ def shareable_heads(model: nn.Module, cuts: Cuts) -> dict[str, int]:
 
 
 def _cut_of(model: nn.Module, cuts: Cuts, param: ParamSpec, shareable: Mapping[str, int]) -> Cut | None:
-    """Return the dimension along which a weight is cut, and the groups of its elements between which it is; None if
-    whole.
-    """
+    """Return along which dimension and between which groups of elements a weight is cut; None if whole."""
     path, _, leaf = param.name.rpartition(".")
     style = cuts.styles.get(path)
     if style in (None, "sum"):

@@ -152,9 +152,7 @@ def containers_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def _outermost(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost containers that hold weights; one that mostly consists of a container is replaced by that
-    one.
-    """
+    """Yield the outermost containers that hold weights, without those that mostly consist of another one."""
     total = _num_elements(module)
     is_container = isinstance(module, (nn.ModuleList, nn.Sequential))
     children = [(_join(path, name), child) for name, child in module.named_children()]
@@ -386,9 +384,7 @@ def _owner(param_name: str) -> str:
 
 
 def _layer_of(path: str, layer_of: Mapping[str, int], containers: tuple[str, ...]) -> int:
-    """Return the layer of a module: that of its nearest listed ancestor, else of the nearest module that ran, else the
-    first.
-    """
+    """Return the index of a module's layer: of its nearest listed ancestor, the nearest module that ran, or 0."""
     if is_outside(path, containers):
         return 0
     above = path

@@ -60,12 +60,10 @@ class WholeSequences:
 
 
 class Slicing:
-    """This rank's slice of every sequence. It is active while a forward runs in `of`; outside, the model sees all
-    tokens.
-    """
+    """This rank's slice of every sequence, active while a forward runs in `of`."""
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh) -> None:
-        self._places = dict(program.step.model.slices)
+        self._sliced_dims = dict(program.step.model.slices)
         self.degree, self.index = mesh.size("cp"), mesh.index("cp")
         self.group = mesh.groups["cp"]
         self.length = 0
@@ -136,18 +134,21 @@ class Slicing:
                 self.block, self.exchanged = layer.name, 0
             leaves, tree = tree_flatten_with_path((args, kwargs))
             return tree_unflatten(
-                [self._sliced(keystr(place), leaf) if isinstance(leaf, Tensor) else leaf for place, leaf in leaves],
+                [
+                    self._sliced(keystr(argument), leaf) if isinstance(leaf, Tensor) else leaf
+                    for argument, leaf in leaves
+                ],
                 tree,
             )
 
         return hook
 
-    def _sliced(self, place: str, leaf: Tensor) -> Tensor:
-        dim = self._places.get(place)
+    def _sliced(self, argument: str, leaf: Tensor) -> Tensor:
+        dim = self._sliced_dims.get(argument)
         if dim is None:
             if sequence_dim(leaf.shape, self.length) is not None:
                 raise LayoutError(
-                    f"{self.block} is given {place} of shape {list(leaf.shape)}, which the traced forward did not give "
+                    f"{self.block} is given {argument} of shape {list(leaf.shape)}, which the traced forward did not give "
                     "it: whether it has a row for each token is not known; cp=1 works"
                 )
             return leaf

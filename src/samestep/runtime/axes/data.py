@@ -102,11 +102,11 @@ class Replicated:
     @torch.no_grad()
     def _fill(self, model: nn.Module, materialize: Materialize) -> None:
         """Give every parameter its initial value, and make the pieces that this rank updates."""
-        place = {member.name: (flat, member) for flat in self._flats for member in flat.bucket.members}
+        slot_of = {member.name: (flat, member) for flat in self._flats for member in flat.bucket.members}
         master = DTYPES[self.program.step.master_dtype]
         for spec in self.program.step.model.params:
             value = materialize(spec.name, master)
-            flat, member = place.get(spec.name, (None, None))
+            flat, member = slot_of.get(spec.name, (None, None))
             live = value.to(DTYPES[self.program.step.working_dtype(spec)])
             if flat is not None and flat.weights is not None and member is not None:
                 window = flat.weights[member.offset : member.offset + member.numel].view(spec.shape)
@@ -145,9 +145,7 @@ class Replicated:
     def _piece(
         self, name: str, start: int, stop: int, live: Tensor, value: Tensor, gradient: Callable[[], Tensor]
     ) -> Piece:
-        """Return a piece that updates the live weights, or a master copy where dtypes differ or the host holds the
-        masters.
-        """
+        """Return a piece that updates the live weights, or a master copy in another dtype or on the host."""
         if live.dtype == value.dtype and not self._separate:
             return Piece(name, start, stop, live if isinstance(live, nn.Parameter) else live.detach(), gradient)
         held = value.detach().to("cpu" if self._separate else live.device, copy=True)
@@ -251,9 +249,7 @@ class Replicated:
         return total
 
     def _division(self, bucket: Bucket) -> tuple[int, int, int]:
-        """Return the number of parts of a bucket, the index of this rank's part, and the number of ranks that hold each
-        part.
-        """
+        """Return a bucket's number of parts, the index of this rank's part, and the number of ranks with each part."""
         innermost, *others = bucket.holding.data_axes
         return self.mesh.size(innermost), self.mesh.index(innermost), math.prod(map(self.mesh.size, others))
 
@@ -287,9 +283,7 @@ def _gradient_or_zero(param: nn.Parameter) -> Tensor:
 
 
 def _gradient_hook(store: weakref.ref[Replicated], slot: _GradientSlot, param: Tensor) -> None:
-    """Call the store if it still exists: a strong reference from a tensor's hook would make a cycle that is never
-    collected.
-    """
+    """Call the store if it still exists: a strong reference from a tensor's hook would never be collected."""
     alive = store()
     if alive is not None:
         alive._gradient_ready(slot, param)

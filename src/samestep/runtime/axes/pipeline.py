@@ -210,9 +210,9 @@ class Stage:
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             name = "" if args else self._facts.name_of_hidden(kwargs)
-            place = args[0] if args else kwargs[name]
-            shape = self._passed_shape(place.shape)
-            received = self._received(action, shape, place)
+            stand_in = args[0] if args else kwargs[name]
+            shape = self._passed_shape(stand_in.shape)
+            received = self._received(action, shape, stand_in)
             if torch.is_grad_enabled():
                 self._shapes[action.chunk, self._shapes_of(action.microbatch)] = shape
                 self._inputs[action.microbatch, action.chunk] = received.requires_grad_()
@@ -238,9 +238,7 @@ class Stage:
         self._sent[action] = (work, kept)
 
     def _received(self, action: Action, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Wait for the message of an action, in the compute dtype, on the device of `like`; then post the receives that
-        follow.
-        """
+        """Wait for the message of an action, in the compute dtype; then post the receives that follow."""
         link = self._links.get(self._link_of(action), _MessageQueue()) if torch.is_grad_enabled() else _MessageQueue()
         if link.due and link.due[-1] == action:
             link.due.pop()
@@ -320,8 +318,7 @@ class Stage:
 
 
 def _arrivals_of(program: Program) -> dict[Action, list[Action]]:
-    """Return this stage's actions that need a message, in order, each with the actions whose sends must have arrived by
-    then.
+    """Return this stage's actions that need a message, with those whose sends must have arrived by then.
 
     The sender of the message has executed its own order up to it, and so has received everything this needed.
     """

@@ -127,9 +127,7 @@ def _floating_dtype(values: Iterable[Any], default: torch.dtype) -> torch.dtype:
 
 
 def raised_islands(program: Program) -> AbstractContextManager[Any]:
-    """Return the context of a forward: under float64 the model's own float32 islands are raised, otherwise nothing
-    changes.
-    """
+    """Return the context of a forward, in which the model's own float32 islands are raised under float64."""
     return RaiseIslands() if program.step.compute_dtype == "float64" else nullcontext()
 
 

@@ -88,9 +88,7 @@ def _recomputed(path: str, forward: Callable[..., Any], around: ContextFn | None
 
 
 def _buffers_written_once(block: nn.Module) -> ContextFn | None:
-    """Return contexts of a forward and its recomputation, which writes into copies of the buffers that the forward
-    wrote.
-    """
+    """Return contexts of a forward and its recomputation, which writes into copies of the same buffers."""
     owners = [module for module in block.modules() if module._buffers]
     if not owners:
         return None

@@ -59,8 +59,7 @@ def _gather_given(gather: Callable[[Tensor], Tensor], facts: FamilyFacts, _: nn.
 
 
 class Shared:
-    """A move made once for all modules that are given one tensor in turn, such as q, k and v, or parallel attention and
-    MLP.
+    """A move made once for all modules that are given one tensor in turn, such as q, k and v.
 
     In the backward they share one sum.
     """
@@ -96,8 +95,7 @@ def gather(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 
 
 def scatter(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Return this rank's tokens of the sum of x over the ranks, [B, T, D] -> [B, T/N, D]; the backward gathers the
-    gradient.
+    """Return this rank's tokens of the sum of x, [B, T, D] -> [B, T/N, D]; the backward gathers the gradient.
 
     Collective over `group`, in the backward too: if a rank does not call it, the others wait until the time limit.
     """
@@ -116,9 +114,7 @@ def _split(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 
 
 def _join(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Return the sequence gathered from all ranks; the backward keeps this rank's part of the gradient, which is
-    replicated.
-    """
+    """Return the sequence gathered from all ranks; the backward keeps this rank's part of the gradient."""
     return moved(x, group, owner, _all_gathered, _own)
 
 

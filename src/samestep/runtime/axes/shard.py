@@ -67,13 +67,13 @@ class Sharded:
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         self.program, self.mesh = program, mesh
         self.model = model
-        places = _reshape(model, program)
-        self._units = [_RunningUnit(model, unit, program, places) for unit in program.units]
+        slots = _reshape(model, program)
+        self._units = [_RunningUnit(model, unit, program, slots) for unit in program.units]
         _wrap(model, self._units, program, mesh)
         _keep_order(self._units)
         self.pieces: list[Piece] = []
         self._params: dict[str, DTensor] = {}
-        self._fill(places, materialize)
+        self._fill(slots, materialize)
         # Explicitly: in a stage's first forward stand-ins replace the modules of its other chunks.
         self._root._get_fsdp_state()._lazy_init()
         self._root.set_is_last_backward(False)
@@ -84,7 +84,7 @@ class Sharded:
         return self.model
 
     @torch.no_grad()
-    def _fill(self, places: dict[str, _ParamSlots], materialize: Materialize) -> None:
+    def _fill(self, slots: dict[str, _ParamSlots], materialize: Materialize) -> None:
         """Allocate this rank's rows, and fill them from each whole parameter in turn, which is freed at once."""
         device = self.mesh.device
         self.model._apply(lambda t: torch.empty_like(t, device=device) if isinstance(t, DTensor) else t)
@@ -92,9 +92,9 @@ class Sharded:
         for spec in step.model.params:
             value = materialize(spec.name, DTYPES[step.master_dtype])
             if not spec.numel:
-                _put(places[spec.name], nn.Parameter(value, requires_grad=spec.trainable))
+                _put(slots[spec.name], nn.Parameter(value, requires_grad=spec.trainable))
                 continue
-            param = _at(places[spec.name][0])
+            param = _param_at(slots[spec.name][0])
             assert isinstance(param, DTensor), f"{spec.name} is in no unit of the program"
             self._params[spec.name] = param
             holding = step.holding(spec)
@@ -153,8 +153,7 @@ class Sharded:
                 unit.complete(task.microbatch)
 
     def finish_gradients(self) -> None:
-        """Wait for FSDP2's reductions; sum gradients over stages that share a weight, and over axes on which they are
-        partial.
+        """Wait for FSDP2's reductions; sum gradients over tied stages, and over axes on which they are partial.
 
         Collective over these stages and `tp`: if a rank does not call it, the others wait until the time limit.
 
@@ -180,14 +179,14 @@ class Sharded:
         assert op.axis is not None
         gradients = [_gradient(self._params[name]) for name in sizes]
         whole = torch.zeros(sum(sizes.values()), dtype=gradients[0].dtype, device=gradients[0].device)
-        places = [
-            place[: gradient.numel()].view_as(gradient)
-            for place, gradient in zip(whole.split([*sizes.values()]), gradients, strict=True)
+        windows = [
+            window[: gradient.numel()].view_as(gradient)
+            for window, gradient in zip(whole.split([*sizes.values()]), gradients, strict=True)
         ]
-        torch._foreach_copy_(places, gradients)
+        torch._foreach_copy_(windows, gradients)
         with owned(op.owner):
             dist.all_reduce(whole, group=self.mesh.groups[op.axis])
-        torch._foreach_copy_(gradients, places)
+        torch._foreach_copy_(gradients, windows)
 
     def norm_squared(self) -> Tensor:
         """Return this rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""
@@ -221,9 +220,9 @@ class _RunningUnit:
     micro-batch, since a pipeline has several under way.
     """
 
-    def __init__(self, model: nn.Module, unit: Unit, program: Program, places: dict[str, _ParamSlots]) -> None:
+    def __init__(self, model: nn.Module, unit: Unit, program: Program, slots: dict[str, _ParamSlots]) -> None:
         self.unit = unit
-        self.params = {_at(places[name][0]) for name in unit.params}
+        self.params = {_param_at(slots[name][0]) for name in unit.params}
         """The unit's parameters, still on the meta device, before FSDP2 shards them."""
         self._path = unit.modules[0]
         self._zero = program.step.zero
@@ -291,14 +290,12 @@ class _RunningUnit:
     # -- backward ----------------------------------------------------------------------------------
 
     def begin_backward(self, microbatch: int, *, reduces: bool, all_reduces: bool, frees: bool) -> None:
-        """Set what ends the unit's backward: whether it reduces, whether over all axes, and whether it frees the
-        weights.
-        """
+        """Set what ends the unit's backward: whether it reduces, over all axes or not, and frees the weights."""
         self._microbatch, self._in_backward = microbatch, True
         self._reduces, self._all_reduces, self._frees = reduces, all_reduces, frees
 
     def _close_call(self, microbatch: int, waiting: set[int], key: int, _: Tensor) -> None:
-        if waiting == {key}:  # an input added to a later sum has its gradient before the weights have theirs
+        if waiting == {key}:  # an input used late has its gradient before the weights have theirs
             self._open[microbatch] -= 1
             if self._open[microbatch] == 0:
                 self.complete(microbatch)
@@ -380,25 +377,25 @@ def _reshape(model: nn.Module, program: Program) -> dict[str, _ParamSlots]:
     """Give every parameter, still on meta, the shape and dtype that this rank's program has of it; return its slots."""
     dtype = DTYPES[program.step.master_dtype]
     mine = {name: {*unit.modules} for unit in program.units for name in unit.params}
-    places: dict[str, _ParamSlots] = {}
+    slots: dict[str, _ParamSlots] = {}
     for spec in program.step.model.params:
         names = [name.rpartition(".") for name in (spec.name, *spec.aliases)]
         if program.step.holding(spec).tied_over:  # the weight's other name is on another stage
             names = [name for name in names if name[0] in mine[spec.name]]
-        places[spec.name] = [(model.get_submodule(path), leaf) for path, _, leaf in names]
+        slots[spec.name] = [(model.get_submodule(path), leaf) for path, _, leaf in names]
         empty = torch.empty(spec.shape, dtype=dtype, device="meta")
-        _put(places[spec.name], nn.Parameter(empty, requires_grad=spec.trainable))
-    return places
+        _put(slots[spec.name], nn.Parameter(empty, requires_grad=spec.trainable))
+    return slots
 
 
-def _at(place: tuple[nn.Module, str]) -> Tensor:
-    owner, leaf = place
+def _param_at(slot: tuple[nn.Module, str]) -> Tensor:
+    owner, leaf = slot
     value: Tensor = getattr(owner, leaf)
     return value
 
 
-def _put(places: _ParamSlots, param: nn.Parameter) -> None:
-    for owner, leaf in places:
+def _put(slots: _ParamSlots, param: nn.Parameter) -> None:
+    for owner, leaf in slots:
         setattr(owner, leaf, param)
 
 
@@ -475,9 +472,7 @@ def _whole_outputs(_: nn.Module, args: Any, outputs: Any) -> Any:
 
 
 def _rows(spec: ParamSpec, num_shards: int, index: int) -> slice:
-    """Return the rows of a parameter that FSDP2 gives to a rank: equal runs of the first dimension, the last ones
-    shorter.
-    """
+    """Return the rows of a parameter that FSDP2 gives to a rank: equal runs, the last ones shorter."""
     each = -(-spec.shape[0] // num_shards)
     return slice(min(index * each, spec.shape[0]), min((index + 1) * each, spec.shape[0]))
 

@@ -243,24 +243,24 @@ class _CutCrossEntropy(torch.autograd.Function):
         size = logits.shape[-1]
         own = labels - dist.get_rank(group) * size
         elsewhere = (own < 0) | (own >= size)
-        place = own.masked_fill(elsewhere, 0)[:, None]
+        column = own.masked_fill(elsewhere, 0)[:, None]
         largest = logits.amax(dim=-1)
         with owned("loss.largest"):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         shifted = logits - largest[:, None]
-        right = shifted.gather(-1, place)[:, 0].masked_fill(elsewhere, 0.0)
+        right = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0.0)
         powers = shifted.exp_()
         sums = _summed(torch.stack([powers.sum(dim=-1), right]), group, "loss.sums")
         ignored = labels == IGNORED_LABEL
-        ctx.save_for_backward(powers, sums[0], place, elsewhere, ignored)
+        ctx.save_for_backward(powers, sums[0], column, elsewhere, ignored)
         return (sums[0].log() - sums[1]).masked_fill(ignored, 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        powers, total, place, elsewhere, ignored = ctx.saved_tensors
+        powers, total, column, elsewhere, ignored = ctx.saved_tensors
         mine = gradients[0].expand_as(total).masked_fill(ignored, 0.0)
         gradient = powers * (mine / total)[:, None]
-        return gradient.scatter_add_(-1, place, -mine.masked_fill(elsewhere, 0.0)[:, None]), None, None
+        return gradient.scatter_add_(-1, column, -mine.masked_fill(elsewhere, 0.0)[:, None]), None, None
 
 
 def cut_cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:

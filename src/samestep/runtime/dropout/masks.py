@@ -95,9 +95,7 @@ class MaskSlice:
         )
 
     def _cut_by_axis(self, owner: str, size: int, mine: int, unused: set[str]) -> tuple[int, int] | None:
-        """Return the number of intervals of a dimension and this rank's index, by an axis that cuts no other dimension;
-        or None.
-        """
+        """Return the number of intervals of a dimension, and this rank's index; None where no unused axis cuts it."""
         if "cp" in unused and size == mine * self.cp == self.model.length:
             unused.remove("cp")
             return self.cp, self.cp_index
@@ -113,8 +111,7 @@ class MaskSlice:
 
 
 def _cut_sizes(model: ModelSpec, owner: str) -> set[int]:
-    """Return the sizes of dimensions that are cut in one interval: numbers of heads, or features of a cut weight
-    nearby.
+    """Return the sizes of dimensions cut in one interval: numbers of heads, or features of a weight nearby.
 
     A dimension into which something else is folded, or which holds q, k and v side by side, is cut in several.
     """

@@ -87,9 +87,7 @@ class DropoutState:
             self.dropout = Dropout.ACTIVE
 
     def end_step(self, model: nn.Module) -> None:
-        """Record that a whole step has ended: if it has drawn no mask, the model has no dropout, and its hooks are
-        removed.
-        """
+        """Record the end of a whole step: a model that has drawn no mask has no dropout, and loses its hooks."""
         if self.dropout is Dropout.UNKNOWN:
             self.dropout = Dropout.ABSENT
             untrack_modules(model)
@@ -190,7 +188,7 @@ class DropoutMode(TorchFunctionMode):
         ]  # for draws outside every module, as in a loss; the model itself is entry 0 of ""
         self._entries: dict[str, int] = {}
         self._sample_keys: dict[torch.device, Tensor] = {}
-        self._places: dict[tuple[tuple[int, ...], MaskCuts, torch.device], tuple[Tensor, Tensor]] = {}
+        self._hashed_positions: dict[tuple[tuple[int, ...], MaskCuts, torch.device], tuple[Tensor, Tensor]] = {}
 
     def __enter__(self) -> DropoutMode:
         super().__enter__()
@@ -233,8 +231,8 @@ class DropoutMode(TorchFunctionMode):
 
     def _next_key(self) -> int:
         """Count a draw and return its key of 64 bits."""
-        place = "/".join(map(str, (self._draw.seed, self._draw.step, *self._next_draw())))
-        return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little", signed=True)
+        text = "/".join(map(str, (self._draw.seed, self._draw.step, *self._next_draw())))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
     def _drop(self, shape: torch.Size, p: float, device: torch.device, what: str) -> Tensor:
         """Return a mask of this shape, bool, True where an element is dropped.
@@ -259,10 +257,10 @@ class DropoutMode(TorchFunctionMode):
             cuts = self._part.cuts((frame.name, frame.entry, frame.num_draws), whole)
             for dim, degree, _ in cuts:
                 whole = (*whole[:dim], whole[dim] * degree, *whole[dim + 1 :])
-        place = (whole, cuts, device)
-        if place not in self._places:
-            self._places[place] = hash_positions(*positions(whole, cuts, device))
-        return drop_mask(self._sample_keys[device] ^ self._next_key(), *self._places[place], p).view(shape)
+        key = (whole, cuts, device)
+        if key not in self._hashed_positions:
+            self._hashed_positions[key] = hash_positions(*positions(whole, cuts, device))
+        return drop_mask(self._sample_keys[device] ^ self._next_key(), *self._hashed_positions[key], p).view(shape)
 
 
 class _MaskRecorder(DropoutMode):

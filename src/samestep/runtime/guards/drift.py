@@ -36,9 +36,7 @@ from samestep.runtime.processes.mesh import Mesh, gather_objects, group_over
 from samestep.runtime.step_report import StepReport
 
 TOLERANCE = 1e-3
-"""Largest difference of redundantly computed weights, relative to their norm; a missing reduction exceeds it in few
-steps.
-"""
+"""Largest relative difference of redundantly computed weights; a missing reduction soon exceeds it."""
 _COLUMNS = 4096
 
 

@@ -227,9 +227,7 @@ class _NonFiniteFinder:
         self.backward_fault = f"{_label(name)}: backward gradient of {what} not finite{seen}"
 
     def backward_fault_outside(self) -> str | None:
-        """Return where the first bad gradient of an output came from; call it once the gradients of all outputs are
-        known.
-        """
+        """Return where the first bad gradient of an output came from, once the gradients of all outputs are known."""
         if self._first_bad_output is None:
             return None
         first, *around = self._first_bad_output
@@ -265,9 +263,7 @@ def _overflow(value: float) -> str:
 
 
 def _largest_in_float32(call: _Call) -> float | None:
-    """Compute a module once more in float32 on the same inputs; return its largest output, or None if that is
-    impossible.
-    """
+    """Compute a module once more in float32; return its largest output, or None if that is impossible."""
 
     def widen(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -316,9 +312,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _is_finite(tensor: Tensor, masks: bool = True) -> bool:
-    """Return whether this rank's part is finite; with `masks`, -inf counts as finite in a tensor that takes no
-    gradient.
-    """
+    """Return whether this rank's part is finite; with `masks`, -inf in a tensor without gradient is finite."""
     is_mask = masks and not tensor.requires_grad and tensor.is_floating_point()
     tensor = _local(tensor)
     if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -346,7 +340,5 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _is_cut(tensor: Tensor) -> bool:
-    """Return whether it is a DTensor, by its class name: importing DTensor costs a second, which replicated runs need
-    not.
-    """
+    """Return whether it is a DTensor, by its class name: importing DTensor takes a second."""
     return type(tensor).__name__ == "DTensor"

@@ -113,7 +113,7 @@ def become_worker(info: LaunchInfo) -> None:
 def leave() -> None:
     """Undo what `join` did; a process group that existed before stays.
 
-    Collective over the world: it destroys the group, so that ranks which still communicate fail.
+    Ranks that still communicate with this one then fail.
     """
     global _joined
     if _joined is None:

@@ -51,9 +51,7 @@ class Mesh:
         return ",".join(map(str, self.members(axis))) + (f" {axis}" if axis in OWN_GROUPS else "")
 
     def for_shards(self, axis: str) -> DeviceMesh:
-        """Return the mesh that FSDP2 shards over: `dp_shard` or `dp_expert`, after `dp_replicate` where there are
-        replicas.
-        """
+        """Return the mesh that FSDP2 shards over: `dp_shard` or `dp_expert`, after `dp_replicate` if there is one."""
         rows = [self.ranks.group(rank, axis) for rank in self.members("dp_replicate")]
         axes, positions = (["dp_replicate", axis], rows) if len(rows) > 1 else ([axis], rows[0])
         groups = [self.groups[axis] for axis in axes]
@@ -110,8 +108,7 @@ _WORLD = ("world", ())
 
 
 def group_over(ranks: tuple[int, ...], name: str = "") -> dist.ProcessGroup:
-    """Return the process group of some ranks, made once for all runs of a process: each group has threads that keep
-    running.
+    """Return the process group of some ranks, made once for all runs of a process, since it has threads.
 
     Collective over the world: every rank asks for all groups, also those of others, in one order; if one does not, the
     others wait until the time limit.

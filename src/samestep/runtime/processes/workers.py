@@ -320,9 +320,7 @@ def _start_method(device_type: str, threads: int) -> str:
 
 
 def _autograd_has_threads() -> bool:
-    """Return whether a backward pass ran here on a machine with GPUs: autograd refuses to run in a fork of such a
-    process.
-    """
+    """Return whether a backward pass ran here on a machine with GPUs: autograd then refuses to run in a fork."""
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
             if (task / "comm").read_text().startswith("pt_autograd"):
