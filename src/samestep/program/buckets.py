@@ -1,4 +1,4 @@
-"""Buckets and units: which weights are reduced, or gathered, as one buffer, and how it is padded."""
+"""Buckets: which gradients are reduced as one buffer under zero=0 and zero=1, and how it is padded."""
 
 from __future__ import annotations
 
@@ -42,43 +42,6 @@ class Bucket:
         return sum(member.numel for member in self.members)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """Parameters that are gathered together (zero=2 or 3): those of one layer, or one shared weight."""
-
-    name: str
-    modules: tuple[str, ...]
-    params: tuple[str, ...]
-    first_layer: int
-    last_layer: int
-    dtype: str
-    """Dtype in which the weights are gathered."""
-    reduce_dtype: str
-    """Dtype in which the gradients are sent."""
-    padded_numel: int
-    """Elements of the unsharded buffer: each parameter's first dimension padded to a multiple of the ranks that share it."""
-    padded_grad_numel: int
-    """The same for the gradients: without frozen weights."""
-    keep_after_forward: bool
-    """Not resharded between forward and backward."""
-    gather_in_backward: bool
-    """Gathered again before its backward."""
-    called: tuple[int, int] = (0, 0)
-    """When the forward first enters one of its modules, and last leaves one: a count of such events."""
-    spans_calls: bool = False
-    """Its modules are called several times in a forward: held from the first call to the end of the task, and reduced
-    once, after the last of their backwards."""
-    ends_early: bool = True
-    """A gradient flows back into what its first module is given, and shows that its backward is over; of other units it
-    is over at the end of the task."""
-    ahead: str | None = None
-    """Name of the unit that is gathered ahead of need when this one's backward starts."""
-    shard_axis: str
-    """The data axis over which its weights are sharded."""
-    num_shards: int
-    """Ranks among which they are divided: 1 where a rank has them to itself, and nothing is gathered or scattered."""
-
-
 def padded(numel: int, multiple: int) -> int:
     """Round `numel` up to a multiple."""
     return -(-numel // multiple) * multiple
@@ -118,16 +81,6 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
         size += param.numel
     runs.sort(key=lambda run: (-chunk_of(run[0]), -min(param.layer for param in run)))  # as backward finishes them
     return tuple(_bucket(step, index, run) for index, run in enumerate(runs))
-
-
-def partial_sizes(step: StepSpec, unit: Unit, axis: str) -> dict[str, int]:
-    """Return the elements, row padding included, of a rank's shards of a unit's gradients that are partial over `axis`."""
-    mine = {*unit.params}
-    return {
-        param.name: padded(param.shape[0], unit.num_shards) // unit.num_shards * (param.numel // param.shape[0])
-        for param in step.model.params
-        if param.name in mine and param.trainable and param.numel and axis in step.holding(param).partial_over
-    }
 
 
 def _kind(step: StepSpec, param: ParamSpec) -> tuple[object, ...]:

@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 
 REPLICAS = "dp_replicate"
 """The data axis of what nothing shards."""
+SHARDS = "dp_shard"
+"""The data axis over which ZeRO shards what is not expert-sharded."""
 TIE = "tie"
 """First and last pipeline stage, where they share a weight."""
 

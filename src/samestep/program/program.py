@@ -26,9 +26,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from samestep.program.bodies import BodyKey, ends_step
-from samestep.program.buckets import Bucket, Unit
+from samestep.program.buckets import Bucket
 from samestep.program.ops import LedgerRow, Op, Ops, Task, ledger_key
 from samestep.program.step import StepSpec
+from samestep.program.units import Unit
 from samestep.schedules import TaskKind
 
 

@@ -36,10 +36,10 @@ from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.models.spec import LayerSpec, ParamSpec
 from samestep.program.bodies import BodyKey, is_forward
-from samestep.program.buckets import Unit
 from samestep.program.ops import BYTES_OF, Kind, Op, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
+from samestep.program.units import Unit
 
 _STATES = {
     "adadelta": 2, "adafactor": 0, "adagrad": 1, "adam": 2, "adamax": 2, "adamw": 2, "asgd": 1, "muon": 1, "nadam": 2,
