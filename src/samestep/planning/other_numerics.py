@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.models.spec import ModelSpec
+from samestep.output.byte_sizes import gib
 from samestep.program.bodies import BodyKey
 from samestep.program.ops import BYTES_OF, REDUCING, TF32, Op, Ops
 from samestep.simulation import clock
-from samestep.simulation.memory import gib
 from samestep.simulation.prediction import Prediction, predict
 
 WORTH = 0.03

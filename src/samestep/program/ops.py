@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from samestep.job import Precision
 from samestep.program.bodies import BodyKey
@@ -53,6 +53,16 @@ REDUCING = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE)
 """Collectives that add up."""
 
 
+class Buffer(NamedTuple):
+    """Memory beyond what a rank holds at rest: an op allocates it, and a later one frees it."""
+
+    name: str
+    """Allocated again under the same name, it is the same buffer."""
+    part: Literal["gradients", "buffers"]
+    """What it counts as in a `MemoryUse`."""
+    size_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Op:
     """One operation of a body. Collectives have an axis; compute has none.
@@ -71,6 +81,12 @@ class Op:
     """Collectives: the whole unsharded buffer with padding; wire bytes follow from it; of an all_to_all what this rank
     sends, if all experts are chosen alike. Update: bytes touched."""
     after: tuple[str, ...] = ()
+    frees_before: tuple[str, ...] = ()
+    """Names of the buffers that are gone when it starts."""
+    allocates: tuple[Buffer, ...] = ()
+    """Buffers that it makes: an all_gather's are there while it runs, those of others once it has ended."""
+    frees: tuple[str, ...] = ()
+    """Names of the buffers that are gone when it has ended."""
     implied: bool = False
     """Issued by FSDP2 inside a driven op, not by our interpreter."""
     name: str = field(init=False, compare=False, repr=False)

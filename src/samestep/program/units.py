@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from samestep.models.spec import ParamSpec, is_below
@@ -56,9 +56,14 @@ class Unit:
     """Name of the unit whose gather is issued ahead of need when this unit's backward starts."""
 
     @property
+    def is_freed_after_forward(self) -> bool:
+        """Whether its weights, gathered from other ranks, are resharded between forward and backward."""
+        return self.num_shards > 1 and not self.keep_after_forward
+
+    @property
     def is_gathered_again(self) -> bool:
-        """Whether its backward gathers it, which its forward has resharded."""
-        return self.num_shards > 1 and self.gather_in_backward and not self.keep_after_forward
+        """Whether it is gathered once more for its backward."""
+        return self.gather_in_backward and self.is_freed_after_forward
 
 
 def by_layer(units: Iterable[Unit], layer_of: Callable[[Unit], int]) -> dict[int | None, list[Unit]]:
@@ -79,11 +84,12 @@ def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
     members: dict[int, dict[str, None]] = {}
     own: dict[int, list[ParamSpec]] = {}
     order: dict[str, int] = {}
+    roots_of = {param.name: _roots(step, param) for param in step.model.params}
     for param in step.model.params:
         owners = _owners(step, param)
         for owner in owners:
             order.setdefault(owner, len(order))
-        roots = _roots(step, param)
+        roots = roots_of[param.name]
         if not param.numel:
             continue
         if step.holding(param).data_axis != SHARDS:  # sharded over other ranks than the rest of its layer
@@ -102,7 +108,7 @@ def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
     for layer, params in own.items():
         groups[tuple(members[layer])] = params
     units = [
-        _unit(step, tuple(sorted(modules, key=lambda m: order.get(m, -1))), ps, chunks)
+        _unit(step, tuple(sorted(modules, key=lambda m: order.get(m, -1))), ps, roots_of, chunks)
         for modules, ps in groups.items()
     ]
     units.sort(key=lambda unit: order.get(unit.modules[0], -1) if unit.modules != ("",) else -1)
@@ -151,7 +157,13 @@ def last_use(unit: Unit) -> tuple[int, int, bool]:
     return unit.last_layer, unit.called[1], unit.first_layer != unit.last_layer
 
 
-def _unit(step: StepSpec, modules: tuple[str, ...], params: list[ParamSpec], chunks: tuple[range, ...]) -> Unit:
+def _unit(
+    step: StepSpec,
+    modules: tuple[str, ...],
+    params: list[ParamSpec],
+    roots_of: Mapping[str, list[str]],
+    chunks: tuple[range, ...],
+) -> Unit:
     layers = step.model.layers
     last = len(layers) - 1
     is_root = modules == ("",)
@@ -159,8 +171,8 @@ def _unit(step: StepSpec, modules: tuple[str, ...], params: list[ParamSpec], chu
     receives = any(first_layer in chunk and chunk.start > 0 for chunk in chunks)  # what takes a gradient, in a pipeline
     # A frozen start of the model has no backward that would read its weights.
     has_backward = receives or any(param.trainable and param.layer <= last_layer for param in step.model.params)
-    first_root = _first_root(step, params)
-    entered = params if params[0].aliases else [p for p in params if _roots(step, p) == first_root]
+    first_root = _first_root(step, params, roots_of)
+    entered = params if params[0].aliases else [p for p in params if roots_of[p.name] == first_root]
     holding = step.holding(params[0])
     return Unit(
         name=", ".join(modules),  # FSDP2's own label of it
@@ -184,14 +196,14 @@ def _unit(step: StepSpec, modules: tuple[str, ...], params: list[ParamSpec], chu
     )
 
 
-def _first_root(step: StepSpec, params: list[ParamSpec]) -> list[str]:
+def _first_root(step: StepSpec, params: list[ParamSpec], roots_of: Mapping[str, list[str]]) -> list[str]:
     """Return the module that is entered first of those with these weights, if any."""
 
     def entered(param: ParamSpec) -> tuple[int, int]:
-        roots = _roots(step, param)
+        roots = roots_of[param.name]
         return param.layer, step.model.layers[param.layer].modules.index(roots[0]) if roots else -1
 
-    return _roots(step, min(params, key=entered))
+    return roots_of[min(params, key=entered).name]
 
 
 def _span(step: StepSpec, modules: tuple[str, ...], params: list[ParamSpec]) -> tuple[int, int]:

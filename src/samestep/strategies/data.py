@@ -174,7 +174,15 @@ def _reduce_units(ops: Ops, step: StepSpec, units: Mapping[str, Unit], *, is_las
             yield op
         if is_last and step.layout.num_replicas > 1:
             after = (op.name,) if parts > 1 else op.after
-            yield replace(op, kind=Kind.ALL_REDUCE, axis=AXIS, size_bytes=op.size_bytes // parts, after=after)
+            yield replace(
+                op,
+                kind=Kind.ALL_REDUCE,
+                axis=AXIS,
+                size_bytes=op.size_bytes // parts,
+                after=after,
+                allocates=(),
+                frees=(),
+            )
 
 
 def _tied_units(step: StepSpec, units: tuple[Unit, ...]) -> Iterator[Op]:

@@ -22,13 +22,13 @@ zero=3   forward    AG 0 | F 0, AG 1 | F 1, AG 2 | F 2
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from samestep.models.spec import ModelSpec, ParamSpec, is_below, remembered
-from samestep.program.bodies import BodyKey, ends_step, is_backward, is_forward, starts_step
+from samestep.program.bodies import UPDATE_BODY, BodyKey, ends_step, is_forward, starts_step
 from samestep.program.holding import REPLICAS, SHARDS, Holding
-from samestep.program.ops import Kind, Op, Ops
+from samestep.program.ops import BYTES_OF, Buffer, Kind, Op, Ops
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
 from samestep.program.step import StepSpec
@@ -79,8 +79,10 @@ def apply(program: Program) -> Program:
     if step.zero == 1:
         return program
     units = make_units(step, program.chunks)
+    lasts = {chunk[-1] for chunk in program.chunks} or {len(step.model.layers) - 1}
+    left = {unit.name for unit in units if unit.last_layer in lasts and unit.is_freed_after_forward}
     known: dict[tuple[int, bool], Ops] = {}
-    return program.with_bodies(lambda key, ops: _with_units(key, ops, step, units, known), units=units)
+    return program.with_bodies(lambda key, ops: _with_units(key, ops, step, units, left, known), units=units)
 
 
 def _hold(ranks: Ranks, known: dict[Holding, Holding], _: ParamSpec, holding: Holding) -> Holding:
@@ -92,11 +94,16 @@ def _hold(ranks: Ranks, known: dict[Holding, Holding], _: ParamSpec, holding: Ho
 
 
 def _with_units(
-    key: BodyKey, ops: Ops, step: StepSpec, units: tuple[Unit, ...], known: dict[tuple[int, bool], Ops]
+    key: BodyKey,
+    ops: Ops,
+    step: StepSpec,
+    units: tuple[Unit, ...],
+    left: set[str],
+    known: dict[tuple[int, bool], Ops],
 ) -> Ops:
     """Rewrite ops that several positions in the step share once, where they stay equal."""
-    if not (is_forward(key) or is_backward(key)):
-        return ops
+    if key == UPDATE_BODY:
+        return tuple(op.but(frees_before=(_PENDING,)) if op.kind is Kind.UPDATE else op for op in ops)
     # zero=2 keeps the weights until the step's last backward, so only the first micro-batch gathers them.
     gathers = step.zero == 3 or starts_step(key)
     reduces = step.layout.accumulate == "sharded" or ends_step(key)
@@ -107,7 +114,7 @@ def _with_units(
             if is_forward(key)
             else _scattered_backward(ops, units, reduces=reduces)
         )
-        known[same] = tuple(rewritten)
+        known[same] = tuple(_with_buffers(rewritten, step, units, left))
     return known[same]
 
 
@@ -178,12 +185,48 @@ def _follows(later: Unit, unit: Unit) -> bool:
 
 def _gather(unit: Unit) -> Op:
     op = Op(kind=Kind.ALL_GATHER, owner=unit.name, axis=unit.shard_axis, dtype=unit.dtype, implied=True)
-    return op.sized(unit.padded_numel)
+    op = op.sized(unit.padded_numel)
+    return op.but(allocates=(Buffer(unit.name, "buffers", op.size_bytes),))
 
 
 def _scatter(unit: Unit, after: Op) -> Op:
     op = Op(kind=Kind.REDUCE_SCATTER, owner=unit.name, axis=unit.shard_axis, dtype=unit.reduce_dtype, implied=True)
     return op.but(after=(after.name,)).sized(unit.padded_grad_numel)
+
+
+_PENDING = "pending reduction"
+"""Buffer of the gradients that were scattered last: FSDP2 frees it behind the next scatter, or behind the step's last."""
+
+
+def _with_buffers(ops: Iterable[Op], step: StepSpec, units: tuple[Unit, ...], left: set[str]) -> Iterator[Op]:
+    """Write on each op what FSDP2 allocates and frees at it.
+
+    A unit leaves once the gather issued ahead of the next one has come, so those in `left`, which end a forward, may still
+    be there when another task starts; under zero=3 it also leaves with its backward, which brings its whole gradient.
+    """
+    cut = [unit for unit in units if unit.num_shards > 1]
+    starting, ending = by_layer(cut, lambda unit: unit.first_layer), by_layer(cut, lambda unit: unit.last_layer)
+    whole = {
+        unit.name: Buffer(f"gradient:{unit.name}", "gradients", unit.padded_grad_numel * BYTES_OF[step.master_dtype])
+        for unit in cut
+    }
+    leaving = left
+    for op in ops:
+        changes: dict[str, tuple[object, ...]] = {}
+        if op.axis is None and leaving:
+            changes["frees_before"], leaving = tuple(leaving), set()
+        if op.kind is Kind.FORWARD:
+            leaving = {unit.name for unit in ending.get(op.layer, ()) if unit.is_freed_after_forward}
+        elif op.kind is Kind.BACKWARD and op.layer in starting:
+            names = [unit.name for unit in starting[op.layer]]
+            changes["allocates"] = tuple(whole[name] for name in names if whole[name].size_bytes)
+            changes["frees"] = tuple(names) if step.zero == 3 else ()
+        elif op.kind is Kind.ALL_GATHER and op.implied:
+            leaving = leaving - {op.owner}
+        elif op.kind is Kind.REDUCE_SCATTER and op.owner in whole:
+            changes["allocates"] = (whole[op.owner]._replace(name=_PENDING),)
+            changes["frees"] = (whole[op.owner].name,)
+        yield op.but(**changes) if changes else op
 
 
 def _mixed_owner(model: ModelSpec) -> str | None:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from samestep.output.byte_sizes import readable
 from samestep.program.ops import Task
 from samestep.runtime.run import Run
 from samestep.schedules import TaskKind
-from samestep.simulation.memory import readable
 
 _SAYINGS = re.compile(r"can't allocate memory|not enough memory|out of memory", re.IGNORECASE)
 """Of torch's allocators, which raise a RuntimeError on CPUs."""

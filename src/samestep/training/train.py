@@ -29,6 +29,7 @@ from samestep.errors import (
 )
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.output.byte_sizes import readable
 from samestep.output.output_file import write_whole
 from samestep.planning.nearest_layout import nearest
 from samestep.runtime import checkpoint
@@ -138,14 +139,14 @@ def _less_memory(checked: Checked, device_type: str) -> str:
     room = out_of_memory.limit_bytes(torch.device(device_type))
     room //= 1 if device_type == "cuda" else min(layout.world_size, job.run.ranks_per_node or layout.world_size)
     peak = predict(spec, job, layout, machine, states).peak
-    parts = ", ".join(f"{name} {memory.readable(size)}" for name, size in peak.parts().items())
-    total = memory.readable(peak.total)
-    lines = [f"  predicted  {parts}; {total} in all at {peak.peak_at}, of {memory.readable(room)} a rank"]
+    parts = ", ".join(f"{name} {readable(size)}" for name, size in peak.parts().items())
+    total = readable(peak.total)
+    lines = [f"  predicted  {parts}; {total} in all at {peak.peak_at}, of {readable(room)} a rank"]
     # What was predicted to fit and did not is no guide: then what needs clearly less is.
     smaller = dataclasses.replace(machine, memory_bytes=max(1, int(min(room, _CLEARLY_LESS * peak.total))))
     near = nearest(spec, job, smaller, layout, layout.world_size, states)
     if near is not None:
-        needs, step_s = memory.readable(near.peak.total), f"{near.step_s:.3g} s"
+        needs, step_s = readable(near.peak.total), f"{near.step_s:.3g} s"
         lines.append(f'  "{near.layout}" needs {needs} as predicted, and {step_s} a step')
     else:
         lines.append(f"  no layout of {layout.world_size} ranks needs clearly less")
