@@ -45,9 +45,9 @@ _STATES = {
     "adadelta": 2, "adafactor": 0, "adagrad": 1, "adam": 2, "adamax": 2, "adamw": 2, "asgd": 1, "muon": 1, "nadam": 2,
     "radam": 2, "rmsprop": 1, "rprop": 2, "sgd": 0,
 }  # fmt: skip
-"""Of the classes of torch.optim that can be used."""
+"""Tensors of a weight's own shape that each usable class of torch.optim keeps."""
 _MORE_STATES = {"adam": ("amsgrad",), "adamw": ("amsgrad",), "rmsprop": ("momentum", "centered"), "sgd": ("momentum",)}
-"""Options that add one each."""
+"""Options of these classes that add one such tensor each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,26 +57,26 @@ class MemoryUse:
     weights: int
     gradients: int
     optimizer: int
-    """States, and master weights where the model's own are in another dtype."""
+    """States, and master weights where the model's own weights are in another dtype."""
     activations: int = 0
     logits: int = 0
-    """Of the loss: what it keeps of its input, and works on."""
+    """What the loss keeps of its input, and what its backward works on."""
     buffers: int = 0
     """The model's registered buffers, and weights gathered from other ranks."""
     overhead: int = 0
-    """Context, communicators, libraries: what the hardware's profile says that no tensor can have."""
+    """Bytes of context, communicators and libraries, by the hardware's profile: no tensor can have them."""
     host: int = 0
-    """Not on the device: what offload keeps in the host's memory, states and master weights. Of no part, and no total."""
+    """Host bytes of states and master weights under offload; not in `parts()` nor in `total`."""
     peak_at: str = "at rest"
     """Name of the op at which this much is held."""
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """All bytes on the device."""
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, int]:
-        """Bytes by what they are for."""
+        """Return the bytes on the device by what they are for."""
         return {
             "weights": self.weights,
             "gradients": self.gradients,
@@ -200,9 +200,10 @@ def saving_host_bytes(program: Program, states_per_param: int = 2, rank: int = 0
 
 
 def _arriving(program: Program) -> dict[str, int]:
-    """Bytes of gradients that there are none of before the first backward of a step, by the op that brings them.
+    """Return the bytes of gradients that a step allocates anew, by the name of the op that brings them.
 
-    Where they lie in no bucket: those of a layer come with its backward, a rank's part of a unit's when it is reduced.
+    Those in buckets stay from step to step. Else a layer's come with its backward, a rank's shard of a unit's when it is
+    reduced.
     """
     step = program.step
     if step.zero == 0 and not program.buckets:
@@ -217,7 +218,7 @@ def _arriving(program: Program) -> dict[str, int]:
 
 
 def _on_the_way(program: Program) -> int:
-    """Bytes of a stage's next input, awaited ahead of need, and of its last input's gradient, kept until it has come."""
+    """Return the bytes of a stage's next input, received ahead of need, and of the last gradient sent, kept until received."""
     bodies = {task.body for task in program.tasks}
     ahead = sum(is_forward(task.body) for task in program.tasks) > 1
     given = (
@@ -235,13 +236,13 @@ def _trainable(step: StepSpec) -> Iterator[ParamSpec]:
 
 
 def _weight_bytes(step: StepSpec, trainable: bool) -> int:
-    """Bytes of the weights as they stand in the module, uncut."""
+    """Return the bytes of the weights as they stand in the module, uncut."""
     params = (param for param in step.model.params if param.trainable or not trainable)
     return sum(param.numel * BYTES_OF[step.working_dtype(param)] for param in params)
 
 
 def _whole(program: Program) -> tuple[int, int]:
-    """Weights and gradients of zero=0: padded where they lie in buckets."""
+    """Return the bytes of weights and gradients under zero=0: padded where they lie in buckets."""
     step = program.step
     weights = _weight_bytes(step, trainable=False)
     numel = sum(b.padded_numel for b in program.buckets) or sum(param.numel for param in _trainable(step))
@@ -249,7 +250,7 @@ def _whole(program: Program) -> tuple[int, int]:
 
 
 def _in_buckets(program: Program) -> tuple[int, int]:
-    """Weights and gradients of zero=1: whole, padded; frozen weights lie in no bucket."""
+    """Return the bytes of weights and gradients under zero=1: whole, padded; frozen weights lie in no bucket."""
     step = program.step
     frozen = _weight_bytes(step, trainable=False) - _weight_bytes(step, trainable=True)
     weights = frozen + sum(b.padded_numel * BYTES_OF[b.dtype] for b in program.buckets)
@@ -257,7 +258,7 @@ def _in_buckets(program: Program) -> tuple[int, int]:
 
 
 def _in_units(program: Program) -> tuple[int, int]:
-    """Weights and gradients of zero=2 and 3: the rank's part of each unit, padded."""
+    """Return the bytes of weights and gradients under zero=2 and 3: the rank's shard of each unit, padded."""
     step = program.step
     weights = sum(unit.padded_numel // unit.num_shards for unit in program.units)
     gradients = sum(unit.padded_grad_numel // unit.num_shards for unit in program.units)
@@ -265,12 +266,12 @@ def _in_units(program: Program) -> tuple[int, int]:
 
 
 def _chunk_numel(numel: int, chunk: int, shard: int) -> int:
-    """Elements without padding in chunk number `shard` of a flat buffer."""
+    """Return the elements without padding in chunk number `shard` of a flat buffer."""
     return min(max(numel - shard * chunk, 0), chunk)
 
 
 def _cut_numel(step: StepSpec, param: ParamSpec, rank: int) -> int:
-    """Elements without padding that FSDP2 gives a rank: dim 0 in equal chunks, the last ones short."""
+    """Return the elements without padding that FSDP2 gives a rank: dim 0 in equal chunks, the last ones short."""
     holding = step.holding(param)
     shard = step.ranks.coordinate(rank, holding.data_axis)
     rows = param.shape[0] if param.shape else 1
@@ -318,15 +319,17 @@ class _Sizes:
     """Bytes that the ops of a program keep and work on, by layer and by op."""
 
     saved: list[Saved]
+    """What each layer keeps and works on."""
     largest_gradient: list[int]
-    """Of the weights of each layer."""
+    """Bytes of the largest gradient among the weights of each layer."""
     arriving: dict[str, int]
+    """Bytes of gradients that a step allocates anew, by the name of the op that brings them."""
     unit_gradients: bool
     """Whether gradients are those of whole units (zero=2 and 3)."""
     kept_boundaries: tuple[Kind, ...]
-    """Which tensors between stages are kept until their gradients have come, or have gone back."""
+    """Kinds of the ops whose tensors between stages are kept until their gradients have come, or have gone back."""
     last_kind: Kind
-    """What a layer's activations are kept for."""
+    """Kind of the op behind which a layer's activations are freed."""
 
     @classmethod
     def of(cls, program: Program) -> _Sizes:
@@ -431,22 +434,22 @@ class _LiveBytes:
 
 
 class Saved(NamedTuple):
-    """Bytes of a layer for a micro-batch."""
+    """Bytes that a layer keeps and works on for a micro-batch."""
 
     kept: int = 0
     """Activations after its forward."""
     whole: int = 0
     """Activations that its backward reads."""
     working: int = 0
-    """What its backward has alive beside them, gradients of weights left out."""
+    """Most that its backward has alive beside them, without gradients of weights."""
     boundaries: int = 0
     """The gradients of its input and its output."""
     loss_made: int = 0
-    """What the loss behind it has alive in its forward beside what it keeps."""
+    """What the forward of the loss behind it has alive beside what it keeps."""
     loss: int = 0
-    """What the loss keeps, in master precision."""
+    """What the loss behind it keeps for its backward, in master precision."""
     loss_working: int = 0
-    """What the loss's backward has alive beside it."""
+    """What the backward of the loss has alive beside it."""
 
 
 def saved_bytes(step: StepSpec, layer: LayerSpec) -> Saved:
@@ -469,6 +472,6 @@ def saved_bytes(step: StepSpec, layer: LayerSpec) -> Saved:
 
 
 def _gradient_bytes(step: StepSpec, layer: int) -> list[int]:
-    """Bytes of the gradients of a layer's weights."""
+    """Return the bytes of the gradient of each of a layer's weights."""
     params = (param for param in step.model.params_of(layer) if param.trainable)
     return [param.numel * BYTES_OF[step.working_dtype(param)] for param in params]

@@ -86,7 +86,7 @@ def apply(program: Program) -> Program:
 
 
 def _hold(ranks: Ranks, known: dict[Holding, Holding], _: ParamSpec, holding: Holding) -> Holding:
-    """A weight is divided among the ranks of the innermost data axis that hold it; of hundreds few are held in other ways."""
+    """Divide a weight among the ranks of the innermost data axis that hold it; `known` spares hundreds of equal ones."""
     if holding not in known:
         axis = AXIS if holding.data_axis == REPLICAS else holding.data_axis
         known[holding] = holding.zero_sharded(axis, ranks.size(axis))
@@ -230,7 +230,7 @@ def _with_buffers(ops: Iterable[Op], step: StepSpec, units: tuple[Unit, ...], le
 
 
 def _mixed_owner(model: ModelSpec) -> str | None:
-    """Name a module that owns a shared weight, and below it modules whose weights are not shared."""
+    """Return a module that owns a shared weight, and below it modules whose weights are not shared; None if there is none."""
     sharing = {name.rpartition(".")[0] for p in model.params if p.shared for name in (p.name, *p.aliases)}
     others = {param.name.rpartition(".")[0] for param in model.params if not param.shared}
     return next((s for s in sorted(sharing) if any(o == s or (s and is_below(o, s)) for o in others)), None)
