@@ -135,13 +135,13 @@ def _buckets(program: Program) -> Iterator[str]:
 def _units(program: Program) -> Iterator[str]:
     for unit in program.units:
         marks = {
-            "kept": unit.keep_after_forward, "gathered-again": unit.gather_in_backward, "spans-calls": unit.spans_calls,
-            "ends-early": unit.ends_early,
+            "kept": unit.keep_after_forward, "gathered-again": unit.gather_in_backward, "spans-calls": unit.is_called_again,
+            "ends-early": unit.input_takes_gradient,
         }  # fmt: skip
         yield " ".join([
             f"{unit.name}: {unit.padded_numel} of {unit.dtype}, gradients {unit.padded_grad_numel}, over {unit.shard_axis}",
             f"ep={program.step.layout.num_shards // unit.num_shards} layers {unit.first_layer}-{unit.last_layer} called {unit.called[0]}-{unit.called[1]}",
-            f"ahead={unit.ahead}", *(mark for mark, is_set in marks.items() if is_set), *unit.params,
+            f"ahead={unit.prefetch}", *(mark for mark, is_set in marks.items() if is_set), *unit.params,
             f"in {' '.join(unit.modules)}",
         ])  # fmt: skip
 

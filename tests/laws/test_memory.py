@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec
+from samestep.output.byte_sizes import readable
 from samestep.program.ops import BYTES_OF
-from samestep.simulation.memory import at_rest, classic_bytes_per_param, during_step, held_bytes_per_param, readable
+from samestep.simulation.memory import at_rest, classic_bytes_per_param, during_step, held_bytes_per_param
 from tests.laws.models import LAW, Case, block, blocks, case, cases, data_cases
 
 

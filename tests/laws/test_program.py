@@ -162,6 +162,19 @@ def test_weights_are_gathered_before_they_are_used(case: Case) -> None:
 
 
 @LAW
+@given(ZERO_23)
+def test_what_units_allocate_is_freed_within_the_step(case: Case) -> None:
+    """Under zero=2 all but the gathered weights, which a rank keeps to the end of the step."""
+    live: set[str] = set()
+    for _, op in case.program.ops():
+        live -= {*op.frees_before}
+        live |= {buffer.name for buffer in op.allocates}
+        assert op.kind is not Kind.REDUCE_SCATTER or live.issuperset(op.frees), "what is scattered is there"
+        live -= {*op.frees}
+    assert live == ({unit.name for unit in case.program.units} if case.layout.zero == 2 else set())
+
+
+@LAW
 @given(cases() | PIPELINES)
 def test_an_op_waits_only_for_what_was_issued(case: Case) -> None:
     for program in case.programs:

@@ -28,11 +28,11 @@ from samestep.layout import Layout
 from samestep.measurement import microbenchmarks
 from samestep.measurement.microbenchmarks import Device, Figures
 from samestep.measurement.refit import StepTimes, step_times
+from samestep.output.byte_sizes import readable
 from samestep.output.output_file import check_writable, write_whole
 from samestep.runtime.processes import workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.simulation.cost import ATTENTION_REACHED
-from samestep.simulation.memory import readable
 
 _MOST_RANKS = 8  # ranks on a CPU: more would share the memory that they measure
 _OVERLAPS_BELOW = 0.75  # of the sum of two equal times; 0.5 would hide one of them completely

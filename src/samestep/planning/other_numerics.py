@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.models.spec import ModelSpec
+from samestep.output.byte_sizes import gib
 from samestep.program.bodies import BodyKey
 from samestep.program.codecs import CodecSpec
 from samestep.program.ops import BYTES_OF, REDUCING, TF32, Op, Ops
 from samestep.simulation import clock
-from samestep.simulation.memory import gib
 from samestep.simulation.prediction import Prediction, predict
 
 INT8 = CodecSpec(name="int8", dtype="int8", module=None)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from samestep.errors import LayoutError
 from samestep.layout import Layout
+from samestep.output.byte_sizes import gib
 from samestep.output.text_table import aligned
 from samestep.planning.nearest_layout import nearest
 from samestep.planning.search import MOST_PLAYED, Fallen, Plan
-from samestep.simulation.memory import gib, memory_summary
+from samestep.simulation.memory import memory_summary
 from samestep.simulation.prediction import Prediction, intervals, predict
 
 TIGHT = 0.05

@@ -33,12 +33,13 @@ from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
+from samestep.output.byte_sizes import gib
 from samestep.planning import candidates
 from samestep.planning.bounds.layer_costs import Prices
 from samestep.planning.bounds.least_memory import Need, Needs
 from samestep.planning.bounds.step_time import Bounds
 from samestep.planning.other_numerics import Saving
-from samestep.simulation.memory import gib, memory_summary
+from samestep.simulation.memory import memory_summary
 from samestep.simulation.prediction import Prediction, labels, memory_of, predict_programs
 from samestep.strategies import ProgramBuilder, refusal_of
 

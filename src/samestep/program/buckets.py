@@ -1,14 +1,12 @@
-"""Buckets and units: which weights are reduced or gathered as one flat buffer, and how the buffer is padded.
+"""Buckets: which gradients are reduced as one flat buffer under zero=0 and zero=1, and how the buffer is padded.
 
 ```
-zero=0, 1   bucket    │ lm_head.weight │ norm.weight │ layers.1.mlp.up │ padding │   in the order of the backward
-zero=2, 3   unit      │ rank 0's rows of each weight of a layer │ rank 1's │ ... │    as FSDP2 gathers and scatters them
+bucket    │ lm_head.weight │ norm.weight │ layers.1.mlp.up │ padding │   in the order of the backward
 ```
 A bucket holds gradients of weights with equal `Holding`s and one dtype, up to `BUCKET_BYTES`; it is padded to a
 multiple of the ranks that may divide it. Its first collective starts as soon as backward has finished its last
 gradient, so that it overlaps with the rest of backward (Li et al. 2020, arXiv:2006.15704, section 3.2.3); the others
-follow the step's last backward. A unit holds the weights of one layer or one shared weight, each padded along its first
-dimension.
+follow the step's last backward.
 """
 
 from __future__ import annotations
@@ -54,47 +52,6 @@ class Bucket:
         return sum(member.numel for member in self.members)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """Parameters that are gathered and resharded together (zero=2 or 3): those of one layer, or one shared weight."""
-
-    name: str
-    modules: tuple[str, ...]
-    """Paths of its modules."""
-    params: tuple[str, ...]
-    """Full names of its parameters."""
-    first_layer: int
-    """Index of the first layer that uses it."""
-    last_layer: int
-    """Index of the last layer that uses it."""
-    dtype: str
-    """Dtype in which the weights are gathered."""
-    codec: str
-    """Name of the codec as which the gradients are sent, of `CODECS`."""
-    padded_numel: int
-    """Elements of the unsharded buffer, each parameter's first dimension padded to a multiple of `num_shards`."""
-    padded_grad_numel: int
-    """Elements of the unsharded buffer of the gradients, which has no frozen weights, padded alike."""
-    keep_after_forward: bool
-    """Whether it stays gathered between forward and backward."""
-    gather_in_backward: bool
-    """Whether it is gathered once more before its backward."""
-    called: tuple[int, int] = (0, 0)
-    """First and last event of the forward at which one of its modules is entered or left, as indices of such events."""
-    spans_calls: bool = False
-    """Whether its modules are called several times in a forward: then it stays gathered from the first call to the end
-    of the task, and is reduced once, after the last of their backwards."""
-    ends_early: bool = True
-    """Whether the gradient of its first module's input tells FSDP2 that its backward has ended. Where no gradient flows
-    into that input, as for an embedding of tokens, the backward ends with the task."""
-    ahead: str | None = None
-    """Name of the unit that is prefetched when this one's backward starts."""
-    shard_axis: str
-    """The data axis over which its weights are sharded."""
-    num_shards: int
-    """Number of ranks among which its weights are divided; 1 means that nothing is gathered or scattered."""
-
-
 def padded(numel: int, multiple: int) -> int:
     """Return a number of elements rounded up to a multiple of `multiple`."""
     return -(-numel // multiple) * multiple
@@ -136,19 +93,6 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
     # A bucket is finished with its first layer, the last one that backward reaches.
     groups.sort(key=lambda group: (-chunk_of(group[0]), -min(param.layer for param in group)))
     return tuple(_bucket(step, index, group) for index, group in enumerate(groups))
-
-
-def partial_sizes(step: StepSpec, unit: Unit, axis: str) -> dict[str, int]:
-    """Return, by parameter, the elements of a rank's shard of each gradient of a unit that is partial over `axis`.
-
-    Padding rows are counted.
-    """
-    mine = {*unit.params}
-    return {
-        param.name: padded(param.shape[0], unit.num_shards) // unit.num_shards * (param.numel // param.shape[0])
-        for param in step.model.params
-        if param.name in mine and param.trainable and param.numel and axis in step.holding(param).partial_over
-    }
 
 
 def _kind(step: StepSpec, param: ParamSpec) -> tuple[object, ...]:

@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 
 REPLICAS = "dp_replicate"
 """Data axis over whose ranks nothing is sharded."""
+SHARDS = "dp_shard"
+"""Data axis over which ZeRO shards the weights that are not expert-sharded."""
 TIE = "tie"
 """Axis of the first and the last pipeline stage, which share a tied weight."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from samestep.job import Precision
 
@@ -61,6 +61,16 @@ REDUCING = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE)
 """Collectives that sum."""
 
 
+class Buffer(NamedTuple):
+    """Memory beyond what a rank holds at rest: an op allocates it, and a later one frees it."""
+
+    name: str
+    """Allocated again under the same name, it is the same buffer."""
+    part: Literal["gradients", "buffers"]
+    """What it counts as in a `MemoryUse`."""
+    size_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Op:
     """One computation or one collective of a body. Collectives have an axis; compute has none.
@@ -83,6 +93,12 @@ class Op:
     holds before it, assuming that all experts are chosen equally often. 0 for compute."""
     after: tuple[str, ...] = ()
     """Names of ops whose latest earlier occurrence must have ended before this op starts."""
+    frees_before: tuple[str, ...] = ()
+    """Names of the buffers that are free when it starts."""
+    allocates: tuple[Buffer, ...] = ()
+    """Buffers that it allocates: an all_gather's exist while it runs, those of other ops from its end."""
+    frees: tuple[str, ...] = ()
+    """Names of the buffers that are free when it has ended."""
     implied: bool = False
     """Issued by FSDP2 inside a driven op, not by our interpreter."""
     is_exposed: bool = False

@@ -26,9 +26,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from samestep.program.bodies import BodyKey, Task
-from samestep.program.buckets import Bucket, Unit
+from samestep.program.buckets import Bucket
 from samestep.program.ops import Kind, Op, Ops
 from samestep.program.step import StepSpec
+from samestep.program.units import Unit
 
 
 class LedgerRow(NamedTuple):

@@ -38,6 +38,7 @@ from samestep.datasets import Batch, Dataset, open_dataset
 from samestep.errors import JobError, WorkerError
 from samestep.job import Job, RunTable, ScheduleTable
 from samestep.layout import Layout
+from samestep.output.byte_sizes import readable
 from samestep.planning import legality
 from samestep.proof import sides
 from samestep.proof.sides import Subject
@@ -47,7 +48,6 @@ from samestep.runtime.optimizer_step import optimizer_source
 from samestep.runtime.processes import join
 from samestep.runtime.processes import workers as launch
 from samestep.runtime.processes.join import RankInfo
-from samestep.simulation.memory import readable
 
 Precision = Literal["job", "float64"]
 

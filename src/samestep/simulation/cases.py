@@ -15,9 +15,10 @@ from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models import presets
+from samestep.output.byte_sizes import gib
 from samestep.program.ops import Kind
 from samestep.simulation import cost
-from samestep.simulation.memory import at_rest, classic_bytes_per_param, gib, held_bytes_per_param
+from samestep.simulation.memory import at_rest, classic_bytes_per_param, held_bytes_per_param
 from samestep.simulation.prediction import Prediction, predict
 
 A100 = "a100-80x8"

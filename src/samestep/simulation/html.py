@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator
 from html import escape
 
-from samestep.simulation.memory import readable
+from samestep.output.byte_sizes import readable
 from samestep.simulation.prediction import Prediction
 from samestep.simulation.timeline import COMPUTE, Span, Timeline
 

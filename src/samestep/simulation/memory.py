@@ -35,9 +35,9 @@ from samestep.errors import JobError, did_you_mean
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.models.spec import LayerSpec, ParamSpec
+from samestep.output.byte_sizes import gib
 from samestep.program.bodies import BodyKey, is_forward
-from samestep.program.buckets import Unit
-from samestep.program.ops import BYTES_OF, Kind, Op, Ops
+from samestep.program.ops import BYTES_OF, Buffer, Kind, Op, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 
@@ -45,9 +45,9 @@ _STATES = {
     "adadelta": 2, "adafactor": 0, "adagrad": 1, "adam": 2, "adamax": 2, "adamw": 2, "asgd": 1, "muon": 1, "nadam": 2,
     "radam": 2, "rmsprop": 1, "rprop": 2, "sgd": 0,
 }  # fmt: skip
-"""Of the classes of torch.optim that can be used."""
+"""Tensors of a weight's own shape that each usable class of torch.optim keeps."""
 _MORE_STATES = {"adam": ("amsgrad",), "adamw": ("amsgrad",), "rmsprop": ("momentum", "centered"), "sgd": ("momentum",)}
-"""Options that add one each."""
+"""Options of these classes that add one such tensor each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,26 +57,26 @@ class MemoryUse:
     weights: int
     gradients: int
     optimizer: int
-    """States, and master weights where the model's own are in another dtype."""
+    """States, and master weights where the model's own weights are in another dtype."""
     activations: int = 0
     logits: int = 0
-    """Of the loss: what it keeps of its input, and works on."""
+    """What the loss keeps of its input, and what its backward works on."""
     buffers: int = 0
     """The model's registered buffers, and weights gathered from other ranks."""
     overhead: int = 0
-    """Context, communicators, libraries: what the hardware's profile says that no tensor can have."""
+    """Bytes of context, communicators and libraries, by the hardware's profile: no tensor can have them."""
     host: int = 0
-    """Not on the device: what offload keeps in the host's memory, states and master weights. Of no part, and no total."""
+    """Host bytes of states and master weights under offload; not in `parts()` nor in `total`."""
     peak_at: str = "at rest"
     """Name of the op at which this much is held."""
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """All bytes on the device."""
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, int]:
-        """Bytes by what they are for."""
+        """Return the bytes on the device by what they are for."""
         return {
             "weights": self.weights,
             "gradients": self.gradients,
@@ -90,23 +90,6 @@ class MemoryUse:
     def to_record(self) -> dict[str, object]:
         """Return plain data for JSON."""
         return {**self.parts(), "host": self.host, "peak": self.total, "peak_at": self.peak_at}
-
-
-def readable(size: float) -> str:
-    """Write bytes in the unit that suits them."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= factor:
-            return f"{_three_digits(size / factor)} {unit}"
-    return f"{size:.0f} B"
-
-
-def gib(size: float) -> str:
-    """Write bytes in GiB, however few they are: to be compared."""
-    return _three_digits(size / 2**30)
-
-
-def _three_digits(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def memory_summary(use: MemoryUse, hardware: Hardware) -> str:
@@ -184,7 +167,7 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
 def during_step(program: Program, states_per_param: int = 2, rank: int = 0) -> MemoryUse:
     """Return what `rank` holds at the op of the step at which it holds most."""
     rest = at_rest(program, states_per_param, rank)
-    most = _most(program)
+    most = _peak(program)
     return replace(
         rest,
         gradients=rest.gradients - sum(_arriving(program).values()) + most.gradients,
@@ -217,9 +200,10 @@ def saving_host_bytes(program: Program, states_per_param: int = 2, rank: int = 0
 
 
 def _arriving(program: Program) -> dict[str, int]:
-    """Bytes of gradients that there are none of before the first backward of a step, by the op that brings them.
+    """Return the bytes of gradients that a step allocates anew, by the name of the op that brings them.
 
-    Where they lie in no bucket: those of a layer come with its backward, a rank's part of a unit's when it is reduced.
+    Those in buckets stay from step to step. Else a layer's come with its backward, a rank's shard of a unit's when it is
+    reduced.
     """
     step = program.step
     if step.zero == 0 and not program.buckets:
@@ -234,7 +218,7 @@ def _arriving(program: Program) -> dict[str, int]:
 
 
 def _on_the_way(program: Program) -> int:
-    """Bytes of a stage's next input, awaited ahead of need, and of its last input's gradient, kept until it has come."""
+    """Return the bytes of a stage's next input, received ahead of need, and of the last gradient sent, kept until received."""
     bodies = {task.body for task in program.tasks}
     ahead = sum(is_forward(task.body) for task in program.tasks) > 1
     given = (
@@ -252,13 +236,13 @@ def _trainable(step: StepSpec) -> Iterator[ParamSpec]:
 
 
 def _weight_bytes(step: StepSpec, trainable: bool) -> int:
-    """Bytes of the weights as they stand in the module, uncut."""
+    """Return the bytes of the weights as they stand in the module, uncut."""
     params = (param for param in step.model.params if param.trainable or not trainable)
     return sum(param.numel * BYTES_OF[step.working_dtype(param)] for param in params)
 
 
 def _whole(program: Program) -> tuple[int, int]:
-    """Weights and gradients of zero=0: padded where they lie in buckets."""
+    """Return the bytes of weights and gradients under zero=0: padded where they lie in buckets."""
     step = program.step
     weights = _weight_bytes(step, trainable=False)
     numel = sum(b.padded_numel for b in program.buckets) or sum(param.numel for param in _trainable(step))
@@ -266,7 +250,7 @@ def _whole(program: Program) -> tuple[int, int]:
 
 
 def _in_buckets(program: Program) -> tuple[int, int]:
-    """Weights and gradients of zero=1: whole, padded; frozen weights lie in no bucket."""
+    """Return the bytes of weights and gradients under zero=1: whole, padded; frozen weights lie in no bucket."""
     step = program.step
     frozen = _weight_bytes(step, trainable=False) - _weight_bytes(step, trainable=True)
     weights = frozen + sum(b.padded_numel * BYTES_OF[b.dtype] for b in program.buckets)
@@ -274,7 +258,7 @@ def _in_buckets(program: Program) -> tuple[int, int]:
 
 
 def _in_units(program: Program) -> tuple[int, int]:
-    """Weights and gradients of zero=2 and 3: the rank's part of each unit, padded."""
+    """Return the bytes of weights and gradients under zero=2 and 3: the rank's shard of each unit, padded."""
     step = program.step
     weights = sum(unit.padded_numel // unit.num_shards for unit in program.units)
     gradients = sum(unit.padded_grad_numel // unit.num_shards for unit in program.units)
@@ -282,12 +266,12 @@ def _in_units(program: Program) -> tuple[int, int]:
 
 
 def _chunk_numel(numel: int, chunk: int, shard: int) -> int:
-    """Elements without padding in chunk number `shard` of a flat buffer."""
+    """Return the elements without padding in chunk number `shard` of a flat buffer."""
     return min(max(numel - shard * chunk, 0), chunk)
 
 
 def _cut_numel(step: StepSpec, param: ParamSpec, rank: int) -> int:
-    """Elements without padding that FSDP2 gives a rank: dim 0 in equal chunks, the last ones short."""
+    """Return the elements without padding that FSDP2 gives a rank: dim 0 in equal chunks, the last ones short."""
     holding = step.holding(param)
     shard = step.ranks.coordinate(rank, holding.data_axis)
     rows = param.shape[0] if param.shape else 1
@@ -296,8 +280,8 @@ def _cut_numel(step: StepSpec, param: ParamSpec, rank: int) -> int:
     return _chunk_numel(rows, -(-rows // holding.num_shards), shard) * (param.numel // rows)
 
 
-class _Moment(NamedTuple):
-    """What is held at an op beyond what is held at rest."""
+class _Peak(NamedTuple):
+    """Bytes held at one op beyond those at rest."""
 
     op: str
     gradients: int
@@ -310,70 +294,73 @@ class _Moment(NamedTuple):
         return self.gradients + self.activations + self.logits + self.buffers
 
 
-class _Held(NamedTuple):
-    """Units that are gathered, those of them to be freed once the gather issued ahead has come, and whole gradients."""
-
-    gathered: frozenset[tuple[str, int]] = frozenset()
-    leaving: frozenset[str] = frozenset()
-    gradients: frozenset[tuple[str, int]] = frozenset()
-
-
-def _most(program: Program) -> _Moment:
+def _peak(program: Program) -> _Peak:
     """Return the op of the step at which most is held; tasks that find the same and do the same are followed once."""
-    sizes = _Sizes(program)
-    known: dict[tuple[BodyKey, _Held], tuple[_Moment, int, int, _Held]] = {}
-    most: _Moment | None = None
-    held, activations, logits = _Held(), 0, 0
+    sizes = _Sizes.of(program)
+    known: dict[tuple[BodyKey, frozenset[Buffer]], tuple[_Peak, int, int, frozenset[Buffer]]] = {}
+    peak: _Peak | None = None
+    buffers, activations, logits = frozenset[Buffer](), 0, 0
     for task in program.tasks:
-        key = (task.body, held)
+        key = (task.body, buffers)
         if key not in known:
-            walk = _Walk(sizes, held)
-            walk.follow(program.bodies[task.body])
-            known[key] = walk.worst, walk.activations, walk.logits, walk.held()
-        worst, more, more_logits, held = known[key]
-        here = worst._replace(activations=worst.activations + activations, logits=worst.logits + logits)
-        most = here if most is None or here.total > most.total else most
-        activations, logits = activations + more, logits + more_logits
-    assert most is not None, "a program without tasks"
-    return most
+            live = _LiveBytes(sizes, buffers)
+            live.follow(program.bodies[task.body])
+            known[key] = live.peak, live.activations, live.logits, frozenset(live.buffers.values())
+        found, more_activations, more_logits, buffers = known[key]
+        here = found._replace(activations=found.activations + activations, logits=found.logits + logits)
+        peak = here if peak is None or here.total > peak.total else peak
+        activations, logits = activations + more_activations, logits + more_logits
+    assert peak is not None, "a program without tasks"
+    return peak
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Sizes:
-    """Bytes by layer, unit and op."""
+    """Bytes that the ops of a program keep and work on, by layer and by op."""
 
-    def __init__(self, program: Program) -> None:
-        self.step = program.step
-        # What a rank holds alone is cut no further: nobody gathers it, and its gradient is the rank's own.
-        cut = tuple(unit for unit in program.units if unit.num_shards > 1)
-        self.starting, self.ending = _by_layer(cut, "first_layer"), _by_layer(cut, "last_layer")
-        self.shard_axis = {unit.name: unit.shard_axis for unit in program.units}
-        self.saved = [saved_bytes(self.step, layer) for layer in self.step.model.layers]
-        self.arriving = _arriving(program)
-        gradients = [_gradient_bytes(self.step, index) for index in range(len(self.saved))]
-        self.largest = [max(of_layer, default=0) for of_layer in gradients]
-        # A stage's output is kept until its gradient has come and gone back; its input too, of which a norm keeps a copy.
-        self.kept_boundaries = (Kind.SEND, Kind.RECV) if self.step.is_mixed else (Kind.SEND,)
-        self.frees = Kind.WEIGHT if self.step.splits_backward else Kind.BACKWARD
+    saved: list[Saved]
+    """What each layer keeps and works on."""
+    largest_gradient: list[int]
+    """Bytes of the largest gradient among the weights of each layer."""
+    arriving: dict[str, int]
+    """Bytes of gradients that a step allocates anew, by the name of the op that brings them."""
+    unit_gradients: bool
+    """Whether gradients are those of whole units (zero=2 and 3)."""
+    kept_boundaries: tuple[Kind, ...]
+    """Kinds of the ops whose tensors between stages are kept until their gradients have come, or have gone back."""
+    last_kind: Kind
+    """Kind of the op behind which a layer's activations are freed."""
+
+    @classmethod
+    def of(cls, program: Program) -> _Sizes:
+        """Find the sizes of a program."""
+        step = program.step
+        return cls(
+            saved=[saved_bytes(step, layer) for layer in step.model.layers],
+            largest_gradient=[max(_gradient_bytes(step, i), default=0) for i in range(len(step.model.layers))],
+            arriving=_arriving(program),
+            unit_gradients=step.zero >= 2,
+            # A stage's output is kept until its gradient has come; in mixed precision its input too, of which a norm saves
+            # a copy.
+            kept_boundaries=(Kind.SEND, Kind.RECV) if step.is_mixed else (Kind.SEND,),
+            last_kind=Kind.WEIGHT if step.splits_backward else Kind.BACKWARD,
+        )
 
 
-_SENT = "what was reduced last"
-"""FSDP2 keeps it until the next unit is reduced, or the step's last one."""
+class _LiveBytes:
+    """Bytes alive beyond those at rest, followed op by op through one body.
 
+    Activations and logits count from the start of the body; buffers are those that ops allocate and free.
+    """
 
-class _Walk:
-    """Follows activations, gathered units and gradients through one body of a program."""
-
-    def __init__(self, sizes: _Sizes, held: _Held) -> None:
+    def __init__(self, sizes: _Sizes, buffers: frozenset[Buffer]) -> None:
         self.sizes = sizes
-        self.gathered, self.leaving, self.gradients = dict(held.gathered), set(held.leaving), dict(held.gradients)
-        self.buffers, self.gradient_bytes = sum(self.gathered.values()), sum(self.gradients.values())
+        self.buffers = {buffer.name: buffer for buffer in buffers}
+        self.buffer_bytes = {"gradients": 0, "buffers": 0}
+        for buffer in buffers:
+            self.buffer_bytes[buffer.part] += buffer.size_bytes
         self.activations = self.logits = 0
-        """What the body adds to what was there before it."""
-        self.worst = _Moment("", 0, 0, 0, -1)
-
-    def held(self) -> _Held:
-        """Return what the body leaves."""
-        return _Held(frozenset(self.gathered.items()), frozenset(self.leaving), frozenset(self.gradients.items()))
+        self.peak = _Peak("", 0, 0, 0, -1)
 
     def follow(self, ops: Ops) -> None:
         """Do all ops of the body."""
@@ -383,15 +370,19 @@ class _Walk:
                 # The loss's backward comes before what it brings about: gathers, and gradients of weights.
                 self._look(op, logits=self.sizes.saved[op.layer].loss_working)
         for op in ops:
+            self._free(op.frees_before)
             if op.axis is None:
-                self._drop(self.leaving)
                 self._compute(op, self.sizes.saved[op.layer] if op.layer is not None else Saved())
-            elif op.axis == self.sizes.shard_axis.get(op.owner):
-                self._send(op)
+            elif op.allocates:
+                if op.kind is Kind.ALL_GATHER:
+                    self._allocate(op.allocates)
+                self._look(op)
+                self._allocate(op.allocates)
             elif op.axis == "pp" and goes_forward and op.kind in self.sizes.kept_boundaries:
                 self.activations += op.size_bytes
+            self._free(op.frees)
             if op.name in self.sizes.arriving:
-                self._put(op.name, self.sizes.arriving[op.name])
+                self._allocate((Buffer(op.name, "gradients", self.sizes.arriving[op.name]),))
         if not goes_forward:
             back = {Kind.RECV: Kind.SEND, Kind.SEND: Kind.RECV}
             freed = {back[kind] for kind in self.sizes.kept_boundaries}
@@ -401,75 +392,64 @@ class _Walk:
         if op.kind is Kind.FORWARD:
             self.activations, self.logits = self.activations + saved.kept, self.logits + saved.loss
             self._look(op, logits=saved.loss_made)
-            self.leaving |= {unit.name for unit in self.sizes.ending.get(op.layer, ()) if not unit.keep_after_forward}
         elif op.kind is Kind.RECOMPUTE:
             self.activations += saved.whole - saved.kept
             self._look(op)
         elif op.kind is Kind.BACKWARD and op.layer is not None:
-            self.logits -= saved.loss
-            largest = self.sizes.largest[op.layer]
-            if self.sizes.step.zero >= 2:
-                # A unit keeps the gradients of a layer: there is one already when its backward works on most. The last one
-                # comes from the layer's input and what a norm made of it; what else was kept is gone by then.
-                self._look(op, activations=saved.working, gradients=largest)
-                for unit in self.sizes.starting.get(op.layer, ()):
-                    self._put(unit.name, unit.padded_grad_numel * BYTES_OF[self.sizes.step.master_dtype])
-                self._look(op, activations=saved.boundaries - max(0, saved.whole - saved.boundaries))
-            else:
-                self._look(op, activations=saved.working)
-                self._look(op, activations=saved.boundaries, gradients=largest)
+            self._backward(op, saved, self.sizes.largest_gradient[op.layer])
         else:
-            if op.kind is Kind.UPDATE:
-                self.gradient_bytes -= self.gradients.pop(_SENT, 0)
             self._look(op)
-        if op.kind is self.sizes.frees:
+        if op.kind is self.sizes.last_kind:
             self.activations -= saved.whole
-            if self.sizes.step.zero == 3:
-                self._drop({unit.name for unit in self.sizes.starting.get(op.layer, ())})
 
-    def _send(self, op: Op) -> None:
-        if op.kind is Kind.ALL_GATHER:
-            self.buffers += op.size_bytes - self.gathered.get(op.owner, 0)
-            self.gathered[op.owner] = op.size_bytes
-            self.leaving.discard(op.owner)
-        self._look(op)
-        if op.kind is Kind.REDUCE_SCATTER:
-            self._put(_SENT, self.gradients[op.owner])
-            self.gradient_bytes -= self.gradients.pop(op.owner)
+    def _backward(self, op: Op, saved: Saved, largest_gradient: int) -> None:
+        self.logits -= saved.loss
+        if self.sizes.unit_gradients:
+            # A unit keeps the gradients of a layer: there is one already when its backward works on most. The last one
+            # comes from the layer's input and what a norm made of it; what else was kept is gone by then.
+            self._look(op, activations=saved.working, gradients=largest_gradient)
+            self._allocate(op.allocates)
+            self._look(op, activations=saved.boundaries - max(0, saved.whole - saved.boundaries))
+        else:
+            self._look(op, activations=saved.working)
+            self._look(op, activations=saved.boundaries, gradients=largest_gradient)
 
     def _look(self, op: Op, *, activations: int = 0, logits: int = 0, gradients: int = 0) -> None:
-        """Compare what is held now, with what passes, to the worst moment."""
-        held = (self.gradient_bytes + gradients, self.activations + activations, self.logits + logits, self.buffers)
-        if sum(held) > self.worst.total:
-            self.worst = _Moment(op.name, *held)
+        """Compare what is held now, and what the op works on beside it, with the peak so far."""
+        live = self.buffer_bytes
+        found = live["gradients"] + gradients, self.activations + activations, self.logits + logits, live["buffers"]
+        if sum(found) > self.peak.total:
+            self.peak = _Peak(op.name, *found)
 
-    def _put(self, name: str, size: int) -> None:
-        self.gradient_bytes += size - self.gradients.get(name, 0)
-        self.gradients[name] = size
+    def _allocate(self, buffers: tuple[Buffer, ...]) -> None:
+        for buffer in buffers:
+            self._free((buffer.name,))
+            self.buffers[buffer.name] = buffer
+            self.buffer_bytes[buffer.part] += buffer.size_bytes
 
-    def _drop(self, names: set[str]) -> None:
-        """Free the units of these names, and forget the names."""
-        self.buffers -= sum(self.gathered.pop(name, 0) for name in names)
-        names.clear()
+    def _free(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            if buffer := self.buffers.pop(name, None):
+                self.buffer_bytes[buffer.part] -= buffer.size_bytes
 
 
 class Saved(NamedTuple):
-    """Bytes of a layer for a micro-batch."""
+    """Bytes that a layer keeps and works on for a micro-batch."""
 
     kept: int = 0
     """Activations after its forward."""
     whole: int = 0
     """Activations that its backward reads."""
     working: int = 0
-    """What its backward has alive beside them, gradients of weights left out."""
+    """Most that its backward has alive beside them, without gradients of weights."""
     boundaries: int = 0
     """The gradients of its input and its output."""
     loss_made: int = 0
-    """What the loss behind it has alive in its forward beside what it keeps."""
+    """What the forward of the loss behind it has alive beside what it keeps."""
     loss: int = 0
-    """What the loss keeps, in master precision."""
+    """What the loss behind it keeps for its backward, in master precision."""
     loss_working: int = 0
-    """What the loss's backward has alive beside it."""
+    """What the backward of the loss has alive beside it."""
 
 
 def saved_bytes(step: StepSpec, layer: LayerSpec) -> Saved:
@@ -492,13 +472,6 @@ def saved_bytes(step: StepSpec, layer: LayerSpec) -> Saved:
 
 
 def _gradient_bytes(step: StepSpec, layer: int) -> list[int]:
-    """Bytes of the gradients of a layer's weights."""
+    """Return the bytes of the gradient of each of a layer's weights."""
     params = (param for param in step.model.params_of(layer) if param.trainable)
     return [param.numel * BYTES_OF[step.working_dtype(param)] for param in params]
-
-
-def _by_layer(units: tuple[Unit, ...], field: str) -> dict[int | None, list[Unit]]:
-    found: dict[int | None, list[Unit]] = {}
-    for unit in units:
-        found.setdefault(getattr(unit, field), []).append(unit)
-    return found

@@ -8,9 +8,11 @@ samples that the whole step counts, so gradients are summed, never averaged. Wit
     reduce=hierarchical   reduce_scatter in the node, all_reduce between nodes, all_gather in the node
     reduce=root           reduce to one rank, then broadcast: the naive way, N-1 times S through one link
 
-If ZeRO has sharded the gradients (zero >= 1), an all_reduce of the shards over `dp_replicate` remains. Gradients that
-are still partial over `tp`, of weights that tensor parallelism replicates but uses on a part of the activations, are
-then summed over `tp`, once a step. One all_reduce of a few scalars ends the step: loss, count, gradient norm and stop
+Under zero=1 a bucket is first reduce_scattered over `dp_shard`, the rank updates its chunk of it, and the weights are
+all_gathered after the update: together the bytes of one all_reduce. If ZeRO has sharded the gradients (zero >= 1), an
+all_reduce of the shards over `dp_replicate` remains. Gradients that are still partial over `tp`, of weights that tensor
+parallelism replicates but uses on a part of the activations, are then summed over `tp`, once a step. One all_reduce of a
+few scalars ends the step: loss, count, gradient norm and stop
 flag.
 """
 
@@ -21,20 +23,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from samestep.program.bodies import UPDATE_BODY, BodyKey, is_backward
-from samestep.program.buckets import (
-    Bucket,
-    Unit,
-    finish_reductions,
-    make_buckets,
-    padded,
-    partial_sizes,
-    start_reductions,
-)
+from samestep.program.buckets import Bucket, finish_reductions, make_buckets, padded, start_reductions
 from samestep.program.codecs import CODECS, PLAIN
 from samestep.program.holding import REPLICAS, TIE
 from samestep.program.ops import REDUCING, STEP_SCALARS, Kind, Op, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
+from samestep.program.units import Unit, partial_sizes
 
 AXIS = REPLICAS
 
@@ -62,14 +57,12 @@ def apply(program: Program) -> Program:
     """Return the program with the reductions over `dp_replicate`, tied stages and `tp`, and the step's scalars."""
     step = program.step
     axes = dict(program.axes)
-    buckets = program.buckets
+    buckets: tuple[Bucket, ...] = ()
     tied = any(step.holding(param).tied_over for param in step.model.params)
     has_partial = any(step.holding(param).partial_over for param in step.model.params if param.trainable)
     sums = step.layout.dp_cp_size > 1 or tied or has_partial
-    if step.zero == 0 and (sums or step.is_mixed):
-        buckets = make_buckets(
-            step, program.chunks
-        )  # mixed precision accumulates in the float32 buffers on one rank too
+    if step.zero == 1 or (step.zero == 0 and (sums or step.is_mixed)):
+        buckets = make_buckets(step, program.chunks)  # mixed precision accumulates in their buffers on one rank too
     if step.layout.num_replicas > 1:
         axes |= _axes(step)
     program = program.with_bodies(lambda key, ops: _reduced(key, ops, step, buckets, program.units))
@@ -98,12 +91,25 @@ def _reduced(key: BodyKey, ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...]
             return ops
         return tuple(_reduce_units(ops, step, {unit.name: unit for unit in units}, is_last=is_last))
     if step.ends_gradients(key):
-        # Under zero=1 the strategy `shard` writes a bucket's first collective, except for weights with a single shard.
-        first = [bucket for bucket in buckets if bucket.holding.num_shards == 1]
-        return start_reductions(ops, step, tuple(first), reduction)
+        # A bucket that no two ranks of a replica share is sent over another axis, and waits for none of the others.
+        for is_cut in (True, False):
+            alike = tuple(bucket for bucket in buckets if (bucket.holding.num_shards > 1) == is_cut)
+            ops = start_reductions(ops, step, alike, reduction) if alike else ops
+        return ops
     if key != UPDATE_BODY:
         return ops
-    return (*finish_reductions(buckets, reduction), *ops)
+    return (*finish_reductions(buckets, reduction), *ops, *_gathered_weights(buckets))
+
+
+def _gathered_weights(buckets: tuple[Bucket, ...]) -> Iterator[Op]:
+    """Yield the all_gathers of zero=1, which give every rank the chunks that the others have updated."""
+    after = (f"{Kind.UPDATE}:optimizer",)
+    for bucket in buckets:
+        if bucket.holding.num_shards > 1:
+            op = Op(
+                kind=Kind.ALL_GATHER, owner=bucket.name, axis=bucket.holding.data_axis, dtype=bucket.dtype, after=after
+            )
+            yield op.sized(bucket.padded_numel)
 
 
 def _reductions_of(program: Program) -> Iterator[str]:
@@ -136,7 +142,6 @@ def _reductions(step: StepSpec, bucket: Bucket) -> tuple[Op, ...]:
     chunk = numel // holding.num_shards
     over_ties = tuple(op(Kind.ALL_REDUCE, axis, chunk) for axis in holding.tied_over)
     if step.zero == 1:
-        # The strategy `shard` has written it.
         first = (op(Kind.REDUCE_SCATTER, holding.data_axis, numel),) if holding.num_shards > 1 else ()
         over_replicas = (op(Kind.ALL_REDUCE, AXIS, chunk),) if step.layout.num_replicas > 1 else ()
         return (*first, *over_replicas, *over_ties)

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from samestep import hardware
+from samestep.output.byte_sizes import readable
 from samestep.planning.nearest_layout import nearest
 from samestep.program.bodies import Task
 from samestep.runtime.run import Run
 from samestep.schedules import TaskKind
 from samestep.simulation import memory
-from samestep.simulation.memory import readable
 from samestep.simulation.prediction import predict
 from samestep.training.check import Checked
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec
 from samestep.program.ops import BYTES_OF
 from samestep.program.step import StepSpec
-from samestep.strategies.shard import padded_rows
+from samestep.program.units import padded_rows
 
 
 class Seconds(NamedTuple):

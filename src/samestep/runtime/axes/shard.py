@@ -48,10 +48,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from samestep.errors import LayoutError
 from samestep.models.spec import ParamSpec
 from samestep.program.bodies import UPDATE_BODY, Task, ends_step
-from samestep.program.buckets import Unit, partial_sizes
 from samestep.program.codecs import PLAIN
 from samestep.program.ops import BYTES_OF, Kind, Op
 from samestep.program.program import Program
+from samestep.program.units import Unit, partial_sizes
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.codecs.codec import Codec, codec_of, own_part
 from samestep.runtime.ledger import owned
@@ -284,7 +284,7 @@ class _RunningUnit:
             LayoutError: the unit did not run.
         """
         self.check_ran()
-        if self.unit.spans_calls and not self.unit.keep_after_forward:
+        if self.unit.is_called_again and not self.unit.keep_after_forward:
             self.fsdp.reshard()
 
     # -- backward ----------------------------------------------------------------------------------
@@ -420,7 +420,7 @@ def _wrap(model: nn.Module, units: list[_RunningUnit], program: Program, mesh: M
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=meshes[unit.shard_axis],
-            reshard_after_forward=not (unit.keep_after_forward or unit.spans_calls),
+            reshard_after_forward=not (unit.keep_after_forward or unit.is_called_again),
             mp_policy=policy,
             ignored_params=everything - running.params,
         )
@@ -435,7 +435,7 @@ def _wrap(model: nn.Module, units: list[_RunningUnit], program: Program, mesh: M
     named = {running.unit.name: running.fsdp for running in units}
     for running in units:
         # Without another unit, the unit itself, which is gathered already: else FSDP2 would gather the last that ran.
-        running.fsdp.set_modules_to_backward_prefetch([named[running.unit.ahead or running.unit.name]])
+        running.fsdp.set_modules_to_backward_prefetch([named[running.unit.prefetch or running.unit.name]])
 
 
 class _EncodedScatter(ReduceScatter):

@@ -1,0 +1,239 @@
+"""Units: which weights are gathered, and which gradients scattered, as one buffer under zero=2 and zero=3.
+
+```
+unit      │ rank 0's rows of each weight of a layer │ rank 1's │ ... │    as FSDP2 gathers and scatters them
+```
+A unit holds the weights of one layer or one shared weight, each padded along its first dimension.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from samestep.models.spec import ParamSpec, is_below
+from samestep.program.buckets import padded
+from samestep.program.holding import SHARDS
+from samestep.program.step import StepSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Parameters that are gathered together, and whose gradients are scattered together: a layer's, or one shared weight.
+
+    The runtime makes one FSDP2 group of each.
+    """
+
+    name: str
+    """The paths of its modules; empty for what the root module owns itself."""
+    modules: tuple[str, ...]
+    """Paths of the modules whose calls gather it."""
+    params: tuple[str, ...]
+    """Names of its weights."""
+    dtype: str
+    """Dtype in which the weights are gathered."""
+    codec: str
+    """Name of the codec with which the gradients are sent, one of `CODECS`."""
+    padded_numel: int
+    """Elements of the unsharded buffer: each parameter's first dimension padded to a multiple of `num_shards`."""
+    padded_grad_numel: int
+    """Elements of the unsharded buffer of gradients, which frozen weights have no part in."""
+    shard_axis: str
+    """The data axis over which its weights are sharded."""
+    num_shards: int
+    """Ranks among which they are divided: 1 where a rank has them to itself, and nothing is gathered or scattered."""
+    first_layer: int
+    """Index of the first layer that uses its weights."""
+    last_layer: int
+    """Index of the last layer that uses its weights."""
+    called: tuple[int, int] = (0, 0)
+    """When the forward first enters one of its modules, and last leaves one: a count of such events."""
+    is_called_again: bool = False
+    """Its modules are called several times in a forward: held from the first call to the end of the task, and reduced
+    once, after the last of their backwards."""
+    input_takes_gradient: bool = True
+    """The gradient of its first module's input shows that its backward is over; without one it is over when the task is."""
+    keep_after_forward: bool
+    """Not resharded between forward and backward."""
+    gather_in_backward: bool
+    """Its backward reads its weights, which are gathered again for it where they were resharded."""
+    prefetch: str | None = None
+    """Name of the unit whose gather is issued ahead of need when this unit's backward starts."""
+
+    @property
+    def is_freed_after_forward(self) -> bool:
+        """Whether its weights, gathered from other ranks, are resharded between forward and backward."""
+        return self.num_shards > 1 and not self.keep_after_forward
+
+    @property
+    def is_gathered_again(self) -> bool:
+        """Whether it is gathered once more for its backward."""
+        return self.gather_in_backward and self.is_freed_after_forward
+
+
+def by_layer(units: Iterable[Unit], layer_of: Callable[[Unit], int]) -> dict[int | None, list[Unit]]:
+    """Return the units of each layer that has any, in the order given."""
+    found: dict[int | None, list[Unit]] = {}
+    for unit in units:
+        found.setdefault(layer_of(unit), []).append(unit)
+    return found
+
+
+def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
+    """Group the weights into units: each layer's own, and each set of modules that share a weight.
+
+    In the order of the module tree, in which what is left over at the end of a backward is reduced. What no layer owns,
+    or code outside its layer reads, is gathered with the root; a weight without elements is in no unit.
+    """
+    groups: dict[tuple[str, ...], list[ParamSpec]] = {}
+    members: dict[int, dict[str, None]] = {}
+    own: dict[int, list[ParamSpec]] = {}
+    order: dict[str, int] = {}
+    roots_of = {param.name: _roots(step, param) for param in step.model.params}
+    for param in step.model.params:
+        owners = _owners(step, param)
+        for owner in owners:
+            order.setdefault(owner, len(order))
+        roots = roots_of[param.name]
+        if not param.numel:
+            continue
+        if step.holding(param).data_axis != SHARDS:  # sharded over other ranks than the rest of its layer
+            groups.setdefault(owners, []).append(param)
+            continue
+        if param.shared and not _moves_with_layer(step, param.layer):
+            met = [known for known in groups if known != ("",) and set(known) & set(owners)]
+            together = [other for known in met for other in groups.pop(known)]
+            groups[tuple(dict.fromkeys([*(m for known in met for m in known), *owners]))] = [*together, param]
+        elif not roots or param.read_outside:
+            groups.setdefault(("",), []).append(param)
+        else:
+            members.setdefault(param.layer, {})[roots[0]] = None
+            own.setdefault(param.layer, []).append(param)
+            order.setdefault(roots[0], order[owners[0]])
+    for layer, params in own.items():
+        groups[tuple(members[layer])] = params
+    units = [
+        _unit(step, tuple(sorted(modules, key=lambda m: order.get(m, -1))), ps, roots_of, chunks)
+        for modules, ps in groups.items()
+    ]
+    units.sort(key=lambda unit: order.get(unit.modules[0], -1) if unit.modules != ("",) else -1)
+    return _with_prefetch(units, chunks)
+
+
+def _moves_with_layer(step: StepSpec, layer: int) -> bool:
+    """Return whether a layer is called again as a whole, so that its weights can stay together."""
+    return all(param.shared and not param.aliases for param in step.model.params_of(layer))
+
+
+def _owners(step: StepSpec, param: ParamSpec) -> tuple[str, ...]:
+    """Return the modules that own a weight; of one tied across stages, the one on this stage."""
+    owners = tuple(dict.fromkeys(name.rpartition(".")[0] for name in (param.name, *param.aliases)))
+    if not step.holding(param).tied_over:
+        return owners
+    return tuple(o for o in owners if any(is_below(o, root) for root in step.model.layers[param.layer].modules))
+
+
+def _roots(step: StepSpec, param: ParamSpec) -> list[str]:
+    """Return the module of its layer that a weight is below, if any."""
+    owner = _owners(step, param)[0]
+    return [module for module in step.model.layers[param.layer].modules if module and is_below(owner, module)]
+
+
+def _with_prefetch(units: list[Unit], chunks: tuple[range, ...]) -> tuple[Unit, ...]:
+    """Let the backward of each unit prefetch the unit that the forward of the same chunk uses before it.
+
+    A unit that is called several times prefetches nothing: at its second backward that would have been used already.
+    """
+    prefetch: dict[str, str] = {}
+    for axis in dict.fromkeys(unit.shard_axis for unit in units):
+        by_use = sorted((unit for unit in units if unit.shard_axis == axis), key=last_use)
+        for before, unit in itertools.pairwise(by_use):
+            together = not chunks or any({before.first_layer, unit.first_layer} <= {*chunk} for chunk in chunks)
+            if together and not unit.is_called_again:
+                prefetch[unit.name] = before.name
+    return tuple(replace(unit, prefetch=prefetch.get(unit.name)) for unit in units)
+
+
+def last_use(unit: Unit) -> tuple[int, int, bool]:
+    """Return the sort key of the order in which a forward uses units for the last time.
+
+    Within a layer, a unit that earlier layers use too comes last.
+    """
+    return unit.last_layer, unit.called[1], unit.first_layer != unit.last_layer
+
+
+def _unit(
+    step: StepSpec,
+    modules: tuple[str, ...],
+    params: list[ParamSpec],
+    roots_of: Mapping[str, list[str]],
+    chunks: tuple[range, ...],
+) -> Unit:
+    layers = step.model.layers
+    last = len(layers) - 1
+    is_root = modules == ("",)
+    first_layer, last_layer = (0, last) if is_root else _span(step, modules, params)
+    receives = any(first_layer in chunk and chunk.start > 0 for chunk in chunks)  # what takes a gradient, in a pipeline
+    # A frozen start of the model has no backward that would read its weights.
+    has_backward = receives or any(param.trainable and param.layer <= last_layer for param in step.model.params)
+    first_root = _first_root(step, params, roots_of)
+    entered = params if params[0].aliases else [p for p in params if roots_of[p.name] == first_root]
+    holding = step.holding(params[0])
+    return Unit(
+        name=", ".join(modules),  # FSDP2's own label of it
+        modules=modules,
+        params=tuple(param.name for param in params),
+        first_layer=first_layer,
+        last_layer=last_layer,
+        dtype=step.working_dtype(params[0]),
+        codec=step.codec,
+        padded_numel=sum(padded_rows(param, holding.num_shards) for param in params),
+        padded_grad_numel=sum(padded_rows(param, holding.num_shards) for param in params if param.trainable),
+        # The last layer's backward follows at once, and a weight that first and last layer share is in use throughout.
+        # A pipeline's other micro-batches may come between the two.
+        keep_after_forward=step.zero == 2 or (last_layer == last and step.layout.pp == 1),
+        gather_in_backward=layers[last_layer].backward_reads_weights and has_backward,
+        called=(min(param.called[0] for param in params), max(param.called[1] for param in params)),
+        is_called_again=any(param.calls > 1 for param in params),
+        input_takes_gradient=receives or (not is_root and all(param.takes_gradient for param in entered)),
+        shard_axis=holding.data_axis,
+        num_shards=holding.num_shards,
+    )
+
+
+def _first_root(step: StepSpec, params: list[ParamSpec], roots_of: Mapping[str, list[str]]) -> list[str]:
+    """Return the module that is entered first of those with these weights, if any."""
+
+    def entered(param: ParamSpec) -> tuple[int, int]:
+        roots = roots_of[param.name]
+        return param.layer, step.model.layers[param.layer].modules.index(roots[0]) if roots else -1
+
+    return roots_of[min(params, key=entered).name]
+
+
+def _span(step: StepSpec, modules: tuple[str, ...], params: list[ParamSpec]) -> tuple[int, int]:
+    """Return the first and the last layer that use the weights of a unit."""
+    if not params[0].shared:
+        return params[0].layer, params[0].layer
+    roots = [(root, index) for index, layer in enumerate(step.model.layers) for root in layer.modules]
+    used = [index for root, index in roots for module in modules if is_below(module, root)]
+    used += [param.last_layer for param in params if param.last_layer is not None]
+    return min(used), max(used)
+
+
+def padded_rows(param: ParamSpec, multiple: int) -> int:
+    """Return the elements of `param` with its first dimension padded to a multiple, as FSDP2 cuts it."""
+    if not param.shape:
+        return multiple
+    return padded(param.shape[0], multiple) * (param.numel // param.shape[0] if param.shape[0] else 0)
+
+
+def partial_sizes(step: StepSpec, unit: Unit, axis: str) -> dict[str, int]:
+    """Return the elements, row padding included, of a rank's shards of a unit's gradients that are partial over `axis`."""
+    mine = {*unit.params}
+    return {
+        param.name: padded(param.shape[0], unit.num_shards) // unit.num_shards * (param.numel // param.shape[0])
+        for param in step.model.params
+        if param.name in mine and param.trainable and param.numel and axis in step.holding(param).partial_over
+    }
