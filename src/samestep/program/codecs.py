@@ -2,7 +2,8 @@
 
 A codec is one row of `CODECS` and one file with its torch part, `module`. The row says in which dtype elements are sent, so
 that programs, the ledger, the clock and the planner know the bytes; the file says what torch does. Every bucket, unit and
-op of a reduction names its codec. What is summed over other axes (`tp`, and the tied stages of units) is sent as it is.
+op of a reduction names its codec. What is summed over other axes (`tp`, and the tied stages of units) is sent as it is, and
+so is what FSDP2 sums over the replicas of a unit's shards: it lets its reduce_scatter be replaced, and not that all_reduce.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from samestep.program.ops import BYTES_OF, Kind, Op
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecSpec:
-    """What the program has to know of a codec."""
+    """A gradient codec, as far as a program has to know it."""
 
     name: str
     dtype: str | None
