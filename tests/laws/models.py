@@ -175,9 +175,7 @@ def models(draw: st.DrawFn) -> ModelSpec:
 
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
 """The degrees of a layout."""
-SPREADS = st.sampled_from(
-    [axes for count in (0, 1, 2, *(3, 4, 5) * 3) for axes in itertools.combinations(AXES, count)]
-)
+SPREADS = st.sampled_from([axes for count in (0, 1, 2, *(3, 4, 5) * 3) for axes in itertools.combinations(AXES, count)])
 """The axes over which a layout spreads a step: each in more than half of the draws, since hypothesis repeats itself."""
 
 
