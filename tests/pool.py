@@ -130,8 +130,6 @@ def warm_up() -> None:
 
     if not torch.cuda.is_available():  # there a backward starts threads, and what is forked then could run none
         observe(0, 1, "llama", "dp=1 recompute=full microbatch=4", clipped(), True)
-    gc.collect()
-    gc.freeze()  # what was imported stays: no collection of a rank has to look at it, nor to copy its pages
 
 
 @functools.cache
@@ -158,6 +156,7 @@ def _is_echo(error: BaseException) -> bool:
 
 def _serve(rank: int, world: int, folder: str, pipe: connection.Connection, parent_pid: int) -> None:
     workers.die_with_parent(parent_pid)
+    gc.freeze()  # what was inherited stays: no collection looks through it, nor copies its pages
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest's Ctrl-C is pytest's affair, which then kills us
     os.environ["GLOO_SOCKET_IFNAME"] = join.LOOPBACK
     torch.set_num_threads(1)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given
 
 from samestep.models.spec import ModelSpec, ParamSpec
+from samestep.program import buckets
 from samestep.program.bodies import BodyKey
 from samestep.program.ops import BYTES_OF, Kind
 from samestep.program.program import Program
@@ -98,6 +99,18 @@ def test_buckets_stand_in_the_order_of_the_backward(case: Case) -> None:
     layer = {param.name: param.layer for param in case.model.params}
     order = [layer[member.name] for bucket in case.program.buckets for member in bucket.members]
     assert order == sorted(order, reverse=True)
+
+
+@LAW
+@given(PIPELINES)
+def test_buckets_of_a_stage_stand_in_the_order_of_its_backwards(case: Case) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "BUCKET_BYTES", 2**12)  # a stage of these small models has several
+        programs = programs_of(case.model, case.job, case.layout, case.program.step.ranks_per_node)
+    for program in programs:
+        layer = {param.name: param.layer for param in program.step.model.params}
+        ends = [min(layer[member.name] for member in bucket.members) for bucket in program.buckets]
+        assert ends == sorted(ends, reverse=True)
 
 
 @LAW

@@ -59,11 +59,12 @@ class Peak:
 
 
 def _peaks(rank: int, world: int, layout: str, precision: str, folder: str) -> list[Peak]:
+    gc.freeze()  # what was there before is not counted, and `Live`, which collects often, need not look through it
     job = _job(precision)
     workload, place = _workload(job), _place(rank, world)
     run = Run(workload.source, Layout.parse(layout), job, place)
     drawing = Live()
-    idle = drawing.count_all()  # of tests before this one, and the example
+    idle = drawing.count_all()  # the example
     with drawing.watching():
         run.prepare(workload.example)
     live = Live()
