@@ -21,9 +21,6 @@ from tests.laws.models import LAW, MACHINES, MODELS, job_of, predictions
 
 KINDS = {"dense": "tiny", "experts": "experts", "tied": "tied", "vision": "vision"}
 
-SPLIT = ("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard", "zero", "sequence_parallel")
-"""The words of a layout that `candidates.splits` sets."""
-
 Degrees = tuple[int, int, int, int]
 
 
@@ -77,12 +74,6 @@ def test_what_a_plan_considers_is_a_part_of_the_list_and_has_its_degrees(
     assert found == thinned
 
 
-def splits_of_a_plan(model: ModelSpec, hardware: Hardware, devices: int) -> set[Layout]:
-    thinned = candidates.degrees(devices, model, thin=hardware)
-    inside = (one for one in thinned if one.tp <= hardware.devices_per_node)
-    return {split for one in inside for split in candidates.splits(one, thin=hardware)}
-
-
 def quickest(model: ModelSpec, given: Job, hardware: Hardware, layouts: Iterable[Layout]) -> dict[Degrees, float]:
     """Return the least predicted seconds for each tp, pp, cp and ep."""
     found: dict[Degrees, float] = {}
@@ -94,26 +85,17 @@ def quickest(model: ModelSpec, given: Job, hardware: Hardware, layouts: Iterable
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", ["slow", "alone"])
 def test_for_all_degrees_the_best_of_what_a_plan_considers_is_the_best_of_the_list(kind: str, where: str) -> None:
-    """Of the splits that a plan considers it ranges over every micro-batch from one sample to a rank's share, all four
-    schedules, every recomputation, and reduce=root beside ring: what thinning leaves out of these is never quicker.
-
-    It does not range over what thinning leaves out although it can be quicker; there plan's list is a choice. On these
-    models and machines shards of some data ranks save up to a quarter of a step, accumulate=full a twentieth,
-    reduce=hierarchical between nodes a hundredth, tp without sequence_parallel a tenth, and with experts more than half.
-    More than two virtual stages have a smaller bubble; offload is not priced, and plan tries it where nothing else fits.
+    """It ranges over every split and every combination of switches, but for offload, which is not priced, and for other
+    numbers of virtual stages than `CHUNKS`.
     """
     model, given_job, hardware = MODELS[KINDS[kind]], job_of(4), MACHINES[where]
-    splits = splits_of_a_plan(model, hardware, 4)
 
-    def is_ranged_over(layout: Layout) -> bool:
-        of_degrees = {name: getattr(layout, name) for name in SPLIT}
-        is_left_out = layout.accumulate == "full" or layout.reduce == "hierarchical"
-        return Layout(**of_degrees) in splits and not (is_left_out or layout.virtual_stages > 2 or layout.offload)
+    def is_priced(layout: Layout) -> bool:
+        is_tried = layout.virtual_stages in (1, *candidates.CHUNKS)
+        return is_tried and not layout.offload and layout.tp <= hardware.devices_per_node
 
     every, considered = (
-        quickest(
-            model, given_job, hardware, filter(is_ranged_over, candidates.layouts_of(4, model, given_job, thin=thin))
-        )
+        quickest(model, given_job, hardware, filter(is_priced, candidates.layouts_of(4, model, given_job, thin=thin)))
         for thin in (None, hardware)
     )
     assert every == considered

@@ -6,17 +6,22 @@
     variants     schedules, and recomputation, of each the quickest first
 
 `layouts` and `verify --all` list each switch by itself; `plan` tries them together, on a list that is thinned for its
-hardware: fewer splits and fewer values of the switches, for the same legal tp, pp, cp and ep. Nothing here asks whether a
-strategy refuses a layout; thinned, a degree is left out that the model refuses whatever the rest is. Left out are:
+hardware. Nothing here asks whether a strategy refuses a layout; thinned, a degree is left out that the model refuses
+whatever the rest is. Thinning leaves out what cannot be faster than something that stays:
 
     degrees      pp beyond the blocks; cp that a model refuses or that does not divide its tokens; ep that does not divide
-                 its experts; tp without sequence_parallel, where the sequence can be cut: it keeps less
-    splits       shards of another size than all data ranks and those of one node
-    sized        micro-batches of other sizes than `MICROBATCHES` and the whole share
-    variants     gpipe, which takes as long as 1f1b and keeps more; more than two virtual stages; accumulate=full;
-                 reduce=hierarchical and reduce=root; offload, which is not priced and which plan tries where nothing fits
+                 its experts: no layout with these is legal
+    gpipe        it has the bubble of 1f1b and keeps more activations
+    reduce       root sends the whole gradient N-1 times through one link, where a ring sends 2 (N-1)/N of it;
+                 hierarchical in one node, or with one data rank on each, is a ring's bytes in no fewer collectives
+    accumulate   full, where there is one micro-batch: there is nothing to add up
 
-What is left out may be quicker: `tests/laws/test_candidates.py` says of which of it that is so, and by how much.
+`tests/laws/test_candidates.py` holds the rest against the whole list, for each (tp, pp, cp, ep). Three things are left
+out although they may be faster:
+
+    offload      it is not priced; `plan` tries it where nothing fits
+    micro-batch  sizes other than `MICROBATCHES` and the whole share
+    chunks       numbers of virtual stages other than `CHUNKS`
 """
 
 from __future__ import annotations
@@ -36,6 +41,9 @@ from samestep.strategies import sequence
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 """Samples of a micro-batch that a thinned list has, beside a rank's whole share."""
+
+CHUNKS = (2,)
+"""Virtual stages of a rank that a thinned list has."""
 
 Words = Mapping[str, Any]
 """Layout words and their values."""
@@ -69,7 +77,7 @@ def layouts_of(devices: int, model: ModelSpec, job: Job, *, thin: Hardware | Non
         thin: the hardware for which `plan` searches; without it nothing is left out.
     """
     for degree in degrees(devices, model, thin=thin):
-        for split in splits(degree, thin=thin):
+        for split in splits(degree):
             yield from switched(split, model, job, thin=thin)
 
 
@@ -77,11 +85,14 @@ def layouts_of(devices: int, model: ModelSpec, job: Job, *, thin: Hardware | Non
 
 
 def degrees(devices: int, model: ModelSpec, *, thin: Hardware | None = None) -> Iterator[Layout]:
-    """Yield every split of `devices` over tp, pp, cp and replicas, with every ep where the model has experts."""
+    """Yield every split of `devices` over tp, pp, cp and replicas, with every ep where the model has experts.
+
+    Thinned, each is there without and with its sequence cut too.
+    """
     blocks = sum(layer.is_block for layer in model.layers)
     experts = math.gcd(*(param.experts for param in model.params if param.experts))
     for tp in _divisors(devices):
-        cuts_sequence = thin is not None and tp > 1 and sequence.refuse_model(model, tp) is None
+        cuts_sequence = (False, True) if thin and tp > 1 and sequence.refuse_model(model, tp) is None else (False,)
         for pp in _divisors(devices // tp):
             if thin and pp > max(1, blocks):
                 continue
@@ -89,25 +100,19 @@ def degrees(devices: int, model: ModelSpec, *, thin: Hardware | None = None) -> 
                 if thin and cp > 1 and (model.slice_refusal or model.length % cp):
                     continue
                 ranks = devices // tp // pp // cp
-                base = Layout(tp=tp, pp=pp, cp=cp, dp_replicate=ranks, sequence_parallel=cuts_sequence and cp == 1)
-                yield base
-                for ep in _divisors(ranks * cp)[1:] if experts else ():
-                    if not thin or experts % ep == 0:
-                        yield replace(base, ep=ep)
+                for is_cut in cuts_sequence if cp == 1 else (False,):
+                    base = Layout(tp=tp, pp=pp, cp=cp, dp_replicate=ranks, sequence_parallel=is_cut)
+                    yield base
+                    for ep in _divisors(ranks * cp)[1:] if experts else ():
+                        if not thin or experts % ep == 0:
+                            yield replace(base, ep=ep)
 
 
-def splits(degrees: Layout, *, thin: Hardware | None = None) -> Iterator[Layout]:
-    """Yield the ways to replicate and shard over the data ranks, and with cp=N over those of a sequence too.
-
-    Thinned, all data ranks are a group of shards, or those that lie in one node.
-    """
+def splits(degrees: Layout) -> Iterator[Layout]:
+    """Yield the ways to replicate and shard over the data ranks, and with cp=N over those of a sequence too."""
     dp = degrees.dp
     yield degrees
-    shards = _divisors(dp)
-    if thin:
-        inside = max(1, thin.devices_per_node // degrees.tp // degrees.cp)
-        shards = [shard for shard in shards if shard in (inside, dp)]
-    for shard in shards:
+    for shard in _divisors(dp):
         for zero in (1, 2, 3) if shard * degrees.cp > 1 and shard * degrees.cp % degrees.ep == 0 else ():
             yield replace(degrees, dp_replicate=dp // shard, dp_shard=shard, zero=zero)
 
@@ -116,42 +121,65 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
+def reductions(split: Layout, hardware: Hardware) -> Iterator[Layout]:
+    """Yield a split with each way to sum its gradients that may be the quickest on this hardware."""
+    yield split
+    inside = hardware.devices_per_node // split.tp
+    if split.zero >= 2:
+        yield replace(split, accumulate="full")
+    elif split.zero == 0 and 1 < inside < split.dp_cp_size:
+        yield replace(split, reduce="hierarchical")
+
+
 # -- switches --------------------------------------------------------------------------------------
 
 
 def switched(split: Layout, model: ModelSpec, job: Job, *, thin: Hardware | None = None) -> Iterator[Layout]:
     """Yield a split with every combination of its switches: micro-batch, schedule, recomputation and all else."""
-    every = variants(split) if thin else tuple(_combinations(split, model))
-    for one in sized(split, job, thin=thin):
-        for words in every:
-            yield replace(one, **words)
+    every = variants(split, model) if thin else tuple(_combinations(split, model))
+    for summed in reductions(split, thin) if thin else (split,):
+        for one in sized(summed, job, thin=thin):
+            for words in every:
+                yield replace(one, **words)
 
 
 def sized(split: Layout, job: Job, *, thin: Hardware | None = None) -> Iterator[Layout]:
-    """Yield a split with every micro-batch that is smaller than a rank's share of the samples, and with the whole share."""
+    """Yield a split with every micro-batch that is smaller than a rank's share of the samples, and with the whole share.
+
+    What `accumulate` says is about several micro-batches.
+    """
     share = -(-job.train.global_batch // split.dp)
     for microbatch in MICROBATCHES if thin else range(1, share):
         if microbatch < share:
             yield replace(split, microbatch=microbatch)
-    yield replace(split, microbatch=None)
+    if split.accumulate == _DEFAULT.accumulate:
+        yield replace(split, microbatch=None)
 
 
-def _schedules(split: Layout) -> list[Words]:
-    """Return the words of every schedule of the thinned list: without stages there is one."""
+def _schedules(split: Layout, model: ModelSpec) -> Iterator[Words]:
+    """Yield the words of every schedule of the thinned list: without stages there is one."""
     if split.pp == 1:
-        return [schedule_words(DEFAULT)]
-    return [schedule_words(spec.name) for spec in SCHEDULES.values() if spec.is_planned]
+        yield schedule_words(DEFAULT)
+        return
+    blocks = sum(layer.is_block for layer in model.layers)
+    for spec in SCHEDULES.values():
+        if spec.is_planned and spec.takes_chunks:
+            yield from (
+                schedule_words(spec.name, count) for count in CHUNKS if count == 2 or count * split.pp <= blocks
+            )
+        elif spec.is_planned:
+            yield schedule_words(spec.name)
 
 
-def variants(split: Layout) -> tuple[Words, ...]:
+def variants(split: Layout, model: ModelSpec) -> tuple[Words, ...]:
     """Return the words of every schedule and recomputation of the thinned list, of each schedule the quickest first."""
-    every = itertools.product(_schedules(split), get_args(Recompute))
+    every = itertools.product(_schedules(split, model), get_args(Recompute))
     return tuple({**words, "recompute": recompute} for words, recompute in every)
 
 
-def scheduled(split: Layout) -> Iterator[Layout]:
+def scheduled(split: Layout, model: ModelSpec) -> Iterator[Layout]:
     """Yield a split under every schedule of the thinned list."""
-    for words in _schedules(split):
+    for words in _schedules(split, model):
         yield replace(split, **words)
 
 

@@ -31,7 +31,7 @@ import xxhash
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.job import Job
-from samestep.layout import Layout
+from samestep.layout import Accumulate, Layout, Reduce
 from samestep.models.spec import ModelSpec
 from samestep.output.byte_sizes import gib
 from samestep.planning import candidates
@@ -57,6 +57,20 @@ class Rejection:
     reason: str
 
 
+class _Split(NamedTuple):
+    """The words of the data axis: how it is split, and how gradients are summed over it."""
+
+    dp_replicate: int
+    dp_shard: int
+    zero: int
+    accumulate: Accumulate
+    reduce: Reduce
+
+
+def _split_of(layout: Layout) -> _Split:
+    return _Split(layout.dp_replicate, layout.dp_shard, layout.zero, layout.accumulate, layout.reduce)
+
+
 class CandidateGroup(NamedTuple):
     """Layouts that differ in the words of the data axis alone."""
 
@@ -64,13 +78,13 @@ class CandidateGroup(NamedTuple):
     """Their degrees and their micro-batch."""
     words: Mapping[str, Any]
     """Their schedule and what is computed again."""
-    splits: tuple[tuple[int, int, int], ...]
-    """Of each dp_replicate, dp_shard and zero."""
+    splits: tuple[_Split, ...]
+    """The words of the data axis of each."""
 
     @classmethod
     def of(cls, layout: Layout) -> CandidateGroup:
         """Return a single one."""
-        return cls(layout, {}, ((layout.dp_replicate, layout.dp_shard, layout.zero),))
+        return cls(layout, {}, (_split_of(layout),))
 
     @property
     def base(self) -> Layout:
@@ -81,8 +95,8 @@ class CandidateGroup(NamedTuple):
         """Yield each of them."""
         base = self.base
         words = {field.name: getattr(base, field.name) for field in fields(Layout)}
-        for replicate, shard, zero in self.splits:
-            yield Layout(**{**words, "dp_replicate": replicate, "dp_shard": shard, "zero": zero})
+        for split in self.splits:
+            yield Layout(**{**words, **split._asdict()})
 
 
 class _Family(NamedTuple):
@@ -100,6 +114,10 @@ class _Chain(NamedTuple):
 
 _Open = _Family | _Chain | Layout
 """What is looked at, in the order of bounds."""
+
+
+def _schedule_of(group: CandidateGroup) -> tuple[str, int]:
+    return group.words["schedule"], group.words.get("virtual_stages", 1)
 
 
 def _groups_of(what: _Open) -> tuple[CandidateGroup, ...]:
@@ -151,9 +169,8 @@ class Plan:
         return tuple(Rejection(layout, one.rule, one.reason) for one in self.fallen for layout in one.group.layouts())
 
 
-_Split = tuple[int, int, int]
-_Refusals = Mapping[str, Mapping[str | None, tuple[_Split, ...]]]
-"""Of each schedule, the splits by the reason why they are refused; None where they are not."""
+_Refusals = Mapping[tuple[str, int], Mapping[str | None, list[_Split]]]
+"""The splits of each schedule and number of virtual stages, by the reason why they are refused; None where they are not."""
 
 
 class _Search:
@@ -183,7 +200,9 @@ class _Search:
             refusals = self._refusals(degrees)
             for sized in candidates.sized(degrees, self.job, thin=self.hardware) if refusals else ():
                 groups = tuple(
-                    group for words in candidates.variants(sized) for group in self._legal(sized, words, refusals)
+                    group
+                    for words in candidates.variants(sized, self.model)
+                    for group in self._legal(sized, words, refusals)
                 )
                 if groups:
                     self._open_family(_Family(sized, groups))
@@ -193,23 +212,28 @@ class _Search:
 
     def _refusals(self, degrees: Layout) -> _Refusals:
         """Ask the strategies about every split of the data axis and every schedule: what else there is they hardly mind."""
-        found: dict[str, dict[str | None, tuple[_Split, ...]]] = {}
-        for plain in candidates.splits(degrees, thin=self.hardware):
+        found: dict[tuple[str, int], dict[str | None, list[_Split]]] = {}
+        for plain in candidates.splits(degrees):
             if reason := refusal_of(self.builder.step(plain)):
                 self.considered += 1
                 self._throw_out(plain, "refused", reason)
                 continue
-            for one in candidates.scheduled(plain):
-                reason = refusal_of(self.builder.step(one)) if one != plain else None
-                reasons = found.setdefault(one.schedule, {})
-                reasons[reason] = (*reasons.get(reason, ()), (one.dp_replicate, one.dp_shard, one.zero))
+            for summed in candidates.reductions(plain, self.hardware):
+                split = _split_of(summed)
+                for one in candidates.scheduled(summed, self.model):
+                    reason = refusal_of(self.builder.step(one)) if one != plain else None
+                    reasons = found.setdefault((one.schedule, one.virtual_stages), {})
+                    reasons.setdefault(reason, []).append(split)
         return found
 
     def _legal(self, sized: Layout, words: Mapping[str, Any], refusals: _Refusals) -> Iterator[CandidateGroup]:
         """Yield the splits that are not refused, together."""
-        for reason, splits in refusals.get(words["schedule"], {}).items():
-            self.considered += len(splits)
-            group = CandidateGroup(sized, words, splits)
+        of_words = refusals.get((words["schedule"], words.get("virtual_stages", 1)), {})
+        for reason, splits in of_words.items():
+            # With a single micro-batch there is nothing to accumulate.
+            mine = tuple(split for split in splits if sized.microbatch or split.accumulate == "sharded")
+            self.considered += len(mine)
+            group = CandidateGroup(sized, words, mine)
             if reason is None:
                 yield group
             else:
@@ -262,7 +286,7 @@ class _Search:
     def _look(self, bound_s: float, _: int, what: _Open, closeness: int) -> None:
         """Bound something more closely, or play it."""
         if isinstance(what, _Family):
-            for _, groups in itertools.groupby(what.groups, lambda group: group.words["schedule"]):
+            for _, groups in itertools.groupby(what.groups, _schedule_of):
                 self._open_chain(tuple(groups), bound_s)
         elif isinstance(what, _Chain):
             for layout in what.groups[0].layouts():

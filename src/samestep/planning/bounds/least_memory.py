@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from samestep.planning.bounds.layer_costs import Prices, larger_twin, least_updated, smallest
 from samestep.planning.bounds.layer_kinds import Sizes, Units
-from samestep.planning.bounds.pipeline_time import in_flight
+from samestep.planning.bounds.pipeline_time import in_flight, in_flight_between
 from samestep.program.ops import BYTES_OF
 from samestep.program.step import StepSpec
 
@@ -101,7 +101,18 @@ class Needs:
         whole = self.prices.stage_units(step, stage) if of_units else Units()
         gathered = unit + (whole.all_gathered if step.zero == 2 else 0.0)
         states = self._states(step, mine, whole) + self.prices.model.buffer_bytes
-        return Need(states, kept, gathered, self._late_gradients(step, stage, mine, whole))
+        need = Need(states, kept, gathered, self._late_gradients(step, stage, mine, whole))
+        if of_units and step.layout.accumulate == "full" and step.num_microbatches > 1:
+            return max(need, self._accumulated(step, stage, states, whole), key=lambda one: one.total)
+        return need
+
+    def _accumulated(self, step: StepSpec, stage: int, states: float, whole: Units) -> Need:
+        """Bound a stage that keeps whole gradients until the last micro-batch's backward, which alone leaves shards."""
+        layout, sizes = step.layout, self.prices.run_sizes(step)
+        states += (whole.all_scattered - whole.held_trained) * BYTES_OF[step.master_dtype]
+        counts = in_flight_between(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
+        kept = sum(count * sizes[chunk * layout.pp + stage].kept for chunk, count in enumerate(counts))
+        return Need(states, kept * step.microbatch_samples, whole.all_gathered if step.zero == 2 else 0.0, 0.0)
 
     def _late_gradients(self, step: StepSpec, stage: int, mine: Sizes, whole: Units) -> float:
         """Bytes of gradients that may come only when the activations of a step's first backwards are gone."""

@@ -83,6 +83,22 @@ def in_flight(schedule: str, stage: int, num_stages: int, microbatches: int, chu
     return found
 
 
+@functools.lru_cache(maxsize=2**12)
+def in_flight_between(schedule: str, stage: int, num_stages: int, microbatches: int, chunks: int) -> tuple[int, ...]:
+    """Return how many micro-batches of each chunk are in flight where they are most, from when every chunk has gone
+    backward to the backward of the last micro-batch."""
+    counts, most, gone_back = [0] * chunks, (0,) * chunks, set[int]()
+    for kind, microbatch, chunk in _order(schedule, stage, num_stages, microbatches, chunks):
+        if kind is TaskKind.BACKWARD:
+            if microbatch == microbatches - 1:
+                break
+            gone_back.add(chunk)
+        counts[chunk] += (kind is TaskKind.FORWARD) - (kind is TaskKind.BACKWARD)
+        if len(gone_back) == chunks and sum(counts) > sum(most):
+            most = tuple(counts)
+    return most
+
+
 def play_bodies(
     layout: Layout,
     m: int,

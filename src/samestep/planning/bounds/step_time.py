@@ -98,7 +98,7 @@ class Bounds:
         kinds = self.prices.seconds(step)
         blocks = [(kind, number) for kind, number in run if self.prices.few.layers[kind].is_block]
         others_s = sum(kinds[kind].backward_s for kind, _ in run if not self.prices.few.layers[kind].is_block)
-        forward_s, backward_s = cost.forward_s, cost.backward_s
+        forward_s, backward_s, last_s = cost.forward_s, cost.backward_s, cost.backward_s
         for axis in SHARD_AXES:
             parts = [part for kind, number in blocks if (part := self._part(step, kind, number, axis)).gather_s]
             if not parts or sum(part.number for part in parts) <= 2:
@@ -111,9 +111,13 @@ class Bounds:
                 turns_s = gathered_s + sum(part.number * part.scatter_s for part in parts) - 2 * scatter_s
                 around_s = min(one.backward_s - one.behind_s for one in mine) + min(one.backward_s for one in mine)
                 slowed_s = cost.backward_s + self._slowed_s(turns_s, cost.sent_backward_s)
-                backward_s = max(backward_s, turns_s + around_s + others_s, slowed_s)
+                last_s = max(last_s, turns_s + around_s + others_s, slowed_s)
+                kept_s = cost.backward_s + self._slowed_s(gathered_s, cost.sent_backward_s)
+                backward_s = max(backward_s, gathered_s + min(one.backward_s for one in mine), kept_s)
         plain_s = forward_s if step.zero == 3 else cost.forward_s
-        return Bodies(forward_s, plain_s, backward_s, cost.weight_s, backward_s)
+        if step.layout.accumulate == "sharded":
+            backward_s = last_s
+        return Bodies(forward_s, plain_s, backward_s, cost.weight_s, last_s)
 
     def _part(self, step: StepSpec, kind: int, number: int, axis: str) -> _LayerTraffic:
         """Return what layers of a kind send over one of the axes along which units are cut."""
@@ -365,6 +369,13 @@ class Bounds:
         whole, own = mine.trained - of_experts, mine.block_trained - of_experts
         replicas, shards, holders = layout.num_replicas, layout.num_shards, step.ranks.size("dp_expert")
         kind, borrows = Kind.REDUCE_SCATTER if step.zero else Kind.ALL_REDUCE, layout.borrows_data_ranks
+        if layout.reduce == "hierarchical":
+            inside, nodes = step.ranks.size("dp_intra"), step.ranks.size("dp_inter")
+            both = (Kind.REDUCE_SCATTER, Kind.ALL_GATHER)
+            return (
+                sum(self._in_buckets_s(step, one, whole * sent, "dp_intra", inside, own) for one in both),
+                self._in_buckets_s(step, Kind.ALL_REDUCE, whole * sent / inside, "dp_inter", nodes, own),
+            )
         if step.zero == 0:
             return (
                 self._in_buckets_s(step, kind, whole * sent, "dp_replicate", replicas, own),
@@ -387,7 +398,7 @@ class Bounds:
 
     def _of_units(self, step: StepSpec, stage: int, mine: Seconds, update_s: float) -> _Sending:
         layout, runs, m = step.layout, self.prices.runs(step), step.num_microbatches
-        last = self.prices.kind_of[-1]
+        last, scattered = self.prices.kind_of[-1], m if layout.accumulate == "sharded" else 1
         all_s = scattered_s = 0.0
         for axis in SHARD_AXES:
             gathers_s = scatters_s = 0.0
@@ -396,7 +407,7 @@ class Bounds:
                     part = self._part(step, kind, number, axis)
                     again = self.prices.few.layers[kind].is_block and part.reads and part.scatter_s > 0 and kind != last
                     gathers_s += number * part.gather_s * (m * (1 + again) if step.zero == 3 else 1)
-                    scatters_s += number * part.scatter_s * m
+                    scatters_s += number * part.scatter_s * scattered
             all_s, scattered_s = max(all_s, gathers_s + scatters_s), max(scattered_s, scatters_s)
         first = self._part(step, runs.kinds[stage][0], 1, "dp_shard")
         reduced_s = sum(
