@@ -157,6 +157,18 @@ def test_bounds_hold_where_communication_slows_compute(what: str, words: str) ->
     assert needs.need(step).total <= played.peak.total * (1 + 1e-9)
 
 
+def test_shards_of_whole_gradients_are_not_counted_beside_activations() -> None:
+    """They come with the last micro-batch's backward alone."""
+    layout = Layout.parse("dp=2 tp=4 sequence_parallel pp=3 zero=2 microbatch=2 accumulate=full")
+    model, hardware = MODELS["experts"], MACHINES["crowded"]
+    for precision in ("float32", "bf16"):
+        given_job = job_of(13, precision)
+        needs = Needs(Prices(model, given_job, hardware), 2)
+        step = StepSpec.of(model, given_job, layout, hardware.devices_per_node)
+        played = predict(model, given_job, layout, hardware)
+        assert needs.need(step).total <= played.peak.total * (1 + 1e-9)
+
+
 @pytest.mark.parametrize(
     "words",
     [

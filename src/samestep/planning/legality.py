@@ -142,7 +142,7 @@ def layouts(job: Job, devices: int, *, switches: bool = False) -> tuple[Row, ...
 
 
 def why_refused(job: Job, layout: Layout, devices: int) -> str:
-    """Say what a layout is refused for on a number of devices, or that it is legal: the answer to `--why-not`."""
+    """Return why a layout is refused on a number of devices, or that it is legal: the answer to `--why-not`."""
     reason = row_of(catalog.model_spec(job), job, layout).reason
     if layout.world_size == devices:
         return reason or f'"{layout}" is legal'

@@ -40,7 +40,7 @@ class Saving:
     before_bytes: int = 0
 
     def to_line(self) -> str:
-        """Say it."""
+        """Return one line with the change, its seconds a step and its memory in GiB."""
         part = (self.before_s - self.step_s) / self.before_s
         line = f"{self.change}: {self.step_s:.4g} s a step, {part:.0%} less"
         if self.peak_bytes is not None:

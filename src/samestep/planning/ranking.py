@@ -77,7 +77,7 @@ def _free(one: Prediction) -> float:
 
 
 def expected() -> str:
-    """Say how far predictions have been from what was measured."""
+    """Return a line on how far predictions have been from what was measured."""
     time, memory = intervals()["time"], intervals()["memory"]
     return (
         f"8 in 10 of {time.rows:,} published steps took {time.low:.2f} to {time.high:.2f} times their predicted time, and 8 in 10 of "
@@ -96,7 +96,7 @@ def examples(fallen: Sequence[Fallen]) -> list[Fallen]:
 
 
 def binds(best: Prediction) -> str:
-    """Say what takes most of the best layout's step."""
+    """Return the name of the part that takes most of the best layout's step, and its share."""
     busy = best.step_s * (1 - best.bubble_fraction) - best.exposed_comm_s
     parts = {
         "compute": busy,
@@ -137,7 +137,7 @@ def as_record(found: Plan) -> dict[str, object]:
 
 
 def answers(found: Plan, tokens: float | None, cost_per_hour: float | None) -> list[str]:
-    """Say how long a training takes in the best layout and what it costs, a line each; nothing where nothing fits.
+    """Return how long a training takes in the best layout, in days, and what it costs; no line where nothing fits.
 
     Args:
         found: what was planned.
@@ -163,12 +163,12 @@ def answers(found: Plan, tokens: float | None, cost_per_hour: float | None) -> l
 
 
 def other_numerics(found: Plan) -> list[str]:
-    """Say what other numerics would save in the best layout, a line each."""
+    """Return a line for each change of numerics that would save seconds in the best layout."""
     return [f"other numerics, which may change results: {saving.to_line()}" for saving in found.other_numerics]
 
 
 def why_not(found: Plan, layout: Layout) -> str:
-    """Say why one layout is not the best, or that it is: the answer to `--why`."""
+    """Return why one layout is not the best, or that it is: the answer to `--why`."""
 
     def near() -> str:
         if not found.best:

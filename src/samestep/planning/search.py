@@ -88,7 +88,7 @@ class CandidateGroup(NamedTuple):
 
     @property
     def base(self) -> Layout:
-        """What they have in common; most groups fall out before it is asked for."""
+        """The layout of their common words, unsplit; most groups fall out before it is asked for."""
         return replace(self.sized, **self.words)
 
     def layouts(self) -> Iterator[Layout]:
@@ -159,7 +159,7 @@ class Plan:
 
     @cached_property
     def digests(self) -> dict[str, str]:
-        """What tells this plan's job and hardware from all others."""
+        """The digests of the job and the hardware, which tell this plan from those of others."""
         texts = {"job": self.job.model_dump_json(), "hardware": json.dumps(asdict(self.hardware), sort_keys=True)}
         return {name: xxhash.xxh3_128_hexdigest(text.encode()) for name, text in texts.items()}
 
@@ -286,7 +286,7 @@ class _Search:
     def _look(self, bound_s: float, _: int, what: _Open, closeness: int) -> None:
         """Bound something more closely, or play it."""
         if isinstance(what, _Family):
-            for _, groups in itertools.groupby(what.groups, _schedule_of):
+            for _schedule, groups in itertools.groupby(what.groups, _schedule_of):
                 self._open_chain(tuple(groups), bound_s)
         elif isinstance(what, _Chain):
             for layout in what.groups[0].layouts():

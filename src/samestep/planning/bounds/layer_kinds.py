@@ -17,7 +17,7 @@ from samestep.program.units import padded_rows
 
 
 class Seconds(NamedTuple):
-    """Of layers on one rank: what a micro-batch takes."""
+    """Seconds that layers take for a micro-batch on one rank."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -32,7 +32,7 @@ class Seconds(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of layers on one rank: bytes of a sample, elements and bytes of their weights."""
+    """Sizes of layers on one rank: bytes of a sample, elements and bytes of their weights."""
 
     kept: float = 0.0
     """Activations after the forward."""

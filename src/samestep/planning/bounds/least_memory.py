@@ -119,8 +119,9 @@ class Needs:
         layout = step.layout
         held = in_flight(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
         _, num_larger = larger_twin(step)
-        if held.again is not None and (held.latest >= num_larger or held.again < num_larger):
-            return 0.0  # as much is in flight again, behind a backward
+        is_met_again = held.again is not None and (held.latest >= num_larger or held.again < num_larger)
+        if is_met_again and layout.accumulate == "sharded":
+            return 0.0  # as much is in flight again, behind a backward that has left its part of them
         if step.zero >= 2:
             return whole.held_trained * BYTES_OF[step.master_dtype]
         return mine.trained * BYTES_OF[step.master_dtype] if layout.dp * layout.cp == 1 else 0.0

@@ -29,7 +29,7 @@ class Bodies(NamedTuple):
 
 
 class Times(NamedTuple):
-    """At the earliest."""
+    """The earliest times of a pipeline, in seconds from the start of the step."""
 
     whole_s: tuple[float, ...]
     """When the body that leaves a run's last gradients starts, of each run."""

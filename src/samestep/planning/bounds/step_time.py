@@ -261,6 +261,8 @@ class Bounds:
                 for axis in SHARD_AXES
             ]
             return [(one, 0.0) for one in (early, *scatters)]
+        if layout.reduce == "hierarchical":
+            return []  # its two streams wait for each other bucket by bucket, which is not bounded here
         kind = Kind.REDUCE_SCATTER if step.zero else Kind.ALL_REDUCE
         axis, ranks = ("dp_shard", shards) if step.zero else ("dp_replicate", replicas)
         found = []
