@@ -53,7 +53,7 @@ def test_no_seed_raises_an_alarm(seed):
 
 
 def test_there_are_more_than_fifty_faults_as_the_readme_says():
-    assert "more than fifty deliberate faults are caught and called by name" in " ".join(README.read_text().split())
+    assert "more than fifty deliberate faults are caught and named" in " ".join(README.read_text().split())
     assert len(FAULTS) > 50
     assert len({fault.cause for fault in FAULTS.values()}) >= 15
 
