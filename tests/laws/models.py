@@ -45,6 +45,15 @@ class Case(NamedTuple):
     programs: tuple[Program, ...]
     """All stages'."""
 
+    def __repr__(self) -> str:
+        """Say in one line what a failing law was given: programs run to thousands of words."""
+        blocks = sum(layer.is_block for layer in self.model.layers)
+        return (
+            f"Case({blocks} blocks, {len(self.model.params)} weights, {str(self.layout)!r}, "
+            f"global_batch={self.job.train.global_batch}, {self.job.numerics.precision}, "
+            f"ranks_per_node={self.program.step.ranks_per_node})"
+        )
+
 
 def block(index: int, **costs: int) -> LayerSpec:
     """Return the layer of block number `index`."""
