@@ -12,7 +12,7 @@ from samestep.errors import InputError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.bodies import UPDATE_BODY, BodyKey
-from samestep.program.ops import Kind, Op, Ops
+from samestep.program.ops import OpKind, Op, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.simulation import clock, cost, memory
@@ -72,10 +72,10 @@ def _repeating_half(program: Program, case: Case) -> Program:
     reached = case.machine.efficiency.get(dtype, 1.0) * cost.REACHED
 
     def again(op: Op) -> Ops:
-        if op.kind is not Kind.RECOMPUTE or op.layer is None:
+        if op.kind is not OpKind.RECOMPUTE or op.layer is None:
             return (op,)
         flops = sum(product.flops for product in repeated(step.model.layers[op.layer])) * step.microbatch_samples
-        return op, Op(kind=Kind.RECOMPUTE, owner=f"{op.owner} products", dtype=dtype, flops=round(flops / reached))
+        return op, Op(kind=OpKind.RECOMPUTE, owner=f"{op.owner} products", dtype=dtype, flops=round(flops / reached))
 
     return program.with_bodies(lambda _, body: tuple(one for op in body for one in again(op)))
 
@@ -95,7 +95,7 @@ def _without_masters(step: StepSpec) -> StepSpec:
 def _in_its_numerics(op: Op, case: Case) -> Op:
     if op.axis is None and op.flops and case.products:
         return replace(op, dtype=case.products)
-    if op.axis == "ep" and op.kind is Kind.ALL_TO_ALL:
+    if op.axis == "ep" and op.kind is OpKind.ALL_TO_ALL:
         return replace(op, size_bytes=round(op.size_bytes * case.sent_rows))
     return replace(op, size_bytes=op.size_bytes // case.chunks) if op.axis == "tp" else op
 

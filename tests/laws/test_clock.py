@@ -20,7 +20,7 @@ from samestep.hardware import Hardware, Link, load, profiles
 from samestep.models import decoder
 from samestep.models.decoder import Decoder
 from samestep.program.bodies import UPDATE_BODY
-from samestep.program.ops import Kind, Op
+from samestep.program.ops import OpKind, Op
 from samestep.simulation.clock import play
 from samestep.simulation.cost import seconds
 from samestep.simulation.timeline import COMPUTE, LETTERS, Span, Timeline
@@ -30,7 +30,7 @@ SLOW = machine(bytes_per_s=1e9, latency_s=1e-5, memory_bytes_per_s=1e11)
 COSTLY = {"forward_flops": 10**9}
 
 
-def price(kind: Kind, layout: str, hardware: Hardware, ranks_per_node: int | None = None) -> float:
+def price(kind: OpKind, layout: str, hardware: Hardware, ranks_per_node: int | None = None) -> float:
     """Seconds of the first op of this kind."""
     program = case(blocks(1, 512, 512), layout, ranks_per_node, global_batch=512).program
     return next(seconds(op, program, hardware) for _, op in program.ops() if op.kind is kind)
@@ -48,15 +48,15 @@ def test_rings_and_the_naive_way(n: int) -> None:
     hardware = machine(bytes_per_s=b, latency_s=a, devices_per_node=64)
     ring = (n - 1) * (a + SIZE_BYTES / (n * b))
     naive = (n - 1) * (a + SIZE_BYTES / b)
-    assert price(Kind.ALL_REDUCE, f"dp={n}", hardware) == pytest.approx(2 * ring)
-    assert price(Kind.REDUCE_SCATTER, f"dp={n} zero=1", hardware) == pytest.approx(ring)
-    assert price(Kind.ALL_GATHER, f"dp={n} zero=1", hardware) == pytest.approx(ring)
-    assert price(Kind.REDUCE, f"dp={n} reduce=root", hardware) == pytest.approx(naive)
-    assert price(Kind.BROADCAST, f"dp={n} reduce=root", hardware) == pytest.approx(naive)
+    assert price(OpKind.ALL_REDUCE, f"dp={n}", hardware) == pytest.approx(2 * ring)
+    assert price(OpKind.REDUCE_SCATTER, f"dp={n} zero=1", hardware) == pytest.approx(ring)
+    assert price(OpKind.ALL_GATHER, f"dp={n} zero=1", hardware) == pytest.approx(ring)
+    assert price(OpKind.REDUCE, f"dp={n} reduce=root", hardware) == pytest.approx(naive)
+    assert price(OpKind.BROADCAST, f"dp={n} reduce=root", hardware) == pytest.approx(naive)
 
 
 def test_many_ranks_reduce_in_two_sizes_over_bandwidth() -> None:
-    times = [price(Kind.ALL_REDUCE, f"dp={n}", machine(bytes_per_s=1e9)) for n in (2, 4, 16, 64, 512)]
+    times = [price(OpKind.ALL_REDUCE, f"dp={n}", machine(bytes_per_s=1e9)) for n in (2, 4, 16, 64, 512)]
     assert times == sorted(times)
     assert times[-1] == pytest.approx(2 * SIZE_BYTES / 1e9, rel=1 / 256)
 
@@ -65,26 +65,28 @@ def test_many_ranks_reduce_in_two_sizes_over_bandwidth() -> None:
 @given(st.integers(3, 64), st.floats(0, 1e-3), st.floats(1e6, 1e12))
 def test_the_root_is_slower_than_the_ring(n: int, latency_s: float, bytes_per_s: float) -> None:
     hardware = machine(bytes_per_s=bytes_per_s, latency_s=latency_s, devices_per_node=64)
-    whole = price(Kind.REDUCE, f"dp={n} reduce=root", hardware) + price(Kind.BROADCAST, f"dp={n} reduce=root", hardware)
-    ring = price(Kind.ALL_REDUCE, f"dp={n}", hardware)
+    whole = price(OpKind.REDUCE, f"dp={n} reduce=root", hardware) + price(
+        OpKind.BROADCAST, f"dp={n} reduce=root", hardware
+    )
+    ring = price(OpKind.ALL_REDUCE, f"dp={n}", hardware)
     assert ring < whole <= n * ring * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
     ("layout", "kind", "ranks_per_node", "crosses"),
     [
-        ("dp=4", Kind.ALL_REDUCE, None, False),
-        ("dp=8", Kind.ALL_REDUCE, None, True),
-        ("dp_replicate=2 dp_shard=4", Kind.ALL_GATHER, None, False),
-        ("dp_replicate=2 dp_shard=4", Kind.ALL_REDUCE, None, True),
-        ("dp_replicate=2 dp_shard=2", Kind.ALL_REDUCE, None, False),
-        ("dp_replicate=2 dp_shard=3", Kind.ALL_GATHER, None, True),  # ranks 3 4 5 lie on both sides of a boundary
-        ("dp=8 reduce=hierarchical", Kind.REDUCE_SCATTER, 4, False),
-        ("dp=8 reduce=hierarchical", Kind.ALL_REDUCE, 4, True),
+        ("dp=4", OpKind.ALL_REDUCE, None, False),
+        ("dp=8", OpKind.ALL_REDUCE, None, True),
+        ("dp_replicate=2 dp_shard=4", OpKind.ALL_GATHER, None, False),
+        ("dp_replicate=2 dp_shard=4", OpKind.ALL_REDUCE, None, True),
+        ("dp_replicate=2 dp_shard=2", OpKind.ALL_REDUCE, None, False),
+        ("dp_replicate=2 dp_shard=3", OpKind.ALL_GATHER, None, True),  # ranks 3 4 5 lie on both sides of a boundary
+        ("dp=8 reduce=hierarchical", OpKind.REDUCE_SCATTER, 4, False),
+        ("dp=8 reduce=hierarchical", OpKind.ALL_REDUCE, 4, True),
     ],
 )
 def test_a_group_on_several_nodes_runs_at_the_slower_link(
-    layout: str, kind: Kind, ranks_per_node: int | None, crosses: bool
+    layout: str, kind: OpKind, ranks_per_node: int | None, crosses: bool
 ) -> None:
     far = Link(latency_s=1e-3, bytes_per_s=1e6)
     near_only, both = (machine(bytes_per_s=1e9, inter=inter, devices_per_node=4) for inter in (None, far))
@@ -96,7 +98,7 @@ def test_a_group_on_several_nodes_runs_at_the_slower_link(
 @pytest.mark.parametrize(("precision", "passes_bytes"), [("float32", 28), ("float64", 56), ("bf16", 30)])
 def test_an_update_goes_over_its_own_share(layout: str, shards: int, precision: str, passes_bytes: int) -> None:
     program = case(blocks(2), layout, precision=precision).program
-    update = next(op for _, op in program.ops() if op.kind is Kind.UPDATE)
+    update = next(op for _, op in program.ops() if op.kind is OpKind.UPDATE)
     per_param = passes_bytes - 2 * (precision == "bf16" and "zero=3" in layout)  # there the masters are the weights
     expected = program.step.model.num_params * per_param / shards / 1e9
     assert seconds(update, program, machine(memory_bytes_per_s=1e9)) == pytest.approx(expected)
@@ -205,7 +207,7 @@ def test_a_wait_without_end_is_named() -> None:
 
 def test_a_wait_binds_to_the_latest_op_of_the_name_in_any_task() -> None:
     program = case(blocks(1, **COSTLY), "microbatch=4").program
-    waiting = Op(kind=Kind.UPDATE, owner="optimizer", axis="world", after=("forward:layers.0",))
+    waiting = Op(kind=OpKind.UPDATE, owner="optimizer", axis="world", after=("forward:layers.0",))
     program = replace(program, bodies={**program.bodies, UPDATE_BODY: (waiting,)}, axes={"world": 1})
     timeline = play([program], machine())
     latest = max(span.end_s for span in timeline.spans if span.name == "forward:layers.0")
@@ -279,7 +281,7 @@ def test_the_picture_shows_what_ran_when() -> None:
         "F forward  g all_gather",
     ]
     assert Timeline(()).to_text() == "an empty step"
-    assert {*LETTERS} == {*Kind}
+    assert {*LETTERS} == {*OpKind}
 
 
 def test_a_picture_of_many_stages_shows_their_compute() -> None:

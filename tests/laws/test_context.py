@@ -14,7 +14,7 @@ from samestep.layout import Layout
 from samestep.models import decoder
 from samestep.models.decoder import Decoder
 from samestep.models.spec import ModelSpec
-from samestep.program.ops import BYTES_OF, Kind
+from samestep.program.ops import BYTES_OF, OpKind
 from samestep.program.program import Program
 from samestep.simulation import memory
 from samestep.strategies import program_of
@@ -49,7 +49,7 @@ def test_every_attention_exchanges_four_tensors_each_way(cp: int, rest: str, kv_
     step = made.step
     tp = step.layout.tp
     repeats = 3 if "recompute" in rest else 2
-    sent = [op for _, op in made.ops() if op.kind is Kind.ALL_TO_ALL]
+    sent = [op for _, op in made.ops() if op.kind is OpKind.ALL_TO_ALL]
     assert len(sent) == repeats * 4 * 3 * step.num_microbatches
     tokens = step.microbatch_samples * LENGTH // cp
     for op in sent:

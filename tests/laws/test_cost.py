@@ -14,7 +14,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models import presets
 from samestep.models.spec import LayerSpec, ModelSpec, Product
-from samestep.program.ops import Kind
+from samestep.program.ops import OpKind
 from samestep.program.program import Program
 from samestep.simulation import clock, cost
 from samestep.simulation.cost import GroupShape, collective_s
@@ -23,7 +23,7 @@ from tests.laws.models import LAW
 
 GPU = hardware.load("a100-80x8")
 SIZES = st.integers(1, 8192)
-COLLECTIVES = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+COLLECTIVES = (OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER)
 GROUPS = st.sampled_from(
     [GroupShape(2, 1, 2), GroupShape(8, 1, 8), GroupShape(16, 2, 8), GroupShape(64, 8, 8), GroupShape(8, 8, 1)]
 )
@@ -31,7 +31,7 @@ GROUPS = st.sampled_from(
 
 def price(
     layer: LayerSpec,
-    kind: Kind,
+    kind: OpKind,
     machine: Hardware = GPU,
     samples: int = 1,
     recompute: str = "none",
@@ -59,13 +59,13 @@ def test_no_product_is_faster_than_the_roofline(m: int, k: int, n: int, count: i
     product = Product(rows=m, inner=k, columns=n, count=count)
     moved = 2 * count * (m * k + k * n + m * n)
     floor = max(product.flops / GPU.flops_per_s["bfloat16"], moved / GPU.memory_bytes_per_s)
-    assert price(layer_of(product), Kind.FORWARD) >= floor
-    assert price(layer_of(product), Kind.BACKWARD) >= 2 * product.flops / GPU.flops_per_s["bfloat16"]
+    assert price(layer_of(product), OpKind.FORWARD) >= floor
+    assert price(layer_of(product), OpKind.BACKWARD) >= 2 * product.flops / GPU.flops_per_s["bfloat16"]
 
 
-@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD])
+@pytest.mark.parametrize("kind", [OpKind.FORWARD, OpKind.BACKWARD])
 @pytest.mark.parametrize("factors", ["weight", "pair", "causal"])
-def test_tf32_is_faster_where_the_device_has_it_and_half_precision_faster_still(kind: Kind, factors: str) -> None:
+def test_tf32_is_faster_where_the_device_has_it_and_half_precision_faster_still(kind: OpKind, factors: str) -> None:
     layer = layer_of(Product(rows=4096, inner=4096, columns=4096, count=8, factors=factors))
     full, rounded = (price(layer, kind, precision="float32", tf32=tf32) for tf32 in (False, True))
     assert price(layer, kind) < rounded < full / 4
@@ -80,30 +80,32 @@ def test_twice_a_product_never_takes_less(m: int, k: int, n: int, what: str) -> 
     small = Product(rows=m, inner=k, columns=n, count=2)
     large = replace(small, **{what: 2 * getattr(small, what)})
     aligned = replace(GPU, efficiency={})  # doubling may align what was not
-    assert price(layer_of(large), Kind.FORWARD, aligned) >= price(layer_of(small), Kind.FORWARD, aligned) * (1 - 1e-9)
+    assert price(layer_of(large), OpKind.FORWARD, aligned) >= price(layer_of(small), OpKind.FORWARD, aligned) * (
+        1 - 1e-9
+    )
 
 
 def test_a_large_product_reaches_what_large_products_reach() -> None:
     product = Product(rows=16384, inner=16384, columns=16384)
-    reached = product.flops / price(layer_of(product), Kind.FORWARD) / GPU.flops_per_s["bfloat16"]
+    reached = product.flops / price(layer_of(product), OpKind.FORWARD) / GPU.flops_per_s["bfloat16"]
     assert 0.9 * cost.REACHED * GPU.efficiency["bfloat16"] < reached <= cost.REACHED * GPU.efficiency["bfloat16"]
 
 
 def test_one_tile_more_than_the_device_has_units_is_another_wave() -> None:
     full = Product(rows=256 * GPU.num_units, inner=8192, columns=128)
     more = replace(full, rows=full.rows + 1)
-    assert price(layer_of(more), Kind.FORWARD) > 1.15 * price(layer_of(full), Kind.FORWARD)
+    assert price(layer_of(more), OpKind.FORWARD) > 1.15 * price(layer_of(full), OpKind.FORWARD)
 
 
 def test_few_tiles_are_shared_where_they_have_many_steps() -> None:
     """The gradient of a convolution's weight: a few results, each a sum over a whole batch."""
     wide = Product(rows=64, inner=2**18, columns=64)
     alone = wide.flops / (GPU.flops_per_s["bfloat16"] * cost.REACHED * GPU.efficiency["bfloat16"] / GPU.num_units)
-    assert price(layer_of(wide), Kind.FORWARD) < alone / 20
+    assert price(layer_of(wide), OpKind.FORWARD) < alone / 20
 
 
 def test_rows_that_do_not_start_at_128_bytes_are_slower() -> None:
-    times = [price(layer_of(Product(rows=8192, inner=4096, columns=n)), Kind.FORWARD) for n in (8192, 8200, 8201)]
+    times = [price(layer_of(Product(rows=8192, inner=4096, columns=n)), OpKind.FORWARD) for n in (8192, 8200, 8201)]
     assert times == sorted(times)
     assert times[2] > 1.5 * times[0]
 
@@ -111,41 +113,41 @@ def test_rows_that_do_not_start_at_128_bytes_are_slower() -> None:
 def test_a_causal_kernel_does_half_and_a_frozen_weight_has_no_gradient() -> None:
     whole = Product(rows=4096, inner=256, columns=4096, count=32, factors="attention")
     causal = replace(whole, factors="causal")
-    ratio = price(layer_of(causal), Kind.FORWARD) / price(layer_of(whole), Kind.FORWARD)
+    ratio = price(layer_of(causal), OpKind.FORWARD) / price(layer_of(whole), OpKind.FORWARD)
     assert ratio == pytest.approx(0.5, abs=0.02)
     trained = Product(rows=4096, inner=4096, columns=4096)
     frozen = replace(trained, factors="frozen")
-    assert price(layer_of(frozen), Kind.BACKWARD) < 0.55 * price(layer_of(trained), Kind.BACKWARD)
+    assert price(layer_of(frozen), OpKind.BACKWARD) < 0.55 * price(layer_of(trained), OpKind.BACKWARD)
 
 
 def test_other_work_takes_its_bytes() -> None:
     elements = 10**9
     expected = 2 * elements / (GPU.memory_bytes_per_s * GPU.memory_efficiency)
-    assert price(layer_of(moved=elements), Kind.FORWARD) == pytest.approx(expected)
-    assert price(layer_of(moved=elements), Kind.FORWARD, samples=3) == pytest.approx(3 * expected)
+    assert price(layer_of(moved=elements), OpKind.FORWARD) == pytest.approx(expected)
+    assert price(layer_of(moved=elements), OpKind.FORWARD, samples=3) == pytest.approx(3 * expected)
 
 
 def test_the_host_is_a_floor_under_small_layers_and_nothing_under_large_ones() -> None:
     slow = replace(GPU, kernel_launch_s=1e-3)
     small = layer_of(Product(rows=8, inner=64, columns=64), kernels=10)
-    assert price(small, Kind.FORWARD, slow) == pytest.approx(10e-3, rel=0.01)
+    assert price(small, OpKind.FORWARD, slow) == pytest.approx(10e-3, rel=0.01)
     large = layer_of(Product(rows=2**17, inner=8192, columns=8192), kernels=10)
-    assert price(large, Kind.FORWARD, slow) == pytest.approx(price(large, Kind.FORWARD), rel=0.01)
+    assert price(large, OpKind.FORWARD, slow) == pytest.approx(price(large, OpKind.FORWARD), rel=0.01)
 
 
 def test_selective_recompute_repeats_what_is_no_product() -> None:
     block = layer_of(Product(rows=8192, inner=8192, columns=8192), moved=10**8, kernels=8)
-    assert price(block, Kind.RECOMPUTE, recompute="full") == price(block, Kind.FORWARD)
-    assert price(block, Kind.RECOMPUTE, recompute="selective") < 0.2 * price(block, Kind.FORWARD)
+    assert price(block, OpKind.RECOMPUTE, recompute="full") == price(block, OpKind.FORWARD)
+    assert price(block, OpKind.RECOMPUTE, recompute="selective") < 0.2 * price(block, OpKind.FORWARD)
 
 
 def test_experts_read_all_their_weights_and_multiply_only_their_rows() -> None:
     dense = Product(rows=2**16, inner=4096, columns=4096)
     dealt = replace(dense, groups=8)
     assert dealt.flops == dense.flops
-    times = [price(layer_of(product), Kind.FORWARD) for product in (dense, dealt)]
+    times = [price(layer_of(product), OpKind.FORWARD) for product in (dense, dealt)]
     assert times[0] <= times[1] < 1.1 * times[0]
-    few = [price(layer_of(replace(p, rows=64)), Kind.FORWARD) for p in (dense, dealt)]
+    few = [price(layer_of(replace(p, rows=64)), OpKind.FORWARD) for p in (dense, dealt)]
     assert few[1] > 4 * few[0]  # eight weights are read for rows of one
 
 
@@ -155,11 +157,11 @@ def test_experts_read_all_their_weights_and_multiply_only_their_rows() -> None:
 @LAW
 @given(st.sampled_from(COLLECTIVES), st.integers(0, 2**32), GROUPS)
 def test_more_bytes_never_take_less_and_no_link_is_faster_than_it_is(
-    kind: Kind, size_bytes: int, group: GroupShape
+    kind: OpKind, size_bytes: int, group: GroupShape
 ) -> None:
     time_s = collective_s(kind, size_bytes, group, GPU)
     assert time_s <= collective_s(kind, 2 * size_bytes, group, GPU)
-    part = (group.num_ranks - 1) / group.num_ranks * (2 if kind is Kind.ALL_REDUCE else 1)
+    part = (group.num_ranks - 1) / group.num_ranks * (2 if kind is OpKind.ALL_REDUCE else 1)
     link = GPU.intra if group.nodes == 1 else replace(GPU.inter, bytes_per_s=GPU.inter.bytes_per_s * group.inside)
     assert time_s >= part * size_bytes / min(link.bytes_per_s, GPU.intra.bytes_per_s)
 
@@ -167,21 +169,21 @@ def test_more_bytes_never_take_less_and_no_link_is_faster_than_it_is(
 @LAW
 @given(st.integers(0, 2**30), GROUPS)
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(size_bytes: int, group: GroupShape) -> None:
-    parts = [collective_s(kind, size_bytes, group, GPU) for kind in (Kind.REDUCE_SCATTER, Kind.ALL_GATHER)]
+    parts = [collective_s(kind, size_bytes, group, GPU) for kind in (OpKind.REDUCE_SCATTER, OpKind.ALL_GATHER)]
     link = GPU.intra if group.nodes == 1 else GPU.inter
-    assert collective_s(Kind.ALL_REDUCE, size_bytes, group, GPU) == pytest.approx(sum(parts) - link.collective_s)
+    assert collective_s(OpKind.ALL_REDUCE, size_bytes, group, GPU) == pytest.approx(sum(parts) - link.collective_s)
 
 
 def test_members_of_a_node_leave_it_through_all_its_ports() -> None:
     size_bytes = 2**33
-    alone, together = (collective_s(Kind.ALL_GATHER, size_bytes, GroupShape(8 * n, 8, n), GPU) for n in (1, 8))
+    alone, together = (collective_s(OpKind.ALL_GATHER, size_bytes, GroupShape(8 * n, 8, n), GPU) for n in (1, 8))
     assert alone / together == pytest.approx(8 * (7 / 8) / (63 / 64), rel=0.02)
 
 
 def test_where_no_switch_joins_the_devices_two_are_slower_than_eight() -> None:
     machine = hardware.load("v100x8")
     busy = {
-        n: collective_s(Kind.ALL_REDUCE, 2**30, GroupShape(n, 1, n), machine) * n / (2 * (n - 1)) for n in (2, 4, 8)
+        n: collective_s(OpKind.ALL_REDUCE, 2**30, GroupShape(n, 1, n), machine) * n / (2 * (n - 1)) for n in (2, 4, 8)
     }
     assert busy[2] > 3 * busy[4] > 3 * busy[8]
 
@@ -191,22 +193,26 @@ def test_where_no_switch_joins_the_devices_two_are_slower_than_eight() -> None:
 def test_an_exchange_leaves_a_node_by_each_rank_s_own_port(size_bytes: int, inside: int, nodes: int) -> None:
     ranks = inside * nodes
     away = (ranks - inside) / ranks * size_bytes
-    time_s = collective_s(Kind.ALL_TO_ALL, size_bytes, GroupShape(ranks, nodes, inside), GPU)
+    time_s = collective_s(OpKind.ALL_TO_ALL, size_bytes, GroupShape(ranks, nodes, inside), GPU)
     assert time_s >= away / GPU.inter.bytes_per_s
-    near = collective_s(Kind.ALL_TO_ALL, size_bytes, GroupShape(ranks, 1, ranks), GPU)
+    near = collective_s(OpKind.ALL_TO_ALL, size_bytes, GroupShape(ranks, 1, ranks), GPU)
     assert near <= time_s or GPU.intra.latency_s * ranks > away / GPU.inter.bytes_per_s
 
 
 def test_measured_bus_bandwidths_are_met() -> None:
     """vTrain's all_reduce on eight A100: 1 MiB in 93 us, 32 MiB in 358 us, 1 GiB in 8.19 ms."""
     for size_bytes, measured_s in ((2**20, 93e-6), (2**25, 358e-6), (2**30, 8.19e-3)):
-        assert collective_s(Kind.ALL_REDUCE, size_bytes, GroupShape(8, 1, 8), GPU) == pytest.approx(measured_s, rel=0.2)
+        assert collective_s(OpKind.ALL_REDUCE, size_bytes, GroupShape(8, 1, 8), GPU) == pytest.approx(
+            measured_s, rel=0.2
+        )
 
 
 def test_in_the_switch_only_an_all_reduce_is_faster() -> None:
     machine = hardware.load("h200x8")
     size_bytes, group = 2**34, GroupShape(8, 1, 8)
-    reduce_s, gather_s = (collective_s(kind, size_bytes, group, machine) for kind in (Kind.ALL_REDUCE, Kind.ALL_GATHER))
+    reduce_s, gather_s = (
+        collective_s(kind, size_bytes, group, machine) for kind in (OpKind.ALL_REDUCE, OpKind.ALL_GATHER)
+    )
     assert 7 / 4 * size_bytes / reduce_s == pytest.approx(473e9, rel=0.01)  # 480 GB/s measured
     assert 7 / 8 * size_bytes / gather_s == pytest.approx(365e9, rel=0.01)  # 361 GB/s measured
 

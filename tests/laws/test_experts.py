@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
-from samestep.program.ops import Kind
+from samestep.program.ops import OpKind
 from samestep.program.program import Program
 from samestep.simulation.memory import at_rest
 from tests.laws.models import LAW, case, dealing, machine
@@ -23,7 +23,7 @@ DEGREES = [
 ]
 
 
-def _ops(program: Program, kind: Kind, axis: str) -> list[int]:
+def _ops(program: Program, kind: OpKind, axis: str) -> list[int]:
     return [op.size_bytes for _, op in program.ops() if op.kind is kind and op.axis == axis]
 
 
@@ -33,7 +33,7 @@ def test_every_row_goes_out_and_comes_back(text: str, microbatch: int, recompute
     model = dealing(rows=6, width=4)
     program = case(model, f"{text} microbatch={microbatch} recompute={recompute}", global_batch=32).program
     step = program.step
-    sent = [op for _, op in program.ops() if op.kind is Kind.ALL_TO_ALL]
+    sent = [op for _, op in program.ops() if op.kind is OpKind.ALL_TO_ALL]
     if step.layout.ep == 1:
         assert not sent
         return
@@ -58,7 +58,7 @@ def test_experts_are_summed_by_those_who_hold_them(text: str) -> None:
     innermost = layout.dp_shard if layout.zero else layout.dp
     holders = innermost // layout.ep
     assert program.axes.get("dp_expert", 1) == (holders if layout.ep > 1 else 1)
-    kind = Kind.REDUCE_SCATTER if layout.zero else Kind.ALL_REDUCE
+    kind = OpKind.REDUCE_SCATTER if layout.zero else OpKind.ALL_REDUCE
     assert len(_ops(program, kind, "dp_expert")) == (len(of_experts) if holders > 1 else 0)
 
 
@@ -76,10 +76,10 @@ def test_units_of_experts_are_cut_by_those_who_hold_them(data: str, ep: int, zer
     holders = layout.dp_shard // ep
     of_experts = {unit.name for unit in program.units if unit.shard_axis == "dp_expert"}
     assert len(of_experts) == len(program.step.model.layers)
-    for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
+    for kind in (OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER):
         over = {op.axis: op.owner in of_experts for _, op in program.ops() if op.kind is kind}
         assert over == {"dp_shard": False, **({"dp_expert": True} if holders > 1 else {})}
-    reduced = {op.owner for _, op in program.ops() if op.kind is Kind.ALL_REDUCE and op.axis == "dp_replicate"}
+    reduced = {op.owner for _, op in program.ops() if op.kind is OpKind.ALL_REDUCE and op.axis == "dp_replicate"}
     assert (of_experts <= reduced) is (layout.dp_replicate > 1)
     held = sum(at_rest(program, rank=rank).optimizer for rank in range(layout.dp_shard))
     assert held == at_rest(case(dealing(), "dp=1").program).optimizer
@@ -106,7 +106,7 @@ def test_reductions_follow_the_exchanges_of_their_layer(text: str) -> None:
     for key, ops in program.bodies.items():
         if program.step.ends_gradients(key):
             for before, op in pairwise(ops):
-                assert not (op.kind is Kind.ALL_TO_ALL and before.owner.startswith("bucket"))
+                assert not (op.kind is OpKind.ALL_TO_ALL and before.owner.startswith("bucket"))
 
 
 def test_a_spec_reads_back() -> None:
@@ -116,7 +116,7 @@ def test_a_spec_reads_back() -> None:
 
 def test_a_loss_over_the_batch_needs_all_of_it_at_once() -> None:
     model = replace(dealing(), balanced_experts=8)
-    assert _ops(case(model, "dp=4 ep=2").program, Kind.ALL_REDUCE, "world")[0] == 80
+    assert _ops(case(model, "dp=4 ep=2").program, OpKind.ALL_REDUCE, "world")[0] == 80
     with pytest.raises(LayoutError, match="microbatch=2 works"):
         case(model, "dp=4 microbatch=1")
 

@@ -14,7 +14,7 @@ from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec, Product
 from samestep.program.bodies import is_forward
-from samestep.program.ops import Kind
+from samestep.program.ops import OpKind
 from samestep.program.program import Program
 from samestep.schedules import TaskKind
 from samestep.simulation import clock, memory
@@ -87,17 +87,17 @@ def test_work_is_conserved_and_every_forward_stands_before_its_backward(layout: 
     found = programs(model, f"{layout} microbatch=1", microbatches * dp)
     forward = sum(op.flops for one in found for task, op in one.ops() if is_forward(task.body))
     assert forward == 6 * FLOPS * microbatches
-    backward = sum(op.flops for one in found for _, op in one.ops() if op.kind in (Kind.BACKWARD, Kind.WEIGHT))
+    backward = sum(op.flops for one in found for _, op in one.ops() if op.kind in (OpKind.BACKWARD, OpKind.WEIGHT))
     assert backward == 2 * forward
     timeline = clock.play(found, machine(bytes_per_s=1e9, latency_s=1e-6))
     ends: dict[tuple[str, str], float] = {}
     for span in timeline.spans:
         kind, _, owner = span.name.partition(":")
-        if kind == Kind.FORWARD:
+        if kind == OpKind.FORWARD:
             ends[owner, span.task[1:]] = span.end_s
     for span in timeline.spans:
         kind, _, owner = span.name.partition(":")
-        if kind == Kind.BACKWARD:
+        if kind == OpKind.BACKWARD:
             assert span.start_s >= ends[owner, span.task[1:]] - 1e-12
 
 

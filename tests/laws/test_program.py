@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from samestep.models.spec import ModelSpec, ParamSpec
 from samestep.program import buckets
 from samestep.program.bodies import BodyKey
-from samestep.program.ops import BYTES_OF, Kind
+from samestep.program.ops import BYTES_OF, OpKind
 from samestep.program.program import Program
 from samestep.schedules import TaskKind
 from samestep.strategies import program_of, programs_of
@@ -122,7 +122,7 @@ def test_no_reduction_precedes_the_backward_that_finishes_it(case: Case) -> None
     done: set[tuple[int, int | None]] = set()
     reduced = []
     for task, op in case.program.ops():
-        if op.kind is Kind.BACKWARD:
+        if op.kind is OpKind.BACKWARD:
             done.add((task.microbatch, op.layer))
         elif op.owner in first and task.kind is TaskKind.BACKWARD:
             assert (last_microbatch, first[op.owner]) in done
@@ -134,10 +134,10 @@ def test_no_reduction_precedes_the_backward_that_finishes_it(case: Case) -> None
 @given(cases() | PIPELINES)
 def test_every_layer_goes_forward_then_backward_in_every_microbatch(case: Case) -> None:
     """On one of the stages, and where the schedule splits the backward, the gradients of weights come behind it."""
-    compute = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHT)
-    seen: dict[tuple[int, int | None], list[Kind]] = {}
+    compute = (OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.WEIGHT)
+    seen: dict[tuple[int, int | None], list[OpKind]] = {}
     for program in case.programs:
-        here = {op.layer for _, op in program.ops() if op.kind is Kind.FORWARD}
+        here = {op.layer for _, op in program.ops() if op.kind is OpKind.FORWARD}
         before = {layer for _, layer in seen}
         assert not here & before, "a layer is computed on one stage"
         for task, op in program.ops():
@@ -147,10 +147,10 @@ def test_every_layer_goes_forward_then_backward_in_every_microbatch(case: Case) 
     assert len(seen) == step.num_microbatches * len(case.model.layers)
     for (_, index), kinds in seen.items():
         again = index is not None and case.model.layers[index].is_block and case.layout.recompute != "none"
-        expected = [Kind.FORWARD, *([Kind.RECOMPUTE] if again else []), Kind.BACKWARD]
-        assert [kind for kind in kinds if kind is not Kind.WEIGHT] == expected
-        assert kinds.count(Kind.WEIGHT) == (1 if step.splits_backward else 0)
-        assert Kind.WEIGHT not in kinds or kinds[-1] is Kind.WEIGHT
+        expected = [OpKind.FORWARD, *([OpKind.RECOMPUTE] if again else []), OpKind.BACKWARD]
+        assert [kind for kind in kinds if kind is not OpKind.WEIGHT] == expected
+        assert kinds.count(OpKind.WEIGHT) == (1 if step.splits_backward else 0)
+        assert OpKind.WEIGHT not in kinds or kinds[-1] is OpKind.WEIGHT
 
 
 @LAW
@@ -159,15 +159,15 @@ def test_weights_are_gathered_before_they_are_used(case: Case) -> None:
     """Follow what is freed: after the forward unless kept, after the backward, and under zero=2 never in the step."""
     gathered: set[str] = set()
     for _, op in case.program.ops():
-        if op.kind is Kind.ALL_GATHER:
+        if op.kind is OpKind.ALL_GATHER:
             assert op.owner not in gathered, "gathered twice"
             gathered.add(op.owner)
         for unit in case.program.units:
-            if op.kind is Kind.FORWARD and unit.first_layer <= (op.layer or 0) <= unit.last_layer:
+            if op.kind is OpKind.FORWARD and unit.first_layer <= (op.layer or 0) <= unit.last_layer:
                 assert unit.name in gathered
                 if op.layer == unit.last_layer and not unit.keep_after_forward:
                     gathered.remove(unit.name)
-            if op.kind is Kind.BACKWARD and unit.first_layer <= (op.layer or 0) <= unit.last_layer:
+            if op.kind is OpKind.BACKWARD and unit.first_layer <= (op.layer or 0) <= unit.last_layer:
                 reads = case.model.layers[op.layer or 0].backward_reads_weights
                 assert unit.name in gathered or not reads
                 if op.layer == unit.first_layer and case.layout.zero == 3:
@@ -182,7 +182,7 @@ def test_what_units_allocate_is_freed_within_the_step(case: Case) -> None:
     for _, op in case.program.ops():
         live -= {*op.frees_before}
         live |= {buffer.name for buffer in op.allocates}
-        assert op.kind is not Kind.REDUCE_SCATTER or live.issuperset(op.frees), "what is scattered is there"
+        assert op.kind is not OpKind.REDUCE_SCATTER or live.issuperset(op.frees), "what is scattered is there"
         live -= {*op.frees}
     assert live == ({unit.name for unit in case.program.units} if case.layout.zero == 2 else set())
 
@@ -206,7 +206,7 @@ def test_compute_waits_for_the_gathers_of_its_layer(case: Case) -> None:
             issued.add(op.name)
             for unit in case.program.units:
                 gather = f"all_gather:{unit.name}"
-                uses = {Kind.FORWARD: unit.first_layer, Kind.BACKWARD: unit.last_layer}
+                uses = {OpKind.FORWARD: unit.first_layer, OpKind.BACKWARD: unit.last_layer}
                 if gather in issued and uses.get(op.kind) == op.layer and op.axis is None:
                     assert gather in op.after
 
@@ -220,7 +220,7 @@ def test_recompute_waits_for_its_weights(last_has_weights: bool) -> None:
     issued: set[str] = set()
     for op in body:
         issued.add(op.name)
-        if op.kind is Kind.BACKWARD and f"all_gather:{op.owner}" in issued:
+        if op.kind is OpKind.BACKWARD and f"all_gather:{op.owner}" in issued:
             again = next(other for other in body if other.name == f"recompute:{op.owner}")
             assert f"all_gather:{op.owner}" in again.after
 
@@ -233,9 +233,9 @@ def test_the_update_waits_for_every_reduction(layout: str) -> None:
     reductions = set()
     for _, op in case(blocks(3), layout).program.ops():
         waits[op.name] = set(op.after).union(*(waits[name] for name in op.after))
-        if op.kind is Kind.UPDATE:
+        if op.kind is OpKind.UPDATE:
             break
-        if op.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.BROADCAST) and op.owner != "scalars":
+        if op.kind in (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER, OpKind.BROADCAST) and op.owner != "scalars":
             reductions.add(op.name)
     assert reductions
     assert waits["update:optimizer"] >= reductions
@@ -254,12 +254,12 @@ def test_flops_are_conserved(case: Case) -> None:
     for replica in range(case.layout.dp):
         program = program_of(case.model, case.job, case.layout, step.ranks_per_node, replica=replica)
         sizes = program.step.microbatch_sizes
-        flops: Counter[Kind] = Counter()
+        flops: Counter[OpKind] = Counter()
         for _, op in program.ops():
             flops[op.kind] += op.flops
-        assert flops[Kind.FORWARD] == case.model.forward_flops * sum(sizes)
-        assert flops[Kind.BACKWARD] == 2 * flops[Kind.FORWARD]
-        assert flops[Kind.RECOMPUTE] == (once * sum(sizes) if case.layout.recompute == "full" else 0)
+        assert flops[OpKind.FORWARD] == case.model.forward_flops * sum(sizes)
+        assert flops[OpKind.BACKWARD] == 2 * flops[OpKind.FORWARD]
+        assert flops[OpKind.RECOMPUTE] == (once * sum(sizes) if case.layout.recompute == "full" else 0)
         assert max(sizes) <= step.microbatch_samples
         total += sum(sizes)
     assert total >= step.global_batch
@@ -298,7 +298,7 @@ def test_one_all_reduce_of_scalars_where_there_are_others(case: Case) -> None:
     for program in case.programs:
         found = [op for _, op in program.ops() if op.owner == "scalars"]
         assert len(found) == (case.layout.world_size > 1)
-        assert all((op.kind, op.axis, op.dtype) == (Kind.ALL_REDUCE, "world", "float64") for op in found)
+        assert all((op.kind, op.axis, op.dtype) == (OpKind.ALL_REDUCE, "world", "float64") for op in found)
 
 
 @LAW
@@ -323,13 +323,13 @@ def test_every_gradient_is_reduced_and_every_weight_gathered_where_ranks_share_i
 @given(PIPELINES)
 def test_stages_receive_what_is_sent(case: Case) -> None:
     """As many bytes on one stage as on the other, forward and backward, for every micro-batch."""
-    moved: dict[Kind, Counter[tuple[str, int]]] = {Kind.SEND: Counter(), Kind.RECV: Counter()}
+    moved: dict[OpKind, Counter[tuple[str, int]]] = {OpKind.SEND: Counter(), OpKind.RECV: Counter()}
     for program in case.programs:
         for task, op in program.ops():
             if op.kind in moved:
                 moved[op.kind][op.owner, task.microbatch] += op.size_bytes
-    assert moved[Kind.SEND]
-    assert moved[Kind.SEND] == moved[Kind.RECV]
+    assert moved[OpKind.SEND]
+    assert moved[OpKind.SEND] == moved[OpKind.RECV]
 
 
 @LAW
@@ -345,7 +345,7 @@ def test_stages_share_the_work_of_one(case: Case) -> None:
         for program in programs:
             for _, op in program.ops():
                 # what a split backward leaves for later is a part of it
-                found["backward" if op.kind is Kind.WEIGHT else str(op.kind)] += op.flops
+                found["backward" if op.kind is OpKind.WEIGHT else str(op.kind)] += op.flops
         return +found
 
     assert flops(case.programs) == flops(alone)

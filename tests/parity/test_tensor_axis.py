@@ -12,7 +12,7 @@ import pytest
 from samestep.datasets import batches
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.program.ops import BYTES_OF, Kind
+from samestep.program.ops import BYTES_OF, OpKind
 from samestep.schedules import TaskKind
 from samestep.strategies import program_of
 from tests.laboratory import clipped, combinations, make_run, observe, prove, prove_ledger
@@ -121,7 +121,7 @@ def test_gradients_of_parts_are_summed_once_a_step(layout: str) -> None:
     run = make_run(0, 1, "llama_even", "dp=1", clipped())
     run.prepare(next(batches(Tokens(), clipped())).samples([0]))
     program = program_of(run.assembly.model.spec, clipped(), Layout.parse(layout))
-    sums = [(task.kind, op) for task, op in program.ops() if op.kind is Kind.ALL_REDUCE and op.axis == "tp"]
+    sums = [(task.kind, op) for task, op in program.ops() if op.kind is OpKind.ALL_REDUCE and op.axis == "tp"]
     in_blocks = [(kind, op) for kind, op in sums if op.owner.startswith(("bucket", "model.layers"))]
     assert program.step.num_microbatches > 1
     assert {kind for kind, _ in in_blocks} == {TaskKind.UPDATE}

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.program.codecs import CodecSpec
-from samestep.program.ops import Kind
+from samestep.program.ops import OpKind
 from samestep.runtime.codecs.codec import Pending, result_of, send
 
 ROW = CodecSpec(name="bf16-sums", dtype="bfloat16", module=__name__)
 
 
 class Bf16Sums:
-    def reduce(self, kind: Kind, flat: Tensor, group: dist.ProcessGroup) -> Pending:
+    def reduce(self, kind: OpKind, flat: Tensor, group: dist.ProcessGroup) -> Pending:
         encoded = flat.to(torch.bfloat16)
         work = send(kind, encoded, group)
         return _Decoding(work, result_of(kind, encoded, group), result_of(kind, flat, group))

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from samestep.models.spec import ParamSpec
 from samestep.program.holding import Holding
-from samestep.program.ops import Kind, Op, Ops
+from samestep.program.ops import OpKind, Op, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 
@@ -52,12 +52,12 @@ def apply(program: Program) -> Program:
 def _summed(ops: Ops, step: StepSpec) -> Iterator[Op]:
     for op in ops:
         yield op
-        if op.kind not in (Kind.FORWARD, Kind.BACKWARD):
+        if op.kind not in (OpKind.FORWARD, OpKind.BACKWARD):
             continue
         for param in step.model.params_of(op.layer):
             if is_divided(param) and len(param.shape) == 2:
                 outputs, inputs = param.shape
                 owner = param.name.rpartition(".")[0]
-                sent = Op(kind=Kind.ALL_REDUCE, owner=owner, axis=AXIS, dtype=step.compute_dtype, after=(op.name,))
+                sent = Op(kind=OpKind.ALL_REDUCE, owner=owner, axis=AXIS, dtype=step.compute_dtype, after=(op.name,))
                 tokens = step.model.layers[op.layer].output_elements // inputs * step.microbatch_samples
-                yield sent.but(is_exposed=True).sized(tokens * (outputs if op.kind is Kind.FORWARD else inputs))
+                yield sent.but(is_exposed=True).sized(tokens * (outputs if op.kind is OpKind.FORWARD else inputs))

@@ -14,7 +14,7 @@ from samestep.hardware import load
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.presets import preset
-from samestep.program.ops import Kind
+from samestep.program.ops import OpKind
 from samestep.simulation import cases
 from samestep.simulation import html as picture
 from samestep.simulation.prediction import Prediction, predict
@@ -158,7 +158,7 @@ def test_every_op_is_a_box_with_its_times() -> None:
 
 
 def test_every_kind_of_op_has_a_colour_of_its_own() -> None:
-    assert {*picture._COLOURS} == {*map(str, Kind), "task"}
+    assert {*picture._COLOURS} == {*map(str, OpKind), "task"}
     assert len({*picture._COLOURS.values()}) == len(picture._COLOURS)
     text = picture.to_html(gpt2("pp=2 schedule=zero-bubble microbatch=4"))
     assert '<span class="weight">weight</span>' in text

@@ -14,7 +14,7 @@ from samestep.models import catalog
 from samestep.models.spec import ModelSpec
 from samestep.output.text_table import aligned
 from samestep.planning.candidates import listed, schedule_words
-from samestep.program.ops import Kind
+from samestep.program.ops import OpKind
 from samestep.program.program import Program
 from samestep.schedules import DEFAULT, SCHEDULES
 from samestep.simulation.memory import MemoryUse, at_rest
@@ -155,7 +155,7 @@ def _sent(program: Program) -> dict[str, int]:
     for _, op in program.ops():
         if op.axis is not None and op.owner != "scalars":
             sent[op.kind] = sent.get(op.kind, 0) + op.size_bytes
-    return {str(kind): sent[kind] for kind in Kind if kind in sent}
+    return {str(kind): sent[kind] for kind in OpKind if kind in sent}
 
 
 _HEAD = ("layout", "weights", "gradients", "optimizer", "collectives of a step (bytes of their buffers)")

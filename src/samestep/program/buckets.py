@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from samestep.models.spec import ParamSpec
 from samestep.program.holding import Holding
-from samestep.program.ops import BYTES_OF, Kind, Op, Ops
+from samestep.program.ops import BYTES_OF, OpKind, Op, Ops
 from samestep.program.step import StepSpec
 
 
@@ -127,7 +127,7 @@ def start_reductions(ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...], redu
     Dispatch and combine of a layer's experts belong to its backward, so the collective follows them.
     """
     layer_of = {param.name: param.layer for param in step.model.params}
-    kind = Kind.WEIGHT if step.splits_backward else Kind.BACKWARD
+    kind = OpKind.WEIGHT if step.splits_backward else OpKind.BACKWARD
     reached = {op.layer for op in ops if op.kind is kind}  # a body has the layers of one chunk
     waiting = [bucket for bucket in buckets if layer_of[bucket.members[0].name] in reached]
     written: list[Op] = []
@@ -135,7 +135,7 @@ def start_reductions(ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...], redu
     for op, following in itertools.zip_longest(ops, ops[1:]):
         written.append(op)
         done = op if op.kind is kind else done
-        if done is None or (following is not None and following.kind is Kind.ALL_TO_ALL):
+        if done is None or (following is not None and following.kind is OpKind.ALL_TO_ALL):
             continue
         while waiting and _finished(waiting[0], layer_of, done):
             first = reduction(waiting.pop(0))[:1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from samestep.program.ops import BYTES_OF, Kind, Op
+from samestep.program.ops import BYTES_OF, OpKind, Op
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class CodecSpec:
         """Return the bytes of `numel` elements as they are sent."""
         return numel * BYTES_OF[self.sent_dtype(master_dtype)]
 
-    def op(self, kind: Kind, owner: str, axis: str, numel: int, master_dtype: str) -> Op:
+    def op(self, kind: OpKind, owner: str, axis: str, numel: int, master_dtype: str) -> Op:
         """Return one collective of the reduction of a buffer of `numel` elements."""
         dtype, size_bytes = self.sent_dtype(master_dtype), self.size_bytes(numel, master_dtype)
         return Op(kind=kind, owner=owner, axis=axis, dtype=dtype, size_bytes=size_bytes, codec=self.name)

@@ -38,7 +38,7 @@ SHARD_AXES = ("dp_shard", "dp_expert")
 """Data axes over which ZeRO shards: `dp_shard`, or for expert-sharded weights its ranks with the same experts."""
 
 
-class Kind(StrEnum):
+class OpKind(StrEnum):
     """The computation or collective that an op carries out."""
 
     FORWARD = "forward"
@@ -57,7 +57,7 @@ class Kind(StrEnum):
     RECV = "recv"
 
 
-REDUCING = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE)
+REDUCING = (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER, OpKind.REDUCE)
 """Collectives that sum."""
 
 
@@ -78,7 +78,7 @@ class Op:
     It has no slots, so that `but` can copy all fields at once: strategies rewrite a hundred thousand ops for one plan.
     """
 
-    kind: Kind
+    kind: OpKind
     owner: str
     """Name of the layer, module, unit, bucket or weight it belongs to."""
     layer: int | None = None

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from samestep.program.bodies import BodyKey, Task
 from samestep.program.buckets import Bucket
-from samestep.program.ops import Kind, Op, Ops
+from samestep.program.ops import OpKind, Op, Ops
 from samestep.program.step import StepSpec
 from samestep.program.units import Unit
 
@@ -46,7 +46,7 @@ def ledger_key(group: str, row: LedgerRow) -> str:
 
     Each owner's receives have a list of their own, because they are posted early, as soon as a buffer is free.
     """
-    return f"{group} recv {row.owner}" if row.kind == Kind.RECV else group
+    return f"{group} recv {row.owner}" if row.kind == OpKind.RECV else group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ from typing import NamedTuple
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.program.bodies import BodyKey, Task, is_backward
-from samestep.program.ops import Kind, Op
+from samestep.program.ops import OpKind, Op
 from samestep.program.program import Program
 from samestep.simulation.cost import seconds
 from samestep.simulation.timeline import COMPUTE, Line, LineSpan, Timeline
@@ -217,10 +217,10 @@ class _Stage:
 
     def _times(self, op: Op, task: Task, start_s: float, op_s: float) -> Callable[[], tuple[float, float] | None]:
         """Return a function that returns start and end of an op as soon as they are known."""
-        if op.kind is Kind.RECV:
+        if op.kind is OpKind.RECV:
             key = (op.owner, task.microbatch, is_backward(task.body), self.index)
             return lambda: self._rendezvous.sent.get(key)
-        if op.kind is Kind.SEND:
+        if op.kind is OpKind.SEND:
             step = -1 if is_backward(task.body) else 1
             key = (op.owner, task.microbatch, step < 0, (self.index + step) % self._count)
             times = self._rendezvous.sent[key] = (start_s, start_s + op_s)
@@ -281,7 +281,7 @@ class _PricedLines:
 
     def _price(self, op: Op, known: dict[int, _Priced]) -> _Priced:
         if id(op) not in known:
-            shared = self._has_others and (op.kind in (Kind.SEND, Kind.RECV) or op.axis in _TOGETHER)
+            shared = self._has_others and (op.kind in (OpKind.SEND, OpKind.RECV) or op.axis in _TOGETHER)
             took_s = seconds(op, self._program, self._hardware)
             known[id(op)] = _Priced(op, took_s, queue_of(op, self._hardware), shared)
         return known[id(op)]
@@ -343,7 +343,7 @@ def _check_waits(program: Program, stage: int) -> None:
 
 def queue_of(op: Op, hardware: Hardware) -> str:
     """Return the name of the queue on which an op runs in order with others."""
-    if op.kind in (Kind.SEND, Kind.RECV):
+    if op.kind in (OpKind.SEND, OpKind.RECV):
         return f"{op.axis} {op.kind}"
     if op.axis == "tie":
         return op.axis

@@ -51,7 +51,7 @@ from typing import Literal, NamedTuple
 from samestep.errors import InputError
 from samestep.hardware import Hardware, Link
 from samestep.models.spec import Product
-from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, TF32, Kind, Op
+from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, TF32, OpKind, Op
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 
@@ -91,7 +91,7 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
     """
     if op.axis is not None:
         return _collective_s(op, program, hardware)
-    if op.kind is Kind.UPDATE:
+    if op.kind is OpKind.UPDATE:
         moved = _update_bytes(program.step) / hardware.memory_bytes_per_s / hardware.memory_efficiency
         return (
             moved + hardware.host_step_s + (hardware.fsdp_unit_s * _handlings(program) if hardware.fsdp_unit_s else 0.0)
@@ -108,8 +108,8 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
     work = _Work(layer.products, layer.moved_elements, layer.kernels, layer.backward_reads_weights)
     values = dtype if dtype == TF32 else step.compute_dtype  # products of two activations run in it too
     dtypes = _Dtypes(dtype if op.flops else values, values, step.master_dtype)
-    is_whole = op.kind is not Kind.RECOMPUTE or step.layout.recompute == "full"
-    part: BackwardPart = "all" if not step.splits_backward else "weights" if op.kind is Kind.WEIGHT else "inputs"
+    is_whole = op.kind is not OpKind.RECOMPUTE or step.layout.recompute == "full"
+    part: BackwardPart = "all" if not step.splits_backward else "weights" if op.kind is OpKind.WEIGHT else "inputs"
     return _layer_s(work, op.kind, is_whole, part, step.microbatch_samples, dtypes, hardware)
 
 
@@ -139,12 +139,12 @@ class _Dtypes(NamedTuple):
 
 @lru_cache(maxsize=2**16)
 def _layer_s(
-    work: _Work, kind: Kind, is_whole: bool, part: BackwardPart, samples: int, dtypes: _Dtypes, hardware: Hardware
+    work: _Work, kind: OpKind, is_whole: bool, part: BackwardPart, samples: int, dtypes: _Dtypes, hardware: Hardware
 ) -> float:
     """Return the seconds of a layer's op; without its products unless `is_whole`."""
-    backward = kind in (Kind.BACKWARD, Kind.WEIGHT)
+    backward = kind in (OpKind.BACKWARD, OpKind.WEIGHT)
     products = work.products if is_whole else ()
-    if kind is Kind.WEIGHT:
+    if kind is OpKind.WEIGHT:
         products = tuple(product for product in products if product.is_deferrable)
         times = [_product_s(product, samples, True, part, work, dtypes, hardware) for product in products]
         return _soft_maximum(sum(times), len(products) * hardware.kernel_launch_s)
@@ -296,28 +296,28 @@ class GroupShape(NamedTuple):
 
 def _collective_s(op: Op, program: Program, hardware: Hardware) -> float:
     """Return the seconds of a communication op of a program."""
-    if op.kind is Kind.RECV:
+    if op.kind is OpKind.RECV:
         return 0.0
     axis = op.axis or ""
     return collective_s(op.kind, op.size_bytes, group_of(axis, program.axes[axis], program.step, hardware), hardware)
 
 
 @lru_cache(maxsize=2**16)
-def collective_s(kind: Kind, size_bytes: int, group: GroupShape, hardware: Hardware) -> float:
+def collective_s(kind: OpKind, size_bytes: int, group: GroupShape, hardware: Hardware) -> float:
     """Return the predicted seconds of one collective over a group."""
     link = _link(group, kind, hardware)
-    if kind is Kind.SEND:
+    if kind is OpKind.SEND:
         link = hardware.intra if group.nodes == 1 else hardware.inter
         return link.collective_s + link.latency_s + size_bytes / link.bytes_per_s
     if group.num_ranks == 1:
         return 0.0
     hops = group.num_ranks - 1
-    if kind in (Kind.REDUCE, Kind.BROADCAST):
+    if kind in (OpKind.REDUCE, OpKind.BROADCAST):
         far = hardware.intra if group.nodes == 1 else hardware.intra.slower(hardware.inter)
         return far.collective_s + hops * (far.latency_s + size_bytes / far.bytes_per_s)
-    if kind is Kind.ALL_TO_ALL:
+    if kind is OpKind.ALL_TO_ALL:
         return link.collective_s + _exchange_s(size_bytes, group, hardware)
-    ways = 2 if kind is Kind.ALL_REDUCE else 1
+    ways = 2 if kind is OpKind.ALL_REDUCE else 1
     # A ring over N nodes has N - 1 of its hops between nodes; the others stay within a node.
     between = group.nodes - 1
     ring_s = between * hardware.inter.latency_s + (hops - between) * hardware.intra.latency_s
@@ -336,10 +336,10 @@ def _exchange_s(size_bytes: int, group: GroupShape, hardware: Hardware) -> float
     return max(near_s, away * part / (far.bytes_per_s * _reached(hardware)) + far.latency_s * bool(away))
 
 
-def _link(group: GroupShape, kind: Kind, hardware: Hardware) -> Link:
+def _link(group: GroupShape, kind: OpKind, hardware: Hardware) -> Link:
     """Return the link of a ring over the group, in which every rank of a node adds its own port to the network."""
     near = hardware.intra.among(group.inside)
-    if kind is Kind.ALL_REDUCE and near.all_reduce_bytes_per_s and group.inside > IN_SWITCH:
+    if kind is OpKind.ALL_REDUCE and near.all_reduce_bytes_per_s and group.inside > IN_SWITCH:
         near = replace(near, bytes_per_s=near.all_reduce_bytes_per_s)
     if group.nodes == 1:
         return near

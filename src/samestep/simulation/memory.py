@@ -37,7 +37,7 @@ from samestep.job import Job
 from samestep.models.spec import LayerSpec, ParamSpec
 from samestep.output.byte_sizes import gib
 from samestep.program.bodies import BodyKey, is_forward
-from samestep.program.ops import BYTES_OF, Buffer, Kind, Op, Ops
+from samestep.program.ops import BYTES_OF, Buffer, OpKind, Op, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 
@@ -224,9 +224,9 @@ def _on_the_way(program: Program) -> int:
     given = (
         op.size_bytes
         for body in bodies
-        if any(op.kind is Kind.FORWARD for op in program.bodies[body])
+        if any(op.kind is OpKind.FORWARD for op in program.bodies[body])
         for op in program.bodies[body]
-        if op.axis == "pp" and op.kind is Kind.RECV
+        if op.axis == "pp" and op.kind is OpKind.RECV
     )
     return 2 * max(given, default=0) if ahead else 0
 
@@ -326,9 +326,9 @@ class _Sizes:
     """Bytes of gradients that a step allocates anew, by the name of the op that brings them."""
     unit_gradients: bool
     """Whether gradients are those of whole units (zero=2 and 3)."""
-    kept_boundaries: tuple[Kind, ...]
+    kept_boundaries: tuple[OpKind, ...]
     """Kinds of the ops whose tensors between stages are kept until their gradients have come, or have gone back."""
-    last_kind: Kind
+    last_kind: OpKind
     """Kind of the op behind which a layer's activations are freed."""
 
     @classmethod
@@ -342,8 +342,8 @@ class _Sizes:
             unit_gradients=step.zero >= 2,
             # A stage's output is kept until its gradient has come; in mixed precision its input too, of which a norm saves
             # a copy.
-            kept_boundaries=(Kind.SEND, Kind.RECV) if step.is_mixed else (Kind.SEND,),
-            last_kind=Kind.WEIGHT if step.splits_backward else Kind.BACKWARD,
+            kept_boundaries=(OpKind.SEND, OpKind.RECV) if step.is_mixed else (OpKind.SEND,),
+            last_kind=OpKind.WEIGHT if step.splits_backward else OpKind.BACKWARD,
         )
 
 
@@ -364,9 +364,9 @@ class _LiveBytes:
 
     def follow(self, ops: Ops) -> None:
         """Do all ops of the body."""
-        goes_forward = any(op.kind is Kind.FORWARD for op in ops)
+        goes_forward = any(op.kind is OpKind.FORWARD for op in ops)
         for op in ops:
-            if op.kind is Kind.BACKWARD and op.layer is not None and self.sizes.saved[op.layer].loss:
+            if op.kind is OpKind.BACKWARD and op.layer is not None and self.sizes.saved[op.layer].loss:
                 # The loss's backward comes before what it brings about: gathers, and gradients of weights.
                 self._look(op, logits=self.sizes.saved[op.layer].loss_working)
         for op in ops:
@@ -374,7 +374,7 @@ class _LiveBytes:
             if op.axis is None:
                 self._compute(op, self.sizes.saved[op.layer] if op.layer is not None else Saved())
             elif op.allocates:
-                if op.kind is Kind.ALL_GATHER:
+                if op.kind is OpKind.ALL_GATHER:
                     self._allocate(op.allocates)
                 self._look(op)
                 self._allocate(op.allocates)
@@ -384,18 +384,18 @@ class _LiveBytes:
             if op.name in self.sizes.arriving:
                 self._allocate((Buffer(op.name, "gradients", self.sizes.arriving[op.name]),))
         if not goes_forward:
-            back = {Kind.RECV: Kind.SEND, Kind.SEND: Kind.RECV}
+            back = {OpKind.RECV: OpKind.SEND, OpKind.SEND: OpKind.RECV}
             freed = {back[kind] for kind in self.sizes.kept_boundaries}
             self.activations -= sum(op.size_bytes for op in ops if op.axis == "pp" and op.kind in freed)
 
     def _compute(self, op: Op, saved: Saved) -> None:
-        if op.kind is Kind.FORWARD:
+        if op.kind is OpKind.FORWARD:
             self.activations, self.logits = self.activations + saved.kept, self.logits + saved.loss
             self._look(op, logits=saved.loss_made)
-        elif op.kind is Kind.RECOMPUTE:
+        elif op.kind is OpKind.RECOMPUTE:
             self.activations += saved.whole - saved.kept
             self._look(op)
-        elif op.kind is Kind.BACKWARD and op.layer is not None:
+        elif op.kind is OpKind.BACKWARD and op.layer is not None:
             self._backward(op, saved, self.sizes.largest_gradient[op.layer])
         else:
             self._look(op)

@@ -16,25 +16,25 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from samestep.program.ops import Kind
+from samestep.program.ops import OpKind
 
 COMPUTE = "compute"
 """Name of the stream of compute; all other streams carry communication."""
 
 LETTERS = {
-    Kind.FORWARD: "F",
-    Kind.BACKWARD: "B",
-    Kind.WEIGHT: "W",
-    Kind.RECOMPUTE: "R",
-    Kind.UPDATE: "U",
-    Kind.ALL_REDUCE: "a",
-    Kind.ALL_GATHER: "g",
-    Kind.REDUCE_SCATTER: "s",
-    Kind.REDUCE: "r",
-    Kind.BROADCAST: "b",
-    Kind.ALL_TO_ALL: "x",
-    Kind.SEND: ">",
-    Kind.RECV: "<",
+    OpKind.FORWARD: "F",
+    OpKind.BACKWARD: "B",
+    OpKind.WEIGHT: "W",
+    OpKind.RECOMPUTE: "R",
+    OpKind.UPDATE: "U",
+    OpKind.ALL_REDUCE: "a",
+    OpKind.ALL_GATHER: "g",
+    OpKind.REDUCE_SCATTER: "s",
+    OpKind.REDUCE: "r",
+    OpKind.BROADCAST: "b",
+    OpKind.ALL_TO_ALL: "x",
+    OpKind.SEND: ">",
+    OpKind.RECV: "<",
 }
 """Character of each kind of op in a picture: capitals for compute, others for communication."""
 

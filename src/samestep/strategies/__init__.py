@@ -17,7 +17,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.program.bodies import UPDATE_BODY, BodyKey, Task, position
-from samestep.program.ops import Kind, Op, Ops
+from samestep.program.ops import OpKind, Op, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.schedules import TaskKind
@@ -160,7 +160,7 @@ def _stacked(program: Program, strategies: tuple[ModuleType, ...]) -> Program:
 def _on_one_rank(step: StepSpec) -> Program:
     """Return the program of a step on one rank: a forward, a backward and the update, without communication."""
     bodies = {BodyKey(kind): _layer_ops(step, kind) for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)}
-    bodies[UPDATE_BODY] = (Op(kind=Kind.UPDATE, owner="optimizer", dtype=step.master_dtype),)
+    bodies[UPDATE_BODY] = (Op(kind=OpKind.UPDATE, owner="optimizer", dtype=step.master_dtype),)
     return Program(step=step, bodies=bodies)
 
 
@@ -182,7 +182,7 @@ def _layer_ops(step: StepSpec, kind: TaskKind) -> Ops:
     forward = kind is TaskKind.FORWARD
     ops = tuple(
         Op(
-            kind=Kind.FORWARD if forward else Kind.BACKWARD,
+            kind=OpKind.FORWARD if forward else OpKind.BACKWARD,
             owner=layer.name,
             layer=index,
             flops=(layer.forward_flops if forward else layer.backward_flops) * step.microbatch_samples,

@@ -25,7 +25,7 @@ from dataclasses import replace
 
 from samestep.models.spec import Exchange, LayerSpec, ModelSpec, remembered
 from samestep.program.bodies import BodyKey, is_backward
-from samestep.program.ops import Kind, Op, Ops
+from samestep.program.ops import OpKind, Op, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 
@@ -92,7 +92,7 @@ def _sliced(key: BodyKey, ops: Ops, step: StepSpec) -> Iterator[Op]:
             yield op
             continue
         layer = step.model.layers[op.layer]
-        flops = layer.forward_flops if op.kind is Kind.FORWARD else layer.backward_flops
+        flops = layer.forward_flops if op.kind is OpKind.FORWARD else layer.backward_flops
         yield op.but(flops=flops * step.microbatch_samples)
         yield from _exchanges(layer, step, op, backward=is_backward(key))
 
@@ -110,7 +110,7 @@ def _exchanges(layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) -
         slice_numel_per_head = exchange.elements // exchange.heads // step.layout.cp
         numel = slice_numel_per_head * sent_heads(heads, queries, step.layout.cp) * step.microbatch_samples
         owner = f"{layer.name}.{exchange.role}"
-        op = Op(kind=Kind.ALL_TO_ALL, owner=owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
+        op = Op(kind=OpKind.ALL_TO_ALL, owner=owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
         yield op.but(is_exposed=True).sized(numel)
 
 

@@ -26,7 +26,7 @@ from samestep.program.bodies import UPDATE_BODY, BodyKey, is_backward
 from samestep.program.buckets import Bucket, finish_reductions, make_buckets, padded, start_reductions
 from samestep.program.codecs import CODECS, PLAIN
 from samestep.program.holding import REPLICAS, TIE
-from samestep.program.ops import REDUCING, STEP_SCALARS, Kind, Op, Ops
+from samestep.program.ops import REDUCING, STEP_SCALARS, OpKind, Op, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.program.units import Unit, partial_sizes
@@ -103,11 +103,15 @@ def _reduced(key: BodyKey, ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...]
 
 def _gathered_weights(buckets: tuple[Bucket, ...]) -> Iterator[Op]:
     """Yield the all_gathers of zero=1, which give every rank the chunks that the others have updated."""
-    after = (f"{Kind.UPDATE}:optimizer",)
+    after = (f"{OpKind.UPDATE}:optimizer",)
     for bucket in buckets:
         if bucket.holding.num_shards > 1:
             op = Op(
-                kind=Kind.ALL_GATHER, owner=bucket.name, axis=bucket.holding.data_axis, dtype=bucket.dtype, after=after
+                kind=OpKind.ALL_GATHER,
+                owner=bucket.name,
+                axis=bucket.holding.data_axis,
+                dtype=bucket.dtype,
+                after=after,
             )
             yield op.sized(bucket.padded_numel)
 
@@ -116,10 +120,10 @@ def _reductions_of(program: Program) -> Iterator[str]:
     """Yield the names of the ops that must end before the update: the last backward and every reduction."""
     for key, ops in program.bodies.items():
         if program.step.ends_gradients(key):
-            yield next(op.name for op in reversed(ops) if op.kind in (Kind.BACKWARD, Kind.WEIGHT))
+            yield next(op.name for op in reversed(ops) if op.kind in (OpKind.BACKWARD, OpKind.WEIGHT))
             yield from (op.name for op in ops if op.kind in REDUCING and not op.is_exposed)
     for op in program.bodies[UPDATE_BODY]:
-        if op.kind is Kind.UPDATE:
+        if op.kind is OpKind.UPDATE:
             return
         yield op.name
 
@@ -136,35 +140,35 @@ def _reductions(step: StepSpec, bucket: Bucket) -> tuple[Op, ...]:
     """Return the collectives after which every rank that updates a bucket has the sum of its gradients."""
     numel, holding = bucket.padded_numel, bucket.holding
 
-    def op(kind: Kind, axis: str, numel: int) -> Op:
+    def op(kind: OpKind, axis: str, numel: int) -> Op:
         return CODECS[bucket.codec].op(kind, bucket.name, axis, numel, step.master_dtype)
 
     chunk = numel // holding.num_shards
-    over_ties = tuple(op(Kind.ALL_REDUCE, axis, chunk) for axis in holding.tied_over)
+    over_ties = tuple(op(OpKind.ALL_REDUCE, axis, chunk) for axis in holding.tied_over)
     if step.zero == 1:
-        first = (op(Kind.REDUCE_SCATTER, holding.data_axis, numel),) if holding.num_shards > 1 else ()
-        over_replicas = (op(Kind.ALL_REDUCE, AXIS, chunk),) if step.layout.num_replicas > 1 else ()
+        first = (op(OpKind.REDUCE_SCATTER, holding.data_axis, numel),) if holding.num_shards > 1 else ()
+        over_replicas = (op(OpKind.ALL_REDUCE, AXIS, chunk),) if step.layout.num_replicas > 1 else ()
         return (*first, *over_replicas, *over_ties)
     ranks = step.ranks.size(holding.data_axis)
     return (*_over_replicas(step, numel, op, holding.data_axis, ranks), *over_ties)
 
 
 def _over_replicas(
-    step: StepSpec, numel: int, op: Callable[[Kind, str, int], Op], axis: str, ranks: int
+    step: StepSpec, numel: int, op: Callable[[OpKind, str, int], Op], axis: str, ranks: int
 ) -> tuple[Op, ...]:
     """Return the collectives that sum `numel` elements over an axis in the way of the layout's `reduce`."""
     if ranks == 1:
         return ()
     if step.layout.reduce == "ring":
-        return (op(Kind.ALL_REDUCE, axis, numel),)
+        return (op(OpKind.ALL_REDUCE, axis, numel),)
     if step.layout.reduce == "root":
-        return (op(Kind.REDUCE, axis, numel), op(Kind.BROADCAST, axis, numel))
+        return (op(OpKind.REDUCE, axis, numel), op(OpKind.BROADCAST, axis, numel))
     axes = _axes(step)
     inside = axes.get("dp_intra", 1)
-    between = (op(Kind.ALL_REDUCE, "dp_inter", numel // inside),) if "dp_inter" in axes else ()
+    between = (op(OpKind.ALL_REDUCE, "dp_inter", numel // inside),) if "dp_inter" in axes else ()
     if inside == 1:
         return between
-    return (op(Kind.REDUCE_SCATTER, "dp_intra", numel), *between, op(Kind.ALL_GATHER, "dp_intra", numel))
+    return (op(OpKind.REDUCE_SCATTER, "dp_intra", numel), *between, op(OpKind.ALL_GATHER, "dp_intra", numel))
 
 
 def _reduce_units(ops: Ops, step: StepSpec, units: Mapping[str, Unit], *, is_last: bool) -> Iterator[Op]:
@@ -173,7 +177,7 @@ def _reduce_units(ops: Ops, step: StepSpec, units: Mapping[str, Unit], *, is_las
     A unit with a single shard has no reduce_scatter; its all_reduce takes the place of it.
     """
     for op in ops:
-        if op.kind is not Kind.REDUCE_SCATTER or op.owner not in units:
+        if op.kind is not OpKind.REDUCE_SCATTER or op.owner not in units:
             yield op
             continue
         parts = units[op.owner].num_shards
@@ -181,18 +185,18 @@ def _reduce_units(ops: Ops, step: StepSpec, units: Mapping[str, Unit], *, is_las
             yield op
         if is_last and step.layout.num_replicas > 1:
             numel = units[op.owner].padded_grad_numel // parts
-            summed = CODECS[PLAIN].op(Kind.ALL_REDUCE, op.owner, AXIS, numel, step.master_dtype)
+            summed = CODECS[PLAIN].op(OpKind.ALL_REDUCE, op.owner, AXIS, numel, step.master_dtype)
             yield summed.but(implied=op.implied, after=(op.name,) if parts > 1 else op.after)
 
 
 def _tied_units(step: StepSpec, units: tuple[Unit, ...]) -> Iterator[Op]:
     """Yield, for each tied weight, the all_reduce of its reduced gradient shard between the two stages that hold it."""
     params = {param.name: param for param in step.model.params if step.holding(param).tied_over and param.trainable}
-    reduced = Kind.ALL_REDUCE if step.layout.num_replicas > 1 else Kind.REDUCE_SCATTER
+    reduced = OpKind.ALL_REDUCE if step.layout.num_replicas > 1 else OpKind.REDUCE_SCATTER
     for unit in units:
         for name in unit.params:
             if name in params:
-                op = Op(kind=Kind.ALL_REDUCE, owner=name, axis=TIE, dtype=step.master_dtype)
+                op = Op(kind=OpKind.ALL_REDUCE, owner=name, axis=TIE, dtype=step.master_dtype)
                 rows = padded(params[name].shape[0], unit.num_shards) // unit.num_shards
                 yield replace(op, after=(f"{reduced}:{unit.name}",)).sized(
                     rows * params[name].numel // params[name].shape[0]
@@ -203,9 +207,9 @@ def _partial_sums(program: Program, buckets: tuple[Bucket, ...]) -> Iterator[Op]
     """Yield the all_reduces of gradients that are still partial over a model axis, after their other reductions."""
     step = program.step
     final = [op for key, ops in program.bodies.items() if step.ends_gradients(key) for op in ops]
-    final += itertools.takewhile(lambda op: op.kind is not Kind.UPDATE, program.bodies[UPDATE_BODY])
-    last = {op.owner: op.name for op in final if op.kind in (*REDUCING, Kind.BROADCAST, Kind.ALL_GATHER)}
-    done = next(op.name for op in reversed(final) if op.kind in (Kind.BACKWARD, Kind.WEIGHT))
+    final += itertools.takewhile(lambda op: op.kind is not OpKind.UPDATE, program.bodies[UPDATE_BODY])
+    last = {op.owner: op.name for op in final if op.kind in (*REDUCING, OpKind.BROADCAST, OpKind.ALL_GATHER)}
+    done = next(op.name for op in reversed(final) if op.kind in (OpKind.BACKWARD, OpKind.WEIGHT))
     for axis in sorted({axis for param in step.model.params for axis in step.holding(param).partial_over}):
         sizes = {
             bucket.name: bucket.padded_numel // bucket.holding.num_shards
@@ -216,13 +220,13 @@ def _partial_sums(program: Program, buckets: tuple[Bucket, ...]) -> Iterator[Op]
         for name, numel in sizes.items():
             if numel:
                 after = (last.get(name, done),)
-                op = Op(kind=Kind.ALL_REDUCE, owner=name, axis=axis, dtype=step.master_dtype, after=after)
+                op = Op(kind=OpKind.ALL_REDUCE, owner=name, axis=axis, dtype=step.master_dtype, after=after)
                 yield op.but(is_exposed=True).sized(numel)
 
 
 def _before_update(ops: Ops, sums: tuple[Op, ...]) -> Ops:
     """Return the ops with `sums` inserted before the update."""
-    place = next(index for index, op in enumerate(ops) if op.kind is Kind.UPDATE)
+    place = next(index for index, op in enumerate(ops) if op.kind is OpKind.UPDATE)
     return (*ops[:place], *sums, *ops[place:])
 
 
@@ -231,11 +235,11 @@ def _agreed(ops: Ops, waits: tuple[str, ...]) -> Ops:
 
     It waits for every reduction, because the gradient norm is that of the reduced gradients.
     """
-    scalars = Op(kind=Kind.ALL_REDUCE, owner="scalars", axis="world", dtype="float64", after=waits)
+    scalars = Op(kind=OpKind.ALL_REDUCE, owner="scalars", axis="world", dtype="float64", after=waits)
     scalars = scalars.sized(len(STEP_SCALARS))
     written: list[Op] = []
     for op in ops:
-        if op.kind is Kind.UPDATE:
+        if op.kind is OpKind.UPDATE:
             written.append(scalars)
             op = replace(op, after=(*op.after, scalars.name))
         written.append(op)

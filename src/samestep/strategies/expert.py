@@ -37,7 +37,7 @@ from dataclasses import replace
 from samestep.models.spec import ExpertDispatch, LayerSpec, ModelSpec, ParamSpec, Product, remembered
 from samestep.program.bodies import is_forward
 from samestep.program.holding import Holding
-from samestep.program.ops import BYTES_OF, Kind, Op, Ops
+from samestep.program.ops import BYTES_OF, OpKind, Op, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 
@@ -116,7 +116,7 @@ def apply(program: Program) -> Program:
 
 def _choices(ops: Ops, step: StepSpec) -> Op:
     """Return the all_reduce of each expert's number of choices, the number of rows and the count of the loss."""
-    op = Op(kind=Kind.ALL_REDUCE, owner="balance", axis="world", dtype="float64", after=(ops[-1].name,))
+    op = Op(kind=OpKind.ALL_REDUCE, owner="balance", axis="world", dtype="float64", after=(ops[-1].name,))
     return op.sized(step.model.balanced_experts + 2)
 
 
@@ -163,18 +163,20 @@ def _exchanged(ops: Ops, step: StepSpec) -> Iterator[Op]:
     """Yield the ops with dispatch and combine of a layer's experts after its compute."""
     for op in ops:
         yield op
-        if op.layer is None or op.kind not in (Kind.FORWARD, Kind.BACKWARD):
+        if op.layer is None or op.kind not in (OpKind.FORWARD, OpKind.BACKWARD):
             continue
         dispatches = step.model.layers[op.layer].dispatches
-        for dispatch in dispatches if op.kind is Kind.FORWARD else reversed(dispatches):
+        for dispatch in dispatches if op.kind is OpKind.FORWARD else reversed(dispatches):
             yield from _all_to_alls(dispatch, step, op)
 
 
 def _all_to_alls(dispatch: ExpertDispatch, step: StepSpec, after: Op) -> Iterator[Op]:
     """Yield the exchange of the numbers of rows (forward only), dispatch and combine."""
     dtype = step.compute_dtype
-    rows = Op(kind=Kind.ALL_TO_ALL, owner=dispatch.owner, axis=AXIS, dtype=dtype, after=(after.name,), is_exposed=True)
-    if after.kind is Kind.FORWARD:
+    rows = Op(
+        kind=OpKind.ALL_TO_ALL, owner=dispatch.owner, axis=AXIS, dtype=dtype, after=(after.name,), is_exposed=True
+    )
+    if after.kind is OpKind.FORWARD:
         yield rows.but(dtype="int64", size_bytes=dispatch.experts * _COUNT_BYTES)
     size = dispatch.rows * dispatch.width * step.microbatch_samples * BYTES_OF[step.compute_dtype]
     yield rows.but(size_bytes=size)

@@ -27,7 +27,7 @@ from samestep import schedules
 from samestep.models.spec import ModelSpec, ParamSpec, remembered
 from samestep.program.bodies import UPDATE_BODY, BodyKey, Task, is_backward, position
 from samestep.program.holding import TIE, Holding
-from samestep.program.ops import Kind, Op, Ops
+from samestep.program.ops import OpKind, Op, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.schedules import SCHEDULES, TaskKind
@@ -231,14 +231,14 @@ def _tasks(step: StepSpec) -> Iterator[Task]:
 def deferred_gradients(ops: Ops, step: StepSpec) -> Iterator[Op]:
     """Yield the ops of the weight gradients that a backward defers, in its order."""
     for op in ops:
-        if op.kind is Kind.BACKWARD and op.layer is not None:
+        if op.kind is OpKind.BACKWARD and op.layer is not None:
             flops = step.model.layers[op.layer].deferred_flops * step.microbatch_samples
-            yield op.but(kind=Kind.WEIGHT, flops=flops, after=(op.name,))
+            yield op.but(kind=OpKind.WEIGHT, flops=flops, after=(op.name,))
 
 
 def _without_weights(op: Op, step: StepSpec) -> Op:
     """Return a backward op without the FLOPs of the weight gradients that it defers."""
-    if op.kind is not Kind.BACKWARD or op.layer is None:
+    if op.kind is not OpKind.BACKWARD or op.layer is None:
         return op
     return op.but(flops=op.flops - step.model.layers[op.layer].deferred_flops * step.microbatch_samples)
 
@@ -248,9 +248,9 @@ def _chunk_ops(ops: Ops, step: StepSpec, chunk: range, backward: bool) -> Iterat
     comes_in, goes_out = (chunk.stop, chunk.start) if backward else (chunk.start, chunk.stop)
     ends = (0, len(step.model.layers))
     if comes_in not in ends:
-        yield _passed(Kind.RECV, step, comes_in, ())
+        yield _passed(OpKind.RECV, step, comes_in, ())
     layer: int | None = None
-    before: tuple[str, ...] = (f"{Kind.RECV}:{_boundary(step, comes_in)}",) if comes_in not in ends else ()
+    before: tuple[str, ...] = (f"{OpKind.RECV}:{_boundary(step, comes_in)}",) if comes_in not in ends else ()
     name = ""
     for op in ops:
         layer = layer if op.layer is None else op.layer
@@ -258,10 +258,10 @@ def _chunk_ops(ops: Ops, step: StepSpec, chunk: range, backward: bool) -> Iterat
             yield op.but(after=(*op.after, *before)) if before else op
             before, name = (), op.name
     if goes_out not in ends:
-        yield _passed(Kind.SEND, step, goes_out, (name,))
+        yield _passed(OpKind.SEND, step, goes_out, (name,))
 
 
-def _passed(kind: Kind, step: StepSpec, boundary: int, after: tuple[str, ...]) -> Op:
+def _passed(kind: OpKind, step: StepSpec, boundary: int, after: tuple[str, ...]) -> Op:
     """Return the send or the receive of the activation, or its gradient, before layer number `boundary`."""
     numel = step.model.layers[boundary - 1].output_elements * step.microbatch_samples
     return Op(kind=kind, owner=_boundary(step, boundary), axis=AXIS, dtype=step.compute_dtype, after=after).sized(numel)

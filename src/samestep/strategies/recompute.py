@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from samestep.models.spec import LayerSpec
 from samestep.program.bodies import BodyKey, is_backward
-from samestep.program.ops import Kind, Op, Ops
+from samestep.program.ops import OpKind, Op, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.schedules import TaskKind
@@ -42,13 +42,13 @@ def apply(program: Program) -> Program:
         sums_of = _sums_of(program.bodies[key._replace(kind=TaskKind.FORWARD)], layers)
         early: list[Op] = []
         for number, op in enumerate(ops):
-            if op.kind is Kind.BACKWARD and op.layer is not None and layers[op.layer].is_block:
+            if op.kind is OpKind.BACKWARD and op.layer is not None and layers[op.layer].is_block:
                 flops = layers[op.layer].forward_flops * program.step.microbatch_samples
-                repeated = op.but(kind=Kind.RECOMPUTE, flops=flops if recompute == "full" else 0)
+                repeated = op.but(kind=OpKind.RECOMPUTE, flops=flops if recompute == "full" else 0)
                 # torch repeats the forward only as far as backward needs it, usually without the block's last sum, and
                 # only when backward asks for a saved tensor, which is after the backward of that sum.
                 sums = sums_of.get(op.layer, [])
-                tensor_sums = [part for part in sums if part.kind is not Kind.ALL_TO_ALL]
+                tensor_sums = [part for part in sums if part.kind is not OpKind.ALL_TO_ALL]
                 last = None if layers[op.layer].repeats_last_sum or not tensor_sums else tensor_sums[-1]
                 early = [part for part in _following(ops, number) if last and part.owner == last.owner]
                 yield from (part.but(layer=op.layer, after=op.after) for part in early)
@@ -70,7 +70,7 @@ def _sums_of(forward: Ops, layers: Sequence[LayerSpec]) -> dict[int, list[Op]]:
     found: dict[int, list[Op]] = {}
     layer: int | None = None
     for op in forward:
-        if op.kind is Kind.FORWARD:
+        if op.kind is OpKind.FORWARD:
             layer = op.layer
         elif layer is not None and op.axis is not None and op.owner not in layers[layer].modules:
             found.setdefault(layer, []).append(op)

@@ -26,7 +26,7 @@ from dataclasses import replace
 from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec, remembered
 from samestep.program.bodies import BodyKey, is_backward, is_forward
 from samestep.program.holding import Holding
-from samestep.program.ops import Kind, Op, Ops
+from samestep.program.ops import OpKind, Op, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 
@@ -134,21 +134,21 @@ def _with_boundaries(key: BodyKey, ops: Ops, step: StepSpec) -> Iterator[Op]:
 def _forward(step: StepSpec, layer: LayerSpec, after: Op, *, first: bool, last: bool) -> Iterator[Op]:
     """Yield the collectives of a block's boundaries in its forward."""
     for boundary in layer.sequence_boundaries:
-        kind = Kind.ALL_GATHER if boundary.kind == "gather" else Kind.REDUCE_SCATTER
+        kind = OpKind.ALL_GATHER if boundary.kind == "gather" else OpKind.REDUCE_SCATTER
         yield _exchange(kind, boundary.owner, boundary.elements, step, after)
     if last:
-        yield _exchange(Kind.ALL_GATHER, layer.modules[0], layer.output_elements, step, after)
+        yield _exchange(OpKind.ALL_GATHER, layer.modules[0], layer.output_elements, step, after)
 
 
 def _backward(step: StepSpec, layer: LayerSpec, after: Op, *, first: bool, last: bool) -> Iterator[Op]:
     """Yield the collectives of a block's boundaries in its backward."""
     for boundary in reversed(layer.sequence_boundaries):
         if boundary.has_gradient:
-            kind = Kind.REDUCE_SCATTER if boundary.kind == "gather" else Kind.ALL_GATHER
+            kind = OpKind.REDUCE_SCATTER if boundary.kind == "gather" else OpKind.ALL_GATHER
             yield _exchange(kind, boundary.owner, boundary.elements, step, after)
     if first and any(param.trainable for param in _before_blocks(step)):
         whole = layer.output_elements * (1 if last else step.layout.tp)
-        yield _exchange(Kind.ALL_GATHER, layer.modules[0], whole, step, after)
+        yield _exchange(OpKind.ALL_GATHER, layer.modules[0], whole, step, after)
 
 
 def _before_blocks(step: StepSpec) -> Iterator[ParamSpec]:
@@ -157,6 +157,6 @@ def _before_blocks(step: StepSpec) -> Iterator[ParamSpec]:
     return (param for param in step.model.params if param.layer < first)
 
 
-def _exchange(kind: Kind, owner: str, elements: int, step: StepSpec, after: Op) -> Op:
+def _exchange(kind: OpKind, owner: str, elements: int, step: StepSpec, after: Op) -> Op:
     op = Op(kind=kind, owner=owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,), is_exposed=True)
     return op.sized(elements * step.microbatch_samples)

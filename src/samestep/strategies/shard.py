@@ -29,7 +29,7 @@ from samestep.models.spec import ModelSpec, ParamSpec, is_below, remembered
 from samestep.program.bodies import UPDATE_BODY, BodyKey, ends_step, is_forward, starts_step
 from samestep.program.codecs import CODECS
 from samestep.program.holding import REPLICAS, SHARDS, Holding
-from samestep.program.ops import BYTES_OF, Buffer, Kind, Op, Ops
+from samestep.program.ops import BYTES_OF, Buffer, OpKind, Op, Ops
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
 from samestep.program.step import StepSpec
@@ -104,7 +104,7 @@ def _with_units(
 ) -> Ops:
     """Rewrite ops that several positions in the step share once, where they stay equal."""
     if key == UPDATE_BODY:
-        return tuple(op.but(frees_before=(_PENDING,)) if op.kind is Kind.UPDATE else op for op in ops)
+        return tuple(op.but(frees_before=(_PENDING,)) if op.kind is OpKind.UPDATE else op for op in ops)
     # zero=2 keeps the weights until the step's last backward, so only the first micro-batch gathers them.
     gathers = step.zero == 3 or starts_step(key)
     reduces = step.layout.accumulate == "sharded" or ends_step(key)
@@ -156,9 +156,9 @@ def _scattered_backward(ops: Ops, step: StepSpec, units: tuple[Unit, ...], *, re
             for unit in here:
                 if unit not in late:
                     yield from _gathers(unit, mine, issued)
-            waits[op.layer] = tuple(f"{Kind.ALL_GATHER}:{unit.name}" for unit in here if unit.name in issued)
+            waits[op.layer] = tuple(f"{OpKind.ALL_GATHER}:{unit.name}" for unit in here if unit.name in issued)
         yield op.but(after=(*op.after, *waits[op.layer])) if waits[op.layer] else op
-        if op.kind is Kind.BACKWARD:
+        if op.kind is OpKind.BACKWARD:
             rest = sorted(over, key=lambda unit: unit.called[0])
             for unit in late:
                 while rest and _follows(rest[-1], unit):
@@ -166,7 +166,7 @@ def _scattered_backward(ops: Ops, step: StepSpec, units: tuple[Unit, ...], *, re
                 behind.extend(_gathers(unit, mine, issued))
             behind.extend(_scatter(unit, op, step) for unit in reversed(rest))
     yield from behind
-    last = next(op for op in reversed(ops) if op.kind is Kind.BACKWARD)
+    last = next(op for op in reversed(ops) if op.kind is OpKind.BACKWARD)
     yield from (_scatter(unit, last, step) for unit in scattered if not unit.input_takes_gradient)
 
 
@@ -185,14 +185,14 @@ def _follows(later: Unit, unit: Unit) -> bool:
 
 
 def _gather(unit: Unit) -> Op:
-    op = Op(kind=Kind.ALL_GATHER, owner=unit.name, axis=unit.shard_axis, dtype=unit.dtype, implied=True)
+    op = Op(kind=OpKind.ALL_GATHER, owner=unit.name, axis=unit.shard_axis, dtype=unit.dtype, implied=True)
     op = op.sized(unit.padded_numel)
     return op.but(allocates=(Buffer(unit.name, "buffers", op.size_bytes),))
 
 
 def _scatter(unit: Unit, after: Op, step: StepSpec) -> Op:
     size = unit.padded_grad_numel
-    op = CODECS[unit.codec].op(Kind.REDUCE_SCATTER, unit.name, unit.shard_axis, size, step.master_dtype)
+    op = CODECS[unit.codec].op(OpKind.REDUCE_SCATTER, unit.name, unit.shard_axis, size, step.master_dtype)
     return op.but(implied=True, after=(after.name,))
 
 
@@ -217,15 +217,15 @@ def _with_buffers(ops: Iterable[Op], step: StepSpec, units: tuple[Unit, ...], le
         changes: dict[str, tuple[object, ...]] = {}
         if op.axis is None and leaving:
             changes["frees_before"], leaving = tuple(leaving), set()
-        if op.kind is Kind.FORWARD:
+        if op.kind is OpKind.FORWARD:
             leaving = {unit.name for unit in ending.get(op.layer, ()) if unit.is_freed_after_forward}
-        elif op.kind is Kind.BACKWARD and op.layer in starting:
+        elif op.kind is OpKind.BACKWARD and op.layer in starting:
             names = [unit.name for unit in starting[op.layer]]
             changes["allocates"] = tuple(whole[name] for name in names if whole[name].size_bytes)
             changes["frees"] = tuple(names) if step.zero == 3 else ()
-        elif op.kind is Kind.ALL_GATHER and op.implied:
+        elif op.kind is OpKind.ALL_GATHER and op.implied:
             leaving = leaving - {op.owner}
-        elif op.kind is Kind.REDUCE_SCATTER and op.owner in whole:
+        elif op.kind is OpKind.REDUCE_SCATTER and op.owner in whole:
             changes["allocates"] = (whole[op.owner]._replace(name=_PENDING),)
             changes["frees"] = (whole[op.owner].name,)
         yield op.but(**changes) if changes else op

@@ -30,7 +30,7 @@ from dataclasses import replace
 
 from samestep.models.spec import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSum, remembered
 from samestep.program.holding import Holding
-from samestep.program.ops import Kind, Op, Ops
+from samestep.program.ops import OpKind, Op, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 
@@ -138,7 +138,7 @@ def _cut(ops: Ops, step: StepSpec) -> Iterator[Op]:
         if op.layer is None:
             yield op
             continue
-        forward = op.kind is Kind.FORWARD
+        forward = op.kind is OpKind.FORWARD
         layer = layers[op.layer]
         last = op.layer == len(layers) - 1
         flops = layer.forward_flops if forward else layer.backward_flops
@@ -164,4 +164,4 @@ def _loss(step: StepSpec, after: Op) -> Iterator[Op]:
 
 
 def _sum(owner: str, dtype: str, after: Op) -> Op:
-    return Op(kind=Kind.ALL_REDUCE, owner=owner, axis=AXIS, dtype=dtype, after=(after.name,), is_exposed=True)
+    return Op(kind=OpKind.ALL_REDUCE, owner=owner, axis=AXIS, dtype=dtype, after=(after.name,), is_exposed=True)

@@ -32,7 +32,7 @@ from samestep.planning.bounds.layer_kinds import (
     weights,
 )
 from samestep.program.bodies import BodyKey
-from samestep.program.ops import BYTES_OF, Kind, Op, Ops
+from samestep.program.ops import BYTES_OF, OpKind, Op, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.schedules import TaskKind
@@ -166,7 +166,7 @@ class Prices:
             if op.axis is not None:
                 sent_s[body][layer] += op_s
             if body is TaskKind.BACKWARD:
-                behind_s[layer] = 0.0 if op.kind is Kind.BACKWARD else behind_s[layer] + op_s
+                behind_s[layer] = 0.0 if op.kind is OpKind.BACKWARD else behind_s[layer] + op_s
         forward, backward, weight = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT
         sent = sent_s[forward], sent_s[backward]
         return tuple(map(Seconds, took_s[forward], took_s[backward], took_s[weight], behind_s, *sent))

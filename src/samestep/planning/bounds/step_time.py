@@ -30,7 +30,7 @@ from samestep.planning.bounds.layer_kinds import Seconds, Sizes
 from samestep.planning.bounds.overlap import Reduced, longer_s
 from samestep.planning.bounds.pipeline_time import Bodies, Times, behind_last_backward, play_bodies
 from samestep.program.buckets import BUCKET_BYTES
-from samestep.program.ops import BYTES_OF, SHARD_AXES, STEP_SCALARS, Kind
+from samestep.program.ops import BYTES_OF, SHARD_AXES, STEP_SCALARS, OpKind
 from samestep.program.step import StepSpec
 from samestep.schedules import DEFAULT
 from samestep.simulation.cost import UPDATE_PASSES, collective_s, group_of
@@ -43,7 +43,7 @@ class Bounds:
         self.prices, self.hardware = prices, prices.hardware
         self._known_times: dict[tuple[object, ...], Times] = {}
 
-    def _sent_s(self, kind: Kind, size_bytes: float, axis: str, ranks: int, step: StepSpec) -> float:
+    def _sent_s(self, kind: OpKind, size_bytes: float, axis: str, ranks: int, step: StepSpec) -> float:
         if ranks == 1 or size_bytes <= 0:
             return 0.0
         group = group_of(axis, ranks, step, self.hardware)
@@ -71,7 +71,7 @@ class Bounds:
 
     def _scalars_s(self, step: StepSpec) -> float:
         size = BYTES_OF["float64"] * len(STEP_SCALARS)
-        return self._sent_s(Kind.ALL_REDUCE, size, "world", step.layout.world_size, step)
+        return self._sent_s(OpKind.ALL_REDUCE, size, "world", step.layout.world_size, step)
 
     def _bodies(self, step: StepSpec) -> tuple[Bodies, ...]:
         """Return the bodies of each run; under zero=2 and 3 they wait for gathers."""
@@ -126,8 +126,8 @@ class Bounds:
             (one.expert_gathered, one.expert_scattered) if axis == "dp_expert" else (one.gathered, one.scattered)
         )
         ranks = step.ranks.size(axis)
-        gather_s = self._sent_s(Kind.ALL_GATHER, gathered, axis, ranks, step)
-        scatter_s = self._sent_s(Kind.REDUCE_SCATTER, scattered * BYTES_OF[step.reduce_dtype], axis, ranks, step)
+        gather_s = self._sent_s(OpKind.ALL_GATHER, gathered, axis, ranks, step)
+        scatter_s = self._sent_s(OpKind.REDUCE_SCATTER, scattered * BYTES_OF[step.reduce_dtype], axis, ranks, step)
         return _LayerTraffic(kind, number, gather_s, scatter_s, self.prices.few.layers[kind].backward_reads_weights)
 
     def _slowed_s(self, sent_s: float, exposed_s: float) -> float:
@@ -226,7 +226,7 @@ class Bounds:
     def _play(self, step: StepSpec, bodies: Sequence[Bodies]) -> Times:
         layout = step.layout
         size, pp, (larger, rest) = self.prices.sent_bytes(step), layout.pp, larger_twin(step)
-        sends_s = [self._sent_s(Kind.SEND, size, "pp", pp, replace(step, stage=stage)) for stage in range(pp)]
+        sends_s = [self._sent_s(OpKind.SEND, size, "pp", pp, replace(step, stage=stage)) for stage in range(pp)]
         large = self._bodies(larger) if rest else bodies
         return play_bodies(layout, step.num_microbatches, bodies, sends_s, large, rest)
 
@@ -263,7 +263,7 @@ class Bounds:
             return [(one, 0.0) for one in (early, *scatters)]
         if layout.reduce == "hierarchical":
             return []  # its two streams wait for each other bucket by bucket, which is not bounded here
-        kind = Kind.REDUCE_SCATTER if step.zero else Kind.ALL_REDUCE
+        kind = OpKind.REDUCE_SCATTER if step.zero else OpKind.ALL_REDUCE
         axis, ranks = ("dp_shard", shards) if step.zero else ("dp_replicate", replicas)
         found = []
         for part, (name, size) in enumerate(((axis, ranks), ("dp_expert", step.ranks.size("dp_expert")))):
@@ -359,8 +359,8 @@ class Bounds:
         shards, own, of_experts = layout.num_shards, mine.block_trained - mine.expert_trained, mine.expert_trained
         holders = step.ranks.size("dp_expert")
         gathered_s = max(
-            self._in_buckets_s(step, Kind.ALL_GATHER, size, "dp_shard", shards, own),
-            self._in_buckets_s(step, Kind.ALL_GATHER, expert_size, "dp_expert", holders, of_experts),
+            self._in_buckets_s(step, OpKind.ALL_GATHER, size, "dp_shard", shards, own),
+            self._in_buckets_s(step, OpKind.ALL_GATHER, expert_size, "dp_expert", holders, of_experts),
         )
         return _Sending(reduced_s=reduced_s, update_s=update_s + gathered_s, beside_s=beside_s)
 
@@ -370,13 +370,13 @@ class Bounds:
         of_experts = mine.expert_trained
         whole, own = mine.trained - of_experts, mine.block_trained - of_experts
         replicas, shards, holders = layout.num_replicas, layout.num_shards, step.ranks.size("dp_expert")
-        kind, borrows = Kind.REDUCE_SCATTER if step.zero else Kind.ALL_REDUCE, layout.borrows_data_ranks
+        kind, borrows = OpKind.REDUCE_SCATTER if step.zero else OpKind.ALL_REDUCE, layout.borrows_data_ranks
         if layout.reduce == "hierarchical":
             inside, nodes = step.ranks.size("dp_intra"), step.ranks.size("dp_inter")
-            both = (Kind.REDUCE_SCATTER, Kind.ALL_GATHER)
+            both = (OpKind.REDUCE_SCATTER, OpKind.ALL_GATHER)
             return (
                 sum(self._in_buckets_s(step, one, whole * sent, "dp_intra", inside, own) for one in both),
-                self._in_buckets_s(step, Kind.ALL_REDUCE, whole * sent / inside, "dp_inter", nodes, own),
+                self._in_buckets_s(step, OpKind.ALL_REDUCE, whole * sent / inside, "dp_inter", nodes, own),
             )
         if step.zero == 0:
             return (
@@ -386,13 +386,13 @@ class Bounds:
         return (
             self._in_buckets_s(step, kind, whole * sent, "dp_shard", shards, own),
             self._in_buckets_s(step, kind, of_experts * sent, "dp_expert", holders, of_experts) if borrows else 0.0,
-            self._in_buckets_s(step, Kind.ALL_REDUCE, whole * sent / shards, "dp_replicate", replicas, own)
+            self._in_buckets_s(step, OpKind.ALL_REDUCE, whole * sent / shards, "dp_replicate", replicas, own)
             + self._in_buckets_s(
-                step, Kind.ALL_REDUCE, of_experts * sent / holders, "dp_replicate", replicas, of_experts
+                step, OpKind.ALL_REDUCE, of_experts * sent / holders, "dp_replicate", replicas, of_experts
             ),
         )
 
-    def _in_buckets_s(self, step: StepSpec, kind: Kind, size: float, axis: str, ranks: int, numel: float) -> float:
+    def _in_buckets_s(self, step: StepSpec, kind: OpKind, size: float, axis: str, ranks: int, numel: float) -> float:
         """Send what buckets of so many elements hold: each is closed by the weight that fills it."""
         limit = BUCKET_BYTES // BYTES_OF[step.master_dtype] + self.prices.cut(step).largest
         count = max(1, int(numel / limit))
@@ -429,7 +429,7 @@ class Bounds:
     def _replicated_s(self, step: StepSpec, numel: float) -> float:
         """Sum so many elements of gradients over the replicas."""
         size = numel * BYTES_OF[step.reduce_dtype]
-        return self._sent_s(Kind.ALL_REDUCE, size, "dp_replicate", step.layout.num_replicas, step)
+        return self._sent_s(OpKind.ALL_REDUCE, size, "dp_replicate", step.layout.num_replicas, step)
 
     @staticmethod
     def _updated(step: StepSpec, mine: Sizes) -> float:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from samestep.program.bodies import UPDATE_BODY, Task, ends_step
 from samestep.program.buckets import Bucket, Member
-from samestep.program.ops import Kind, Op
+from samestep.program.ops import OpKind, Op
 from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.codecs.codec import Codec, Pending, codec_of, own_part, send
@@ -94,8 +94,8 @@ class Replicated:
             gradients=torch.zeros(bucket.padded_numel, dtype=DTYPES[step.master_dtype], device=device),
             codec=codec_of(bucket.codec),
             starts=[op for op in last if op.owner == bucket.name],
-            finishes=[op for op in final if not op.after[0].startswith(Kind.UPDATE)],
-            gathers=[op for op in final if op.after[0].startswith(Kind.UPDATE)],
+            finishes=[op for op in final if not op.after[0].startswith(OpKind.UPDATE)],
+            gathers=[op for op in final if op.after[0].startswith(OpKind.UPDATE)],
             weights=weights,
         )
 
@@ -222,12 +222,12 @@ class Replicated:
         """Issue one collective on the bucket's buffer, or on this rank's part of it, as the codec of its gradients does."""
         assert op.axis is not None
         group = self.mesh.groups[op.axis]
-        sent = flat.chunk if op.kind is Kind.ALL_REDUCE and flat.chunk is not None else whole
+        sent = flat.chunk if op.kind is OpKind.ALL_REDUCE and flat.chunk is not None else whole
         with owned(op.owner):
             work = send(op.kind, sent, group) if op.codec is None else flat.codec.reduce(op.kind, sent, group)
-        if op.kind is Kind.REDUCE_SCATTER:
+        if op.kind is OpKind.REDUCE_SCATTER:
             flat.chunk = own_part(whole, group)
-        elif op.kind is Kind.ALL_GATHER:
+        elif op.kind is OpKind.ALL_GATHER:
             flat.chunk = None
         return work
 

@@ -49,7 +49,7 @@ from samestep.errors import LayoutError
 from samestep.models.spec import ParamSpec
 from samestep.program.bodies import UPDATE_BODY, Task, ends_step
 from samestep.program.codecs import PLAIN
-from samestep.program.ops import BYTES_OF, Kind, Op
+from samestep.program.ops import BYTES_OF, OpKind, Op
 from samestep.program.program import Program
 from samestep.program.units import Unit, partial_sizes
 from samestep.runtime.axes.precision import DTYPES
@@ -171,7 +171,7 @@ class Sharded:
         for op in self.program.bodies[UPDATE_BODY]:
             if op.axis in partial_axes:
                 self._sum_shards(op, partial_sizes(step, units[op.owner], op.axis))
-            elif op.kind is Kind.ALL_REDUCE and op.owner in self._params:
+            elif op.kind is OpKind.ALL_REDUCE and op.owner in self._params:
                 self._sum_shards(op, {op.owner: op.size_bytes // BYTES_OF[op.dtype]})
 
     def _sum_shards(self, op: Op, sizes: Mapping[str, int]) -> None:
@@ -457,7 +457,7 @@ class _EncodedScatter(ReduceScatter):
         async_op: bool = False,
     ) -> None:
         """Sum the input over the group, and leave this rank's part in the output; FSDP2 calls it on a stream of its own."""
-        self._codec.reduce(Kind.REDUCE_SCATTER, input_tensor, group).wait()
+        self._codec.reduce(OpKind.REDUCE_SCATTER, input_tensor, group).wait()
         output_tensor.copy_(own_part(input_tensor, group))
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.program.codecs import CODECS
-from samestep.program.ops import Kind
+from samestep.program.ops import OpKind
 from samestep.runtime.processes.mesh import all_gather, reduce_scatter
 
 
@@ -24,7 +24,7 @@ class Pending(Protocol):
 class Codec(Protocol):
     """Carries out the reductions of one bucket, or one unit, through all steps of a run: it may keep state between them."""
 
-    def reduce(self, kind: Kind, flat: Tensor, group: dist.ProcessGroup) -> Pending:
+    def reduce(self, kind: OpKind, flat: Tensor, group: dist.ProcessGroup) -> Pending:
         """Start one collective of the program on a flat buffer in master precision, in place.
 
         Of a reduce_scatter the result is this rank's part of the buffer, `own_part`; of the others the whole buffer.
@@ -46,27 +46,27 @@ def own_part(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
     return flat.chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
 
-def result_of(kind: Kind, flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+def result_of(kind: OpKind, flat: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the part of a flat buffer that a collective in place leaves its result in: a view."""
-    return own_part(flat, group) if kind is Kind.REDUCE_SCATTER else flat
+    return own_part(flat, group) if kind is OpKind.REDUCE_SCATTER else flat
 
 
-def send(kind: Kind, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
+def send(kind: OpKind, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start one collective on a flat buffer as it is, in place.
 
     An all_gather sends this rank's part of it; reduce and broadcast have the group's first rank as their root. Collective
     over `group`: if a rank does not call it, the others wait for it.
     """
-    if kind is Kind.ALL_REDUCE:
+    if kind is OpKind.ALL_REDUCE:
         work = dist.all_reduce(flat, group=group, async_op=True)
-    elif kind is Kind.REDUCE:
+    elif kind is OpKind.REDUCE:
         work = dist.reduce(flat, group_dst=0, group=group, async_op=True)
-    elif kind is Kind.BROADCAST:
+    elif kind is OpKind.BROADCAST:
         work = dist.broadcast(flat, group_src=0, group=group, async_op=True)
-    elif kind is Kind.REDUCE_SCATTER:
+    elif kind is OpKind.REDUCE_SCATTER:
         work = reduce_scatter(own_part(flat, group), flat, group=group, async_op=True)
     else:
-        assert kind is Kind.ALL_GATHER, f"a flat buffer has no use for {kind}"
+        assert kind is OpKind.ALL_GATHER, f"a flat buffer has no use for {kind}"
         work = all_gather(flat, own_part(flat, group), group=group, async_op=True)
     assert work is not None
     return work

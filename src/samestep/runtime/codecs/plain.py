@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.program.ops import Kind
+from samestep.program.ops import OpKind
 from samestep.runtime.codecs.codec import Codec, Pending, send
 
 
 class PlainSum:
     """The codec that changes nothing."""
 
-    def reduce(self, kind: Kind, flat: Tensor, group: dist.ProcessGroup) -> Pending:
+    def reduce(self, kind: OpKind, flat: Tensor, group: dist.ProcessGroup) -> Pending:
         """Start the collective on the buffer itself. Collective over `group`: if a rank does not call it, the others wait."""
         return send(kind, flat, group)
 

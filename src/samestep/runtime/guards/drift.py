@@ -27,7 +27,7 @@ from torch import Tensor
 
 from samestep.errors import DriftError
 from samestep.program.holding import Holding
-from samestep.program.ops import Kind
+from samestep.program.ops import OpKind
 from samestep.program.program import LedgerRow
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.ledger import Ledger
@@ -166,9 +166,9 @@ class DriftMonitor:
 def _comparable(rows: list[LedgerRow]) -> list[tuple[str, str, int]]:
     """Return what must be equal on a group's ranks: no messages between two of them, no sizes that differ by rank."""
     return [
-        (row.kind, row.dtype, 0 if row.kind == Kind.ALL_TO_ALL else row.size_bytes)
+        (row.kind, row.dtype, 0 if row.kind == OpKind.ALL_TO_ALL else row.size_bytes)
         for row in rows
-        if row.kind not in (Kind.SEND, Kind.RECV)
+        if row.kind not in (OpKind.SEND, OpKind.RECV)
     ]
 
 
