@@ -12,7 +12,7 @@ from samestep.errors import InputError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.bodies import UPDATE_BODY, BodyKey
-from samestep.program.ops import OpKind, Op, Ops
+from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.simulation import clock, cost, memory

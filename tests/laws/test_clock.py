@@ -20,7 +20,7 @@ from samestep.hardware import Hardware, Link, load, profiles
 from samestep.models import decoder
 from samestep.models.decoder import Decoder
 from samestep.program.bodies import UPDATE_BODY
-from samestep.program.ops import OpKind, Op
+from samestep.program.ops import Op, OpKind
 from samestep.simulation.clock import play
 from samestep.simulation.cost import seconds
 from samestep.simulation.timeline import COMPUTE, LETTERS, Span, Timeline

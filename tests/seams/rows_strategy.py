@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from samestep.models.spec import ParamSpec
 from samestep.program.holding import Holding
-from samestep.program.ops import OpKind, Op, Ops
+from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 

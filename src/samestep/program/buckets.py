@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from samestep.models.spec import ParamSpec
 from samestep.program.holding import Holding
-from samestep.program.ops import BYTES_OF, OpKind, Op, Ops
+from samestep.program.ops import BYTES_OF, Op, OpKind, Ops
 from samestep.program.step import StepSpec
 
 

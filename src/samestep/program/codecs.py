@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from samestep.program.ops import BYTES_OF, OpKind, Op
+from samestep.program.ops import BYTES_OF, Op, OpKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from samestep.program.bodies import BodyKey, Task
 from samestep.program.buckets import Bucket
-from samestep.program.ops import OpKind, Op, Ops
+from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.step import StepSpec
 from samestep.program.units import Unit
 

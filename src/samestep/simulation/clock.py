@@ -38,7 +38,7 @@ from typing import NamedTuple
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.program.bodies import BodyKey, Task, is_backward
-from samestep.program.ops import OpKind, Op
+from samestep.program.ops import Op, OpKind
 from samestep.program.program import Program
 from samestep.simulation.cost import seconds
 from samestep.simulation.timeline import COMPUTE, Line, LineSpan, Timeline

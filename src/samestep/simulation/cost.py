@@ -51,7 +51,7 @@ from typing import Literal, NamedTuple
 from samestep.errors import InputError
 from samestep.hardware import Hardware, Link
 from samestep.models.spec import Product
-from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, TF32, OpKind, Op
+from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, TF32, Op, OpKind
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 

@@ -37,7 +37,7 @@ from samestep.job import Job
 from samestep.models.spec import LayerSpec, ParamSpec
 from samestep.output.byte_sizes import gib
 from samestep.program.bodies import BodyKey, is_forward
-from samestep.program.ops import BYTES_OF, Buffer, OpKind, Op, Ops
+from samestep.program.ops import BYTES_OF, Buffer, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 

@@ -17,7 +17,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.program.bodies import UPDATE_BODY, BodyKey, Task, position
-from samestep.program.ops import OpKind, Op, Ops
+from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.schedules import TaskKind

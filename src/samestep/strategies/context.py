@@ -25,7 +25,7 @@ from dataclasses import replace
 
 from samestep.models.spec import Exchange, LayerSpec, ModelSpec, remembered
 from samestep.program.bodies import BodyKey, is_backward
-from samestep.program.ops import OpKind, Op, Ops
+from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 

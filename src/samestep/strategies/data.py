@@ -26,7 +26,7 @@ from samestep.program.bodies import UPDATE_BODY, BodyKey, is_backward
 from samestep.program.buckets import Bucket, finish_reductions, make_buckets, padded, start_reductions
 from samestep.program.codecs import CODECS, PLAIN
 from samestep.program.holding import REPLICAS, TIE
-from samestep.program.ops import REDUCING, STEP_SCALARS, OpKind, Op, Ops
+from samestep.program.ops import REDUCING, STEP_SCALARS, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.program.units import Unit, partial_sizes

@@ -37,7 +37,7 @@ from dataclasses import replace
 from samestep.models.spec import ExpertDispatch, LayerSpec, ModelSpec, ParamSpec, Product, remembered
 from samestep.program.bodies import is_forward
 from samestep.program.holding import Holding
-from samestep.program.ops import BYTES_OF, OpKind, Op, Ops
+from samestep.program.ops import BYTES_OF, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 

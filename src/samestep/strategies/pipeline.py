@@ -27,7 +27,7 @@ from samestep import schedules
 from samestep.models.spec import ModelSpec, ParamSpec, remembered
 from samestep.program.bodies import UPDATE_BODY, BodyKey, Task, is_backward, position
 from samestep.program.holding import TIE, Holding
-from samestep.program.ops import OpKind, Op, Ops
+from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.schedules import SCHEDULES, TaskKind

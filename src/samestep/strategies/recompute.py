@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from samestep.models.spec import LayerSpec
 from samestep.program.bodies import BodyKey, is_backward
-from samestep.program.ops import OpKind, Op, Ops
+from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.schedules import TaskKind

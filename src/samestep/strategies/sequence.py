@@ -26,7 +26,7 @@ from dataclasses import replace
 from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec, remembered
 from samestep.program.bodies import BodyKey, is_backward, is_forward
 from samestep.program.holding import Holding
-from samestep.program.ops import OpKind, Op, Ops
+from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 

@@ -29,7 +29,7 @@ from samestep.models.spec import ModelSpec, ParamSpec, is_below, remembered
 from samestep.program.bodies import UPDATE_BODY, BodyKey, ends_step, is_forward, starts_step
 from samestep.program.codecs import CODECS
 from samestep.program.holding import REPLICAS, SHARDS, Holding
-from samestep.program.ops import BYTES_OF, Buffer, OpKind, Op, Ops
+from samestep.program.ops import BYTES_OF, Buffer, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
 from samestep.program.step import StepSpec

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from samestep.program.bodies import UPDATE_BODY, Task, ends_step
 from samestep.program.buckets import Bucket, Member
-from samestep.program.ops import OpKind, Op
+from samestep.program.ops import Op, OpKind
 from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.codecs.codec import Codec, Pending, codec_of, own_part, send

@@ -49,7 +49,7 @@ from samestep.errors import LayoutError
 from samestep.models.spec import ParamSpec
 from samestep.program.bodies import UPDATE_BODY, Task, ends_step
 from samestep.program.codecs import PLAIN
-from samestep.program.ops import BYTES_OF, OpKind, Op
+from samestep.program.ops import BYTES_OF, Op, OpKind
 from samestep.program.program import Program
 from samestep.program.units import Unit, partial_sizes
 from samestep.runtime.axes.precision import DTYPES
