@@ -144,8 +144,8 @@ def test_norms_of_a_family_compute_in_float32(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_without_the_row_the_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MODELS, "curious", Curious)
-    run = make_run(0, 1, "curious", "dp=1", clipped())
+    monkeypatch.setitem(MODELS, "unknown", Curious)  # another name: a model of one name is traced once
+    run = make_run(0, 1, "unknown", "dp=1", clipped())
     run.prepare({key: value[None] for key, value in Tokens()[0].items()})
     with pytest.raises(LayoutError, match="transformers has none for it"):
         program_of(run.assembly.model.spec, clipped(), Layout.parse("tp=2"))
