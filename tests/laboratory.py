@@ -76,18 +76,26 @@ def combinations(layouts: Sequence[str], models: Sequence[str]) -> list[Any]:
     ]
 
 
-def source_of(model: str, layout: Layout, job: Job) -> Source:
-    """Return a model of `tests/models.py`, traced."""
+def source_of(model: str, layout: Layout, job: Job, dataset: type[Dataset] = Tokens) -> Source:
+    """Return a model of `tests/models.py`, traced on a sample."""
     source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
-    example = next(batches(Tokens(), job)).samples([0])
-    return replace(source, prepared=traced.prepared(model, source, job, example, layout))
+    example = next(batches(dataset(), job)).samples([0])
+    return replace(source, prepared=traced.prepared((model, dataset), source, job, example, layout))
 
 
+<<<<<<< HEAD
 def make_run(rank: int, world: int, model: str, layout: str | Layout, job: Job) -> Run:
     per_node = job.run.ranks_per_node or world
     place = RankInfo(rank, rank % per_node, world, per_node, torch.device("cpu"))
     where = Layout.parse(layout) if isinstance(layout, str) else layout
     return Run(source_of(model, where, job), where, job, place)
+=======
+def make_run(rank: int, world: int, model: str, layout: str, job: Job, dataset: type[Dataset] = Tokens) -> Run:
+    per_node = job.run.ranks_per_node or world
+    place = RankInfo(rank, rank % per_node, world, per_node, torch.device("cpu"))
+    where = Layout.parse(layout)
+    return Run(source_of(model, where, job, dataset), where, job, place)
+>>>>>>> cost
 
 
 def on_ranks(layout: str, function: Callable[..., Any], model: str, job: Job, *args: Any) -> list[Any]:

@@ -29,10 +29,10 @@ from tests.laboratory import (
     job_of,
     make_run,
     observe,
-    on_ranks,
     prove,
     prove_ledger,
     reference,
+    source_of,
 )
 from tests.models import LENGTH, Tokens
 from tests.pool import pool
@@ -90,7 +90,7 @@ class Packed(Tokens):
 
 
 def observe_packed(rank: int, world: int, model: str, layout: str, job: Job) -> Observed:
-    return follow(make_run(rank, world, model, layout, job), Packed(), job, record=True)
+    return follow(make_run(rank, world, model, layout, job, Packed), Packed(), job, record=True)
 
 
 @functools.cache
@@ -107,7 +107,9 @@ def packed_reference(model: str) -> Observed:
 def test_documents_packed_into_a_sample_stay_apart(layout: str, model: str) -> None:
     if model == "deep_gpt2" and layout == "cp=4":
         pytest.skip("two heads")
-    ranks = on_ranks(layout, observe_packed, model, clipped())
+    where = Layout.parse(layout)
+    source_of(model, where, clipped(), Packed)  # which the ranks inherit
+    ranks = pool(where.world_size).run(observe_packed, model, layout, clipped())
     assert_same(ranks, packed_reference(model), TOLERANCE)
     assert packed_reference(model).losses != reference(model).losses
     for seen in ranks:

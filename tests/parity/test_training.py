@@ -139,7 +139,7 @@ def test_an_uneven_batch_is_that_of_one_rank(layout: str, tmp_path: Path) -> Non
 FEW = {"train.global_batch": 2, "train.evaluate_samples": 3, "train.sample_tokens": 9, "train.steps": 2}
 
 
-@pytest.mark.parametrize("layout", ["dp=4 zero=3", "dp=2", "tp=2", "pp=2"])
+@pytest.mark.parametrize("layout", ["dp=4 zero=3", "dp=2", "tp=2", "tp=2 sequence_parallel", "pp=2"])
 def test_every_layout_evaluates_and_speaks_alike(
     layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,13 +22,18 @@ def sample_text(run: Run, prompt: str, num_tokens: int, temperature: float) -> s
     tokens = tokenizer.encode(prompt) or [tokenizer.end_id or 0]
     generator = torch.Generator().manual_seed(run.job.train.seed)
     window = run.job.data.sequence_length
+    # Sequence parallelism divides the tokens evenly among the ranks of tp. What fills up stands behind the last token,
+    # where no position of a causal model sees it.
+    multiple = run.layout.tp if run.layout.sequence_parallel else 1
     for _ in range(num_tokens):
-        outputs = run.outputs({"input_ids": torch.tensor([tokens[-window:]])})
+        seen = tokens[-window:]
+        filled = seen + seen[-1:] * (-len(seen) % multiple)
+        outputs = run.outputs({"input_ids": torch.tensor([filled])})
         found = getattr(outputs, "logits", outputs)
         if not isinstance(found, Tensor) or found.dim() != 3:
             return None
         # A model may have more embeddings than the tokenizer has tokens: those are never sampled.
-        logits = found[0, -1, : tokenizer.vocab_size].double().cpu()
+        logits = found[0, len(seen) - 1, : tokenizer.vocab_size].double().cpu()
         if temperature == 0:
             tokens.append(int(logits.argmax()))
             continue
