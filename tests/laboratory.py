@@ -83,19 +83,11 @@ def source_of(model: str, layout: Layout, job: Job, dataset: type[Dataset] = Tok
     return replace(source, prepared=traced.prepared((model, dataset), source, job, example, layout))
 
 
-<<<<<<< HEAD
-def make_run(rank: int, world: int, model: str, layout: str | Layout, job: Job) -> Run:
+def make_run(rank: int, world: int, model: str, layout: str | Layout, job: Job, dataset: type[Dataset] = Tokens) -> Run:
     per_node = job.run.ranks_per_node or world
     place = RankInfo(rank, rank % per_node, world, per_node, torch.device("cpu"))
     where = Layout.parse(layout) if isinstance(layout, str) else layout
-    return Run(source_of(model, where, job), where, job, place)
-=======
-def make_run(rank: int, world: int, model: str, layout: str, job: Job, dataset: type[Dataset] = Tokens) -> Run:
-    per_node = job.run.ranks_per_node or world
-    place = RankInfo(rank, rank % per_node, world, per_node, torch.device("cpu"))
-    where = Layout.parse(layout)
     return Run(source_of(model, where, job, dataset), where, job, place)
->>>>>>> cost
 
 
 def on_ranks(layout: str, function: Callable[..., Any], model: str, job: Job, *args: Any) -> list[Any]:
