@@ -183,5 +183,5 @@ def test_what_cannot_be_sliced_is_refused(model: str, layout: str, text: str) ->
 
 def test_a_loss_of_ones_own_is_refused() -> None:
     job = clipped().model_copy(update={"train": clipped().train.model_copy(update={"loss": "mse"})})
-    with pytest.raises(LayoutError, match=r"only of the cross entropy .* train.loss = 'cross_entropy' works"):
+    with pytest.raises(LayoutError, match=r"only the cross entropy .* train.loss = 'cross_entropy' works"):
         pool(2).run(observe, "llama", "cp=2", job)

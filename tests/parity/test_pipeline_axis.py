@@ -78,7 +78,7 @@ def test_the_ledger_holds_in_mixed_precision(layout: str, model: str) -> None:
         (
             "deep_llama",
             "pp=4 schedule=interleaved virtual_stages=2",
-            "of the 4 blocks of deep_llama: schedule=1f1b works",
+            "blocks of deep_llama into 8 virtual stages: schedule=1f1b works",
         ),
         ("deep_llama", "pp=2 virtual_stages=2", "needs schedule=interleaved"),
         ("deep_llama", "dp=2 pp=2 zero=3 schedule=zero-bubble", "zero=1 works, and so does schedule=1f1b"),

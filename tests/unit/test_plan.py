@@ -42,7 +42,7 @@ def test_the_table_and_the_json_say_the_same(tmp_path: Path, capsys: pytest.Capt
     assert record["considered"] == len(record["best"]) + len(record["rejections"])
     assert all(one["layout"] and one["rule"] and one["reason"] for one in record["rejections"])
     assert first["step_s_interval"] == pytest.approx(intervals()["time"].of(first["step_s"]))
-    assert f"times the predicted, of {intervals()['memory'].rows:,} peaks" in said
+    assert f"times their predicted time, and 8 in 10 of {intervals()['memory'].rows:,} runs" in said
     days = 1e9 / (first["tokens_per_s_per_device"] * 2) / 86400
     assert f"1e+09 tokens take {days:,.2f} days on 2 devices" in said
 
