@@ -85,13 +85,16 @@ def expected() -> str:
     )
 
 
+_NUMBERS = dict.fromkeys(map(ord, "0123456789."))
+"""Deletes the characters of numbers, in `str.translate`."""
+
+
 def examples(fallen: Sequence[Fallen]) -> list[Fallen]:
     """Return one for each kind of reason, with its numbers left out of account."""
     kinds: dict[str, Fallen] = {}
     for one in fallen:
         if one.rule != "slower":
-            words = "".join(char for char in one.reason.split(":")[0] if not char.isdigit() and char != ".")
-            kinds.setdefault(words, one)
+            kinds.setdefault(one.reason.partition(":")[0].translate(_NUMBERS), one)
     return list(kinds.values())[:8]
 
 
