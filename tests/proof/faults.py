@@ -42,6 +42,7 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.step_observer import StepScalars
 from samestep.schedules import Action, TaskKind
+from samestep.tracing.attention import AttentionCall
 from tests.laboratory import job_of, on_ranks, source_of
 from tests.models import Tokens
 
@@ -598,9 +599,9 @@ def gradients_are_not_summed_over_slices(patch: Patch) -> None:
 
 @fault(Cause.FORWARD, "dp=1 cp=2", "attentive")
 def attention_sees_the_slice_alone(patch: Patch) -> None:
-    def attend(original: Any, self: Any, func: Any, *args: Any, **named: Any) -> Tensor:
+    def attend(original: Any, self: Any, func: Any, call: AttentionCall) -> Tensor:
         self.exchanged += 1
-        return func(*args, **named)
+        return call.run(func)
 
     around(patch, context.Slicing, "attend", attend)
 

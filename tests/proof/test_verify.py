@@ -76,7 +76,7 @@ def test_the_command_proves_a_layout_and_writes_the_verdict(tmp_path, capsys):
     [
         (["--layout", "dp=2 tq=2"], "unknown layout word 'tq'"),
         (["--layout", "tp=3"], "tp=3"),
-        (["--layout", "dp=2", "--steps", "1"], "steps=2 is the least"),
+        (["--layout", "dp=2", "--steps", "1"], "steps=2 or more works"),
         ([], "--all --devices 4"),
         (["--all"], "--all --devices 4"),
         (["--layout", "dp=2", "--json", "/nowhere/verdict.json"], "cannot be written"),
