@@ -85,14 +85,11 @@ def quickest(model: ModelSpec, given: Job, hardware: Hardware, layouts: Iterable
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", ["slow", "alone"])
 def test_for_all_degrees_the_best_of_what_a_plan_considers_is_the_best_of_the_list(kind: str, where: str) -> None:
-    """It ranges over every split and every combination of switches, but for offload, which is not priced, and for other
-    numbers of virtual stages than `CHUNKS`.
-    """
+    """It ranges over every split and every combination of switches, but for offload, which is not priced."""
     model, given_job, hardware = MODELS[KINDS[kind]], job_of(4), MACHINES[where]
 
     def is_priced(layout: Layout) -> bool:
-        is_tried = layout.virtual_stages in (1, *candidates.CHUNKS)
-        return is_tried and not layout.offload and layout.tp <= hardware.devices_per_node
+        return not layout.offload and layout.tp <= hardware.devices_per_node
 
     every, considered = (
         quickest(model, given_job, hardware, filter(is_priced, candidates.layouts_of(4, model, given_job, thin=thin)))

@@ -21,7 +21,7 @@ out although they may be faster:
 
     offload      it is not priced; `plan` tries it where nothing fits
     micro-batch  sizes other than `MICROBATCHES` and the whole share
-    chunks       numbers of virtual stages other than `CHUNKS`
+    chunks       more than 2 virtual stages on more than `FEW_DEVICES` devices, or of more than `FEW_BLOCKS` blocks
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from samestep.strategies import sequence
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 """Samples of a micro-batch that a thinned list has, beside a rank's whole share."""
 
-CHUNKS = (2,)
-"""Virtual stages of a rank that a thinned list has."""
+FEW_DEVICES, FEW_BLOCKS = 16, 8
+"""Devices, and blocks of a stage, up to which a thinned list has every number of virtual stages; beyond them it has 2."""
 
 Words = Mapping[str, Any]
 """Layout words and their values."""
@@ -161,12 +161,11 @@ def _schedules(split: Layout, model: ModelSpec) -> Iterator[Words]:
     if split.pp == 1:
         yield schedule_words(DEFAULT)
         return
-    blocks = sum(layer.is_block for layer in model.layers)
+    blocks = sum(layer.is_block for layer in model.layers) // split.pp
+    most = blocks if split.world_size <= FEW_DEVICES and blocks <= FEW_BLOCKS else 2
     for spec in SCHEDULES.values():
         if spec.is_planned and spec.takes_chunks:
-            yield from (
-                schedule_words(spec.name, count) for count in CHUNKS if count == 2 or count * split.pp <= blocks
-            )
+            yield from (schedule_words(spec.name, count) for count in range(2, max(2, most) + 1))
         elif spec.is_planned:
             yield schedule_words(spec.name)
 
