@@ -90,11 +90,6 @@ class Verdict:
         """Whether every check passed."""
         return self.cause is None and all(check.passed for check in self.checks)
 
-    @property
-    def first_failure(self) -> Check | None:
-        """The first check in the order of a step that failed; None where all passed."""
-        return next((check for check in self.checks if not check.passed), None)
-
     def to_text(self) -> str:
         """Return the report for a terminal, one line for each check."""
         width = max((len(check.what) for check in self.checks), default=0)
