@@ -28,6 +28,7 @@ from samestep.errors import (
     OutOfMemoryError,
     RunError,
     SamestepError,
+    UnprovenError,
     WorkerError,
 )
 from samestep.job import Job, load
@@ -70,6 +71,7 @@ __all__ = [
     "OutOfMemoryError",
     "RunError",
     "SamestepError",
+    "UnprovenError",
     "WorkerError",
     "batches",
     "launch",

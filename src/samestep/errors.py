@@ -7,6 +7,7 @@ SamestepError (Exception)
 │   ├── LayoutError                 the layout: a word, a product of degrees, a rule of a strategy
 │   ├── ModelError                  the model: cannot be built, traced, initialised or cut
 │   ├── DataError                   the data: missing, too short, badly formed
+│   ├── UnprovenError               nothing shows that the layout computes what one device does; `run.allow` may waive it
 │   └── CheckpointError             the checkpoint: missing, of another job, damaged
 └── RunError (RuntimeError)         the run failed on the way, though what was given can run; exit status 1
     ├── WorkerError                 a worker process died: its rank and its last output
@@ -46,6 +47,18 @@ class ModelError(InputError):
 
 class DataError(InputError):
     """The data is missing, too short or badly formed."""
+
+
+class UnprovenError(InputError):
+    """Nothing shows that the layout computes what one device does; the text ends with the waiver that lets it run."""
+
+    def __init__(self, reason: str, waiver: str = "") -> None:
+        """Write the reason, and the waiver, a word of `job.Waiver`, if there is one."""
+        super().__init__(f'{reason}; run.allow = ["{waiver}"] lets it run unproven' if waiver else reason)
+        self.reason, self.waiver = reason, waiver
+
+    def __reduce__(self) -> tuple[type[UnprovenError], tuple[str, str]]:
+        return UnprovenError, (self.reason, self.waiver)
 
 
 class CheckpointError(InputError):

@@ -16,12 +16,15 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from samestep.errors import JobError, LayoutError, did_you_mean
+from samestep.errors import JobError, LayoutError, UnprovenError, did_you_mean
 from samestep.layout import Layout
 
 Precision = Literal["float64", "float32", "bf16", "fp16"]
 PRESET = "preset:"
 OnNonFinite = Literal["skip", "stop", "continue"]
+Waiver = Literal["samples", "loss", "random", "state", "optimizer", "data", "build", "resume"]
+"""What a refusal is about: samples that influence each other, the loss as a sum over samples, random numbers, state that a
+forward writes, the rule of the optimizer, the data set, the values that a build gives, what a checkpoint holds."""
 
 
 class _Table(BaseModel):
@@ -148,6 +151,18 @@ class RunTable(_Table):
     """Number of ranks on one machine, for reduce=hierarchical; without it the number that the launcher gives."""
     timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
     """Seconds that one collective may take before the run is aborted."""
+    allow: tuple[Waiver, ...] = ()
+    """Refusals that are waived, by the word at the end of their text; every summary of the run lists them."""
+
+    def waived(self, waiver: Waiver, reason: str) -> str:
+        """Return the reason of a refusal that `allow` waives, for the run's summary.
+
+        Raises:
+            UnprovenError: it is not waived.
+        """
+        if waiver not in self.allow:
+            raise UnprovenError(reason, waiver)
+        return reason
 
 
 class Job(_Table):
