@@ -356,6 +356,10 @@ class ForwardTracer(TorchDispatchMode):
             self.saves[key] += 1
         return tensor if self.has_backward else None
 
+    def given(self, batch: Any) -> Any:
+        """Return the batch that the forward is given, on the meta device."""
+        return batch
+
     def to_meta(self, real: Tensor) -> Tensor:
         """Return a meta tensor for a real one, whose integer values stay known."""
         if real.is_meta:
@@ -446,7 +450,7 @@ def watch_forward(
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, _given_back))
             stack.enter_context(watch)
-            outputs = call_model(module, batch)
+            outputs = call_model(module, watch.given(batch))
     except (SamestepError, NeedsValuesError):
         raise
     except Exception as error:
