@@ -86,8 +86,14 @@ class Dependences:
         """Return the dependence of a tensor, which may be a view."""
         found = self._found.get(tensor.untyped_storage()._cdata) if self._found else None
         if tensor.numel() == 0:
-            shape, of_empty = self._empty.get(tensor.untyped_storage()._cdata, (None, found))
-            return of_empty if shape in (None, tuple(tensor.shape)) else Mixed("a view of no rows", shown=False)
+            shape, of_empty = self._empty.get(tensor.untyped_storage()._cdata, (None, None))
+            return (
+                of_empty
+                if shape == tuple(tensor.shape)
+                else None
+                if shape is None
+                else Mixed("a view of no rows", False)
+            )
         if found is None or isinstance(found, Mixed):
             return found
         return self._along(found, tensor)

@@ -83,6 +83,7 @@ class _SampleProver(Prover):
 
     def __init__(self, module: nn.Module, *, keeps_all: bool) -> None:
         super().__init__(module, NUM_SAMPLES, keeps_all=keeps_all)
+        self.values.keeps_constants = True
         self.tried: list[str] = []
         self._batch: Any = None
         self._read: set[int] | None = None
@@ -103,7 +104,7 @@ class _SampleProver(Prover):
 
     def on_constant(self, constant: Tensor, dim: int, inner: int, where: str) -> None:
         """List a constant whose rows may differ between samples."""
-        if self.is_uniform(constant) or constant.stride(dim) == 0:
+        if self.is_uniform(constant) or not constant.numel() or constant.stride(dim) == 0:
             return
         values = self.value_of(constant)
         if values is not None and constant.shape[dim] == NUM_SAMPLES * inner:
