@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -29,7 +29,7 @@ from samestep.building.optimizer import learning_rate_factor
 from samestep.job import Job, NumericsTable
 from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
-from samestep.models.spec import ModelSpec
+from samestep.models.spec import MaskSpec, ModelSpec
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
 from samestep.runtime import placement
@@ -161,10 +161,20 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
     spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable))
     spec, parts = sequence_boundaries.with_sequence(spec, plan.module, planned.styles, calls, experts.counts)
-    found = samples.examine(plan.module, one, source.loss, experts, value_of, keeps_all=bool(spec.varies_at))
+    placed: list[MaskSpec] = []
+
+    @contextmanager
+    def placing(rows_of: samples.RowsOf) -> Iterator[None]:
+        with dropout.record_masks(plan.module, samples.NUM_SAMPLES, rows_of) as found:
+            yield
+        placed.extend(found)
+
+    found = samples.examine(
+        plan.module, one, source.loss, experts, value_of, keeps_all=bool(spec.varies_at), around=placing
+    )
     spec = replace(spec, mixes_samples=found.refusal, tried=found.tried)
     analysis = ModelAnalysis(
-        spec=replace(spec, masks=tuple(masks)),
+        spec=replace(spec, masks=tuple(placed if len(placed) == len(masks) else masks)),
         cut_styles=planned.styles,
         shareable_heads=shareable,
         sequence_parts=parts,
@@ -251,6 +261,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
         twin.apply(traced, program, mesh)
     slicing = context.Slicing(model, program, mesh) if layout.cp > 1 else context.WholeSequences()
     dropout.track_modules(model)
+    dropout.place_samples(model, spec.masks)
     deferred = Deferred(traced, program)
     recompute.apply(model, program, functools.partial(_recompute_contexts, model, program, slicing))
 
