@@ -21,6 +21,8 @@ from samestep import arguments, hardware
 from samestep import job as jobs
 from samestep.errors import InputError, LayoutError, RunError, WorkerError
 from samestep.layout import Layout
+from samestep.models import published
+from samestep.models.presets import PRESETS
 from samestep.output.output_file import check_writable, write
 from samestep.training import run_folder
 
@@ -67,12 +69,28 @@ def _parser() -> ArgumentParser:
     about = "list the legal layouts of a job on N devices, and say why one is not"
     arguments.add_layouts(verb("layouts", _layouts, about))
     arguments.add_measure(verb("measure", _measure, "write this machine's hardware profile, in a minute or two"))
+    verb("presets", _presets, "list the models that plan and simulate know by name")
+    verb("profiles", _profiles, "list the machines that plan and simulate know by name")
     verb("env", _env, "print versions and devices, for a bug report")
     return parser
 
 
 def _job(words: Namespace) -> jobs.Job:
-    return jobs.default(words.set) if words.job is None else jobs.load(words.job, words.set)
+    if words.job is None:
+        return jobs.default(words.set)
+    if not words.job.exists() and words.job.name.lower() in PRESETS:
+        raise InputError(
+            f"no job file at {words.job}; to plan and simulate, --set model.source=preset:{words.job.name.lower()} works"
+        )
+    return jobs.load(words.job, words.set)
+
+
+def _planned_job(words: Namespace) -> jobs.Job:
+    """Return the job of a verb that predicts, and say how a preset is planned."""
+    job = _job(words)
+    if note := published.as_published(job)[1]:
+        print(note)
+    return job
 
 
 def _limit_threads(count: int) -> None:
@@ -126,7 +144,7 @@ def _verify(words: Namespace) -> int:
 def _plan(words: Namespace) -> int:
     from samestep.planning import plan, ranking
 
-    job = _job(words)
+    job = _planned_job(words)
     asked = None if words.why is None else Layout.parse(words.why)
     if words.measure_top:
         _check_measurable(words, job)
@@ -177,7 +195,7 @@ def _simulate(words: Namespace) -> None:
     from samestep.simulation import listing
     from samestep.simulation.simulate import simulate
 
-    found = simulate(_job(words), words.layout, words.hardware, devices=words.devices)
+    found = simulate(_planned_job(words), words.layout, words.hardware, devices=words.devices)
     _say_cautions(words, found.hardware, found.devices)
     print(listing.as_text(found, whole=words.program))
     _write_prediction(words, found)
@@ -211,7 +229,7 @@ def _write_prediction(words: Namespace, found: Any) -> None:
 def _layouts(words: Namespace) -> None:
     from samestep.planning import legality
 
-    job = _job(words)
+    job = _planned_job(words)
     if words.why_not is not None:
         print(legality.why_refused(job, Layout.parse(words.why_not), words.devices))
     elif words.pairs:
@@ -229,6 +247,14 @@ def _measure(words: Namespace) -> None:
     machine = profile.measure(out=words.out, ranks=words.ranks, device=words.device)
     print(profile.as_text(machine))
     print(f"written: {words.out or hardware.own_path()}, with the source of every number")
+
+
+def _presets(words: Namespace) -> None:
+    print(published.presets())
+
+
+def _profiles(words: Namespace) -> None:
+    print(hardware.profile_table())
 
 
 def _env(words: Namespace) -> None:
