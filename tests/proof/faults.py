@@ -662,7 +662,7 @@ def split_off_weight_gradients_are_lost(patch: Patch) -> None:
 # -- samples that influence each other -------------------------------------------------------------
 
 
-@fault(Cause.FORWARD, "dp=2", "own_batch_norm")
+@fault(Cause.COUPLED, "dp=2", "own_batch_norm")
 def statistics_of_a_batch_are_those_of_the_rank(patch: Patch) -> None:
     """The model's own code does it: a trace, which knows torch's norms, takes it for one of each sample."""
 

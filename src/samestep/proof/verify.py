@@ -35,7 +35,7 @@ from samestep.building.loss import loss_of
 from samestep.building.model import model_source
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import Batch, Dataset, open_dataset
-from samestep.errors import JobError, WorkerError
+from samestep.errors import InputError, JobError, ModelError, WorkerError
 from samestep.job import Job, RunTable, ScheduleTable
 from samestep.layout import Layout
 from samestep.output.byte_sizes import readable
@@ -62,6 +62,7 @@ def verify(
     dataset: Dataset | None = None,
     steps: int = 3,
     precision: Precision = "job",
+    device: str | None = None,
 ) -> Verdict:
     """Prove that `layout` computes what one device computes; the call starts its own workers on this machine.
 
@@ -75,6 +76,7 @@ def verify(
         dataset: a map-style dataset; by default the job's data.
         steps: the number of steps to compare, at least two, since a stale weight shows in the second step.
         precision: `float64` leaves out the second check, in the job's own precision.
+        device: cpu, cuda or auto, where the proof runs; by default that of the job. A layout is the same on both.
 
     Raises:
         InputError: the layout cannot be tried; the text says why and what would work.
@@ -86,16 +88,27 @@ def verify(
         raise JobError(
             f"steps={steps} is too few, since a stale weight shows in the second step; steps=2 or more works"
         )
+    if device is not None:
+        job = job.model_copy(update={"run": job.run.model_copy(update={"device": device})})
     where = Layout.parse(layout) if isinstance(layout, str) else layout
     folder = Path(tempfile.mkdtemp(prefix="samestep-proof-"))
+    notes: tuple[str, ...] = ()
     try:
         proving = _proving(job, steps)
-        source, data, example = _given(proving, where, model, loss, optimizer, dataset)
+        try:
+            source, data, example = _given(proving, where, model, loss, optimizer, dataset)
+        except ModelError as error:
+            if job.numerics.precision == "float64":
+                raise
+            proving = _proving(job, steps, job.numerics.precision)
+            source, data, example = _given(
+                proving, where, model, loss, optimizer, dataset
+            )  # raises if that is no reason
+            notes = (_without_float64(error, job),)
         subject = Subject(source, data, example, proving, where, folder)
-        notes: tuple[str, ...] = ()
         if model is None and (smaller := shrunk(subject)):
             subject, note = smaller
-            notes = (note,)
+            notes = (*notes, note)
         subject.programs()  # refuses a layout that the model or the job rules out
         try:
             verdict = _prove(subject, job, precision)
@@ -106,7 +119,9 @@ def verify(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def verify_all(job: Job, devices: int, *, steps: int = 3, precision: Precision = "job") -> Iterator[Verdict]:
+def verify_all(
+    job: Job, devices: int, *, steps: int = 3, precision: Precision = "job", device: str | None = None
+) -> Iterator[Verdict]:
     """Prove every legal split of a number of devices, and each switch by itself; yield each verdict once it is known.
 
     Raises:
@@ -115,18 +130,23 @@ def verify_all(job: Job, devices: int, *, steps: int = 3, precision: Precision =
     """
     for row in legality.layouts(job, devices, switches=True):
         if not row.reason:
-            yield verify(job, layout=row.layout, steps=steps, precision=precision)
+            yield verify(job, layout=row.layout, steps=steps, precision=precision, device=device)
 
 
-def _proving(job: Job, steps: int) -> Job:
+def _proving(job: Job, steps: int, precision: str = "float64") -> Job:
     """Return the job to compare: the first steps of the given one, in float64, at a constant learning rate."""
     return job.model_copy(
         update={
             "train": job.train.model_copy(update={"steps": steps}),
             "schedule": ScheduleTable(),
-            "numerics": job.numerics.model_copy(update={"precision": "float64"}),
+            "numerics": job.numerics.model_copy(update={"precision": precision}),
         }
     )
+
+
+def _without_float64(error: Exception, job: Job) -> str:
+    reason = str(error).splitlines()[0]
+    return f"the model cannot run in float64 ({reason}): it is proven in {job.numerics.precision} alone, up to rounding"
 
 
 def _given(
@@ -229,16 +249,18 @@ def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
     """Run one device and the layout, in float64 and in the job's own precision, and return the verdict."""
     layout, own = subject.layout, job.numerics.precision
     notes: list[str] = []
-    exact: Subject | None = subject
+    exact = subject if subject.job.numerics.precision == "float64" else None
     rounded = _rounded(subject, own) if own != "float64" else None
+    if exact is None:
+        precision = "job"
     try:
         _on_one_device(exact, rounded if precision == "job" else None)
-    except WorkerError as error:
-        if rounded is None or not any(word in str(error) for word in ("Double", "float64")):
+    except (WorkerError, InputError) as error:
+        if exact is None or rounded is None:
             raise
-        notes.append(f"the model cannot run in float64 ({str(error).splitlines()[0]}); it is proven in {own} alone")
         exact, precision = None, "job"
-        _on_one_device(None, rounded)
+        _on_one_device(None, rounded)  # which raises in its turn where float64 is not the reason
+        notes.append(_without_float64(error, job))
     subjects = [one for one in (exact, rounded if precision == "job" else None) if one]
     _launch(subject, layout.world_size, _in_layout, subjects)
     checks, cause, explanation = _judged(subjects)
