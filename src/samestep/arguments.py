@@ -6,10 +6,10 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from samestep.errors import did_you_mean
-from samestep.job import MOST_STEPS
+from samestep.job import MOST_STEPS, Waiver
 from samestep.layout import MOST_RANKS
 
 
@@ -48,6 +48,13 @@ def _add_layout(parser: ArgumentParser, more: str = "") -> None:
     parser.add_argument("--layout", metavar='"dp=2 zero=3"', help=f"the layout; default: the job's own{more}")
 
 
+def _add_allow(parser: ArgumentParser) -> None:
+    about = f"waive refusals of what is not proven, by their words: {', '.join(get_args(Waiver))}"
+    parser.add_argument(
+        "--allow", nargs="+", action="extend", default=[], choices=get_args(Waiver), metavar="KEY", help=about
+    )
+
+
 def _add_hardware(parser: ArgumentParser) -> None:
     about = "a hardware profile; default: this machine's, once `measure` has written it, or else cpu-laptop"
     parser.add_argument("--hardware", metavar="NAME|FILE", help=about)
@@ -63,6 +70,9 @@ def add_train(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="run folder; default: a new one below runs/")
     about = "resume from the newest checkpoint in --out; default: in the newest run below runs/"
     parser.add_argument("--resume", action="store_true", help=about)
+    _add_allow(parser)
+    about = "prove the layout first, as verify does, and train nothing where it differs from one device"
+    parser.add_argument("--prove", action="store_true", help=about)
     about = "print the resolved job, and the bytes and samples of each rank; start nothing"
     parser.add_argument("--dry-run", action="store_true", help=about)
 
@@ -71,7 +81,10 @@ def add_verify(parser: ArgumentParser) -> None:
     """Add the arguments of `verify`."""
     _add_job(parser)
     _add_layout(parser)
+    _add_allow(parser)
     parser.add_argument("--steps", type=_count, default=3, metavar="N", help="steps to compare; default: 3")
+    about = "where the proof runs, for a job that trains elsewhere; default: the job's run.device"
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help=about)
     about = "float64: leave out the second check, in the job's own precision; default: job"
     parser.add_argument("--precision", choices=("job", "float64"), default="job", help=about)
     about = "every legal split of --devices over the axes, and each switch by itself"

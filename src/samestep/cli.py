@@ -1,8 +1,9 @@
 """The command line: parse the arguments, call the function of a verb, print its result. Each verb is imported when called.
 
-Exit status: 0 done, or stopped by Ctrl-C or SIGTERM with a checkpoint; 1 the run failed (a worker died, or numbers were not
-finite), or the proof found a difference, or nothing fits; 2 the job, layout or arguments cannot run; 130 and 143 stopped by
-a second Ctrl-C or SIGTERM, or before the run began.
+Exit status: 0 done; 1 the run failed (a worker died, or numbers were not finite), or the proof found a difference, or nothing
+fits; 2 the job, layout or arguments cannot run; 130 interrupted by Ctrl-C and 143 by SIGTERM, `train` with a checkpoint saved
+unless it was a second one. A rank of torchrun or srun that was asked to stop ends with 0, or else its launcher would kill the
+others.
 """
 
 from __future__ import annotations
@@ -85,6 +86,13 @@ def _job(words: Namespace) -> jobs.Job:
     return jobs.load(words.job, words.set)
 
 
+def _allowing(words: Namespace) -> jobs.Job:
+    """Return the job of a verb that runs, with the refusals that the command line waives too."""
+    job = _job(words)
+    allow = tuple(dict.fromkeys((*job.run.allow, *words.allow)))
+    return job.model_copy(update={"run": job.run.model_copy(update={"allow": allow})})
+
+
 def _planned_job(words: Namespace) -> jobs.Job:
     """Return the job of a verb that predicts, and say how a preset is planned."""
     job = _job(words)
@@ -98,11 +106,11 @@ def _limit_threads(count: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(count))
 
 
-def _train(words: Namespace) -> None:
+def _train(words: Namespace) -> int:
     out = run_folder.newest() if words.resume and words.out is None else words.out
     if words.resume and words.job is None and (out / run_folder.JOB).exists():
         words.job = out / run_folder.JOB
-    job = _job(words)
+    job = _allowing(words)
     _limit_threads(job.run.threads)
     given = {"layout": words.layout, "ranks": words.ranks, "steps": words.steps, "out": out, "resume": words.resume}
     if words.dry_run:
@@ -112,11 +120,14 @@ def _train(words: Namespace) -> None:
     else:
         from samestep.training.train import train
 
-        train(job, **given)
+        summary = train(job, **given, prove=words.prove)
+        if summary is not None and summary.stop_signal:
+            return 128 + summary.stop_signal
+    return 0
 
 
 def _verify(words: Namespace) -> int:
-    job = _job(words)
+    job = _allowing(words)
     _limit_threads(job.run.threads)
     from samestep.proof import verify
 
@@ -124,7 +135,7 @@ def _verify(words: Namespace) -> int:
         raise LayoutError(
             'verify tries one layout, --layout "dp=2 tp=2", or all layouts of N devices, --all --devices 4'
         )
-    given, verdicts = {"steps": words.steps, "precision": words.precision}, []
+    given, verdicts = {"steps": words.steps, "precision": words.precision, "device": words.device}, []
     try:
         every = (
             verify.verify_all(job, words.devices, **given)

@@ -18,6 +18,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -192,15 +193,25 @@ class RunTable(_Table):
     allow: tuple[Waiver, ...] = ()
     """Refusals that are waived, by the word at the end of their text; every summary of the run lists them."""
 
+    _met: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def met(self) -> tuple[str, ...]:
+        """The refusals that this process met and `allow` waived, each once, for the run's summary."""
+        return tuple(self._met)
+
     def waived(self, waiver: Waiver, reason: str) -> str:
-        """Return the reason of a refusal that `allow` waives, for the run's summary.
+        """Note a refusal that `allow` waives, which every summary of the run then lists, and return its text.
 
         Raises:
             UnprovenError: it is not waived.
         """
         if waiver not in self.allow:
             raise UnprovenError(reason, waiver)
-        return reason
+        text = f'{reason} (allowed by run.allow = ["{waiver}"])'
+        if text not in self._met:
+            self._met.append(text)
+        return text
 
 
 class Job(_Table):

@@ -33,6 +33,25 @@ class Dataset(Protocol):
         ...
 
 
+class BatchStream(Iterator["Batch"]):
+    """The batches of the steps that are left; it ends early once the ranks agreed, in a step, to stop."""
+
+    def __init__(self, dataset: Dataset, job: Job, first_step: int) -> None:
+        self._dataset, self._job, self._next = dataset, job, first_step
+        self._length, self._stopped = len(dataset), False
+
+    def __next__(self) -> Batch:
+        train, step = self._job.train, self._next
+        if self._stopped or step >= train.steps:
+            raise StopIteration
+        self._next += 1
+        return Batch(step, sample_indices(step, train.global_batch, self._length, train.seed), self._dataset, self)
+
+    def stop(self) -> None:
+        """End behind the batch that was yielded last."""
+        self._stopped = True
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """The global batch of one step as sample indices; every rank reads only its own shares of them."""
@@ -42,10 +61,17 @@ class Batch:
     indices: Integers
     """The dataset indices of the global batch, in order."""
     dataset: Dataset
+    stream: BatchStream | None = None
+    """The stream that yielded it."""
 
     def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[Integers]:
         """Return the sample indices of each micro-batch of one data rank."""
         return shares(self.indices, rank, num_ranks, num_microbatches)
+
+    def end_stream(self) -> None:
+        """End the stream that yielded this batch: it yields no other one."""
+        if self.stream is not None:
+            self.stream.stop()
 
     def samples(self, indices: npt.NDArray[np.int64] | Sequence[int]) -> dict[str, Tensor] | tuple[Tensor, ...]:
         """Return the samples of the given dataset indices as tensors with the batch dimension first.
@@ -56,20 +82,18 @@ class Batch:
         return read_samples(self.dataset, indices)
 
 
-def batches(dataset: Dataset, job: Job, first_step: int = 0) -> Iterator[Batch]:
+def batches(dataset: Dataset, job: Job, first_step: int = 0) -> BatchStream:
     """Yield the batches of steps `first_step` to `job.train.steps - 1`; nothing is read from the dataset.
+
+    After Ctrl-C, SIGTERM or SIGUSR1 it ends behind the step in which the ranks agreed to stop (`StepReport.stop`), the same
+    one on every rank, so that a loop over it can save what it has.
 
     Raises:
         DataError: the dataset is empty.
     """
-    length = len(dataset)
-    if length < 1:
+    if len(dataset) < 1:
         raise DataError("the dataset has no samples; one sample is the least that works")
-    global_batch, seed = job.train.global_batch, job.train.seed
-    return (
-        Batch(step, sample_indices(step, global_batch, length, seed), dataset)
-        for step in range(first_step, job.train.steps)
-    )
+    return BatchStream(dataset, job, first_step)
 
 
 def shares(indices: npt.NDArray[np.int64], rank: int, num_ranks: int, num_microbatches: int) -> list[Integers]:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.building.families import facts_named, family_config
-from samestep.building.loss import loss_of
+from samestep.building.loss import loss_of, named_loss
 from samestep.building.model import model_source
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import Batch, Dataset, open_dataset
@@ -40,7 +40,7 @@ from samestep.job import Job, RunTable, ScheduleTable
 from samestep.layout import Layout
 from samestep.output.byte_sizes import readable
 from samestep.planning import legality
-from samestep.proof import sides
+from samestep.proof import record, sides
 from samestep.proof.sides import Subject
 from samestep.proof.verdict import Check, Verdict
 from samestep.runtime.assembly import Loss, Source, prepare, store_of, with_new_blueprint, with_slices
@@ -57,7 +57,7 @@ def verify(
     *,
     layout: str | Layout,
     model: Callable[[], nn.Module] | nn.Module | None = None,
-    loss: Loss | None = None,
+    loss: Loss | str | None = None,
     optimizer: Callable[[list[Tensor]], Optimizer] | Optimizer | None = None,
     dataset: Dataset | None = None,
     steps: int = 3,
@@ -70,7 +70,7 @@ def verify(
         job: what is computed; by default the default job.
         layout: where it is computed.
         model: a function that builds the model, or an instance; by default the job's model.
-        loss: a function (outputs, batch) -> (sum, count); by default the job's loss.
+        loss: a function (outputs, batch) -> (sum, count), or a word of `train.loss`; by default the job's loss.
         optimizer: a function of a list of parameters, or an instance over `model` that has not taken a step; by default
             the job's optimizer.
         dataset: a map-style dataset; by default the job's data.
@@ -84,15 +84,17 @@ def verify(
     """
     began = time.perf_counter()
     job = job or Job()
+    loss = named_loss(loss) if isinstance(loss, str) else loss
     if steps < 2:
         raise JobError(
             f"steps={steps} is too few, since a stale weight shows in the second step; steps=2 or more works"
         )
+    notes: tuple[str, ...] = ()
     if device is not None:
         job = job.model_copy(update={"run": job.run.model_copy(update={"device": device})})
+        notes = (f"run on {join.resolve_device(device)}",)
     where = Layout.parse(layout) if isinstance(layout, str) else layout
     folder = Path(tempfile.mkdtemp(prefix="samestep-proof-"))
-    notes: tuple[str, ...] = ()
     try:
         proving = _proving(job, steps)
         try:
@@ -104,7 +106,7 @@ def verify(
             source, data, example = _given(
                 proving, where, model, loss, optimizer, dataset
             )  # raises if that is no reason
-            notes = (_without_float64(error, job),)
+            notes = (*notes, _without_float64(error, job))
         subject = Subject(source, data, example, proving, where, folder)
         if model is None and (smaller := shrunk(subject)):
             subject, note = smaller
@@ -114,7 +116,11 @@ def verify(
             verdict = _prove(subject, job, precision)
         except WorkerError as error:
             raise WorkerError(f"layout {str(where)!r} could not be tried: {error}") from error
-        return dataclasses.replace(verdict, notes=(*notes, *verdict.notes), seconds=time.perf_counter() - began)
+        verdict = dataclasses.replace(verdict, notes=(*notes, *verdict.notes), seconds=time.perf_counter() - began)
+        given = (model, loss, optimizer, dataset)
+        if verdict.proven and all(one is None for one in given):  # else the job does not say what was proven
+            record.keep(record.record_of(job, verdict))
+        return verdict
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

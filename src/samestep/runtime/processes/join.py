@@ -51,7 +51,7 @@ class _Joined:
 
 _launch_info: LaunchInfo | None = None  # set in a worker of ours
 _joined: _Joined | None = None
-_stop = False
+_stop_signal = 0  # the stop signal that came, 0 before one has
 
 
 def launched_from_outside() -> bool:
@@ -105,8 +105,8 @@ def join(
 
 def become_worker(info: LaunchInfo) -> None:
     """Prepare this new worker to join as `info`: forget what its parent had joined, and listen for stop signals."""
-    global _launch_info, _joined, _stop
-    _launch_info, _joined, _stop = info, None, False
+    global _launch_info, _joined, _stop_signal
+    _launch_info, _joined, _stop_signal = info, None, 0
     _listen_for_stop()
 
 
@@ -132,12 +132,12 @@ def stop_requested() -> bool:
 
     Ranks learn of it at different times, so they must agree (one all_reduce a step) before they act on it.
     """
-    return _stop
+    return _stop_signal != 0
 
 
 def _on_stop(signal_number: int, _frame: FrameType | None) -> None:
-    global _stop
-    _stop = True
+    global _stop_signal
+    _stop_signal = signal_number
     if signal_number == signal.SIGINT:  # a second Ctrl-C interrupts at once
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
