@@ -44,7 +44,7 @@ MOST_SECONDS = 10.0**8
 """The longest time limit, three years; process groups count milliseconds."""
 MOST_THREADS = 1024
 """The largest number of threads of a worker."""
-MOST_SCALE = 1e37
+MOST_SCALE = 3e37
 """The largest learning rate and weight decay: Adam's first step, ten times as large, is still a float32."""
 
 

@@ -27,7 +27,7 @@ PACKAGE = Path(errors.__file__).parent
 """The folder of samestep's own files."""
 
 
-class Line:
+class ParentLink:
     """A worker's end of the pipe to its parent; once it listens, a thread answers how far this worker has come."""
 
     def __init__(self, pipe: connection.Connection) -> None:

@@ -57,7 +57,7 @@ from samestep.runtime.processes.join import (
     set_defaults,
 )
 from samestep.runtime.processes.launchers import LaunchInfo
-from samestep.runtime.processes.whereabouts import PACKAGE, Line, Whereabouts, calls_made, lacks
+from samestep.runtime.processes.whereabouts import PACKAGE, ParentLink, Whereabouts, calls_made, lacks
 
 T = TypeVar("T")
 
@@ -161,16 +161,16 @@ def _run_worker(
     faulthandler.enable(file=2)
     torch.set_num_threads(options.threads)
     become_worker(_launch_info_of(options, rank))
-    line = Line(pipe)
+    link = ParentLink(pipe)
     try:
-        line.report("ready")
+        link.report("ready")
         per_node = None if options.isolated else options.ranks_per_node
         place = join(options.device_type, timeout_s=options.timeout_s, ranks_per_node=per_node)
-        line.report("joined")
-        line.listen()
+        link.report("joined")
+        link.listen()
         value = main(place, *args)
-        line.report("done", (value if rank == 0 else None, calls_made()))
-        line.may_leave.wait()  # while one rank still works, the others stay reachable
+        link.report("done", (value if rank == 0 else None, calls_made()))
+        link.may_leave.wait()  # while one rank still works, the others stay reachable
     except BaseException as error:
         # Exit without teardown: destroying the group could wait for peers that will not come.
         failure = _failure_of(rank, error)
@@ -178,7 +178,7 @@ def _run_worker(
             with contextlib.suppress(Exception):
                 stream.flush()
         with contextlib.suppress(Exception):
-            line.report("failed", failure)
+            link.report("failed", failure)
         os._exit(1)
     leave()
 
