@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import default_collate
 
 from samestep.datasets.order import Integers, sample_indices
-from samestep.errors import DataError
+from samestep.errors import DataError, ModelError
 from samestep.job import Job
 
 
@@ -94,6 +95,38 @@ def batches(dataset: Dataset, job: Job, first_step: int = 0) -> BatchStream:
     if len(dataset) < 1:
         raise DataError("the dataset has no samples; one sample is the least that works")
     return BatchStream(dataset, job, first_step)
+
+
+@contextmanager
+def checked_samples(example: Any) -> Iterator[None]:
+    """Blame samples that cannot be a batch, and not the model, where it fails on them.
+
+    Raises:
+        DataError: the model failed, and no tensor of `example` has a dimension behind that of the samples.
+    """
+    try:
+        yield
+    except ModelError as error:
+        if reason := _misshapen(example):
+            raise DataError(f"{reason}; {error}") from None
+        raise
+
+
+def _misshapen(example: Any) -> str:
+    """Return why `example` is hardly a batch of samples; empty where it may be one."""
+    tensors = [leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor)]
+    if not tensors or any(tensor.dim() > 1 for tensor in tensors):
+        return ""
+    if isinstance(example, (tuple, list)) and len(tensors) > 2:
+        return (
+            f"a sample of {len(tensors)} single numbers becomes a batch of {len(tensors)} tensors, and not of one: "
+            "samples that are a tensor, torch.tensor(numbers), or a dict or a pair of tensors work"
+        )
+    shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors[:4])
+    return (
+        f"a batch of tensors {shapes} has no dimension behind that of its samples: a sample of the dataset is no batch, "
+        "batch.samples([0]) is a batch of one"
+    )
 
 
 def shares(indices: npt.NDArray[np.int64], rank: int, num_ranks: int, num_microbatches: int) -> list[Integers]:

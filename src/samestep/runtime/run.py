@@ -77,7 +77,7 @@ class Run:
             LayoutError: the run is not prepared yet.
         """
         if self._assembly is None:
-            raise LayoutError("the run is not prepared yet: call run.prepare(sample), or take a step")
+            raise LayoutError("the run is not prepared yet: call run.prepare(batch.samples([0])), or take a step")
         return self._assembly
 
     @property
