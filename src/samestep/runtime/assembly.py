@@ -26,6 +26,7 @@ from samestep.building.families import facts_of
 from samestep.building.initial_values import Blueprint, blueprint, fill_rest
 from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import learning_rate_factor
+from samestep.datasets import checked_samples
 from samestep.job import Job, NumericsTable
 from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
@@ -152,7 +153,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     planned = tensor_plan.cuts_of(plan.module, experts.counts)
     shareable = {} if planned.refusal else tensor_plan.shareable_heads(plan.module, planned)
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
-    with ExitStack() as stack:
+    with checked_samples(example), ExitStack() as stack:
         seen = stack.enter_context(tensor_plan.record_cuts(plan.module, planned))
         calls = stack.enter_context(sequence_boundaries.record_calls(plan.module))
         masks = stack.enter_context(dropout.record_masks(plan.module, samples_traced(plan.module)))
