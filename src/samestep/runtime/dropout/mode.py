@@ -106,7 +106,7 @@ class _Frame:
     entry: int
     num_draws: int = 0
     num_choices: int = 0
-    """Number of expert choices recorded in this forward (`proof/expert_routes.py`)."""
+    """Number of expert choices recorded in this forward (`runtime/expert_routes.py`)."""
 
 
 @dataclass(slots=True, eq=False)
