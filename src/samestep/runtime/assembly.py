@@ -28,7 +28,7 @@ from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import learning_rate_factor
 from samestep.job import Job, NumericsTable
 from samestep.layout import Layout
-from samestep.models.analysis import ModelAnalysis
+from samestep.models.analysis import ExpertModules, ModelAnalysis
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
@@ -44,7 +44,8 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.weight_store import Materialize, WeightStore
 from samestep.strategies import program_of
 from samestep.tracing import experts as experts_module
-from samestep.tracing import independence, sequence_boundaries, tensor_plan
+from samestep.tracing import cut_proof, independence, sequence_boundaries, tensor_plan
+from samestep.tracing.operations import Operation, Recorder
 from samestep.tracing.trace import samples_traced, trace
 from samestep.tracing.traced_model import TracedModel
 
@@ -152,24 +153,58 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     planned = tensor_plan.cuts_of(plan.module, experts.counts)
     shareable = {} if planned.refusal else tensor_plan.shareable_heads(plan.module, planned)
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
+    recorder = Recorder()
     with ExitStack() as stack:
+        stack.enter_context(cut_proof.record_ends(plan.module, planned.styles, recorder))
         seen = stack.enter_context(tensor_plan.record_cuts(plan.module, planned))
         calls = stack.enter_context(sequence_boundaries.record_calls(plan.module))
         masks = stack.enter_context(dropout.record_masks(plan.module, samples_traced(plan.module)))
         dispatches = stack.enter_context(experts_module.record_dispatches(plan.module, experts))
-        spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, seen.use)
+        spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, recorder)
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
-    spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable))
+    proof = tensor_plan.proof_of(spec, plan.module, planned, shareable, recorder.operations, source.loss is cross_entropy)
+    proof, counts = _tried(proof, plan, experts, shareable, one, recorder.operations)
+    spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable, proof))
     spec, parts = sequence_boundaries.with_sequence(spec, plan.module, planned.styles, calls, experts.counts)
     analysis = ModelAnalysis(
         spec=replace(spec, masks=tuple(masks)),
         cut_styles=planned.styles,
+        counts=counts,
         shareable_heads=shareable,
         sequence_parts=parts,
         experts=experts,
         has_dropout=dropout.has_dropout(plan.module),
     )
-    return TracedModel(plan, analysis, facts_of(plan.module))
+    return TracedModel(plan, analysis, facts_of(plan.module), proof)
+
+
+def _tried(
+    proof: cut_proof.CutProof,
+    plan: Blueprint,
+    experts: ExpertModules,
+    shareable: Mapping[str, int],
+    sample: Any,
+    operations: list[Operation],
+    degree: int = 0,
+) -> tuple[cut_proof.CutProof, dict[int, tuple[tuple[str, str, int], ...]]]:
+    """Return the proof with the counts of a rank of a degree, by default the smallest, and these for every module."""
+    vocabulary = [path for path, style in proof.styles.items() if style == "vocab"]
+    degree = degree or cut_proof.smallest_degree(proof, vocabulary)
+    if proof.refusal or degree == 1:
+        return proof, {}
+    shared = {path: heads for path, heads in shareable.items() if heads < degree}
+    value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
+
+    def forward(recorder: Recorder) -> None:
+        masks = dropout.record_masks(plan.module, samples_traced(plan.module))
+        with masks, experts_module.record_dispatches(plan.module, experts):
+            cut_proof.run_forward(plan.module, sample, proof.styles, value_of, recorder)
+
+    try:
+        proof = cut_proof.with_degree(proof, plan.module, shared, operations, forward, degree)
+    except cut_proof.DiffersError as error:
+        return replace(proof, refusal=str(error)), {}
+    return proof, {degree: proof.divided(plan.module)}
 
 
 def with_new_blueprint(source: Source, job: Job) -> TracedModel:

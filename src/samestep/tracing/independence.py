@@ -130,7 +130,7 @@ class _Dependence(ForwardTracer):
     has_backward = False
 
     def __init__(self, module: nn.Module, blocks: list[str], size: int) -> None:
-        super().__init__(module, lambda block: None, lambda path, owners, is_cut: None, {})
+        super().__init__(module, lambda block: None, {})
         self.blocks, self.size, self.refusal = blocks, size, ""
         self.slices: dict[str, int | None] = {}
         """Arguments of blocks by their position: the dimension that is sliced, or None."""
@@ -147,7 +147,7 @@ class _Dependence(ForwardTracer):
     @property
     def where(self) -> str:
         """Path of the module whose code runs."""
-        return (self._running[-1] if self._running else "") or "the model itself"
+        return super().where or "the model itself"
 
     # -- twins -------------------------------------------------------------------------------------
 

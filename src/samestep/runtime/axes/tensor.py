@@ -54,26 +54,21 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     whole = _Boundaries(sequence.Shared(copy, group), functools.partial(_reduced, group))
     within = _Boundaries(lambda _, x: x, lambda path, x: sequence.scatter(x, group, path))
     blocks = [path for layer in program.step.model.layers if layer.is_block for path in layer.modules]
-    projected: set[str] = set()
     shared = {path: heads for path, heads in analysis.shareable_heads.items() if heads < mesh.size("tp")}
     for path, style in analysis.cut_styles.items():
         module = model.get_submodule(path)
         if path in cut or path in shared:
             if is_head(module, style) and not program.step.cuts_loss:
                 style = "gather"
-            if style in ("column", "qkv"):
-                projected.add(path.rpartition(".")[0])
             cuts_sequence = program.step.layout.sequence_parallel and any(is_below(path, block) for block in blocks)
             boundaries = within if cuts_sequence else whole
             if path in shared:
                 _around_shared(module, path, mesh, boundaries, shared[path])
             else:
                 _AROUND[style](module, path, mesh, boundaries, facts)
-    for path in projected:
-        facts.divide_heads(model.get_submodule(path), mesh.size("tp"))
-    for parent, heads in {path.rpartition(".")[0]: heads for path, heads in shared.items()}.items():
-        attention = model.get_submodule(parent)
-        facts.set_repeats(attention, facts.repeats_of(attention) * heads // mesh.size("tp"))
+    for path, name, divisor in analysis.counts[mesh.size("tp")]:
+        module = model.get_submodule(path)
+        setattr(module, name, getattr(module, name) // divisor)
     sequence.apply(traced, program, mesh)
 
 
@@ -91,10 +86,6 @@ def _reduced(group: dist.ProcessGroup, path: str, x: Tensor) -> Tensor:
 
 def _around_column(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, facts: FamilyFacts) -> None:
     module.register_forward_pre_hook(lambda _, args: (boundaries.enter(path, args[0]), *args[1:]))
-    if isinstance(module, nn.Linear):
-        module.out_features //= mesh.size("tp")
-    elif facts.is_transposed(module):
-        facts.divide_outputs(module, mesh.size("tp"))
 
 
 def _around_shared(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, heads: int) -> None:
@@ -103,7 +94,6 @@ def _around_shared(module: nn.Module, path: str, mesh: Mesh, boundaries: _Bounda
     index = mesh.index("tp") * heads // mesh.size("tp")
     module.register_forward_pre_hook(lambda _, args: (boundaries.enter(path, args[0]), *args[1:]))
     _replace_weights(module, lambda param: param.chunk(heads)[index])
-    module.out_features //= heads
 
 
 def _around_gather(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, facts: FamilyFacts) -> None:
@@ -133,8 +123,6 @@ def _around_row(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundarie
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after, always_call=True, prepend=True)
-    if isinstance(module, nn.Linear):
-        module.in_features //= mesh.size("tp")
 
 
 def _around_vocab(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, facts: FamilyFacts) -> None:
@@ -143,8 +131,8 @@ def _around_vocab(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundar
         _around_column(module, path, mesh, boundaries, facts)
         return
     assert isinstance(module, nn.Embedding)
-    module.num_embeddings //= mesh.size("tp")
-    first, size = mesh.index("tp") * module.num_embeddings, module.num_embeddings
+    size = module.num_embeddings // mesh.size("tp")
+    first = mesh.index("tp") * size
     if module.padding_idx is not None:
         own = module.padding_idx - first
         module.padding_idx = own if 0 <= own < size else None
