@@ -26,6 +26,7 @@ from samestep.building.families import facts_of
 from samestep.building.initial_values import Blueprint, blueprint, fill_rest
 from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import learning_rate_factor
+from samestep.errors import LayoutError
 from samestep.job import Job, NumericsTable
 from samestep.layout import Layout
 from samestep.models.analysis import ExpertModules, ModelAnalysis
@@ -43,6 +44,7 @@ from samestep.runtime.processes import mesh as meshes
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.weight_store import Materialize, WeightStore
 from samestep.strategies import program_of
+from samestep.strategies.tensor import refuse_degree
 from samestep.tracing import experts as experts_module
 from samestep.tracing import cut_proof, independence, sequence_boundaries, tensor_plan
 from samestep.tracing.operations import Operation, Recorder
@@ -163,7 +165,9 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
         spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, recorder)
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
     proof = tensor_plan.proof_of(spec, plan.module, planned, shareable, recorder.operations, source.loss is cross_entropy)
-    proof, counts = _tried(proof, plan, experts, shareable, one, recorder.operations)
+    counts: dict[int, tuple[tuple[str, str, int], ...]] = {}
+    if degree := cut_proof.smallest_degree(proof):
+        proof, counts = _tried(proof, plan, experts, shareable, one, recorder.operations, degree)
     spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable, proof))
     spec, parts = sequence_boundaries.with_sequence(spec, plan.module, planned.styles, calls, experts.counts)
     analysis = ModelAnalysis(
@@ -184,14 +188,10 @@ def _tried(
     experts: ExpertModules,
     shareable: Mapping[str, int],
     sample: Any,
-    operations: list[Operation],
-    degree: int = 0,
+    operations: list[Operation] | None,
+    degree: int,
 ) -> tuple[cut_proof.CutProof, dict[int, tuple[tuple[str, str, int], ...]]]:
-    """Return the proof with the counts of a rank of a degree, by default the smallest, and these for every module."""
-    vocabulary = [path for path, style in proof.styles.items() if style == "vocab"]
-    degree = degree or cut_proof.smallest_degree(proof, vocabulary)
-    if proof.refusal or degree == 1:
-        return proof, {}
+    """Return the proof of a plan with the counts of a rank of a degree, or why it fails, and the counts by module."""
     shared = {path: heads for path, heads in shareable.items() if heads < degree}
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
 
@@ -201,6 +201,9 @@ def _tried(
             cut_proof.run_forward(plan.module, sample, proof.styles, value_of, recorder)
 
     try:
+        if operations is None:
+            forward(recorder := Recorder())
+            operations = recorder.operations
         proof = cut_proof.with_degree(proof, plan.module, shared, operations, forward, degree)
     except cut_proof.DiffersError as error:
         return replace(proof, refusal=str(error)), {}
@@ -239,7 +242,12 @@ def _with_loss(spec: ModelSpec) -> ModelSpec:
 
 
 def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedModel:
-    """Return the model with a proof that its blocks work token by token, where the layout needs one."""
+    """Return the model with what the layout needs to know: the counts of its tp, and that blocks work token by token.
+
+    Raises:
+        LayoutError: the forward of a rank of this tp does not compute its part of the whole model's.
+    """
+    traced = _with_degree(traced, layout.tp, example)
     analysis, spec = traced.analysis, traced.spec
     gives_experts_parts = layout.sequence_parallel and any(layer.dispatches for layer in spec.layers)
     if analysis.knows_slices or (layout.cp == 1 and not gives_experts_parts):
@@ -247,6 +255,19 @@ def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedMode
     value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
     spec = independence.prove(traced.module, _first_of(example, torch.float32), spec, value_of, analysis.experts)
     return replace(traced, analysis=replace(analysis, spec=spec, knows_slices=True))
+
+
+def _with_degree(traced: TracedModel, degree: int, example: Any) -> TracedModel:
+    """Return the model with the counts of a rank of a tensor cut of this degree, tried unless they are known."""
+    analysis, plan = traced.analysis, traced.blueprint
+    if degree == 1 or degree in analysis.counts or refuse_degree(analysis.spec, degree):
+        return traced
+    dtype = next((param.dtype for param in plan.module.parameters() if param.is_floating_point()), torch.float32)
+    sample, shareable = _first_of(example, dtype), analysis.shareable_heads
+    proof, counts = _tried(traced.cuts, plan, analysis.experts, shareable, sample, None, degree)
+    if proof.refusal:
+        raise LayoutError(f"tp={degree}: {analysis.spec.name} cannot be cut so, {proof.refusal}; tp=1 works")
+    return replace(traced, analysis=replace(analysis, counts={**analysis.counts, **counts}), cuts=proof)
 
 
 def _first_of(example: Any, dtype: torch.dtype) -> Any:

@@ -153,10 +153,11 @@ def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def smallest_degree(proof: CutProof, vocabulary: Collection[str]) -> int:
-    """Return the smallest degree that divides the units of all weights but those of a vocabulary; 1 if none does."""
-    common = math.gcd(*(groups for name, groups in proof.groups.items() if _owner(name) not in vocabulary))
-    return next((degree for degree in range(2, common + 1) if common % degree == 0), 1)
+def smallest_degree(proof: CutProof) -> int:
+    """Return the smallest degree that divides the units of all weights but those of a vocabulary; 0 if none does."""
+    sizes = [n for name, n in proof.groups.items() if proof.styles.get(_owner(name)) not in ("vocab", "gather")]
+    common = math.gcd(*sizes) if sizes else math.gcd(*proof.groups.values())
+    return next((degree for degree in range(2, common + 1) if common % degree == 0), 0)
 
 
 def with_degree(
@@ -180,7 +181,8 @@ def with_degree(
     styles = {path: style for path, style in proof.styles.items() if path not in left_whole}
     flow = follow(operations, model, styles, cuts)
     trial = Trial(model, styles, cuts, {name: degrees[name] for name in cuts}, degree, operations, flow, forward)
-    return replace(proof, degree=degree, counts=tuple(trial.counts(proof.counts)))
+    known = [replace(count, divisor=degree) for count in proof.counts if count.divisor == proof.degree]
+    return replace(proof, degree=degree, counts=tuple(trial.counts(known)))
 
 
 def run_forward(model: nn.Module, sample: Any, styles: Mapping[str, str], value_of: ValueOf, recorder: Recorder) -> None:

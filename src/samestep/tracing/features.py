@@ -435,7 +435,7 @@ def _broadcast(flow: Flow, op: Operation, views: list[View], dims: int) -> Along
 def _pointwise(flow: Flow, op: Operation) -> Iterator[Along | None]:
     partial = [view for view in op.given if flow.states.get(view.storage) == "partial"]
     if partial:
-        _check_bias(flow, op, [view for view in op.given if view not in partial])
+        _check_linear(flow, op, partial)
         for view in op.results:
             flow.states[view.storage] = "partial"
         return
@@ -443,14 +443,18 @@ def _pointwise(flow: Flow, op: Operation) -> Iterator[Along | None]:
         yield _broadcast(flow, op, op.given, len(view.shape))
 
 
-def _check_bias(flow: Flow, op: Operation, others: list[View]) -> None:
-    """Check that nothing but the bias of a module that is cut by rows is added to its partial sums.
+def _check_linear(flow: Flow, op: Operation, partial: list[View]) -> None:
+    """Check that partial sums are scaled, copied, or given the bias of the module that is cut by rows.
 
     Raises:
         MixesError: something else happens to them.
     """
+    packet, others = op.func.overloadpacket, [view for view in op.given if view not in partial]
     names = [flow.weights.get(view.storage, "") for view in others]
-    if op.func.overloadpacket not in (_aten.add, _aten.add_) or any(name != f"{op.where}.bias" for name in names):
+    adds_bias = packet in (_aten.add, _aten.add_) and others and all(name == f"{op.where}.bias" for name in names)
+    scales = packet in _LINEAR and len(partial) == 1 and not any(view.takes_gradient for view in others)
+    is_divisor = packet in (_aten.div, _aten.div_) and op.args[0] not in partial
+    if not adds_bias and (not scales or is_divisor):
         raise MixesError(f"{_place(op)} computes {op.name} on sums of which each rank has a summand")
 
 
@@ -680,6 +684,8 @@ FILLS = {
 }  # fmt: skip
 """Operations that make a tensor of equal elements, or of uninitialised ones."""
 _COPIES = {_aten.clone, _aten._to_copy, _aten.copy_, _aten.lift_fresh_copy, _aten.native_dropout, _aten.bernoulli_}
+_LINEAR = {_aten.mul, _aten.mul_, _aten.div, _aten.div_, _aten.neg, _aten.clone, _aten._to_copy}
+"""Operations that may come before a sum over ranks as well as after it."""
 _RULES: dict[Any, _Rule] = {
     **dict.fromkeys(
         (

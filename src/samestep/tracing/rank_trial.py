@@ -100,7 +100,7 @@ class _Compared(Recorder):
         if isinstance(state, Rows):
             for degree in {self.degree, *(self.degrees[name] for name in state.sources)}:
                 part = part_of(whole, state, degree)
-                if part is not None and (part.shape, part.strides, part.offset) == (mine.shape, mine.strides, mine.offset):
+                if part is not None and _shows(part) == _shows(mine):
                     return ""
             wanted = "whole units" if part is None else str(list(part.shape))
             return f"of {list(mine.shape)} where a rank has {wanted} of {list(whole.shape)}"
@@ -114,6 +114,11 @@ class _Compared(Recorder):
         if fits and len(whole.shape) == len(mine.shape):
             return ""
         return f"of {list(whole.shape)} in the whole model, and of {list(mine.shape)} on a rank"
+
+
+def _shows(view: View) -> tuple[Any, ...]:
+    """Return which elements of its storage a view shows; the stride of a dimension of one element says nothing."""
+    return view.shape, view.offset, [s for size, s in zip(view.shape, view.strides, strict=True) if size > 1]
 
 
 def numbers_of(op: Operation) -> list[Any]:
