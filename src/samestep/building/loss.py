@@ -108,6 +108,19 @@ def prediction_of(outputs: Any) -> Tensor:
     )
 
 
+def with_prediction(outputs: Any, prediction: Tensor) -> Any:
+    """Return outputs with another prediction in the place of `prediction_of(outputs)`."""
+    if isinstance(outputs, Tensor):
+        return prediction
+    if isinstance(getattr(outputs, "logits", None), Tensor):
+        outputs.logits = prediction
+        return outputs
+    inner = getattr(outputs, "logits", outputs)
+    if isinstance(inner, Mapping):
+        return {**inner, "logits": prediction}
+    return prediction, *inner[1:]
+
+
 def target_of(batch: Any) -> Tensor:
     """Return the target of a batch: `labels` of a dict, the second of a tuple.
 

@@ -164,7 +164,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
         dispatches = stack.enter_context(experts_module.record_dispatches(plan.module, experts))
         spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, recorder)
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
-    proof = tensor_plan.proof_of(spec, plan.module, planned, shareable, recorder.operations, source.loss is cross_entropy)
+    proof = tensor_plan.proof_of(spec, plan.module, planned, shareable, recorder, source.loss is cross_entropy)
     counts: dict[int, tuple[tuple[str, str, int], ...]] = {}
     if degree := cut_proof.smallest_degree(proof):
         proof, counts = _tried(proof, plan, experts, shareable, one, recorder.operations, degree)
@@ -173,6 +173,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     analysis = ModelAnalysis(
         spec=replace(spec, masks=tuple(masks)),
         cut_styles=planned.styles,
+        copied=proof.copied,
         counts=counts,
         shareable_heads=shareable,
         sequence_parts=parts,

@@ -13,14 +13,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from samestep.building.families import facts_of
 from samestep.building.loss import prediction_of
 from samestep.errors import InputError
-from samestep.tracing.features import Flow, MixesError, WeightCut, follow
+from samestep.tracing.features import Flow, MixesError, Rows, WeightCut, data_in, follow, owners_in
 from samestep.tracing.forward import ForwardTracer, NeedsValuesError, ValueOf, tensors_in, watch_forward
-from samestep.tracing.operations import Operation, Recorder
+from samestep.tracing.operations import Operation, Recorder, view_of
+from samestep.tracing.partial_gradients import COPYING, PartialGradients, partial_gradients
 from samestep.tracing.rank_trial import Count, DiffersError, Forward, Trial, alike
 from samestep.tracing.trace import containers_of, samples_traced
 
@@ -38,8 +39,10 @@ class CutProof:
     """How each weight is cut, by its name; weights that the plan does not name are those with an element for each unit."""
     groups: Mapping[str, int] = field(default_factory=dict)
     """Number of units between which each of these may be cut."""
-    uses: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    uses: Mapping[str, set[str]] = field(default_factory=dict)
     """Uses of the trained weights of each module: on a "cut" or "whole" tensor, or "elsewhere" (a cut one, by another)."""
+    copied: frozenset[str] = frozenset()
+    """Modules at whose input `copy` sums a gradient: those cut by columns, and whole ones that lead to what is cut."""
     cuts_logits: bool = False
     """Whether the loss may get logits that are cut by vocabulary."""
     degree: int = 1
@@ -57,6 +60,10 @@ class CutProof:
 def record_ends(model: nn.Module, styles: Mapping[str, str], recorder: Recorder) -> Iterator[None]:
     """Record where cut modules are left, and the model's outputs, in a forward that runs inside."""
 
+    def enter(path: str, module: nn.Module, args: Any) -> None:
+        if args and isinstance(args[0], Tensor):
+            recorder.entered.setdefault(path, view_of(args[0]))
+
     def leave(path: str, module: nn.Module, args: Any, output: Any) -> None:
         recorder.record("left", path, (), {}, tuple(tensors_in(output)))
 
@@ -72,6 +79,8 @@ def record_ends(model: nn.Module, styles: Mapping[str, str], recorder: Recorder)
             if style in ("row", "vocab", "gather"):
                 hooks.enter_context(model.get_submodule(path).register_forward_hook(functools.partial(leave, path)))
         hooks.enter_context(model.register_forward_hook(end))
+        for path, module in model.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(functools.partial(enter, path)))
         yield
 
 
@@ -92,11 +101,11 @@ def weight_cuts(model: nn.Module, styles: Mapping[str, str], parts: Mapping[str,
 
 
 def prove(
-    model: nn.Module, styles: Mapping[str, str], whole: Collection[str], operations: list[Operation], cuts_loss: bool
+    model: nn.Module, styles: Mapping[str, str], whole: Collection[str], recorder: Recorder, cuts_loss: bool
 ) -> CutProof:
     """Return the proven cuts of a plan, or why they are not proven; a rank's forward is not tried yet.
 
-    `operations` are those of a forward of the whole model. Modules in `whole` are in the plan, and every rank has them
+    `recorder` has recorded a forward of the whole model. Modules in `whole` are in the plan, and every rank has them
     whole. `cuts_loss` is whether the loss can work on logits that are cut by vocabulary.
     """
     heads = [path for path, style in styles.items() if style == "vocab" and _is_linear(model, path)]
@@ -106,13 +115,35 @@ def prove(
     for way in ways:
         cuts_logits = way is not gathered
         try:
-            cuts, flow = _followed(model, way, whole, operations)
+            cuts, flow = _followed(model, way, whole, recorder.operations)
+            partial = partial_gradients(recorder.operations, recorder.entered, flow)
         except MixesError as reason:
             refusal = str(reason)
             continue
         if not cuts_logits or _are_logits(flow, model, heads):
-            return CutProof(way if cuts_loss else styles, cuts, flow.groups, flow.uses, cuts_logits)
+            uses = _uses(recorder.operations, flow, partial)
+            return CutProof(way if cuts_loss else styles, cuts, flow.groups, uses, _copied(flow, partial), cuts_logits)
     return CutProof(styles, refusal=refusal)
+
+
+def _copied(flow: Flow, partial: PartialGradients) -> frozenset[str]:
+    by_columns = {path for path, style in flow.styles.items() if style in COPYING}
+    return frozenset(by_columns - partial.uncopied | partial.copied)
+
+
+def _uses(operations: list[Operation], flow: Flow, partial: PartialGradients) -> dict[str, set[str]]:
+    """Return how each module's trained weights are used."""
+    uses: dict[str, set[str]] = {}
+    for index, op in enumerate(operations):
+        owners = owners_in(flow, op) if op.func not in ("left", "outputs") else frozenset()
+        data = data_in(flow, op)
+        if not owners or not data:
+            continue
+        states = dict(zip(op.given, flow.history[index], strict=False))
+        is_cut = index in partial.operations or any(isinstance(states[view], Rows) for view in data)
+        for owner in {op.where} & owners or owners:
+            uses.setdefault(owner, set()).add(("cut" if owner == op.where else "elsewhere") if is_cut else "whole")
+    return uses
 
 
 def _is_linear(model: nn.Module, path: str) -> bool:

@@ -137,8 +137,6 @@ class Flow:
     """Paths of the modules that own each trained weight, by its storage."""
     trained: frozenset[str]
     """Names of the weights, as opposed to buffers."""
-    uses: dict[str, set[str]] = field(default_factory=dict)
-    """Uses of each module's trained weights: on a "cut" or "whole" tensor, or "elsewhere" (a cut one, by another)."""
     from_weights: dict[int, frozenset[str]] = field(default_factory=dict)
     """Storages made of nothing but trained weights, with the modules that own these."""
     groups: dict[str, int] = field(default_factory=dict)
@@ -296,28 +294,30 @@ def _owners(model: nn.Module) -> dict[int, frozenset[str]]:
     return owners
 
 
-def _record_use(flow: Flow, op: Operation) -> None:
-    """Record that code uses trained weights on data, or makes a tensor of them."""
-    storages = {view.storage for view in op.given if view.values is None}
-    tables = (flow.owners, flow.from_weights)
-    owners = frozenset(path for key in storages for table in tables for path in table.get(key, ()))
-    if not owners:
-        return
-    data = [key for key in storages if not any(key in table for table in (*tables, flow.weights))]
-    if not data:
+def _follow_weights(flow: Flow, op: Operation) -> None:
+    """Record tensors that are made of nothing but weights, with the modules that own those."""
+    owners = owners_in(flow, op)
+    if owners and not data_in(flow, op):
         flow.from_weights |= {view.storage: owners for view in op.results if view.storage not in flow.weights}
-        return
-    is_cut = any(isinstance(flow.states.get(key), Rows) for key in data)
-    for owner in {op.where} & owners or owners:
-        where = ("cut" if owner == op.where else "elsewhere") if is_cut else "whole"
-        flow.uses.setdefault(owner, set()).add(where)
+
+
+def owners_in(flow: Flow, op: Operation) -> frozenset[str]:
+    """Return the modules that own the trained weights among an operation's operands, or what is made of them."""
+    storages = {view.storage for view in op.given if view.values is None}
+    return frozenset(path for key in storages for table in (flow.owners, flow.from_weights) for path in table.get(key, ()))
+
+
+def data_in(flow: Flow, op: Operation) -> list[View]:
+    """Return an operation's operands that are no weights."""
+    tables = (flow.owners, flow.from_weights, flow.weights)
+    return [view for view in op.given if view.values is None and not any(view.storage in table for table in tables)]
 
 
 def _carry_on(flow: Flow, op: Operation) -> None:
     """Set the units of the results of an operation."""
     before = [flow.states.get(view.storage) if view.values is None else None for view in op.given]
     if op.func not in ("left", "outputs"):
-        _record_use(flow, op)
+        _follow_weights(flow, op)
     if isinstance(op.func, str):
         _EVENTS[op.func](flow, op)
     else:

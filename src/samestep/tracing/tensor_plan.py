@@ -22,7 +22,7 @@ from samestep.errors import ModelError
 from samestep.models.spec import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSum, is_below
 from samestep.tracing import cut_proof
 from samestep.tracing.cut_proof import CutProof
-from samestep.tracing.operations import Operation
+from samestep.tracing.operations import Recorder
 
 Plan = Mapping[str, str]
 """Patterns of module paths, each with one of `STYLES`."""
@@ -102,15 +102,15 @@ def proof_of(
     model: nn.Module,
     cuts: Cuts,
     shareable: Mapping[str, int],
-    operations: list[Operation],
+    recorder: Recorder,
     cuts_loss: bool,
 ) -> CutProof:
-    """Return what the operations of a forward of the whole model prove of a plan."""
+    """Return what a recorded forward of the whole model proves of a plan."""
     varies = f"the shapes at {spec.varies_at} depend on values" if spec.varies_at else ""
     if refusal := cuts.refusal or varies:
         return CutProof(cuts.styles, refusal=refusal)
     whole = {path for path, heads in shareable.items() if heads == 1}
-    return cut_proof.prove(model, cuts.styles, whole, operations, cuts_loss)
+    return cut_proof.prove(model, cuts.styles, whole, recorder, cuts_loss)
 
 
 # -- the cost of a cut, seen in a forward on the meta device ---------------------------------------
@@ -121,23 +121,36 @@ class CutCosts:
     """Sums that the cuts of a plan need, in order of the forward."""
 
     forward: list[PartialSum] = field(default_factory=list)
-    copies: list[PartialSum] = field(default_factory=list)
+    inputs: list[tuple[str, int, int]] = field(default_factory=list)
+    """Inputs of modules that take a gradient, in the order of leaving: path, number of the tensor, elements."""
     kept_after: set[str] = field(default_factory=set)
     """Owners of forward sums after which the same block keeps a tensor for its backward, such as a mask."""
     logit_rows: int = 0
     heads: list[str] = field(default_factory=list)
     """Heads that are cut by vocabulary."""
-    _last: list[Tensor] = field(default_factory=list)
-    """Input of the last column cut: cuts with one input share its sum."""
+    _given: dict[int, Tensor] = field(default_factory=dict)
+    """These tensors, kept alive so that no other has the same identity."""
+
+    def left(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        """Record the input of a module; modules with one input share the sum of its gradient."""
+        if args and isinstance(args[0], Tensor) and args[0].requires_grad:
+            self._given[id(args[0])] = args[0]
+            self.inputs.append((path, id(args[0]), args[0].numel()))
+
+    def copies(self, copied: Collection[str]) -> list[PartialSum]:
+        """Return the sums of the gradients of these modules' inputs, in order of the forward."""
+        found: list[PartialSum] = []
+        last = 0
+        for path, number, elements in self.inputs:
+            if path in copied and number != last:
+                found.append(PartialSum(owner=path, elements=elements))
+                last = number
+        return found
 
     def leave(self, path: str, style: str, module: nn.Module, args: Any, output: Any) -> None:
-        """Record the input and the output of a module."""
+        """Record the output of a cut module."""
         if style in ("row", "vocab") and not is_head(module, style):
             self.forward.append(PartialSum(owner=path, elements=output.numel()))
-        if (style in ("column", "qkv", "gather") or is_head(module, style)) and args[0].requires_grad:
-            if not self._last or self._last[0] is not args[0]:
-                self.copies.append(PartialSum(owner=path, elements=args[0].numel()))
-            self._last[:] = [args[0]]
         if is_head(module, style):
             self.logit_rows = output.numel() // output.shape[-1]
             self.heads.append(path)
@@ -156,7 +169,9 @@ def record_cuts(model: nn.Module, cuts: Cuts) -> Iterator[CutCosts]:
         for path, style in cuts.styles.items():
             leave = functools.partial(seen.leave, path, style)
             hooks.enter_context(model.get_submodule(path).register_forward_hook(leave))
-        hooks.callback(seen._last.clear)  # else the record holds the traced graph, and the graph the record
+        for path, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(functools.partial(seen.left, path)))
+        hooks.callback(seen._given.clear)  # else the record holds the traced graph, and the graph the record
         yield seen
 
 
@@ -176,7 +191,8 @@ def with_cuts(
     params = tuple(
         replace(param, cut=cut, partial="cut" if cut is None and _is_summed(cuts, param) else "") for param, cut in held
     )
-    layers = tuple(_layer_with(layer, seen, shareable) for layer in spec.layers)
+    copies = seen.copies(proof.copied)
+    layers = tuple(_layer_with(layer, seen, copies, shareable) for layer in spec.layers)
     cuts.styles |= {path: style for path, style in proof.styles.items() if cuts.styles[path] == "vocab"}
     rows = seen.logit_rows if any(cuts.styles[path] == "vocab" for path in seen.heads) else 0
     return replace(spec, params=params, layers=layers, cut_refusal="", logit_rows=rows)
@@ -211,9 +227,11 @@ def _is_summed(cuts: Cuts, param: ParamSpec) -> bool:
     return cuts.styles.get(param.name.rpartition(".")[0]) == "sum"
 
 
-def _layer_with(layer: LayerSpec, seen: CutCosts, shareable: Mapping[str, int]) -> LayerSpec:
+def _layer_with(
+    layer: LayerSpec, seen: CutCosts, copies: list[PartialSum], shareable: Mapping[str, int]
+) -> LayerSpec:
     forward = tuple(part for part in seen.forward if _is_within(part.owner, layer))
-    backward = tuple(part for part in reversed(seen.copies) if _is_within(part.owner, layer))
+    backward = tuple(part for part in reversed(copies) if _is_within(part.owner, layer))
     repeats = bool(forward) and forward[-1].owner in seen.kept_after
     products = tuple(replace(p, most_parts=shareable.get(p.owner, 0)) for p in layer.products)
     return replace(layer, products=products, forward_sums=forward, backward_sums=backward, repeats_last_sum=repeats)
