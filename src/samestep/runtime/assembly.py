@@ -45,9 +45,10 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.weight_store import Materialize, WeightStore
 from samestep.strategies import program_of
 from samestep.strategies.tensor import refuse_degree
-from samestep.tracing import experts as experts_module
 from samestep.tracing import cut_proof, independence, sequence_boundaries, tensor_plan
+from samestep.tracing import experts as experts_module
 from samestep.tracing.operations import Operation, Recorder
+from samestep.tracing.rank_trial import DiffersError
 from samestep.tracing.trace import samples_traced, trace
 from samestep.tracing.traced_model import TracedModel
 
@@ -206,7 +207,7 @@ def _tried(
             forward(recorder := Recorder())
             operations = recorder.operations
         proof = cut_proof.with_degree(proof, plan.module, shared, operations, forward, degree)
-    except cut_proof.DiffersError as error:
+    except DiffersError as error:
         return replace(proof, refusal=str(error)), {}
     return proof, {degree: proof.divided(plan.module)}
 

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from samestep.building.families import facts_of
 from samestep.building.loss import prediction_of
 from samestep.errors import InputError
-from samestep.tracing.features import Flow, MixesError, Rows, WeightCut, data_in, follow, owners_in
+from samestep.tracing.features import data_in, follow, owners_in
 from samestep.tracing.forward import ForwardTracer, NeedsValuesError, ValueOf, tensors_in, watch_forward
 from samestep.tracing.operations import Operation, Recorder, view_of
 from samestep.tracing.partial_gradients import COPYING, PartialGradients, partial_gradients
-from samestep.tracing.rank_trial import Count, DiffersError, Forward, Trial, alike
+from samestep.tracing.rank_trial import Count, DiffersError, Forward, Trial, alike, having
 from samestep.tracing.trace import containers_of, samples_traced
+from samestep.tracing.units import Flow, MixesError, Rows, WeightCut
 
 FUSED = 3
 """Style `qkv`: three weights in one."""
@@ -53,7 +54,7 @@ class CutProof:
 
     def divided(self, model: nn.Module) -> tuple[tuple[str, str, int], ...]:
         """Return the path, the attribute and the divisor of every count of a rank of the model."""
-        return tuple((path, one.name, one.divisor) for one in self.counts for path in alike(model, self.styles, one.path))
+        return tuple((path, one.name, one.divisor) for one in self.counts for path in having(model, self.styles, one))
 
 
 @contextmanager
@@ -216,7 +217,9 @@ def with_degree(
     return replace(proof, degree=degree, counts=tuple(trial.counts(known)))
 
 
-def run_forward(model: nn.Module, sample: Any, styles: Mapping[str, str], value_of: ValueOf, recorder: Recorder) -> None:
+def run_forward(
+    model: nn.Module, sample: Any, styles: Mapping[str, str], value_of: ValueOf, recorder: Recorder
+) -> None:
     """Run a forward of one real sample on the meta device, and record its operations.
 
     Raises:

@@ -101,8 +101,10 @@ def view_of(tensor: Tensor) -> View:
         few = tensor.numel() <= FEW_ELEMENTS and tensor.layout is torch.strided
         values = tuple(tensor.detach().flatten().tolist()) if few else None
         return View(0, 0, tuple(tensor.shape), (1,) * tensor.dim(), values=values)
-    place = tensor.untyped_storage()._cdata, int(tensor.storage_offset())
-    return View(*place, tuple(tensor.shape), tuple(tensor.stride()), tensor.requires_grad)
+    numbers = 2 if tensor.is_complex() else 1  # so that strides are those of the real tensor of the same storage
+    strides = tuple(numbers * stride for stride in tensor.stride())
+    offset = numbers * int(tensor.storage_offset())
+    return View(tensor.untyped_storage()._cdata, offset, tuple(tensor.shape), strides, tensor.requires_grad)
 
 
 def views_in(value: Any) -> Iterator[View]:

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from samestep.models.spec import is_below
-from samestep.tracing.features import Flow, MixesError, Rows
 from samestep.tracing.operations import Operation, View
+from samestep.tracing.units import Flow, MixesError, Rows
 
 COPYING = ("column", "qkv", "gather", "vocab")
 """Styles of modules whose input is copied; an embedding, cut by vocabulary too, is given tokens without gradients."""
@@ -36,9 +36,7 @@ class PartialGradients:
     """Indices of operations that compute a tensor with a partial gradient."""
 
 
-def partial_gradients(
-    operations: list[Operation], entered: Mapping[str, View], flow: Flow
-) -> PartialGradients:
+def partial_gradients(operations: list[Operation], entered: Mapping[str, View], flow: Flow) -> PartialGradients:
     """Return where gradients are partial; `entered` are the first inputs of modules, by path.
 
     Raises:
@@ -94,7 +92,10 @@ class _Search:
     def is_copied_input(self, view: View, op: Operation) -> bool:
         """Return whether a tensor is the input of a module that is cut by columns, whose code runs."""
         return any(
-            style in COPYING and is_below(op.where, path) and path in self.entered and self.entered[path].storage == view.storage
+            style in COPYING
+            and is_below(op.where, path)
+            and path in self.entered
+            and self.entered[path].storage == view.storage
             for path, style in self.flow.styles.items()
         )
 

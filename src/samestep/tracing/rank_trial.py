@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from samestep.errors import ModelError
 from samestep.models.spec import is_below
-from samestep.tracing.features import FILLS, Flow, Rows, State, WeightCut, part_of
+from samestep.tracing.feature_rules import FILLS
 from samestep.tracing.operations import Operation, Recorder, View
+from samestep.tracing.units import Flow, Rows, State, WeightCut, part_of
 
 Forward = Callable[[Recorder], None]
 """Runs the model's forward, with its operations recorded; raises a `ModelError` if that fails."""
@@ -71,17 +72,22 @@ class _Compared(Recorder):
         """Raise an error if the rank's forward has fewer operations."""
         if len(self.operations) < len(self.whole):
             missing = self.whole[len(self.operations)]
-            raise DiffersError(f"{missing.where} computes {missing.name} no more with the numbers of a rank", missing.where)
+            raise DiffersError(
+                f"{missing.where} computes {missing.name} no more with the numbers of a rank", missing.where
+            )
 
     def _compare(self, whole: Operation, mine: Operation, states: tuple[State, ...]) -> None:
         if (whole.func, whole.where) != (mine.func, mine.where):
             raise DiffersError(
-                f"{whole.where} computes {whole.name} in the whole model, and {mine.where} {mine.name} on a rank", whole.where
+                f"{whole.where} computes {whole.name} in the whole model, and {mine.where} {mine.name} on a rank",
+                whole.where,
             )
         if numbers_of(whole) != numbers_of(mine):
             pairs = zip(numbers_of(whole), numbers_of(mine), strict=False)
             a, b = next(((a, b) for a, b in pairs if a != b), ("more", "fewer"))
-            raise DiffersError(f"{whole.where} computes {whole.name} with {a} in the whole model, and with {b} on a rank", whole.where)
+            raise DiffersError(
+                f"{whole.where} computes {whole.name} with {a} in the whole model, and with {b} on a rank", whole.where
+            )
         views = [*whole.given, *whole.results], [*mine.given, *mine.results]
         if len(views[0]) != len(views[1]):
             raise DiffersError(f"{whole.where} computes {whole.name} of other tensors on a rank", whole.where)
@@ -173,7 +179,9 @@ class Trial:
         counts = list(known)
         reached, error = self._tried(counts)
         while error is not None:
-            outcomes = [(*self._tried([*counts, one]), one) for one in self._candidates(error.where) if one not in counts]
+            outcomes = [
+                (*self._tried([*counts, one]), one) for one in self._candidates(error.where) if one not in counts
+            ]
             best = max(outcomes, key=lambda outcome: (outcome[1] is None, outcome[0]), default=None)
             if best is None or (best[1] is not None and best[0] <= reached):
                 raise error
@@ -213,7 +221,9 @@ class Trial:
     def _shapes_of_a_rank(self, counts: list[Count], recorder: Recorder) -> Iterator[None]:
         """Give the model the weights and the counts of a rank; afterwards it is as before."""
         modules = dict(self.model.named_modules())
-        tables = [table for m in modules.values() for table in (vars(m), m._parameters, m._buffers)]
+        tables: list[dict[str, Any]] = [
+            table for m in modules.values() for table in (m.__dict__, m._parameters, m._buffers)
+        ]
         kept = [dict(table) for table in tables]
         named = {name: param for name, param in self.model.named_parameters() if name in self.cuts}
         parts = {id(param): _part(param, self.cuts[name], self.degrees[name]) for name, param in named.items()}
@@ -251,10 +261,16 @@ def _whole(degree: int, recorder: Recorder, module: nn.Module, args: Any, output
 
 
 def divide(model: nn.Module, styles: Mapping[str, str], count: Count) -> None:
-    """Divide a count of all modules that are alike."""
-    for path in alike(model, styles, count.path):
+    """Divide a count of all modules that have it."""
+    for path in having(model, styles, count):
         module = model.get_submodule(path)
         setattr(module, count.name, getattr(module, count.name) // count.divisor)
+
+
+def having(model: nn.Module, styles: Mapping[str, str], count: Count) -> list[str]:
+    """Return the paths of the modules in which a count is divided."""
+    values = {path: getattr(model.get_submodule(path), count.name, None) for path in alike(model, styles, count.path)}
+    return [path for path, value in values.items() if isinstance(value, int) and value % count.divisor == 0]
 
 
 def alike(model: nn.Module, styles: Mapping[str, str], path: str) -> list[str]:

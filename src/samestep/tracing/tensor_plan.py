@@ -55,10 +55,15 @@ def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
     if plan is None:
         return Cuts(refusal="it has no tensor_plan, and transformers has none for it")
     plan = {pattern: style for pattern, style in plan.items() if not _is_of_experts(model, experts, pattern)}
+    names = [*(path for path, _ in model.named_modules()), *(name for name, _ in model.named_parameters())]
+    plan = {pattern: style for pattern, style in plan.items() if fnmatch.filter(names, pattern)}
+    if not plan:
+        return Cuts(refusal="its plan names experts alone, which ep distributes, or modules that it does not have")
     unknown = sorted({style for style in plan.values() if style not in facts.plan_styles})
     if unknown:
         return Cuts(refusal=f"its plan asks for {', '.join(unknown)}, which samestep does not support")
-    cuts = _matched(model, {pattern: facts.plan_styles[style] for pattern, style in plan.items()})
+    styles = {pattern: facts.plan_styles[style] for pattern, style in plan.items()}
+    cuts = _matched(model, {pattern: style for pattern, style in styles.items() if style != "whole"})
     for part in facts.vocabulary_parts(model):
         path = next((path for path, module in model.named_modules() if module is part), None)
         if path is not None:
@@ -227,9 +232,7 @@ def _is_summed(cuts: Cuts, param: ParamSpec) -> bool:
     return cuts.styles.get(param.name.rpartition(".")[0]) == "sum"
 
 
-def _layer_with(
-    layer: LayerSpec, seen: CutCosts, copies: list[PartialSum], shareable: Mapping[str, int]
-) -> LayerSpec:
+def _layer_with(layer: LayerSpec, seen: CutCosts, copies: list[PartialSum], shareable: Mapping[str, int]) -> LayerSpec:
     forward = tuple(part for part in seen.forward if _is_within(part.owner, layer))
     backward = tuple(part for part in reversed(copies) if _is_within(part.owner, layer))
     repeats = bool(forward) and forward[-1].owner in seen.kept_after
