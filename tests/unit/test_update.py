@@ -21,14 +21,12 @@ from samestep.job import Job, NumericsTable
 from samestep.layout import Layout
 from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec
 from samestep.runtime.assembly import Source
+from samestep.runtime.optimizer_source import OptimizerSource, check_optimizer, optimizer_source
 from samestep.runtime.optimizer_step import (
     LossScale,
-    OptimizerSource,
     Piece,
     Updater,
-    check_optimizer,
     clip_factor,
-    optimizer_source,
     squared_norm,
 )
 from samestep.runtime.processes.join import RankInfo

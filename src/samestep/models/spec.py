@@ -190,6 +190,8 @@ class ParamSpec:
     sparse_gradient: bool = False
     """Whether its gradient is a sparse tensor, as an embedding's may be."""
     trainable: bool = True
+    is_idle: bool = False
+    """Whether it asks for a gradient and the loss does not depend on it: no optimizer of torch would update it."""
     cut: Cut | None = None
     """Tensor cut that it allows; None keeps it whole on every rank."""
     partial: Partial = ""

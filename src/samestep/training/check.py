@@ -25,7 +25,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.planning import ranking, search
 from samestep.runtime import checkpoint
-from samestep.runtime.optimizer_step import check_optimizer
+from samestep.runtime.optimizer_source import check_optimizer
 from samestep.runtime.processes import workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.simulation import memory

@@ -31,6 +31,7 @@ from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.codecs.codec import Codec, Pending, codec_of, own_part, send
 from samestep.runtime.ledger import owned
 from samestep.runtime.optimizer_step import Piece, squared_norm
+from samestep.runtime.parameter_hooks import GradientHooks
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weight_store import Materialize
 from samestep.schedules import TaskKind
@@ -151,6 +152,11 @@ class Replicated:
         held = value.detach().to("cpu" if self._separate else live.device, copy=True)
         return Piece(name, start, stop, held, gradient, target=live.detach())
 
+    def hook_gradients(self, hooks: GradientHooks) -> None:
+        """Let the user's hooks change gradients, in front of the addition to a bucket."""
+        for name, hook in hooks.items():
+            self.params[name].register_hook(hook)
+
     # -- a step ------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
@@ -177,6 +183,8 @@ class Replicated:
         """Add a finished gradient to its bucket, and start the reduction of buckets that are complete."""
         flat, name, found = slot.flat, slot.name, param.grad
         assert found is not None
+        if found.is_sparse:
+            found = found.to_dense()
         if found is not slot.gradient:
             if name in flat.untouched:
                 slot.gradient.copy_(found)
@@ -279,6 +287,8 @@ def _wait(flat: _FlatBuffer) -> None:
 def _gradient_or_zero(param: nn.Parameter) -> Tensor:
     if param.grad is None:
         param.grad = torch.zeros_like(param)
+    if param.grad.is_sparse:  # the norm, and most optimizers, take dense ones, which give the same step
+        param.grad = param.grad.to_dense()
     return param.grad
 
 
