@@ -192,6 +192,8 @@ class ParamSpec:
     trainable: bool = True
     is_idle: bool = False
     """Whether it asks for a gradient and the loss does not depend on it: no optimizer of torch would update it."""
+    is_updated_whole: bool = False
+    """Whether the optimizer's rule needs all its elements at once, so that ZeRO gives it to one rank to update."""
     cut: Cut | None = None
     """Tensor cut that it allows; None keeps it whole on every rank."""
     partial: Partial = ""

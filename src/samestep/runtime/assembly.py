@@ -237,9 +237,9 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     plan, spec = traced.blueprint, traced.spec
     ranks = Ranks.of(layout)
     stage, replica = ranks.coordinate(place.rank, "pp"), ranks.coordinate(place.rank, "dp")
-    program = program_of(spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica)
     whole = WholeWeights.of(spec, attributes_of(plan.marks))
-    check_optimizer(source.optimizer, spec, layout, whole.attributes)
+    spec = check_optimizer(source.optimizer, spec, layout, whole.attributes)
+    program = program_of(spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = job.numerics.tf32
     mesh = meshes.build(program, place.device)
     model = plan.module

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -185,11 +185,11 @@ def _check_holds(optimizer: Optimizer, named: Sequence[tuple[str, Tensor]], *, i
 
 def check_optimizer(
     source: OptimizerSource, model: ModelSpec, layout: Layout, attributes: Mapping[str, Mapping[str, Any]] | None = None
-) -> frozenset[str]:
+) -> ModelSpec:
     """Refuse an optimizer whose update in the layout differs from its update on one device.
 
     Returns:
-        The weights that the layout cuts, and that must be updated whole.
+        The model, its weights marked that ZeRO divides and the optimizer must update whole.
 
     Raises:
         LayoutError: its rule couples what the layout spreads; the text says which layout word works.
@@ -197,7 +197,7 @@ def check_optimizer(
     """
     params = [param for param in model.params if param.trainable and param.numel]
     if layout.world_size == 1 or not params:
-        return frozenset()
+        return model
     shapes = {param.name: param.shape for param in params}
     parts = {param.name: found for param in params if (found := parts_of(param, layout))}
     marks = attributes or {}
@@ -216,13 +216,24 @@ def check_optimizer(
             f"another update: {word.partition('=')[0]}={0 if word.startswith('zero') else 1} works"
         )
     whole = {name: reason for name, reason in rule.whole.items() if name in parts}
-    for name, reason in whole.items():
-        word, _ = spread[0]
-        raise LayoutError(
-            f"{rule.optimizer} does not treat every element of {name} by itself ({reason}), so weights cut by {word} would get "
-            f"another update: {word.partition('=')[0]}={0 if word.startswith('zero') else 1} works"
-        )
-    return frozenset(whole)
+    for param in params:
+        cut_by = _cutting(param, layout)
+        if param.name in whole and cut_by:
+            word = cut_by.partition("=")[0]
+            raise LayoutError(
+                f"{rule.optimizer} does not treat every element of {param.name} by itself ({whole[param.name]}), so a weight "
+                f"cut by {cut_by} would get another update: {word}=1 works, and zero=1 to 3 update it whole on one rank"
+            )
+    return replace(
+        model, params=tuple(replace(p, is_updated_whole=True) if p.name in whole else p for p in model.params)
+    ) if whole else model
+
+
+def _cutting(param: ParamSpec, layout: Layout) -> str:
+    """Return the word of the layout that leaves a rank a part of a weight, whatever ZeRO does; empty if none does."""
+    if param.cut is not None and layout.tp > 1:
+        return f"tp={layout.tp}"
+    return f"ep={layout.ep}" if param.experts and layout.ep > 1 else ""
 
 
 def _spreading(layout: Layout) -> list[tuple[str, str]]:

@@ -99,8 +99,8 @@ def check(
     if where is None:
         where, why = _agreed(lambda: _searched(workload, ranks or job.run.ranks), place)
     workload.slice(where)
-    program_of(workload.spec, job, where, place.ranks_per_node if place else job.run.ranks_per_node)
-    check_optimizer(workload.source.optimizer, workload.spec, where)
+    spec = check_optimizer(workload.source.optimizer, workload.spec, where)
+    program_of(spec, job, where, place.ranks_per_node if place else job.run.ranks_per_node)
     return Checked(workload, where, folder, until, resume_from, why)
 
 

@@ -140,8 +140,10 @@ class Replicated:
         stop = min(max(first + size - member.offset, 0), member.numel)
         if start < stop:
             mine = slice(member.offset + start, member.offset + stop)
-            part = flat.gradients[mine]
-            yield self._piece(name, start, stop, flat.weights[mine], value.flatten()[start:stop], lambda: part)
+            shape = param.shape if stop - start == param.numel() else (-1,)  # a weight that is whole has its shape
+            part = flat.gradients[mine].view(shape)
+            values = value.flatten()[start:stop].view(shape)
+            yield self._piece(name, start, stop, flat.weights[mine].view(shape), values, lambda: part)
 
     def _piece(
         self, name: str, start: int, stop: int, live: Tensor, value: Tensor, gradient: Callable[[], Tensor]
