@@ -18,11 +18,10 @@ from torch.optim import Optimizer
 
 from samestep.building.loss import loss_of
 from samestep.datasets import batches
-from samestep.errors import LayoutError, ModelError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.assembly import Source
-from samestep.runtime.optimizer_source import check_optimizer, optimizer_source
+from samestep.runtime.optimizer_source import optimizer_source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import traced
@@ -78,7 +77,9 @@ class LarsOfNumbers(Rule):
 
     def one(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         size, slope = param.norm(), param.grad.norm()
-        param.add_(param.grad, alpha=-0.5 * group["lr"] * float(size / slope) if size > 0 and slope > 0 else -group["lr"])
+        param.add_(
+            param.grad, alpha=-0.5 * group["lr"] * float(size / slope) if size > 0 and slope > 0 else -group["lr"]
+        )
 
 
 class Late(Rule):

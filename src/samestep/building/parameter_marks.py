@@ -100,7 +100,9 @@ def _mapped(hook: Any, change: Callable[[Tensor], Tensor]) -> Any:
     parts = [*cells, *(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values()]
     if not any(isinstance(part, Tensor | types.FunctionType | functools.partial) for part in parts) or hook in cells:
         return hook
-    closure = tuple(types.CellType(of(cell.cell_contents)) if _is_filled(cell) else cell for cell in hook.__closure__ or ())
+    closure = tuple(
+        types.CellType(of(cell.cell_contents)) if _is_filled(cell) else cell for cell in hook.__closure__ or ()
+    )
     defaults = tuple(map(of, hook.__defaults__)) if hook.__defaults__ is not None else None
     made = types.FunctionType(hook.__code__, hook.__globals__, hook.__name__, defaults, closure or None)
     made.__kwdefaults__ = {key: of(value) for key, value in (hook.__kwdefaults__ or {}).items()} or None

@@ -97,7 +97,11 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
     size = 0
     for param in order:
         kind = (*_kind(step, param), chunk_of(param))
-        is_full = not groups or size >= limit * _owners(step, groups[-1][0]) or (*_kind(step, groups[-1][0]), chunk_of(groups[-1][0])) != kind
+        is_full = (
+            not groups
+            or size >= limit * _owners(step, groups[-1][0])
+            or (*_kind(step, groups[-1][0]), chunk_of(groups[-1][0])) != kind
+        )
         if is_full:
             groups.append([])
             size = 0

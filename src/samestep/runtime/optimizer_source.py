@@ -140,13 +140,16 @@ def built_over(source: OptimizerSource, pieces: list[tuple[str, Tensor]], whole:
     """
     if not pieces:
         return None
-    if all(whole.shapes.get(name, value.shape) == value.shape for name, value in pieces) and len(pieces) >= len(whole.shapes):
-        optimizer = source(pieces)
-        _check_holds(optimizer, pieces, is_whole=bool(whole.shapes))
-        return optimizer
+    if all(whole.shapes.get(name, value.shape) == value.shape for name, value in pieces) and len(pieces) >= len(
+        whole.shapes
+    ):
+        made = source(pieces)
+        _check_holds(made, pieces, is_whole=bool(whole.shapes))
+        return made
     wanted, weights = skeleton(source, whole.shapes, whole.attributes)
     _check_holds(wanted, list(weights.items()), is_whole=True)
     groups = options_by_name(wanted, weights)
+    optimizer: Optimizer | None = None
     try:
         optimizer = source(pieces)
         found = options_by_name(optimizer, dict(pieces))
@@ -224,9 +227,11 @@ def check_optimizer(
                 f"{rule.optimizer} does not treat every element of {param.name} by itself ({whole[param.name]}), so a weight "
                 f"cut by {cut_by} would get another update: {word}=1 works, and zero=1 to 3 update it whole on one rank"
             )
-    return replace(
-        model, params=tuple(replace(p, is_updated_whole=True) if p.name in whole else p for p in model.params)
-    ) if whole else model
+    return (
+        replace(model, params=tuple(replace(p, is_updated_whole=True) if p.name in whole else p for p in model.params))
+        if whole
+        else model
+    )
 
 
 def _cutting(param: ParamSpec, layout: Layout) -> str:
@@ -261,4 +266,3 @@ def parts_of(param: ParamSpec, layout: Layout) -> tuple[tuple[int, ...], ...]:
         last = shape[0] - rows * ((shape[0] - 1) // rows)
         return tuple(dict.fromkeys([(rows, *shape[1:]), (last, *shape[1:])]))
     return (tuple(shape),) if tuple(shape) != param.shape else ()
-

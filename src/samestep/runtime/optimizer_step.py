@@ -111,7 +111,9 @@ class Updater:
         if self.optimizer is None:
             return
         changed = {
-            index: now for index, (now, before) in enumerate(zip(_rates(self.optimizer), self._set_lr, strict=True)) if now != before
+            index: now
+            for index, (now, before) in enumerate(zip(_rates(self.optimizer), self._set_lr, strict=True))
+            if now != before
         }
         theirs = _rates(self.given)
         changed |= {i: now for i, (now, before) in enumerate(zip(theirs, self._given_lr, strict=True)) if now != before}

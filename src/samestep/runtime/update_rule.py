@@ -43,7 +43,7 @@ OptimizerSource = Callable[[list[tuple[str, Tensor]]], Optimizer]
 TRIED = (ValueError, TypeError, RuntimeError, AssertionError, IndexError, KeyError, AttributeError, ZeroDivisionError)
 """Exceptions by which an optimizer may refuse tensors it was not made for."""
 
-_PLAIN_STEPS = 6
+_PLAIN_STEPS = 4
 _LARGEST_COUNT = 10_000
 _MOST_COUNTS = 32
 _NO_MARKS: Mapping[str, Mapping[str, Any]] = {}
@@ -91,7 +91,9 @@ def read_rule(
     trial = _Trial(source, shapes, marks, kind)
     cut = {name: tuple(parts[name]) for name in some if name in parts}
     key = (kind, tuple(sorted(kinds)), tuple(sorted(some.items())), tuple(sorted(cut.items())))
-    is_torchs = type(optimizer).__module__.startswith("torch.optim.") and not vars(optimizer).get("_optimizer_step_pre_hooks")
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.") and not vars(optimizer).get(
+        "_optimizer_step_pre_hooks"
+    )
     if not is_torchs or key not in _KNOWN:
         rule = _read(trial, kinds, some, parts, held)
         if not is_torchs:
@@ -120,7 +122,9 @@ def _read(
         whole = dict(found.whole)
         number = max((len(parts[name]) for name in some if name in parts), default=0)
         for index in range(number):
-            cut = {name: parts[name][min(index, len(parts[name]) - 1)] if parts.get(name) else some[name] for name in some}
+            cut = {
+                name: parts[name][min(index, len(parts[name]) - 1)] if parts.get(name) else some[name] for name in some
+            }
             if not whole and trial.is_alike(cut, found):
                 continue
             for names in kinds.values():
@@ -151,7 +155,9 @@ def skeleton(
     except RuntimeError as error:
         if "meta" not in str(error):
             raise
-    optimizer, weights = build("cpu")  # fused=True is checked against the device; memory that nothing writes costs nothing
+    optimizer, weights = build(
+        "cpu"
+    )  # fused=True is checked against the device; memory that nothing writes costs nothing
     absent = {name: _like(weight, shapes[name], "meta") for name, weight in weights.items()}
     if not put_in_place(optimizer, weights, absent):
         raise ModelError(f"{type(optimizer).__name__} keeps its parameters outside of its groups: foreach=None works")
@@ -245,12 +251,46 @@ class _Label(NamedTuple):
 
 _Entry = tuple[str, tuple[Any, ...], tuple[_Label, ...]]
 _POINTWISE = frozenset(
-    "copy copy_ clone _to_copy masked_fill masked_fill_ lerp lerp_ contiguous detach lift_fresh lift_fresh_copy alias "
-    "positive".split()
+    [
+        "copy",
+        "copy_",
+        "clone",
+        "_to_copy",
+        "masked_fill",
+        "masked_fill_",
+        "lerp",
+        "lerp_",
+        "contiguous",
+        "detach",
+        "lift_fresh",
+        "lift_fresh_copy",
+        "alias",
+        "positive",
+    ]
 )
 _FILLED = frozenset(
-    "zeros ones full empty zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty empty_strided "
-    "new_empty_strided scalar_tensor zero_ fill_ zero fill _foreach_zero_".split()
+    [
+        "zeros",
+        "ones",
+        "full",
+        "empty",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "empty_strided",
+        "new_empty_strided",
+        "scalar_tensor",
+        "zero_",
+        "fill_",
+        "zero",
+        "fill",
+        "_foreach_zero_",
+    ]
 )
 _OVERWRITING = ("copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_")
 _NOT_BY_ELEMENT = ("_foreach_norm", "_foreach_max")
@@ -275,7 +315,9 @@ def _facts_of(func: Any) -> _Facts:
         or torch.Tag.pointwise in func.tags
         or (name.startswith(("_foreach_", "_fused_")) and not name.startswith(_NOT_BY_ELEMENT))
     )
-    written = [(i, a) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    written = [
+        (i, a) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    ]
     return _Facts(
         name,
         pointwise,
@@ -283,6 +325,53 @@ def _facts_of(func: Any) -> _Facts:
         tuple(i for i, argument in written if not argument.kwarg_only),
         tuple(argument.name for _, argument in written),
     )
+
+
+_ARITHMETIC = frozenset(
+    [
+        "mul",
+        "add",
+        "sub",
+        "div",
+        "sqrt",
+        "square",
+        "neg",
+        "sign",
+        "abs",
+        "clone",
+        "lerp",
+        "addcmul",
+        "addcdiv",
+        "pow",
+        "maximum",
+        "minimum",
+        "exp",
+        "log",
+        "rsqrt",
+        "reciprocal",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "tanh",
+        "sigmoid",
+    ]
+)
+
+
+def _shortcut(facts: _Facts, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+    """Run an operation; of arithmetic without values, return only where its result would be, in a tenth of the time."""
+    if not facts.pointwise or not args:
+        return func(*args, **kwargs)
+    if facts.name.endswith("_") and facts.writes == (0,):
+        targets = _tensors_in(args[0])
+        if targets and all(target.is_meta for target in targets):
+            return args[0] if isinstance(args[0], Tensor) else None
+    if facts.name in _ARITHMETIC and not kwargs.keys() - {"alpha", "value"}:
+        large = [tensor for tensor in tensors if tensor.dim()]
+        alike = large and all(t.is_meta and t.shape == large[0].shape and t.dtype == large[0].dtype for t in large)
+        if alike and large[0].is_floating_point() and large[0].is_contiguous():
+            return torch.empty_like(large[0])
+    return func(*args, **kwargs)
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
@@ -298,7 +387,7 @@ def _is_masked(args: Any) -> bool:
     return is_mask and args[2].numel() == 1
 
 
-class _Reads(RuntimeError):
+class _ReadsNumbersError(RuntimeError):
     """The code reads a number of its data."""
 
 
@@ -340,7 +429,7 @@ class _Follow(TorchDispatchMode):
         tensors = [leaf for value in values for leaf in _tensors_in(value)]
         before = {id(tensor): self.label(tensor) for tensor in tensors}
         if facts.name == "_local_scalar_dense" and (before[id(args[0])].weights or args[0].is_meta):
-            raise _Reads("it reads numbers of weights and gradients")
+            raise _ReadsNumbersError("it reads numbers of weights and gradients")
         if facts.draws and not self.draws:
             self.draws = facts.name
         if facts.name.startswith("index_put") and _is_masked(args):
@@ -349,8 +438,10 @@ class _Follow(TorchDispatchMode):
                 self._write(facts._replace(pointwise=True), target, [(t, before[id(t)]) for t in tensors])
                 return target
         known = {tensor.untyped_storage()._cdata for tensor in tensors}
-        result = func(*args, **kwargs)
-        written = [args[i] for i in facts.writes if i < len(args)] + [kwargs[k] for k in facts.writes_named if k in kwargs]
+        result = _shortcut(facts, func, args, kwargs, tensors)
+        written = [args[i] for i in facts.writes if i < len(args)] + [
+            kwargs[k] for k in facts.writes_named if k in kwargs
+        ]
         made = [t for t in _tensors_in(result) if t.untyped_storage()._cdata not in known]
         if not written and not made:
             return result  # a view: its memory is labelled
@@ -398,7 +489,7 @@ class _Counts(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _MAKING and "device" in kwargs and torch.device(kwargs["device"] or "cpu").type == "meta":
             size = args[0] if args else kwargs.get("size", kwargs.get("data"))
-            if isinstance(size, int | float) and func in _OF_DATA or (isinstance(size, tuple | list) and not size):
+            if (isinstance(size, int | float) and func in _OF_DATA) or (isinstance(size, tuple | list) and not size):
                 kwargs = {**kwargs, "device": "cpu"}
         return func(*args, **kwargs)
 
@@ -422,7 +513,9 @@ def _rows_of(values: list[Any], written: list[Any], result: Any, made: list[Tens
         for index in range(len(lists[0])):
             yield _Row([value[index] for value in lists] + shared, [value[index] for value in outputs])
         return
-    yield _Row([t for value in values for t in _tensors_in(value)], [t for value in written for t in _tensors_in(value)] + made)
+    yield _Row(
+        [t for value in values for t in _tensors_in(value)], [t for value in written for t in _tensors_in(value)] + made
+    )
 
 
 def _beside(inputs: list[tuple[Tensor, _Label]], shape: torch.Size) -> _Label:
@@ -469,7 +562,7 @@ class _Trial:
         _simplest(optimizer)
         used = {name: _like(weights[name], shape, "meta") for name, shape in shapes.items()}
         if not put_in_place(optimizer, weights, used):
-            raise _Reads("it keeps its parameters outside of its groups")
+            raise _ReadsNumbersError("it keeps its parameters outside of its groups")
         follow = _Follow()
         for name, weight in used.items():
             follow.mark(weight, _Label(name))
@@ -492,7 +585,9 @@ class _Trial:
 
         _march(optimizer, take)
         labels = {name: follow.label(weight) for name, weight in used.items()}
-        whole = {n: follow.where.get(n, "an operation") for n, label in labels.items() if label.entered or label.beside != n}
+        whole = {
+            n: follow.where.get(n, "an operation") for n, label in labels.items() if label.entered or label.beside != n
+        }
         coupled = next((follow.where.get(n, "an operation") for n, label in labels.items() if label.weights - {n}), "")
         return _Watched(whole, coupled, follow.draws, steps)
 
@@ -524,14 +619,15 @@ class _Trial:
         finally:
             torch.set_rng_state(state)
         differ = [n for n in small if not torch.allclose(alone[n], together[n], rtol=1e-9, atol=1e-12, equal_nan=True)]
-        reason = str(why) if isinstance(why, _Reads) else "its operations cannot be followed without values"
+        reason = str(why) if isinstance(why, _ReadsNumbersError) else "its operations cannot be followed without values"
         return UpdateRule(
-            self.kind, dict.fromkeys(held, reason), f"{differ[0]} is updated otherwise without the others" if differ else "", draws
+            self.kind,
+            dict.fromkeys(held, reason),
+            f"{differ[0]} is updated otherwise without the others" if differ else "",
+            draws,
         )
 
-    def _updated(
-        self, shapes: Mapping[str, tuple[int, ...]], held: Mapping[str, tuple[int, ...]]
-    ) -> dict[str, Tensor]:
+    def _updated(self, shapes: Mapping[str, tuple[int, ...]], held: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
         """Return weights with values after the steps of a trial, of which the optimizer holds only some."""
         optimizer, weights = skeleton(self._source, self._shapes, self._marks)
         used: dict[str, Tensor] = {}
@@ -598,7 +694,9 @@ def _counts(optimizer: Optimizer) -> set[int]:
     """Return the integers, from 2 to 10,000, among an optimizer's options, its attributes and its code's constants."""
     found: set[int] = set()
     own = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}
-    options = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups]
+    options = [
+        {k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups
+    ]
     for leaf in tree_flatten([own, options])[0]:
         if isinstance(leaf, int | float) and not isinstance(leaf, bool) and leaf == leaf // 1:
             found.add(int(leaf))
@@ -627,9 +725,9 @@ def _counters(optimizer: Optimizer) -> dict[tuple[int, str], tuple[dict[str, Any
         if not isinstance(place, dict):
             continue
         for key, value in place.items():
-            if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
-                found[id(place), str(key)] = (place, float(value))
-            elif isinstance(value, int | float) and not isinstance(value, bool):
+            if (isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta) or (
+                isinstance(value, int | float) and not isinstance(value, bool)
+            ):
                 found[id(place), str(key)] = (place, float(value))
     return found
 

@@ -38,7 +38,18 @@ from samestep.strategies import (
 # the parts between; `expert` leaves a rank its experts; `recompute` repeats forwards together with their collectives;
 # `pipeline` leaves a stage its layers; `shard` adds gathers and scatters; `data` reduces what they leave replicated; `whole_update`
 # brings to one rank what it must update whole.
-STACK: tuple[ModuleType, ...] = (precision, context, tensor, sequence, expert, recompute, pipeline, shard, data, whole_update)
+STACK: tuple[ModuleType, ...] = (
+    precision,
+    context,
+    tensor,
+    sequence,
+    expert,
+    recompute,
+    pipeline,
+    shard,
+    data,
+    whole_update,
+)
 
 
 def program_of(

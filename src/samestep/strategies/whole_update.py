@@ -15,7 +15,6 @@ lays each weight into the chunk of one rank.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from samestep.program.bodies import UPDATE_BODY
 from samestep.program.buckets import owners_of

@@ -37,7 +37,7 @@ from samestep.building.model import model_source
 from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec, Product, is_below
-from samestep.tracing.backward import Backward, idle_weights, WorkingSet, watch_backward, working_sets
+from samestep.tracing.backward import Backward, WorkingSet, idle_weights, watch_backward, working_sets
 from samestep.tracing.forward import (
     ForwardTracer,
     NeedsValuesError,

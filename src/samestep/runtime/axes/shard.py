@@ -345,7 +345,9 @@ class _RunningUnit:
         # The second one is the gradient of a half-precision weight, where FSDP2's own hook has already cast it.
         missing = [w for w in weights if w._unsharded_param.grad is None and w.unsharded_accumulated_grad is None]
         self._left_out |= bool(missing) and len(missing) == len(weights) and self._path != ""
-        raised = next((w.unsharded_accumulated_grad.dtype for w in weights if w.unsharded_accumulated_grad is not None), None)
+        raised = next(
+            (w.unsharded_accumulated_grad.dtype for w in weights if w.unsharded_accumulated_grad is not None), None
+        )
         for weight in missing:  # beside gradients that FSDP2 has cast already, in their dtype
             zeros = torch.zeros_like(weight._unsharded_param, dtype=raised)
             if raised is None:

@@ -11,6 +11,7 @@ receive   │ rank 0's rows of my weights │ rank 1's rows of my weights │
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -88,7 +89,7 @@ class OwnedWeights:
     def _parts(self, member: Owned) -> list[tuple[int, int]]:
         """Return the elements of the flattened weight that each rank holds."""
         ends = [min(rank * member.part_numel, member.numel) for rank in range(self.owners.ranks + 1)]
-        return list(zip(ends, ends[1:], strict=False))
+        return list(itertools.pairwise(ends))
 
     def _window(self, buffer: Tensor, rank: int, member: Owned) -> Tensor:
         start = rank * self.owners.window_numel + member.offset
