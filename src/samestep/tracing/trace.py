@@ -99,7 +99,7 @@ def trace(
             outputs = watch_forward(module, sample, num_samples, name, containers, watch, value_of)
         except NeedsValuesError:
             raise ModelError(_unseen(name, watch, module)) from None
-    idle = frozenset[int]() if watch.varies else idle_weights(module, outputs, sample, loss)
+    idle = frozenset[int]() if watch.varies or watch.has_looked else idle_weights(module, outputs, sample, loss)
     backward = watch_backward(module, tensors_in(getattr(outputs, "logits", outputs)), watch)
     layers = _arrange(module, name, containers, watch)
     return ModelSpec(
