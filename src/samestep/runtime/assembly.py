@@ -27,7 +27,7 @@ from samestep.building.initial_values import Blueprint, blueprint, fill_rest
 from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import learning_rate_factor
 from samestep.datasets import checked_samples
-from samestep.errors import LayoutError
+from samestep.errors import LayoutError, ModelError
 from samestep.job import Job, NumericsTable
 from samestep.layout import Layout
 from samestep.models.analysis import ExpertModules, ModelAnalysis
@@ -40,9 +40,12 @@ from samestep.runtime.axes.data import Replicated
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.dropout.masks import MaskSlice
-from samestep.runtime.optimizer_step import OptimizerSource, Updater, check_optimizer
+from samestep.runtime.optimizer_source import WholeWeights, check_optimizer
+from samestep.runtime.optimizer_step import Updater
+from samestep.runtime.parameter_hooks import attributes_of, gradient_hooks
 from samestep.runtime.processes import mesh as meshes
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.update_rule import OptimizerSource
 from samestep.runtime.weight_store import Materialize, WeightStore
 from samestep.strategies import program_of
 from samestep.strategies.tensor import refuse_degree
@@ -136,7 +139,8 @@ class Assembly:
 
     def with_optimizer(self, source: OptimizerSource, numerics: NumericsTable) -> Assembly:
         """Return this assembly with another optimizer over the same weights; its state is empty."""
-        updater = Updater.over(self.weights.store.pieces, source, numerics)
+        whole = self.weights.updater.whole
+        updater = Updater.over(self.weights.store.pieces, source, numerics, whole)
         return replace(self, weights=replace(self.weights, updater=updater))
 
     def without_balance(self) -> Assembly:
@@ -164,7 +168,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
         calls = stack.enter_context(sequence_boundaries.record_calls(plan.module))
         masks = stack.enter_context(dropout.record_masks(plan.module, samples_traced(plan.module)))
         dispatches = stack.enter_context(experts_module.record_dispatches(plan.module, experts))
-        spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, recorder)
+        spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, recorder, source.loss)
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
     proof = tensor_plan.proof_of(spec, plan.module, planned, shareable, recorder, source.loss is cross_entropy)
     counts: dict[int, tuple[tuple[str, str, int], ...]] = {}
@@ -307,8 +311,9 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     plan, spec = traced.blueprint, traced.spec
     ranks = Ranks.of(layout)
     stage, replica = ranks.coordinate(place.rank, "pp"), ranks.coordinate(place.rank, "dp")
+    whole = WholeWeights.of(spec, attributes_of(plan.marks))
+    spec = check_optimizer(source.optimizer, spec, layout, whole.attributes)
     program = program_of(spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica)
-    check_optimizer(source.optimizer, spec, layout)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = job.numerics.tf32
     mesh = meshes.build(program, place.device)
     model = plan.module
@@ -330,6 +335,8 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
 
     params = {param.name: param for param in program.step.model.params}
     store = store_of(layout)(model, program, mesh, materialize)
+    _mark(model, spec, whole)
+    store.hook_gradients(gradient_hooks(plan, program, mesh))
     fill_rest(plan, place.device, torch.float64 if job.numerics.precision == "float64" else None)
     of_tp, of_cp = ((mesh.size(axis), mesh.index(axis)) for axis in ("tp", "cp"))
     return Assembly(
@@ -356,9 +363,25 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
         ),
         weights=Weights(
             store=store,
-            updater=Updater.over(store.pieces, source.optimizer, job.numerics),
+            updater=Updater.over(store.pieces, source.optimizer, job.numerics, whole),
             lr_factor=learning_rate_factor(job.schedule, job.train.steps),
         ),
+    )
+
+
+def _mark(model: nn.Module, spec: ModelSpec, whole: WholeWeights) -> None:
+    """Give the run's parameters the Python attributes that the user's had, and watch those that took no part in the trace."""
+    idle = {param.name for param in spec.params if param.is_idle}
+    for name, param in model.named_parameters():
+        param.__dict__.update(whole.attributes.get(name, {}))
+        if name in idle and type(param) is nn.Parameter:
+            param.requires_grad_(True).register_post_accumulate_grad_hook(functools.partial(_raise_used, name))
+
+
+def _raise_used(name: str, _: Tensor) -> None:
+    raise ModelError(
+        f"{name} took no part in the loss when the model was traced, so nothing updates it, and it does now: a model that "
+        "uses other weights in other steps can add 0 * weight.sum() to its output, so that the weight always takes part"
     )
 
 

@@ -43,7 +43,8 @@ from samestep.runtime.guards.canary import Canary
 from samestep.runtime.guards.drift import DriftMonitor
 from samestep.runtime.ledger import owned
 from samestep.runtime.microbatches import Microbatches, StepBatch
-from samestep.runtime.optimizer_step import Updater, clip_factor, optimizer_source
+from samestep.runtime.optimizer_source import optimizer_source
+from samestep.runtime.optimizer_step import Updater, clip_factor
 from samestep.runtime.processes import join
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.step_observer import Indices, StepObserver, StepScalars
