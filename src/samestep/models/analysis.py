@@ -36,5 +36,7 @@ class ModelAnalysis:
     experts: ExpertModules
     has_dropout: bool
     """Whether a module or a configuration has a dropout probability above 0."""
+    recomputes_blocks: bool = False
+    """Whether the model itself runs whole blocks under `torch.utils.checkpoint`."""
     knows_slices: bool = False
     """Whether it has been examined how sequences can be sliced."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -79,6 +79,8 @@ class Parallel:
     """The slice of every sequence that this rank runs."""
     deferred: Deferred
     """Weight gradients that a split backward has postponed."""
+    checkpoints: Callable[[], AbstractContextManager[None]]
+    """Returns the context of a step, in which checkpointed forwards are repeated as they ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
         calls = stack.enter_context(sequence_boundaries.record_calls(plan.module))
         masks = stack.enter_context(dropout.record_masks(plan.module, samples_traced(plan.module)))
         dispatches = stack.enter_context(experts_module.record_dispatches(plan.module, experts))
+        checkpointed = stack.enter_context(recompute.record_checkpointed(plan.module))
         spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, seen.use)
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
     spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable))
@@ -168,6 +171,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
         sequence_parts=parts,
         experts=experts,
         has_dropout=dropout.has_dropout(plan.module),
+        recomputes_blocks=any(checkpointed.intersection(layer.modules) for layer in spec.layers if layer.is_block),
     )
     return TracedModel(plan, analysis, facts_of(plan.module))
 
@@ -230,6 +234,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     """
     traced = with_slices(source.prepared or prepare(source, job, example), layout, example)
     plan, spec = traced.blueprint, traced.spec
+    layout = recompute.layout_for(layout, traced.analysis)
     ranks = Ranks.of(layout)
     stage, replica = ranks.coordinate(place.rank, "pp"), ranks.coordinate(place.rank, "dp")
     program = program_of(spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica)
@@ -246,7 +251,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     slicing = context.Slicing(model, program, mesh) if layout.cp > 1 else context.WholeSequences()
     dropout.track_modules(model)
     deferred = Deferred(traced, program)
-    recompute.apply(model, program, functools.partial(_recompute_contexts, model, program, slicing))
+    recompute.apply(model, program)
 
     def materialize(name: str, dtype: torch.dtype) -> Tensor:
         whole, cut = plan.materialize(name, place.device, dtype), params[name]
@@ -263,6 +268,11 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
             stage=pipeline.Stage(traced, program, mesh, slicing) if layout.pp > 1 else pipeline.WholeModel(model),
             slicing=slicing,
             deferred=deferred,
+            checkpoints=functools.partial(
+                recompute.in_our_modes,
+                functools.partial(_recompute_contexts, model, program, slicing),
+                plainly=traced.analysis.recomputes_blocks,
+            ),
         ),
         model=PreparedModel(
             module=model,
