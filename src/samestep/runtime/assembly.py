@@ -28,11 +28,11 @@ from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import learning_rate_factor
 from samestep.job import Job, NumericsTable
 from samestep.layout import Layout
-from samestep.models.analysis import ModelAnalysis
+from samestep.models.analysis import ModelAnalysis, StateSpec
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
-from samestep.runtime import placement
+from samestep.runtime import kept_state, placement
 from samestep.runtime.axes import context, expert, pipeline, precision, recompute, tensor
 from samestep.runtime.axes.data import Replicated
 from samestep.runtime.axes.weight_gradients import Deferred
@@ -44,8 +44,8 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.weight_store import Materialize, WeightStore
 from samestep.strategies import program_of
 from samestep.tracing import experts as experts_module
-from samestep.tracing import independence, sequence_boundaries, tensor_plan
-from samestep.tracing.trace import samples_traced, trace
+from samestep.tracing import independence, sequence_boundaries, state, tensor_plan
+from samestep.tracing.trace import containers_of, samples_traced, trace
 from samestep.tracing.traced_model import TracedModel
 
 # Order matters: from the inside out, as in `strategies.STACK`.
@@ -99,6 +99,8 @@ class PreparedModel:
     dropout: dropout.DropoutState
     mask_part: MaskSlice | None
     """The slice of each dropout mask that this rank draws; None where no axis cuts a mask."""
+    remarks: tuple[str, ...] = ()
+    """Refusals of this model that `run.allow` waives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +157,18 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     shareable = {} if planned.refusal else tensor_plan.shareable_heads(plan.module, planned)
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
     with ExitStack() as stack:
+        changes = stack.enter_context(state.record_changes(plan.module))  # first: it looks when the others have gone
         seen = stack.enter_context(tensor_plan.record_cuts(plan.module, planned))
         calls = stack.enter_context(sequence_boundaries.record_calls(plan.module))
         masks = stack.enter_context(dropout.record_masks(plan.module, samples_traced(plan.module)))
         dispatches = stack.enter_context(experts_module.record_dispatches(plan.module, experts))
         checkpointed = stack.enter_context(recompute.record_checkpointed(plan.module))
         spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, seen.use)
+    states: tuple[StateSpec, ...] = ()
+    if changes.found:
+        containers, num_samples = containers_of(plan.module), samples_traced(plan.module)
+        with recompute.record_checkpointed(plan.module):
+            states = state.examine(plan.module, one, spec, containers, num_samples, value_of)
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
     spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable))
     spec, parts = sequence_boundaries.with_sequence(spec, plan.module, planned.styles, calls, experts.counts)
@@ -171,6 +179,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
         sequence_parts=parts,
         experts=experts,
         has_dropout=dropout.has_dropout(plan.module),
+        states=states,
         recomputes_blocks=any(checkpointed.intersection(layer.modules) for layer in spec.layers if layer.is_block),
     )
     return TracedModel(plan, analysis, facts_of(plan.module))
@@ -214,7 +223,8 @@ def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedMode
     if analysis.knows_slices or (layout.cp == 1 and not gives_experts_parts):
         return traced
     value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
-    spec = independence.prove(traced.module, _first_of(example, torch.float32), spec, value_of, analysis.experts)
+    with state.preserved(traced.module):
+        spec = independence.prove(traced.module, _first_of(example, torch.float32), spec, value_of, analysis.experts)
     return replace(traced, analysis=replace(analysis, spec=spec, knows_slices=True))
 
 
@@ -239,6 +249,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     stage, replica = ranks.coordinate(place.rank, "pp"), ranks.coordinate(place.rank, "dp")
     program = program_of(spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica)
     check_optimizer(source.optimizer, spec, layout)
+    waived = kept_state.check(traced.analysis.states, program, job.run)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = job.numerics.tf32
     mesh = meshes.build(program, place.device)
     model = plan.module
@@ -281,6 +292,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
             training_modes={module: module.training for module in model.modules()},
             running_buffers=[buffer for path in spec.coupled_modules for buffer in model.get_submodule(path).buffers()],
             dropout=dropout.DropoutState.of(traced.analysis.has_dropout, spec),
+            remarks=tuple(waived),
             mask_part=MaskSlice(spec, *of_tp, layout.sequence_parallel, *of_cp) if layout.tp * layout.cp > 1 else None,
         ),
         objective=Objective(

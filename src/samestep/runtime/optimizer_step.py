@@ -282,6 +282,8 @@ class Updater:
     """None on a rank without pieces, as the last ones of more ranks than rows."""
     loss_scale: LossScale
     first_lr: list[float] = field(default_factory=list)
+    published: tuple[list[int], Tensor] | None = None
+    """The versions and norms of the pieces' targets as they were published last."""
 
     @classmethod
     def over(cls, pieces: list[Piece], source: OptimizerSource, numerics: NumericsTable) -> Updater:
@@ -298,7 +300,9 @@ class Updater:
         scaled = numerics.precision == "fp16"
         scale = LossScale(numerics.loss_scale, numerics.loss_scale_growth_steps) if scaled else LossScale()
         first_lr = [float(group["lr"]) for group in optimizer.param_groups] if optimizer else []
-        return cls(pieces, optimizer, scale, first_lr)
+        made = cls(pieces, optimizer, scale, first_lr)
+        made.published = made._targets()
+        return made
 
     def set_lr(self, factor: float) -> None:
         """Set each group's learning rate to `factor` times its initial one."""
@@ -344,6 +348,34 @@ class Updater:
         for piece in self.pieces:
             if piece.target is not None:
                 piece.target.copy_(piece.value.view_as(piece.target))
+        self.published = self._targets()
+
+    @torch.no_grad()
+    def reread(self) -> None:
+        """Take over into the master values what a user or a forward has written into the weights since `publish`.
+
+        Called before an update and before a checkpoint is saved. Elements that nobody wrote keep their master values.
+        """
+        before, now = self.published, self._targets()
+        if before is None or now is None or (before[0] == now[0] and torch.equal(before[1], now[1])):
+            return
+        for piece in self.pieces:
+            if piece.target is not None:
+                value = piece.value.view_as(piece.target)
+                live = piece.target.to(value.device)
+                value.copy_(torch.where(value.to(live.dtype) == live, value, live.to(value.dtype)))
+        self.published = now
+
+    def _targets(self) -> tuple[list[int], Tensor] | None:
+        """Return the versions and the norms of the pieces' targets; None if the optimizer updates the weights themselves.
+
+        Writing through `.data` leaves no version, so the norms are compared too.
+        """
+        targets = [piece.target for piece in self.pieces if piece.target is not None]
+        if not targets:
+            return None
+        wide = targets[0].dtype if targets[0].itemsize >= 4 else torch.float32
+        return [target._version for target in targets], torch.stack(torch._foreach_norm(targets, 2.0, wide))
 
 
 def clip_factor(norm: float, limit: float | None) -> float:

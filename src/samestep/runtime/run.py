@@ -38,7 +38,7 @@ from samestep.runtime.assembly import Assembly, Loss, Source, assemble, set_mode
 from samestep.runtime.axes import precision, tensor
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.evaluation import as_number
-from samestep.runtime.guards import loss_trial, nonfinite, randomness
+from samestep.runtime.guards import data_trial, loss_trial, nonfinite, randomness
 from samestep.runtime.guards.drift import DriftMonitor
 from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.ledger import owned
@@ -66,7 +66,7 @@ class Run:
         self._assembly: Assembly | None = None
         self._refusals = Refusals(job.run)
         self._generators = randomness.GeneratorWatch(place.device)
-        self._loss_is_tried = False
+        self._loss_is_tried = self._data_is_tried = False
 
     @property
     def is_prepared(self) -> bool:
@@ -106,6 +106,8 @@ class Run:
         """
         if self._assembly is None:
             self._assembly = assemble(self._source, self.layout, self.job, self.place, example)
+            for waived in self._assembly.model.remarks:
+                self._refusals.remark(waived)
             where = self.program.step.layout
             if where != self.layout:
                 self._refusals.remark("the model checkpoints its own blocks, which is taken as recompute=full")
@@ -123,7 +125,8 @@ class Run:
 
         Raises:
             DataError: every label of the batch is masked, so the step counts no token.
-            UnprovenError: the loss is no sum over samples, or random numbers are drawn that layouts would not share.
+            UnprovenError: the loss is no sum over samples, or the model, the loss, the optimizer or the data set draws
+                random numbers that layouts would not share.
             NonFiniteError: loss or gradients are not finite, and `numerics.on_nonfinite` is "stop".
             DriftError: ranks that must hold equal values differ; compared every `train.watch_every` steps.
         """
@@ -165,6 +168,8 @@ class Run:
         model, weights = self.assembly.model, self.assembly.weights
         updater = weights.updater
         set_modes(model.training_modes)
+        if not self._data_is_tried:
+            self._try_data(batch)
         running = nonfinite.saved(model.running_buffers)
         totals = self.forward_backward(batch)
         agreed = self._agree(totals)
@@ -289,6 +294,13 @@ class Run:
         self._refusals.add("random", f"step {self.steps_taken + 1}: {randomness.refusal(who, generator)}")
         self._generators.settle()
 
+    def _try_data(self, batch: StepBatch) -> None:
+        """Try once whether samples that are read twice are the same."""
+        self._data_is_tried = True
+        mine = batch.shares(self.assembly.parallel.mesh.index("dp"), self.layout.dp, 1)[0]
+        if reason := data_trial.refusal(batch, mine) if len(mine) else "":
+            self._refusals.add("data", reason)
+
     def _try_loss(self, outputs: Any, samples: Any, num_samples: int) -> None:
         """Try once whether the loss is a sum over the samples, and under cp over the tokens, of a micro-batch."""
         parallel, objective = self.assembly.parallel, self.assembly.objective
@@ -329,6 +341,7 @@ class Run:
         """Multiply the gradients by `factor`, update this rank's weights, and make them visible to the next forward."""
         weights = self.assembly.weights
         with self._observer.running(self.program.tasks[-1], _NO_SAMPLES):
+            weights.updater.reread()
             self._generators.settle(whole=True)
             weights.updater.step(factor)
             self._check_generators("the optimizer")
