@@ -180,7 +180,10 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
         experts=experts,
         has_dropout=dropout.has_dropout(plan.module),
         states=states,
-        recomputes_blocks=any(checkpointed.intersection(layer.modules) for layer in spec.layers if layer.is_block),
+        detached_checkpoints=checkpointed.detached,
+        recomputes_blocks=any(
+            checkpointed.entered.intersection(layer.modules) for layer in spec.layers if layer.is_block
+        ),
     )
     return TracedModel(plan, analysis, facts_of(plan.module))
 
@@ -283,6 +286,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
                 recompute.in_our_modes,
                 functools.partial(_recompute_contexts, model, program, slicing),
                 plainly=traced.analysis.recomputes_blocks,
+                detached=traced.analysis.detached_checkpoints,
             ),
         ),
         model=PreparedModel(

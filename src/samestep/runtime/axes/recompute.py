@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -85,10 +85,12 @@ def apply(model: nn.Module, program: Program) -> None:
 
 
 @contextmanager
-def in_our_modes(contexts: ContextFn, *, plainly: bool) -> Iterator[None]:
+def in_our_modes(contexts: ContextFn, *, plainly: bool, detached: bool) -> Iterator[None]:
     """Give every checkpointed forward inside the contexts of a forward and of its recomputation.
 
     With `plainly`, what the model checkpoints itself keeps all that its backward needs, as if it were not checkpointed.
+    With `detached`, a reentrant call whose inputs take no gradient trains nothing. Where the trace has shown no such call,
+    there is none: an input that takes no gradient is then a pipeline's stand-in.
     """
 
     def generator(
@@ -99,22 +101,26 @@ def in_our_modes(contexts: ContextFn, *, plainly: bool) -> Iterator[None]:
         found: Iterator[None] = original(function, preserve, _both(_given(own), contexts), *rest, **named)
         return found
 
-    with _replaced(generator):
+    def reentrant(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        with torch.no_grad() if detached and not _takes_gradient(args) else nullcontext():
+            return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+
+    with _replaced(generator, reentrant):
         yield
 
 
 @contextmanager
-def _replaced(generator: Callable[..., Iterator[None]]) -> Iterator[None]:
-    """Replace what torch's `checkpoint` calls, for its two kinds, by `generator(original, ...)`."""
+def _replaced(generator: Callable[..., Iterator[None]], reentrant: Callable[..., Any]) -> Iterator[None]:
+    """Replace the two functions that torch's `checkpoint` calls; `generator` is given the original first."""
     original = torch_checkpoint._checkpoint_without_reentrant_generator
-    reentrant = torch_checkpoint.CheckpointFunction
+    function = torch_checkpoint.CheckpointFunction
     torch_checkpoint._checkpoint_without_reentrant_generator = functools.partial(generator, original)
-    reentrant.apply = staticmethod(_reentrant)  # type: ignore[method-assign]
+    function.apply = staticmethod(reentrant)  # type: ignore[method-assign]
     try:
         yield
     finally:
         torch_checkpoint._checkpoint_without_reentrant_generator = original
-        del reentrant.apply
+        del function.apply
 
 
 def _plain() -> Iterator[None]:
@@ -125,19 +131,25 @@ def _given(own: ContextFn) -> ContextFn | None:
     return None if own is torch_checkpoint.noop_context_fn else own
 
 
-def _reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-    """Run a reentrant checkpoint as a non-reentrant one; without an input that takes a gradient it trains nothing."""
-    if not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
-        with torch.no_grad():
-            return function(*args)
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+def _takes_gradient(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+
+
+@dataclass(slots=True)
+class Checkpointed:
+    """What a trace has shown of the model's own checkpoints."""
+
+    entered: set[str] = field(default_factory=set)
+    """Paths of the modules that ran inside of one."""
+    detached: bool = False
+    """Whether the inputs of a reentrant one take no gradient, so that torch trains nothing inside."""
 
 
 @contextmanager
-def record_checkpointed(model: nn.Module) -> Iterator[set[str]]:
-    """Record the modules that are entered within the model's own checkpoints, which run plainly inside."""
+def record_checkpointed(model: nn.Module) -> Iterator[Checkpointed]:
+    """Record the model's own checkpoints, which run plainly inside."""
     depth = [0]
-    entered: set[str] = set()
+    seen = Checkpointed()
 
     def counted(*given: Any, **named: Any) -> Iterator[None]:
         depth[0] += 1
@@ -146,16 +158,22 @@ def record_checkpointed(model: nn.Module) -> Iterator[set[str]]:
         finally:
             depth[0] -= 1
 
+    def reentrant(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        detached = not _takes_gradient(args)
+        seen.detached |= detached
+        with torch.no_grad() if detached else nullcontext():
+            return checkpoint(function, *args, use_reentrant=False)
+
     def enter(path: str, module: nn.Module, args: Any) -> None:
         if depth[0]:
-            entered.add(path)
+            seen.entered.add(path)
 
     handles = [
         module.register_forward_pre_hook(functools.partial(enter, path)) for path, module in model.named_modules()
     ]
     try:
-        with _replaced(counted):
-            yield entered
+        with _replaced(counted, reentrant):
+            yield seen
     finally:
         for handle in handles:
             handle.remove()
