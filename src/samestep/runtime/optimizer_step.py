@@ -83,6 +83,8 @@ class Updater:
     """The instance that the user gave, whose learning rates act here too."""
     _set_lr: list[float] = field(default_factory=list)
     _given_lr: list[float] = field(default_factory=list)
+    published: tuple[list[int], Tensor] | None = None
+    """The versions and norms of the pieces' targets as they were published last."""
 
     @classmethod
     def over(
@@ -103,9 +105,11 @@ class Updater:
         scale = LossScale(numerics.loss_scale, numerics.loss_scale_growth_steps) if scaled else LossScale()
         given = source.instance if isinstance(source, GivenOptimizer) else None
         rates = _rates(optimizer)
-        return cls(
+        made = cls(
             pieces, optimizer, scale, rates, whole=whole, given=given, _set_lr=list(rates), _given_lr=_rates(given)
         )
+        made.published = made._targets()
+        return made
 
     def set_lr(self, factor: float) -> None:
         """Set each group's learning rate to `factor` times its own; one that was set from outside meanwhile is kept.
@@ -178,6 +182,34 @@ class Updater:
         for piece in self.pieces:
             if piece.target is not None:
                 piece.target.copy_(piece.value.view_as(piece.target))
+        self.published = self._targets()
+
+    @torch.no_grad()
+    def reread(self) -> None:
+        """Take over into the master values what a user or a forward has written into the weights since `publish`.
+
+        Called before an update and before a checkpoint is saved. Elements that nobody wrote keep their master values.
+        """
+        before, now = self.published, self._targets()
+        if before is None or now is None or (before[0] == now[0] and torch.equal(before[1], now[1])):
+            return
+        for piece in self.pieces:
+            if piece.target is not None:
+                value = piece.value.view_as(piece.target)
+                live = piece.target.to(value.device)
+                value.copy_(torch.where(value.to(live.dtype) == live, value, live.to(value.dtype)))
+        self.published = now
+
+    def _targets(self) -> tuple[list[int], Tensor] | None:
+        """Return the versions and the norms of the pieces' targets; None if the optimizer updates the weights themselves.
+
+        Writing through `.data` leaves no version, so the norms are compared too.
+        """
+        targets = [piece.target for piece in self.pieces if piece.target is not None]
+        if not targets:
+            return None
+        wide = targets[0].dtype if targets[0].itemsize >= 4 else torch.float32
+        return [target._version for target in targets], torch.stack(torch._foreach_norm(targets, 2.0, wide))
 
 
 def _rates(optimizer: Optimizer | None) -> list[float]:

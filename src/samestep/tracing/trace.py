@@ -47,6 +47,7 @@ from samestep.tracing.forward import (
     watch_forward,
 )
 from samestep.tracing.operations import Recorder
+from samestep.tracing.state import Snapshot
 
 KNOWN_WEIGHTS = 2**26
 """Code that looks at floating values is run for real in models of at most so many weights."""
@@ -87,12 +88,14 @@ def trace(
     num_samples = samples_traced(module)
     containers = containers_of(module)
     watch = ForwardTracer(module, on_keep, styles or {}, recorder=recorder)
+    before = Snapshot(module)
     try:
         outputs = watch_forward(module, sample, num_samples, name, containers, watch, value_of)
     except NeedsValuesError:
         if value_of is None or _num_elements(module) > KNOWN_WEIGHTS:
             raise ModelError(_unseen(name, watch, module)) from None
         looked = watch.innermost or name
+        before.restore()  # caches that the first attempt has filled hold no values
         watch = ForwardTracer(module, on_keep, styles or {}, keeps_all=True)
         watch.varies = looked
         try:

@@ -72,6 +72,8 @@ class Replicated:
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         self.program, self.mesh = program, mesh
         self.params: dict[str, nn.Parameter] = {}
+        self._places: dict[str, Tensor] = {}
+        """Where each weight's values are, which buckets and pieces refer to."""
         self._last = self._starts = False
         self._next = 0
         self._flats = [self._flat(bucket) for bucket in program.buckets]
@@ -111,13 +113,14 @@ class Replicated:
             live = value.to(DTYPES[self.program.step.working_dtype(spec)])
             if flat is not None and flat.weights is not None and member is not None:
                 window = flat.weights[member.offset : member.offset + member.numel].view(spec.shape)
-                live = window.copy_(live)
+                live = window.copy_(live).data  # a version of its own: a forward may write into one weight of a bucket
             param = nn.Parameter(live, requires_grad=spec.trainable)
             for name in (spec.name, *spec.aliases):
                 path, _, leaf = name.rpartition(".")
                 setattr(model.get_submodule(path), leaf, param)  # not by _parameters: LSTM keeps lists of its weights
             if spec.trainable:
                 self.params[spec.name] = param
+                self._places[spec.name] = live
                 self.pieces += self._pieces_of(spec.name, flat, member, param, value)
 
     def _pieces_of(
@@ -142,8 +145,8 @@ class Replicated:
             mine = slice(member.offset + start, member.offset + stop)
             shape = param.shape if stop - start == param.numel() else (-1,)  # a weight that is whole has its shape
             part = flat.gradients[mine].view(shape)
-            values = value.flatten()[start:stop].view(shape)
-            yield self._piece(name, start, stop, flat.weights[mine].view(shape), values, lambda: part)
+            live = param.detach().view(-1)[start:stop].view(shape)
+            yield self._piece(name, start, stop, live, value.flatten()[start:stop].view(shape), lambda: part)
 
     def _piece(
         self, name: str, start: int, stop: int, live: Tensor, value: Tensor, gradient: Callable[[], Tensor]
@@ -162,9 +165,11 @@ class Replicated:
     # -- a step ------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Discard the gradients of the previous step."""
-        for param in self.params.values():
+        """Discard the gradients of the previous step; take back weights that a user has moved."""
+        for name, param in self.params.items():
             param.grad = None
+            if param.data_ptr() != self._places[name].data_ptr():  # param.data = ... gives it another storage
+                param.data = self._places[name].copy_(param.data)
         for flat in self._flats:
             names = {member.name for member in flat.bucket.members}
             flat.missing, flat.untouched = set(names), set(names)
