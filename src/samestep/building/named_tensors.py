@@ -84,6 +84,14 @@ def joined(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module that is wrapped, or a module itself that is no wrapper."""
+    inner = next((module._modules[key] for key in _WRAPPED if key in module._modules), None)
+    if inner is None and isinstance(module, _PARALLEL):
+        inner = module.module
+    return module if inner is None else unwrapped(inner)
+
+
 def unwrapped_prefixes(module: nn.Module) -> dict[str, str]:
     """Return the name of every submodule without the components that wrappers add, by its name with them."""
     found = {"": ""}

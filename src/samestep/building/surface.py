@@ -103,9 +103,9 @@ def whole_truncated_normal(tape: Tape) -> Iterator[None]:
     def taped(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if len(args) > 4 or kwargs.get("generator") is not None:  # whose numbers are constants
             with tape.paused(), torch._C.DisableTorchFunction():
-                drawn = original(torch.empty(tensor.shape, dtype=tensor.dtype), *args, **kwargs)
+                drawn = tape.lift(original(torch.empty(tensor.shape, dtype=tensor.dtype), *args, **kwargs))
             with torch.no_grad():
-                return tensor.copy_(tape.lift(drawn))
+                return tensor.copy_(drawn)
         kwargs.pop("generator", None)
         with torch._C.DisableTorchFunction():
             tape.record(original, (tensor, *args), kwargs, None, tensor, overwrites=True, random=True)
