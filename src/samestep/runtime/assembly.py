@@ -253,7 +253,7 @@ def with_new_blueprint(source: Source, job: Job) -> TracedModel:
 
 
 def _built(source: Source, job: Job) -> Blueprint:
-    plan = blueprint(source.model, job.train.seed)
+    plan = blueprint(source.model, job.train.seed, functools.partial(job.run.waived, "build"))
     if not plan.module.training:
         plan.module.train()  # a model loaded for inference; in one that trains, a part in evaluation mode is intended
     return plan
