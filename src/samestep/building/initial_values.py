@@ -17,13 +17,14 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from samestep.building.parameter_marks import ParameterMarks, take_marks, tensors_of_hooks
 from samestep.building.tape import (
     WAY_OUT,
     Ref,
@@ -56,6 +57,8 @@ class Blueprint:
     _slices: dict[int, Slice] = field(repr=False)
     _keys: dict[int, int] = field(repr=False)
     _parameters: tuple[str, ...] = field(repr=False)
+    marks: Mapping[str, ParameterMarks] = field(default_factory=dict, repr=False)
+    """Attributes and hooks of parameters, by name."""
 
     def materialize(self, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
         """Return the whole tensor `name`: detached, contiguous, in newly allocated memory.
@@ -94,8 +97,14 @@ def blueprint(source: Callable[[], nn.Module] | nn.Module, seed: int) -> Bluepri
             module = _call(source)
         if not isinstance(module, nn.Module):
             raise ModelError(f"the build function returned a {type(module).__name__}; it must return an nn.Module")
+    marks = take_marks(module)
     module = _on_meta(module, tape, from_instance=module is source)
     attributes = list(_attributes(module))
+    attributes += [
+        _Attribute(key, "hook", tensor)
+        for name, mark in marks.items()
+        for key, tensor in tensors_of_hooks(name, mark).items()
+    ]
     refs = {attribute.name: tape.ref(attribute.tensor) for attribute in attributes}
     slices = {ref.memory: tape.slice(ref.memory) for ref in refs.values()}
     parameters = [attribute for attribute in attributes if attribute.kind == "parameter"]
@@ -103,7 +112,7 @@ def blueprint(source: Callable[[], nn.Module] | nn.Module, seed: int) -> Bluepri
     first: dict[tuple[int, Ref], str] = {}
     canonical = {p.name: first.setdefault((id(p.tensor), refs[p.name]), p.name) for p in attributes}
     keys = _random_keys(seed, [(name, slices[refs[name].memory]) for name in canonical], tape)
-    return Blueprint(module, seed, canonical, tape, refs, slices, keys, tuple(p.name for p in parameters))
+    return Blueprint(module, seed, canonical, tape, refs, slices, keys, tuple(p.name for p in parameters), marks)
 
 
 def _call(source: Callable[[], nn.Module]) -> nn.Module:
@@ -166,7 +175,7 @@ class _Attribute:
 
     name: str
     kind: str
-    """One of parameter, buffer, attribute."""
+    """One of parameter, buffer, attribute, hook."""
     tensor: Tensor
 
 

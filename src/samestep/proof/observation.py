@@ -30,10 +30,10 @@ from samestep.datasets.batch import read_samples
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.bodies import Task
-from samestep.proof.expert_routes import RouteMode, Routes
 from samestep.runtime.assembly import Source
 from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.dropout.mode import Draw
+from samestep.runtime.expert_routes import RouteMode, Routes
 from samestep.runtime.optimizer_step import Piece
 from samestep.runtime.placement import part_of
 from samestep.runtime.processes.join import RankInfo

@@ -39,10 +39,12 @@ from samestep.runtime.axes import precision
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.evaluation import as_number
 from samestep.runtime.guards import nonfinite
+from samestep.runtime.guards.canary import Canary
 from samestep.runtime.guards.drift import DriftMonitor
 from samestep.runtime.ledger import owned
 from samestep.runtime.microbatches import Microbatches, StepBatch
-from samestep.runtime.optimizer_step import Updater, clip_factor, optimizer_source
+from samestep.runtime.optimizer_source import optimizer_source
+from samestep.runtime.optimizer_step import Updater, clip_factor
 from samestep.runtime.processes import join
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.step_observer import Indices, StepObserver, StepScalars
@@ -63,6 +65,7 @@ class Run:
         self.steps_taken = 0
         self._source, self._observer = source, observer
         self._assembly: Assembly | None = None
+        self._has_stepped = False
 
     @property
     def is_prepared(self) -> bool:
@@ -117,12 +120,15 @@ class Run:
             DataError: every label of the batch is masked, so the step counts no token.
             NonFiniteError: loss or gradients are not finite, and `numerics.on_nonfinite` is "stop".
             DriftError: ranks that must hold equal values differ; compared every `train.watch_every` steps.
+            RepeatError: a sample that is run again in such a step, or a weight's update, gives something else.
         """
         self._prepare_from(batch)
-        every = self.job.train.watch_every
-        if self.layout.world_size > 1 and every > 0 and (batch.step + 1) % every == 0:
-            return self._drift_monitor.watch(lambda: self._step(batch), batch.shares(0, 1, 1)[0])
-        return self._step(batch)
+        if not self._is_watched(batch.step):
+            return self._step(batch)
+        if self._observer.dropout_mode() is not None:  # a proof, which compares more
+            return self._compared_step(batch)
+        with self._canary.watching(batch, self._observer) as canary, self._observed_by(canary):
+            return canary.checked(self._compared_step(batch))
 
     def evaluate(self, batch: StepBatch) -> tuple[float, float]:
         """Return the sum of the loss over a batch, and the tokens or samples it counts, without gradients.
@@ -157,9 +163,35 @@ class Run:
         if self._assembly is None:
             self.prepare(batch.samples(batch.shares(0, 1, 1)[0][:1]))
 
+    def _is_watched(self, step: int) -> bool:
+        """Return whether a step is checked: every so many, and the first one that tries what no rule has shown."""
+        every, layout = self.job.train.watch_every, self.program.step
+        if every > 0 and (step + 1) % every == 0:
+            return True
+        is_first, self._has_stepped = not self._has_stepped, True
+        return is_first and bool(self.assembly.model.spec.tried) and layout.global_batch > layout.microbatch_samples
+
     @functools.cached_property
     def _drift_monitor(self) -> DriftMonitor:
         return DriftMonitor(self.assembly)
+
+    @functools.cached_property
+    def _canary(self) -> Canary:
+        return Canary(self.assembly, self.job, self._source.optimizer)
+
+    def _compared_step(self, batch: StepBatch) -> StepReport:
+        """Take a step, and compare what several ranks must hold alike."""
+        if self.layout.world_size == 1:
+            return self._step(batch)
+        return self._drift_monitor.watch(lambda: self._step(batch), batch.shares(0, 1, 1)[0])
+
+    @contextmanager
+    def _observed_by(self, observer: StepObserver) -> Iterator[None]:
+        before, self._observer = self._observer, observer
+        try:
+            yield
+        finally:
+            self._observer = before
 
     # -- inside a step -----------------------------------------------------------------------------
 
