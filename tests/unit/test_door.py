@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,18 @@ from samestep.models.presets import PRESETS
 from samestep.models.published import TOKENS, as_published
 from samestep.proof import record
 from samestep.proof.verdict import Check, Verdict
-from samestep.runtime.processes import workers
+from samestep.runtime.processes import join, workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.workers import run_workers
 from tests.models import LLAMA, Plain, Tokens
 from tests.small import main
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    yield
+    join.leave()  # a run of one rank in this process made a group, with which no worker can be forked
+
 
 # -- lists and presets -----------------------------------------------------------------------------
 
