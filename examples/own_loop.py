@@ -48,7 +48,9 @@ def main(place: object = None, layout: str = "dp=2") -> None:
     run = samestep.parallelize(  # 2: where
         build, loss, lambda params: torch.optim.AdamW(params, lr=1e-2), layout=layout, job=job
     )
-    for batch in samestep.batches(dataset, job):  # 3: the same samples in every layout
+    for batch in samestep.batches(
+        dataset, job
+    ):  # 3: the same samples in every layout; Ctrl-C and SIGTERM end it behind a step
         report = run.step(batch)  # 4: forward, backward, reduction, update
         if report.step % 50 == 0 and run.place.rank == 0:
             print(f"step {report.step}: loss {report.loss:.6f}, gradient norm {report.grad_norm:.4f}")

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import samestep
 from samestep import Job, JobError, load
+from samestep import job as jobs
+from samestep.simulation.simulate import simulate
 
 DEFAULT = Path(str(resources.files("samestep") / "default_job.toml"))
 
@@ -176,3 +180,102 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 def test_the_public_load_is_this_one() -> None:
     assert samestep.load is load
+
+
+# -- numbers out of range --------------------------------------------------------------------------
+
+_TABLES = ("data", "train", "optimizer", "schedule", "numerics", "checkpoint", "run")
+NUMERIC = [
+    f"{table}.{key}"
+    for table in _TABLES
+    for key, field in Job.model_fields[table].annotation.model_fields.items()  # type: ignore[union-attr]
+    if {int, float} & set(jobs._parts(field.annotation))
+]
+"""Every key of a job whose value is a number."""
+DEGREES = [f"layout.{key}" for key in ("dp", "tp", "pp", "cp", "ep", "zero", "microbatch", "virtual_stages")]
+SIZES = [
+    f"model.config.{key}" for key in ("layers", "hidden", "heads", "vocab", "sequence", "head_dim", "intermediate")
+]
+WILD = (
+    "0", "-1", "1", "2", "7", "0.5", "1e400", "-1e400", "nan", "1e308", "5e-324", "true", "false", "''", "[]", "{}", "=3",
+    "1048577", "16777216", "100000000000", "9223372036854775807", "9223372036854775808", "18446744073709551616",
+    "-9223372036854775809", "99999999999999999999", "0x" + "f" * 4000, "9" * 5000, "1979-05-27", "three",
+)  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.sampled_from(NUMERIC + DEGREES + SIZES), st.sampled_from(WILD)), min_size=1, max_size=3))
+@settings(max_examples=150)
+def test_any_number_is_refused_in_one_line_or_planned(given: list[tuple[str, str]]) -> None:
+    words = ["model.source=preset:gpt2", "model.config.layers=2", *(f"{key}={value}" for key, value in given)]
+    try:
+        job = jobs.default(words)
+        simulate(job, hardware="h100x8")
+    except samestep.InputError:
+        return
+    assert "inf" not in job.to_toml()
+    assert Job.model_validate_json(job.model_dump_json()) == job
+    assert load_text(job.to_toml()) == job
+
+
+def load_text(text: str) -> Job:
+    return Job(**tomllib.loads(text))
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("run.timeout_s=inf", "input should be a finite number, got inf"),
+        ("run.timeout_s=1e300", "less than or equal to 100000000, got 1e+300"),
+        ("run.threads=100000", "less than or equal to 1024, got 100000"),
+        ("train.seed=99999999999999999999", "less than 9223372036854775808, got 99999999999999999999"),
+        ("optimizer.weight_decay=true", "input should be a number, got True"),
+        ("optimizer.clip_norm=true", "input should be a number, got True"),
+        ("optimizer.weight_decay=inf", "input should be a finite number, got inf"),
+        ("run.ranks=100000000000", "less than or equal to 1048576, got 100000000000"),
+        ("train.steps==3", "one '=' separates key and value"),
+        ("layout.dp=99999999999", "a degree is at most 1048576"),
+        ("train.steps=0x" + "f" * 5000, "got a number of thousands of digits"),
+    ],
+)
+def test_a_number_out_of_range_names_the_range(setting: str, says: str, tmp_path: Path) -> None:
+    (line,) = _mistakes(_file(tmp_path, ""), setting)
+    assert says in line
+
+
+@pytest.mark.parametrize("text", ["[train]\nsteps = " + "9" * 5000, "[model]\nconfig = " + "[" * 5000])
+def test_a_file_that_no_reader_takes_is_said_not_to_be_toml(text: str, tmp_path: Path) -> None:
+    (line,) = _mistakes(_file(tmp_path, text))
+    assert "is not TOML: " in line
+
+
+@pytest.mark.parametrize(
+    ("setting", "key", "value"),
+    [
+        ("train.seed=9223372036854775807", "train.seed", 2**63 - 1),
+        ("train.steps=1e3", "train.steps", 1000),
+        ("train.steps=100000000000", "train.steps", 10**11),
+        ("train.global_batch=16777216", "train.global_batch", 2**24),
+        ("run.timeout_s=86400", "run.timeout_s", 86400.0),
+        ("run.threads=192", "run.threads", 192),
+        ("run.ranks=16384", "run.ranks", 16384),
+        ("optimizer.lr=0", "optimizer.lr", 0.0),
+        ("optimizer.lr=1e30", "optimizer.lr", 1e30),
+        ("train.prompt='=3'", "train.prompt", "=3"),
+        ("model.config.limit=inf", "model.config", {"limit": float("inf")}),
+        ("run.allow=['loss', 'samples']", "run.allow", ("loss", "samples")),
+    ],
+)
+def test_large_but_possible_numbers_are_taken(setting: str, key: str, value: Any, tmp_path: Path) -> None:
+    found: Any = load(_file(tmp_path, ""), [setting])
+    assert Job.model_validate_json(found.model_dump_json()) == found
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+def test_a_short_run_of_the_default_job_has_no_warm_up() -> None:
+    assert jobs.default(["train.steps=8"]).schedule.warmup_steps == 0
+    assert jobs.default(["train.steps=100"]).schedule.warmup_steps == 50
+    assert jobs.default(["train.steps=8", "schedule.warmup_steps=3"]).schedule.warmup_steps == 3
+    with pytest.raises(JobError, match=r"at most 8 works, and so do more steps"):
+        jobs.default(["train.steps=8", "schedule.warmup_steps=9"])

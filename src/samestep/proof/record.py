@@ -12,7 +12,7 @@ import json
 import sys
 import sysconfig
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata, resources
 from pathlib import Path
 
@@ -93,7 +93,7 @@ def found(job: Job, layout: Layout, folder: Path) -> ProofRecord | None:
             with contextlib.suppress(OSError, ValueError, TypeError):
                 record = ProofRecord(**json.loads(path.read_text(encoding="utf-8")))
                 if record.key == key:
-                    return record
+                    return replace(record, notes=tuple(record.notes))
     return None
 
 

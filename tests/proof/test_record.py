@@ -1,0 +1,84 @@
+"""What every run says of itself: proven, when and how, or not proven; and what was allowed though it is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samestep.proof.verdict import Cause, Verdict
+from samestep.runtime.run import Run
+from samestep.training import train
+from tests import small
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+def test_a_run_proves_its_layout_first_and_later_runs_know_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plain, proven, later, other = (tmp_path / name for name in ("plain", "proven", "later", "other"))
+    words = ("--layout", "dp=2", "--steps", "2")
+    assert small.train(*words, "--out", plain) == 0
+    assert "\nnot proven: `samestep verify` proves this layout" in capfd.readouterr().out
+    assert _summary(plain)["proof"].startswith("not proven: ")
+    assert small.train(*words, "--out", proven, "--prove") == 0
+    assert "\nproven: the same result" in capfd.readouterr().out
+    assert _summary(proven)["proof"].startswith("proven on 20")
+    assert json.loads((proven / "proof.json").read_text())["layout"] == "dp=2"
+    assert small.train(*words, "--out", later, train__steps=5) == 0
+    assert "\nproven on 20" in capfd.readouterr().out
+    assert small.train(*words, "--out", other, train__seed=5) == 0
+    assert "\nnot proven: " in capfd.readouterr().out
+
+
+def test_a_layout_that_differs_is_not_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verdict = Verdict(
+        layout="dp=2",
+        job="hf:llama",
+        steps=3,
+        precision="float64",
+        checks=(),
+        cause=Cause.DRIFT,
+        explanation="a differs",
+    )
+    monkeypatch.setattr(train, "verify", lambda job, layout: dataclasses.replace(verdict, layout=str(layout)))
+    assert small.train("--layout", "dp=2", "--out", tmp_path / "run", "--prove") == 1
+    complaint = capsys.readouterr().err
+    assert complaint.startswith("samestep: --prove: nothing is trained, since the layout is not one device:")
+    assert "differs: copies of one weight differ between ranks" in complaint
+    assert not (tmp_path / "run").exists()
+
+
+def _waiving(run: Run, workload: Any) -> None:
+    if run.place.rank == 1:
+        run.job.run.waived("loss", "the loss is a mean")
+
+
+def test_what_was_allowed_is_told_whatever_rank_met_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "_held_out_loss", _waiving)
+    words = ("--layout", "dp=2", "--steps", "1", "--out")
+    assert small.train(*words, tmp_path / "run", "--allow", "loss", "samples") == 0
+    text = 'the loss is a mean (allowed by run.allow = ["loss"])'
+    assert f"\nnot proven, but allowed: {text}\n" in capfd.readouterr().out
+    assert _summary(tmp_path / "run")["waived"] == [text]
+    assert 'allow = [\n    "loss",\n    "samples",\n]' in (tmp_path / "run" / "job.toml").read_text()
+    assert small.train(*words, tmp_path / "again") == 2
+    assert 'the loss is a mean; run.allow = ["loss"] lets it run unproven' in capfd.readouterr().err
+    assert small.train("--allow", "lose") == 2
+    assert "invalid choice: 'lose'" in capfd.readouterr().err

@@ -1,0 +1,293 @@
+"""What a newcomer meets first: lists of models and machines, presets as published, words for mistakes, early returns."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import samestep
+from samestep.errors import DataError, JobError, UnprovenError, WorkerError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.models.presets import PRESETS
+from samestep.models.published import TOKENS, as_published
+from samestep.proof import record
+from samestep.proof.verdict import Check, Verdict
+from samestep.runtime.processes import join, workers
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.processes.workers import run_workers
+from tests.models import LLAMA, Plain, Tokens
+from tests.small import main
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    yield
+    join.leave()  # a run of one rank in this process made a group, with which no worker can be forked
+
+
+# -- lists and presets -----------------------------------------------------------------------------
+
+
+def test_presets_and_profiles_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("presets") == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows[1:]] == [f"preset:{name}" for name in PRESETS]
+    assert main("profiles") == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert {"h100x8", "cpu-laptop", "v100x8"} <= {row.split()[0] for row in rows[1:]}
+
+
+def test_a_preset_given_as_a_file_says_how_to_name_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("plan", "llama3-70b", "--devices", "8") == 2
+    assert "--set model.source=preset:llama3-70b works" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tables", "precision", "batch", "says"),
+    [
+        ({}, "bf16", 1536, "is planned in bf16 and with its published 3.15M tokens a step, 1536 samples; --set "),
+        ({"numerics": {"precision": "float32"}}, "float32", 1536, "is planned with its published 3.15M tokens"),
+        ({"train": {"global_batch": 32}}, "bf16", 32, "is planned in bf16; --set numerics.precision= change that"),
+        ({"train": {"global_batch": 32}, "numerics": {"precision": "float32"}}, "float32", 32, ""),
+        ({"data": {"sequence_length": 1024}}, "bf16", 3072, "3072 samples"),
+    ],
+)
+def test_a_preset_is_planned_as_published_unless_told_otherwise(
+    tables: dict[str, Any], precision: str, batch: int, says: str
+) -> None:
+    job, said = as_published(Job(model={"source": "preset:gpt3-175b"}, **tables))
+    assert (job.numerics.precision, job.train.global_batch) == (precision, batch)
+    assert says in said
+    assert bool(said) == bool(says)
+
+
+def test_a_model_of_code_keeps_its_own_batch_and_precision() -> None:
+    job = Job()
+    assert as_published(job) == (job, "")
+    unpublished, said = as_published(Job(model={"source": "preset:llama3-70b"}))
+    assert unpublished.train.global_batch == 512
+    assert "the usual (its own is not published) 4.19M tokens" in said
+    assert TOKENS.keys() <= set(PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("words", "bound"),
+    [
+        (["--hardware", "h100x8"], "launches of small kernels"),
+        (["--hardware", "cpu-laptop"], "compute"),
+        (["--hardware", "h100x8", "--set", "model.source=preset:gpt2-xl"], "compute"),
+    ],
+)
+def test_a_plan_says_what_binds(words: list[str], bound: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("plan", "--devices", "2", *words) == 0
+    assert f"the best is bound by {bound} (" in capsys.readouterr().out
+
+
+def test_the_package_shows_its_public_names_and_its_version() -> None:
+    assert [name for name in dir(samestep) if not name.startswith("_")] == sorted(samestep.__all__)
+    assert samestep.__version__[0].isdigit()
+
+
+# -- the words of a mistake ------------------------------------------------------------------------
+
+
+class Rows:
+    """Samples as lists of numbers, which are no tensors."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> list[int]:
+        return list(range(index, index + 12))
+
+
+class Pairs(Rows):
+    """The same rows, as a tensor and its class."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.arange(index, index + 12), torch.tensor(index % 3)
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(61, 8), nn.Linear(8, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(tokens).mean(1))
+
+
+def _sgd(params: list[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def _losses(model: Callable[[], nn.Module], loss: Any, dataset: Any, example: Any = None) -> list[float]:
+    job = Job(train={"global_batch": 4, "steps": 2})
+    run = samestep.parallelize(model, loss, _sgd, job=job)
+    if example is not None:
+        run.prepare(example)
+    return [run.step(batch).loss for batch in samestep.batches(dataset, job)]
+
+
+def test_the_words_for_losses_work_in_python() -> None:
+    from samestep.building.loss import cross_entropy
+
+    assert _losses(Plain, "cross_entropy", Tokens()) == _losses(Plain, cross_entropy, Tokens())
+    with pytest.raises(JobError, match="did you mean 'cross_entropy'"):
+        _losses(Plain, "cross_entrpy", Tokens())
+
+
+def test_a_mistake_in_the_data_is_not_blamed_on_the_model() -> None:
+    with pytest.raises(
+        DataError, match=r"a batch of tensors \[12\], \[12\] .* batch.samples\(\[0\]\) is a batch of one"
+    ):
+        _losses(LLAMA, "cross_entropy", Tokens(), Tokens()[0])
+    with pytest.raises(DataError, match=r"a sample of 12 single numbers .* torch\.tensor"):
+        _losses(LLAMA, "cross_entropy", Rows())
+    whole = {name: value[None] for name, value in Tokens()[0].items()}
+    assert _losses(LLAMA, "cross_entropy", Tokens(), whole) == _losses(LLAMA, "cross_entropy", Tokens())
+    assert len(_losses(Classifier, "cross_entropy", Pairs())) == 2
+
+
+ERRORS = """
+import samestep
+def main(place):
+    samestep.parallelize(lambda: None, "mse", lambda p: p, layout="dp=2 zero=7")
+if __name__ == "__main__":
+    samestep.launch(main, ranks=2)
+"""
+
+
+def test_an_error_of_launch_ends_in_one_good_line_without_our_frames(tmp_path: Path) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(ERRORS)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert lines[-1] == "samestep.errors.LayoutError: zero=7: the ZeRO stages are 0, 1, 2 and 3"
+    assert len([line for line in lines if line.startswith("  File")]) == 1
+
+
+# -- ranks that return early -----------------------------------------------------------------------
+
+
+def _early(place: RankInfo) -> None:
+    dist.barrier()
+    if place.rank != 1:
+        dist.all_reduce(torch.ones(1))
+
+
+def _late(place: RankInfo) -> int:
+    dist.barrier()
+    if place.rank == 0:
+        time.sleep(2.5)
+    return 7
+
+
+def _pairs(place: RankInfo) -> None:
+    dist.barrier()
+    for _ in range(3 if place.rank < 2 else 0):
+        if place.rank == 0:
+            time.sleep(0.8)
+            dist.send(torch.ones(1), 1)
+        else:
+            dist.recv(torch.ones(1), 0)
+
+
+def test_a_rank_that_returns_early_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_WAITING_S", 1.0)
+    monkeypatch.setattr(workers, "_ASK_EVERY_S", 0.3)
+    said = r"^rank 1 of 3 returned from the function while ranks 0, 2 wait for it in all_reduce \(.*test_door.py:\d+\)"
+    with pytest.raises(WorkerError, match=said):
+        run_workers(_early, ranks=3, timeout_s=300, quiet=True)
+
+
+def test_ranks_may_return_at_different_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_WAITING_S", 1.0)
+    monkeypatch.setattr(workers, "_ASK_EVERY_S", 0.3)
+    assert run_workers(_late, ranks=2, timeout_s=300, quiet=True) == 7
+    run_workers(_pairs, ranks=3, timeout_s=300, quiet=True)
+
+
+# -- what is proven, and what is allowed -----------------------------------------------------------
+
+
+def _verdict(layout: str = "dp=2") -> Verdict:
+    checks = (Check(what="loss", error=0.0, allowance=1e-9, compared=1),)
+    return Verdict(layout=layout, job="hf:llama", steps=3, precision="float64", checks=checks)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+def test_a_proof_holds_for_the_same_job_at_any_length_and_place(home: Path) -> None:
+    job = Job(data={"source": "text:/here/book.txt"})
+    record.keep(record.record_of(job, _verdict()))
+    layout, nowhere = Layout.parse("dp=2"), home / "run"
+    found = record.found(job, layout, nowhere)
+    assert found is not None
+    assert "3 steps in float64 equal those of one device" in found.to_line()
+    same: list[dict[str, Any]] = [
+        {"train": {"steps": 9}},
+        {"run": {"threads": 3, "device": "cpu"}},
+        {"checkpoint": {"every": 2}},
+        {"data": {"source": "text:/there/book.txt"}},
+    ]
+    other: list[dict[str, Any]] = [
+        {"train": {"seed": 1}},
+        {"train": {"global_batch": 8}},
+        {"model": {"source": "hf:gpt2"}},
+        {"model": {"config": {"num_hidden_layers": 3}}},
+        {"numerics": {"precision": "bf16"}},
+        {"optimizer": {"lr": 0.5}},
+    ]
+    base: dict[str, Any] = {"data": {"source": "text:/here/book.txt"}}
+    assert all(record.found(Job(**{**base, **tables}), layout, nowhere) for tables in same)
+    assert not any(record.found(Job(**{**base, **tables}), layout, nowhere) for tables in other)
+    assert record.found(job, Layout.parse("dp=4"), nowhere) is None
+
+
+def test_a_proof_ends_with_a_change_of_the_users_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "newcomers_model.py").write_text("def build(): pass\n")
+    (home / "newcomers_layers.py").write_text("WIDTH = 3\n")
+    monkeypatch.syspath_prepend(home)
+    __import__("newcomers_model")
+    job, layout = Job(model={"source": "newcomers_model:build"}), Layout.parse("dp=2")
+    record.keep(record.record_of(job, _verdict()))
+    assert record.found(job, layout, home)
+    (home / "newcomers_layers.py").write_text("WIDTH = 4\n")
+    assert record.found(job, layout, home) is None
+
+
+def test_a_damaged_record_proves_nothing(home: Path) -> None:
+    job, layout = Job(), Layout.parse("dp=2")
+    made = record.record_of(job, _verdict())
+    record.keep(made, home)
+    (home / "home" / ".cache" / "samestep" / "proofs" / f"{made.key}.json").write_text("{")
+    assert record.found(job, layout, home) == made
+    (home / record.FILE).write_text('{"key": 3}')
+    assert record.found(job, layout, home) is None
+
+
+def test_a_waived_refusal_is_noted_once_and_another_raised() -> None:
+    run = Job(run={"allow": ["loss"]}).run
+    assert run.met == ()
+    for _ in range(2):
+        assert run.waived("loss", "the loss is a mean") == 'the loss is a mean (allowed by run.allow = ["loss"])'
+    assert run.met == ('the loss is a mean (allowed by run.allow = ["loss"])',)
+    assert run.model_copy(update={"device": "cpu"}).met == run.met
+    with pytest.raises(UnprovenError, match=r'run.allow = \["samples"\] lets it run unproven'):
+        run.waived("samples", "samples influence each other")
