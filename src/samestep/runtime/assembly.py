@@ -46,7 +46,7 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.weight_store import Materialize, WeightStore
 from samestep.strategies import program_of
 from samestep.strategies.tensor import refuse_degree
-from samestep.tracing import cut_proof, samples, sequence_boundaries, slices, tensor_plan
+from samestep.tracing import cut_proof, samples, sequence_boundaries, sequence_proof, slices, tensor_plan
 from samestep.tracing import experts as experts_module
 from samestep.tracing.operations import Operation, Recorder
 from samestep.tracing.rank_trial import DiffersError
@@ -171,7 +171,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     if degree := cut_proof.smallest_degree(proof):
         proof, counts = _tried(proof, plan, experts, shareable, one, recorder.operations, degree)
     spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable, proof))
-    spec, parts = sequence_boundaries.with_sequence(spec, plan.module, planned.styles, calls, experts.counts)
+    spec, parts = sequence_boundaries.with_sequence(spec, plan.module, planned.styles, calls)
     placed: list[MaskSpec] = []
 
     @contextmanager
@@ -263,9 +263,9 @@ def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedMode
         LayoutError: the forward of a rank of this tp does not compute its part of the whole model's.
     """
     traced = _with_degree(traced, layout.tp, example)
+    traced = _with_tokens_of_a_rank(traced, layout, example)
     analysis, spec = traced.analysis, traced.spec
-    gives_experts_parts = layout.sequence_parallel and any(layer.dispatches for layer in spec.layers)
-    parts = layout.cp if layout.cp > 1 else layout.tp if gives_experts_parts else 1
+    parts = layout.cp
     if parts in (1, *analysis.parts_examined):
         return traced
     value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
@@ -274,6 +274,21 @@ def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedMode
         spec = slices.prove(traced.module, one, spec, value_of, analysis.experts, parts)
     analysis = replace(analysis, spec=spec, parts_examined=(*analysis.parts_examined, parts))
     return replace(traced, analysis=analysis)
+
+
+def _with_tokens_of_a_rank(traced: TracedModel, layout: Layout, example: Any) -> TracedModel:
+    """Return the model with a proof that its blocks work token by token between the parts that tp cuts, or a refusal."""
+    analysis, spec, degree = traced.analysis, traced.spec, layout.tp
+    known = not layout.sequence_parallel or degree in (1, *analysis.slices_between)
+    if known or spec.sequence_refusal or spec.sequence % degree:
+        return traced
+    value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
+    sample, parts = _first_of(example, torch.float32), analysis.sequence_parts
+    refusal = sequence_proof.refuse_slices(
+        traced.module, sample, parts, spec.sequence, degree, value_of, analysis.experts
+    )
+    spec = replace(spec, sequence_refusal=refusal, expert_refusal=refusal)
+    return replace(traced, analysis=replace(analysis, spec=spec, slices_between=(*analysis.slices_between, degree)))
 
 
 def _with_degree(traced: TracedModel, degree: int, example: Any) -> TracedModel:

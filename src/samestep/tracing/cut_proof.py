@@ -63,7 +63,7 @@ def record_ends(model: nn.Module, styles: Mapping[str, str], recorder: Recorder)
 
     def enter(path: str, module: nn.Module, args: Any) -> None:
         if args and isinstance(args[0], Tensor):
-            recorder.entered.setdefault(path, view_of(args[0]))
+            recorder.entered.setdefault(path, set()).add(view_of(args[0]).storage)
 
     def leave(path: str, module: nn.Module, args: Any, output: Any) -> None:
         recorder.record("left", path, (), {}, tuple(tensors_in(output)))

@@ -113,7 +113,9 @@ class _Compared(Recorder):
             return "" if (whole.values, whole.shape) == (mine.values, mine.shape) else "with other constants on a rank"
         degrees = {self.degree, *(self.degrees[name] for name in (state.sources if isinstance(state, Rows) else ()))}
         for degree in degrees:
-            part = part_of(whole, state, degree) if isinstance(state, Rows) else _repeated_like(whole, mine, degree, state)
+            part = (
+                part_of(whole, state, degree) if isinstance(state, Rows) else _repeated_like(whole, mine, degree, state)
+            )
             if part is None or part.shape != mine.shape:
                 continue
             if isinstance(state, frozenset) or state == "uniform":
@@ -137,9 +139,7 @@ class _Compared(Recorder):
     def _is_same(self, whole: int, mine: int) -> bool:
         return self.same.setdefault(whole, mine) == mine
 
-    def _is_same_element(
-        self, whole: View, there: list[int], state: State, mine: View, here: list[int]
-    ) -> bool:
+    def _is_same_element(self, whole: View, there: list[int], state: State, mine: View, here: list[int]) -> bool:
         """Return whether two elements are one, followed back through copies to what they were copied from."""
         a, b = _offset(whole, there), _offset(mine, here)
         while whole.storage in self.copies:
