@@ -61,6 +61,8 @@ class FamilyFacts:
         }
     )
     """Styles of such plans, each with the corresponding style of `tracing/tensor_plan.py`, or "whole"."""
+    split_style: str = "rowwise_split_input"
+    """The style of a row cut whose whole input each rank cuts for itself."""
     tensor_plan: Mapping[str, str] | None = None
     """A plan for a family that has none in transformers."""
 

@@ -52,6 +52,7 @@ from samestep.tracing.operations import Operation, Recorder
 from samestep.tracing.rank_trial import DiffersError
 from samestep.tracing.trace import samples_traced, trace
 from samestep.tracing.traced_model import TracedModel
+from samestep.tracing.units import MixesError
 
 # Order matters: from the inside out, as in `strategies.STACK`.
 TWINS: tuple[ModuleType, ...] = (tensor, expert)
@@ -220,7 +221,7 @@ def _tried(
             forward(recorder := Recorder())
             operations = recorder.operations
         proof = cut_proof.with_degree(proof, plan.module, shared, operations, forward, degree)
-    except DiffersError as error:
+    except (DiffersError, MixesError) as error:
         return replace(proof, refusal=str(error)), {}
     return proof, {degree: proof.divided(plan.module)}
 

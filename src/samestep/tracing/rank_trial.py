@@ -111,6 +111,8 @@ class _Compared(Recorder):
         """Return how a rank's tensor is not its part of the whole model's; empty if it is."""
         if whole.values is not None or mine.values is not None:
             return "" if (whole.values, whole.shape) == (mine.values, mine.shape) else "with other constants on a rank"
+        if whole.numel == mine.numel == 0:
+            return ""
         degrees = {self.degree, *(self.degrees[name] for name in (state.sources if isinstance(state, Rows) else ()))}
         for degree in degrees:
             part = (

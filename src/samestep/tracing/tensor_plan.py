@@ -62,7 +62,11 @@ def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
     unknown = sorted({style for style in plan.values() if style not in facts.plan_styles})
     if unknown:
         return Cuts(refusal=f"its plan asks for {', '.join(unknown)}, which samestep does not support")
+    # What is gathered, and split again for a row cut beside it, may stay cut in between.
+    split = {pattern.rpartition(".")[0] for pattern, style in plan.items() if style == facts.split_style}
     styles = {pattern: facts.plan_styles[style] for pattern, style in plan.items()}
+    rejoined = [pattern for pattern, style in styles.items() if style == "gather" and pattern.rpartition(".")[0] in split]
+    styles |= dict.fromkeys(rejoined, "column")
     cuts = _matched(model, {pattern: style for pattern, style in styles.items() if style != "whole"})
     for part in facts.vocabulary_parts(model):
         path = next((path for path, module in model.named_modules() if module is part), None)

@@ -151,7 +151,7 @@ class Flow:
         state = self.states.get(view.storage) if view.values is None else None
         if state == "partial":
             raise MixesError(f"{place(op)} computes {op.name} on sums of which each rank has a summand")
-        if not isinstance(state, Rows):
+        if not isinstance(state, Rows) or view.numel == 0:
             return None
         found = along(view, state)
         if found is None:
