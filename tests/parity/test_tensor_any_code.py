@@ -194,20 +194,17 @@ def halves(h: Tensor) -> Tensor:
 
 
 LEGAL: dict[str, Callable[[], nn.Module]] = {
-    "gelu": mlp(lambda m, h, x: F.gelu(h)),
     "glu": mlp(lambda m, h, x: halves(h), 2),
     "glu of torch": mlp(lambda m, h, x: F.glu(h), 2),
     "a scale of each neuron": mlp(lambda m, h, x: h.relu() * m.scale + m.shift, scale=(NEURONS,), shift=(1, NEURONS)),
     "a scale of all neurons": mlp(lambda m, h, x: h.relu() * m.scale, scale=(1,)),
     "the number of inputs of a module": mlp(lambda m, h, x: h.relu() / m.down.in_features),
-    "a softmax over tokens": mlp(lambda m, h, x: h.softmax(1)),
     "a sum over tokens": mlp(lambda m, h, x: h.cumsum(1) / 8),
     "a gate of the whole input": mlp(lambda m, h, x: h * m.gate(x).sigmoid(), gate=(WIDTH, 1)),
     "a low-rank sum that is cut alike": mlp(lambda m, h, x: h + m.high(m.low(x)), plan={"high": "column"}, low=(WIDTH, 4), high=(4, NEURONS)),
     "neurons in groups": mlp(lambda m, h, x: h.unflatten(-1, (-1, 4)).softmax(-1).flatten(2)),
     "n_head": heads(count="n_head"),
     "any other name": heads(count="viewpoints", shape="view"),
-    "the width of a head": heads(shape="width"),
     "attention by hand": heads(shape="view", by_hand=True),
     "a temperature of each head": heads(Tempered),
     "one rotary key": functools.partial(
@@ -224,17 +221,14 @@ LEGAL: dict[str, Callable[[], nn.Module]] = {
     "standardised logits": behind(lambda logits: (logits - logits.mean(-1, keepdim=True)) / logits.std(-1, keepdim=True)),
     "scaled by the largest": behind(lambda logits: logits / logits.abs().amax(-1, keepdim=True)),
     "a dict": behind(lambda logits: {"logits": logits}),
-    "a tuple": behind(lambda logits: (logits, logits.detach())),
     "classes before tokens": behind(lambda logits: logits.transpose(1, 2)),
 }  # fmt: skip
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "normalize": (mlp(lambda m, h, x: F.normalize(h, dim=-1)), "blocks.0 computes linalg_vector_norm across"),
     "softmax": (mlp(lambda m, h, x: h.softmax(-1)), "blocks.0 computes _softmax across"),
-    "topk": (mlp(lambda m, h, x: h * (h >= h.topk(4, dim=-1).values[..., -1:])), "blocks.0 computes topk across"),
     "layer norm": (mlp(lambda m, h, x: F.layer_norm(h, (NEURONS,))), "blocks.0 computes native_layer_norm across"),
     "absmax": (mlp(lambda m, h, x: (h * 8 / h.abs().max()).tanh()), "blocks.0 computes max across"),
-    "sort": (mlp(lambda m, h, x: h.sort(-1).values), "blocks.0 computes sort across"),
     "neighbours": (mlp(lambda m, h, x: h + h.roll(1, -1)), "blocks.0 moves .* by roll"),
     "the number of neurons": (mlp(lambda m, h, x: h.relu() / h.shape[-1]), "blocks.0 computes div with 32 .* and with 16"),
     "the whole input": (mlp(lambda m, h, x: h * x.mean(-1, keepdim=True)), "its gradient would be partial"),

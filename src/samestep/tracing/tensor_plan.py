@@ -65,7 +65,9 @@ def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
     # What is gathered, and split again for a row cut beside it, may stay cut in between.
     split = {pattern.rpartition(".")[0] for pattern, style in plan.items() if style == facts.split_style}
     styles = {pattern: facts.plan_styles[style] for pattern, style in plan.items()}
-    rejoined = [pattern for pattern, style in styles.items() if style == "gather" and pattern.rpartition(".")[0] in split]
+    rejoined = [
+        pattern for pattern, style in styles.items() if style == "gather" and pattern.rpartition(".")[0] in split
+    ]
     styles |= dict.fromkeys(rejoined, "column")
     cuts = _matched(model, {pattern: style for pattern, style in styles.items() if style != "whole"})
     for part in facts.vocabulary_parts(model):
