@@ -67,7 +67,7 @@ def test_experts_are_divided_with_the_sequence() -> None:
     """Under tp alone every rank repeats the rows of all tokens."""
     source = Source(MODELS["mixtral"], loss_of(clipped()), optimizer_of(clipped()), "mixtral")
     example = next(batches(Tokens(), clipped())).samples([0])
-    spec = with_slices(prepare(source, clipped(), example), Layout.parse("cp=2"), example).spec
+    spec = with_slices(prepare(source, clipped(), example), Layout.parse("tp=2 sequence_parallel"), example).spec
     whole, alone, cut = (
         program_of(spec, clipped(), Layout.parse(words)).step.model.layers[1]
         for words in ("dp=1", "tp=2", "tp=2 sequence_parallel")

@@ -24,11 +24,9 @@ from tests.pool import pool
 FEATURES, HEADS, WORDS = 16, 4, 64
 CURIOUS = FamilyFacts(
     norm_words=("scaler",),
-    tokenwise_words=("scaler",),
-    transposed_linears={"Turned": "results"},
+    transposed_linears=("Turned",),
     head_width="slot",
     head_count="readers",
-    divided_attributes=("readers",),
     hidden_argument="stream",
     tensor_plan={"b.*.look.ask": "qkv", "b.*.look.say": "row", "b.*.think.up": "column", "b.*.think.down": "row"},
 )

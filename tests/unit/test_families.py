@@ -17,8 +17,8 @@ from samestep.building.families import DEFAULT, FAMILIES, facts_of
 from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.strategies import program_of
-from tests.laboratory import clipped, make_run
-from tests.models import MODELS, Parted, PartedBlock, Tokens
+from tests.laboratory import clipped, source_of
+from tests.models import MODELS, Parted, PartedBlock
 
 SOURCE = Path(families.__file__).parents[1]
 
@@ -47,10 +47,11 @@ class Convolutional(Parted):
 
 def test_a_convolution_is_no_linear_layer_that_works_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "convolutional", Convolutional)
-    run = make_run(0, 1, "convolutional", "dp=1", clipped())
-    run.prepare({key: value[None] for key, value in Tokens()[0].items()})
-    with pytest.raises(LayoutError, match=r"blocks.0.mix, a Conv1d, may mix tokens"):
-        program_of(run.assembly.model.spec, clipped(), Layout.parse("tp=2 sequence_parallel"))
+    layout = Layout.parse("tp=2 sequence_parallel")
+    found = source_of("convolutional", layout, clipped()).prepared
+    assert found is not None
+    with pytest.raises(LayoutError, match=r"blocks.0.mix mixes tokens by convolution"):
+        program_of(found.spec, clipped(), layout)
 
 
 # -- nobody else spells them -------------------------------------------------------------------------
@@ -114,6 +115,6 @@ def test_no_other_file_spells_what_is_known_of_a_family() -> None:
 def test_the_search_for_such_names_finds_them(tmp_path: Path) -> None:
     file = tmp_path / "quirk.py"
     file.write_text(
-        'def f(m):\n    """The prose of num_heads."""\n    return m.num_key_value_groups, getattr(m, "nf")\n'
+        'def f(m):\n    """The prose of num_heads."""\n    return m.num_key_value_groups, getattr(m, "head_dim")\n'
     )
-    assert spelled_in(file) & known_names() == {"num_key_value_groups", "nf"}
+    assert spelled_in(file) & known_names() == {"num_key_value_groups", "head_dim"}

@@ -30,15 +30,8 @@ class FamilyFacts:
 
     norm_words: tuple[str, ...] = ("norm",)
     """Words in the lower-case class names of modules that normalise."""
-    tokenwise_words: tuple[str, ...] = (
-        "layernorm", "rmsnorm", "dropout", "identity", "linear", "activation", "gelu", "silu", "relu",
-    )  # fmt: skip
-    """Words in the lower-case class names of modules without children that work on each token by itself.
-
-    Transposed linear layers, which do so too, have a field of their own.
-    """
-    transposed_linears: Mapping[str, str] = field(default_factory=lambda: {"Conv1D": "nf"})
-    """Classes of linear layers whose weight is [in, out], each with its attribute for the number of outputs."""
+    transposed_linears: tuple[str, ...] = ("Conv1D",)
+    """Classes of linear layers whose weight is [in, out]."""
 
     head_width: str = "head_dim"
     """An attention's attribute for the number of features of one head."""
@@ -46,8 +39,6 @@ class FamilyFacts:
     """An attention's attribute for the number of its heads."""
     head_repeats: str = "num_key_value_groups"
     """An attention's attribute for the number of queries that share a head of keys and values."""
-    divided_attributes: tuple[str, ...] = ("num_heads", "split_size", "embed_dim")
-    """An attention's attributes for its own width, of which a rank of a tensor cut has a part."""
     hidden_argument: str = "hidden_states"
     """The keyword by which a block, or a part of one, is given hidden states."""
     positional_words: tuple[str, ...] = ("rotary", "position", "wpe", "pos_emb")
@@ -70,6 +61,8 @@ class FamilyFacts:
         }
     )
     """Styles of such plans, each with the corresponding style of `tracing/tensor_plan.py`, or "whole"."""
+    split_style: str = "rowwise_split_input"
+    """The style of a row cut whose whole input each rank cuts for itself."""
     tensor_plan: Mapping[str, str] | None = None
     """A plan for a family that has none in transformers."""
 
@@ -111,18 +104,9 @@ class FamilyFacts:
         """Return whether a module normalises: the names of torch's and transformers' classes show it."""
         return _has_word(type(module).__name__, self.norm_words) and not any(True for _ in module.children())
 
-    def is_tokenwise(self, module: nn.Module) -> bool:
-        """Return whether a module without children works on each token by itself."""
-        name = type(module).__name__
-        return _has_word(name, self.tokenwise_words) or name in self.transposed_linears
-
     def is_transposed(self, module: nn.Module) -> bool:
         """Return whether a module is a linear layer that keeps its weight as [in, out], as in GPT-2."""
         return type(module).__name__ in self.transposed_linears and "weight" in module._parameters
-
-    def divide_outputs(self, transposed: nn.Module, degree: int) -> None:
-        """Set a transposed linear layer to one of `degree` equal parts of its outputs."""
-        _divide(transposed, self.transposed_linears[type(transposed).__name__], degree)
 
     def is_positional(self, path: str) -> bool:
         """Return whether a module of this path depends on positions alone."""
@@ -135,26 +119,16 @@ class FamilyFacts:
     # -- attentions --------------------------------------------------------------------------------
 
     def heads_of(self, attention: nn.Module, size: int) -> int:
-        """Return the number of heads in `size` rows of an attention's projection; elsewhere every neuron is a group."""
+        """Return the number of heads in `size` rows of an attention's projection; `size` itself where nothing says."""
         width, count = getattr(attention, self.head_width, None), getattr(attention, self.head_count, None)
         if isinstance(width, int) and width and size % width == 0:
             return size // width
         return count if isinstance(count, int) and count and size % count == 0 else size
 
-    def divide_heads(self, attention: nn.Module, degree: int) -> None:
-        """Set an attention to one of `degree` equal parts of its heads, where it keeps their number."""
-        for name in self.divided_attributes:
-            if isinstance(getattr(attention, name, None), int):
-                _divide(attention, name, degree)
-
     def repeats_of(self, attention: nn.Module) -> int:
         """Return the number of queries of an attention that share a head of keys and values."""
         times = getattr(attention, self.head_repeats, 1)
         return times if isinstance(times, int) else 1
-
-    def set_repeats(self, attention: nn.Module, times: int) -> None:
-        """Set the number of queries of an attention that share a head of keys and values."""
-        setattr(attention, self.head_repeats, times)
 
     # -- plans of tensor parallelism ---------------------------------------------------------------
 
@@ -246,10 +220,6 @@ def _configuration(module: nn.Module) -> Any:
 
 def _has_word(name: str, words: tuple[str, ...]) -> bool:
     return any(word in name.lower() for word in words)
-
-
-def _divide(module: nn.Module, name: str, degree: int) -> None:
-    setattr(module, name, getattr(module, name) // degree)
 
 
 # -- a family's model from its configuration ---------------------------------------------------------

@@ -63,6 +63,8 @@ class ModelAnalysis:
     experts: ExpertModules
     has_dropout: bool
     """Whether a module or a configuration has a dropout probability above 0."""
+    slices_between: tuple[int, ...] = ()
+    """Degrees of sequence parallelism for which it has been examined whether blocks work token by token."""
     parts_examined: tuple[int, ...] = ()
     """Numbers of slices into which it has been examined whether sequences can be cut."""
     states: tuple[StateSpec, ...] = ()

@@ -97,6 +97,8 @@ class PartialSum:
     owner: str
     """Path of the module whose output (forward) or input gradient (backward) it is."""
     elements: int
+    kind: Literal["sum", "gather", "logits"] = "sum"
+    """gather: it is no summand but a part, which is gathered; logits: gathered unless the loss works on cut logits."""
 
 
 Partial = Literal["", "cut", "sequence"]

@@ -49,12 +49,13 @@ from samestep.runtime.update_rule import OptimizerSource
 from samestep.runtime.weight_store import Materialize, WeightStore
 from samestep.strategies import program_of
 from samestep.strategies.tensor import refuse_degree
-from samestep.tracing import cut_proof, samples, sequence_boundaries, slices, state, tensor_plan
+from samestep.tracing import cut_proof, samples, sequence_boundaries, sequence_proof, slices, state, tensor_plan
 from samestep.tracing import experts as experts_module
 from samestep.tracing.operations import Operation, Recorder
 from samestep.tracing.rank_trial import DiffersError
 from samestep.tracing.trace import containers_of, samples_traced, trace
 from samestep.tracing.traced_model import TracedModel
+from samestep.tracing.units import MixesError
 
 # Order matters: from the inside out, as in `strategies.STACK`.
 TWINS: tuple[ModuleType, ...] = (tensor, expert)
@@ -186,7 +187,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     if degree := cut_proof.smallest_degree(proof):
         proof, counts = _tried(proof, plan, experts, shareable, one, recorder.operations, degree)
     spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable, proof))
-    spec, parts = sequence_boundaries.with_sequence(spec, plan.module, planned.styles, calls, experts.counts)
+    spec, parts = sequence_boundaries.with_sequence(spec, plan.module, planned.styles, calls)
     placed: list[MaskSpec] = []
 
     @contextmanager
@@ -241,7 +242,7 @@ def _tried(
             forward(recorder := Recorder())
             operations = recorder.operations
         proof = cut_proof.with_degree(proof, plan.module, shared, operations, forward, degree)
-    except DiffersError as error:
+    except (DiffersError, MixesError) as error:
         return replace(proof, refusal=str(error)), {}
     return proof, {degree: proof.divided(plan.module)}
 
@@ -284,9 +285,9 @@ def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedMode
         LayoutError: the forward of a rank of this tp does not compute its part of the whole model's.
     """
     traced = _with_degree(traced, layout.tp, example)
+    traced = _with_tokens_of_a_rank(traced, layout, example)
     analysis, spec = traced.analysis, traced.spec
-    gives_experts_parts = layout.sequence_parallel and any(layer.dispatches for layer in spec.layers)
-    parts = layout.cp if layout.cp > 1 else layout.tp if gives_experts_parts else 1
+    parts = layout.cp
     if parts in (1, *analysis.parts_examined):
         return traced
     value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
@@ -296,6 +297,21 @@ def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedMode
             spec = slices.prove(traced.module, one, spec, value_of, analysis.experts, parts)
     analysis = replace(analysis, spec=spec, parts_examined=(*analysis.parts_examined, parts))
     return replace(traced, analysis=analysis)
+
+
+def _with_tokens_of_a_rank(traced: TracedModel, layout: Layout, example: Any) -> TracedModel:
+    """Return the model with a proof that its blocks work token by token between the parts that tp cuts, or a refusal."""
+    analysis, spec, degree = traced.analysis, traced.spec, layout.tp
+    known = not layout.sequence_parallel or degree in (1, *analysis.slices_between)
+    if known or spec.sequence_refusal or spec.sequence % degree:
+        return traced
+    value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
+    sample, parts = _first_of(example, torch.float32), analysis.sequence_parts
+    refusal = sequence_proof.refuse_slices(
+        traced.module, sample, parts, spec.sequence, degree, value_of, analysis.experts
+    )
+    spec = replace(spec, sequence_refusal=refusal, expert_refusal=refusal)
+    return replace(traced, analysis=replace(analysis, spec=spec, slices_between=(*analysis.slices_between, degree)))
 
 
 def _with_degree(traced: TracedModel, degree: int, example: Any) -> TracedModel:

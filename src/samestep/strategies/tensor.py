@@ -100,7 +100,7 @@ def cut_model(model: ModelSpec, degree: int, cuts_loss: bool = True) -> ModelSpe
     uncut = [p for p in model.params if p.cut and p.cut.groups % degree and not _is_shared(degree, p.cut)]
     whole = {name.rpartition(".")[0] for param in uncut for name in (param.name, *param.aliases)}
     params = tuple(_cut_param(param, degree) for param in model.params)
-    layers = tuple(_cut_layer(layer, degree, whole) for layer in model.layers)
+    layers = tuple(_cut_layer(layer, degree, whole, cuts_loss) for layer in model.layers)
     cuts_logits = model.logit_rows > 0 and any(p.cut and p.cut.style == "vocab" for p in params)
     if cuts_logits and cuts_loss:
         layers = (*layers[:-1], _with_cut_loss(layers[-1], degree))
@@ -124,12 +124,13 @@ def _cut_param(param: ParamSpec, degree: int) -> ParamSpec:
     return replace(param, shape=shape)
 
 
-def _cut_layer(layer: LayerSpec, degree: int, whole: set[str]) -> LayerSpec:
+def _cut_layer(layer: LayerSpec, degree: int, whole: set[str], cuts_loss: bool) -> LayerSpec:
     """Return one rank's part of a layer, without the sums of the modules in `whole`, which are not cut."""
-    forward = tuple(part for part in layer.forward_sums if part.owner not in whole)
+    mine = (part for part in layer.forward_sums if part.owner not in whole)
+    forward = tuple(part for part in mine if part.kind != "logits" or not cuts_loss)
     backward = tuple(part for part in layer.backward_sums if part.owner not in whole)
-    mine = layer.cut_by(degree) if forward or backward else layer
-    return replace(mine, forward_sums=forward, backward_sums=backward)
+    cut = layer.cut_by(degree) if forward or backward else layer
+    return replace(cut, forward_sums=forward, backward_sums=backward)
 
 
 def _cut(ops: Ops, step: StepSpec) -> Iterator[Op]:
@@ -153,7 +154,8 @@ def _cut(ops: Ops, step: StepSpec) -> Iterator[Op]:
 
 def _sums(parts: tuple[PartialSum, ...], step: StepSpec, after: Op) -> Iterator[Op]:
     for part in parts:
-        yield _sum(part.owner, step.compute_dtype, after).sized(part.elements * step.microbatch_samples)
+        op = _sum(part.owner, step.compute_dtype, after).sized(part.elements * step.microbatch_samples)
+        yield op if part.kind == "sum" else op.but(kind=OpKind.ALL_GATHER)
 
 
 def _loss(step: StepSpec, after: Op) -> Iterator[Op]:

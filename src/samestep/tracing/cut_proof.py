@@ -63,7 +63,7 @@ def record_ends(model: nn.Module, styles: Mapping[str, str], recorder: Recorder)
 
     def enter(path: str, module: nn.Module, args: Any) -> None:
         if args and isinstance(args[0], Tensor):
-            recorder.entered.setdefault(path, view_of(args[0]))
+            recorder.entered.setdefault(path, set()).add(view_of(args[0]).storage)
 
     def leave(path: str, module: nn.Module, args: Any, output: Any) -> None:
         recorder.record("left", path, (), {}, tuple(tensors_in(output)))
@@ -123,7 +123,7 @@ def prove(
             continue
         if not cuts_logits or _are_logits(flow, model, heads):
             uses = _uses(recorder.operations, flow, partial)
-            return CutProof(way if cuts_loss else styles, cuts, flow.groups, uses, _copied(flow, partial), cuts_logits)
+            return CutProof(way, cuts, flow.groups, uses, _copied(flow, partial), cuts_logits)
     return CutProof(styles, refusal=refusal)
 
 
@@ -176,13 +176,18 @@ def _followed(
             fused = {path for path in map(_owner, reason.sources) if styles.get(path) == "column" and path not in parts}
             if reason.parts < 2 or not fused:
                 raise
-            parts |= {other: reason.parts for path in fused for other in alike(model, styles, path)}
+            others = {other for path in fused for other in alike(model, styles, path) if _leaf(other) == _leaf(path)}
+            parts |= dict.fromkeys(others, reason.parts)
             continue
         return cuts | {name: WeightCut(dim) for name, dim in flow.like.items()}, flow
 
 
 def _owner(name: str) -> str:
     return name.rpartition(".")[0]
+
+
+def _leaf(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def smallest_degree(proof: CutProof) -> int:
@@ -205,6 +210,7 @@ def with_degree(
     `shared` are modules of fewer heads than the degree, of which a rank has one: their numbers of heads.
 
     Raises:
+        MixesError: units that the degree divides are not computed apart.
         DiffersError: the forward of a rank does not compute its part of the whole model's.
     """
     degrees = {name: shared.get(_owner(name), degree) for name in proof.cuts}

@@ -186,6 +186,16 @@ def _embedding(flow: Flow, op: Operation) -> Iterator[Along | None]:
     yield picked if found is None else replace(found, dim=len(op.results[0].shape) - 1)
 
 
+def _glu(flow: Flow, op: Operation) -> Iterator[Along | None]:
+    """Rule of a gated unit, whose halves along a dimension must be weights of their own, cut each by itself."""
+    tensor = op.args[0]
+    found, dim = flow.along(tensor, op), (op.args[1] if len(op.args) > 1 else -1) % len(tensor.shape)
+    assert found is not None
+    if found.dim == dim and found.outer % 2:
+        raise MixesError(f"{place(op)} computes {op.name} across {named(found.sources)}", found.sources, 2)
+    yield replace(found, outer=found.outer // 2) if found.dim == dim else found
+
+
 def _cat(flow: Flow, op: Operation) -> Iterator[Along | None]:
     """Rule of tensors put side by side along a dimension, which must not be that of the units."""
     stacks = op.func.overloadpacket is _aten.stack
@@ -343,6 +353,7 @@ RULES: dict[Any, _Rule] = {
         (_aten.gather, _aten.scatter, _aten.scatter_, _aten.scatter_add, _aten.scatter_add_, _aten.scatter_reduce), _gather
     ),
     _aten.embedding: _embedding,
+    _aten.glu: _glu,
     _aten.repeat: _repeat,
     _aten.index: _index,
     _aten.index_select: _index_select,

@@ -71,8 +71,8 @@ class Recorder:
         self.operations: list[Operation] = []
         self.seen = 0
         """Number of operations seen, those that only make views included."""
-        self.entered: dict[str, View] = {}
-        """The first argument of each module's first call, by its path."""
+        self.entered: dict[str, set[int]] = {}
+        """Storages of the first arguments of each module's calls, by its path."""
         self.paused = False
         """Whether operations belong to a stand-in, and are not recorded."""
 

@@ -36,8 +36,8 @@ class PartialGradients:
     """Indices of operations that compute a tensor with a partial gradient."""
 
 
-def partial_gradients(operations: list[Operation], entered: Mapping[str, View], flow: Flow) -> PartialGradients:
-    """Return where gradients are partial; `entered` are the first inputs of modules, by path.
+def partial_gradients(operations: list[Operation], entered: Mapping[str, set[int]], flow: Flow) -> PartialGradients:
+    """Return where gradients are partial; `entered` are the storages of modules' inputs, by path.
 
     Raises:
         MixesError: a gradient would be partial in one use of a tensor, and whole in another.
@@ -50,17 +50,19 @@ def partial_gradients(operations: list[Operation], entered: Mapping[str, View], 
                     search.add(view.storage, op)
     search.close()
     found = search.found
-    found.copied = {path for path in found.copied if entered[path].storage not in found.storages}
+    found.copied = {path for path in found.copied if not entered[path] & found.storages}
+    for path in sorted(found.copied):
+        search.check_copied(path)
     found.uncopied = {
         path
         for path, style in flow.styles.items()
-        if style in COPYING and path in entered and entered[path].storage in found.storages
+        if style in COPYING and path in entered and entered[path] & found.storages
     }
     return found
 
 
 class _Search:
-    def __init__(self, operations: list[Operation], entered: Mapping[str, View], flow: Flow) -> None:
+    def __init__(self, operations: list[Operation], entered: Mapping[str, set[int]], flow: Flow) -> None:
         self.operations, self.entered, self.flow = operations, entered, flow
         self.found = PartialGradients()
         self._makers: dict[int, list[int]] = {}
@@ -95,7 +97,7 @@ class _Search:
             style in COPYING
             and is_below(op.where, path)
             and path in self.entered
-            and self.entered[path].storage == view.storage
+            and view.storage in self.entered[path]
             for path, style in self.flow.styles.items()
         )
 
@@ -104,6 +106,23 @@ class _Search:
         if storage not in self.found.storages:
             self.found.storages.add(storage)
             self._open.append((storage, op))
+
+    def check_copied(self, path: str) -> None:
+        """Check that every use of the input of a module behind its `copy` has a partial gradient.
+
+        Raises:
+            MixesError: one has not, or is summed by a `copy` of its own.
+        """
+        for storage, index in [(one, index) for one in self.entered[path] for index in self._readers.get(one, ())]:
+            op = self.operations[index]
+            view = next(view for view in op.given if view.storage == storage)
+            made = [one.storage for one in op.results if one.storage in self._taking]
+            is_partial = self.meets(index) or all(one in self.found.storages for one in made)
+            if is_below(op.where, path) and (not is_partial or self.is_copied_input(view, op)):
+                raise MixesError(
+                    f"{path} computes with its input both what meets what tp cuts and what does not: its gradient would be "
+                    "partial in one use; a module of its own for each works"
+                )
 
     def close(self) -> None:
         """Add everything that must have partial gradients too."""
@@ -128,7 +147,7 @@ class _Search:
                 )
             if self.is_copied_input(view, op):
                 continue
-            if op.where in self.entered and self.entered[op.where].storage == view.storage:
+            if op.where in self.entered and view.storage in self.entered[op.where]:
                 self.found.copied.add(op.where)
             else:
                 self.add(view.storage, op)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from samestep.errors import ModelError
 from samestep.models.spec import is_below
 from samestep.tracing.feature_rules import FILLS
 from samestep.tracing.operations import Operation, Recorder, View
-from samestep.tracing.units import Flow, Rows, State, WeightCut, part_of
+from samestep.tracing.units import Along, Flow, Rows, State, WeightCut, along, part_of
 
 Forward = Callable[[Recorder], None]
 """Runs the model's forward, with its operations recorded; raises a `ModelError` if that fails."""
@@ -50,7 +50,14 @@ class _Compared(Recorder):
 
     def __init__(self, whole: list[Operation], flow: Flow, degree: int, degrees: Mapping[str, int]) -> None:
         super().__init__()
-        self.whole, self.flow, self.degree, self.degrees = whole, flow, degree, degrees
+        self.degree, self.degrees = degree, degrees
+        written = {op.results[0].storage for op in whole if op.results and op.writes}
+        pairs = list(zip(whole, flow.history, strict=True))
+        self.copies = {op.results[0].storage: (op, states[0]) for op, states in pairs if _is_copy(op, written)}
+        """Copies that the whole model makes, and the state of what they are copied from, by their storages."""
+        self.whole = [(op, states) for op, states in pairs if not _is_copy(op, written)]
+        self.mine: dict[int, Operation] = {}
+        """Copies that the rank makes, which may be others: of a single head, code often makes none."""
         self.same: dict[int, int] = {}
         """Storage of the rank's forward, by that of the whole model's."""
 
@@ -63,15 +70,18 @@ class _Compared(Recorder):
         known = len(self.operations)
         Recorder.record(self, func, where, args, kwargs, outcome)
         for mine in self.operations[known:]:
-            if known >= len(self.whole):
+            whole, states = self.whole[known] if known < len(self.whole) else (None, ())
+            if _is_copy(mine, ()) and (whole is None or whole.func != mine.func):
+                self.mine[mine.results[0].storage] = self.operations.pop()
+                continue
+            if whole is None:
                 raise DiffersError(f"{where} computes {mine.name} once more with the numbers of a rank", where)
-            whole = self.whole[known]
-            self._compare(whole, mine, self.flow.history[known])
+            self._compare(whole, mine, states)
 
     def check_end(self) -> None:
         """Raise an error if the rank's forward has fewer operations."""
         if len(self.operations) < len(self.whole):
-            missing = self.whole[len(self.operations)]
+            missing, _ = self.whole[len(self.operations)]
             raise DiffersError(
                 f"{missing.where} computes {missing.name} no more with the numbers of a rank", missing.where
             )
@@ -101,25 +111,99 @@ class _Compared(Recorder):
         """Return how a rank's tensor is not its part of the whole model's; empty if it is."""
         if whole.values is not None or mine.values is not None:
             return "" if (whole.values, whole.shape) == (mine.values, mine.shape) else "with other constants on a rank"
-        if self.same.setdefault(whole.storage, mine.storage) != mine.storage:
-            return "of another tensor on a rank"
-        if isinstance(state, Rows):
-            for degree in {self.degree, *(self.degrees[name] for name in state.sources)}:
-                part = part_of(whole, state, degree)
-                if part is not None and _shows(part) == _shows(mine):
-                    return ""
-            wanted = "whole units" if part is None else str(list(part.shape))
-            return f"of {list(mine.shape)} where a rank has {wanted} of {list(whole.shape)}"
-        if state is None or state == "partial":
-            fits = all(
-                a == b or (s == 0 and a == b * self.degree)
-                for a, b, s in zip(whole.shape, mine.shape, whole.strides, strict=False)
-            )
-        else:
-            fits = all(a in (b, b * self.degree) for a, b in zip(whole.shape, mine.shape, strict=False))
-        if fits and len(whole.shape) == len(mine.shape):
+        if whole.numel == mine.numel == 0:
             return ""
+        degrees = {self.degree, *(self.degrees[name] for name in (state.sources if isinstance(state, Rows) else ()))}
+        for degree in degrees:
+            part = (
+                part_of(whole, state, degree) if isinstance(state, Rows) else _repeated_like(whole, mine, degree, state)
+            )
+            if part is None or part.shape != mine.shape:
+                continue
+            if isinstance(state, frozenset) or state == "uniform":
+                return ""
+            if self._shows_same(whole, mine, part, degree, state):
+                return ""
+            return f"of {list(mine.shape)}, and on a rank of another part of {list(whole.shape)}"
         return f"of {list(whole.shape)} in the whole model, and of {list(mine.shape)} on a rank"
+
+    def _shows_same(self, whole: View, mine: View, part: View, degree: int, state: State) -> bool:
+        """Return whether a rank's view shows its part of the whole model's view."""
+        if whole.storage not in self.copies and mine.storage not in self.mine:
+            return self._is_same(whole.storage, mine.storage) and (state is None or _shows(part) == _shows(mine))
+        found = along(whole, state) if isinstance(state, Rows) else None
+        for index in _places(mine.shape):
+            there = index if found is None else _in_whole(index, found, degree)
+            if not self._is_same_element(whole, there, state, mine, index):
+                return False
+        return True
+
+    def _is_same(self, whole: int, mine: int) -> bool:
+        return self.same.setdefault(whole, mine) == mine
+
+    def _is_same_element(self, whole: View, there: list[int], state: State, mine: View, here: list[int]) -> bool:
+        """Return whether two elements are one, followed back through copies to what they were copied from."""
+        a, b = _offset(whole, there), _offset(mine, here)
+        while whole.storage in self.copies:
+            copy, state = self.copies[whole.storage]
+            whole, a = copy.given[0], _copied_from(copy, a)
+        while mine.storage in self.mine:
+            b = _copied_from(self.mine[mine.storage], b)
+            mine = self.mine[mine.storage].given[0]
+        if not self._is_same(whole.storage, mine.storage):
+            return False
+        if not isinstance(state, Rows):
+            return a == b
+        periods = {state.period // n for n in (self.degree, *(self.degrees[name] for name in state.sources))}
+        return any(b // period * state.period + b % period == a for period in periods)
+
+
+def _is_copy(op: Operation, written: Collection[int]) -> bool:
+    """Return whether an operation copies a tensor, and neither the tensor nor the copy is written later."""
+    is_clone = not isinstance(op.func, str) and op.func.overloadpacket is torch.ops.aten.clone
+    return is_clone and not {op.results[0].storage, op.given[0].storage} & {*written}
+
+
+def _repeated_like(whole: View, mine: View, degree: int, state: State) -> View | None:
+    """Return a whole tensor as a rank sees it: with fewer repetitions of the elements that it repeats."""
+    is_free = isinstance(state, frozenset) or state == "uniform"
+    fits = len(whole.shape) == len(mine.shape) and all(
+        a == b or (a == b * degree and (is_free or s == 0))
+        for a, b, s in zip(whole.shape, mine.shape, whole.strides, strict=True)
+    )
+    return replace(whole, shape=mine.shape) if fits else None
+
+
+def _places(shape: tuple[int, ...]) -> Iterator[list[int]]:
+    """Yield indices that tell apart two views of a storage: the first, the next along each dimension, the last, others."""
+    yield [0] * len(shape)
+    yield [size - 1 for size in shape]
+    for dim, size in enumerate(shape):
+        for at in {1, size // 2, size - 1} if size > 1 else ():
+            yield [at if other == dim else 0 for other in range(len(shape))]
+    for turn in range(1, 9):
+        yield [turn * 7919 // (dim + 1) % size for dim, size in enumerate(shape)]
+
+
+def _in_whole(index: list[int], found: Along, degree: int) -> list[int]:
+    """Return the index in the whole tensor of an element of the first rank's part."""
+    mine = found.units // degree * found.inner
+    outer, rest = divmod(index[found.dim], mine)
+    return [outer * found.units * found.inner + rest if dim == found.dim else at for dim, at in enumerate(index)]
+
+
+def _offset(view: View, index: list[int]) -> int:
+    return view.offset + sum(at * stride for at, stride in zip(index, view.strides, strict=True))
+
+
+def _copied_from(copy: Operation, offset: int) -> int:
+    """Return the offset of the element of which a copy has one at this offset."""
+    given, result = copy.given[0], copy.results[0]
+    rest, index = offset - result.offset, [0] * len(result.shape)
+    for dim in sorted(range(len(index)), key=lambda dim: -result.strides[dim]):
+        if result.shape[dim] > 1:
+            index[dim], rest = divmod(rest, result.strides[dim])
+    return _offset(given, index)
 
 
 def _shows(view: View) -> tuple[Any, ...]:

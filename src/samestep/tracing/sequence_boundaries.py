@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,10 +38,10 @@ def record_calls(model: nn.Module) -> Iterator[Calls]:
     calls, facts = Calls(), facts_of(model)
 
     def enter(path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        calls.entered.setdefault(path, []).append(_given(args, kwargs, facts))
+        calls.entered.setdefault(path, []).append(given_of(args, kwargs, facts))
 
     def leave(path: str, _: nn.Module, args: Any, output: Any) -> None:
-        calls.left.setdefault(path, []).append(_first(output))
+        calls.left.setdefault(path, []).append(first_of(output))
 
     with ExitStack() as hooks:
         for path, module in model.named_modules():
@@ -50,9 +50,7 @@ def record_calls(model: nn.Module) -> Iterator[Calls]:
         yield calls
 
 
-def with_sequence(
-    spec: ModelSpec, model: nn.Module, styles: Styles, calls: Calls, experts: Collection[str]
-) -> tuple[ModelSpec, Parts]:
+def with_sequence(spec: ModelSpec, model: nn.Module, styles: Styles, calls: Calls) -> tuple[ModelSpec, Parts]:
     """Return the spec with the boundaries of its sequence, or a refusal; and with it each block's cut parts."""
     if spec.cut_refusal:
         return replace(spec, sequence_refusal=f"{spec.name} cannot be cut, {spec.cut_refusal}"), {}
@@ -68,7 +66,7 @@ def with_sequence(
                 found.append((layer, set()))
                 continue
             path = layer.modules[0]
-            parts[path] = _parts(path, model, styles, experts)
+            parts[path] = _parts(path, model, styles)
             found.append(_with_boundaries(layer, model, spec, styles, calls, parts[path]))
     except _CannotCutError as reason:
         return replace(spec, sequence_refusal=str(reason)), {}
@@ -136,15 +134,14 @@ def _with_boundaries(
     return replace(layer, products=products, sequence_boundaries=tuple(boundaries)), {param.name for param in between}
 
 
-def _parts(block: str, model: nn.Module, styles: Styles, experts: Collection[str]) -> tuple[str, ...]:
-    """Return the children of a block that hold cut modules; the others must work on each token by itself.
+def _parts(block: str, model: nn.Module, styles: Styles) -> tuple[str, ...]:
+    """Return the children of a block that hold cut modules; `sequence_proof` shows what the rest of the block does.
 
     Raises:
-        _CannotCutError: another child may mix tokens, or the block's own code uses a cut module.
+        _CannotCutError: the block's own code uses a cut module.
     """
-    facts = facts_of(model)
     parts: list[str] = []
-    for name, child in model.get_submodule(block).named_children():
+    for name in dict(model.get_submodule(block).named_children()):
         path = f"{block}.{name}"
         if path in styles:
             raise _CannotCutError(
@@ -152,16 +149,7 @@ def _parts(block: str, model: nn.Module, styles: Styles, experts: Collection[str
             )
         if any(is_below(inner, path) for inner in styles):
             parts.append(path)
-        elif not _works_alone(child, path, experts, facts):
-            raise _CannotCutError(f"{path}, a {type(child).__name__}, may mix tokens")
     return tuple(parts)
-
-
-def _works_alone(child: nn.Module, path: str, experts: Collection[str], facts: FamilyFacts) -> bool:
-    """Return whether a child of a block works on each token by itself: all its parts do, or it holds experts."""
-    if any(is_below(inner, path) for inner in experts):
-        return True  # `independence` shows whether the rest of the module does too
-    return all(facts.is_tokenwise(module) for module in child.modules() if not any(True for _ in module.children()))
 
 
 def _one_call(part: str, calls: Calls, block: Tensor | None) -> Tensor:
@@ -176,6 +164,8 @@ def _one_call(part: str, calls: Calls, block: Tensor | None) -> Tensor:
 def _inner_boundary(path: str, style: str, given: Tensor, calls: Calls) -> list[Boundary]:
     if style in _COLUMN and any(tensor is not given for tensor in calls.entered[path]):
         raise _CannotCutError(f"{path} does not get the input of the part of the block around it")
+    if style == "gather":
+        raise _CannotCutError(f"the output of {path} is gathered within the part of the block around it")
     if style != "row":
         return []
     output = calls.left[path][0]
@@ -216,11 +206,13 @@ def with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any], facts: FamilyFacts) -> Tensor | None:
+def given_of(args: tuple[Any, ...], kwargs: dict[str, Any], facts: FamilyFacts) -> Tensor | None:
+    """Return the first tensor that a module is given."""
     given = args[0] if args else kwargs[facts.name_of_hidden(kwargs)] if kwargs else None
     return given if isinstance(given, Tensor) else None
 
 
-def _first(output: Any) -> Tensor | None:
+def first_of(output: Any) -> Tensor | None:
+    """Return the first tensor that a module returns."""
     first = output[0] if isinstance(output, tuple) and output else output
     return first if isinstance(first, Tensor) else None

@@ -56,8 +56,8 @@ def prove(
         return _refused(spec, length, reason)
     sample = _shortened(sample, length, size * parts)
     watches = [
-        _SliceProver(module, blocks, size * parts, size * parts),
-        _SliceProver(module, blocks, size, size * parts),
+        SliceProver(module, blocks, size * parts, size * parts),
+        SliceProver(module, blocks, size, size * parts),
     ]
     for watch in watches:
         if refusal := _refusal_of(watch, module, sample, value_of, experts):
@@ -72,7 +72,7 @@ def prove(
 
 
 def _refused(spec: ModelSpec, length: int, reason: str) -> ModelSpec:
-    return dataclasses.replace(spec, length=length, slice_refusal=reason, expert_refusal=reason)
+    return dataclasses.replace(spec, length=length, slice_refusal=reason)
 
 
 def _length(sample: Any) -> int:
@@ -89,7 +89,7 @@ def _shortened(sample: Any, length: int, wanted: int) -> Any:
 
 
 def _refusal_of(
-    watch: _SliceProver, module: nn.Module, sample: Any, value_of: ValueOf | None, experts: ExpertModules
+    watch: SliceProver, module: nn.Module, sample: Any, value_of: ValueOf | None, experts: ExpertModules
 ) -> str:
     """Run the forward; return why it cannot be sliced, or an empty text."""
     handles = [
@@ -111,8 +111,11 @@ def _refusal_of(
     return watch.refusal
 
 
-class _SliceProver(Prover):
+class SliceProver(Prover):
     """A traced forward whose blocks are given the last slice of `size` of the sequence's tokens."""
+
+    between = ""
+    """Why tokens may not be mixed, if it is not for an attention that is exchanged."""
 
     def __init__(self, module: nn.Module, blocks: list[str], size: int, whole: int) -> None:
         super().__init__(module, size)
@@ -181,7 +184,9 @@ class _SliceProver(Prover):
         if not self._mixed and isinstance(dependence, Mixed):
             path, _, operation = dependence.where.rpartition(" by ")
             works = f"; {_WORKS}" if operation in ("bmm", "baddbmm", "mm") else ""
-            self._mixed = f"{path} mixes tokens by {operation}, and only attention is exchanged{works}"
+            self._mixed = (
+                f"{path} mixes tokens by {operation}, {self.between or f'and only attention is exchanged{works}'}"
+            )
 
     def on_constant(self, constant: Tensor, dim: int, inner: int, where: str) -> None:
         """Refuse a constant with a row for each token."""
@@ -208,7 +213,7 @@ def reshaped(func: Any, args: tuple[Any, ...], length: int, size: int) -> tuple[
 
 
 class _Reshaping(TorchFunctionMode):
-    def __init__(self, watch: _SliceProver) -> None:
+    def __init__(self, watch: SliceProver) -> None:
         super().__init__()
         self._watch = watch
 

@@ -62,7 +62,13 @@ def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
     unknown = sorted({style for style in plan.values() if style not in facts.plan_styles})
     if unknown:
         return Cuts(refusal=f"its plan asks for {', '.join(unknown)}, which samestep does not support")
+    # What is gathered, and split again for a row cut beside it, may stay cut in between.
+    split = {pattern.rpartition(".")[0] for pattern, style in plan.items() if style == facts.split_style}
     styles = {pattern: facts.plan_styles[style] for pattern, style in plan.items()}
+    rejoined = [
+        pattern for pattern, style in styles.items() if style == "gather" and pattern.rpartition(".")[0] in split
+    ]
+    styles |= dict.fromkeys(rejoined, "column")
     cuts = _matched(model, {pattern: style for pattern, style in styles.items() if style != "whole"})
     for part in facts.vocabulary_parts(model):
         path = next((path for path, module in model.named_modules() if module is part), None)
@@ -156,6 +162,9 @@ class CutCosts:
         """Record the output of a cut module."""
         if style in ("row", "vocab") and not is_head(module, style):
             self.forward.append(PartialSum(owner=path, elements=output.numel()))
+        if style == "gather" or is_head(module, style):
+            kind: Literal["gather", "logits"] = "gather" if style == "gather" else "logits"
+            self.forward.append(PartialSum(owner=path, elements=output.numel(), kind=kind))
         if is_head(module, style):
             self.logit_rows = output.numel() // output.shape[-1]
             self.heads.append(path)
@@ -197,7 +206,9 @@ def with_cuts(
         replace(param, cut=cut, partial="cut" if cut is None and _is_summed(cuts, param) else "") for param, cut in held
     )
     copies = seen.copies(proof.copied)
-    layers = tuple(_layer_with(layer, seen, copies, shareable) for layer in spec.layers)
+    gathered = {path for path in seen.heads if proof.styles[path] == "gather"}
+    sums = [replace(part, kind="gather") if part.owner in gathered else part for part in seen.forward]
+    layers = tuple(_layer_with(layer, replace(seen, forward=sums), copies, shareable) for layer in spec.layers)
     cuts.styles |= {path: style for path, style in proof.styles.items() if cuts.styles[path] == "vocab"}
     rows = seen.logit_rows if any(cuts.styles[path] == "vocab" for path in seen.heads) else 0
     return replace(spec, params=params, layers=layers, cut_refusal="", logit_rows=rows)

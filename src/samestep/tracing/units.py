@@ -97,10 +97,10 @@ def along(view: View, rows: Rows) -> Along | None:
 
 def _parts_in(view: View, rows: Rows) -> int:
     """Return the number of equal parts of which a view shows one; 1 if it does not."""
-    for size, stride in zip(view.shape, view.strides, strict=True):
-        if stride == rows.stride and 1 < size < rows.units and rows.units % size == 0 and view.offset % size == 0:
-            return rows.units // size
-    return 1
+    within = [(size, stride) for size, stride in zip(view.shape, view.strides, strict=True) if 0 < stride < rows.period]
+    shown = 1 + sum((size - 1) * stride for size, stride in within)
+    whole_units = shown % rows.stride == 0 and view.offset % rows.period % shown == 0
+    return rows.period // shown if whole_units and rows.period % shown == 0 else 1
 
 
 def part_of(view: View, rows: Rows, degree: int) -> View | None:
@@ -151,7 +151,7 @@ class Flow:
         state = self.states.get(view.storage) if view.values is None else None
         if state == "partial":
             raise MixesError(f"{place(op)} computes {op.name} on sums of which each rank has a summand")
-        if not isinstance(state, Rows):
+        if not isinstance(state, Rows) or view.numel == 0:
             return None
         found = along(view, state)
         if found is None:

@@ -114,7 +114,8 @@ def _traced(job: Job) -> ModelSpec:
     tokens = torch.zeros(1, job.data.sequence_length, dtype=torch.int64)
     source = Source(model_source(job), loss_of(job), optimizer_of(job), job.model.source)
     example = {"input_ids": tokens, "labels": tokens}
-    return with_slices(prepare(source, job, example), Layout(cp=2), example).spec
+    traced = with_slices(prepare(source, job, example), Layout(cp=2), example)
+    return with_slices(traced, Layout(tp=2, sequence_parallel=True), example).spec
 
 
 def step_samples(job: Job, layout: Layout, dataset: Dataset) -> Sequence[np.ndarray[Any, Any]]:

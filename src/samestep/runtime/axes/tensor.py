@@ -29,7 +29,7 @@ from samestep.program.program import Program
 from samestep.runtime.axes import sequence
 from samestep.runtime.axes.collectives import moved
 from samestep.runtime.ledger import owned
-from samestep.runtime.processes.mesh import Mesh
+from samestep.runtime.processes.mesh import Mesh, all_gather
 from samestep.tracing.tensor_plan import is_head
 from samestep.tracing.traced_model import TracedModel
 
@@ -58,7 +58,7 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     shared = {path: heads for path, heads in analysis.shareable_heads.items() if heads < mesh.size("tp")}
     for path, style in analysis.cut_styles.items():
         module = model.get_submodule(path)
-        if path in cut or path in shared:
+        if style != "sum" and (path in cut or path in shared):
             if is_head(module, style) and not program.step.cuts_loss:
                 style = "gather"
             cuts_sequence = program.step.layout.sequence_parallel and any(is_below(path, block) for block in blocks)
@@ -217,10 +217,10 @@ def gather_last(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 
 
 def _gathered_last(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    parts = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
     with owned(owner):
-        dist.all_gather(parts, x.contiguous(), group=group)
-    return torch.cat(parts, dim=-1)
+        all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts.split(x.shape[0]), dim=-1)
 
 
 def _own_last(gradient: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:

@@ -1,0 +1,360 @@
+"""Tensor parallelism of code that people write: equal to one device in float64 to 1e-9, or refused by name.
+
+Each way below is one small decoder: the code between a column cut and a row cut, of an attention, behind the head, or
+between the cut parts of a block. `LEGAL` must run and be equal, with the ledger; `REFUSED` must not start.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from samestep.errors import LayoutError
+from samestep.layout import Layout
+from samestep.strategies import program_of
+from tests.laboratory import TOLERANCE, assert_same, clipped, observe, on_ranks, prove, reference, source_of
+from tests.models import MODELS
+
+WIDTH, HEADS, NEURONS, WORDS = 16, 4, 32, 64
+Code = Callable[[Any, Tensor, Tensor], Tensor]
+"""From the module, its hidden neurons and its input to other neurons."""
+
+
+class Decoder(nn.Module):
+    """Embedding, two blocks, head, and a plan; `behind` is the code behind the head."""
+
+    def __init__(self, block: Callable[[], nn.Module], plan: dict[str, str], behind: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.tensor_plan = {f"blocks.*.{path}": style for path, style in plan.items()} | {"head": "vocab"}
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.behind = behind
+
+    def forward(self, input_ids: Tensor) -> Any:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.behind(self.head(x))
+
+
+class Recurrent(Decoder):
+    """The blocks run twice, with the same weights."""
+
+    def forward(self, input_ids: Tensor) -> Any:
+        x = self.embed(input_ids)
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return self.behind(self.head(x))
+
+
+def as_it_is(logits: Tensor) -> Any:
+    return logits
+
+
+class Mlp(nn.Module):
+    """x + down(code(up(x))), with weights of its own and other modules that the code may use."""
+
+    def __init__(self, code: Code, fused: int, linears: dict[str, tuple[int, int]], **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, fused * NEURONS), nn.Linear(NEURONS, WIDTH)
+        self.code = code
+        for name, sizes in linears.items():
+            self.add_module(name, nn.Linear(*sizes))
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.ones(shape)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.code(self, self.up(x), x))
+
+
+MLP_PLAN = {"up": "column", "down": "row"}
+
+
+def mlp(code: Code, fused: int = 1, plan: dict[str, str] | None = None, **given: Any) -> Callable[[], nn.Module]:
+    linears = {name: given.pop(name) for name in ("gate", "low", "high") if name in given}
+    block = functools.partial(Mlp, code, fused, linears, **given)
+    return functools.partial(Decoder, block, MLP_PLAN | (plan or {}), as_it_is)
+
+
+class Heads(nn.Module):
+    """An attention that keeps its number of heads in an attribute of any name."""
+
+    def __init__(self, count: str = "heads", shape: str = "unflatten", by_hand: bool = False) -> None:
+        super().__init__()
+        setattr(self, count, HEADS)
+        self.count, self.shape, self.by_hand = count, shape, by_hand
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in "qkvo")
+
+    def split(self, x: Tensor) -> Tensor:
+        heads = getattr(self, self.count)
+        if self.shape == "unflatten":
+            return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+        if self.shape == "view":
+            return x.view(x.shape[0], x.shape[1], heads, x.shape[2] // heads).transpose(1, 2)
+        if self.shape == "stack":
+            return torch.stack(x.chunk(heads, dim=-1), dim=1)
+        return x.view(*x.shape[:-1], -1, WIDTH // HEADS).transpose(1, 2)
+
+    def change(self, scores: Tensor) -> Tensor:
+        return scores
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not self.by_hand:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        scores = self.change(q @ k.mT / k.shape[-1] ** 0.5)
+        mask = torch.ones(q.shape[-2], q.shape[-2], device=q.device, dtype=torch.bool).triu(1)
+        return scores.masked_fill(mask, -1e9).softmax(-1) @ v
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(part(x)) for part in (self.q, self.k, self.v))
+        return x + self.o(self.mix(q, k, v).transpose(1, 2).contiguous().view(*x.shape[:-1], -1))
+
+
+class Tempered(Heads):
+    """A temperature of each head, as a bare parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(by_hand=True)
+        self.temperature = nn.Parameter(torch.ones(HEADS, 1, 1))
+
+    def change(self, scores: Tensor) -> Tensor:
+        return scores * self.temperature.exp()
+
+
+class Alibi(Heads):
+    """Slopes of heads that the code counts itself."""
+
+    def change(self, scores: Tensor) -> Tensor:
+        slopes = 2.0 ** -torch.arange(1, getattr(self, self.count) + 1, device=scores.device, dtype=scores.dtype)
+        tokens = torch.arange(scores.shape[-1], device=scores.device, dtype=scores.dtype)
+        return scores + slopes[:, None, None] * tokens
+
+
+class BufferedAlibi(Heads):
+    """Slopes of heads in a buffer, of which every rank holds all."""
+
+    def __init__(self) -> None:
+        super().__init__(by_hand=True)
+        self.register_buffer("slopes", torch.ones(HEADS, 1, 1))
+
+    def change(self, scores: Tensor) -> Tensor:
+        return scores * self.slopes
+
+
+class Latent(nn.Module):
+    """Multi-head latent attention: a rotary key, the same for all heads, beside keys and values of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.a = nn.Linear(WIDTH, HEADS * 6), nn.Linear(WIDTH, 8 + 2)
+        self.norm, self.b, self.o = nn.LayerNorm(8), nn.Linear(8, HEADS * 8), nn.Linear(HEADS * 4, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (-1, 6)).transpose(1, 2)
+        latent, rotary = self.a(x).split([8, 2], dim=-1)
+        k, v = self.b(self.norm(latent)).unflatten(-1, (-1, 8)).transpose(1, 2).chunk(2, dim=-1)
+        k = torch.cat([k, rotary[:, None].expand(-1, k.shape[1], -1, -1)], dim=-1)
+        return x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class FusedHeads(nn.Module):
+    """q, k and v side by side in one weight, planned as a plain column cut."""
+
+    def __init__(self, split: bool) -> None:
+        super().__init__()
+        self.heads, self.size, self.is_split = HEADS, WIDTH, split
+        self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x).split(self.size, dim=-1) if self.is_split else self.qkv(x).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        return x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+ATTENTION_PLAN = {"q": "column", "k": "column", "v": "column", "o": "row"}
+
+
+def heads(kind: Callable[..., nn.Module] = Heads, **given: Any) -> Callable[[], nn.Module]:
+    return functools.partial(Decoder, functools.partial(kind, **given), ATTENTION_PLAN, as_it_is)
+
+
+def behind(code: Callable[[Tensor], Any]) -> Callable[[], nn.Module]:
+    return functools.partial(Decoder, functools.partial(Mlp, lambda m, h, x: h.relu(), 1, {}), MLP_PLAN, code)
+
+
+def halves(h: Tensor) -> Tensor:
+    a, b = h.chunk(2, dim=-1)
+    return F.silu(a) * b
+
+
+LEGAL: dict[str, Callable[[], nn.Module]] = {
+    "glu": mlp(lambda m, h, x: halves(h), 2),
+    "glu of torch": mlp(lambda m, h, x: F.glu(h), 2),
+    "a scale of each neuron": mlp(lambda m, h, x: h.relu() * m.scale + m.shift, scale=(NEURONS,), shift=(1, NEURONS)),
+    "a scale of all neurons": mlp(lambda m, h, x: h.relu() * m.scale, scale=(1,)),
+    "the number of inputs of a module": mlp(lambda m, h, x: h.relu() / m.down.in_features),
+    "a sum over tokens": mlp(lambda m, h, x: h.cumsum(1) / 8),
+    "a gate of the whole input": mlp(lambda m, h, x: h * m.gate(x).sigmoid(), gate=(WIDTH, 1)),
+    "a low-rank sum that is cut alike": mlp(lambda m, h, x: h + m.high(m.low(x)), plan={"high": "column"}, low=(WIDTH, 4), high=(4, NEURONS)),
+    "neurons in groups": mlp(lambda m, h, x: h.unflatten(-1, (-1, 4)).softmax(-1).flatten(2)),
+    "n_head": heads(count="n_head"),
+    "any other name": heads(count="viewpoints", shape="view"),
+    "attention by hand": heads(shape="view", by_hand=True),
+    "a temperature of each head": heads(Tempered),
+    "one rotary key": functools.partial(
+        Decoder, Latent, {"q": "column", "b": "column", "o": "row"}, as_it_is
+    ),
+    "fused by chunk": functools.partial(
+        Decoder, functools.partial(FusedHeads, False), {"qkv": "column", "o": "row"}, as_it_is
+    ),
+    "fused by split": functools.partial(
+        Decoder, functools.partial(FusedHeads, True), {"qkv": "column", "o": "row"}, as_it_is
+    ),
+    "capped logits": behind(lambda logits: 5 * torch.tanh(logits / 5)),
+    "log-probabilities": behind(lambda logits: logits.log_softmax(-1)),
+    "standardised logits": behind(lambda logits: (logits - logits.mean(-1, keepdim=True)) / logits.std(-1, keepdim=True)),
+    "scaled by the largest": behind(lambda logits: logits / logits.abs().amax(-1, keepdim=True)),
+    "a dict": behind(lambda logits: {"logits": logits}),
+    "classes before tokens": behind(lambda logits: logits.transpose(1, 2)),
+}  # fmt: skip
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "normalize": (mlp(lambda m, h, x: F.normalize(h, dim=-1)), "blocks.0 computes linalg_vector_norm across"),
+    "softmax": (mlp(lambda m, h, x: h.softmax(-1)), "blocks.0 computes _softmax across"),
+    "layer norm": (mlp(lambda m, h, x: F.layer_norm(h, (NEURONS,))), "blocks.0 computes native_layer_norm across"),
+    "absmax": (mlp(lambda m, h, x: (h * 8 / h.abs().max()).tanh()), "blocks.0 computes max across"),
+    "neighbours": (mlp(lambda m, h, x: h + h.roll(1, -1)), "blocks.0 moves .* by roll"),
+    "the number of neurons": (mlp(lambda m, h, x: h.relu() / h.shape[-1]), "blocks.0 computes div with 32 .* and with 16"),
+    "the whole input": (mlp(lambda m, h, x: h * x.mean(-1, keepdim=True)), "its gradient would be partial"),
+    "heads side by side in a list": (heads(count="h", shape="stack"), "attends across"),
+    "alibi": (heads(Alibi, by_hand=True), "blocks.0 computes"),
+    "alibi in a buffer": (heads(BufferedAlibi), "blocks.0.slopes, with 4 elements"),
+}  # fmt: skip
+
+
+class Between(nn.Module):
+    """A block with code between two parts that tp cuts."""
+
+    def __init__(self, code: Callable[[nn.Module, Tensor], Tensor], **modules: nn.Module) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.first, self.second = (nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)) for _ in "12")
+        self.code = code
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.code(self, x + self.first(x))
+        return x + self.second(x)
+
+
+class LinearAttention(nn.Linear):
+    """It mixes no tokens, whatever its name says."""
+
+
+class Gelu(nn.Module):
+    """It mixes tokens, whatever its name says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x.cumsum(1))
+
+
+BETWEEN_PLAN = {f"{part}.{at}": cut for part in ("first", "second") for at, cut in ((0, "column"), (2, "row"))}
+
+
+def between(code: Callable[[Any, Tensor], Tensor], **modules: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def built() -> nn.Module:
+        block = lambda: Between(code, **{name: module() for name, module in modules.items()})  # noqa: E731
+        return Decoder(block, BETWEEN_PLAN, as_it_is)
+
+    return built
+
+
+def shifted(x: Tensor) -> Tensor:
+    return 0.5 * x + 0.5 * F.pad(x, (0, 0, 1, -1))
+
+
+TOKENWISE: dict[str, Callable[[], nn.Module]] = {
+    "nothing between": between(lambda m, x: x),
+    "a norm by hand": between(lambda m, x: x * x.square().mean(-1, keepdim=True).rsqrt() * m.scale),
+    "a gate by hand": between(lambda m, x: x * torch.sigmoid(x @ torch.eye(WIDTH, device=x.device, dtype=x.dtype))),
+    "a softmax of features": between(lambda m, x: x.unflatten(-1, (4, -1)).softmax(-1).flatten(2)),
+    "an odd name": between(lambda m, x: m.mix(x), mix=functools.partial(LinearAttention, WIDTH, WIDTH)),
+    "a convolution of single tokens": between(lambda m, x: m.mix(x.mT).mT, mix=functools.partial(nn.Conv1d, WIDTH, WIDTH, 1)),
+}  # fmt: skip
+MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "short convolution": (
+        between(lambda m, x: m.mix(F.pad(x.mT, (2, 0))).mT, mix=functools.partial(nn.Conv1d, WIDTH, WIDTH, 3)),
+        "blocks.0.mix mixes tokens by convolution",
+    ),
+    "token shift": (between(lambda m, x: shifted(x)), "blocks.0 mixes tokens"),
+    "a mean over tokens": (between(lambda m, x: x - x.mean(1, keepdim=True)), "blocks.0 mixes tokens by mean"),
+    "an innocent name": (between(lambda m, x: m.mix(x), mix=Gelu), "blocks.0.mix mixes tokens by cumsum"),
+    "positions": (
+        between(lambda m, x: x + torch.arange(x.shape[1], device=x.device, dtype=x.dtype)[:, None]),
+        "blocks.0 counts the tokens",
+    ),
+    "the length": (between(lambda m, x: x / x.shape[1]), "blocks.0 computes differently, or with other numbers"),
+    "an attention": (
+        between(lambda m, x: F.scaled_dot_product_attention(*[x[:, None]] * 3)[:, 0]),
+        "the attention in blocks.0 stands outside",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOKENWISE)
+def test_blocks_that_work_token_by_token_are_equal_on_slices(name: str) -> None:
+    prove("tp=2 sequence_parallel", f"between: {name}")
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_blocks_that_mix_tokens_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, text = MIXING[name]
+    monkeypatch.setitem(MODELS, name, build)
+    layout = Layout.parse("tp=2 sequence_parallel")
+    found = source_of(name, layout, clipped()).prepared
+    assert found is not None
+    with pytest.raises(LayoutError, match=text):
+        program_of(found.spec, clipped(), layout)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _traced() -> Iterator[None]:
+    """Trace all models before the first pool of ranks is forked, which inherits them."""
+    cut, sliced = Layout.parse("tp=2"), Layout.parse("tp=2 sequence_parallel")
+    models = [(name, build, cut) for name, build in LEGAL.items()]
+    models += [(f"between: {name}", build, sliced) for name, build in TOKENWISE.items()]
+    for name, build, layout in models:
+        MODELS[name] = build
+        source_of(name, layout, clipped())
+    yield
+    for name, *_ in models:
+        del MODELS[name]
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_legal_code_is_equal(name: str) -> None:
+    prove("tp=2", name)
+
+
+def test_blocks_that_run_twice_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of the program runs once, so its ledger does not hold."""
+    block = functools.partial(Mlp, lambda m, h, x: h.relu(), 1, {})
+    monkeypatch.setitem(MODELS, "recurrent", functools.partial(Recurrent, block, MLP_PLAN, as_it_is))
+    assert_same(on_ranks("tp=2", observe, "recurrent", clipped()), reference("recurrent"), TOLERANCE)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_code_that_mixes_what_is_cut_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, text = REFUSED[name]
+    monkeypatch.setitem(MODELS, name, build)
+    found = source_of(name, Layout.parse("tp=2"), clipped()).prepared
+    assert found is not None
+    with pytest.raises(LayoutError, match=text):
+        program_of(found.spec, clipped(), Layout.parse("tp=2"))
