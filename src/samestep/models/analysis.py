@@ -36,5 +36,5 @@ class ModelAnalysis:
     experts: ExpertModules
     has_dropout: bool
     """Whether a module or a configuration has a dropout probability above 0."""
-    knows_slices: bool = False
-    """Whether it has been examined how sequences can be sliced."""
+    parts_examined: tuple[int, ...] = ()
+    """Numbers of slices into which it has been examined whether sequences can be cut."""

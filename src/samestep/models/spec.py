@@ -346,6 +346,10 @@ class ModelSpec:
     buffer_bytes: int = 0
     coupled_modules: tuple[str, ...] = ()
     """Paths of modules through which samples influence each other, such as batch norm."""
+    mixes_samples: str = ""
+    """Where samples influence each other otherwise: the path of a module and an operation; empty if nowhere."""
+    tried: tuple[str, ...] = ()
+    """What is assumed of samples and must be tried on real values, because no rule shows it."""
     varies_at: str = ""
     """Path of a module whose shapes or branches depend on values and may differ between samples; empty if none."""
     cut_refusal: str = "no plan says where its weights may be cut"
@@ -400,10 +404,12 @@ class ModelSpec:
             raise ValueError(f"a model spec of format {version}; this version reads {FORMAT_VERSION}")
         layers = tuple(_layer_from(layer) for layer in fields.pop("layers"))
         params = tuple(_param_from(param) for param in fields.pop("params"))
-        coupled = tuple(fields.pop("coupled_modules"))
+        coupled, tried = (tuple(fields.pop(name, ())) for name in ("coupled_modules", "tried"))
         masks = tuple(MaskSpec(**{**mask, "shape": tuple(mask["shape"])}) for mask in fields.pop("masks", ()))
         slices = tuple((name, dim) for name, dim in fields.pop("slices"))
-        return cls(layers=layers, params=params, coupled_modules=coupled, masks=masks, slices=slices, **fields)
+        return cls(
+            layers=layers, params=params, coupled_modules=coupled, tried=tried, masks=masks, slices=slices, **fields
+        )
 
 
 def _layer_from(fields: dict[str, Any]) -> LayerSpec:

@@ -44,7 +44,7 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.weight_store import Materialize, WeightStore
 from samestep.strategies import program_of
 from samestep.tracing import experts as experts_module
-from samestep.tracing import independence, sequence_boundaries, tensor_plan
+from samestep.tracing import samples, sequence_boundaries, slices, tensor_plan
 from samestep.tracing.trace import samples_traced, trace
 from samestep.tracing.traced_model import TracedModel
 
@@ -161,6 +161,8 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
     spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable))
     spec, parts = sequence_boundaries.with_sequence(spec, plan.module, planned.styles, calls, experts.counts)
+    found = samples.examine(plan.module, one, source.loss, experts, value_of, keeps_all=bool(spec.varies_at))
+    spec = replace(spec, mixes_samples=found.refusal, tried=found.tried)
     analysis = ModelAnalysis(
         spec=replace(spec, masks=tuple(masks)),
         cut_styles=planned.styles,
@@ -207,11 +209,15 @@ def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedMode
     """Return the model with a proof that its blocks work token by token, where the layout needs one."""
     analysis, spec = traced.analysis, traced.spec
     gives_experts_parts = layout.sequence_parallel and any(layer.dispatches for layer in spec.layers)
-    if analysis.knows_slices or (layout.cp == 1 and not gives_experts_parts):
+    parts = layout.cp if layout.cp > 1 else layout.tp if gives_experts_parts else 1
+    if parts in (1, *analysis.parts_examined):
         return traced
     value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
-    spec = independence.prove(traced.module, _first_of(example, torch.float32), spec, value_of, analysis.experts)
-    return replace(traced, analysis=replace(analysis, spec=spec, knows_slices=True))
+    one = _first_of(example, torch.float32)
+    if not (analysis.parts_examined and spec.slice_refusal):
+        spec = slices.prove(traced.module, one, spec, value_of, analysis.experts, parts)
+    analysis = replace(analysis, spec=spec, parts_examined=(*analysis.parts_examined, parts))
+    return replace(traced, analysis=analysis)
 
 
 def _first_of(example: Any, dtype: torch.dtype) -> Any:
