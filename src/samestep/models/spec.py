@@ -163,6 +163,9 @@ class MaskSpec:
     draw: int
     shape: tuple[int, ...]
     """Shape of one sample's mask, before any cut."""
+    rows: tuple[int, int] | None = (0, 0)
+    """Dimension that holds the samples, -1 if the mask is the same for all; and how many positions of one sample are side by
+    side in it, 0 for all that it has. None if the samples cannot be told apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -405,11 +408,16 @@ class ModelSpec:
         layers = tuple(_layer_from(layer) for layer in fields.pop("layers"))
         params = tuple(_param_from(param) for param in fields.pop("params"))
         coupled, tried = (tuple(fields.pop(name, ())) for name in ("coupled_modules", "tried"))
-        masks = tuple(MaskSpec(**{**mask, "shape": tuple(mask["shape"])}) for mask in fields.pop("masks", ()))
+        masks = tuple(_mask_from(mask) for mask in fields.pop("masks", ()))
         slices = tuple((name, dim) for name, dim in fields.pop("slices"))
         return cls(
             layers=layers, params=params, coupled_modules=coupled, tried=tried, masks=masks, slices=slices, **fields
         )
+
+
+def _mask_from(fields: dict[str, Any]) -> MaskSpec:
+    rows = fields["rows"]
+    return MaskSpec(**{**fields, "shape": tuple(fields["shape"]), "rows": None if rows is None else tuple(rows)})
 
 
 def _layer_from(fields: dict[str, Any]) -> LayerSpec:

@@ -21,6 +21,9 @@ from samestep.program.ops import COMPUTE_DTYPE, TF32
 from samestep.program.ranks import Ranks, data_ranks_per_node
 from samestep.schedules import SCHEDULES, TaskKind
 
+MOST_MICROBATCHES = 2**15
+"""The largest number of micro-batches of a step on one rank: each is a task of the program."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepSpec:

@@ -30,6 +30,10 @@ class StepBatch(Protocol):
         """Read samples into tensors with the batch dimension first."""
         ...
 
+    def end_stream(self) -> None:
+        """End the stream of batches behind this one, since the ranks agreed to stop."""
+        ...
+
 
 def read(assembly: Assembly, batch: StepBatch, indices: Indices) -> tuple[Any, float]:
     """Read a micro-batch onto the device; return its samples and the weight of its loss.

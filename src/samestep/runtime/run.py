@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samestep.building.loss import named_loss
 from samestep.building.model import call_model
 from samestep.errors import DataError, LayoutError, NonFiniteError
 from samestep.job import Job
@@ -77,7 +78,7 @@ class Run:
             LayoutError: the run is not prepared yet.
         """
         if self._assembly is None:
-            raise LayoutError("the run is not prepared yet: call run.prepare(sample), or take a step")
+            raise LayoutError("the run is not prepared yet: call run.prepare(batch.samples([0])), or take a step")
         return self._assembly
 
     @property
@@ -108,7 +109,7 @@ class Run:
         self._assembly = assembly
 
     def step(self, batch: StepBatch) -> StepReport:
-        """Take one optimizer step on the global batch.
+        """Take one optimizer step on the global batch; once a rank was asked to stop, it is the last of its stream.
 
         Collective over the world: every rank calls it with the same batch. If one does not, the others wait in the
         step's first collective until the time limit.
@@ -136,6 +137,18 @@ class Run:
         """
         self._prepare_from(batch)
         return evaluation.evaluate(self.assembly, batch)
+
+    def all_waived(self) -> tuple[str, ...]:
+        """Return the refusals that any rank met and `run.allow` waived; `job.run.waived` notes each.
+
+        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+        """
+        mine = self.job.run.met
+        if self.layout.world_size == 1:
+            return mine
+        everyone: list[Any] = [None] * self.layout.world_size
+        dist.all_gather_object(everyone, mine, group=self.assembly.parallel.mesh.groups["world"])
+        return tuple(dict.fromkeys(text for texts in everyone for text in texts))
 
     def outputs(self, samples: Any) -> Any:
         """Run the model forward on samples that every rank holds, and return its outputs on every rank.
@@ -182,6 +195,8 @@ class Run:
         totals = self.forward_backward(batch)
         agreed = self._agree(totals)
         self._observer.agreed(agreed)
+        if agreed.stop > 0:
+            batch.end_stream()
         if agreed.count == 0:
             raise DataError(f"step {batch.step + 1} counts no token: every label of its batch is masked")
         scale = self.assembly.objective.nominal_count / agreed.count / updater.loss_scale.scale
@@ -316,7 +331,7 @@ class Run:
 
 def parallelize(
     model: Callable[[], nn.Module] | nn.Module,
-    loss: Loss,
+    loss: Loss | str,
     optimizer: Callable[[list[Tensor]], Optimizer] | Optimizer,
     *,
     layout: str | Layout = "",
@@ -328,7 +343,7 @@ def parallelize(
 
     Args:
         model: a build function, whose weights start as functions of (seed, name); or an instance, whose values stay.
-        loss: (outputs, batch) -> (sum, count).
+        loss: (outputs, batch) -> (sum, count), or a word of the key `train.loss`: "cross_entropy", "mse".
         optimizer: a function of a list of parameters, or an instance over the model instance that has not stepped.
         layout: one line of text such as "dp=2 zero=3"; empty replicates over all ranks.
         job: global batch, steps, seed, schedule, numerics and `optimizer.clip_norm`. Its model, data, loss and the rest
@@ -342,6 +357,7 @@ def parallelize(
     where = Layout.parse(layout) if isinstance(layout, str) else layout
     if layout == "":
         where = Layout(dp_replicate=place.world_size)
+    loss = named_loss(loss) if isinstance(loss, str) else loss
     names = {id(param): name for name, param in model.named_parameters()} if isinstance(model, nn.Module) else None
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "model")
     return Run(Source(model, loss, optimizer_source(optimizer, names), name), where, job, place)

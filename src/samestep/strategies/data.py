@@ -59,6 +59,9 @@ def _coupling(step: StepSpec) -> str | None:
         where, _, operation = model.mixes_samples.rpartition(" by ")
         waiver = 'run.allow = ["samples"] lets it run unproven'
         return f"{where} lets the samples of a batch influence each other by {operation}, {works}; {waiver}"
+    unclear = next((mask.owner for mask in model.masks if mask.rows is None), None)
+    if unclear is not None:
+        return f"{unclear or model.name} drops elements of a tensor in which samples cannot be told apart, {works}"
     return None
 
 

@@ -372,15 +372,16 @@ def _picked(call: Call, rows: Along, given: list[tuple[Tensor, range]], x: Tenso
     """Return the dependence of what indices pick along the dimension of rows."""
     index = next(index for index, dims in given if rows.dim in dims)
     is_mask = index.dtype in (torch.bool, torch.uint8)
-    if not is_mask and index.dim() == 1 and index.numel() == x.shape[rows.dim] and _counts(call.value_of(index)):
+    if not is_mask and index.dim() == 1 and index.numel() == x.shape[rows.dim] and _counts(call, index):
         return Along(place, rows.inner, rows.start)
     if not is_mask and index.dim() != 1:
         return Mixed(call.text, shown=False)
     return Along(place, 1, Pick(identity_of(index), rows, x.shape[rows.dim]))
 
 
-def _counts(values: Tensor | None) -> bool:
-    """Return whether an index is 0, 1, 2, ...."""
+def _counts(call: Call, index: Tensor) -> bool:
+    """Return whether an index is 0, 1, 2, ..., whatever the data."""
+    values = None if call.known.of(index) is not None else call.value_of(index)
     return values is not None and values.tolist() == list(range(values.numel()))
 
 
@@ -390,6 +391,9 @@ def _restored(call: Call, target: Tensor, dim: int, source: Along, index: Tensor
     before = call.known.of(target)
     if isinstance(pick, Pick) and pick.index == identity_of(index) and pick.size == target.shape[dim]:
         own = Along(dim, pick.picked.inner, pick.picked.start)
+        return joined([own, *([] if before is None else [before])], call.text)
+    if isinstance(pick, int) and index.numel() == target.shape[dim] and _counts(call, index):
+        own = Along(dim, source.inner, pick)
         return joined([own, *([] if before is None else [before])], call.text)
     return Mixed(call.text, shown=False)
 

@@ -13,6 +13,7 @@ and the operation. What is not clear is listed to be tried on the run's first ba
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from samestep.errors import ModelError
 from samestep.models.analysis import ExpertModules
 from samestep.tracing.dependence_rules import Rule, assumed
 from samestep.tracing.forward import NeedsValuesError, ValueOf, address, operands, tensors_in, watch_forward
-from samestep.tracing.independence import Along, Mixed
+from samestep.tracing.independence import NO_DIM, Along, Mixed
 from samestep.tracing.prover import Prover
 from samestep.tracing.trace import containers_of
 
@@ -51,14 +52,16 @@ def examine(
     value_of: ValueOf | None,
     *,
     keeps_all: bool,
+    around: Callable[[RowsOf], AbstractContextManager[Any]] = lambda rows_of: nullcontext(),
 ) -> Findings:
     """Return whether samples influence each other in a model's forward; `sample` is a batch of one real sample.
 
-    `keeps_all` follows the values of all tensors, for models whose code looks at them.
+    `keeps_all` follows the values of all tensors, for models whose code looks at them. The forward runs in the context that
+    `around` makes from a function that says where a tensor has its samples.
     """
     watch = _SampleProver(module, keeps_all=keeps_all)
     try:
-        with watch.experts_by_row(module, experts):
+        with around(watch.rows_of), watch.experts_by_row(module, experts):
             outputs = watch_forward(module, sample, NUM_SAMPLES, "the model", containers_of(module), watch, value_of)
     except (ModelError, NeedsValuesError) as error:
         # One sample can be traced, and several cannot: what their number changes is seen on real batches.
@@ -76,6 +79,10 @@ def examine(
             tried.append(found.where if isinstance(found, Mixed) else "the outputs, which are not one for each sample")
     tried += [f"{where}, which looks at values" for where in watch.reads]
     return Findings(refusal, () if refusal else tuple(dict.fromkeys(tried)))
+
+
+RowsOf = Callable[[Tensor], tuple[int, int] | None]
+"""Returns the dimension of a tensor that holds the samples, -1 for none, and the positions of one side by side, 0 for all."""
 
 
 class _SampleProver(Prover):
@@ -96,6 +103,16 @@ class _SampleProver(Prover):
                     self.learn(leaf, Along(0, leaf.shape[0] // NUM_SAMPLES, 0))
         self._batch = batch
         return batch
+
+    def rows_of(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Return the dimension of a tensor that holds the samples in order, and the positions of one side by side."""
+        found = self.known.of(tensor)
+        if not isinstance(found, Along):
+            return None if found else (NO_DIM, 0)
+        if not self.known.is_ordered(tensor):
+            return None
+        is_whole = tensor.shape[found.dim] == NUM_SAMPLES * found.inner
+        return (found.dim, 0 if is_whole else found.inner)
 
     def rule_without(self, func: Any) -> Rule:
         """Return the rule of an operation that has none: it is assumed to keep samples apart, and listed."""
