@@ -19,8 +19,10 @@ Exits 1 if a row is `different` or `failed`.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import importlib
+import inspect
 import json
 import os
 import shutil
@@ -31,7 +33,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,9 @@ OF_FAMILY: Mapping[str, Mapping[str, Any]] = {
     },
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 16, "attention_window_size": 8},
     "gptj": {"rotary_dim": 4}, "codegen": {"rotary_dim": 4}, "mamba2": {"num_heads": 4, "head_dim": 8, "n_groups": 1},
+    "modernbert-decoder": {"pad_token_id": 1}, "emu3": {"pad_token_id": 1},
+    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "attn_layer_indices": [1]},
+    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "layer_types": ["mamba", "attention"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
 }  # fmt: skip
 """What a family needs beside small sizes."""
@@ -120,11 +125,27 @@ class Tokens:
 def fields_of(family: str) -> dict[str, Any]:
     """Return small values of the fields that a family's configuration has."""
     transformers = importlib.import_module("transformers")
-    config = transformers.AutoConfig.for_model(family)
-    fields = {name: value for name, value in SMALL.items() if getattr(config, name, None) is not None}
-    aliases = getattr(type(config), "attribute_map", {})
-    fields = {name: value for name, value in fields.items() if name not in aliases}
-    return {**fields, **OF_FAMILY.get(family, {})}
+    return {**_small(transformers.AutoConfig.for_model(family)), **OF_FAMILY.get(family, {})}
+
+
+def _small(config: Any) -> dict[str, Any]:
+    """Return small values of a configuration's own fields, and of those of the configurations in it."""
+    kind = type(config)
+    declared = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    own = {field.name for field in declared} or set(inspect.signature(kind.__init__).parameters)
+    fields = {name: value for name, value in SMALL.items() if name in own and _value(config, name) is not None}
+    if "kv_lora_rank" in fields and "num_key_value_heads" in fields:
+        fields["num_key_value_heads"] = SMALL["num_attention_heads"]  # a latent attention has no groups
+    parts = {name: _value(config, name) for name in own}
+    return fields | {name: _small(part) for name, part in parts.items() if hasattr(part, "model_type")}
+
+
+def _value(config: Any, name: str) -> Any:
+    """Return a field of a configuration, None where it has none or one for each layer."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # of a class of transformers' own
+        return None
 
 
 def shifted(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -179,10 +200,21 @@ def rows_of(family: str, layouts: Sequence[str], folder: Path) -> Iterator[Row]:
             continue
         if one is None:
             one = _tried(family, "one device", lambda: sides.one_device(_alone(), _anew(subject)))
+            if one.outcome == "failed" and (reason := _reason_without_us(build, example)):
+                one = replace(one, outcome="unbuilt", text=reason)
         if one.outcome != "proven":
             yield replace(one, layout=layout)
         else:
             yield _tried(family, layout, functools.partial(_prove, subject, Layout.parse(layout)))
+
+
+def _reason_without_us(build: Callable[[], nn.Module], example: Any) -> str:
+    """Return why the model does not train in plain torch either; nothing if it does."""
+    try:
+        build()(input_ids=example["input_ids"]).logits.sum().backward()
+    except Exception as error:
+        return _line(error)
+    return ""
 
 
 def _prove(subject: Subject, layout: Layout) -> str:
@@ -255,7 +287,7 @@ def main(words: Sequence[str] | None = None) -> int:
             for row in rows_of(family, layouts, folder):
                 known[family, row.layout] = row
                 with chosen.rows.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(asdict(row)) + "\n")
+                    file.write(json.dumps(dataclasses.asdict(row)) + "\n")
                 print(
                     f"{row.family:24} {row.layout:28} {row.outcome:9} {row.seconds:5.1f} s  {row.text[:110]}",
                     flush=True,

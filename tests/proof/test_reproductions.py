@@ -32,15 +32,9 @@ PENDING: dict[str, tuple[str, ...]] = {
     "unused weights under decay": EVERY,  # item 5
     "unused layer in bf16": EVERY,  # item 5
     "token shift": EVERY,  # item 1
-    "heads counted by another name": EVERY,  # item 2
-    "norm of hidden neurons": EVERY,  # item 2
-    "halves of a fused projection": EVERY,  # item 2
-    "log_softmax behind a cut head": EVERY,  # item 2
     "contrastive loss": EVERY,  # item 4
     "mean as a loss": EVERY,  # item 4
     "mean over padding": EVERY,  # item 1
-    "dropout on tokens first": EVERY,  # item 4
-    "dropout on two views": EVERY,  # item 4
     "dropout raised later": EVERY,  # item 4
     "dropout of aten": EVERY,  # item 4
     "Python's random numbers": EVERY,  # item 4
