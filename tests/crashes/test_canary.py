@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from samestep.building.loss import cross_entropy
 from samestep.datasets import batches
 from samestep.errors import RepeatError
 from samestep.job import Job
@@ -162,9 +163,7 @@ def told(rank: int, world: int, model: str, layout: str, job: Job, dataset: Any 
     """Take steps, from the second one on late; return what was said."""
     run = make_run(rank, world, model, layout, job, Tokens)
     if optimizer is not None:
-        run._source = functools.partial(type(run._source), optimizer=optimizer_source(optimizer))(
-            model=run._source.model, loss=run._source.loss, name=run._source.name, prepared=run._source.prepared
-        )
+        run._source = replace(run._source, optimizer=optimizer_source(optimizer))
     notes = []
     try:
         for batch in batches(dataset(), job):
@@ -237,6 +236,25 @@ def test_samples_that_meet_later_are_named_in_every_layout(model, layout, path):
 def test_a_sample_that_is_read_anew_is_named():
     said = told(0, 1, "Harmless", "dp=1", watched(1), Drawing)
     assert "it reads other values the second time" in said
+
+
+def noisy_loss(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    total, count = cross_entropy(outputs, batch)
+    return total * (1 + 0.01 * NOISE.random() * NOISE_OF["loss"]), count
+
+
+NOISE_OF = {"loss": 0.0}
+
+
+def test_a_loss_that_draws_later_is_named():
+    run = make_run(0, 1, "Harmless", "dp=1", watched(1))
+    run._source = replace(run._source, loss=noisy_loss)
+    first, second, *_ = batches(Tokens(), watched(1))
+    run.step(first)
+    NOISE_OF["loss"] = 1.0
+    with pytest.raises(RepeatError, match="step 2, rank 0: the loss of the same outputs is another the second time"):
+        run.step(second)
+    NOISE_OF["loss"] = 0.0
 
 
 @pytest.mark.parametrize("layout", ["dp=1", "dp=1 microbatch=4"])
