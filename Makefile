@@ -1,5 +1,6 @@
 # make train   train the default job, with two worker processes       make check   format, lint, types, import rules
 # make test    the test suite                                         make bench   step time and memory beside peers
+# make families   prove every causal family of transformers; FAMILY=NAME proves one, and what is proven is not proven again
 # Each does the set-up it needs; the second call starts at once.
 
 PYTHON ?= python3
@@ -7,7 +8,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test parity check format bench setup clean
+.PHONY: train test parity families check format bench setup clean
 
 train: $(READY)
 	$(BIN)/samestep train jobs/default.toml
@@ -17,6 +18,9 @@ test: $(READY)
 
 parity: $(READY)
 	$(BIN)/python -m pytest -q tests/parity tests/ledger --every-layout
+
+families: $(READY)
+	$(BIN)/python benchmarks/families.py $(FAMILY)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

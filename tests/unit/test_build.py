@@ -99,6 +99,15 @@ def test_a_padding_token_outside_the_vocabulary_is_dropped() -> None:
     assert model_source(hf_job("phi3", **TINY_LLAMA))().config.pad_token_id is None  # type: ignore[union-attr]
 
 
+def test_a_family_that_needs_a_padding_token_says_which_works() -> None:
+    sizes = {name: value for name, value in TINY_LLAMA.items() if name != "num_key_value_heads"}
+    with pytest.raises(
+        ModelError, match=r"hf:modernbert-decoder: pad_token_id \d+ is outside the vocabulary of 50 tokens"
+    ):
+        model_source(hf_job("modernbert-decoder", **sizes))
+    assert model_source(hf_job("modernbert-decoder", **sizes, pad_token_id=1))
+
+
 def test_nothing_of_transformers_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     model_source(hf_job("phi3", **TINY_LLAMA))()
     assert capfd.readouterr() == ("", "")

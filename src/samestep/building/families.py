@@ -333,7 +333,13 @@ def _prepare(config: Any, fields: Mapping[str, Any]) -> None:
             part.is_decoder = True
         pad, size = getattr(part, "pad_token_id", None), getattr(part, DEFAULT.vocabulary_field, None)
         if pad is not None and size is not None and not 0 <= pad < size and "pad_token_id" not in fields:
-            part.pad_token_id = None  # a token of the family's own vocabulary, outside this smaller one
+            try:
+                part.pad_token_id = None  # a token of the family's own vocabulary, outside this smaller one
+            except Exception:  # of the configuration's own validation, whose class differs between versions
+                raise ModelError(
+                    f"hf:{config.model_type}: pad_token_id {pad} is outside the vocabulary of {size} tokens, and this family "
+                    "needs one; model.config.pad_token_id = a token that the data does not have works"
+                ) from None
 
 
 @contextmanager

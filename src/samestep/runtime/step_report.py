@@ -28,7 +28,7 @@ class StepReport:
     stop: bool = False
     """Whether some rank was asked to stop."""
     note: str = ""
-    """Why the step is not finite; empty for a finite step."""
+    """Why the step is not finite, or what a repetition of it showed that `run.allow` waives; mostly empty."""
     remarks: tuple[str, ...] = ()
     """What this rank noticed in this step and did not refuse: refusals that `run.allow` waives, a loss that couples samples."""
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -89,6 +89,8 @@ class _Watched:
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[tuple[torch.Size, Tensor | None]] = field(default_factory=list)
     """Each output's shape, and this sample's part of it."""
+    losses: list[Tensor] = field(default_factory=list)
+    """The loss of the sample run again, and once more on the same outputs."""
     task: Task | None = None
     replay: UpdateReplay | None = None
     is_measured: bool = False
@@ -171,7 +173,7 @@ class Canary(StepObserver):
         if watched.is_measured or not math.isfinite(scalars.loss_sum + scalars.norm_squared):
             return
         watched.is_measured = True
-        if {"samples", "random", "state", "data"} & self._waived:
+        if {"samples", "random", "state", "data", "loss"} & self._waived:
             return
         with outside_step(), torch.no_grad(), unmoved_generators():
             finding = self._repeat()
@@ -237,11 +239,14 @@ class Canary(StepObserver):
             self._alone = False  # a forward that takes no sample by itself
             first = self._forward(False)
             deviation = self._largest(self._deviation(first))
-        if math.isinf(deviation) or deviation <= self._allowance:
-            return None
         rounding = torch.finfo(precision.DTYPES[self._assembly.parallel.program.step.compute_dtype]).eps
         # Kernels of a GPU may add up in another order each time; those of a CPU do not.
         repeatable = 0.0 if self._assembly.parallel.mesh.device.type == "cpu" else ALLOWANCE_FACTOR * rounding
+        if self._largest(self._loss_distance()) > repeatable:
+            why = "it draws random numbers, or keeps something from one call to the next"
+            return Finding("loss", f"the loss of the same outputs is another the second time: {why}")
+        if math.isinf(deviation) or deviation <= self._allowance:
+            return None
         if self._largest(_distance(self._forward(self._alone), first)) > repeatable:
             return self._finding(deviation, is_random=True)
         perturbed = [self._forward(self._alone, (rounding, seed)) for seed in range(PERTURBED_FORWARDS)]
@@ -291,6 +296,8 @@ class Canary(StepObserver):
         try:
             with watched.state.restored(), precision.raised_islands(assembly.parallel.program), sliced, shaken:
                 outputs = evaluation.forward(assembly, samples, around)
+                if outputs is not None and nudge is None:
+                    watched.losses = [self._loss(outputs, samples, around) for _ in range(2)]
         except (SamestepError, RuntimeError, ValueError, IndexError, TypeError, AssertionError):
             if not alone or len(watched.indices) == 1:
                 raise
@@ -318,6 +325,13 @@ class Canary(StepObserver):
         dim = self._dims.get(index, 0)
         return leaf if leaf.dim() <= dim or leaf.shape[dim] % 2 else _rows(leaf, dim, 1, 2)
 
+    def _loss(self, outputs: Any, samples: Any, around: Callable[[], AbstractContextManager[None]]) -> Tensor:
+        """Return the sum and the count of the loss on outputs of samples, float64 [2]."""
+        like = torch.zeros((), dtype=torch.float64, device=self._assembly.parallel.mesh.device)
+        with around():
+            found = self._assembly.objective.loss(outputs, self._assembly.parallel.slicing.part(samples))
+        return torch.stack([evaluation.as_number(value, like) for value in found])
+
     @contextmanager
     def _modes(self, indices: Indices) -> Iterator[None]:
         """Return the context of one forward: the masks and experts that the step had for these samples."""
@@ -333,6 +347,12 @@ class Canary(StepObserver):
         draw = dropout.Draw(self._job.train.seed, watched.batch.step, samples)
         with (make or dropout.DropoutMode)(model.module, draw, model.mask_part):
             yield
+
+    def _loss_distance(self) -> float:
+        """Return by how much two losses of the same outputs differ; 0 where there are none."""
+        assert self._watched is not None
+        losses = self._watched.losses
+        return _relative(*losses) if losses else 0.0
 
     def _has_written_weights(self) -> bool:
         assert self._watched is not None

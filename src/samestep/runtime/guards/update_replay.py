@@ -46,6 +46,7 @@ class UpdateReplay:
             return None
         piece = small[turn % len(small)]
         copied = piece.value.detach().clone().requires_grad_(True)
+        vars(copied).update(vars(piece.value))  # tags that the rule may read
         twin = _twin_of(updater.optimizer, piece.value, copied)
         return None if twin is None else cls(updater, piece, twin, copied)
 
