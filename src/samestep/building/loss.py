@@ -29,8 +29,16 @@ def loss_of(job: Job) -> LossFunction:
     Raises:
         JobError: there is no loss of this name.
     """
+    return named_loss(job.train.loss)
+
+
+def named_loss(name: str) -> LossFunction:
+    """Return the loss that a word of the key `train.loss` names.
+
+    Raises:
+        JobError: there is no loss of this name.
+    """
     losses: dict[str, LossFunction] = {"cross_entropy": cross_entropy, "mse": mse}
-    name = job.train.loss
     if name in losses:
         return losses[name]
     if ":" not in name:

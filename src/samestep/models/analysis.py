@@ -64,5 +64,5 @@ class ModelAnalysis:
     """Whether the model itself runs whole blocks under `torch.utils.checkpoint`."""
     detached_checkpoints: bool = False
     """Whether it has reentrant checkpoints whose inputs take no gradient, inside of which torch trains nothing."""
-    knows_slices: bool = False
-    """Whether it has been examined how sequences can be sliced."""
+    parts_examined: tuple[int, ...] = ()
+    """Numbers of slices into which it has been examined whether sequences can be cut."""

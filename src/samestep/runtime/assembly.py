@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -26,10 +26,11 @@ from samestep.building.families import facts_of
 from samestep.building.initial_values import Blueprint, blueprint, fill_rest
 from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import learning_rate_factor
+from samestep.datasets import checked_samples
 from samestep.job import Job, NumericsTable
 from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis, StateSpec
-from samestep.models.spec import ModelSpec
+from samestep.models.spec import MaskSpec, ModelSpec
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
 from samestep.runtime import kept_state, placement
@@ -44,7 +45,7 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.weight_store import Materialize, WeightStore
 from samestep.strategies import program_of
 from samestep.tracing import experts as experts_module
-from samestep.tracing import independence, sequence_boundaries, state, tensor_plan
+from samestep.tracing import samples, sequence_boundaries, slices, state, tensor_plan
 from samestep.tracing.trace import containers_of, samples_traced, trace
 from samestep.tracing.traced_model import TracedModel
 
@@ -156,7 +157,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     planned = tensor_plan.cuts_of(plan.module, experts.counts)
     shareable = {} if planned.refusal else tensor_plan.shareable_heads(plan.module, planned)
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
-    with ExitStack() as stack:
+    with checked_samples(example), ExitStack() as stack:
         changes = stack.enter_context(state.record_changes(plan.module))  # first: it looks when the others have gone
         seen = stack.enter_context(tensor_plan.record_cuts(plan.module, planned))
         calls = stack.enter_context(sequence_boundaries.record_calls(plan.module))
@@ -172,8 +173,21 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
     spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable))
     spec, parts = sequence_boundaries.with_sequence(spec, plan.module, planned.styles, calls, experts.counts)
+    placed: list[MaskSpec] = []
+
+    @contextmanager
+    def placing(rows_of: samples.RowsOf) -> Iterator[None]:
+        with dropout.record_masks(plan.module, samples.NUM_SAMPLES, rows_of) as found:
+            yield
+        placed.extend(found)
+
+    with state.preserved(plan.module):
+        found = samples.examine(
+            plan.module, one, source.loss, experts, value_of, keeps_all=bool(spec.varies_at), around=placing
+        )
+    spec = replace(spec, mixes_samples=found.refusal, tried=found.tried)
     analysis = ModelAnalysis(
-        spec=replace(spec, masks=tuple(masks)),
+        spec=replace(spec, masks=tuple(placed if len(placed) == len(masks) else masks)),
         cut_styles=planned.styles,
         shareable_heads=shareable,
         sequence_parts=parts,
@@ -223,12 +237,16 @@ def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedMode
     """Return the model with a proof that its blocks work token by token, where the layout needs one."""
     analysis, spec = traced.analysis, traced.spec
     gives_experts_parts = layout.sequence_parallel and any(layer.dispatches for layer in spec.layers)
-    if analysis.knows_slices or (layout.cp == 1 and not gives_experts_parts):
+    parts = layout.cp if layout.cp > 1 else layout.tp if gives_experts_parts else 1
+    if parts in (1, *analysis.parts_examined):
         return traced
     value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
-    with state.preserved(traced.module):
-        spec = independence.prove(traced.module, _first_of(example, torch.float32), spec, value_of, analysis.experts)
-    return replace(traced, analysis=replace(analysis, spec=spec, knows_slices=True))
+    one = _first_of(example, torch.float32)
+    if not (analysis.parts_examined and spec.slice_refusal):
+        with state.preserved(traced.module):
+            spec = slices.prove(traced.module, one, spec, value_of, analysis.experts, parts)
+    analysis = replace(analysis, spec=spec, parts_examined=(*analysis.parts_examined, parts))
+    return replace(traced, analysis=analysis)
 
 
 def _first_of(example: Any, dtype: torch.dtype) -> Any:
@@ -264,6 +282,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
         twin.apply(traced, program, mesh)
     slicing = context.Slicing(model, program, mesh) if layout.cp > 1 else context.WholeSequences()
     dropout.track_modules(model)
+    dropout.place_samples(model, spec.masks)
     deferred = Deferred(traced, program)
     recompute.apply(model, program)
 

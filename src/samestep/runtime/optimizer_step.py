@@ -111,6 +111,19 @@ def check_optimizer(source: OptimizerSource, model: ModelSpec, layout: Layout) -
             raise LayoutError(f"{reason}, so weights {how} by {word} would get another update: {works}")
 
 
+def couples_weights(source: OptimizerSource, model: ModelSpec) -> bool:
+    """Return whether the update of a weight depends on which other weights the optimizer holds, as in D-Adaptation.
+
+    A rule that draws random numbers is not said to do so, though its updates differ: they differ at every try.
+    """
+    params = [param for param in model.params if param.trainable]
+    if not params or _refusal(source, params, _every_other) is None:
+        return False
+    name, value = params[-1].name, _probe(params[-1])
+    tries = [_stepped(source, name, [value], [[value.cos()]]) for _ in range(2)]
+    return torch.equal(*(weights[0] for weights in tries))
+
+
 def _refusal(source: OptimizerSource, params: Sequence[ParamSpec], cut: _Cut) -> str | None:
     """Return why two ranks with parts of the weights would not make the update of one that has all; None if they do."""
     optimizer, whole = _grouped(source, [(param.name, _probe(param)) for param in params])
@@ -284,6 +297,8 @@ class Updater:
     first_lr: list[float] = field(default_factory=list)
     published: tuple[list[int], Tensor] | None = None
     """The versions and norms of the pieces' targets as they were published last."""
+    factor: float = 1.0
+    """What the gradients of the last update were multiplied by: the division by the count, and the clipping."""
 
     @classmethod
     def over(cls, pieces: list[Piece], source: OptimizerSource, numerics: NumericsTable) -> Updater:
@@ -313,6 +328,7 @@ class Updater:
     @torch.no_grad()
     def step(self, factor: float) -> None:
         """Multiply the gradients by `factor` and update the pieces."""
+        self.factor = factor
         if self.optimizer is None:
             return
         gradients = [piece.gradient() for piece in self.pieces]

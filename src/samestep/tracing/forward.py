@@ -54,14 +54,16 @@ class NeedsValuesError(Exception):
 class _Values:
     """Values of integer tensors on the meta device: each storage has a flat copy on the CPU, shared by its views."""
 
-    def __init__(self, keeps_all: bool) -> None:
+    def __init__(self, keeps_all: bool, *, keeps_constants: bool = False) -> None:
         self.keeps_all = keeps_all
         """Whether the values of all tensors are kept, floating ones too."""
+        self.keeps_constants = keeps_constants
+        """Whether floating values are kept that follow from known ones, such as masks and rotary tables."""
         self._twins: dict[int, Tensor] = {}
 
     def follows(self, tensor: Tensor) -> bool:
         """Return whether values of tensors of this dtype are kept."""
-        return tensor.is_meta and (self.keeps_all or _is_whole(tensor))
+        return tensor.is_meta and (self.keeps_all or self.keeps_constants or _is_whole(tensor))
 
     def learn(self, tensor: Tensor, value: Tensor) -> None:
         """Store the value of a tensor that has a storage of its own."""
@@ -356,6 +358,10 @@ class ForwardTracer(TorchDispatchMode):
             self.saves[key] += 1
         return tensor if self.has_backward else None
 
+    def given(self, batch: Any) -> Any:
+        """Return the batch that the forward is given, on the meta device."""
+        return batch
+
     def to_meta(self, real: Tensor) -> Tensor:
         """Return a meta tensor for a real one, whose integer values stay known."""
         if real.is_meta:
@@ -429,11 +435,8 @@ def watch_forward(
     containers: tuple[str, ...],
     watch: ForwardTracer,
     value_of: ValueOf | None,
-    on_batch: Callable[[Any], Any] = lambda batch: batch,
 ) -> Any:
     """Run the forward under `watch`, on `num_samples` copies of the sample, and return its outputs.
-
-    `on_batch` is given the batch before the forward and returns the one that is run.
 
     Raises:
         ModelError: the forward fails.
@@ -449,7 +452,7 @@ def watch_forward(
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, _given_back))
             stack.enter_context(watch)
-            outputs = call_model(module, on_batch(batch))
+            outputs = call_model(module, watch.given(batch))
     except (SamestepError, NeedsValuesError):
         raise
     except Exception as error:

@@ -313,8 +313,8 @@ class _StateTracer(ForwardTracer):
             if self.key(tensor) not in keys:
                 self.labels.setdefault(self.key(tensor), set()).update(labels)
 
-    def label_samples(self, batch: Any) -> Any:
-        """Mark the tensors of a batch as samples."""
+    def given(self, batch: Any) -> Any:
+        """Return the batch of the forward, whose tensors are the samples."""
         for tensor in tensors_in(batch):
             self.labels[self.key(tensor)] = {SAMPLES}
         return batch
@@ -349,7 +349,7 @@ def examine(
     def run(count: int) -> _Traced:
         watch = _StateTracer(module, keeps_all=bool(spec.varies_at))
         try:
-            outputs = watch_forward(module, sample, count, spec.name, containers, watch, value_of, watch.label_samples)
+            outputs = watch_forward(module, sample, count, spec.name, containers, watch, value_of)
         except NeedsValuesError:
             raise ModelError(f"{spec.name} cannot be traced again: {watch.reached} looks at a value") from None
         reached = watch._labels_of({address(tensor) for tensor in tensors_in(outputs)}) | watch.looked_at
