@@ -64,10 +64,12 @@ class FamilyFacts:
             "embedding_rowwise": "vocab",
             "replicated_with_grad_allreduce": "sum",
             "colwise_gather_output": "gather",
+            "rowwise_split_input": "row",
+            "mla_kv_a_proj": "whole",
             **{style: style for style in ("column", "row", "qkv")},
         }
     )
-    """Styles of such plans, each with the corresponding style of `tracing/tensor_plan.py`."""
+    """Styles of such plans, each with the corresponding style of `tracing/tensor_plan.py`, or "whole"."""
     tensor_plan: Mapping[str, str] | None = None
     """A plan for a family that has none in transformers."""
 

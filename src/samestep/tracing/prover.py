@@ -24,7 +24,7 @@ class Prover(ForwardTracer):
     has_backward = False
 
     def __init__(self, module: nn.Module, num_rows: int, *, keeps_all: bool = False) -> None:
-        super().__init__(module, lambda block: None, lambda path, owners, is_cut: None, {}, keeps_all)
+        super().__init__(module, lambda block: None, {}, keeps_all=keeps_all)
         self.known = Dependences(num_rows, self.key)
         self.num_rows = num_rows
         self.is_following = True
@@ -40,7 +40,7 @@ class Prover(ForwardTracer):
     @property
     def where(self) -> str:
         """Path of the module whose code runs."""
-        return (self._running[-1] if self._running else "") or "the model itself"
+        return super().where or "the model itself"
 
     def rule_without(self, func: Any) -> Rule:
         """Return the rule of an operation that has none."""

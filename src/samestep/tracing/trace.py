@@ -41,12 +41,12 @@ from samestep.tracing.backward import Backward, WorkingSet, watch_backward, work
 from samestep.tracing.forward import (
     ForwardTracer,
     NeedsValuesError,
-    OnUse,
     ValueOf,
     is_outside,
     tensors_in,
     watch_forward,
 )
+from samestep.tracing.operations import Recorder
 from samestep.tracing.state import Snapshot
 
 KNOWN_WEIGHTS = 2**26
@@ -71,21 +71,21 @@ def trace(
     value_of: ValueOf | None = None,
     on_keep: Callable[[str], None] = lambda block: None,
     styles: Mapping[str, str] | None = None,
-    on_use: OnUse = lambda path, owners, is_cut: None,
+    recorder: Recorder | None = None,
 ) -> ModelSpec:
     """Return the spec of a module on the meta device from one forward; `sample` is a batch of one real sample.
 
     `value_of` serves code that looks at the values of buffers and weights; without it such code is refused. `on_keep`
     is called for each tensor that autograd keeps, with the path of the top-most module with weights entered last.
-    `styles` are the cut styles of modules by path: tensors between a column cut and a row cut are cut too. `on_use` is
-    called for every operation on trained weights and data.
+    `styles` are the cut styles of modules by path: tensors between a column cut and a row cut are cut too.
+    `recorder` records all operations.
 
     Raises:
         ModelError: the forward fails, or needs values that are not known.
     """
     num_samples = samples_traced(module)
     containers = containers_of(module)
-    watch = ForwardTracer(module, on_keep, on_use, styles or {})
+    watch = ForwardTracer(module, on_keep, styles or {}, recorder=recorder)
     before = Snapshot(module)
     try:
         outputs = watch_forward(module, sample, num_samples, name, containers, watch, value_of)
@@ -94,7 +94,7 @@ def trace(
             raise ModelError(_unseen(name, watch, module)) from None
         looked = watch.innermost or name
         before.restore()  # caches that the first attempt has filled hold no values
-        watch = ForwardTracer(module, on_keep, on_use, styles or {}, keeps_all=True)
+        watch = ForwardTracer(module, on_keep, styles or {}, keeps_all=True)
         watch.varies = looked
         try:
             outputs = watch_forward(module, sample, num_samples, name, containers, watch, value_of)
