@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from samestep.errors import UnprovenError
+from samestep.errors import LayoutError, UnprovenError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.assembly import Source
@@ -662,10 +662,16 @@ def test_state_that_does_not_depend_on_the_samples_is_equal_in_replicas(build: A
     assert_refused("runs it several times a step", "state", build, "dp=1 microbatch=2")
 
 
-@pytest.mark.parametrize(
-    "build",
-    [OwnMean, OwnMeanByData, ReplacedMean, EvaluationMean, Queue, DataInit, Memory, SamplesSeen, MaxNorm],
-)
+@pytest.mark.parametrize("build", [OwnMean, OwnMeanByData, ReplacedMean, DataInit])
+def test_statistics_of_the_batch_run_on_one_device_alone(build: type[Net]) -> None:
+    """Samples influence each other through them in the same step already; allowing that leaves the state."""
+    in_layout(build, "dp=1")
+    with pytest.raises(LayoutError, match="lets the samples of a batch influence each other"):
+        in_layout(build, "dp=2")
+    assert_refused("computed from its samples", "state", build, *DATA, job=allowing("samples"))
+
+
+@pytest.mark.parametrize("build", [EvaluationMean, Queue, Memory, SamplesSeen, MaxNorm])
 def test_state_that_depends_on_the_samples_runs_on_one_device_alone(build: Any) -> None:
     in_layout(build, "dp=1")
     assert_refused("computed from its samples", "state", build, *DATA)
@@ -681,7 +687,7 @@ def test_a_weight_that_the_forward_writes_is_refused_where_it_is_a_copy() -> Non
 
 
 def test_a_refusal_of_state_can_be_waived() -> None:
-    _, remarks = in_layout(OwnMean, "dp=2", job=allowing("state"))
+    _, remarks = in_layout(EvaluationMean, "dp=2", job=allowing("state"))
     assert any("mean" in remark for remark in remarks)
 
 
@@ -772,23 +778,18 @@ def test_blocks_that_a_model_checkpoints_are_taken_as_recompute() -> None:
 
 def clamped(run: Run) -> None:
     with torch.no_grad():
-        for param in _early(run):
+        for param in run.model.parameters():
             param.clamp_(-0.1, 0.1)
 
 
 def clamped_by_data(run: Run) -> None:
-    for param in _early(run):
+    for param in run.model.parameters():
         param.data.clamp_(-0.1, 0.1)
 
 
 def clamped_elsewhere(run: Run) -> None:
-    for param in _early(run):
+    for param in run.model.parameters():
         param.data = param.data.clamp(-0.1, 0.1)
-
-
-def _early(run: Run) -> list[nn.Parameter]:
-    """Not after the last step, when the test reads the master values at once."""
-    return list(run.model.parameters()) if run.steps_taken < JOB.train.steps else []
 
 
 @pytest.mark.parametrize("each", [clamped, clamped_by_data, clamped_elsewhere])

@@ -25,7 +25,6 @@ PENDING: dict[str, tuple[str, ...]] = {
     "LARS of matrices alone": EVERY,  # item 5
     "rule that starts late": EVERY,  # item 5
     "groups by size": EVERY,  # item 5
-    "optimizer that draws noise": EVERY,  # item 5
     "parameters' hooks": EVERY,  # item 5
     "parameters' tags": EVERY,  # item 5
     "optimizer over other weights": EVERY,  # item 5
@@ -37,29 +36,9 @@ PENDING: dict[str, tuple[str, ...]] = {
     "norm of hidden neurons": EVERY,  # item 2
     "halves of a fused projection": EVERY,  # item 2
     "log_softmax behind a cut head": EVERY,  # item 2
-    "contrastive loss": EVERY,  # item 4
-    "mean as a loss": EVERY,  # item 4
     "expert capacity": EVERY,  # item 1
     "standard deviation of the batch": EVERY,  # item 1
     "mean over padding": EVERY,  # item 1
-    "dropout on tokens first": EVERY,  # item 4
-    "dropout on two views": EVERY,  # item 4
-    "dropout raised later": EVERY,  # item 4
-    "dropout of aten": EVERY,  # item 4
-    "Python's random numbers": EVERY,  # item 4
-    "numpy's random numbers": EVERY,  # item 4
-    "augmentation in __getitem__": EVERY,  # item 4
-    "reentrant checkpointing": EVERY,  # item 4
-    "checkpointing": EVERY,  # item 4
-    "gradient_checkpointing_enable": EVERY,  # item 4
-    "running mean of its own": EVERY,  # item 4
-    "spectral norm": EVERY,  # item 4
-    "embedding with max_norm": EVERY,  # item 4
-    "embedding scaled by frequency": EVERY,  # item 4
-    "calls counted": EVERY,  # item 4
-    "weights clamped by hand": ("dp=1 offload",),  # item 4
-    "weights normalised in the forward": EVERY,  # item 4
-    "table made when it is first used": EVERY,  # item 4
     "experts that weigh by themselves": EVERY,  # item 5
     "experts without rows": EVERY,  # item 5
     "forward(**batch)": EVERY,  # item 6

@@ -97,7 +97,8 @@ class Run:
 
     @property
     def updater(self) -> Updater:
-        """The optimizer over the weights that this rank updates."""
+        """The optimizer over the weights that this rank updates, which hold what was written into the model since."""
+        self.assembly.weights.updater.reread()
         return self.assembly.weights.updater
 
     def prepare(self, example: Any) -> None:
@@ -296,7 +297,7 @@ class Run:
         if not self._loss_is_tried and weight:
             self._try_loss(outputs, part, len(microbatches.indices(task.microbatch)))
         totals += torch.stack([as_number(loss_sum.detach(), totals), as_number(count, totals)]) * weight
-        return loss_sum * (weight * self.updater.loss_scale.scale / objective.nominal_count)
+        return loss_sum * (weight * self.assembly.weights.updater.loss_scale.scale / objective.nominal_count)
 
     @contextmanager
     def _forward_modes(self, microbatches: Microbatches, microbatch: int) -> Iterator[None]:
@@ -397,7 +398,7 @@ class Run:
             NonFiniteError: `numerics.on_nonfinite` is "stop".
         """
         policy = self.job.numerics.on_nonfinite
-        if loss_is_finite and self.updater.loss_scale.scale > 1.0:
+        if loss_is_finite and self.assembly.weights.updater.loss_scale.scale > 1.0:
             return True  # an overflow of scaled gradients: the next step runs at half the scale
         if policy == "stop":
             raise NonFiniteError(f"step {self.steps_taken + 1}: {note}; numerics.on_nonfinite = 'skip' would go on")
