@@ -594,6 +594,10 @@ def noisy_sgd(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
 JOB = job_of(steps=3)
 
 
+def data_of(build: Any) -> Pairs:
+    return Pairs(tokens=isinstance(build, type) and issubclass(build, (Blocks, Embedded)))
+
+
 def source(build: Callable[[], nn.Module], layout: Layout, dataset: Any, **given: Any) -> Source:
     made = Source(perturbed(build), given.get("loss", loss), given.get("optimizer", sgd), build.__name__)
     key = (build, dataset.tokens, given.get("loss", loss))
@@ -622,7 +626,7 @@ def train(
 def in_layout(
     build: Any, layout: str, dataset: Any = None, each: Any = None, job: Job = JOB, **given: Any
 ) -> tuple[list[Observed], list[str]]:
-    dataset = dataset or Pairs(tokens=issubclass(build, (Blocks, Embedded)) if isinstance(build, type) else False)
+    dataset = dataset or data_of(build)
     where = Layout.parse(layout)
     source(build, where, dataset, **given)
     args = (build, layout, dataset, each, job, given)
@@ -641,6 +645,46 @@ def assert_refused(words: str, waiver: str, build: Any, *layouts: str, **given: 
         with pytest.raises(UnprovenError, match=words) as refusal:
             in_layout(build, layout, **given)
         assert refusal.value.waiver == waiver
+
+
+CASES = [
+    *(LateDropout, LateRate, OwnGenerator, Reseeded, Aten, Scripted, NumpyNoise, PythonNoise, BackwardNoise),
+    *(NoiseAfterWarmUp, MultipleOf624, OwnMean, OwnMeanByData, ReplacedMean, EvaluationMean, Queue, DataInit, Memory),
+    *(
+        SamplesSeen,
+        Calls,
+        CallsInDict,
+        CountingBuffer,
+        spectral,
+        MaxNorm,
+        ByFrequency,
+        ForcedNorm,
+        Rotary,
+        FilledBuffer,
+    ),
+    *(
+        Noting,
+        CountingAlone,
+        Scratch,
+        Net,
+        OwnInner,
+        OwnReentrant,
+        OwnInFloat32,
+        OwnBlocks,
+        OwnBlocksReentrant,
+        OwnHead,
+    ),
+    *(FrozenStart, Uncheckpointed),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _traced_first() -> None:
+    """Trace every case before ranks are forked, which inherit the traces: a pool is forked anew after each new one."""
+    for build in CASES:
+        source(build, Layout(), data_of(build))
+    for other in (noisy_loss, mean):
+        source(Net, Layout(), data_of(Net), loss=other)
 
 
 DATA = ("dp=2", "dp=1 microbatch=2")

@@ -66,7 +66,6 @@ class Run:
         self._source, self._observer = source, observer
         self._assembly: Assembly | None = None
         self._refusals = Refusals(job.run)
-        self._generators = randomness.GeneratorWatch(place.device)
         self._loss_is_tried = self._data_is_tried = False
 
     @property
@@ -98,6 +97,7 @@ class Run:
     @property
     def updater(self) -> Updater:
         """The optimizer over the weights that this rank updates, which hold what was written into the model since."""
+        self.assembly.weights.store.take_back()
         self.assembly.weights.updater.reread()
         return self.assembly.weights.updater
 
@@ -182,6 +182,10 @@ class Run:
     @functools.cached_property
     def _canary(self) -> Canary:
         return Canary(self.assembly, self.job, self._source.optimizer)
+
+    @functools.cached_property
+    def _generators(self) -> randomness.GeneratorWatch:
+        return randomness.GeneratorWatch(self.place.device)
 
     def _compared_step(self, batch: StepBatch) -> StepReport:
         """Take a step, and compare what several ranks must hold alike."""

@@ -279,7 +279,9 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(value)
     if isinstance(value, (tuple, list)):
         items = [_mapped(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return tuple(items) if isinstance(value, tuple) else items
     if type(value) is dict:
         return {key: _mapped(item, change) for key, item in value.items()}
     if isinstance(value, Mapping):

@@ -78,11 +78,21 @@ _NAMES = (
 )
 
 
+def _attention_moves(device: torch.device) -> bool:
+    """Return whether attention without dropout moves the generator of this GPU, as some kernels did that draw nothing."""
+    own = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    before = own.get_offset()
+    query = torch.zeros(1, 2, 128, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
+    return bool(own.get_offset() != before)
+
+
 class GeneratorWatch:
     """The comparison of the generators around the calls of one rank's steps."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        is_blind = device.type == "cuda" and _attention_moves(device)
+        self._device = torch.device("cpu") if is_blind else device
         self._whole = True
         self._seen: tuple[object, ...] = ()
 
