@@ -35,7 +35,7 @@ from samestep.program.bodies import Task
 from samestep.program.program import Program
 from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly, Loss, Source, assemble, set_modes
-from samestep.runtime.axes import precision, tensor
+from samestep.runtime.axes import precision, recompute, tensor
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.evaluation import as_number
 from samestep.runtime.guards import data_trial, loss_trial, nonfinite, randomness
@@ -112,7 +112,7 @@ class Run:
                 self._refusals.remark(waived)
             where = self.program.step.layout
             if where != self.layout:
-                self._refusals.remark("the model checkpoints its own blocks, which is taken as recompute=full")
+                self._refusals.remark(recompute.TAKEN)
             self.layout = where
 
     def adopt(self, assembly: Assembly) -> None:
@@ -269,7 +269,6 @@ class Run:
                     if task.kind is TaskKind.FORWARD:
                         held[task.microbatch, task.chunk] = self._forward(task, microbatches, totals)
                         continue
-                    self._generators.settle(whole=task.microbatch == 0)
                     if task.kind is TaskKind.WEIGHT:
                         parallel.deferred.add_up(task.microbatch)
                     else:
@@ -355,6 +354,7 @@ class Run:
             trial = loss_trial.tried(loss, precision.for_loss(outputs), samples, length, dim=1) if length > 1 else trial
             what, is_split = "tokens", True
         self._loss_is_tried = trial.judged
+        self._generators.settle()
         if not trial.reason:
             return
         text = f"the loss is no sum over the {what} of a batch: {trial.reason}"
