@@ -347,11 +347,12 @@ class Run:
         parallel, objective = self.assembly.parallel, self.assembly.objective
         # What the user gave, unless the logits are cut by vocabulary, which needs the loss that communicates.
         loss = objective.loss if tensor.cuts_logits(parallel.program) else self._source.loss
-        trial = loss_trial.tried(loss, precision.for_loss(outputs), samples, num_samples)
+        given = precision.for_loss(outputs)
+        trial = loss_trial.tried(loss, given, samples, num_samples)
         what, is_split = "samples", self.layout.dp > 1 or parallel.program.step.num_microbatches > 1
         if self.layout.cp > 1 and trial.judged and not trial.reason:
             length = target_of(samples).shape[1]
-            trial = loss_trial.tried(loss, precision.for_loss(outputs), samples, length, dim=1) if length > 1 else trial
+            trial = loss_trial.tried(loss, given, samples, length, dim=1) if length > 1 else trial
             what, is_split = "tokens", True
         self._loss_is_tried = trial.judged
         self._generators.settle()
