@@ -15,7 +15,7 @@ from samestep.errors import RepeatError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.ledger import Ledger
-from samestep.runtime.optimizer_step import optimizer_source
+from samestep.runtime.optimizer_source import optimizer_source
 from tests import models
 from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import MODELS, VOCABULARY, Tokens

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from samestep.errors import LayoutError
+from samestep.errors import LayoutError, RepeatError
 from tests.laboratory import job_of, prove
 from tests.models import MODELS, VOCABULARY
 
@@ -167,3 +167,45 @@ def test_what_mixes_samples_runs_on_one_device_and_with_a_waiver() -> None:
     prove("dp=1 microbatch=8", "between minus_the_batch")
     with pytest.raises(AssertionError):
         prove("dp=2", "between minus_the_batch", job_of(steps=2, run={"allow": ["samples"]}))
+
+
+# -- what no rule shows, but real values do ----------------------------------------------------------
+
+torch.library.define("samestep_tests::centred", "(Tensor x) -> Tensor")
+torch.library.impl("samestep_tests::centred", "CompositeExplicitAutograd", lambda x: x - x.mean(0, keepdim=True))
+torch.library.define("samestep_tests::doubled", "(Tensor x) -> Tensor")
+torch.library.impl("samestep_tests::doubled", "CompositeExplicitAutograd", lambda x: x * 2)
+
+
+def an_operation_without_a_rule(net: Language, x: Tensor) -> Tensor:
+    return net.mix(x) + torch.ops.samestep_tests.doubled(x.detach())
+
+
+def one_that_mixes(net: Language, x: Tensor) -> Tensor:
+    return net.mix(x) + torch.ops.samestep_tests.centred(x.detach())
+
+
+def a_branch_on_a_value(net: Language, x: Tensor) -> Tensor:
+    return net.mix(x) if float(x.detach().abs().max()) < 1e6 else net.other(x)
+
+
+def a_count_of_samples(net: Language, x: Tensor) -> Tensor:
+    return net.mix(x) * torch.linspace(1.0, 2.0, x.shape[0], device=x.device, dtype=x.dtype)[:, None, None]
+
+
+TRIED = [an_operation_without_a_rule, a_branch_on_a_value]
+FOUND = [one_that_mixes, a_count_of_samples]
+MODELS |= {f"between {part.__name__}": lambda part=part: Language(part) for part in (*TRIED, *FOUND)}
+
+
+@pytest.mark.parametrize("part", TRIED)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_passes_a_trial_is_equal(part: Callable[..., Tensor], layout: str) -> None:
+    prove(layout, f"between {part.__name__}")
+
+
+@pytest.mark.parametrize("part", FOUND)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_fails_a_trial_ends_the_run_at_its_first_step(part: Callable[..., Tensor], layout: str) -> None:
+    with pytest.raises(RepeatError, match=r"samples influence each other|deviates"):
+        prove(layout, f"between {part.__name__}")

@@ -63,11 +63,11 @@ class ModelAnalysis:
     experts: ExpertModules
     has_dropout: bool
     """Whether a module or a configuration has a dropout probability above 0."""
+    parts_examined: tuple[int, ...] = ()
+    """Numbers of slices into which it has been examined whether sequences can be cut."""
     states: tuple[StateSpec, ...] = ()
     """What a forward keeps, other than the statistics of torch's own norms."""
     recomputes_blocks: bool = False
     """Whether the model itself runs whole blocks under `torch.utils.checkpoint`."""
     detached_checkpoints: bool = False
     """Whether it has reentrant checkpoints whose inputs take no gradient, inside of which torch trains nothing."""
-    parts_examined: tuple[int, ...] = ()
-    """Numbers of slices into which it has been examined whether sequences can be cut."""

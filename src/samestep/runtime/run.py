@@ -44,7 +44,8 @@ from samestep.runtime.guards.drift import DriftMonitor
 from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.ledger import owned
 from samestep.runtime.microbatches import Microbatches, StepBatch
-from samestep.runtime.optimizer_step import Updater, clip_factor, optimizer_source
+from samestep.runtime.optimizer_source import optimizer_source
+from samestep.runtime.optimizer_step import Updater, clip_factor
 from samestep.runtime.processes import join
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.step_observer import Indices, StepObserver, StepScalars
@@ -65,6 +66,7 @@ class Run:
         self.steps_taken = 0
         self._source, self._observer = source, observer
         self._assembly: Assembly | None = None
+        self._has_stepped = False
         self._refusals = Refusals(job.run)
         self._loss_is_tried = self._data_is_tried = False
 
@@ -134,8 +136,7 @@ class Run:
             RepeatError: a sample that is run again in such a step, or a weight's update, gives something else.
         """
         self._prepare_from(batch)
-        every = self.job.train.watch_every
-        if every == 0 or (batch.step + 1) % every:
+        if not self._is_watched(batch.step):
             return self._step(batch)
         if self._observer.dropout_mode() is not None:  # a proof, which compares more
             return self._compared_step(batch)
@@ -174,6 +175,14 @@ class Run:
     def _prepare_from(self, batch: StepBatch) -> None:
         if self._assembly is None:
             self.prepare(batch.samples(batch.shares(0, 1, 1)[0][:1]))
+
+    def _is_watched(self, step: int) -> bool:
+        """Return whether a step is checked: every so many, and the first one that tries what no rule has shown."""
+        every, layout = self.job.train.watch_every, self.program.step
+        if every > 0 and (step + 1) % every == 0:
+            return True
+        is_first, self._has_stepped = not self._has_stepped, True
+        return is_first and bool(self.assembly.model.spec.tried) and layout.global_batch > layout.microbatch_samples
 
     @functools.cached_property
     def _drift_monitor(self) -> DriftMonitor:

@@ -176,6 +176,8 @@ class ForwardTracer(TorchDispatchMode):
         self.values = _Values(keeps_all)
         self.varies = ""
         """Path of a module whose code may act differently, or make another shape, for other values."""
+        self.has_looked = False
+        """Whether its code looks at values: with others it may use other weights."""
         self.exchanges: list[tuple[str, int, Exchange]] = []
         """Inputs and outputs of attentions, with region and storage."""
         self.saves: Counter[int] = Counter()
@@ -267,6 +269,7 @@ class ForwardTracer(TorchDispatchMode):
         """
         looks, sizes = torch.Tag.data_dependent_output in func.tags, torch.Tag.dynamic_output_shape in func.tags
         if (looks or sizes) and any(tensor.is_meta for tensor in given):
+            self.has_looked = True
             if all(map(self.values.knows, given)):
                 outcome = self.values.run(func, args, kwargs)
                 return outcome if looks else tree_map_only(Tensor, self.to_meta, outcome)

@@ -26,7 +26,7 @@ from samestep.layout import Layout
 from samestep.planning import ranking, search
 from samestep.runtime import checkpoint, kept_state
 from samestep.runtime.axes import recompute
-from samestep.runtime.optimizer_step import check_optimizer
+from samestep.runtime.optimizer_source import check_optimizer
 from samestep.runtime.processes import workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.simulation import memory
@@ -103,9 +103,9 @@ def check(
     taken = recompute.layout_for(where, workload.analysis)
     if taken != where:
         where, why = taken, "\n".join(filter(None, (why, recompute.TAKEN)))
-    program = program_of(workload.spec, job, where, place.ranks_per_node if place else job.run.ranks_per_node)
+    spec = check_optimizer(workload.source.optimizer, workload.spec, where)
+    program = program_of(spec, job, where, place.ranks_per_node if place else job.run.ranks_per_node)
     kept_state.check(workload.analysis.states, program, job.run)
-    check_optimizer(workload.source.optimizer, workload.spec, where)
     return Checked(workload, where, folder, until, resume_from, why)
 
 

@@ -31,6 +31,7 @@ from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.codecs.codec import Codec, Pending, codec_of, own_part, send
 from samestep.runtime.ledger import owned
 from samestep.runtime.optimizer_step import Piece, squared_norm
+from samestep.runtime.parameter_hooks import GradientHooks
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weight_store import Materialize
 from samestep.schedules import TaskKind
@@ -142,9 +143,10 @@ class Replicated:
         stop = min(max(first + size - member.offset, 0), member.numel)
         if start < stop:
             mine = slice(member.offset + start, member.offset + stop)
-            part = flat.gradients[mine]
-            live = param.detach().view(-1)[start:stop]
-            yield self._piece(name, start, stop, live, value.flatten()[start:stop], lambda: part)
+            shape = param.shape if stop - start == param.numel() else (-1,)  # a weight that is whole has its shape
+            part = flat.gradients[mine].view(shape)
+            live = param.detach().view(-1)[start:stop].view(shape)
+            yield self._piece(name, start, stop, live, value.flatten()[start:stop].view(shape), lambda: part)
 
     def _piece(
         self, name: str, start: int, stop: int, live: Tensor, value: Tensor, gradient: Callable[[], Tensor]
@@ -154,6 +156,11 @@ class Replicated:
             return Piece(name, start, stop, live if isinstance(live, nn.Parameter) else live.detach(), gradient)
         held = value.detach().to("cpu" if self._separate else live.device, copy=True)
         return Piece(name, start, stop, held, gradient, target=live.detach())
+
+    def hook_gradients(self, hooks: GradientHooks) -> None:
+        """Let the user's hooks change gradients, in front of the addition to a bucket."""
+        for name, hook in hooks.items():
+            self.params[name].register_hook(hook)
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -188,6 +195,8 @@ class Replicated:
         """Add a finished gradient to its bucket, and start the reduction of buckets that are complete."""
         flat, name, found = slot.flat, slot.name, param.grad
         assert found is not None
+        if found.is_sparse:
+            found = found.to_dense()
         if found is not slot.gradient:
             if name in flat.untouched:
                 slot.gradient.copy_(found)
@@ -290,6 +299,8 @@ def _wait(flat: _FlatBuffer) -> None:
 def _gradient_or_zero(param: nn.Parameter) -> Tensor:
     if param.grad is None:
         param.grad = torch.zeros_like(param)
+    if param.grad.is_sparse:  # the norm, and most optimizers, take dense ones, which give the same step
+        param.grad = param.grad.to_dense()
     return param.grad
 
 

@@ -28,6 +28,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -45,10 +46,11 @@ from samestep.runtime.guards.model_state import ModelState, unmoved_generators
 from samestep.runtime.guards.update_replay import UpdateReplay
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.microbatches import Microbatches, StepBatch
-from samestep.runtime.optimizer_step import OptimizerSource, couples_weights
+from samestep.runtime.optimizer_source import couples_weights
 from samestep.runtime.processes.mesh import gather_objects
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
 from samestep.runtime.step_report import StepReport
+from samestep.runtime.update_rule import OptimizerSource
 from samestep.schedules import TaskKind
 from samestep.tracing.forward import tensors_in
 
@@ -122,7 +124,7 @@ class Canary(StepObserver):
         chosen = turn % self._assembly.parallel.program.step.num_microbatches
         indices = share.drawn(chosen)
         versions = [param._version for param in self._model.parameters()]
-        row = turn // self._assembly.parallel.program.step.num_microbatches % len(indices)
+        row = -(turn // self._assembly.parallel.program.step.num_microbatches + 1) % len(indices)  # the last one first
         self._watched = _Watched(batch, chosen, indices, row, turn, ModelState(self._model), versions)
         self._inner = inner
         handle = self._model.register_forward_hook(self._see, with_kwargs=True)
@@ -275,9 +277,9 @@ class Canary(StepObserver):
         """
         assembly, watched = self._assembly, self._watched
         assert watched is not None
-        samples, _ = microbatches.read(assembly, watched.batch, watched.indices)
-        indices = watched.indices
-        if alone and len(indices) > 1:
+        indices = self._with_companion() if alone else watched.indices
+        samples, _ = microbatches.read(assembly, watched.batch, indices)
+        if alone and len(watched.indices) > 1:
             leaves = [leaf for leaf in tree_leaves(samples) if isinstance(leaf, Tensor)]
             if any(leaf.shape[:1] != (len(indices),) for leaf in leaves):
                 return []
@@ -293,7 +295,28 @@ class Canary(StepObserver):
             if not alone or len(watched.indices) == 1:
                 raise
             return []  # code that takes no sample by itself
-        return None if outputs is None else list(_floating(outputs))
+        if outputs is None or len(indices) == len(watched.indices) or not alone or len(watched.indices) > 1:
+            return None if outputs is None else list(_floating(outputs))
+        return [self._of_second(index, leaf) for index, leaf in enumerate(_floating(outputs))]
+
+    def _with_companion(self) -> Indices:
+        """Return the samples of the micro-batch; if it is one alone, with another sample of the step before it."""
+        watched = self._watched
+        assert watched is not None
+        others = [index for index in watched.batch.shares(0, 1, 1)[0].tolist() if index not in watched.indices]
+        if len(watched.indices) > 1 or not others or self._routed:
+            return watched.indices
+        pair = np.array([others[0], *watched.indices.tolist()], dtype=np.int64)
+        try:
+            watched.batch.samples(pair)
+        except (RuntimeError, ValueError, TypeError):  # samples of different sizes, which no batch holds
+            return watched.indices
+        return pair
+
+    def _of_second(self, index: int, leaf: Tensor) -> Tensor:
+        """Return the rows of the second of two samples."""
+        dim = self._dims.get(index, 0)
+        return leaf if leaf.dim() <= dim or leaf.shape[dim] % 2 else _rows(leaf, dim, 1, 2)
 
     @contextmanager
     def _modes(self, indices: Indices) -> Iterator[None]:
