@@ -243,6 +243,17 @@ class SeededByIndex(Pairs):
         return x + 0.1 * torch.from_numpy(noise) * random.random(), y
 
 
+class TokensSeededByIndex(Pairs):
+    """Tokens of which some are replaced, drawn by the process's generators after these are seeded by the index."""
+
+    def __getitem__(self, index: int) -> Any:
+        random.seed(index)
+        np.random.seed(index)
+        sample = super().__getitem__(index)
+        replaced = torch.from_numpy(np.random.rand(LENGTH) < 0.3)
+        return {**sample, "input_ids": sample["input_ids"].masked_fill(replaced, random.randrange(VOCABULARY))}
+
+
 # -- state -----------------------------------------------------------------------------------------
 
 
@@ -778,6 +789,7 @@ def test_a_data_set_that_draws_is_refused(dataset: type[Pairs]) -> None:
 
 def test_a_data_set_that_draws_by_the_index_is_equal() -> None:
     assert_equal(Net, *DATA, dataset=SeededByIndex(False))
+    assert_equal(Uncheckpointed, "dp=1 pp=2 microbatch=2", dataset=TokensSeededByIndex(True))
 
 
 def mean(outputs: Any, batch: Any) -> Any:

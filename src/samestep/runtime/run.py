@@ -17,7 +17,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -266,7 +266,8 @@ class Run:
         parallel, store = self.assembly.parallel, self.assembly.weights.store
         totals = torch.zeros(2, dtype=torch.float64, device=self.place.device)
         held: dict[tuple[int, int], Tensor | None] = {}
-        microbatches = Microbatches(self.assembly, batch)
+        reading = self._generators.reading if self.layout.pp > 1 else nullcontext
+        microbatches = Microbatches(self.assembly, batch, reading)
         self.assembly.model.dropout.begin_step(self.model)
         store.begin_step()
         parallel.stage.begin_step(microbatches.shapes_of)

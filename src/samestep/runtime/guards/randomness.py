@@ -16,7 +16,8 @@ import _random
 import ctypes
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -114,6 +115,14 @@ class GeneratorWatch:
         """Take the present states as those before the next call; `whole` compares more than the positions."""
         self._whole = whole
         self._seen = states_of(self._device, whole=whole)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Leave out samples that are read inside a call, as a pipeline's stage reads ahead."""
+        before = states_of(self._device, whole=self._whole)
+        yield
+        if before == self._seen:
+            self.settle(whole=self._whole)
 
     def moved(self) -> str:
         """Return the name of a generator that has moved since the states were taken, or nothing; and take them anew."""
