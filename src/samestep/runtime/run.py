@@ -342,7 +342,11 @@ class Run:
         if samples is not None and layout.model_ranks == 1 and (layout.num_shards == 1 or layout.zero < 2):
             path = randomness.first_module_that_draws(model, lambda: call_model(model, samples), self.place.device)
             who = f"{path} in {who}" if path else who
-        self._refusals.add("random", f"step {self.steps_taken + 1}: {randomness.refusal(who, generator)}")
+        reason = f"step {self.steps_taken + 1}: {randomness.refusal(who, generator)}"
+        if who == "the optimizer" and layout.world_size == 1:  # other layouts refuse it by their own rule
+            self._refusals.remark(reason.replace(f"step {self.steps_taken + 1}: ", ""))
+        else:
+            self._refusals.add("random", reason)
         self._generators.settle()
 
     def _try_data(self, batch: StepBatch) -> None:
