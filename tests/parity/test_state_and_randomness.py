@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from samestep.errors import UnprovenError
+from samestep.errors import LayoutError, UnprovenError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.assembly import Source
@@ -241,6 +241,17 @@ class SeededByIndex(Pairs):
         random.seed(index)
         noise = np.random.default_rng(index).standard_normal(WIDTH)
         return x + 0.1 * torch.from_numpy(noise) * random.random(), y
+
+
+class TokensSeededByIndex(Pairs):
+    """Tokens of which some are replaced, drawn by the process's generators after these are seeded by the index."""
+
+    def __getitem__(self, index: int) -> Any:
+        random.seed(index)
+        np.random.seed(index)
+        sample = super().__getitem__(index)
+        replaced = torch.from_numpy(np.random.rand(LENGTH) < 0.3)
+        return {**sample, "input_ids": sample["input_ids"].masked_fill(replaced, random.randrange(VOCABULARY))}
 
 
 # -- state -----------------------------------------------------------------------------------------
@@ -594,6 +605,10 @@ def noisy_sgd(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
 JOB = job_of(steps=3)
 
 
+def data_of(build: Any) -> Pairs:
+    return Pairs(tokens=isinstance(build, type) and issubclass(build, (Blocks, Embedded)))
+
+
 def source(build: Callable[[], nn.Module], layout: Layout, dataset: Any, **given: Any) -> Source:
     made = Source(perturbed(build), given.get("loss", loss), given.get("optimizer", sgd), build.__name__)
     key = (build, dataset.tokens, given.get("loss", loss))
@@ -622,7 +637,7 @@ def train(
 def in_layout(
     build: Any, layout: str, dataset: Any = None, each: Any = None, job: Job = JOB, **given: Any
 ) -> tuple[list[Observed], list[str]]:
-    dataset = dataset or Pairs(tokens=issubclass(build, (Blocks, Embedded)) if isinstance(build, type) else False)
+    dataset = dataset or data_of(build)
     where = Layout.parse(layout)
     source(build, where, dataset, **given)
     args = (build, layout, dataset, each, job, given)
@@ -641,6 +656,46 @@ def assert_refused(words: str, waiver: str, build: Any, *layouts: str, **given: 
         with pytest.raises(UnprovenError, match=words) as refusal:
             in_layout(build, layout, **given)
         assert refusal.value.waiver == waiver
+
+
+CASES = [
+    *(LateDropout, LateRate, OwnGenerator, Reseeded, Aten, Scripted, NumpyNoise, PythonNoise, BackwardNoise),
+    *(NoiseAfterWarmUp, MultipleOf624, OwnMean, OwnMeanByData, ReplacedMean, EvaluationMean, Queue, DataInit, Memory),
+    *(
+        SamplesSeen,
+        Calls,
+        CallsInDict,
+        CountingBuffer,
+        spectral,
+        MaxNorm,
+        ByFrequency,
+        ForcedNorm,
+        Rotary,
+        FilledBuffer,
+    ),
+    *(
+        Noting,
+        CountingAlone,
+        Scratch,
+        Net,
+        OwnInner,
+        OwnReentrant,
+        OwnInFloat32,
+        OwnBlocks,
+        OwnBlocksReentrant,
+        OwnHead,
+    ),
+    *(FrozenStart, Uncheckpointed),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _traced_first() -> None:
+    """Trace every case before ranks are forked, which inherit the traces: a pool is forked anew after each new one."""
+    for build in CASES:
+        source(build, Layout(), data_of(build))
+    for other in (noisy_loss, mean):
+        source(Net, Layout(), data_of(Net), loss=other)
 
 
 DATA = ("dp=2", "dp=1 microbatch=2")
@@ -662,10 +717,16 @@ def test_state_that_does_not_depend_on_the_samples_is_equal_in_replicas(build: A
     assert_refused("runs it several times a step", "state", build, "dp=1 microbatch=2")
 
 
-@pytest.mark.parametrize(
-    "build",
-    [OwnMean, OwnMeanByData, ReplacedMean, EvaluationMean, Queue, DataInit, Memory, SamplesSeen, MaxNorm],
-)
+@pytest.mark.parametrize("build", [OwnMean, OwnMeanByData, ReplacedMean, DataInit])
+def test_statistics_of_the_batch_run_on_one_device_alone(build: type[Net]) -> None:
+    """Samples influence each other through them in the same step already; allowing that leaves the state."""
+    in_layout(build, "dp=1")
+    with pytest.raises(LayoutError, match="lets the samples of a batch influence each other"):
+        in_layout(build, "dp=2")
+    assert_refused("computed from its samples", "state", build, *DATA, job=allowing("samples"))
+
+
+@pytest.mark.parametrize("build", [EvaluationMean, Queue, Memory, SamplesSeen, MaxNorm])
 def test_state_that_depends_on_the_samples_runs_on_one_device_alone(build: Any) -> None:
     in_layout(build, "dp=1")
     assert_refused("computed from its samples", "state", build, *DATA)
@@ -681,7 +742,7 @@ def test_a_weight_that_the_forward_writes_is_refused_where_it_is_a_copy() -> Non
 
 
 def test_a_refusal_of_state_can_be_waived() -> None:
-    _, remarks = in_layout(OwnMean, "dp=2", job=allowing("state"))
+    _, remarks = in_layout(EvaluationMean, "dp=2", job=allowing("state"))
     assert any("mean" in remark for remark in remarks)
 
 
@@ -712,8 +773,11 @@ def test_a_loss_that_draws_is_refused() -> None:
     assert_refused("the loss draws", "random", Net, "dp=1", "dp=2", loss=noisy_loss)
 
 
-def test_an_optimizer_that_draws_is_refused() -> None:
-    assert_refused("the optimizer draws", "random", Net, "dp=1", "dp=2", optimizer=noisy_sgd)
+def test_an_optimizer_that_draws_is_named_on_one_device_and_refused_elsewhere() -> None:
+    _, remarks = in_layout(Net, "dp=1", optimizer=noisy_sgd)
+    assert any("the optimizer draws" in remark for remark in remarks)
+    with pytest.raises(LayoutError, match="NoisySGD draws random numbers"):
+        in_layout(Net, "dp=2", optimizer=noisy_sgd)
 
 
 def test_random_numbers_can_be_allowed() -> None:
@@ -728,6 +792,7 @@ def test_a_data_set_that_draws_is_refused(dataset: type[Pairs]) -> None:
 
 def test_a_data_set_that_draws_by_the_index_is_equal() -> None:
     assert_equal(Net, *DATA, dataset=SeededByIndex(False))
+    assert_equal(Uncheckpointed, "dp=1 pp=2 microbatch=2", dataset=TokensSeededByIndex(True))
 
 
 def mean(outputs: Any, batch: Any) -> Any:
@@ -755,7 +820,7 @@ def test_a_model_that_checkpoints_itself_is_equal_in_a_pipeline(build: type[Bloc
 def test_reentrant_checkpoints_train_nothing_without_a_gradient() -> None:
     expected = in_layout(FrozenStart, "dp=1")[0][0]
     held = {name: tensor for name, _, _, tensor in expected.gradients[0]}
-    assert not held["blocks.0.mix.weight"].any()
+    assert "blocks.0.mix.weight" not in held, "no gradient reaches it, so nothing updates it"
     assert held["head.weight"].any()
     assert_equal(FrozenStart, "dp=2")
 
@@ -772,23 +837,18 @@ def test_blocks_that_a_model_checkpoints_are_taken_as_recompute() -> None:
 
 def clamped(run: Run) -> None:
     with torch.no_grad():
-        for param in _early(run):
+        for param in run.model.parameters():
             param.clamp_(-0.1, 0.1)
 
 
 def clamped_by_data(run: Run) -> None:
-    for param in _early(run):
+    for param in run.model.parameters():
         param.data.clamp_(-0.1, 0.1)
 
 
 def clamped_elsewhere(run: Run) -> None:
-    for param in _early(run):
+    for param in run.model.parameters():
         param.data = param.data.clamp(-0.1, 0.1)
-
-
-def _early(run: Run) -> list[nn.Parameter]:
-    """Not after the last step, when the test reads the master values at once."""
-    return list(run.model.parameters()) if run.steps_taken < JOB.train.steps else []
 
 
 @pytest.mark.parametrize("each", [clamped, clamped_by_data, clamped_elsewhere])

@@ -25,7 +25,6 @@ PENDING: dict[str, tuple[str, ...]] = {
     "LARS of matrices alone": EVERY,  # item 5
     "rule that starts late": EVERY,  # item 5
     "groups by size": EVERY,  # item 5
-    "optimizer that draws noise": EVERY,  # item 5
     "parameters' hooks": EVERY,  # item 5
     "parameters' tags": EVERY,  # item 5
     "optimizer over other weights": EVERY,  # item 5

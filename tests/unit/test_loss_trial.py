@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep.building.loss import cross_entropy, mse
-from samestep.runtime.guards.loss_trial import Trial, tensors_in, tried, with_tensors
+from samestep.runtime.guards.loss_trial import LossTrial, tensors_in, tried, with_tensors
 
 B, T, V = 6, 4, 5
 _draw = torch.Generator().manual_seed(0)
@@ -178,7 +178,7 @@ COUPLED = {
 def test_a_sum_over_samples_passes(case: str) -> None:
     loss, outputs, batch = LEGAL[case]
     found = tried(loss, outputs, batch, B)
-    assert found == Trial()
+    assert found == LossTrial()
 
 
 @pytest.mark.parametrize("case", ["cross entropy", "classes", "dataclass", "own mask", "two views", "module", "mse"])
@@ -190,7 +190,7 @@ def test_a_sum_over_samples_passes_with_one_sample(case: str) -> None:
     else:
         outputs, batch = with_tensors((outputs, batch), [leaf[:1] for leaf in tensors_in((outputs, batch))])
     found = tried(loss, outputs, batch, 1)
-    assert found == Trial()
+    assert found == LossTrial()
 
 
 @pytest.mark.parametrize("case", COUPLED)
@@ -214,6 +214,43 @@ def test_a_sum_over_samples_may_be_none_over_tokens() -> None:
     assert tried(mean_of_each, LOGITS, {"labels": IDS}, T, dim=1).reason.startswith("its ")
 
 
+class Centred(nn.Module):
+    """A loss with a running mean of the outputs (DINO), which it reads before it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(V))
+        self.history: list[float] = []
+
+    def forward(self, outputs: Any, batch: Any) -> Any:
+        total = (outputs - self.center).square().sum()
+        self.center.lerp_(outputs.detach().mean(0).to(self.center.dtype), 0.1)
+        self.history.append(float(total))
+        return total, len(outputs)
+
+
+def test_a_loss_that_keeps_something_does_not_pass_and_is_as_before() -> None:
+    loss = Centred()
+    found = tried(loss, ROWS, {"x": ROWS}, B)
+    assert "keeps something between calls" in found.reason
+    assert not loss.center.any()
+    assert loss.history == []
+
+
+def test_a_loss_that_only_logs_passes_and_its_log_is_as_before() -> None:
+    log: list[float] = []
+    calls = {"number": 0}
+
+    def logging(outputs: Any, batch: Any) -> Any:
+        total = outputs.square().sum()
+        log.append(float(total))
+        calls["number"] += 1
+        return total, len(outputs)
+
+    assert tried(logging, ROWS, {"x": ROWS}, B) == LossTrial()
+    assert (log, calls) == ([], {"number": 0})
+
+
 def test_nothing_is_judged_where_nothing_counts() -> None:
     assert not tried(cross_entropy, LOGITS, {"labels": torch.full_like(IDS, -100)}, B).judged
     assert not tried(cross_entropy, LOGITS * float("nan"), {"labels": IDS}, B).judged
@@ -228,14 +265,11 @@ def test_a_loss_that_takes_one_size_only_cannot_be_tried() -> None:
 
 
 def test_of_large_outputs_a_few_samples_are_tried() -> None:
-    seen: list[int] = []
-
-    def noting(outputs: Any, batch: Any) -> Any:
-        seen.append(len(outputs))
+    def small(outputs: Any, batch: Any) -> Any:
+        assert len(outputs) <= 3, "more than was to be tried"
         return outputs.sum() + len(outputs) * 1e6, len(outputs)
 
-    assert not tried(noting, torch.zeros(1, 1).expand(64, 2**20), {"x": torch.zeros(64, 1)}, 64).reason
-    assert max(seen) == 3
+    assert tried(small, torch.zeros(1, 1).expand(64, 2**20), {"x": torch.zeros(64, 1)}, 64) == LossTrial()
 
 
 def test_trees_are_copied_with_other_tensors() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -55,8 +56,11 @@ def _never_empty(batch: StepBatch, indices: Indices) -> Indices:
 class Microbatches:
     """The micro-batches of a rank in one step, each read once, at its first use."""
 
-    def __init__(self, assembly: Assembly, batch: StepBatch) -> None:
+    def __init__(
+        self, assembly: Assembly, batch: StepBatch, reading: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
         self.batch = batch
+        self._reading = reading
         self._assembly = assembly
         step = assembly.parallel.program.step
         self._shares = batch.shares(assembly.parallel.mesh.index("dp"), step.layout.dp, step.num_microbatches)
@@ -74,7 +78,8 @@ class Microbatches:
     def samples(self, microbatch: int) -> tuple[Any, float]:
         """Return the samples of a micro-batch, and the weight of its loss."""
         if microbatch not in self._held:
-            self._held[microbatch] = read(self._assembly, self.batch, self._shares[microbatch])
+            with self._reading():
+                self._held[microbatch] = read(self._assembly, self.batch, self._shares[microbatch])
         return self._held[microbatch]
 
     def forget(self, microbatch: int) -> None:

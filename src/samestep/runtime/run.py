@@ -17,7 +17,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from samestep.program.bodies import Task
 from samestep.program.program import Program
 from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly, Loss, Source, assemble, set_modes
-from samestep.runtime.axes import precision, tensor
+from samestep.runtime.axes import precision, recompute, tensor
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.evaluation import as_number
 from samestep.runtime.guards import data_trial, loss_trial, nonfinite, randomness
@@ -68,7 +68,6 @@ class Run:
         self._assembly: Assembly | None = None
         self._has_stepped = False
         self._refusals = Refusals(job.run)
-        self._generators = randomness.GeneratorWatch(place.device)
         self._loss_is_tried = self._data_is_tried = False
 
     @property
@@ -99,7 +98,9 @@ class Run:
 
     @property
     def updater(self) -> Updater:
-        """The optimizer over the weights that this rank updates."""
+        """The optimizer over the weights that this rank updates, which hold what was written into the model since."""
+        self.assembly.weights.store.take_back()
+        self.assembly.weights.updater.reread()
         return self.assembly.weights.updater
 
     def prepare(self, example: Any) -> None:
@@ -113,7 +114,7 @@ class Run:
                 self._refusals.remark(waived)
             where = self.program.step.layout
             if where != self.layout:
-                self._refusals.remark("the model checkpoints its own blocks, which is taken as recompute=full")
+                self._refusals.remark(recompute.TAKEN)
             self.layout = where
 
     def adopt(self, assembly: Assembly) -> None:
@@ -191,6 +192,10 @@ class Run:
     def _canary(self) -> Canary:
         return Canary(self.assembly, self.job, self._source.optimizer)
 
+    @functools.cached_property
+    def _generators(self) -> randomness.GeneratorWatch:
+        return randomness.GeneratorWatch(self.place.device)
+
     def _compared_step(self, batch: StepBatch) -> StepReport:
         """Take a step, and compare what several ranks must hold alike."""
         if self.layout.world_size == 1:
@@ -261,7 +266,8 @@ class Run:
         parallel, store = self.assembly.parallel, self.assembly.weights.store
         totals = torch.zeros(2, dtype=torch.float64, device=self.place.device)
         held: dict[tuple[int, int], Tensor | None] = {}
-        microbatches = Microbatches(self.assembly, batch)
+        reading = self._generators.reading if self.layout.pp > 1 else nullcontext
+        microbatches = Microbatches(self.assembly, batch, reading)
         self.assembly.model.dropout.begin_step(self.model)
         store.begin_step()
         parallel.stage.begin_step(microbatches.shapes_of)
@@ -273,7 +279,6 @@ class Run:
                     if task.kind is TaskKind.FORWARD:
                         held[task.microbatch, task.chunk] = self._forward(task, microbatches, totals)
                         continue
-                    self._generators.settle(whole=task.microbatch == 0)
                     if task.kind is TaskKind.WEIGHT:
                         parallel.deferred.add_up(task.microbatch)
                     else:
@@ -305,7 +310,7 @@ class Run:
         if not self._loss_is_tried and weight:
             self._try_loss(outputs, part, len(microbatches.indices(task.microbatch)))
         totals += torch.stack([as_number(loss_sum.detach(), totals), as_number(count, totals)]) * weight
-        return loss_sum * (weight * self.updater.loss_scale.scale / objective.nominal_count)
+        return loss_sum * (weight * self.assembly.weights.updater.loss_scale.scale / objective.nominal_count)
 
     @contextmanager
     def _forward_modes(self, microbatches: Microbatches, microbatch: int) -> Iterator[None]:
@@ -337,7 +342,11 @@ class Run:
         if samples is not None and layout.model_ranks == 1 and (layout.num_shards == 1 or layout.zero < 2):
             path = randomness.first_module_that_draws(model, lambda: call_model(model, samples), self.place.device)
             who = f"{path} in {who}" if path else who
-        self._refusals.add("random", f"step {self.steps_taken + 1}: {randomness.refusal(who, generator)}")
+        reason = f"step {self.steps_taken + 1}: {randomness.refusal(who, generator)}"
+        if who == "the optimizer" and layout.world_size == 1:  # other layouts refuse it by their own rule
+            self._refusals.remark(reason.replace(f"step {self.steps_taken + 1}: ", ""))
+        else:
+            self._refusals.add("random", reason)
         self._generators.settle()
 
     def _try_data(self, batch: StepBatch) -> None:
@@ -352,13 +361,15 @@ class Run:
         parallel, objective = self.assembly.parallel, self.assembly.objective
         # What the user gave, unless the logits are cut by vocabulary, which needs the loss that communicates.
         loss = objective.loss if tensor.cuts_logits(parallel.program) else self._source.loss
-        trial = loss_trial.tried(loss, precision.for_loss(outputs), samples, num_samples)
+        given = precision.for_loss(outputs)
+        trial = loss_trial.tried(loss, given, samples, num_samples)
         what, is_split = "samples", self.layout.dp > 1 or parallel.program.step.num_microbatches > 1
         if self.layout.cp > 1 and trial.judged and not trial.reason:
             length = target_of(samples).shape[1]
-            trial = loss_trial.tried(loss, precision.for_loss(outputs), samples, length, dim=1) if length > 1 else trial
+            trial = loss_trial.tried(loss, given, samples, length, dim=1) if length > 1 else trial
             what, is_split = "tokens", True
         self._loss_is_tried = trial.judged
+        self._generators.settle()
         if not trial.reason:
             return
         text = f"the loss is no sum over the {what} of a batch: {trial.reason}"
@@ -406,7 +417,7 @@ class Run:
             NonFiniteError: `numerics.on_nonfinite` is "stop".
         """
         policy = self.job.numerics.on_nonfinite
-        if loss_is_finite and self.updater.loss_scale.scale > 1.0:
+        if loss_is_finite and self.assembly.weights.updater.loss_scale.scale > 1.0:
             return True  # an overflow of scaled gradients: the next step runs at half the scale
         if policy == "stop":
             raise NonFiniteError(f"step {self.steps_taken + 1}: {note}; numerics.on_nonfinite = 'skip' would go on")

@@ -41,6 +41,10 @@ class WeightStore(Protocol):
         """Discard the gradients of the previous step. Called first in a step, by every rank; sends nothing."""
         ...
 
+    def take_back(self) -> None:
+        """Copy weights that a user has given another storage back to the one in use; every rank calls it, sends nothing."""
+        ...
+
     def running(self, task: Task) -> AbstractContextManager[None]:
         """Return the context in which one forward, backward or weight-gradient task runs.
 

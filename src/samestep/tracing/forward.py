@@ -427,11 +427,8 @@ def watch_forward(
     containers: tuple[str, ...],
     watch: ForwardTracer,
     value_of: ValueOf | None,
-    on_batch: Callable[[Any], Any] = lambda batch: batch,
 ) -> Any:
     """Run the forward under `watch`, on `num_samples` copies of the sample, and return its outputs.
-
-    `on_batch` is given the batch before the forward and returns the one that is run.
 
     Raises:
         ModelError: the forward fails.
@@ -447,7 +444,7 @@ def watch_forward(
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, _given_back))
             stack.enter_context(watch)
-            outputs = call_model(module, watch.given(on_batch(batch)))
+            outputs = call_model(module, watch.given(batch))
     except (SamestepError, NeedsValuesError):
         raise
     except Exception as error:

@@ -23,8 +23,9 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -49,6 +50,7 @@ from samestep.tracing.forward import (
 SAMPLES = -1
 """The label of what depends on the values of the samples; other labels are addresses of storages."""
 _DEPTH = 5
+_LARGEST_COPY = 2**24
 _LARGEST = 4096
 """Containers of more items are compared by their length alone."""
 _UNCHANGING = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module, torch.dtype, torch.device)
@@ -163,6 +165,47 @@ def preserved(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         before.restore()
+
+
+@contextmanager
+def preserved_function(function: Any) -> Iterator[None]:
+    """Restore what a function holds after calls inside: itself a module, a method, a partial, or values around it.
+
+    Weights are taken as read alone; other tensors that it holds are copied before, and set to their values afterwards.
+    """
+    holder = nn.Module()
+    for index, value in enumerate(_held_by(function)):
+        if isinstance(value, nn.Module):
+            holder.add_module(str(index), value)
+        else:
+            holder.__dict__[f"held_{index}"] = value
+    before = Snapshot(holder)
+    tensors = [t for value in before.values.values() for t in value.tensors if not isinstance(t, nn.Parameter)]
+    copies = [(tensor, tensor._version, tensor.clone()) for tensor in tensors if tensor.numel() <= _LARGEST_COPY]
+    try:
+        yield
+    finally:
+        before.restore()
+        with torch.no_grad():
+            for tensor, version, copy in copies:
+                if tensor._version != version:
+                    tensor.copy_(copy)
+
+
+def _held_by(function: Any) -> Iterator[Any]:
+    """Yield a function that is an object, and the objects that a partial, a method or a closure refers to."""
+    if isinstance(function, partial):
+        yield from _held_by(function.func)
+        yield from (*function.args, *function.keywords.values())
+    elif isinstance(function, MethodType):
+        yield function.__self__
+    elif isinstance(function, FunctionType):
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # an empty cell
+                inner = cell.cell_contents
+                yield from _held_by(inner) if isinstance(inner, FunctionType | MethodType | partial) else (inner,)
+    else:
+        yield function
 
 
 # -- operations that write -------------------------------------------------------------------------
@@ -313,8 +356,8 @@ class _StateTracer(ForwardTracer):
             if self.key(tensor) not in keys:
                 self.labels.setdefault(self.key(tensor), set()).update(labels)
 
-    def label_samples(self, batch: Any) -> Any:
-        """Mark the tensors of a batch as samples."""
+    def given(self, batch: Any) -> Any:
+        """Return the batch of the forward, whose tensors are the samples."""
         for tensor in tensors_in(batch):
             self.labels[self.key(tensor)] = {SAMPLES}
         return batch
@@ -349,7 +392,7 @@ def examine(
     def run(count: int) -> _Traced:
         watch = _StateTracer(module, keeps_all=bool(spec.varies_at))
         try:
-            outputs = watch_forward(module, sample, count, spec.name, containers, watch, value_of, watch.label_samples)
+            outputs = watch_forward(module, sample, count, spec.name, containers, watch, value_of)
         except NeedsValuesError:
             raise ModelError(f"{spec.name} cannot be traced again: {watch.reached} looks at a value") from None
         reached = watch._labels_of({address(tensor) for tensor in tensors_in(outputs)}) | watch.looked_at

@@ -24,7 +24,8 @@ from samestep.errors import (
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.planning import ranking, search
-from samestep.runtime import checkpoint
+from samestep.runtime import checkpoint, kept_state
+from samestep.runtime.axes import recompute
 from samestep.runtime.optimizer_source import check_optimizer
 from samestep.runtime.processes import workers
 from samestep.runtime.processes.join import RankInfo
@@ -99,8 +100,12 @@ def check(
     if where is None:
         where, why = _agreed(lambda: _searched(workload, ranks or job.run.ranks), place)
     workload.slice(where)
+    taken = recompute.layout_for(where, workload.analysis)
+    if taken != where:
+        where, why = taken, "\n".join(filter(None, (why, recompute.TAKEN)))
     spec = check_optimizer(workload.source.optimizer, workload.spec, where)
-    program_of(spec, job, where, place.ranks_per_node if place else job.run.ranks_per_node)
+    program = program_of(spec, job, where, place.ranks_per_node if place else job.run.ranks_per_node)
+    kept_state.check(workload.analysis.states, program, job.run)
     return Checked(workload, where, folder, until, resume_from, why)
 
 

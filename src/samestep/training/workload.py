@@ -19,6 +19,7 @@ from samestep.datasets import Batch, Dataset, batches, open_dataset, open_tokeni
 from samestep.errors import ModelError, SamestepError
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.models.analysis import ModelAnalysis
 from samestep.models.spec import ModelSpec
 from samestep.runtime.assembly import Source, prepare, with_slices
 
@@ -54,6 +55,12 @@ class Workload:
         """Trace how the model's sequences can be sliced, where the layout has `cp` > 1; the result replaces `source`."""
         assert self.source.prepared is not None
         self.source = dataclasses.replace(self.source, prepared=with_slices(self.source.prepared, layout, self.example))
+
+    @property
+    def analysis(self) -> ModelAnalysis:
+        """What the trace has shown of the model."""
+        assert self.source.prepared is not None
+        return self.source.prepared.analysis
 
     @property
     def spec(self) -> ModelSpec:

@@ -165,16 +165,21 @@ class Replicated:
     # -- a step ------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Discard the gradients of the previous step; take back weights that a user has moved."""
-        for name, param in self.params.items():
+        """Discard the gradients of the previous step."""
+        self.take_back()
+        for param in self.params.values():
             param.grad = None
-            if param.data_ptr() != self._places[name].data_ptr():  # param.data = ... gives it another storage
-                param.data = self._places[name].copy_(param.data)
         for flat in self._flats:
             names = {member.name for member in flat.bucket.members}
             flat.missing, flat.untouched = set(names), set(names)
             flat.work = flat.chunk = None
         self._next = 0
+
+    def take_back(self) -> None:
+        """Copy weights that a user has given another storage, by `param.data = ...`, to the one that is in use here."""
+        for name, param in self.params.items():
+            if param.data_ptr() != self._places[name].data_ptr():
+                param.data = self._places[name].copy_(param.data)
 
     @contextmanager
     def running(self, task: Task) -> Iterator[None]:

@@ -34,6 +34,8 @@ from samestep.program.program import Program
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 ContextFn = Callable[[], Contexts]
+TAKEN = "the model checkpoints its own blocks, which is taken as recompute=full"
+"""The remark where `layout_for` returns another layout."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,6 +148,9 @@ class Sharded:
         for unit in self._units:
             unit.reset()
 
+    def take_back(self) -> None:
+        """Do nothing: a DTensor takes no other storage, and what is written into it is written into this rank's rows."""
+
     @contextmanager
     def running(self, task: Task) -> Iterator[None]:
         """Let the units gather, free and reduce as the program says, while a task runs inside.

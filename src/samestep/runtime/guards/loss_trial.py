@@ -12,7 +12,8 @@ and the parts are halves along the tokens too.
 
 Which dimension of a tensor holds the samples is not known: the first, where its size is the number of samples, or
 several rows for each sample (flattened tokens, two views), or another dimension of that size. What adds up under any of
-these readings is a sum: a coupled loss adds up under none.
+these readings is a sum: a coupled loss adds up under none. A loss that gives another value when it is called again, as one
+with a running mean of its own, depends on how often it is called, and does not pass either.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from samestep.runtime.axes.precision import RaiseIslands, cast_floating
+from samestep.tracing.state import preserved_function
 
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
 
@@ -43,10 +45,13 @@ _ELEMENTS = 2**22
 _READINGS = 24
 """So many readings of the tensors' dimensions are tried at most."""
 _MOVED = 0.01
+_KEEPS = (
+    "its sum is {:.9g} at first and {:.9g} when it is called again on the same, so it keeps something between calls"
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class LossTrial:
     """The outcome of a trial."""
 
     reason: str = ""
@@ -85,16 +90,25 @@ class _Reading:
         return torch.stack([tensor, other], 1).flatten(0, 1)
 
 
-def tried(loss: Loss, outputs: Any, batch: Any, size: int, dim: int = 0) -> Trial:
+def tried(loss: Loss, outputs: Any, batch: Any, size: int, dim: int = 0) -> LossTrial:
     """Evaluate a loss on a micro-batch and on its halves; `size` is the number of samples, or of tokens in `dim` 1.
 
-    Every rank of a tensor cut calls it alike, since the loss may communicate over the cut.
+    What the loss keeps between calls is as before afterwards. Every rank of a tensor cut calls it alike, since the loss may
+    communicate over the cut.
     """
+    with preserved_function(loss):
+        try:
+            return _tried(loss, outputs, batch, size, dim)
+        except torch.OutOfMemoryError:
+            return LossTrial(judged=False)
+
+
+def _tried(loss: Loss, outputs: Any, batch: Any, size: int, dim: int) -> LossTrial:
     leaves = [leaf.detach() for leaf in tensors_in((outputs, batch))]
     each = sum(leaf.numel() for leaf in leaves) // max(1, size)
     taken = min(size, max(2, _ELEMENTS // max(1, each)))
     num_outputs = len(tensors_in(outputs))
-    best = Trial(judged=False)
+    best = LossTrial(judged=False)
     for readings in itertools.islice(_readings(leaves, size, dim), _READINGS):
         parts = _parts_of(leaves, readings, size, taken, num_outputs)
         outcome = _added_up(loss, (outputs, batch), parts)
@@ -163,34 +177,40 @@ def _readings_of(leaf: Tensor, size: int, dim: int) -> list[_Reading]:
 # -- evaluating ------------------------------------------------------------------------------------
 
 
-def _added_up(loss: Loss, tree: Any, parts: _Parts) -> Trial:
+def _added_up(loss: Loss, tree: Any, parts: _Parts) -> LossTrial:
     """Evaluate the loss on the whole and on the halves, in float64 if it can be, and compare."""
     error: Exception | None = None
     for raised, graph in ((True, False), (True, True), (False, False), (False, True)):
         try:
-            whole, *halves = [_evaluated(loss, tree, part, raised, graph) for part in parts]
+            whole, again, *halves = [_evaluated(loss, tree, part, raised, graph) for part in (parts[0], *parts)]
+        except torch.OutOfMemoryError:
+            raise
         except Exception as caught:  # of the user's own code, which may raise anything
             error = error or caught
             continue
+        if math.isfinite(whole.total) and abs(again.total - whole.total) > TOLERANCE * abs(whole.total):
+            return LossTrial(_KEEPS.format(whole.total, again.total))
         return _compared(whole, halves, raised)
     words = str(error).strip().partition("\n")[0]
-    return Trial(f"it cannot be evaluated on a part of a micro-batch ({type(error).__name__}: {words})")
+    return LossTrial(f"it cannot be evaluated on a part of a micro-batch ({type(error).__name__}: {words})")
 
 
-def _compared(whole: _Value, halves: list[_Value], raised: bool) -> Trial:
+def _compared(whole: _Value, halves: list[_Value], raised: bool) -> LossTrial:
     tolerance = TOLERANCE if raised and whole.is_float64 else _ROUNDED
     if (
         not all(math.isfinite(value.total) and math.isfinite(value.count) for value in (whole, *halves))
         or not whole.count
     ):
-        return Trial(judged=False)
+        return LossTrial(judged=False)
     for word, all_of, both in (
         ("count", whole.count, [half.count for half in halves]),
         ("sum", whole.total, [half.total for half in halves]),
     ):
         if abs(all_of - sum(both)) > tolerance * max(abs(all_of), *map(abs, both)):
-            return Trial(f"its {word} is {all_of:.9g} for the whole and {both[0]:.9g} and {both[1]:.9g} for the halves")
-    return Trial()
+            return LossTrial(
+                f"its {word} is {all_of:.9g} for the whole and {both[0]:.9g} and {both[1]:.9g} for the halves"
+            )
+    return LossTrial()
 
 
 def _moved_too(
@@ -201,10 +221,10 @@ def _moved_too(
     size: int,
     taken: int,
     num_outputs: int,
-) -> Trial:
+) -> LossTrial:
     """Try outputs that are moved a little; a loss that is not defined for them was tried on the real ones."""
     outcome = _added_up(loss, tree, _parts_of(leaves, readings, size, taken, num_outputs, moved=True))
-    return outcome if outcome.reason.startswith("its ") else Trial()
+    return outcome if outcome.reason.startswith("its ") else LossTrial()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +252,21 @@ class _InFloat64(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__name__", "") == "__get__":
-            return func(*args, **(kwargs or {}))
-        return func(*cast_floating(args, torch.float64), **cast_floating(kwargs or {}, torch.float64))
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name == "__get__":
+            return func(*args, **kwargs)
+        raised = cast_floating(args, torch.float64)
+        result = func(*raised, **cast_floating(kwargs, torch.float64))
+        if not _writes(name) or raised[0] is args[0]:
+            return result
+        args[0].copy_(raised[0])  # a tensor of the loss's own, in its own precision
+        return args[0] if result is raised[0] else result
+
+
+def _writes(name: str) -> bool:
+    """Return whether a function of this name writes into its first argument."""
+    in_place = name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__", "__invert__")
+    return in_place or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 @contextmanager
@@ -279,7 +311,9 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(value)
     if isinstance(value, (tuple, list)):
         items = [_mapped(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return tuple(items) if isinstance(value, tuple) else items
     if type(value) is dict:
         return {key: _mapped(item, change) for key, item in value.items()}
     if isinstance(value, Mapping):

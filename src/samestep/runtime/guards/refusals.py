@@ -28,7 +28,7 @@ class Refusals:
     def add(self, waiver: Waiver, reason: str) -> None:
         """Keep a reason to refuse the step, or only remark on it where `run.allow` waives it."""
         if waiver in self._settings.allow:
-            self.remark(f'{reason}; run.allow = ["{waiver}"] lets it run unproven')
+            self.remark(self._settings.waived(waiver, reason))
         elif self._pending is None:
             self._pending = (reason, waiver)
 
