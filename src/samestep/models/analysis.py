@@ -29,6 +29,11 @@ class ModelAnalysis:
     """Shape of the model, with its cuts, boundaries and slices."""
     cut_styles: Mapping[str, str]
     """Style of the tensor cut of each module that is cut, by its path: a style of `tracing/tensor_plan.py`."""
+    copied: frozenset[str]
+    """Modules whose input goes through `copy` under a tensor cut, by their paths."""
+    counts: Mapping[int, tuple[tuple[str, str, int], ...]]
+    """Attributes that a rank divides, for each degree of a tensor cut that was tried: the path of a module that has it,
+    its name, and the divisor."""
     shareable_heads: Mapping[str, int]
     """Number of heads of keys or values that ranks may share, by the path of the projection."""
     sequence_parts: Mapping[str, tuple[str, ...]]
@@ -36,5 +41,5 @@ class ModelAnalysis:
     experts: ExpertModules
     has_dropout: bool
     """Whether a module or a configuration has a dropout probability above 0."""
-    knows_slices: bool = False
-    """Whether it has been examined how sequences can be sliced."""
+    parts_examined: tuple[int, ...] = ()
+    """Numbers of slices into which it has been examined whether sequences can be cut."""

@@ -234,6 +234,12 @@ def check_optimizer(
     )
 
 
+def couples_weights(source: OptimizerSource, model: ModelSpec) -> bool:
+    """Return whether the update of a weight depends on which other weights the optimizer holds, as in D-Adaptation."""
+    shapes = {param.name: param.shape for param in model.params if param.trainable and param.numel}
+    return bool(shapes) and bool(read_rule(source, shapes, {}).coupled)
+
+
 def _cutting(param: ParamSpec, layout: Layout) -> str:
     """Return the word of the layout that leaves a rank a part of a weight, whatever ZeRO does; empty if none does."""
     if param.cut is not None and layout.tp > 1:

@@ -79,6 +79,8 @@ class Updater:
     whole: WholeWeights = ALONE
     given: Optimizer | None = None
     """The instance that the user gave, whose learning rates act here too."""
+    factor: float = 1.0
+    """What the gradients of the last update were multiplied by: the division by the count, and the clipping."""
     _set_lr: list[float] = field(default_factory=list)
     _given_lr: list[float] = field(default_factory=list)
 
@@ -100,7 +102,16 @@ class Updater:
         scaled = numerics.precision == "fp16"
         scale = LossScale(numerics.loss_scale, numerics.loss_scale_growth_steps) if scaled else LossScale()
         given = source.instance if isinstance(source, GivenOptimizer) else None
-        return cls(pieces, optimizer, scale, _rates(optimizer), whole, given, _rates(optimizer), _rates(given))
+        return cls(
+            pieces,
+            optimizer,
+            scale,
+            first_lr=_rates(optimizer),
+            whole=whole,
+            given=given,
+            _set_lr=_rates(optimizer),
+            _given_lr=_rates(given),
+        )
 
     def set_lr(self, factor: float) -> None:
         """Set each group's learning rate to `factor` times its own; one that was set from outside meanwhile is kept.
@@ -135,6 +146,7 @@ class Updater:
     @torch.no_grad()
     def step(self, factor: float) -> None:
         """Multiply the gradients by `factor` and update the pieces."""
+        self.factor = factor
         if self.optimizer is None:
             return
         gradients = [piece.gradient() for piece in self.pieces]

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samestep.building.loss import named_loss
 from samestep.building.model import call_model
 from samestep.errors import DataError, LayoutError, NonFiniteError
 from samestep.job import Job
@@ -38,6 +39,7 @@ from samestep.runtime.axes import precision
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.evaluation import as_number
 from samestep.runtime.guards import nonfinite
+from samestep.runtime.guards.canary import Canary
 from samestep.runtime.guards.drift import DriftMonitor
 from samestep.runtime.ledger import owned
 from samestep.runtime.microbatches import Microbatches, StepBatch
@@ -77,7 +79,7 @@ class Run:
             LayoutError: the run is not prepared yet.
         """
         if self._assembly is None:
-            raise LayoutError("the run is not prepared yet: call run.prepare(sample), or take a step")
+            raise LayoutError("the run is not prepared yet: call run.prepare(batch.samples([0])), or take a step")
         return self._assembly
 
     @property
@@ -108,7 +110,7 @@ class Run:
         self._assembly = assembly
 
     def step(self, batch: StepBatch) -> StepReport:
-        """Take one optimizer step on the global batch.
+        """Take one optimizer step on the global batch; once a rank was asked to stop, it is the last of its stream.
 
         Collective over the world: every rank calls it with the same batch. If one does not, the others wait in the
         step's first collective until the time limit.
@@ -117,12 +119,16 @@ class Run:
             DataError: every label of the batch is masked, so the step counts no token.
             NonFiniteError: loss or gradients are not finite, and `numerics.on_nonfinite` is "stop".
             DriftError: ranks that must hold equal values differ; compared every `train.watch_every` steps.
+            RepeatError: a sample that is run again in such a step, or a weight's update, gives something else.
         """
         self._prepare_from(batch)
         every = self.job.train.watch_every
-        if self.layout.world_size > 1 and every > 0 and (batch.step + 1) % every == 0:
-            return self._drift_monitor.watch(lambda: self._step(batch), batch.shares(0, 1, 1)[0])
-        return self._step(batch)
+        if every == 0 or (batch.step + 1) % every:
+            return self._step(batch)
+        if self._observer.dropout_mode() is not None:  # a proof, which compares more
+            return self._compared_step(batch)
+        with self._canary.watching(batch, self._observer) as canary, self._observed_by(canary):
+            return canary.checked(self._compared_step(batch))
 
     def evaluate(self, batch: StepBatch) -> tuple[float, float]:
         """Return the sum of the loss over a batch, and the tokens or samples it counts, without gradients.
@@ -132,6 +138,18 @@ class Run:
         """
         self._prepare_from(batch)
         return evaluation.evaluate(self.assembly, batch)
+
+    def all_waived(self) -> tuple[str, ...]:
+        """Return the refusals that any rank met and `run.allow` waived; `job.run.waived` notes each.
+
+        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+        """
+        mine = self.job.run.met
+        if self.layout.world_size == 1:
+            return mine
+        everyone: list[Any] = [None] * self.layout.world_size
+        dist.all_gather_object(everyone, mine, group=self.assembly.parallel.mesh.groups["world"])
+        return tuple(dict.fromkeys(text for texts in everyone for text in texts))
 
     def outputs(self, samples: Any) -> Any:
         """Run the model forward on samples that every rank holds, and return its outputs on every rank.
@@ -149,6 +167,24 @@ class Run:
     def _drift_monitor(self) -> DriftMonitor:
         return DriftMonitor(self.assembly)
 
+    @functools.cached_property
+    def _canary(self) -> Canary:
+        return Canary(self.assembly, self.job, self._source.optimizer)
+
+    def _compared_step(self, batch: StepBatch) -> StepReport:
+        """Take a step, and compare what several ranks must hold alike."""
+        if self.layout.world_size == 1:
+            return self._step(batch)
+        return self._drift_monitor.watch(lambda: self._step(batch), batch.shares(0, 1, 1)[0])
+
+    @contextmanager
+    def _observed_by(self, observer: StepObserver) -> Iterator[None]:
+        before, self._observer = self._observer, observer
+        try:
+            yield
+        finally:
+            self._observer = before
+
     # -- inside a step -----------------------------------------------------------------------------
 
     def _step(self, batch: StepBatch) -> StepReport:
@@ -160,6 +196,8 @@ class Run:
         totals = self.forward_backward(batch)
         agreed = self._agree(totals)
         self._observer.agreed(agreed)
+        if agreed.stop > 0:
+            batch.end_stream()
         if agreed.count == 0:
             raise DataError(f"step {batch.step + 1} counts no token: every label of its batch is masked")
         scale = self.assembly.objective.nominal_count / agreed.count / updater.loss_scale.scale
@@ -294,7 +332,7 @@ class Run:
 
 def parallelize(
     model: Callable[[], nn.Module] | nn.Module,
-    loss: Loss,
+    loss: Loss | str,
     optimizer: Callable[[list[Tensor]], Optimizer] | Optimizer,
     *,
     layout: str | Layout = "",
@@ -306,7 +344,7 @@ def parallelize(
 
     Args:
         model: a build function, whose weights start as functions of (seed, name); or an instance, whose values stay.
-        loss: (outputs, batch) -> (sum, count).
+        loss: (outputs, batch) -> (sum, count), or a word of the key `train.loss`: "cross_entropy", "mse".
         optimizer: a function of a list of parameters, or an instance over the model instance that has not stepped.
         layout: one line of text such as "dp=2 zero=3"; empty replicates over all ranks.
         job: global batch, steps, seed, schedule, numerics and `optimizer.clip_norm`. Its model, data, loss and the rest
@@ -320,6 +358,7 @@ def parallelize(
     where = Layout.parse(layout) if isinstance(layout, str) else layout
     if layout == "":
         where = Layout(dp_replicate=place.world_size)
+    loss = named_loss(loss) if isinstance(loss, str) else loss
     names = {id(param): name for name, param in model.named_parameters()} if isinstance(model, nn.Module) else None
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "model")
     return Run(Source(model, loss, optimizer_source(optimizer, names), name), where, job, place)

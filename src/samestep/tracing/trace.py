@@ -41,12 +41,12 @@ from samestep.tracing.backward import Backward, WorkingSet, idle_weights, watch_
 from samestep.tracing.forward import (
     ForwardTracer,
     NeedsValuesError,
-    OnUse,
     ValueOf,
     is_outside,
     tensors_in,
     watch_forward,
 )
+from samestep.tracing.operations import Recorder
 
 KNOWN_WEIGHTS = 2**26
 """Code that looks at floating values is run for real in models of at most so many weights."""
@@ -70,30 +70,30 @@ def trace(
     value_of: ValueOf | None = None,
     on_keep: Callable[[str], None] = lambda block: None,
     styles: Mapping[str, str] | None = None,
-    on_use: OnUse = lambda path, owners, is_cut: None,
+    recorder: Recorder | None = None,
     loss: Callable[[Any, Any], Any] | None = None,
 ) -> ModelSpec:
     """Return the spec of a module on the meta device from one forward; `sample` is a batch of one real sample.
 
     `value_of` serves code that looks at the values of buffers and weights; without it such code is refused. `on_keep`
     is called for each tensor that autograd keeps, with the path of the top-most module with weights entered last.
-    `styles` are the cut styles of modules by path: tensors between a column cut and a row cut are cut too. `on_use` is
-    called for every operation on trained weights and data. `loss` is called with the outputs and the sample, to find the
-    weights that take no part in it.
+    `styles` are the cut styles of modules by path: tensors between a column cut and a row cut are cut too.
+    `recorder` records all operations. `loss` is called with the outputs and the sample, to find the weights that take no
+    part in it.
 
     Raises:
         ModelError: the forward fails, or needs values that are not known.
     """
     num_samples = samples_traced(module)
     containers = containers_of(module)
-    watch = ForwardTracer(module, on_keep, on_use, styles or {})
+    watch = ForwardTracer(module, on_keep, styles or {}, recorder=recorder)
     try:
         outputs = watch_forward(module, sample, num_samples, name, containers, watch, value_of)
     except NeedsValuesError:
         if value_of is None or _num_elements(module) > KNOWN_WEIGHTS:
             raise ModelError(_unseen(name, watch, module)) from None
         looked = watch.innermost or name
-        watch = ForwardTracer(module, on_keep, on_use, styles or {}, keeps_all=True)
+        watch = ForwardTracer(module, on_keep, styles or {}, keeps_all=True)
         watch.varies = looked
         try:
             outputs = watch_forward(module, sample, num_samples, name, containers, watch, value_of)

@@ -484,10 +484,22 @@ def _wrap(model: nn.Module, units: list[_RunningUnit], program: Program, mesh: M
         _keep_still(running.fsdp)
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh=meshes["dp_shard"], ignored_params=everything)  # FSDP2 needs a root; it has no weight
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            _keep_name(type(module))
     named = {running.unit.name: running.fsdp for running in units}
     for running in units:
         # Without another unit, the unit itself, which is gathered already: else FSDP2 would gather the last that ran.
         running.fsdp.set_modules_to_backward_prefetch([named[running.unit.prefetch or running.unit.name]])
+
+
+def _keep_name(made: type[nn.Module]) -> None:
+    """Give a class that FSDP2 derives from a module's class the names of that one.
+
+    Libraries look classes up by them: transformers records no outputs of a model whose class has another name.
+    """
+    original = made.__bases__[1]
+    made.__name__, made.__qualname__, made.__module__ = original.__name__, original.__qualname__, original.__module__
 
 
 class _EncodedScatter(ReduceScatter):
