@@ -6,7 +6,8 @@ A trace fills it (`prepare` in `runtime/assembly.py`), and all other code reads 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from samestep.models.spec import ModelSpec
 
@@ -41,5 +42,7 @@ class ModelAnalysis:
     experts: ExpertModules
     has_dropout: bool
     """Whether a module or a configuration has a dropout probability above 0."""
+    expert_calls: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    """How the model calls each module of experts, by its path: positional and named arguments, on the meta device."""
     parts_examined: tuple[int, ...] = ()
     """Numbers of slices into which it has been examined whether sequences can be cut."""

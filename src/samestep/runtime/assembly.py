@@ -159,6 +159,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     one = _first_of(example, dtype)
     experts = experts_module.experts_of(plan.module)
     planned = tensor_plan.cuts_of(plan.module, experts.counts)
+    expert_calls: dict[str, tuple[Any, Any]] = {}
     shareable = {} if planned.refusal else tensor_plan.shareable_heads(plan.module, planned)
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
     recorder = Recorder()
@@ -167,7 +168,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
         seen = stack.enter_context(tensor_plan.record_cuts(plan.module, planned))
         calls = stack.enter_context(sequence_boundaries.record_calls(plan.module))
         masks = stack.enter_context(dropout.record_masks(plan.module, samples_traced(plan.module)))
-        dispatches = stack.enter_context(experts_module.record_dispatches(plan.module, experts))
+        dispatches = stack.enter_context(experts_module.record_dispatches(plan.module, experts, expert_calls))
         spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, recorder, source.loss)
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
     proof = tensor_plan.proof_of(spec, plan.module, planned, shareable, recorder, source.loss is cross_entropy)
@@ -196,6 +197,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
         shareable_heads=shareable,
         sequence_parts=parts,
         experts=experts,
+        expert_calls=expert_calls,
         has_dropout=dropout.has_dropout(plan.module),
     )
     return TracedModel(plan, analysis, facts_of(plan.module), proof)
