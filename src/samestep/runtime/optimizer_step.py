@@ -79,6 +79,8 @@ class Updater:
     whole: WholeWeights = ALONE
     given: Optimizer | None = None
     """The instance that the user gave, whose learning rates act here too."""
+    couples_weights: bool = False
+    """Whether the update of a weight is known to depend on which other weights the optimizer holds."""
     factor: float = 1.0
     """What the gradients of the last update were multiplied by: the division by the count, and the clipping."""
     _set_lr: list[float] = field(default_factory=list)
@@ -86,7 +88,13 @@ class Updater:
 
     @classmethod
     def over(
-        cls, pieces: list[Piece], source: OptimizerSource, numerics: NumericsTable, whole: WholeWeights = ALONE
+        cls,
+        pieces: list[Piece],
+        source: OptimizerSource,
+        numerics: NumericsTable,
+        whole: WholeWeights = ALONE,
+        *,
+        couples_weights: bool = False,
     ) -> Updater:
         """Build the optimizer over `pieces` of the `whole` weights.
 
@@ -109,6 +117,7 @@ class Updater:
             first_lr=_rates(optimizer),
             whole=whole,
             given=given,
+            couples_weights=couples_weights,
             _set_lr=_rates(optimizer),
             _given_lr=_rates(given),
         )

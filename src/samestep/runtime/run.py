@@ -169,7 +169,7 @@ class Run:
 
     @functools.cached_property
     def _canary(self) -> Canary:
-        return Canary(self.assembly, self.job, self._source.optimizer)
+        return Canary(self.assembly, self.job)
 
     def _compared_step(self, batch: StepBatch) -> StepReport:
         """Take a step, and compare what several ranks must hold alike."""
