@@ -7,8 +7,10 @@ parameters, weights that take no part, and learning rates that another hand sets
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +19,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.building.loss import loss_of
+from samestep.building.model import call_model
 from samestep.datasets import batches
+from samestep.errors import LayoutError, ModelError
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.runtime import checkpoint
 from samestep.runtime.assembly import Source
-from samestep.runtime.optimizer_source import optimizer_source
+from samestep.runtime.optimizer_source import check_optimizer, optimizer_source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import traced
@@ -271,7 +276,235 @@ def assert_equal(names: tuple[str, ...], layout: str) -> None:
             raise AssertionError(f"{name}: {error}") from error
 
 
-@pytest.mark.parametrize("layout", ["dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "pp=2 microbatch=2"])
-@pytest.mark.parametrize("names", [BY_ELEMENTS, WHOLE], ids=["by elements", "whole"])
+SOME = (BY_ELEMENTS[::2] + WHOLE[::2], BY_ELEMENTS[1::2] + WHOLE[1::2])
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        pytest.param(layout, names, marks=() if is_daily else pytest.mark.nightly)
+        for layout, turn in {"dp=2 zero=1": 0, "dp=2 zero=2": 2, "dp=2 zero=3": 1, "pp=2 microbatch=2": 2}.items()
+        for index, names in enumerate(SOME)
+        for is_daily in [index == turn]
+    ],
+)
 def test_rules_by_elements_and_by_whole_weights_run_equal(names: tuple[str, ...], layout: str) -> None:
     assert_equal(names, layout)
+
+
+@pytest.mark.parametrize("name", [*TOGETHER, "Noisy"])
+def test_rules_that_couple_weights_or_draw_are_refused_where_these_are_spread(name: str) -> None:
+    spec = source_with(name, JOB).prepared.spec  # type: ignore[union-attr]
+    source = optimizer_source(OPTIMIZERS[name])
+    for layout in ("dp=2 zero=1", "dp=2 zero=3", "pp=2"):
+        with pytest.raises(LayoutError, match=r"(another update: (zero=0|pp=1)|one rank) works$"):
+            check_optimizer(source, spec, Layout.parse(layout))
+
+
+def test_rules_that_couple_weights_run_where_every_rank_has_all() -> None:
+    assert_equal(TOGETHER, "dp=2")
+
+
+def test_an_owner_of_whole_weights_and_any_other_layout_read_its_checkpoint(tmp_path: Path) -> None:
+    """Saved under zero=3 after two steps, resumed under zero=1 and on one device: the third step is that of one device."""
+    for name in ("muon beside adam", "Factored"):
+        pool(2).run(saved, name, "dp=2 zero=3", str(tmp_path / name))
+        expected = alone(name)
+        one = resumed(0, 1, name, "dp=1", str(tmp_path / name))
+        assert abs(one - expected.losses[2]) < TOLERANCE
+        for loss in pool(2).run(resumed, name, "dp=2 zero=1", str(tmp_path / name)):
+            assert abs(loss - expected.losses[2]) < TOLERANCE
+
+
+def run_with(rank: int, world: int, name: str, layout: str) -> Run:
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    run = Run(source_with(name, JOB), Layout.parse(layout), JOB, place)
+    run.prepare(next(batches(Tokens(), JOB)).samples([0]))
+    return run
+
+
+def saved(rank: int, world: int, name: str, layout: str, folder: str) -> None:
+    run = run_with(rank, world, name, layout)
+    for batch in itertools.islice(batches(Tokens(), JOB), 2):
+        run.step(batch)
+    checkpoint.save(run, Path(folder), keep=1)
+
+
+def resumed(rank: int, world: int, name: str, layout: str, folder: str) -> float:
+    run = run_with(rank, world, name, layout)
+    found = checkpoint.newest(Path(folder))
+    assert found is not None
+    checkpoint.load(run, found)
+    return run.step(next(itertools.islice(batches(Tokens(), JOB), 2, None))).loss
+
+
+# -- hooks, tags, and weights that take no part ----------------------------------------------------------------------------
+
+
+def _halved(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(0.5)
+
+
+class Marked(Small):
+    """Gradients that are masked by a tensor of the build function, scaled, and observed; a tag; weights without use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mask = torch.ones(VOCABULARY, 12)
+        mask[5:9] = 0
+        self.embed.weight.register_hook(lambda grad: grad * mask)
+        self.blocks[0].up.weight.register_hook(lambda grad, factor=0.25: factor * grad)
+        self.blocks[1].up.weight.register_hook(lambda grad: None)
+        self.head.weight.register_post_accumulate_grad_hook(_halved)
+        self.blocks[1].down.weight._no_weight_decay = True  # type: ignore[attr-defined]
+        self.spare = nn.Linear(4, 4)
+        self.blocks[1].spare = nn.Parameter(torch.ones(5))
+
+
+def by_tag(params: list[Tensor]) -> Optimizer:
+    tagged = [param for param in params if getattr(param, "_no_weight_decay", False)]
+    others = [param for param in params if not getattr(param, "_no_weight_decay", False)]
+    return torch.optim.AdamW(
+        [{"params": tagged, "weight_decay": 0.0, "lr": 0.1}, {"params": others}], lr=0.01, eps=1e-3
+    )
+
+
+def marked(rank: int, world: int, layout: str, job: Job) -> Observed:
+    source = Source(perturbed(Marked), loss_of(job), optimizer_source(by_tag), "marked")
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    return follow(Run(source, Layout.parse(layout), job, place), Tokens(), job, record=True)
+
+
+def test_hooks_tags_and_idle_weights_act_as_in_a_plain_loop() -> None:
+    expected = marked(0, 1, "dp=1", JOB)
+    start = {name: value for name, _, _, value in expected.weights}
+    assert not any(name.startswith("spare") or name.endswith("spare") for name in start)
+    for layout in (
+        "dp=2 microbatch=1",
+        "dp=2 zero=1",
+        "dp=2 zero=3 microbatch=1",
+        "dp=2 zero=2 microbatch=1 accumulate=full",
+    ):
+        ranks = pool(2).run(marked, layout, JOB)
+        assert_same(ranks, expected, TOLERANCE)
+        assert_ledger(ranks, layout)
+    gradients = {name: value for name, _, _, value in expected.gradients[0]}
+    assert not gradients["embed.weight"][5:9].any()
+    assert gradients["embed.weight"].any()
+
+
+def test_marked_parameters_give_the_losses_of_a_plain_loop() -> None:
+    loss = loss_of(JOB)
+    source = Source(Marked, loss, optimizer_source(by_tag), "marked")
+    run = Run(source, Layout(), JOB, RankInfo(0, 0, 1, 1, torch.device("cpu")))
+    run.prepare(next(batches(Tokens(), JOB)).samples([0]))
+    plain = Marked().double()
+    plain.load_state_dict(run.model.state_dict())
+    optimizer = by_tag(list(plain.parameters()))
+    for batch in batches(Tokens(), JOB):
+        samples = batch.samples(batch.shares(0, 1, 1)[0])
+        total, count = loss(call_model(plain, samples), samples)
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        assert abs(run.step(batch).loss - float(total.detach() / count)) < TOLERANCE
+    ours = dict(run.model.named_parameters())
+    for name, param in plain.named_parameters():
+        assert torch.allclose(ours[name], param, rtol=1e-9, atol=1e-9), name
+
+
+def unmarked(step: Callable[[nn.Parameter], object]) -> nn.Module:
+    module = Small()
+    step(module.head.weight)
+    return module
+
+
+CLIP = functools.partial(nn.Parameter.register_hook, hook=lambda grad: grad.clamp(-0.1, 0.1))
+NOISE = functools.partial(nn.Parameter.register_hook, hook=lambda grad: grad + torch.randn_like(grad))
+NORM = functools.partial(nn.Parameter.register_hook, hook=lambda grad: grad / grad.norm())
+
+
+@pytest.mark.parametrize("hang", [CLIP, NOISE, NORM], ids=["clip", "noise", "norm"])
+def test_hooks_that_are_not_linear_are_refused(hang: Callable[[nn.Parameter], object]) -> None:
+    source = Source(functools.partial(unmarked, hang), loss_of(JOB), optimizer_source(by_size), "hooked")
+    run = Run(source, Layout(), JOB, RankInfo(0, 0, 1, 1, torch.device("cpu")))
+    with pytest.raises(ModelError, match=r"a hook on the gradient of head.weight is not linear"):
+        run.prepare(next(batches(Tokens(), JOB)).samples([0]))
+
+
+# -- what is held, and who sets the learning rate --------------------------------------------------------------------------
+
+
+def run_of(optimizer: Any, model: Any = Small, loss: Any = None) -> Run:
+    names = {id(param): name for name, param in model.named_parameters()} if isinstance(model, nn.Module) else None
+    source = Source(model, loss or loss_of(JOB), optimizer_source(optimizer, names), "small")
+    return Run(source, Layout(), JOB, RankInfo(0, 0, 1, 1, torch.device("cpu")))
+
+
+def losses_of(run: Run, between: Callable[[], object] = lambda: None) -> list[float]:
+    found = []
+    for batch in batches(Tokens(), JOB):
+        found.append(run.step(batch).loss)
+        between()
+    return found
+
+
+def test_an_optimizer_of_other_weights_is_refused() -> None:
+    other = Small()
+    with pytest.raises(
+        ModelError, match=r"that the optimizer function was not given.*build it over the function's argument"
+    ):
+        losses_of(run_of(lambda params: torch.optim.SGD(other.parameters(), lr=0.1)))
+    with pytest.raises(ModelError, match="holds no parameter"):
+        losses_of(run_of(lambda params: torch.optim.SGD([{"params": []}], lr=0.1)))
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_schedulers_and_rates_set_by_hand_act() -> None:
+    """Over the given instance, over the optimizer that a function made, and by hand: the losses are the same."""
+    model, found = Small(), []
+    given = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(given, 0.1)
+    found.append(losses_of(run_of(given, model), scheduler.step))
+
+    made: list[Any] = []
+
+    def scheduled(params: list[Tensor]) -> Optimizer:
+        optimizer = torch.optim.SGD(params, lr=0.5)
+        made[:] = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)]
+        return optimizer
+
+    found.append(losses_of(run_of(scheduled, model), lambda: made[0].step()))
+    run = run_of(lambda params: torch.optim.SGD(params, lr=0.5), model)
+
+    def lower() -> None:
+        for group in run.updater.optimizer.param_groups:  # type: ignore[union-attr]
+            group["lr"] *= 0.1
+
+    found.append(losses_of(run, lower))
+    assert found[0] == found[1] == pytest.approx(found[2], rel=1e-12)
+    assert found[0] != losses_of(run_of(lambda params: torch.optim.SGD(params, lr=0.5), model))
+
+
+def test_two_hands_on_the_learning_rate_and_hooks_of_an_instance_are_refused() -> None:
+    model = Small()
+    given = torch.optim.SGD(model.parameters(), lr=0.5)
+    run = run_of(given, model)
+    run.job = JOB.model_copy(update={"schedule": JOB.schedule.model_copy(update={"name": "linear"})})
+    with pytest.raises(ModelError, match=r"set to 0.1 from outside, and the job's schedule sets it too"):
+        losses_of(run, lambda: given.param_groups[0].update(lr=0.1))
+    given.register_step_post_hook(lambda *_: None)
+    with pytest.raises(ModelError, match="has step hooks, which would not run"):
+        run_of(given, model)
+
+
+def test_a_loss_that_reads_the_given_instance_is_refused() -> None:
+    model, inner = Small(), loss_of(JOB)
+
+    def penalised(outputs: Any, batch: Any) -> Any:
+        total, count = inner(outputs, batch)
+        return total + 0.1 * model.head.weight.detach().square().sum() * count, count
+
+    with pytest.raises(ModelError, match=r"the loss reads head.weight of the model instance that was given"):
+        losses_of(run_of(lambda params: torch.optim.SGD(params, lr=0.1), model, penalised))

@@ -6,8 +6,8 @@ A trace fills it (`prepare` in `runtime/assembly.py`), and all other code reads 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from samestep.models.spec import ModelSpec
 
@@ -65,6 +65,8 @@ class ModelAnalysis:
     """Whether a module or a configuration has a dropout probability above 0."""
     slices_between: tuple[int, ...] = ()
     """Degrees of sequence parallelism for which it has been examined whether blocks work token by token."""
+    expert_calls: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    """How the model calls each module of experts, by its path: positional and named arguments, on the meta device."""
     parts_examined: tuple[int, ...] = ()
     """Numbers of slices into which it has been examined whether sequences can be cut."""
     states: tuple[StateSpec, ...] = ()

@@ -84,13 +84,15 @@ def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
     """Group the weights into units: each layer's own, and each set of modules that share a weight.
 
     In the order of the module tree, in which what is left over at the end of a backward is reduced. What no layer owns,
-    or code outside its layer reads, is gathered with the root; a weight without elements is in no unit.
+    or code outside its layer reads, is gathered with the root, and so is what lies in one module with it; a weight without elements is in no unit.
     """
     groups: dict[tuple[str, ...], list[ParamSpec]] = {}
     members: dict[int, dict[str, None]] = {}
     own: dict[int, list[ParamSpec]] = {}
     order: dict[str, int] = {}
     roots_of = {param.name: _roots(step, param) for param in step.model.params}
+    # One module's weights cannot be gathered at two times: those beside a weight that is read outside go with it.
+    with_root = {(p.layer, roots_of[p.name][0]) for p in step.model.params if p.read_outside and roots_of[p.name]}
     for param in step.model.params:
         owners = _owners(step, param)
         for owner in owners:
@@ -105,7 +107,7 @@ def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
             met = [known for known in groups if known != ("",) and set(known) & set(owners)]
             together = [other for known in met for other in groups.pop(known)]
             groups[tuple(dict.fromkeys([*(m for known in met for m in known), *owners]))] = [*together, param]
-        elif not roots or param.read_outside:
+        elif not roots or param.read_outside or (param.layer, roots[0]) in with_root:
             groups.setdefault(("",), []).append(param)
         else:
             members.setdefault(param.layer, {})[roots[0]] = None

@@ -34,13 +34,13 @@ from samestep.models.analysis import ExpertModules, ModelAnalysis, StateSpec
 from samestep.models.spec import MaskSpec, ModelSpec
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
-from samestep.runtime import kept_state, placement
+from samestep.runtime import given_instance, kept_state, placement
 from samestep.runtime.axes import context, expert, pipeline, precision, recompute, tensor
 from samestep.runtime.axes.data import Replicated
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.dropout.masks import MaskSlice
-from samestep.runtime.optimizer_source import WholeWeights, check_optimizer
+from samestep.runtime.optimizer_source import WholeWeights, check_optimizer, couples_weights
 from samestep.runtime.optimizer_step import Updater
 from samestep.runtime.parameter_hooks import attributes_of, gradient_hooks
 from samestep.runtime.processes import mesh as meshes
@@ -164,6 +164,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     one = _first_of(example, dtype)
     experts = experts_module.experts_of(plan.module)
     planned = tensor_plan.cuts_of(plan.module, experts.counts)
+    expert_calls: dict[str, tuple[Any, Any]] = {}
     shareable = {} if planned.refusal else tensor_plan.shareable_heads(plan.module, planned)
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
     recorder = Recorder()
@@ -173,7 +174,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
         seen = stack.enter_context(tensor_plan.record_cuts(plan.module, planned))
         calls = stack.enter_context(sequence_boundaries.record_calls(plan.module))
         masks = stack.enter_context(dropout.record_masks(plan.module, samples_traced(plan.module)))
-        dispatches = stack.enter_context(experts_module.record_dispatches(plan.module, experts))
+        dispatches = stack.enter_context(experts_module.record_dispatches(plan.module, experts, expert_calls))
         checkpointed = stack.enter_context(recompute.record_checkpointed(plan.module))
         spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, recorder, source.loss)
     states: tuple[StateSpec, ...] = ()
@@ -209,6 +210,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
         shareable_heads=shareable,
         sequence_parts=parts,
         experts=experts,
+        expert_calls=expert_calls,
         has_dropout=dropout.has_dropout(plan.module),
         states=states,
         detached_checkpoints=checkpointed.detached,
@@ -348,6 +350,9 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     stage, replica = ranks.coordinate(place.rank, "pp"), ranks.coordinate(place.rank, "dp")
     whole = WholeWeights.of(spec, attributes_of(plan.marks))
     spec = check_optimizer(source.optimizer, spec, layout, whole.attributes)
+    # Asked now, for the canary: the optimizer that is used must be the last one that the function makes.
+    is_watched = 0 < job.train.watch_every <= job.train.steps
+    couples = is_watched and couples_weights(source.optimizer, spec, whole.attributes)
     program = program_of(spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica)
     waived = kept_state.check(traced.analysis.states, program, job.run)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = job.numerics.tf32
@@ -375,6 +380,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     store.hook_gradients(gradient_hooks(plan, program, mesh))
     fill_rest(plan, place.device, torch.float64 if job.numerics.precision == "float64" else None)
     of_tp, of_cp = ((mesh.size(axis), mesh.index(axis)) for axis in ("tp", "cp"))
+    own_loss = source.loss if source.loss is cross_entropy else given_instance.watching(source.loss, source.model)
     return Assembly(
         parallel=Parallel(
             program=program,
@@ -400,13 +406,13 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
             mask_part=MaskSlice(spec, *of_tp, layout.sequence_parallel, *of_cp) if layout.tp * layout.cp > 1 else None,
         ),
         objective=Objective(
-            loss=functools.partial(tensor.cut_loss, mesh) if tensor.cuts_logits(program) else source.loss,
+            loss=functools.partial(tensor.cut_loss, mesh) if tensor.cuts_logits(program) else own_loss,
             balance=expert.Balance.of(traced, program, mesh),
             nominal_count=_nominal_count(example, job.train.global_batch),
         ),
         weights=Weights(
             store=store,
-            updater=Updater.over(store.pieces, source.optimizer, job.numerics, whole),
+            updater=Updater.over(store.pieces, source.optimizer, job.numerics, whole, couples_weights=couples),
             lr_factor=learning_rate_factor(job.schedule, job.train.steps),
         ),
     )

@@ -32,7 +32,7 @@ from samestep.runtime.update_rule import (
 
 @dataclass(frozen=True, slots=True)
 class WholeWeights:
-    """The weights of a whole model that are trained, as an optimizer on one device would see them."""
+    """The weights of a whole model that ask for gradients, as an optimizer on one device would see them."""
 
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -40,8 +40,8 @@ class WholeWeights:
 
     @classmethod
     def of(cls, model: ModelSpec, attributes: Mapping[str, Mapping[str, Any]]) -> WholeWeights:
-        """Return the weights of a model that are trained."""
-        return cls({param.name: param.shape for param in model.params if param.trainable}, attributes)
+        """Return the weights of a model that ask for gradients, those that take no part among them: they have positions."""
+        return cls({param.name: param.shape for param in model.params if param.trainable or param.is_idle}, attributes)
 
 
 ALONE = WholeWeights()
@@ -118,7 +118,9 @@ def check_step(optimizer: Optimizer) -> None:
     """
     needed = [
         name
-        for name, parameter in inspect.signature(optimizer.step).parameters.items()
+        for name, parameter in list(inspect.signature(type(optimizer).step).parameters.items())[
+            1:
+        ]  # a scheduler replaces the instance's
         if parameter.default is parameter.empty
         and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
@@ -157,6 +159,7 @@ def built_over(source: OptimizerSource, pieces: list[tuple[str, Tensor]], whole:
             return optimizer
     except TRIED:
         optimizer = None
+    wanted, weights = skeleton(source, whole.shapes, whole.attributes)  # the last one made, which a scheduler has
     state_from_the_start = bool(wanted.state)
     if put_in_place(wanted, weights, dict(pieces)) and not state_from_the_start:
         return wanted
@@ -199,15 +202,15 @@ def check_optimizer(
         ModelError: the optimizer cannot be used in any layout.
     """
     params = [param for param in model.params if param.trainable and param.numel]
-    if layout.world_size == 1 or not params:
+    if not params or (layout.world_size == 1 and not any(param.sparse_gradient for param in params)):
         return model
-    shapes = {param.name: param.shape for param in params}
+    shapes = dict(WholeWeights.of(model, {}).shapes)
     parts = {param.name: found for param in params if (found := parts_of(param, layout))}
     marks = attributes or {}
     optimizer, _ = skeleton(source, shapes, marks)
     check_step(optimizer)
     rule = read_rule(source, shapes, parts, marks)
-    if rule.draws:
+    if rule.draws and layout.world_size > 1:
         raise LayoutError(
             f"{rule.optimizer} draws random numbers ({rule.draws}), and every rank would draw others: one rank works"
         )
@@ -234,10 +237,10 @@ def check_optimizer(
     )
 
 
-def couples_weights(source: OptimizerSource, model: ModelSpec) -> bool:
-    """Return whether the update of a weight depends on other weights that the optimizer holds, as in D-Adaptation."""
+def couples_weights(source: OptimizerSource, model: ModelSpec, attributes: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Return whether the update of a weight depends on which other weights the optimizer holds, as in D-Adaptation."""
     shapes = {param.name: param.shape for param in model.params if param.trainable and param.numel}
-    return bool(shapes) and bool(read_rule(source, shapes, {}).coupled)
+    return bool(shapes) and bool(read_rule(source, shapes, {}, attributes).coupled)
 
 
 def _cutting(param: ParamSpec, layout: Layout) -> str:

@@ -76,11 +76,13 @@ class Updater:
     loss_scale: LossScale
     first_lr: list[float] = field(default_factory=list)
     """The learning rate of each group, before the job's schedule."""
-    factor: float = 1.0
-    """What the gradients of the last update were multiplied by: the division by the count, and the clipping."""
     whole: WholeWeights = ALONE
     given: Optimizer | None = None
     """The instance that the user gave, whose learning rates act here too."""
+    couples_weights: bool = False
+    """Whether the update of a weight is known to depend on which other weights the optimizer holds."""
+    factor: float = 1.0
+    """What the gradients of the last update were multiplied by: the division by the count, and the clipping."""
     _set_lr: list[float] = field(default_factory=list)
     _given_lr: list[float] = field(default_factory=list)
     published: tuple[list[int], Tensor] | None = None
@@ -88,7 +90,13 @@ class Updater:
 
     @classmethod
     def over(
-        cls, pieces: list[Piece], source: OptimizerSource, numerics: NumericsTable, whole: WholeWeights = ALONE
+        cls,
+        pieces: list[Piece],
+        source: OptimizerSource,
+        numerics: NumericsTable,
+        whole: WholeWeights = ALONE,
+        *,
+        couples_weights: bool = False,
     ) -> Updater:
         """Build the optimizer over `pieces` of the `whole` weights.
 
@@ -106,7 +114,15 @@ class Updater:
         given = source.instance if isinstance(source, GivenOptimizer) else None
         rates = _rates(optimizer)
         made = cls(
-            pieces, optimizer, scale, rates, whole=whole, given=given, _set_lr=list(rates), _given_lr=_rates(given)
+            pieces,
+            optimizer,
+            scale,
+            rates,
+            whole=whole,
+            given=given,
+            couples_weights=couples_weights,
+            _set_lr=list(rates),
+            _given_lr=_rates(given),
         )
         made.published = made._targets()
         return made

@@ -190,7 +190,7 @@ class Run:
 
     @functools.cached_property
     def _canary(self) -> Canary:
-        return Canary(self.assembly, self.job, self._source.optimizer)
+        return Canary(self.assembly, self.job)
 
     @functools.cached_property
     def _generators(self) -> randomness.GeneratorWatch:

@@ -17,25 +17,22 @@ rule is never taken for elementwise.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import sys
-import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 from samestep.errors import ModelError
+from samestep.runtime.followed_step import CountsOnHost, Entry, FollowedStep, ReadsNumbersError, UpdateLabel
+from samestep.runtime.trial_steps import march
 
 OptimizerSource = Callable[[list[tuple[str, Tensor]]], Optimizer]
 """Builds an optimizer over named tensors: whole weights on one device, pieces of them in a layout."""
@@ -43,9 +40,6 @@ OptimizerSource = Callable[[list[tuple[str, Tensor]]], Optimizer]
 TRIED = (ValueError, TypeError, RuntimeError, AssertionError, IndexError, KeyError, AttributeError, ZeroDivisionError)
 """Exceptions by which an optimizer may refuse tensors it was not made for."""
 
-_PLAIN_STEPS = 4
-_LARGEST_COUNT = 10_000
-_MOST_COUNTS = 32
 _NO_MARKS: Mapping[str, Mapping[str, Any]] = {}
 
 
@@ -147,7 +141,7 @@ def skeleton(
         for name, shape in shapes.items():
             weights[name] = nn.Parameter(torch.empty(shape, device=device))
             weights[name].__dict__.update(marks.get(name, {}))
-        with _Counts():
+        with CountsOnHost():
             return source(list(weights.items())), weights
 
     try:
@@ -231,306 +225,6 @@ def _like(tensor: Tensor, shape: Sequence[int], device: Any) -> Tensor:
     return param
 
 
-# -- following the operations ----------------------------------------------------------------------
-
-
-class _Label(NamedTuple):
-    """What a tensor depends on."""
-
-    beside: str | None = None
-    """The weight beside whose elements its own lie, each depending on the one at its place."""
-    entered: frozenset[str] = frozenset()
-    """Weights of which other elements, or all, entered."""
-    is_uniform: bool = True
-    """Whether its elements do not depend on their place, for a tensor that depends on no weight."""
-
-    @property
-    def weights(self) -> frozenset[str]:
-        return self.entered | ({self.beside} if self.beside is not None else frozenset())
-
-
-_Entry = tuple[str, tuple[Any, ...], tuple[_Label, ...]]
-_POINTWISE = frozenset(
-    [
-        "copy",
-        "copy_",
-        "clone",
-        "_to_copy",
-        "masked_fill",
-        "masked_fill_",
-        "lerp",
-        "lerp_",
-        "contiguous",
-        "detach",
-        "lift_fresh",
-        "lift_fresh_copy",
-        "alias",
-        "positive",
-    ]
-)
-_FILLED = frozenset(
-    [
-        "zeros",
-        "ones",
-        "full",
-        "empty",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "empty_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-        "empty_strided",
-        "new_empty_strided",
-        "scalar_tensor",
-        "zero_",
-        "fill_",
-        "zero",
-        "fill",
-        "_foreach_zero_",
-    ]
-)
-_OVERWRITING = ("copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_")
-_NOT_BY_ELEMENT = ("_foreach_norm", "_foreach_max")
-
-
-class _Facts(NamedTuple):
-    """What an operation's schema says of it."""
-
-    name: str
-    pointwise: bool
-    draws: bool
-    writes: tuple[int, ...]
-    """Positions of the arguments that it writes."""
-    writes_named: tuple[str, ...]
-
-
-@functools.cache
-def _facts_of(func: Any) -> _Facts:
-    name = func._schema.name.split("::")[1]
-    pointwise = (
-        name in _POINTWISE
-        or torch.Tag.pointwise in func.tags
-        or (name.startswith(("_foreach_", "_fused_")) and not name.startswith(_NOT_BY_ELEMENT))
-    )
-    written = [
-        (i, a) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
-    ]
-    return _Facts(
-        name,
-        pointwise,
-        torch.Tag.nondeterministic_seeded in func.tags,
-        tuple(i for i, argument in written if not argument.kwarg_only),
-        tuple(argument.name for _, argument in written),
-    )
-
-
-_ARITHMETIC = frozenset(
-    [
-        "mul",
-        "add",
-        "sub",
-        "div",
-        "sqrt",
-        "square",
-        "neg",
-        "sign",
-        "abs",
-        "clone",
-        "lerp",
-        "addcmul",
-        "addcdiv",
-        "pow",
-        "maximum",
-        "minimum",
-        "exp",
-        "log",
-        "rsqrt",
-        "reciprocal",
-        "clamp",
-        "clamp_min",
-        "clamp_max",
-        "tanh",
-        "sigmoid",
-    ]
-)
-
-
-def _shortcut(facts: _Facts, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-    """Run an operation; of arithmetic without values, return only where its result would be, in a tenth of the time."""
-    if not facts.pointwise or not args:
-        return func(*args, **kwargs)
-    if facts.name.endswith("_") and facts.writes == (0,):
-        targets = _tensors_in(args[0])
-        if targets and all(target.is_meta for target in targets):
-            return args[0] if isinstance(args[0], Tensor) else None
-    if facts.name in _ARITHMETIC and not kwargs.keys() - {"alpha", "value"}:
-        large = [tensor for tensor in tensors if tensor.dim()]
-        alike = large and all(t.is_meta and t.shape == large[0].shape and t.dtype == large[0].dtype for t in large)
-        if alike and large[0].is_floating_point() and large[0].is_contiguous():
-            return torch.empty_like(large[0])
-    return func(*args, **kwargs)
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [leaf for leaf in value if isinstance(leaf, Tensor)] if isinstance(value, list | tuple) else []
-
-
-def _is_masked(args: Any) -> bool:
-    """Return whether an assignment by index is one by a mask of the same shape, of one number: element by element."""
-    indices = [index for index in args[1] if index is not None]
-    is_mask = len(args[1]) == len(indices) == 1 and indices[0].dtype == torch.bool and indices[0].shape == args[0].shape
-    return is_mask and args[2].numel() == 1
-
-
-class _ReadsNumbersError(RuntimeError):
-    """The code reads a number of its data."""
-
-
-class _Follow(TorchDispatchMode):
-    """Labels every tensor, and lists the operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._labels: dict[int, tuple[StorageWeakRef, _Label]] = {}
-        self.entries: list[_Entry] = []
-        self.where: dict[str, str] = {}
-        """The first operation in which a weight's elements, or other weights, entered its own."""
-        self.draws = ""
-
-    def mark(self, tensor: Tensor, label: _Label) -> None:
-        """Label a tensor's memory."""
-        weak = StorageWeakRef(tensor.untyped_storage())
-        self._labels[weak.cdata] = (weak, label)
-
-    def forget_the_dead(self) -> None:
-        """Drop the labels of memory that nobody holds."""
-        self._labels = {key: kept for key, kept in self._labels.items() if not kept[0].expired()}
-
-    def label(self, tensor: Tensor) -> _Label:
-        """Return what a tensor depends on: a part or another order of a memory is not beside the weight."""
-        storage = tensor.untyped_storage()
-        kept = self._labels.get(storage._cdata)
-        if kept is None:
-            return _Label(is_uniform=tensor.numel() == 1)
-        label = kept[1]
-        covers = tensor.numel() * tensor.element_size() == storage.nbytes() and tensor.is_contiguous()
-        return label if covers or label.beside is None else _Label(None, label.weights, False)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and label what it writes."""
-        kwargs = kwargs or {}
-        facts = _facts_of(func)
-        values = [*args, *kwargs.values()]
-        tensors = [leaf for value in values for leaf in _tensors_in(value)]
-        before = {id(tensor): self.label(tensor) for tensor in tensors}
-        if facts.name == "_local_scalar_dense" and (before[id(args[0])].weights or args[0].is_meta):
-            raise _ReadsNumbersError("it reads numbers of weights and gradients")
-        if facts.draws and not self.draws:
-            self.draws = facts.name
-        if facts.name.startswith("index_put") and _is_masked(args):
-            self._note(facts.name, values, tensors, before)
-            for target in (args[0],) if facts.name.endswith("_") else ():
-                self._write(facts._replace(pointwise=True), target, [(t, before[id(t)]) for t in tensors])
-                return target
-        known = {tensor.untyped_storage()._cdata for tensor in tensors}
-        result = _shortcut(facts, func, args, kwargs, tensors)
-        written = [args[i] for i in facts.writes if i < len(args)] + [
-            kwargs[k] for k in facts.writes_named if k in kwargs
-        ]
-        made = [t for t in _tensors_in(result) if t.untyped_storage()._cdata not in known]
-        if not written and not made:
-            return result  # a view: its memory is labelled
-        self._note(facts.name, values, tensors, before)
-        for row in _rows_of(values, written, result, made):
-            read = [(tensor, before[id(tensor)]) for tensor in row.read]
-            for target in row.written:
-                self._write(facts, target, read)
-        return result
-
-    def _note(self, name: str, values: list[Any], tensors: list[Tensor], before: Mapping[int, _Label]) -> None:
-        numbers = tuple(v for v in values if type(v) in (int, float))
-        numbers += tuple(x for v in values if isinstance(v, list | tuple) for x in v if type(x) is float)
-        self.entries.append((name, numbers, tuple(before[id(tensor)] for tensor in tensors)))
-
-    def _write(self, facts: _Facts, target: Tensor, read: list[tuple[Tensor, _Label]]) -> None:
-        """Label what an operation has written, from the labels of what it read."""
-        name = facts.name
-        if name in _OVERWRITING:
-            read = [(t, label) for t, label in read if t is not target]
-        if name in _FILLED:
-            read = [(t, label) for t, label in read if t.numel() == 1 and name.startswith("fill")]
-        if facts.pointwise or name in _FILLED:
-            label = _beside(read, target.shape)
-        else:
-            entered = frozenset[str]().union(*(label.weights for _, label in read))
-            label = _Label(None, entered, not entered and target.numel() == 1)
-        storage = target.untyped_storage()
-        kept = self._labels.get(storage._cdata)
-        covers = target.numel() * target.element_size() == storage.nbytes() and target.is_contiguous()
-        if kept is not None and not covers:
-            old = kept[1]
-            label = _Label(old.beside, old.entered | label.weights | old.weights, False)
-        if label.entered:
-            for weight in label.weights:
-                self.where.setdefault(weight, name)
-        self.mark(target, label)
-
-
-class _Counts(TorchFunctionMode):
-    """Makes counts and rates, tensors without dimensions, on the host: the code may read their values."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch's; a tensor of one number is not made on the meta device."""
-        kwargs = kwargs or {}
-        if func in _MAKING and "device" in kwargs and torch.device(kwargs["device"] or "cpu").type == "meta":
-            size = args[0] if args else kwargs.get("size", kwargs.get("data"))
-            if (isinstance(size, int | float) and func in _OF_DATA) or (isinstance(size, tuple | list) and not size):
-                kwargs = {**kwargs, "device": "cpu"}
-        return func(*args, **kwargs)
-
-
-_OF_DATA = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
-_MAKING = (*_OF_DATA, torch.zeros, torch.ones, torch.full, torch.empty)
-
-
-class _Row(NamedTuple):
-    read: list[Tensor]
-    written: list[Tensor]
-
-
-def _rows_of(values: list[Any], written: list[Any], result: Any, made: list[Tensor]) -> Iterator[_Row]:
-    """Yield what an operation reads and writes; an operation on lists is one for each place in them."""
-    lists = [value for value in values if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor)]
-    is_list = any(isinstance(value, list | tuple) for value in written) or isinstance(result, list | tuple)
-    if lists and is_list and len({len(value) for value in lists}) == 1:
-        shared = [value for value in values if isinstance(value, Tensor)]
-        outputs = [value for value in written if isinstance(value, list | tuple)] or [result]
-        for index in range(len(lists[0])):
-            yield _Row([value[index] for value in lists] + shared, [value[index] for value in outputs])
-        return
-    yield _Row(
-        [t for value in values for t in _tensors_in(value)], [t for value in written for t in _tensors_in(value)] + made
-    )
-
-
-def _beside(inputs: list[tuple[Tensor, _Label]], shape: torch.Size) -> _Label:
-    """Return the label of what an operation makes element by element."""
-    entered = frozenset[str]().union(*(label.entered for _, label in inputs))
-    besides = {label.beside for tensor, label in inputs if label.beside is not None and tensor.shape == shape}
-    broadcast = {label.beside for tensor, label in inputs if label.beside is not None and tensor.shape != shape}
-    placed = any(not label.is_uniform and not label.weights for _, label in inputs)
-    entered |= {weight for weight in broadcast if weight is not None}
-    if len(besides) > 1 or placed:
-        entered |= {weight for weight in besides if weight is not None}
-    beside = next(iter(besides)) if len(besides) == 1 else None
-    return _Label(beside, entered, not placed and beside is None and not entered)
-
-
 # -- trials ----------------------------------------------------------------------------------------
 
 
@@ -541,7 +235,7 @@ class _Watched:
     whole: dict[str, str]
     coupled: str
     draws: str
-    steps: list[list[_Entry]]
+    steps: list[list[Entry]]
 
 
 class _Trial:
@@ -562,28 +256,28 @@ class _Trial:
         _simplest(optimizer)
         used = {name: _like(weights[name], shape, "meta") for name, shape in shapes.items()}
         if not put_in_place(optimizer, weights, used):
-            raise _ReadsNumbersError("it keeps its parameters outside of its groups")
-        follow = _Follow()
+            raise ReadsNumbersError("it keeps its parameters outside of its groups")
+        follow = FollowedStep()
         for name, weight in used.items():
-            follow.mark(weight, _Label(name))
+            follow.mark(weight, UpdateLabel(name))
             weight.grad = torch.empty_like(weight, requires_grad=False)
-            follow.mark(weight.grad, _Label(name))
+            follow.mark(weight.grad, UpdateLabel(name))
         for value in tree_leaves(list(optimizer.state.values())):
             if isinstance(value, Tensor):
-                follow.mark(value, _Label())
-        steps: list[list[_Entry]] = []
+                follow.mark(value, UpdateLabel())
+        steps: list[list[Entry]] = []
 
         def take() -> None:
             follow.entries = []
             for name, weight in used.items():
                 assert weight.grad is not None
-                follow.mark(weight.grad, _Label(name))  # a step may change it in place
-            with _Counts(), follow, torch.no_grad():
+                follow.mark(weight.grad, UpdateLabel(name))  # a step may change it in place
+            with CountsOnHost(), follow, torch.no_grad():
                 optimizer.step()
             follow.forget_the_dead()
             steps.append(follow.entries)
 
-        _march(optimizer, take)
+        march(optimizer, take)
         labels = {name: follow.label(weight) for name, weight in used.items()}
         whole = {
             n: follow.where.get(n, "an operation") for n, label in labels.items() if label.entered or label.beside != n
@@ -619,7 +313,7 @@ class _Trial:
         finally:
             torch.set_rng_state(state)
         differ = [n for n in small if not torch.allclose(alone[n], together[n], rtol=1e-9, atol=1e-12, equal_nan=True)]
-        reason = str(why) if isinstance(why, _ReadsNumbersError) else "its operations cannot be followed without values"
+        reason = str(why) if isinstance(why, ReadsNumbersError) else "its operations cannot be followed without values"
         return UpdateRule(
             self.kind,
             dict.fromkeys(held, reason),
@@ -651,7 +345,7 @@ class _Trial:
             with torch.no_grad():
                 optimizer.step()
 
-        _march(optimizer, take)
+        march(optimizer, take)
         return {name: used[name].detach() for name in held}
 
 
@@ -659,82 +353,3 @@ def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return a shape with as many dimensions, of at most about four thousand elements."""
     most = 4096 if len(shape) < 2 else 64 if len(shape) == 2 else max(2, round(4096 ** (1 / len(shape))))
     return tuple(min(size, most) for size in shape)
-
-
-# -- the steps that matter -------------------------------------------------------------------------
-
-
-def _march(optimizer: Optimizer, take: Callable[[], None]) -> None:
-    """Take the first steps, and those around every integer among the options and the constants of the code."""
-    counts = sorted(_counts(optimizer))[-_MOST_COUNTS:]
-    taken, before, rising = 0, _counters(optimizer), set[tuple[int, str]]()
-    for _ in range(_PLAIN_STEPS):
-        take()
-        taken += 1
-        after = _counters(optimizer)
-        rising = {key for key, (_, value) in after.items() if key in before and value == before[key][1] + 1}
-        before = after
-    for count in counts:
-        now = [value for key, (_, value) in _counters(optimizer).items() if key in rising]
-        if not now:
-            while taken <= count:
-                take()
-                taken += 1
-            continue
-        if count + 1 <= min(now):
-            continue
-        for key, (container, value) in _counters(optimizer).items():
-            if key in rising and value < count - 2:
-                _set(container, key[1], count - 2)
-        for _ in range(4):
-            take()
-
-
-def _counts(optimizer: Optimizer) -> set[int]:
-    """Return the integers, from 2 to 10,000, among an optimizer's options, its attributes and its code's constants."""
-    found: set[int] = set()
-    own = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}
-    options = [
-        {k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups
-    ]
-    for leaf in tree_flatten([own, options])[0]:
-        if isinstance(leaf, int | float) and not isinstance(leaf, bool) and leaf == leaf // 1:
-            found.add(int(leaf))
-    functions = [f for kind in type(optimizer).__mro__ if kind not in (Optimizer, object) for f in vars(kind).values()]
-    if not type(optimizer).__module__.startswith("torch.optim"):
-        functions += [leaf for leaf in tree_flatten([own, options])[0] if isinstance(leaf, types.FunctionType)]
-        for function in functions:
-            code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
-            found |= set(_constants(code)) if isinstance(code, types.CodeType) else set()
-    return {count for count in found if 2 <= count <= _LARGEST_COUNT}
-
-
-def _constants(code: types.CodeType) -> Iterator[int]:
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _constants(constant)
-        elif isinstance(constant, int | float) and not isinstance(constant, bool) and math.isfinite(constant):
-            yield int(constant)
-
-
-def _counters(optimizer: Optimizer) -> dict[tuple[int, str], tuple[dict[str, Any], float]]:
-    """Return the numbers that an optimizer keeps, by the dictionary and the key that hold them."""
-    places: Iterable[dict[str, Any]] = [vars(optimizer), *optimizer.param_groups, *optimizer.state.values()]
-    found = {}
-    for place in places:
-        if not isinstance(place, dict):
-            continue
-        for key, value in place.items():
-            if (isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta) or (
-                isinstance(value, int | float) and not isinstance(value, bool)
-            ):
-                found[id(place), str(key)] = (place, float(value))
-    return found
-
-
-def _set(place: dict[str, Any], key: str, count: int) -> None:
-    value = place[key]
-    if isinstance(value, Tensor):
-        value.fill_(count)
-    else:
-        place[key] = type(value)(count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -55,8 +55,10 @@ def _compute(model: nn.Module, experts: ExpertModules, way: str) -> dict[int, tu
 
 
 @contextmanager
-def record_dispatches(model: nn.Module, experts: ExpertModules) -> Iterator[list[ExpertDispatch]]:
-    """Record the dispatches of the modules of experts, in a forward of one sample that runs inside.
+def record_dispatches(
+    model: nn.Module, experts: ExpertModules, calls: dict[str, tuple[Any, Any]] | None = None
+) -> Iterator[list[ExpertDispatch]]:
+    """Record the dispatches of the modules of experts, in a forward of one sample that runs inside, and how each is called.
 
     Inside, experts are computed by grouped products, whose shapes do not depend on the choice.
     """
@@ -65,6 +67,8 @@ def record_dispatches(model: nn.Module, experts: ExpertModules) -> Iterator[list
 
     def note(path: str, module: nn.Module, args: Any, named: Any) -> None:
         x, chosen, _ = called_with(args, named)
+        if calls is not None:
+            calls[path] = (args, named)
         seen.append(ExpertDispatch(owner=path, rows=chosen.numel(), width=x.shape[-1], experts=experts.counts[path]))
 
     handles = [
@@ -82,15 +86,57 @@ def record_dispatches(model: nn.Module, experts: ExpertModules) -> Iterator[list
 
 
 def called_with(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows [N, D], the experts chosen for each row [N, K], and their weights [N, K].
+    """Return rows [N, D], the experts chosen for each row [N, K], and their weights [N, K], in whatever order they come.
 
     Raises:
         ModelError: the module was called with other arguments.
     """
-    given = (*args, *named.values())
-    if len(given) != 3 or given[1].shape != given[2].shape:
-        raise ModelError("a module of experts is called with rows, the experts chosen for each, and their weights")
-    return given
+    values: dict[int | str, Any] = dict(enumerate(args))
+    values.update(named)
+    rows, chosen, weights = (values[key] for key in _places(args, named))
+    return rows, chosen, weights
+
+
+def call_again(
+    forward: Callable[..., Tensor],
+    args: tuple[Any, ...],
+    named: dict[str, Any],
+    rows: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """Call a module of experts in the way of an earlier call, with other rows, choices and weights."""
+    given = dict(zip(_places(args, named), (rows, chosen, weights), strict=True))
+    return forward(
+        *(given.get(index, value) for index, value in enumerate(args)),
+        **{name: given.get(name, value) for name, value in named.items()},
+    )
+
+
+def _places(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[int | str, int | str, int | str]:
+    """Return the position or name of the rows, of the choices, which are integers, and of the weights, shaped like them.
+
+    Raises:
+        ModelError: the arguments are others.
+    """
+    values: dict[int | str, Any] = dict(enumerate(args))
+    values.update(named)
+    tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
+    integers = [key for key, value in tensors.items() if not value.is_floating_point()]
+    if len(tensors) == 3 and len(integers) == 1:
+        chosen = integers[0]
+        others = [key for key in tensors if key != chosen]
+        alike = [key for key in others if tensors[key].shape == tensors[chosen].shape]
+        if alike:
+            told = [key for key in alike if isinstance(key, str) and "weight" in key]
+            weights = (told or alike)[-1]
+            rows = next(key for key in others if key != weights)
+            if tensors[rows].dim() == 2:
+                return rows, chosen, weights
+    raise ModelError(
+        "a module of experts is called with rows [N, D], the experts chosen for each as integers [N, K], and their weights "
+        "[N, K]"
+    )
 
 
 def with_experts(spec: ModelSpec, dispatches: list[ExpertDispatch], balanced: nn.Module | None) -> ModelSpec:

@@ -8,9 +8,9 @@ holds all its experts along dimension 0. transformers' modules of experts do so;
     runs on       x [M, D]   chosen [M, 1]   ones [M, 1]            rows of all ranks for this rank's experts
     returns       y [N, D] = sum over K of weights x combined rows
 
-The router's gradient comes from that sum, on the rank that has the token. A rank that receives no rows runs on one row
-of zeros, whose result it drops, so that all ranks take part in every exchange of the backward, and every expert weight
-has a gradient.
+The router's gradient comes from that sum, on the rank that has the token. A rank that receives no rows takes part in every
+exchange of the backward too, and its experts' weights have gradients of zeros. `tracing/expert_trial.py` tries that a
+user's own module computes such a sum.
 
 transformers computes experts by grouped matrix products, whose shapes do not depend on the choice. torch has none in
 float64: there each expert is computed in turn, on one device too.
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts
 from samestep.building.loss import at_least_float32
@@ -32,7 +32,8 @@ from samestep.program.program import Program
 from samestep.runtime.axes.collectives import moved
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
-from samestep.tracing.experts import _compute, called_with
+from samestep.tracing.expert_trial import check_experts
+from samestep.tracing.experts import _compute, call_again, called_with
 from samestep.tracing.traced_model import TracedModel
 
 # -- carrying it out -------------------------------------------------------------------------------
@@ -47,18 +48,24 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
         return
     for path, experts in found.counts.items():
         module = model.get_submodule(path)
+        if path not in found.switchable and path in traced.analysis.expert_calls:
+            value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
+            check_experts(path, module, facts, traced.analysis.expert_calls[path], value_of)
         facts.set_experts(module, experts // mesh.size("ep"))
-        module.forward = functools.partial(_dispatch_and_combine, module.forward, experts, mesh.groups["ep"], path)
+        module.forward = functools.partial(
+            _dispatch_and_combine, module.forward, module, experts, mesh.groups["ep"], path
+        )
 
 
 def _dispatch_and_combine(
-    forward: Any, num_experts: int, group: dist.ProcessGroup, path: str, *args: Any, **named: Any
+    forward: Any, module: nn.Module, num_experts: int, group: dist.ProcessGroup, path: str, *args: Any, **named: Any
 ) -> Tensor:
     """Replace the forward of a module of experts: dispatch rows, compute them, combine the results.
 
     Collective over `ep`: every rank of the group calls it; if one does not, the others wait until the time limit.
     """
     x, chosen, weights = called_with(args, named)
+    again = functools.partial(call_again, forward, args, named)
     if torch.is_grad_enabled() and not x.requires_grad:
         x = x.detach().requires_grad_()  # else ranks without rows would have no part in the backward
     picks = chosen.flatten()
@@ -72,17 +79,39 @@ def _dispatch_and_combine(
         .repeat(len(received_sizes))
         .repeat_interleave(received_sizes.flatten())
     )
-    back = moved(_own(forward, rows, index, weights.dtype), group, path, combine, dispatch)
+    back = moved(_own(again, module, rows, index, chosen, weights.dtype), group, path, combine, dispatch)
     in_order = back[order.argsort()].view(*chosen.shape, -1)
     return (in_order * weights[..., None]).sum(dim=1).to(x.dtype)
 
 
-def _own(forward: Any, rows: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute rows [M, D] with this rank's experts, that of each row's index; without rows compute one and drop it."""
-    count = len(rows)
-    if not count:
-        rows, index = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), index.new_zeros(1)
-    return forward(rows, index[:, None], torch.ones(len(rows), 1, dtype=dtype, device=rows.device))[:count]
+def _own(again: Any, module: nn.Module, rows: Tensor, index: Tensor, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute rows [M, D] with this rank's experts, that of each row's index.
+
+    Without rows the experts compute a row of zeros without gradients, for the shape of their result, and their weights get
+    gradients of zeros: those of that row might not be finite.
+    """
+    index = index.to(chosen.dtype)
+    if len(rows):
+        result: Tensor = again(rows, index[:, None], torch.ones(len(rows), 1, dtype=dtype, device=rows.device))
+        return result
+    with torch.no_grad():
+        one = torch.ones(1, 1, dtype=dtype, device=rows.device)
+        shape = again(rows.new_zeros(1, rows.shape[1]), index.new_zeros(1, 1), one)[:0]
+    nothing: Tensor = _Nothing.apply(shape, rows, *(param for param in module.parameters() if param.requires_grad))
+    return nothing
+
+
+class _Nothing(torch.autograd.Function):
+    """Returns an empty result; every other argument gets a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, *others: Tensor) -> Tensor:
+        ctx.shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in others]
+        return result.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return (None, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.shapes))
 
 
 def _exchange_counts(picks: Tensor, num_experts: int, group: dist.ProcessGroup, path: str) -> tuple[Tensor, Tensor]:

@@ -46,11 +46,9 @@ from samestep.runtime.guards.model_state import ModelState, unmoved_generators
 from samestep.runtime.guards.update_replay import UpdateReplay
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.microbatches import Microbatches, StepBatch
-from samestep.runtime.optimizer_source import couples_weights
 from samestep.runtime.processes.mesh import gather_objects
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
 from samestep.runtime.step_report import StepReport
-from samestep.runtime.update_rule import OptimizerSource
 from samestep.schedules import TaskKind
 from samestep.tracing.forward import tensors_in
 
@@ -100,14 +98,13 @@ class _Watched:
 class Canary(StepObserver):
     """Repeats a part of the steps under watch. Every rank makes one, and all ranks call its methods alike."""
 
-    def __init__(self, assembly: Assembly, job: Job, optimizer: OptimizerSource) -> None:
+    def __init__(self, assembly: Assembly, job: Job) -> None:
         self._assembly, self._job = assembly, job
         step, spec = assembly.parallel.program.step, assembly.model.spec
         self._is_split = step.layout.dp > 1 or step.num_microbatches > 1
         self._alone = not spec.coupled_modules
         """Whether a sample is run by itself; otherwise with the rest of its micro-batch."""
         self._routed = any(layer.dispatches for layer in spec.layers)
-        self._couples_weights = functools.cache(lambda: couples_weights(optimizer, spec))
         self._allowance = 0.0
         self._dims: dict[int, int] = {}
         """The dimension that holds the samples, by output; 0 unless the first sample alone has shown another."""
@@ -145,7 +142,11 @@ class Canary(StepObserver):
         assert watched is not None
         with self._inner.running(task, samples):
             watched.task = task
-            if task.kind is TaskKind.UPDATE and "optimizer" not in self._waived and not self._couples_weights():
+            if (
+                task.kind is TaskKind.UPDATE
+                and "optimizer" not in self._waived
+                and not self._assembly.weights.updater.couples_weights
+            ):
                 watched.replay = UpdateReplay.before(self._assembly.weights.updater, watched.turn)
             yield
             watched.task = None
