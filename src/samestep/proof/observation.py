@@ -32,6 +32,7 @@ from samestep.layout import Layout
 from samestep.program.bodies import Task
 from samestep.proof.expert_routes import RouteMode, Routes
 from samestep.runtime.assembly import Source
+from samestep.runtime.checkpoint_state import runs_elsewhere
 from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.dropout.mode import Draw
 from samestep.runtime.optimizer_step import Piece
@@ -341,15 +342,10 @@ def held_state(run: Run) -> list[HeldTensor]:
 
 def _held_buffers(run: Run) -> list[HeldTensor]:
     """Return a copy of the buffers of the layers that this rank runs."""
-    program = run.program
-    mine = {index for chunk in program.chunks for index in chunk} or set(range(len(program.step.model.layers)))
-    elsewhere = tuple(
-        path for index, layer in enumerate(program.step.model.layers) if index not in mine for path in layer.modules
-    )
     return _kept(
         (name, buffer, range(buffer.numel()))
         for name, buffer in run.model.named_buffers()
-        if not any(name == path or name.startswith(f"{path}.") for path in elsewhere)
+        if not runs_elsewhere(run.program, name)
     )
 
 

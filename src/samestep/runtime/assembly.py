@@ -38,6 +38,7 @@ from samestep.runtime.axes.data import Replicated
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.dropout.masks import MaskSlice
+from samestep.runtime.first_state import FirstState
 from samestep.runtime.optimizer_step import OptimizerSource, Updater, check_optimizer
 from samestep.runtime.processes import mesh as meshes
 from samestep.runtime.processes.join import RankInfo
@@ -94,6 +95,8 @@ class PreparedModel:
     """Whether each module trains: a batch norm that was built frozen stays frozen."""
     running_buffers: Sequence[Tensor]
     """Running statistics, which a skipped step restores."""
+    first_state: FirstState
+    """Fingerprints of frozen weights, buffers and attributes before the first step."""
     dropout: dropout.DropoutState
     mask_part: MaskSlice | None
     """The slice of each dropout mask that this rank draws; None where no axis cuts a mask."""
@@ -270,6 +273,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
             master_dtype=precision.DTYPES[program.step.master_dtype],
             training_modes={module: module.training for module in model.modules()},
             running_buffers=[buffer for path in spec.coupled_modules for buffer in model.get_submodule(path).buffers()],
+            first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),
             dropout=dropout.DropoutState.of(traced.analysis.has_dropout, spec),
             mask_part=MaskSlice(spec, *of_tp, layout.sequence_parallel, *of_cp) if layout.tp * layout.cp > 1 else None,
         ),

@@ -22,6 +22,7 @@ from samestep.errors import LayoutError, ModelError
 from samestep.job import NumericsTable
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec, ParamSpec
+from samestep.runtime.first_state import optimizer_digests
 
 _ROW = 4096
 LARGEST_SUM = torch.finfo(torch.float16).max / 2
@@ -282,6 +283,8 @@ class Updater:
     """None on a rank without pieces, as the last ones of more ranks than rows."""
     loss_scale: LossScale
     first_lr: list[float] = field(default_factory=list)
+    first_digests: Mapping[str, int] = field(default_factory=dict)
+    """Digests of the optimizer's options and attributes before its first step."""
 
     @classmethod
     def over(cls, pieces: list[Piece], source: OptimizerSource, numerics: NumericsTable) -> Updater:
@@ -298,7 +301,7 @@ class Updater:
         scaled = numerics.precision == "fp16"
         scale = LossScale(numerics.loss_scale, numerics.loss_scale_growth_steps) if scaled else LossScale()
         first_lr = [float(group["lr"]) for group in optimizer.param_groups] if optimizer else []
-        return cls(pieces, optimizer, scale, first_lr)
+        return cls(pieces, optimizer, scale, first_lr, first_digests=optimizer_digests(optimizer) if optimizer else {})
 
     def set_lr(self, factor: float) -> None:
         """Set each group's learning rate to `factor` times its initial one."""

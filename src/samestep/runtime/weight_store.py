@@ -32,6 +32,11 @@ class WeightStore(Protocol):
         """Ranges of weights that this rank updates, in the order of the model's parameters."""
         ...
 
+    @property
+    def frozen(self) -> list[Piece]:
+        """This rank's parts of the weights that are not trained, which only the user's own code may change."""
+        ...
+
     def begin_step(self) -> None:
         """Discard the gradients of the previous step. Called first in a step, by every rank; sends nothing."""
         ...

@@ -72,6 +72,7 @@ class Sharded:
         _wrap(model, self._units, program, mesh)
         _keep_order(self._units)
         self.pieces: list[Piece] = []
+        self.frozen: list[Piece] = []
         self._params: dict[str, DTensor] = {}
         self._fill(slots, materialize)
         # Explicitly: in a stage's first forward stand-ins replace the modules of its other chunks.
@@ -101,8 +102,10 @@ class Sharded:
             rows = _rows(spec, holding.num_shards, self.mesh.index(holding.data_axis))
             local = param._local_tensor
             local.copy_(value[rows])
-            if spec.trainable and local.numel():
-                start = rows.start * (spec.numel // spec.shape[0])
+            start = rows.start * (spec.numel // spec.shape[0])
+            if not spec.trainable:
+                self.frozen.append(Piece(spec.name, start, start + local.numel(), local, lambda: torch.zeros(0)))
+            elif local.numel():
                 self.pieces.append(self._piece(spec.name, start, start + local.numel(), param))
 
     def _piece(self, name: str, start: int, stop: int, param: DTensor) -> Piece:
