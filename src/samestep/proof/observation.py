@@ -107,6 +107,23 @@ class ObservedStep:
 
 
 @dataclass(slots=True)
+class PlainSteps:
+    """The record of a plain loop."""
+
+    hindrance: str = ""
+    """Why the loop could not run; empty where it did."""
+    other_values: list[str] = field(default_factory=list)
+    """Tensors whose constant values, before the first step, are not those of ours."""
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[list[HeldTensor]] = field(default_factory=list)
+    """The gradients of each step before clipping."""
+    weights: list[list[HeldTensor]] = field(default_factory=list)
+    updated: list[list[HeldTensor]] = field(default_factory=list)
+    """The weights after each step of the job's own optimizer on one device's gradients."""
+
+
+@dataclass(slots=True)
 class Observation:
     """The record of a whole run on one rank."""
 
@@ -128,6 +145,8 @@ class Observation:
     """That optimizer's state after the last of these steps, each tensor named PARAMETER/KEY."""
     learning_rate: float = 0.0
     """The learning rate of the SGD steps."""
+    plain: PlainSteps | None = None
+    """The plain torch loop that one device is held against in float64."""
 
 
 class _DigestingDataset:
