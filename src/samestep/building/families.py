@@ -350,7 +350,13 @@ def _prepare(config: Any, fields: Mapping[str, Any]) -> None:
             part.is_decoder = True
         pad, size = getattr(part, "pad_token_id", None), getattr(part, DEFAULT.vocabulary_field, None)
         if pad is not None and size is not None and not 0 <= pad < size and "pad_token_id" not in fields:
-            part.pad_token_id = None  # a token of the family's own vocabulary, outside this smaller one
+            try:
+                part.pad_token_id = None  # a token of the family's own vocabulary, outside this smaller one
+            except Exception:  # a strict configuration; the class of its error differs between versions
+                raise ModelError(
+                    f"model.config.pad_token_id = {pad} is no token of {size}, and this family needs one: "
+                    "pad_token_id = 0 works"
+                ) from None
 
 
 @contextmanager
