@@ -129,6 +129,12 @@ def silent() -> str:
     return "\n".join(lines)
 
 
+def reproductions() -> str:
+    """Code that people write, with what each layout makes of it: `tests/proof/reproductions.py` runs every row."""
+    sys.path.insert(0, str(ROOT))
+    return importlib.import_module("tests.proof.reproductions").table()
+
+
 TECHNIQUES = (
     ("same weights", "building/initial_values.py building/tape.py"),
     ("same samples", "datasets/order.py datasets/batch.py"),
@@ -196,6 +202,7 @@ TABLES = {
     "held": held,
     "faults": faults,
     "silent": silent,
+    "reproductions": reproductions,
     "where": where,
     "a_step": a_step,
 }

@@ -143,8 +143,10 @@ def prove_ledger(layout: str, model: str, precision: str = "bf16") -> list[Obser
     return ranks
 
 
-def follow(run: Run, dataset: Dataset, job: Job, record: bool = False) -> Observed:
-    """Take the steps of a run over a dataset, and note what a proof compares."""
+def follow(
+    run: Run, dataset: Dataset, job: Job, record: bool = False, each: Callable[[Run], None] | None = None
+) -> Observed:
+    """Take the steps of a run over a dataset, and note what a proof compares; `each` acts after every step."""
     seen = Observed()
     for batch in batches(dataset, job):
         if record and batch.step == job.train.steps - 1:
@@ -159,6 +161,8 @@ def follow(run: Run, dataset: Dataset, job: Job, record: bool = False) -> Observ
         seen.notes.append(report.note)
         pieces = run.updater.pieces
         seen.gradients.append([(p.name, *_place(run, p), p.gradient().detach().clone()) for p in pieces])
+        if each is not None:
+            each(run)
     seen.weights = [(p.name, *_place(run, p), p.value.detach().clone()) for p in run.updater.pieces]
     seen.index = run.assembly.parallel.mesh.index("tp")
     seen.cuts = {p.name: (p.cut, p.shape) for p in run.program.step.model.params if p.cut and run.layout.tp > 1}

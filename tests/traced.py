@@ -41,7 +41,7 @@ def prepared(key: Hashable, source: Source, job: Job, example: Any, layout: Layo
     if key not in _PREPARED:
         _PREPARED[key] = prepare(source, job, example)
     kept = _PREPARED[key]
-    if layout.cp > 1 or layout.sequence_parallel:
+    if layout.cp > 1 or layout.tp > 1:
         kept = _SLICED[key] = with_slices(_SLICED.get(key, kept), layout, example)
     return replace(
         kept, blueprint=replace(kept.blueprint, module=copy.deepcopy(kept.module))

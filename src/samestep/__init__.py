@@ -13,8 +13,9 @@ Each verb of the command line is a function of the same name: `plan`, `simulate`
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+from typing import Any as _Any
 
 from samestep.errors import (
     CheckpointError,
@@ -26,6 +27,7 @@ from samestep.errors import (
     ModelError,
     NonFiniteError,
     OutOfMemoryError,
+    RepeatError,
     RunError,
     SamestepError,
     UnprovenError,
@@ -35,6 +37,7 @@ from samestep.job import Job, load
 from samestep.layout import Layout
 
 if TYPE_CHECKING:
+    __version__: str
     from samestep.datasets import batches
     from samestep.measurement.profile import measure
     from samestep.planning.legality import layouts
@@ -69,6 +72,7 @@ __all__ = [
     "ModelError",
     "NonFiniteError",
     "OutOfMemoryError",
+    "RepeatError",
     "RunError",
     "SamestepError",
     "UnprovenError",
@@ -86,8 +90,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _Any:
+    if name == "__version__":
+        return _import_module("importlib.metadata").version("samestep")
     if name not in _LAZY:
         raise AttributeError(f"module 'samestep' has no attribute {name!r}")
     module, attribute = _LAZY[name]
-    return getattr(import_module(module), attribute)
+    return getattr(_import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__", "__version__"]

@@ -6,9 +6,11 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from samestep.errors import did_you_mean
+from samestep.job import MOST_STEPS, Waiver
+from samestep.layout import MOST_RANKS
 
 
 class Parser(ArgumentParser):
@@ -46,6 +48,13 @@ def _add_layout(parser: ArgumentParser, more: str = "") -> None:
     parser.add_argument("--layout", metavar='"dp=2 zero=3"', help=f"the layout; default: the job's own{more}")
 
 
+def _add_allow(parser: ArgumentParser) -> None:
+    about = f"waive refusals of what is not proven, by their words: {', '.join(get_args(Waiver))}"
+    parser.add_argument(
+        "--allow", nargs="+", action="extend", default=[], choices=get_args(Waiver), metavar="KEY", help=about
+    )
+
+
 def _add_hardware(parser: ArgumentParser) -> None:
     about = "a hardware profile; default: this machine's, once `measure` has written it, or else cpu-laptop"
     parser.add_argument("--hardware", metavar="NAME|FILE", help=about)
@@ -55,12 +64,15 @@ def add_train(parser: ArgumentParser) -> None:
     """Add the arguments of `train`."""
     _add_job(parser)
     _add_layout(parser, "; auto: the fastest that `plan` finds for --ranks")
-    parser.add_argument("--ranks", type=_count, metavar="N", help="worker processes; default: the ranks of the layout")
+    parser.add_argument("--ranks", type=_ranks, metavar="N", help="worker processes; default: the ranks of the layout")
     about = "end after step N; the learning-rate schedule stays the job's"
     parser.add_argument("--steps", type=_count, metavar="N", help=about)
     parser.add_argument("--out", type=Path, metavar="DIR", help="run folder; default: a new one below runs/")
     about = "resume from the newest checkpoint in --out; default: in the newest run below runs/"
     parser.add_argument("--resume", action="store_true", help=about)
+    _add_allow(parser)
+    about = "prove the layout first, as verify does, and train nothing where it differs from one device"
+    parser.add_argument("--prove", action="store_true", help=about)
     about = "print the resolved job, and the bytes and samples of each rank; start nothing"
     parser.add_argument("--dry-run", action="store_true", help=about)
 
@@ -69,12 +81,15 @@ def add_verify(parser: ArgumentParser) -> None:
     """Add the arguments of `verify`."""
     _add_job(parser)
     _add_layout(parser)
+    _add_allow(parser)
     parser.add_argument("--steps", type=_count, default=3, metavar="N", help="steps to compare; default: 3")
+    about = "where the proof runs, for a job that trains elsewhere; default: the job's run.device"
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help=about)
     about = "float64: leave out the second check, in the job's own precision; default: job"
     parser.add_argument("--precision", choices=("job", "float64"), default="job", help=about)
     about = "every legal split of --devices over the axes, and each switch by itself"
     parser.add_argument("--all", action="store_true", help=about)
-    parser.add_argument("--devices", type=_count, metavar="N", help="with --all: the number of devices")
+    parser.add_argument("--devices", type=_ranks, metavar="N", help="with --all: the number of devices")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict to a file")
 
 
@@ -82,7 +97,7 @@ def add_plan(parser: ArgumentParser) -> None:
     """Add the arguments of `plan`."""
     _add_job(parser)
     _add_hardware(parser)
-    parser.add_argument("--devices", type=_count, required=True, metavar="N", help="the number of devices")
+    parser.add_argument("--devices", type=_ranks, required=True, metavar="N", help="the number of devices")
     parser.add_argument("--top", type=_count, default=5, metavar="K", help="layouts to print, at most 50; default: 5")
     parser.add_argument("--why", metavar='"dp=2 ..."', help="say why one layout is not the best")
     about = "run the best K layouts for a few steps on this machine, and refit its profile to the times"
@@ -103,7 +118,7 @@ def add_simulate(parser: ArgumentParser) -> None:
     _add_job(parser)
     _add_layout(parser)
     _add_hardware(parser)
-    parser.add_argument("--devices", type=_count, metavar="N", help="must equal the layout's ranks")
+    parser.add_argument("--devices", type=_ranks, metavar="N", help="must equal the layout's ranks")
     parser.add_argument("--program", action="store_true", help="print every op, however many there are")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the prediction to a file")
     about = "write a page with a picture of the step, which needs no other file"
@@ -116,7 +131,7 @@ def add_simulate(parser: ArgumentParser) -> None:
 def add_layouts(parser: ArgumentParser) -> None:
     """Add the arguments of `layouts`."""
     _add_job(parser)
-    parser.add_argument("--devices", type=_count, required=True, metavar="N", help="the number of devices")
+    parser.add_argument("--devices", type=_ranks, required=True, metavar="N", help="the number of devices")
     about = "list each split also with every switch, such as recompute or offload"
     parser.add_argument("--switches", action="store_true", help=about)
     about = "print which layout words can be combined, and the reason where two cannot"
@@ -131,15 +146,22 @@ def add_measure(parser: ArgumentParser) -> None:
     about = "the profile to write; default: this machine's own, where plan and simulate look for it"
     parser.add_argument("--out", type=Path, metavar="FILE", help=about)
     about = "devices that measure at once; default: all GPUs, or the CPU's cores"
-    parser.add_argument("--ranks", type=_count, metavar="N", help=about)
+    parser.add_argument("--ranks", type=_ranks, metavar="N", help=about)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
 
 
-def _count(text: str) -> int:
+def _count(text: str, most: int = MOST_STEPS) -> int:
     """Read a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or not text.isascii() or not text.strip("0"):
         raise ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    if len(text) > len(str(most)) or int(text) > most:
+        raise ArgumentTypeError(f"{text[:40]} is more than {most}, the largest number that works")
     return int(text)
+
+
+def _ranks(text: str) -> int:
+    """Read a number of ranks or devices."""
+    return _count(text, MOST_RANKS)
 
 
 def _price(text: str) -> float:

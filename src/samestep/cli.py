@@ -1,8 +1,9 @@
 """The command line: parse the arguments, call the function of a verb, print its result. Each verb is imported when called.
 
-Exit status: 0 done, or stopped by Ctrl-C or SIGTERM with a checkpoint; 1 the run failed (a worker died, or numbers were not
-finite), or the proof found a difference, or nothing fits; 2 the job, layout or arguments cannot run; 130 and 143 stopped by
-a second Ctrl-C or SIGTERM, or before the run began.
+Exit status: 0 done; 1 the run failed (a worker died, or numbers were not finite), or the proof found a difference, or nothing
+fits; 2 the job, layout or arguments cannot run; 130 interrupted by Ctrl-C and 143 by SIGTERM, `train` with a checkpoint saved
+unless it was a second one. A rank of torchrun or srun that was asked to stop ends with 0, or else its launcher would kill the
+others.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from samestep import arguments, hardware
 from samestep import job as jobs
 from samestep.errors import InputError, LayoutError, RunError, WorkerError
 from samestep.layout import Layout
+from samestep.models import published
+from samestep.models.presets import PRESETS
 from samestep.output.output_file import check_writable, write
 from samestep.training import run_folder
 
@@ -67,12 +70,35 @@ def _parser() -> ArgumentParser:
     about = "list the legal layouts of a job on N devices, and say why one is not"
     arguments.add_layouts(verb("layouts", _layouts, about))
     arguments.add_measure(verb("measure", _measure, "write this machine's hardware profile, in a minute or two"))
+    verb("presets", _presets, "list the models that plan and simulate know by name")
+    verb("profiles", _profiles, "list the machines that plan and simulate know by name")
     verb("env", _env, "print versions and devices, for a bug report")
     return parser
 
 
 def _job(words: Namespace) -> jobs.Job:
-    return jobs.default(words.set) if words.job is None else jobs.load(words.job, words.set)
+    if words.job is None:
+        return jobs.default(words.set)
+    if not words.job.exists() and words.job.name.lower() in PRESETS:
+        raise InputError(
+            f"no job file at {words.job}; to plan and simulate, --set model.source=preset:{words.job.name.lower()} works"
+        )
+    return jobs.load(words.job, words.set)
+
+
+def _allowing(words: Namespace) -> jobs.Job:
+    """Return the job of a verb that runs, with the refusals that the command line waives too."""
+    job = _job(words)
+    allow = tuple(dict.fromkeys((*job.run.allow, *words.allow)))
+    return job.model_copy(update={"run": job.run.model_copy(update={"allow": allow})})
+
+
+def _planned_job(words: Namespace) -> jobs.Job:
+    """Return the job of a verb that predicts, and say how a preset is planned."""
+    job = _job(words)
+    if note := published.as_published(job)[1]:
+        print(note)
+    return job
 
 
 def _limit_threads(count: int) -> None:
@@ -80,11 +106,11 @@ def _limit_threads(count: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(count))
 
 
-def _train(words: Namespace) -> None:
+def _train(words: Namespace) -> int:
     out = run_folder.newest() if words.resume and words.out is None else words.out
     if words.resume and words.job is None and (out / run_folder.JOB).exists():
         words.job = out / run_folder.JOB
-    job = _job(words)
+    job = _allowing(words)
     _limit_threads(job.run.threads)
     given = {"layout": words.layout, "ranks": words.ranks, "steps": words.steps, "out": out, "resume": words.resume}
     if words.dry_run:
@@ -94,11 +120,14 @@ def _train(words: Namespace) -> None:
     else:
         from samestep.training.train import train
 
-        train(job, **given)
+        summary = train(job, **given, prove=words.prove)
+        if summary is not None and summary.stop_signal:
+            return 128 + summary.stop_signal
+    return 0
 
 
 def _verify(words: Namespace) -> int:
-    job = _job(words)
+    job = _allowing(words)
     _limit_threads(job.run.threads)
     from samestep.proof import verify
 
@@ -106,7 +135,7 @@ def _verify(words: Namespace) -> int:
         raise LayoutError(
             'verify tries one layout, --layout "dp=2 tp=2", or all layouts of N devices, --all --devices 4'
         )
-    given, verdicts = {"steps": words.steps, "precision": words.precision}, []
+    given, verdicts = {"steps": words.steps, "precision": words.precision, "device": words.device}, []
     try:
         every = (
             verify.verify_all(job, words.devices, **given)
@@ -126,7 +155,7 @@ def _verify(words: Namespace) -> int:
 def _plan(words: Namespace) -> int:
     from samestep.planning import plan, ranking
 
-    job = _job(words)
+    job = _planned_job(words)
     asked = None if words.why is None else Layout.parse(words.why)
     if words.measure_top:
         _check_measurable(words, job)
@@ -177,7 +206,7 @@ def _simulate(words: Namespace) -> None:
     from samestep.simulation import listing
     from samestep.simulation.simulate import simulate
 
-    found = simulate(_job(words), words.layout, words.hardware, devices=words.devices)
+    found = simulate(_planned_job(words), words.layout, words.hardware, devices=words.devices)
     _say_cautions(words, found.hardware, found.devices)
     print(listing.as_text(found, whole=words.program))
     _write_prediction(words, found)
@@ -211,7 +240,7 @@ def _write_prediction(words: Namespace, found: Any) -> None:
 def _layouts(words: Namespace) -> None:
     from samestep.planning import legality
 
-    job = _job(words)
+    job = _planned_job(words)
     if words.why_not is not None:
         print(legality.why_refused(job, Layout.parse(words.why_not), words.devices))
     elif words.pairs:
@@ -229,6 +258,14 @@ def _measure(words: Namespace) -> None:
     machine = profile.measure(out=words.out, ranks=words.ranks, device=words.device)
     print(profile.as_text(machine))
     print(f"written: {words.out or hardware.own_path()}, with the source of every number")
+
+
+def _presets(words: Namespace) -> None:
+    print(published.presets())
+
+
+def _profiles(words: Namespace) -> None:
+    print(hardware.profile_table())
 
 
 def _env(words: Namespace) -> None:

@@ -13,6 +13,7 @@ SamestepError (Exception)
     ├── WorkerError                 a worker process died: its rank and its last output
     ├── NonFiniteError              the loss or a gradient is not finite, and the job says stop
     ├── DriftError                  ranks that must hold the same do not
+    ├── RepeatError                 a part of a step, done once more, gives something else
     └── OutOfMemoryError            memory ran out, on a device or on the host
 ```
 A mistake of none of these kinds, such as a file that cannot be written, is an `InputError` itself. A broken invariant
@@ -79,6 +80,10 @@ class NonFiniteError(RunError):
 
 class DriftError(RunError):
     """Ranks that must hold equal values do not; the text names the tensor and the rank."""
+
+
+class RepeatError(RunError):
+    """A part of a step, done once more, gives something else; the text names the sample or the weight, and the cause."""
 
 
 class OutOfMemoryError(RunError):

@@ -51,6 +51,8 @@ from typing import Annotated
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from samestep.errors import InputError, did_you_mean
+from samestep.output.byte_sizes import gib
+from samestep.output.text_table import aligned
 
 Positive = Annotated[float, Field(gt=0.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
@@ -216,6 +218,17 @@ def profiles() -> tuple[str, ...]:
     """Return the names of the profiles that come with samestep."""
     folder = files("samestep") / "profiles"
     return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")))
+
+
+def profile_table() -> str:
+    """Return a table of the profiles: names, devices of a machine, memory, peak rates and links of one device."""
+    rows = [("--hardware", "devices", "GiB", "TFLOP/s", "GB/s inside", "GB/s outside")]
+    for name in (*profiles(), *[OWN] * _is_measured()):
+        one = load(name)
+        rate = max(one.flops_per_s.get(dtype, 0.0) for dtype in ("bfloat16", "float16", "float32"))
+        inside, outside = (f"{link.bytes_per_s / 1e9:,.0f}" for link in (one.intra, one.inter))
+        rows.append((name, str(one.devices_per_node), gib(one.memory_bytes), f"{rate / 1e12:,.4g}", inside, outside))
+    return aligned(rows)
 
 
 def _find(name_or_path: str | Path) -> Traversable:

@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from samestep.errors import JobError, LayoutError, UnprovenError, did_you_mean
-from samestep.layout import Layout
+from samestep.layout import MOST_RANKS, MOST_SAMPLES, Layout
 
 Precision = Literal["float64", "float32", "bf16", "fp16"]
 PRESET = "preset:"
@@ -27,8 +36,38 @@ Waiver = Literal["samples", "loss", "random", "state", "optimizer", "data", "bui
 forward writes, the rule of the optimizer, the data set, the values that a build gives, what a checkpoint holds."""
 
 
+MOST_STEPS = 10**11
+"""The largest number of steps; times `MOST_SAMPLES` it is below 2^63, so every position in the order of samples is an int64."""
+MOST_TOKENS = 2**24
+"""The largest number of tokens of a sample: longer than any published context, and its square times 2^12 is an int64."""
+MOST_SECONDS = 10.0**8
+"""The longest time limit, three years; process groups count milliseconds."""
+MOST_THREADS = 1024
+"""The largest number of threads of a worker."""
+MOST_SCALE = 3e37
+"""The largest learning rate and weight decay: Adam's first step, ten times as large, is still a float32."""
+
+
 class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    # Infinite numbers are refused in keys, and written as such in free tables, so that a spec's subprocess reads them.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, ser_json_inf_nan="constants"
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_is_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse `true` where a number belongs, which pydantic takes for 1."""
+        if isinstance(value, bool) and {int, float} & set(_parts(cls.model_fields[info.field_name or ""].annotation)):
+            raise ValueError(f"input should be a number, got {value!r}")
+        return value
+
+
+def _parts(kind: Any) -> Iterator[Any]:
+    """Yield a type and the types that it is made of."""
+    yield kind
+    for part in get_args(kind):
+        yield from _parts(part)
 
 
 class ModelTable(_Table):
@@ -53,7 +92,7 @@ class DataTable(_Table):
     """topics, stdlib, text:PATH, tokens:PATH, jsonl:PATH, hf:PATH, or `module:function`."""
     tokenizer: str = "bytes"
     """`bytes`, or a folder that holds a tokenizer."""
-    sequence_length: Annotated[int, Field(ge=1)] = 64
+    sequence_length: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = 64
     """Tokens of a sample."""
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
     """Fraction at the end of the data that is held out of training."""
@@ -66,24 +105,24 @@ class DataTable(_Table):
 class TrainTable(_Table):
     """The training loop: the batch, the number of steps, the loss, and what is evaluated."""
 
-    global_batch: Annotated[int, Field(ge=1)] = 32
+    global_batch: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = 32
     """Samples (sequences) of one step over all ranks and micro-batches."""
-    steps: Annotated[int, Field(ge=1)] = 100
+    steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 100
     """Optimizer steps of the whole run, over which the learning-rate schedule extends."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the initial weights, the order of samples and the dropout masks."""
     loss: str = "cross_entropy"
     """`cross_entropy` (next token, or class), `mse`, or `module:function` of (outputs, batch) -> (sum, count)."""
-    evaluate_samples: Annotated[int, Field(ge=0)] = 256
+    evaluate_samples: Annotated[int, Field(ge=0, le=MOST_SAMPLES)] = 256
     """Number of held-out samples in the loss at the end; 0 skips it."""
     prompt: str = ""
     """Text that a generated sample begins with."""
-    sample_tokens: Annotated[int, Field(ge=0)] = 200
+    sample_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 200
     """Tokens of the text that is generated before and after training; 0 skips it."""
-    sample_temperature: Annotated[float, Field(ge=0.0)] = 0.8
+    sample_temperature: Annotated[float, Field(ge=0.0, le=MOST_SCALE)] = 0.8
     """Temperature of sampling; 0 takes the most likely token."""
-    watch_every: Annotated[int, Field(ge=0)] = 100
-    """Steps between checks that ranks agree on weights, samples and gradient norm; 0 skips them."""
+    watch_every: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 100
+    """Steps between checks: ranks agree, and a sample's forward and a weight's update, done again, are the same; 0: none."""
 
 
 class OptimizerTable(_Table):
@@ -91,9 +130,9 @@ class OptimizerTable(_Table):
 
     name: str = "adamw"
     """A class of torch.optim in any case, or `module:function`."""
-    lr: Annotated[float, Field(ge=0.0)] = 1e-3
+    lr: Annotated[float, Field(ge=0.0, le=MOST_SCALE)] = 1e-3
     """Learning rate after warm-up."""
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0.0, le=MOST_SCALE)] = 0.0
     """Weight decay of every parameter that `no_weight_decay` does not match."""
     no_weight_decay: tuple[str, ...] = ()
     """Patterns (`*norm*`, `*.bias`) of the names of parameters without weight decay."""
@@ -108,7 +147,7 @@ class ScheduleTable(_Table):
 
     name: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the decay after warm-up."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
     """Number of steps of linear rise."""
     final_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Learning rate at the last step, as a fraction of the peak."""
@@ -123,18 +162,18 @@ class NumericsTable(_Table):
     """Whether float32 matrix products on GPUs may use TF32."""
     on_nonfinite: OnNonFinite = "stop"
     """Action when the loss or a gradient is not finite, after the module at fault has been named."""
-    loss_scale: Annotated[float, Field(gt=0.0)] = 65536.0
+    loss_scale: Annotated[float, Field(ge=1e-30, le=1e30)] = 65536.0
     """fp16 only: the initial loss scale; an overflow halves it and skips the step."""
-    loss_scale_growth_steps: Annotated[int, Field(ge=1)] = 2000
+    loss_scale_growth_steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 2000
     """fp16 only: number of steps without an overflow after which the loss scale doubles."""
 
 
 class CheckpointTable(_Table):
     """Checkpoints, the files from which a run resumes."""
 
-    every: Annotated[int, Field(ge=0)] = 0
+    every: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
     """Steps between checkpoints; 0 writes only the last one."""
-    keep: Annotated[int, Field(ge=1)] = 2
+    keep: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 2
     """Number of newest checkpoints that are kept."""
 
 
@@ -143,26 +182,36 @@ class RunTable(_Table):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Kind of device; auto takes GPUs if there are any."""
-    ranks: Annotated[int, Field(ge=1)] | None = None
+    ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)] | None = None
     """Number of worker processes; by default the layout's ranks, and without a layout all GPUs or 2."""
-    threads: Annotated[int, Field(ge=1)] = 1
+    threads: Annotated[int, Field(ge=1, le=MOST_THREADS)] = 1
     """Number of CPU threads of one worker."""
-    ranks_per_node: Annotated[int, Field(ge=1)] | None = None
+    ranks_per_node: Annotated[int, Field(ge=1, le=MOST_RANKS)] | None = None
     """Number of ranks on one machine, for reduce=hierarchical; without it the number that the launcher gives."""
-    timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
+    timeout_s: Annotated[float, Field(ge=0.001, le=MOST_SECONDS)] = 600.0
     """Seconds that one collective may take before the run is aborted."""
     allow: tuple[Waiver, ...] = ()
     """Refusals that are waived, by the word at the end of their text; every summary of the run lists them."""
 
+    _met: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def met(self) -> tuple[str, ...]:
+        """The refusals that this process met and `allow` waived, each once, for the run's summary."""
+        return tuple(self._met)
+
     def waived(self, waiver: Waiver, reason: str) -> str:
-        """Return the reason of a refusal that `allow` waives, for the run's summary.
+        """Note a refusal that `allow` waives, which every summary of the run then lists, and return its text.
 
         Raises:
             UnprovenError: it is not waived.
         """
         if waiver not in self.allow:
             raise UnprovenError(reason, waiver)
-        return reason
+        text = f'{reason} (allowed by run.allow = ["{waiver}"])'
+        if text not in self._met:
+            self._met.append(text)
+        return text
 
 
 class Job(_Table):
@@ -205,7 +254,7 @@ class Job(_Table):
         if self.schedule.warmup_steps > self.train.steps:
             raise ValueError(
                 f"schedule.warmup_steps = {self.schedule.warmup_steps} is more than train.steps = {self.train.steps}; "
-                f"at most {self.train.steps} works"
+                f"at most {self.train.steps} works, and so do more steps (--set schedule.warmup_steps=0 --set train.steps=...)"
             )
         return self
 
@@ -232,7 +281,10 @@ def load(path: str | Path, settings: Sequence[str] = (), without: Sequence[str] 
         raise JobError(f"no job file at {path}{there}") from None
     except IsADirectoryError:
         raise JobError(f"{path} is a folder; a job is a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # not TOML, not text, a number of over 4,300 digits, too many brackets
         raise JobError(f"{path} is not TOML: {error}") from None
     for key in without:
         table, _, name = key.partition(".")
@@ -257,10 +309,14 @@ def default(settings: Sequence[str] = ()) -> Job:
         JobError: the settings have mistakes; each is named.
     """
     given = {key.strip(): value.strip() for key, _, value in (setting.partition("=") for setting in settings)}
-    # Fields of the default model mean nothing to another one, and a preset has its own sequence length.
+    # Fields of the default model mean nothing to another one, and a preset has its own sequence length, batch and precision.
     without = ["model.config"] * ("model.source" in given)
-    without += ["data.sequence_length"] * given.get("model.source", "").strip("\"'").startswith(PRESET)
+    if given.get("model.source", "").strip("\"'").startswith(PRESET):
+        without += ["data.sequence_length", "train.global_batch", "numerics.precision"]
     with resources.as_file(resources.files("samestep") / "default_job.toml") as path:
+        steps = given.get("train.steps", "")
+        if steps.isdecimal() and len(steps) < 10 and int(steps) < load(path).schedule.warmup_steps:
+            without.append("schedule.warmup_steps")  # a run shorter than the default job's warm-up has none
         return load(path, settings, without)
 
 
@@ -276,7 +332,11 @@ def _set(tables: dict[str, Any], setting: str) -> None:
         raise JobError(f"--set {setting}: write key=value, as in --set train.steps=50")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
+        if text.lstrip().startswith("="):
+            raise JobError(
+                f"--set {setting}: one '=' separates key and value, and text that begins with another needs quotes"
+            ) from None
         value = text
     table: Any = tables
     for part in parts[:-1]:
@@ -298,9 +358,18 @@ def _mistakes(error: ValidationError, source: Callable[[str], str]) -> str:
         elif mistake["type"] == "value_error":
             text = re.sub(r"^Value error, ", "", mistake["msg"])
         else:
-            text = f"{mistake['msg'][0].lower()}{mistake['msg'][1:]}, got {mistake['input']!r}"
+            text = f"{mistake['msg'][0].lower()}{mistake['msg'][1:]}, got {_shown(mistake['input'])}"
         lines.append(f"{source(key)}: {key}: {text}" if key else f"{source(key)}: {text}")
     return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    """Return a value as an error shows it: of a long one the beginning."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
 def _keys_of(path: Sequence[str]) -> list[str]:

@@ -27,6 +27,12 @@ Accumulate = Literal["sharded", "full"]
 Reduce = Literal["ring", "hierarchical", "root"]
 
 
+MOST_RANKS = 2**20
+"""The largest number of ranks: no machine has more, and the divisors of larger numbers take long to find."""
+MOST_SAMPLES = 2**24
+"""The largest number of samples of a batch: their indices are an array on every rank."""
+
+
 def degree() -> int:
     """Declare a field that is a number of ranks or stages, at least 1."""
     return field(default=1, metadata={"is_degree": True})
@@ -66,12 +72,14 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in self._fields_with("is_degree"):
-            if (value := getattr(self, name)) < 1:
-                raise LayoutError(f"{name}={value}: a degree is at least 1")
+            check_degree(name, getattr(self, name))
         if self.schedule not in SCHEDULES:
             raise _none_of("schedule", self.schedule, SCHEDULES)
-        if self.microbatch is not None and self.microbatch < 1:
-            raise LayoutError(f"microbatch={self.microbatch}: a micro-batch holds at least 1 sample")
+        if self.microbatch is not None and not 1 <= self.microbatch <= MOST_SAMPLES:
+            bound = "at least 1 sample" if self.microbatch < 1 else f"at most {MOST_SAMPLES} samples"
+            raise LayoutError(f"microbatch={self.microbatch}: a micro-batch holds {bound}")
+        if self.world_size > MOST_RANKS:
+            raise LayoutError(f"the degrees multiply to {self.world_size} ranks; at most {MOST_RANKS} work")
         if self.zero not in (0, 1, 2, 3):
             raise LayoutError(f"zero={self.zero}: the ZeRO stages are 0, 1, 2 and 3")
         if self.zero == 0 and self.dp_shard > 1:
@@ -189,6 +197,17 @@ class Layout:
             if value != one.default:
                 words.append(one.name if value is True else f"{one.name}={value}")
         return " ".join(words)
+
+
+def check_degree(name: str, value: int) -> None:
+    """Refuse a number of ranks, devices or stages that no layout can have.
+
+    Raises:
+        LayoutError: it is below 1 or above `MOST_RANKS`.
+    """
+    if not 1 <= value <= MOST_RANKS:
+        bound = "at least 1" if value < 1 else f"at most {MOST_RANKS}"
+        raise LayoutError(f"{name}={value}: a degree is {bound}")
 
 
 @functools.cache

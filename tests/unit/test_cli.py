@@ -340,7 +340,8 @@ def test_simulate_traces_once_and_never_imports_torch(home: Path) -> None:
 
 
 def _said_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    model = ("--set", "model.source=preset:llama2-7b", "--set", "numerics.precision=bf16")
+    model = ("model.source=preset:llama2-7b", "numerics.precision=bf16", "train.global_batch=32")
+    model = tuple(word for setting in model for word in ("--set", setting))
     assert small.main("simulate", *model, "--hardware", "h100x8", *words) == 0
     return capsys.readouterr().out.splitlines()
 

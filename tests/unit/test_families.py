@@ -57,7 +57,7 @@ def test_a_convolution_is_no_linear_layer_that_works_token_by_token(monkeypatch:
 
 OWN_WORDS = {
     "config", "args",  # of a job's [model] table, and of any function
-    "column", "row", "qkv", "sum", "gather", "vocab",  # the styles of runtime/cuts.py
+    "column", "row", "qkv", "sum", "gather", "vocab", "whole",  # the styles of tracing/tensor_plan.py
     "norm", "dropout", "identity", "linear", "activation", "position", "depth",  # English
     "head_dim",  # of the torch-free Decoder
 }  # fmt: skip

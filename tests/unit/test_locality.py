@@ -114,7 +114,7 @@ MIXING = {
             hf, "llama", hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
             attn_implementation="eager", **EVEN,
         ),
-        r"on a slice .*; scaled_dot_product_attention \(attn_implementation = 'sdpa'\) with a mask of the whole",
+        r"self_attn mixes tokens by bmm.*; scaled_dot_product_attention \(attn_implementation = 'sdpa'\) with a mask",
     ),
 }  # fmt: skip
 

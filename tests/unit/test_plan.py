@@ -50,7 +50,8 @@ def test_the_table_and_the_json_say_the_same(tmp_path: Path, capsys: pytest.Capt
 def test_other_numerics_are_priced_and_never_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def planned(*words: str) -> dict[str, Any]:
         file = tmp_path / "plan.json"
-        assert run("plan", *GPT2, "--hardware", "a100-80x8", "--devices", 2, "--top", 1, "--json", file, *words) == 0
+        flags = ("--hardware", "a100-80x8", "--devices", 2, "--top", 1, "--json", file)
+        assert run("plan", *GPT2, "--set", "numerics.precision=float32", *flags, *words) == 0
         found: dict[str, Any] = json.loads(file.read_text())
         return found
 
@@ -92,8 +93,13 @@ def test_a_preset_knows_how_long_its_samples_are(
     assert run("plan", *settings, "--hardware", "a100-80x8", "--devices", 2, "--top", 1, "--json", file) == 0
     best = json.loads(file.read_text())["best"][0]
     assert best["unit"] == unit
-    assert best["tokens_per_s_per_device"] * best["step_s"] * 2 == pytest.approx(32 * each)
-    assert f"{unit}/s/device" in capsys.readouterr().out
+    batch = best["tokens_per_s_per_device"] * best["step_s"] * 2
+    assert batch == pytest.approx(
+        256 if unit == "samples" else 512 * 1024
+    )  # the published batch, however long samples are
+    said = capsys.readouterr().out
+    assert f"{round(batch / each)} samples" in said
+    assert f"{unit}/s/device" in said
 
 
 def test_gradients_of_a_byte_save_no_more_than_what_is_exposed(tmp_path: Path) -> None:

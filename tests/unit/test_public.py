@@ -44,6 +44,7 @@ def test_the_public_names_are_these() -> None:
         "ModelError",
         "NonFiniteError",
         "OutOfMemoryError",
+        "RepeatError",
         "RunError",
         "SamestepError",
         "UnprovenError",

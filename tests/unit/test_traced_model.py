@@ -17,7 +17,7 @@ from samestep.runtime.assembly import Source, prepare, with_new_blueprint, with_
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.tracing import experts, independence, sequence_boundaries, tensor_plan
+from samestep.tracing import experts, sequence_boundaries, slices, tensor_plan
 from tests.laboratory import clipped
 from tests.models import MODELS, Tokens
 from tests.pool import pool
@@ -27,7 +27,7 @@ EXAMINATIONS = [
     (tensor_plan, "cuts_of"),
     (tensor_plan, "shareable_heads"),
     (sequence_boundaries, "_parts"),
-    (independence, "prove"),
+    (slices, "prove"),
     (dropout, "has_dropout"),
     (assembly, "trace"),
 ]

@@ -64,10 +64,12 @@ class FamilyFacts:
             "embedding_rowwise": "vocab",
             "replicated_with_grad_allreduce": "sum",
             "colwise_gather_output": "gather",
+            "rowwise_split_input": "row",
+            "mla_kv_a_proj": "whole",
             **{style: style for style in ("column", "row", "qkv")},
         }
     )
-    """Styles of such plans, each with the corresponding style of `tracing/tensor_plan.py`."""
+    """Styles of such plans, each with the corresponding style of `tracing/tensor_plan.py`, or "whole"."""
     tensor_plan: Mapping[str, str] | None = None
     """A plan for a family that has none in transformers."""
 
@@ -253,6 +255,10 @@ def _divide(module: nn.Module, name: str, degree: int) -> None:
 # -- a family's model from its configuration ---------------------------------------------------------
 
 _AUTO = "transformers.models.auto"
+MOST_LAYERS = 2000
+"""The largest depth of a model: each layer is built and traced."""
+MOST_ELEMENTS = 2**31 - 1
+"""The largest number in a configuration, such as the size of a vocabulary."""
 _COMMON_FIELDS = frozenset({"rope_theta", "rope_scaling", "attn_implementation", "experts_implementation"})
 """Fields that every configuration takes besides its own."""
 
@@ -264,13 +270,17 @@ def family_source(family: str, fields: Mapping[str, Any]) -> Callable[[], nn.Mod
         ModelError: transformers, the family or a field does not exist.
     """
     _check_family(family)
-    return functools.partial(_build_family, family_config(family, fields))
+    return functools.partial(_build_family, family, family_config(family, fields))
 
 
-def _build_family(config: Any) -> nn.Module:
+def _build_family(family: str, config: Any) -> nn.Module:
     transformers = importlib.import_module("transformers")
     with _quiet():
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+        try:
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+        except (ValueError, TypeError, AssertionError, ArithmeticError, LookupError) as error:
+            # Some families check in their modules what others check in their configuration.
+            raise ModelError(f"model.config does not fit hf:{family}: {' '.join(str(error).split())}") from None
     return model.train()
 
 
@@ -321,7 +331,10 @@ def family_config(family: str, fields: Mapping[str, Any]) -> Any:
     else:
         own = set(inspect.signature(kind.__init__).parameters) - {"self", "kwargs"}
     known = own | set(getattr(kind, "attribute_map", {})) | _COMMON_FIELDS
-    for name in fields:
+    for name, value in fields.items():
+        most = MOST_LAYERS if name in facts_named(family).depth_fields else MOST_ELEMENTS
+        if isinstance(value, int | float) and not -most <= value <= most:
+            raise ModelError(f"model.config.{name} = {value!r} is not a number up to {most}")
         if name not in known and not _is_read(kind, name):
             raise ModelError(f"model.config.{name}: hf:{family} has no such field{did_you_mean(name, sorted(known))}")
     with _quiet():

@@ -33,6 +33,7 @@ from samestep.building.named_tensors import (
     unwrapped_name,
     unwrapped_prefixes,
 )
+from samestep.building.parameter_marks import ParameterMarks, take_marks, tensors_of_hooks
 from samestep.building.surface import Surface, process_randomness, whole_truncated_normal
 from samestep.building.tape import WAY_OUT, Ref, Slice, Tape, contiguous, replay
 from samestep.errors import ModelError, did_you_mean
@@ -56,6 +57,8 @@ class Blueprint:
     _slices: dict[int, Slice] = field(repr=False)
     _keys: dict[int, int] = field(repr=False)
     _parameters: tuple[str, ...] = field(repr=False)
+    marks: Mapping[str, ParameterMarks] = field(default_factory=dict, repr=False)
+    """Attributes and hooks of parameters, by name."""
     constants: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     """Values from a plain call, by first name, of constants that the tape does not make."""
     waived: tuple[str, ...] = ()
@@ -146,8 +149,14 @@ def _taped(source: Callable[[], nn.Module], seed: int) -> Blueprint:
 
 def _of(source: nn.Module, tape: Tape, seed: int, *, from_instance: bool) -> Blueprint:
     """Return the blueprint of a module that a tape knows, or of an instance with values of its own."""
+    marks = take_marks(source)
     module = _on_meta(source, tape, from_instance)
     attributes = list(tensors_of(module))
+    attributes += [
+        NamedTensor(key, "hook", tensor)
+        for name, mark in marks.items()
+        for key, tensor in tensors_of_hooks(name, mark).items()
+    ]
     refs = {attribute.name: tape.ref(attribute.tensor) for attribute in attributes}
     slices = {ref.memory: tape.slice(ref.memory) for ref in refs.values()}
     parameters = [attribute for attribute in attributes if attribute.kind == "parameter"]
@@ -161,7 +170,7 @@ def _of(source: nn.Module, tape: Tape, seed: int, *, from_instance: bool) -> Blu
         name for name in canonical.values() if any(tape.entries[e].random for e in slices[refs[name].memory].entries)
     }
     return Blueprint(
-        module, seed, canonical, frozenset(drawn), tape, refs, slices, keys, tuple(p.name for p in parameters)
+        module, seed, canonical, frozenset(drawn), tape, refs, slices, keys, tuple(p.name for p in parameters), marks
     )
 
 

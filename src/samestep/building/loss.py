@@ -29,8 +29,16 @@ def loss_of(job: Job) -> LossFunction:
     Raises:
         JobError: there is no loss of this name.
     """
+    return named_loss(job.train.loss)
+
+
+def named_loss(name: str) -> LossFunction:
+    """Return the loss that a word of the key `train.loss` names.
+
+    Raises:
+        JobError: there is no loss of this name.
+    """
     losses: dict[str, LossFunction] = {"cross_entropy": cross_entropy, "mse": mse}
-    name = job.train.loss
     if name in losses:
         return losses[name]
     if ":" not in name:
@@ -57,7 +65,7 @@ def cross_entropy(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
     Raises:
         JobError: the shapes do not fit, or outputs or batch lack logits or labels.
     """
-    logits, labels = at_least_float32(_prediction(outputs)), target_of(batch)
+    logits, labels = at_least_float32(prediction_of(outputs)), target_of(batch)
     if logits.shape[:-1] == labels.shape:
         logits, labels = logits.flatten(0, -2), labels.flatten()
     elif logits.shape[:1] + logits.shape[2:] != labels.shape:
@@ -75,7 +83,7 @@ def mse(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
     Raises:
         JobError: the shapes differ, or outputs or batch lack prediction or target.
     """
-    prediction, target = at_least_float32(_prediction(outputs)), target_of(batch)
+    prediction, target = at_least_float32(prediction_of(outputs)), target_of(batch)
     if prediction.shape != target.shape:
         raise JobError(
             f"train.loss = 'mse': the model gives {list(prediction.shape)}, the target is {list(target.shape)}; "
@@ -90,7 +98,7 @@ def at_least_float32(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype is torch.float64 else tensor.float()
 
 
-def _prediction(outputs: Any) -> Tensor:
+def prediction_of(outputs: Any) -> Tensor:
     """Return the model's prediction: a tensor itself, its `logits`, or the first of a tuple.
 
     Raises:
@@ -106,6 +114,19 @@ def _prediction(outputs: Any) -> Tensor:
     raise JobError(
         f"the model gives a {type(outputs).__name__} without logits; train.loss = 'module:function' can read it"
     )
+
+
+def with_prediction(outputs: Any, prediction: Tensor) -> Any:
+    """Return outputs with another prediction in the place of `prediction_of(outputs)`."""
+    if isinstance(outputs, Tensor):
+        return prediction
+    if isinstance(getattr(outputs, "logits", None), Tensor):
+        outputs.logits = prediction
+        return outputs
+    inner = getattr(outputs, "logits", outputs)
+    if isinstance(inner, Mapping):
+        return {**inner, "logits": prediction}
+    return prediction, *inner[1:]
 
 
 def target_of(batch: Any) -> Tensor:

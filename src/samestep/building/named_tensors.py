@@ -25,7 +25,7 @@ class NamedTensor:
 
     name: str
     kind: str
-    """One of parameter, buffer, attribute."""
+    """One of parameter, buffer, attribute, hook."""
     tensor: Tensor
 
 

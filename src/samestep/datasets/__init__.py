@@ -8,16 +8,18 @@ open_dataset(job) ── map-style dataset ──► batches(dataset, job) ─�
 There is no iterator state: to resume, `batches` takes another first step. Nothing here depends on process groups or devices.
 """
 
-from samestep.datasets.batch import Batch, Dataset, batches, read_samples, shares
+from samestep.datasets.batch import Batch, BatchStream, Dataset, batches, checked_samples, read_samples, shares
 from samestep.datasets.order import permuted, sample_indices
 from samestep.datasets.source import open_dataset
 from samestep.datasets.tokenizers import Tokenizer, open_tokenizer
 
 __all__ = [
     "Batch",
+    "BatchStream",
     "Dataset",
     "Tokenizer",
     "batches",
+    "checked_samples",
     "open_dataset",
     "open_tokenizer",
     "permuted",

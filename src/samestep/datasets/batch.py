@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import default_collate
 
 from samestep.datasets.order import Integers, sample_indices
-from samestep.errors import DataError
+from samestep.errors import DataError, ModelError
 from samestep.job import Job
 
 
@@ -33,6 +34,25 @@ class Dataset(Protocol):
         ...
 
 
+class BatchStream(Iterator["Batch"]):
+    """The batches of the steps that are left; it ends early once the ranks agreed, in a step, to stop."""
+
+    def __init__(self, dataset: Dataset, job: Job, first_step: int) -> None:
+        self._dataset, self._job, self._next = dataset, job, first_step
+        self._length, self._stopped = len(dataset), False
+
+    def __next__(self) -> Batch:
+        train, step = self._job.train, self._next
+        if self._stopped or step >= train.steps:
+            raise StopIteration
+        self._next += 1
+        return Batch(step, sample_indices(step, train.global_batch, self._length, train.seed), self._dataset, self)
+
+    def stop(self) -> None:
+        """End behind the batch that was yielded last."""
+        self._stopped = True
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """The global batch of one step as sample indices; every rank reads only its own shares of them."""
@@ -42,10 +62,17 @@ class Batch:
     indices: Integers
     """The dataset indices of the global batch, in order."""
     dataset: Dataset
+    stream: BatchStream | None = None
+    """The stream that yielded it."""
 
     def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[Integers]:
         """Return the sample indices of each micro-batch of one data rank."""
         return shares(self.indices, rank, num_ranks, num_microbatches)
+
+    def end_stream(self) -> None:
+        """End the stream that yielded this batch: it yields no other one."""
+        if self.stream is not None:
+            self.stream.stop()
 
     def samples(self, indices: npt.NDArray[np.int64] | Sequence[int]) -> dict[str, Tensor] | tuple[Tensor, ...]:
         """Return the samples of the given dataset indices as tensors with the batch dimension first.
@@ -56,19 +83,49 @@ class Batch:
         return read_samples(self.dataset, indices)
 
 
-def batches(dataset: Dataset, job: Job, first_step: int = 0) -> Iterator[Batch]:
+def batches(dataset: Dataset, job: Job, first_step: int = 0) -> BatchStream:
     """Yield the batches of steps `first_step` to `job.train.steps - 1`; nothing is read from the dataset.
+
+    After Ctrl-C, SIGTERM or SIGUSR1 it ends behind the step in which the ranks agreed to stop (`StepReport.stop`), the same
+    one on every rank, so that a loop over it can save what it has.
 
     Raises:
         DataError: the dataset is empty.
     """
-    length = len(dataset)
-    if length < 1:
+    if len(dataset) < 1:
         raise DataError("the dataset has no samples; one sample is the least that works")
-    global_batch, seed = job.train.global_batch, job.train.seed
+    return BatchStream(dataset, job, first_step)
+
+
+@contextmanager
+def checked_samples(example: Any) -> Iterator[None]:
+    """Blame samples that cannot be a batch, and not the model, where it fails on them.
+
+    Raises:
+        DataError: the model failed, and no tensor of `example` has a dimension behind that of the samples.
+    """
+    try:
+        yield
+    except ModelError as error:
+        if reason := _misshapen(example):
+            raise DataError(f"{reason}; {error}") from None
+        raise
+
+
+def _misshapen(example: Any) -> str:
+    """Return why `example` is hardly a batch of samples; empty where it may be one."""
+    tensors = [leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor)]
+    if not tensors or any(tensor.dim() > 1 for tensor in tensors):
+        return ""
+    if isinstance(example, (tuple, list)) and len(tensors) > 2:
+        return (
+            f"a sample of {len(tensors)} single numbers becomes a batch of {len(tensors)} tensors, and not of one: "
+            "samples that are a tensor, torch.tensor(numbers), or a dict or a pair of tensors work"
+        )
+    shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors[:4])
     return (
-        Batch(step, sample_indices(step, global_batch, length, seed), dataset)
-        for step in range(first_step, job.train.steps)
+        f"a batch of tensors {shapes} has no dimension behind that of its samples: a sample of the dataset is no batch, "
+        "batch.samples([0]) is a batch of one"
     )
 
 

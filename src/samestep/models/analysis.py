@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from samestep.models.spec import ModelSpec
 
@@ -21,6 +22,27 @@ class ExpertModules:
     """Paths of the modules whose library offers several implementations of the experts."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """Something that a forward keeps, and that another forward may read."""
+
+    owner: str
+    """Path of the module that holds it."""
+    name: str
+    """Name of the buffer, the parameter or the attribute."""
+    kind: Literal["buffer", "weight", "attribute", "counts"]
+    """What it is; "counts" is a gradient that is divided by the tokens counted in a micro-batch."""
+    of_samples: bool = False
+    """Whether it depends on the samples of the forward, or on their number."""
+    is_read: bool = True
+    """Whether the outputs depend on it, or the code looks at it."""
+
+    @property
+    def full_name(self) -> str:
+        """The path of the module and the name."""
+        return f"{self.owner}.{self.name}".lstrip(".")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelAnalysis:
     """The findings about one model: its shape, and how tensor, sequence and expert parallelism apply to its modules."""
@@ -29,6 +51,11 @@ class ModelAnalysis:
     """Shape of the model, with its cuts, boundaries and slices."""
     cut_styles: Mapping[str, str]
     """Style of the tensor cut of each module that is cut, by its path: a style of `tracing/tensor_plan.py`."""
+    copied: frozenset[str]
+    """Modules whose input goes through `copy` under a tensor cut, by their paths."""
+    counts: Mapping[int, tuple[tuple[str, str, int], ...]]
+    """Attributes that a rank divides, for each degree of a tensor cut that was tried: the path of a module that has it,
+    its name, and the divisor."""
     shareable_heads: Mapping[str, int]
     """Number of heads of keys or values that ranks may share, by the path of the projection."""
     sequence_parts: Mapping[str, tuple[str, ...]]
@@ -36,5 +63,11 @@ class ModelAnalysis:
     experts: ExpertModules
     has_dropout: bool
     """Whether a module or a configuration has a dropout probability above 0."""
-    knows_slices: bool = False
-    """Whether it has been examined how sequences can be sliced."""
+    parts_examined: tuple[int, ...] = ()
+    """Numbers of slices into which it has been examined whether sequences can be cut."""
+    states: tuple[StateSpec, ...] = ()
+    """What a forward keeps, other than the statistics of torch's own norms."""
+    recomputes_blocks: bool = False
+    """Whether the model itself runs whole blocks under `torch.utils.checkpoint`."""
+    detached_checkpoints: bool = False
+    """Whether it has reentrant checkpoints whose inputs take no gradient, inside of which torch trains nothing."""

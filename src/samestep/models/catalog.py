@@ -24,7 +24,19 @@ from samestep.models.spec import FORMAT_VERSION, ModelSpec
 _TRACERS = (
     "models/spec.py",
     *(f"building/{name}.py" for name in ("model", "initial_values")),
-    *(f"tracing/{name}.py" for name in ("independence", "sequence_boundaries", "tensor_plan", "trace")),
+    *(
+        f"tracing/{name}.py"
+        for name in (
+            "dependence_rules",
+            "independence",
+            "prover",
+            "samples",
+            "sequence_boundaries",
+            "slices",
+            "tensor_plan",
+            "trace",
+        )
+    ),
 )
 """Files of samestep whose contents are part of a cached spec's digest, because they determine what a trace finds."""
 

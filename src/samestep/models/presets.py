@@ -196,6 +196,10 @@ DECODERS: dict[str, Decoder] = {
 }  # fmt: skip
 
 PRESETS = (*DECODERS, "resnet50")
+MOST_LAYERS = 2000
+"""The largest depth of a preset: a program lists the operations of every layer."""
+MOST_ELEMENTS = 2**31 - 1
+"""The largest size of a preset along one dimension, such as its vocabulary."""
 
 
 def preset(name: str, sequence: int | None = None, changes: Mapping[str, Any] | None = None) -> ModelSpec:
@@ -229,9 +233,11 @@ def _wrong_kinds(decoder: Decoder) -> Iterator[str]:
     for field in fields(Decoder):
         value, kind = getattr(decoder, field.name), kinds[field.name]
         given = f"{field.name}={value!r}"
-        least = 1 if field.default is MISSING else 0
+        least, most = 1 if field.default is MISSING else 0, MOST_LAYERS if field.name == "layers" else MOST_ELEMENTS
         if kind is int and (type(value) is not int or value < least):
             yield f"{given} is not a whole number of at least {least}"
+        elif kind is int and value > most:
+            yield f"{given} is more than {most}, the largest number that works"
         elif kind is bool and type(value) is not bool:
             yield f"{given} is neither true nor false"
         elif kind not in (int, bool) and value not in get_args(kind):

@@ -163,6 +163,9 @@ class MaskSpec:
     draw: int
     shape: tuple[int, ...]
     """Shape of one sample's mask, before any cut."""
+    rows: tuple[int, int] | None = (0, 0)
+    """Dimension that holds the samples, -1 if the mask is the same for all; and how many positions of one sample are side by
+    side in it, 0 for all that it has. None if the samples cannot be told apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +193,10 @@ class ParamSpec:
     sparse_gradient: bool = False
     """Whether its gradient is a sparse tensor, as an embedding's may be."""
     trainable: bool = True
+    is_idle: bool = False
+    """Whether it asks for a gradient and the loss does not depend on it: no optimizer of torch would update it."""
+    is_updated_whole: bool = False
+    """Whether the optimizer's rule needs all its elements at once, so that ZeRO gives it to one rank to update."""
     cut: Cut | None = None
     """Tensor cut that it allows; None keeps it whole on every rank."""
     partial: Partial = ""
@@ -346,6 +353,10 @@ class ModelSpec:
     buffer_bytes: int = 0
     coupled_modules: tuple[str, ...] = ()
     """Paths of modules through which samples influence each other, such as batch norm."""
+    mixes_samples: str = ""
+    """Where samples influence each other otherwise: the path of a module and an operation; empty if nowhere."""
+    tried: tuple[str, ...] = ()
+    """What is assumed of samples and must be tried on real values, because no rule shows it."""
     varies_at: str = ""
     """Path of a module whose shapes or branches depend on values and may differ between samples; empty if none."""
     cut_refusal: str = "no plan says where its weights may be cut"
@@ -400,10 +411,17 @@ class ModelSpec:
             raise ValueError(f"a model spec of format {version}; this version reads {FORMAT_VERSION}")
         layers = tuple(_layer_from(layer) for layer in fields.pop("layers"))
         params = tuple(_param_from(param) for param in fields.pop("params"))
-        coupled = tuple(fields.pop("coupled_modules"))
-        masks = tuple(MaskSpec(**{**mask, "shape": tuple(mask["shape"])}) for mask in fields.pop("masks", ()))
+        coupled, tried = (tuple(fields.pop(name, ())) for name in ("coupled_modules", "tried"))
+        masks = tuple(_mask_from(mask) for mask in fields.pop("masks", ()))
         slices = tuple((name, dim) for name, dim in fields.pop("slices"))
-        return cls(layers=layers, params=params, coupled_modules=coupled, masks=masks, slices=slices, **fields)
+        return cls(
+            layers=layers, params=params, coupled_modules=coupled, tried=tried, masks=masks, slices=slices, **fields
+        )
+
+
+def _mask_from(fields: dict[str, Any]) -> MaskSpec:
+    rows = fields["rows"]
+    return MaskSpec(**{**fields, "shape": tuple(fields["shape"]), "rows": None if rows is None else tuple(rows)})
 
 
 def _layer_from(fields: dict[str, Any]) -> LayerSpec:

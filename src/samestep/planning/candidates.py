@@ -36,11 +36,14 @@ from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Layout, Recompute, Reduce
 from samestep.models.spec import ModelSpec
+from samestep.program.step import MOST_MICROBATCHES
 from samestep.schedules import DEFAULT, SCHEDULES
 from samestep.strategies import sequence
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 """Samples of a micro-batch that a thinned list has, beside a rank's whole share."""
+MOST_PLANNED = 2**13
+"""The largest number of micro-batches in the thinned list: playing many of them takes long, and their bubbles are equal."""
 
 FEW_DEVICES, FEW_BLOCKS = 16, 8
 """Devices, and blocks of a stage, up to which a thinned list has every number of virtual stages; beyond them it has 2."""
@@ -150,7 +153,7 @@ def sized(split: Layout, job: Job, *, thin: Hardware | None = None) -> Iterator[
     """
     share = -(-job.train.global_batch // split.dp)
     for microbatch in MICROBATCHES if thin else range(1, share):
-        if microbatch < share:
+        if microbatch < share <= microbatch * (MOST_PLANNED if thin else MOST_MICROBATCHES):
             yield replace(split, microbatch=microbatch)
     if split.accumulate == _DEFAULT.accumulate:
         yield replace(split, microbatch=None)

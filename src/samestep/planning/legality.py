@@ -9,8 +9,9 @@ from typing import Any
 
 from samestep.errors import InputError, LayoutError
 from samestep.job import Job
-from samestep.layout import Layout
+from samestep.layout import Layout, check_degree
 from samestep.models import catalog
+from samestep.models.published import as_published
 from samestep.models.spec import ModelSpec
 from samestep.output.text_table import aligned
 from samestep.planning.candidates import listed, schedule_words
@@ -137,12 +138,15 @@ def layouts(job: Job, devices: int, *, switches: bool = False) -> tuple[Row, ...
     """
     if devices < 1:
         raise InputError(f"devices={devices}: a layout needs at least 1")
+    check_degree("devices", devices)
+    job, _ = as_published(job)
     model = catalog.model_spec(job)
     return tuple(row_of(model, job, layout) for layout in listed(devices, model, switches=switches))
 
 
 def why_refused(job: Job, layout: Layout, devices: int) -> str:
     """Return why a layout is refused on a number of devices, or that it is legal: the answer to `--why-not`."""
+    job, _ = as_published(job)
     reason = row_of(catalog.model_spec(job), job, layout).reason
     if layout.world_size == devices:
         return reason or f'"{layout}" is legal'

@@ -8,7 +8,9 @@ from pathlib import Path
 from samestep.errors import InputError
 from samestep.hardware import Hardware, resolve_hardware
 from samestep.job import Job
+from samestep.layout import check_degree
 from samestep.models import catalog
+from samestep.models.published import as_published
 from samestep.planning import other_numerics, search
 from samestep.planning.search import Plan
 from samestep.simulation.memory import states_per_param
@@ -28,7 +30,7 @@ def plan(
     """Search the fastest layouts of a job that fit; needs no torch for a preset or a model that was traced before.
 
     Args:
-        job: what is computed; its global batch stays as it is.
+        job: what is computed; its global batch stays as it is, and a preset without one has the published batch and bf16.
         devices: how many there are; each is used.
         hardware: what they are: a profile, its name or its file; without it what was measured here, or cpu-laptop.
         top: how many of the fastest are wanted.
@@ -39,11 +41,13 @@ def plan(
     """
     if devices < 1:
         raise InputError(f"devices={devices}: a plan needs at least 1")
+    check_degree("devices", devices)
     if not 1 <= top <= MOST_ROWS:
         raise InputError(
             f"{top} rows are too {'many' if top > 1 else 'few'} to play; {MOST_ROWS if top > 1 else 1} works"
         )
     where = resolve_hardware(hardware)
+    job, _ = as_published(job)
     states, model = states_per_param(job), catalog.model_spec(job)
     searched = search.fewest if fewest_devices else search.plan
     found = searched(model, job, where, devices, top=top, states_per_param=states)

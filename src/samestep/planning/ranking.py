@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from samestep.errors import LayoutError
 from samestep.layout import Layout
@@ -11,6 +12,7 @@ from samestep.output.byte_sizes import gib
 from samestep.output.text_table import aligned
 from samestep.planning.nearest_layout import nearest
 from samestep.planning.search import MOST_PLAYED, Fallen, Plan
+from samestep.simulation import cost
 from samestep.simulation.memory import memory_summary
 from samestep.simulation.prediction import Prediction, intervals, predict
 
@@ -101,13 +103,28 @@ def examples(fallen: Sequence[Fallen]) -> list[Fallen]:
 def binds(best: Prediction) -> str:
     """Return the name of the part that takes most of the best layout's step, and its share."""
     busy = best.step_s * (1 - best.bubble_fraction) - best.exposed_comm_s
+    launched = _launched(best)
     parts = {
-        "compute": busy,
+        "launches of small kernels": busy * launched if launched > 0.5 else 0.0,  # a smaller part belongs to compute
+        "compute": busy if launched <= 0.5 else busy * (1 - launched),
         "bubbles": best.bubble_fraction * best.step_s,
         "exposed communication": best.exposed_comm_s,
     }
     name = max(parts, key=lambda part: parts[part])
     return f"{name} ({parts[name] / best.step_s:.0%} of the step); {_free(best):.0%} of the memory is free"
+
+
+def _launched(one: Prediction) -> float:
+    """Return the fraction of compute that is not arithmetic and memory traffic: launches, shortest kernels, the host's work."""
+    at_once = replace(one.hardware, kernel_launch_s=0.0, kernel_s=0.0, host_step_s=0.0, fsdp_unit_s=0.0)
+    spent_s = work_s = 0.0
+    for program in one.programs:
+        for body, times in Counter(task.body for task in program.tasks).items():
+            for op in program.bodies[body]:
+                if op.axis is None:
+                    spent_s += times * cost.seconds(op, program, one.hardware)
+                    work_s += times * cost.seconds(op, program, at_once)
+    return 1 - work_s / spent_s if spent_s else 0.0
 
 
 def _cells(one: Prediction) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from samestep.job import Job, Precision
+from samestep.job import Job, Precision, Waiver
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec, ParamSpec
 from samestep.program.bodies import BodyKey, ends_step
@@ -20,6 +20,9 @@ from samestep.program.holding import WHOLE, Holding
 from samestep.program.ops import COMPUTE_DTYPE, TF32
 from samestep.program.ranks import Ranks, data_ranks_per_node
 from samestep.schedules import SCHEDULES, TaskKind
+
+MOST_MICROBATCHES = 2**15
+"""The largest number of micro-batches of a step on one rank: each is a task of the program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,8 @@ class StepSpec:
     """Whether the loss works on logits that are cut by vocabulary; if not, they are gathered for it."""
     tf32: bool = False
     """Whether float32 matrix products may run in `TF32`."""
+    allow: tuple[Waiver, ...] = ()
+    """Refusals that the job waives."""
     holdings: Mapping[str, Holding] = field(default_factory=dict, hash=False)
     """The holding of each weight that a strategy has changed, by the weight's full name."""
 
@@ -68,6 +73,7 @@ class StepSpec:
             replica=replica,
             cuts_loss=job.train.loss == "cross_entropy" if cuts_loss is None else cuts_loss,
             tf32=job.numerics.tf32,
+            allow=job.run.allow,
         )
 
     @cached_property

@@ -125,6 +125,8 @@ def _forward(evidence: Evidence, first: Comparison) -> Found:
     misfit = first.misfits[0]
     path, step = misfit.name, misfit.step or 1
     where = f"{path} in step {step} on rank {misfit.rank} (error {misfit.error:.1e}); everything before it agrees"
+    if coupled := _coupled(evidence, step):
+        return Cause.COUPLED, f"{coupled}; first {where}"
     if GIVEN in path:
         return Cause.POSITIONS, f"first the argument {where}"
     if evidence.dropout(path):
@@ -205,6 +207,10 @@ def _loss(evidence: Evidence, first: Comparison) -> Found:
             Cause.AUXILIARY_LOSS,
             f"forwards agree, but the balancing loss of step {step} is {ratio:.6g} times the right one",
         )
+    coupled, whole = _coupled(evidence, step), evidence.reference.steps[step - 1].count
+    is_mean = abs(sum(part.count for part in parts) - whole) >= 1  # which counts the same, however much it is given
+    if coupled and not is_mean:
+        return Cause.COUPLED, f"forwards agree, and the loss is no sum over samples: {coupled}"
     for words, guess in _mean_of_means(parts):
         if abs(guess - ours) <= CLOSE * abs(ours) and abs(guess - right) > CLOSE * abs(right):
             return Cause.MEAN_OF_MEANS, f"the loss {ours:g} of step {step} is the mean of {words}; {right:g} is right"
@@ -213,6 +219,20 @@ def _loss(evidence: Evidence, first: Comparison) -> Found:
     if last and abs(_ratio(kept) - ours) <= CLOSE * abs(ours):
         return Cause.LAST_MICROBATCH, f"the loss {ours:g} of step {step} is that of the last micro-batches alone"
     return Cause.LOSS_SCALE, f"forwards agree, but the loss of step {step} is {ours / right:.6g} times the right one"
+
+
+def _coupled(evidence: Evidence, step: int) -> str | None:
+    """Return text that shows that one device computes something else on the parts of a batch; None where it does not."""
+    if evidence.balances:
+        return None  # a part has no balancing loss
+    right, parts = evidence.reference.steps[step - 1].loss, evidence.parts(step - 1)
+    alone = _ratio(parts)
+    if len(parts) == 1 or abs(alone - right) <= CLOSE * abs(right):
+        return None
+    return (
+        f"on one device too the batch has the loss {right:.6g} as a whole, and {alone:.6g} in the {len(parts)} parts "
+        "that the layout makes of it"
+    )
 
 
 def _mean_of_means(parts: Sequence[BatchPart]) -> list[tuple[str, float]]:
@@ -266,6 +286,8 @@ def _gradients(evidence: Evidence, first: Comparison) -> Found:
             Cause.CLIP_NORM,
             f"{affected}: ranks scale their gradients by {_numbers(scales.values())}, each by a norm of its own",
         )
+    if coupled := _coupled_gradient(evidence, misfit.name, step, right[misfit.name].values):
+        return Cause.COUPLED, f"{affected}: {coupled}"
     found = _combination(evidence, misfit, step, len(first.misfits) == first.compared) or _elsewhere(
         evidence, misfit, step
     )
@@ -282,6 +304,18 @@ def _gradients(evidence: Evidence, first: Comparison) -> Found:
         return Cause.DRIFT, f"{affected}: ranks that hold the same elements of it hold different values"
     path = misfit.name.rpartition(".")[0]
     return Cause.BACKWARD, f"{affected}; forwards agree, so look at the backward of {path}{evidence.collectives(path)}"
+
+
+def _coupled_gradient(evidence: Evidence, name: str, step: int, right: Tensor) -> str | None:
+    """Return text that shows that on one device a gradient is not the sum over parts of the batch; None where it is."""
+    if evidence.balances:
+        return None
+    parts = evidence.parts(step - 1)
+    total = sum(part.count for part in parts)
+    summed = sum((part.gradients[name].flatten() / total for part in parts), torch.zeros_like(right))
+    if len(parts) == 1 or float((summed - right).norm()) <= CLOSE * float(right.norm()):
+        return None
+    return f"on one device too it is not the sum over the {len(parts)} parts that the layout makes of the batch"
 
 
 def _scales(evidence: Evidence, step: int, right: Mapping[str, HeldTensor]) -> dict[int, float]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from samestep.proof.observation import HeldTensor, Observation, Output
+from samestep.proof.observation import MASKED, HeldTensor, Observation, Output
 from samestep.proof.verdict import Check
 
 SMALL = 1e-6
@@ -245,7 +245,7 @@ def held_comparison(
         for rank, one in copies:
             values, wanted, index = matched(one, expected)
             seen[index] = True
-            error = _largest(values.double() - wanted.double()) / scale
+            error = _difference(values, wanted) / scale
             if not error <= worst:
                 worst, at = error, rank
         missing = 0 if partly else int((~seen).sum())
@@ -269,7 +269,21 @@ def whole_of(reference: Sequence[HeldTensor]) -> dict[str, Tensor]:
 
 
 def _largest(values: Tensor) -> float:
-    return float(values.abs().max()) if values.numel() else 0.0
+    """Return the largest magnitude of the values that do not stand for minus infinity, as in masks."""
+    sizes = _wide(values).abs()
+    sizes = sizes[sizes < MASKED]
+    return float(sizes.max()) if sizes.numel() else 0.0
+
+
+def _difference(values: Tensor, wanted: Tensor) -> float:
+    """Return the largest difference; two infinities of one sign are equal, and so are two that are not a number."""
+    ours, theirs = _wide(values), _wide(wanted)
+    apart = torch.where((ours == theirs) | (ours.isnan() & theirs.isnan()), 0.0, (ours - theirs).abs())
+    return float(apart.max()) if apart.numel() else 0.0
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.complex128 if values.is_complex() else torch.float64)
 
 
 def copies_of(ranks: Sequence[tuple[int, Sequence[HeldTensor]]], name: str) -> Iterator[list[tuple[int, Tensor]]]:

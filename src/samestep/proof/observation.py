@@ -30,11 +30,11 @@ from samestep.datasets.batch import read_samples
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.bodies import Task
-from samestep.proof.expert_routes import RouteMode, Routes
 from samestep.runtime.assembly import Source
 from samestep.runtime.checkpoint_state import runs_elsewhere
 from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.dropout.mode import Draw
+from samestep.runtime.expert_routes import RouteMode, Routes
 from samestep.runtime.optimizer_step import Piece
 from samestep.runtime.placement import part_of
 from samestep.runtime.processes.join import RankInfo
@@ -50,6 +50,8 @@ FIRST_MOVE = 0.01
 """The length of the first update over the norm of the weights: large enough to see, too small to diverge."""
 GIVEN = ": "
 """The separator between a block's path and the position of one of its arguments, in the names of recorded values."""
+MASKED = 1e30
+"""The magnitude of what stands for minus infinity: masks hold the lowest number of a dtype, whose square overflows."""
 ALL_SAMPLES = -1
 """The sample index of an output that a module computes once for all samples, such as rotary angles."""
 
@@ -90,6 +92,8 @@ class ObservedStep:
     loss: float
     norm: float
     """The global gradient norm before clipping."""
+    count: int
+    """The tokens or samples that the loss counted."""
     factor: float
     """The clipping factor that gradients were multiplied by, computed from this rank's norm."""
     skipped: bool
@@ -186,7 +190,10 @@ class ObservedRun(StepObserver):
         """The chosen experts of each step: recorded where empty, replayed otherwise; None leaves the choice free."""
         self._samples: list[int] | None = None
         self._calls: dict[str, int] = {}
-        self.run = Run(source, layout, job, place, self)
+        # What a run would refuse for want of a proof is what a proof is for: it is measured.
+        allow = (*job.run.allow, "loss", "state")
+        measured = job.model_copy(update={"run": job.run.model_copy(update={"allow": allow})})
+        self.run = Run(source, layout, measured, place, self)
         self.run.prepare(example)
         self._hook_modules()
 
@@ -261,7 +268,9 @@ class ObservedRun(StepObserver):
         samples = self._samples if self._samples and len(found) == len(self._samples) else [ALL_SAMPLES]
         if found.dim() < 2 or len(found) != len(samples):
             return
-        rows = found.detach().reshape(len(found), -1).double()
+        parts = torch.view_as_real(found.detach()) if found.is_complex() else found.detach()
+        rows = parts.reshape(len(found), -1).double()
+        rows = torch.where(rows.abs() > MASKED, MASKED * rows.sign(), rows)  # which leaves nan as it is
         signs, slicing = None, self.run.assembly.parallel.slicing
         is_part = bool(slicing.block) and found.shape[1] * slicing.degree == slicing.length
         if is_part:
@@ -326,6 +335,7 @@ def _one_step(observed: ObservedRun, batch: Batch, watched: _DigestingDataset) -
     return ObservedStep(
         loss=report.loss,
         norm=report.grad_norm,
+        count=report.tokens,
         factor=factor,
         skipped=report.skipped,
         note=report.note,

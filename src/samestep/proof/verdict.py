@@ -25,6 +25,7 @@ class Cause(StrEnum):
     BOUNDARY = "wrong activations across a pipeline boundary"
     FORWARD = "a module computes something else"
     STALE_WEIGHT = "weights of an earlier step were used"
+    COUPLED = "samples of a batch influence each other"
     MEAN_OF_MEANS = "mean of means: parts with different counts weigh the same"
     LOSS_SCALE = "the loss is scaled"
     AUXILIARY_LOSS = "the loss that balances experts depends on the layout"
@@ -91,6 +92,10 @@ class Verdict:
         """Whether every check passed."""
         return self.cause is None and all(check.passed for check in self.checks)
 
+    @property
+    def _proven(self) -> str:
+        return "proven" if self.precision == "float64" else f"proven in {self.precision} alone, up to rounding"
+
     def to_text(self) -> str:
         """Return the report for a terminal, one line for each check."""
         width = max((len(check.what) for check in self.checks), default=0)
@@ -102,7 +107,7 @@ class Verdict:
             where = f"  {check.where}" if check.where and not check.passed else ""
             lines.append(f"  {mark} {check.what.ljust(width)}  {number}, {check.compared} compared{where}")
         if self.proven:
-            lines.append(f"proven: the same result ({self.seconds:.1f} s)")
+            lines.append(f"{self._proven}: the same result ({self.seconds:.1f} s)")
         else:
             cause = self.cause or Cause.FORWARD
             lines += [f"differs: {cause}", f"  {self.explanation}"]
@@ -111,7 +116,7 @@ class Verdict:
     def to_line(self) -> str:
         """Return the report in one line: layout, largest error, result."""
         worst = max((check.error for check in self.checks), default=0.0)
-        what = "proven" if self.proven else f"differs: {self.cause}: {self.explanation}"
+        what = self._proven if self.proven else f"differs: {self.cause}: {self.explanation}"
         return f"{self.layout:<48} {worst:8.1e}  {what}"
 
     def to_record(self) -> dict[str, object]:

@@ -32,20 +32,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.building.families import facts_named, family_config
-from samestep.building.loss import loss_of
+from samestep.building.loss import loss_of, named_loss
 from samestep.building.model import model_source
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import Batch, Dataset, open_dataset
-from samestep.errors import JobError, WorkerError
+from samestep.errors import InputError, JobError, ModelError, WorkerError
 from samestep.job import Job, RunTable, ScheduleTable
 from samestep.layout import Layout
 from samestep.output.byte_sizes import readable
 from samestep.planning import legality
-from samestep.proof import sides
+from samestep.proof import record, sides
 from samestep.proof.sides import Subject
 from samestep.proof.verdict import Check, Verdict
 from samestep.runtime.assembly import Loss, Source, prepare, store_of, with_new_blueprint, with_slices
-from samestep.runtime.optimizer_step import optimizer_source
+from samestep.runtime.optimizer_source import optimizer_source
 from samestep.runtime.processes import join
 from samestep.runtime.processes import workers as launch
 from samestep.runtime.processes.join import RankInfo
@@ -58,11 +58,12 @@ def verify(
     *,
     layout: str | Layout,
     model: Callable[[], nn.Module] | nn.Module | None = None,
-    loss: Loss | None = None,
+    loss: Loss | str | None = None,
     optimizer: Callable[[list[Tensor]], Optimizer] | Optimizer | None = None,
     dataset: Dataset | None = None,
     steps: int = 3,
     precision: Precision = "job",
+    device: str | None = None,
 ) -> Verdict:
     """Prove that `layout` computes what one device computes; the call starts its own workers on this machine.
 
@@ -70,12 +71,13 @@ def verify(
         job: what is computed; by default the default job.
         layout: where it is computed.
         model: a function that builds the model, or an instance; by default the job's model.
-        loss: a function (outputs, batch) -> (sum, count); by default the job's loss.
+        loss: a function (outputs, batch) -> (sum, count), or a word of `train.loss`; by default the job's loss.
         optimizer: a function of a list of parameters, or an instance over `model` that has not taken a step; by default
             the job's optimizer.
         dataset: a map-style dataset; by default the job's data.
         steps: the number of steps to compare, at least two, since a stale weight shows in the second step.
         precision: `float64` leaves out the second check, in the job's own precision.
+        device: cpu, cuda or auto, where the proof runs; by default that of the job. A layout is the same on both.
 
     Raises:
         InputError: the layout cannot be tried; the text says why and what would work.
@@ -83,31 +85,50 @@ def verify(
     """
     began = time.perf_counter()
     job = job or Job()
+    loss = named_loss(loss) if isinstance(loss, str) else loss
     if steps < 2:
         raise JobError(
             f"steps={steps} is too few, since a stale weight shows in the second step; steps=2 or more works"
         )
+    notes: tuple[str, ...] = ()
+    if device is not None:
+        job = job.model_copy(update={"run": job.run.model_copy(update={"device": device})})
+        notes = (f"run on {join.resolve_device(device)}",)
     where = Layout.parse(layout) if isinstance(layout, str) else layout
     folder = Path(tempfile.mkdtemp(prefix="samestep-proof-"))
     try:
         proving = _proving(job, steps)
-        source, data, example = _given(proving, where, model, loss, optimizer, dataset)
+        try:
+            source, data, example = _given(proving, where, model, loss, optimizer, dataset)
+        except ModelError as error:
+            if job.numerics.precision == "float64":
+                raise
+            proving = _proving(job, steps, job.numerics.precision)
+            source, data, example = _given(
+                proving, where, model, loss, optimizer, dataset
+            )  # raises if that is no reason
+            notes = (*notes, _without_float64(error, job))
         subject = Subject(source, data, example, proving, where, folder)
-        notes: tuple[str, ...] = ()
         if model is None and (smaller := shrunk(subject)):
             subject, note = smaller
-            notes = (note,)
+            notes = (*notes, note)
         subject.programs()  # refuses a layout that the model or the job rules out
         try:
             verdict = _prove(subject, job, precision)
         except WorkerError as error:
             raise WorkerError(f"layout {str(where)!r} could not be tried: {error}") from error
-        return dataclasses.replace(verdict, notes=(*notes, *verdict.notes), seconds=time.perf_counter() - began)
+        verdict = dataclasses.replace(verdict, notes=(*notes, *verdict.notes), seconds=time.perf_counter() - began)
+        given = (model, loss, optimizer, dataset)
+        if verdict.proven and all(one is None for one in given):  # else the job does not say what was proven
+            record.keep(record.record_of(job, verdict))
+        return verdict
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def verify_all(job: Job, devices: int, *, steps: int = 3, precision: Precision = "job") -> Iterator[Verdict]:
+def verify_all(
+    job: Job, devices: int, *, steps: int = 3, precision: Precision = "job", device: str | None = None
+) -> Iterator[Verdict]:
     """Prove every legal split of a number of devices, and each switch by itself; yield each verdict once it is known.
 
     Raises:
@@ -116,18 +137,23 @@ def verify_all(job: Job, devices: int, *, steps: int = 3, precision: Precision =
     """
     for row in legality.layouts(job, devices, switches=True):
         if not row.reason:
-            yield verify(job, layout=row.layout, steps=steps, precision=precision)
+            yield verify(job, layout=row.layout, steps=steps, precision=precision, device=device)
 
 
-def _proving(job: Job, steps: int) -> Job:
+def _proving(job: Job, steps: int, precision: str = "float64") -> Job:
     """Return the job to compare: the first steps of the given one, in float64, at a constant learning rate."""
     return job.model_copy(
         update={
             "train": job.train.model_copy(update={"steps": steps}),
             "schedule": ScheduleTable(),
-            "numerics": job.numerics.model_copy(update={"precision": "float64"}),
+            "numerics": job.numerics.model_copy(update={"precision": precision}),
         }
     )
+
+
+def _without_float64(error: Exception, job: Job) -> str:
+    reason = str(error).splitlines()[0]
+    return f"the model cannot run in float64 ({reason}): it is proven in {job.numerics.precision} alone, up to rounding"
 
 
 def _given(
@@ -231,16 +257,18 @@ def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
     """Run one device and the layout, in float64 and in the job's own precision, and return the verdict."""
     layout, own = subject.layout, job.numerics.precision
     notes: list[str] = []
-    exact: Subject | None = subject
+    exact = subject if subject.job.numerics.precision == "float64" else None
     rounded = _rounded(subject, own) if own != "float64" else None
+    if exact is None:
+        precision = "job"
     try:
         _on_one_device(exact, rounded if precision == "job" else None)
-    except WorkerError as error:
-        if rounded is None or not any(word in str(error) for word in ("Double", "float64")):
+    except (WorkerError, InputError) as error:
+        if exact is None or rounded is None:
             raise
-        notes.append(f"the model cannot run in float64 ({str(error).splitlines()[0]}); it is proven in {own} alone")
         exact, precision = None, "job"
-        _on_one_device(None, rounded)
+        _on_one_device(None, rounded)  # which raises in its turn where float64 is not the reason
+        notes.append(_without_float64(error, job))
     subjects = [one for one in (exact, rounded if precision == "job" else None) if one]
     _launch(subject, layout.world_size, _in_layout, subjects)
     checks, cause, explanation = _judged(subjects)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -26,27 +26,35 @@ from samestep.building.families import facts_of
 from samestep.building.initial_values import Blueprint, blueprint, fill_rest
 from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import learning_rate_factor
+from samestep.datasets import checked_samples
+from samestep.errors import LayoutError, ModelError
 from samestep.job import Job, NumericsTable
 from samestep.layout import Layout
-from samestep.models.analysis import ModelAnalysis
-from samestep.models.spec import ModelSpec
+from samestep.models.analysis import ExpertModules, ModelAnalysis, StateSpec
+from samestep.models.spec import MaskSpec, ModelSpec
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
-from samestep.runtime import placement
+from samestep.runtime import kept_state, placement
 from samestep.runtime.axes import context, expert, pipeline, precision, recompute, tensor
 from samestep.runtime.axes.data import Replicated
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.first_state import FirstState
-from samestep.runtime.optimizer_step import OptimizerSource, Updater, check_optimizer
+from samestep.runtime.optimizer_source import WholeWeights, check_optimizer
+from samestep.runtime.optimizer_step import Updater
+from samestep.runtime.parameter_hooks import attributes_of, gradient_hooks
 from samestep.runtime.processes import mesh as meshes
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.update_rule import OptimizerSource
 from samestep.runtime.weight_store import Materialize, WeightStore
 from samestep.strategies import program_of
+from samestep.strategies.tensor import refuse_degree
+from samestep.tracing import cut_proof, samples, sequence_boundaries, slices, state, tensor_plan
 from samestep.tracing import experts as experts_module
-from samestep.tracing import independence, sequence_boundaries, tensor_plan
-from samestep.tracing.trace import samples_traced, trace
+from samestep.tracing.operations import Operation, Recorder
+from samestep.tracing.rank_trial import DiffersError
+from samestep.tracing.trace import containers_of, samples_traced, trace
 from samestep.tracing.traced_model import TracedModel
 
 # Order matters: from the inside out, as in `strategies.STACK`.
@@ -80,6 +88,8 @@ class Parallel:
     """The slice of every sequence that this rank runs."""
     deferred: Deferred
     """Weight gradients that a split backward has postponed."""
+    checkpoints: Callable[[], AbstractContextManager[None]]
+    """Returns the context of a step, in which checkpointed forwards are repeated as they ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +110,8 @@ class PreparedModel:
     dropout: dropout.DropoutState
     mask_part: MaskSlice | None
     """The slice of each dropout mask that this rank draws; None where no axis cuts a mask."""
+    remarks: tuple[str, ...] = ()
+    """Refusals of this model that `run.allow` waives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +146,8 @@ class Assembly:
 
     def with_optimizer(self, source: OptimizerSource, numerics: NumericsTable) -> Assembly:
         """Return this assembly with another optimizer over the same weights; its state is empty."""
-        updater = Updater.over(self.weights.store.pieces, source, numerics)
+        whole = self.weights.updater.whole
+        updater = Updater.over(self.weights.store.pieces, source, numerics, whole)
         return replace(self, weights=replace(self.weights, updater=updater))
 
     def without_balance(self) -> Assembly:
@@ -155,24 +168,85 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     planned = tensor_plan.cuts_of(plan.module, experts.counts)
     shareable = {} if planned.refusal else tensor_plan.shareable_heads(plan.module, planned)
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
-    with ExitStack() as stack:
+    recorder = Recorder()
+    with checked_samples(example), ExitStack() as stack:
+        changes = stack.enter_context(state.record_changes(plan.module))  # first: it looks when the others have gone
+        stack.enter_context(cut_proof.record_ends(plan.module, planned.styles, recorder))
         seen = stack.enter_context(tensor_plan.record_cuts(plan.module, planned))
         calls = stack.enter_context(sequence_boundaries.record_calls(plan.module))
         masks = stack.enter_context(dropout.record_masks(plan.module, samples_traced(plan.module)))
         dispatches = stack.enter_context(experts_module.record_dispatches(plan.module, experts))
-        spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, seen.use)
+        checkpointed = stack.enter_context(recompute.record_checkpointed(plan.module))
+        spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, recorder, source.loss)
+    states: tuple[StateSpec, ...] = ()
+    if changes.found:
+        containers, num_samples = containers_of(plan.module), samples_traced(plan.module)
+        with recompute.record_checkpointed(plan.module):
+            states = state.examine(plan.module, one, spec, containers, num_samples, value_of)
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
-    spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable))
+    proof = tensor_plan.proof_of(spec, plan.module, planned, shareable, recorder, source.loss is cross_entropy)
+    counts: dict[int, tuple[tuple[str, str, int], ...]] = {}
+    if degree := cut_proof.smallest_degree(proof):
+        proof, counts = _tried(proof, plan, experts, shareable, one, recorder.operations, degree)
+    spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable, proof))
     spec, parts = sequence_boundaries.with_sequence(spec, plan.module, planned.styles, calls, experts.counts)
+    placed: list[MaskSpec] = []
+
+    @contextmanager
+    def placing(rows_of: samples.RowsOf) -> Iterator[None]:
+        with dropout.record_masks(plan.module, samples.NUM_SAMPLES, rows_of) as found:
+            yield
+        placed.extend(found)
+
+    with state.preserved(plan.module), recompute.record_checkpointed(plan.module):
+        found = samples.examine(
+            plan.module, one, source.loss, experts, value_of, keeps_all=bool(spec.varies_at), around=placing
+        )
+    spec = replace(spec, mixes_samples=found.refusal, tried=found.tried)
     analysis = ModelAnalysis(
-        spec=replace(spec, masks=tuple(masks)),
+        spec=replace(spec, masks=tuple(placed if len(placed) == len(masks) else masks)),
         cut_styles=planned.styles,
+        copied=proof.copied,
+        counts=counts,
         shareable_heads=shareable,
         sequence_parts=parts,
         experts=experts,
         has_dropout=dropout.has_dropout(plan.module),
+        states=states,
+        detached_checkpoints=checkpointed.detached,
+        recomputes_blocks=any(
+            checkpointed.entered.intersection(layer.modules) for layer in spec.layers if layer.is_block
+        ),
     )
-    return TracedModel(plan, analysis, facts_of(plan.module))
+    return TracedModel(plan, analysis, facts_of(plan.module), proof)
+
+
+def _tried(
+    proof: cut_proof.CutProof,
+    plan: Blueprint,
+    experts: ExpertModules,
+    shareable: Mapping[str, int],
+    sample: Any,
+    operations: list[Operation] | None,
+    degree: int,
+) -> tuple[cut_proof.CutProof, dict[int, tuple[tuple[str, str, int], ...]]]:
+    """Return the proof of a plan with the counts of a rank of a degree, or why it fails, and the counts by module."""
+    shared = {path: heads for path, heads in shareable.items() if heads < degree}
+    value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
+
+    def forward(recorder: Recorder) -> None:
+        masks = dropout.record_masks(plan.module, samples_traced(plan.module))
+        with state.preserved(plan.module), masks, experts_module.record_dispatches(plan.module, experts):
+            cut_proof.run_forward(plan.module, sample, proof.styles, value_of, recorder)
+
+    try:
+        if operations is None:
+            forward(recorder := Recorder())
+            operations = recorder.operations
+        proof = cut_proof.with_degree(proof, plan.module, shared, operations, forward, degree)
+    except DiffersError as error:
+        return replace(proof, refusal=str(error)), {}
+    return proof, {degree: proof.divided(plan.module)}
 
 
 def with_new_blueprint(source: Source, job: Job) -> TracedModel:
@@ -207,14 +281,37 @@ def _with_loss(spec: ModelSpec) -> ModelSpec:
 
 
 def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedModel:
-    """Return the model with a proof that its blocks work token by token, where the layout needs one."""
+    """Return the model with what the layout needs to know: the counts of its tp, and that blocks work token by token.
+
+    Raises:
+        LayoutError: the forward of a rank of this tp does not compute its part of the whole model's.
+    """
+    traced = _with_degree(traced, layout.tp, example)
     analysis, spec = traced.analysis, traced.spec
     gives_experts_parts = layout.sequence_parallel and any(layer.dispatches for layer in spec.layers)
-    if analysis.knows_slices or (layout.cp == 1 and not gives_experts_parts):
+    parts = layout.cp if layout.cp > 1 else layout.tp if gives_experts_parts else 1
+    if parts in (1, *analysis.parts_examined):
         return traced
     value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
-    spec = independence.prove(traced.module, _first_of(example, torch.float32), spec, value_of, analysis.experts)
-    return replace(traced, analysis=replace(analysis, spec=spec, knows_slices=True))
+    one = _first_of(example, torch.float32)
+    if not (analysis.parts_examined and spec.slice_refusal):
+        with state.preserved(traced.module):
+            spec = slices.prove(traced.module, one, spec, value_of, analysis.experts, parts)
+    analysis = replace(analysis, spec=spec, parts_examined=(*analysis.parts_examined, parts))
+    return replace(traced, analysis=analysis)
+
+
+def _with_degree(traced: TracedModel, degree: int, example: Any) -> TracedModel:
+    """Return the model with the counts of a rank of a tensor cut of this degree, tried unless they are known."""
+    analysis, plan = traced.analysis, traced.blueprint
+    if degree == 1 or degree in analysis.counts or refuse_degree(analysis.spec, degree):
+        return traced
+    dtype = next((param.dtype for param in plan.module.parameters() if param.is_floating_point()), torch.float32)
+    sample, shareable = _first_of(example, dtype), analysis.shareable_heads
+    proof, counts = _tried(traced.cuts, plan, analysis.experts, shareable, sample, None, degree)
+    if proof.refusal:
+        raise LayoutError(f"tp={degree}: {analysis.spec.name} cannot be cut so, {proof.refusal}; tp=1 works")
+    return replace(traced, analysis=replace(analysis, counts={**analysis.counts, **counts}), cuts=proof)
 
 
 def _first_of(example: Any, dtype: torch.dtype) -> Any:
@@ -233,10 +330,13 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     """
     traced = with_slices(source.prepared or prepare(source, job, example), layout, example)
     plan, spec = traced.blueprint, traced.spec
+    layout = recompute.layout_for(layout, traced.analysis)
     ranks = Ranks.of(layout)
     stage, replica = ranks.coordinate(place.rank, "pp"), ranks.coordinate(place.rank, "dp")
+    whole = WholeWeights.of(spec, attributes_of(plan.marks))
+    spec = check_optimizer(source.optimizer, spec, layout, whole.attributes)
     program = program_of(spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica)
-    check_optimizer(source.optimizer, spec, layout)
+    waived = kept_state.check(traced.analysis.states, program, job.run)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = job.numerics.tf32
     mesh = meshes.build(program, place.device)
     model = plan.module
@@ -248,8 +348,9 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
         twin.apply(traced, program, mesh)
     slicing = context.Slicing(model, program, mesh) if layout.cp > 1 else context.WholeSequences()
     dropout.track_modules(model)
+    dropout.place_samples(model, spec.masks)
     deferred = Deferred(traced, program)
-    recompute.apply(model, program, functools.partial(_recompute_contexts, model, program, slicing))
+    recompute.apply(model, program)
 
     def materialize(name: str, dtype: torch.dtype) -> Tensor:
         whole, cut = plan.materialize(name, place.device, dtype), params[name]
@@ -257,6 +358,8 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
 
     params = {param.name: param for param in program.step.model.params}
     store = store_of(layout)(model, program, mesh, materialize)
+    _mark(model, spec, whole)
+    store.hook_gradients(gradient_hooks(plan, program, mesh))
     fill_rest(plan, place.device, torch.float64 if job.numerics.precision == "float64" else None)
     of_tp, of_cp = ((mesh.size(axis), mesh.index(axis)) for axis in ("tp", "cp"))
     return Assembly(
@@ -266,6 +369,12 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
             stage=pipeline.Stage(traced, program, mesh, slicing) if layout.pp > 1 else pipeline.WholeModel(model),
             slicing=slicing,
             deferred=deferred,
+            checkpoints=functools.partial(
+                recompute.in_our_modes,
+                functools.partial(_recompute_contexts, model, program, slicing),
+                plainly=traced.analysis.recomputes_blocks,
+                detached=traced.analysis.detached_checkpoints,
+            ),
         ),
         model=PreparedModel(
             module=model,
@@ -275,6 +384,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
             running_buffers=[buffer for path in spec.coupled_modules for buffer in model.get_submodule(path).buffers()],
             first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),
             dropout=dropout.DropoutState.of(traced.analysis.has_dropout, spec),
+            remarks=tuple(waived),
             mask_part=MaskSlice(spec, *of_tp, layout.sequence_parallel, *of_cp) if layout.tp * layout.cp > 1 else None,
         ),
         objective=Objective(
@@ -284,9 +394,25 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
         ),
         weights=Weights(
             store=store,
-            updater=Updater.over(store.pieces, source.optimizer, job.numerics),
+            updater=Updater.over(store.pieces, source.optimizer, job.numerics, whole),
             lr_factor=learning_rate_factor(job.schedule, job.train.steps),
         ),
+    )
+
+
+def _mark(model: nn.Module, spec: ModelSpec, whole: WholeWeights) -> None:
+    """Give the run's parameters the Python attributes that the user's had, and watch those that took no part in the trace."""
+    idle = {param.name for param in spec.params if param.is_idle}
+    for name, param in model.named_parameters():
+        param.__dict__.update(whole.attributes.get(name, {}))
+        if name in idle and type(param) is nn.Parameter:
+            param.requires_grad_(True).register_post_accumulate_grad_hook(functools.partial(_raise_used, name))
+
+
+def _raise_used(name: str, _: Tensor) -> None:
+    raise ModelError(
+        f"{name} took no part in the loss when the model was traced, so nothing updates it, and it does now: a model that "
+        "uses other weights in other steps can add 0 * weight.sum() to its output, so that the weight always takes part"
     )
 
 

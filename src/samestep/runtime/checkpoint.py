@@ -223,6 +223,7 @@ def _contents_of(run: Run, frozen: Sequence[Piece]) -> tuple[dict[str, Tensor], 
     """
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
+    run.updater.reread()
     optimizer = run.updater.optimizer
     elsewhere = _held_elsewhere(run)
     for piece in run.updater.pieces:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ def evaluate(assembly: Assembly, batch: StepBatch) -> tuple[float, float]:
             mine = np.array_split(part, dp)[mesh.index("dp")]
             samples, weight = microbatches.read(assembly, batch, mine)
             with parallel.slicing.of(samples):
-                outputs = _forward(assembly, samples)
+                outputs = forward(assembly, samples)
             if outputs is not None:
                 loss_sum, count = assembly.objective.loss(outputs, parallel.slicing.part(samples))
                 totals += torch.stack([as_number(loss_sum, totals), as_number(count, totals)]) * weight
@@ -54,7 +54,7 @@ def outputs_of(assembly: Assembly, samples: Any) -> Any:
     parallel = assembly.parallel
     with _forward_only(assembly):
         moved = tree_map_only(Tensor, lambda leaf: leaf.to(parallel.mesh.device), samples)
-        outputs = _forward(assembly, precision.cast_floating(moved, assembly.model.master_dtype))
+        outputs = forward(assembly, precision.cast_floating(moved, assembly.model.master_dtype))
         if outputs is not None:
             outputs = tensor.whole_logits(outputs, parallel.program, parallel.mesh)
     return parallel.stage.from_last(outputs)
@@ -65,11 +65,16 @@ def as_number(value: Tensor | int | float, like: Tensor) -> Tensor:
     return torch.as_tensor(value, dtype=like.dtype, device=like.device).reshape(())
 
 
-def _forward(assembly: Assembly, samples: Any) -> Any:
-    """Run samples forward through all stages; return the outputs on ranks of the last stage, and None on the others."""
+def forward(assembly: Assembly, samples: Any, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Any:
+    """Run samples forward through all stages; return the outputs on ranks of the last stage, and None on the others.
+
+    `around` makes the context of the forward of each chunk. Called without gradients, and collective over the ranks
+    that share the model's layers and weights: if one does not call it, the others wait until the time limit.
+    """
     stage, outputs = assembly.parallel.stage, None
     for chunk in range(stage.num_chunks):
-        outputs = stage.forward(0, chunk, lambda model: call_model(model, samples))
+        with around():
+            outputs = stage.forward(0, chunk, lambda model: call_model(model, samples))
     stage.finish_forward()
     return None if outputs is None else precision.for_loss(outputs)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class _Owners(threading.local):
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.is_outside = False
 
 
 _owners = _Owners()
@@ -65,6 +67,16 @@ class owned:  # noqa: N801 (a context manager, named as what one calls)
         _owners.names.pop()
 
 
+@contextmanager
+def outside_step() -> Iterator[None]:
+    """Keep the collectives issued inside out of the ledger: checks during a run are no part of the step's program."""
+    before, _owners.is_outside = _owners.is_outside, True
+    try:
+        yield
+    finally:
+        _owners.is_outside = before
+
+
 class Ledger(TorchDispatchMode):
     """Records the collectives issued while it is active: `rows[group]` in order of issue.
 
@@ -83,7 +95,7 @@ class Ledger(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.namespace == "profiler":
             self._record_label(func, args)
-        elif func.namespace == "c10d":
+        elif func.namespace == "c10d" and not _owners.is_outside:
             self._record_collective(func, args)
         return result
 

@@ -30,13 +30,19 @@ class StepBatch(Protocol):
         """Read samples into tensors with the batch dimension first."""
         ...
 
+    def end_stream(self) -> None:
+        """End the stream of batches behind this one, since the ranks agreed to stop."""
+        ...
+
 
 def read(assembly: Assembly, batch: StepBatch, indices: Indices) -> tuple[Any, float]:
     """Read a micro-batch onto the device; return its samples and the weight of its loss.
 
     An empty micro-batch runs a sample of another rank with weight 0, so that all ranks issue the same collectives.
     """
-    samples = batch.samples(_never_empty(batch, indices))
+    # A stage may ask for the shapes of the next micro-batch inside a forward, whose modes refuse random numbers.
+    with torch._C.DisableTorchFunction():
+        samples = batch.samples(_never_empty(batch, indices))
     device = assembly.parallel.mesh.device
     moved = tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), samples)
     return precision.cast_floating(moved, assembly.model.master_dtype), 1.0 if len(indices) else 0.0

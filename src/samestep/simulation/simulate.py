@@ -9,6 +9,7 @@ from samestep.hardware import Hardware, resolve_hardware
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models import catalog
+from samestep.models.published import as_published
 from samestep.simulation.memory import states_per_param
 from samestep.simulation.prediction import Prediction, predict
 
@@ -23,7 +24,7 @@ def simulate(
     """Return the predicted step time and memory of a layout, without torch for a preset or a cached model.
 
     Args:
-        job: the job to compute.
+        job: the job to compute; a preset without precision or batch has bf16 and its published batch.
         layout: the layout; by default the job's own, and for a job without one `devices` replicas or one device.
         hardware: a profile, its name or its file; by default this machine's measured profile, or cpu-laptop.
         devices: the number of devices, which must equal the number of ranks of a given layout; by default that number.
@@ -40,4 +41,5 @@ def simulate(
                 "leave --devices out, or let the degrees multiply to it"
             )
         where = Layout(dp_replicate=devices)
+    job, _ = as_published(job)
     return predict(catalog.model_spec(job), job, where, resolve_hardware(hardware), states_per_param(job))

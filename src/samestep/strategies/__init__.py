@@ -19,14 +19,37 @@ from samestep.models.spec import ModelSpec
 from samestep.program.bodies import UPDATE_BODY, BodyKey, Task, position
 from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program
-from samestep.program.step import StepSpec
+from samestep.program.step import MOST_MICROBATCHES, StepSpec
 from samestep.schedules import TaskKind
-from samestep.strategies import context, data, expert, pipeline, precision, recompute, sequence, shard, tensor
+from samestep.strategies import (
+    context,
+    data,
+    expert,
+    pipeline,
+    precision,
+    recompute,
+    sequence,
+    shard,
+    tensor,
+    whole_update,
+)
 
 # The order matters. `context` leaves a rank a slice of the sequence, whose heads and neurons `tensor` cuts; `sequence` cuts
 # the parts between; `expert` leaves a rank its experts; `recompute` repeats forwards together with their collectives;
-# `pipeline` leaves a stage its layers; `shard` adds gathers and scatters; `data` reduces what they leave replicated.
-STACK: tuple[ModuleType, ...] = (precision, context, tensor, sequence, expert, recompute, pipeline, shard, data)
+# `pipeline` leaves a stage its layers; `shard` adds gathers and scatters; `data` reduces what they leave replicated; `whole_update`
+# brings to one rank what it must update whole.
+STACK: tuple[ModuleType, ...] = (
+    precision,
+    context,
+    tensor,
+    sequence,
+    expert,
+    recompute,
+    pipeline,
+    shard,
+    data,
+    whole_update,
+)
 
 
 def program_of(
@@ -118,6 +141,11 @@ class ProgramBuilder:
 
 def refusal_of(step: StepSpec) -> str | None:
     """Return the reason of the first strategy that refuses a step; None if none does."""
+    if step.num_microbatches > MOST_MICROBATCHES:
+        return (
+            f"microbatch={step.layout.microbatch} makes {step.num_microbatches:,} micro-batches of the {step.rank_samples:,} "
+            f"samples of a rank; microbatch={-(-step.rank_samples // MOST_MICROBATCHES)} or more works"
+        )
     return next((reason for strategy in STACK if (reason := strategy.refusal(step))), None)
 
 

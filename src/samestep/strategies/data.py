@@ -44,11 +44,24 @@ def refusal(step: StepSpec) -> str | None:
             f"reduce=hierarchical needs whole nodes: {layout.world_size} ranks are no multiple of "
             f"{step.ranks_per_node} ranks per node, or tp={layout.tp} leaves the node"
         )
-    if step.model.coupled_modules and step.global_batch > step.microbatch_samples:
-        return (
-            f"{step.model.coupled_modules[0]} lets samples influence each other (batch norm) or keeps statistics of them, "
-            f"so the result would change with the layout: only one rank with microbatch={step.global_batch} computes it"
-        )
+    if step.global_batch > step.microbatch_samples:
+        return _coupling(step)
+    return None
+
+
+def _coupling(step: StepSpec) -> str | None:
+    """Return where samples that the layout spreads over micro-batches influence each other."""
+    model = step.model
+    works = f"so the result would change with the layout: only one rank with microbatch={step.global_batch} computes it"
+    if model.coupled_modules:
+        return f"{model.coupled_modules[0]} lets samples influence each other (batch norm) or keeps statistics of them, {works}"
+    if model.mixes_samples and "samples" not in step.allow:
+        where, _, operation = model.mixes_samples.rpartition(" by ")
+        waiver = 'run.allow = ["samples"] lets it run unproven'
+        return f"{where} lets the samples of a batch influence each other by {operation}, {works}; {waiver}"
+    unclear = next((mask.owner for mask in model.masks if mask.rows is None), None)
+    if unclear is not None:
+        return f"{unclear or model.name} drops elements of a tensor in which samples cannot be told apart, {works}"
     return None
 
 

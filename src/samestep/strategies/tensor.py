@@ -39,11 +39,12 @@ AXIS = "tp"
 
 def refusal(step: StepSpec) -> str | None:
     """Return why the degree would cut through a group of a weight, or why the model cannot be cut at all."""
-    return _refuse_cut(step.model, step.layout.tp) if step.layout.tp > 1 else None
+    return refuse_degree(step.model, step.layout.tp) if step.layout.tp > 1 else None
 
 
 @remembered
-def _refuse_cut(model: ModelSpec, degree: int) -> str | None:
+def refuse_degree(model: ModelSpec, degree: int) -> str | None:
+    """Return why a degree would cut through a group of a weight, or why the model cannot be cut at all."""
     if model.cut_refusal:
         return f"tp={degree}: {model.name} cannot be cut, {model.cut_refusal}; tp=1 works"
     for param in model.params:
@@ -100,7 +101,7 @@ def cut_model(model: ModelSpec, degree: int, cuts_loss: bool = True) -> ModelSpe
     whole = {name.rpartition(".")[0] for param in uncut for name in (param.name, *param.aliases)}
     params = tuple(_cut_param(param, degree) for param in model.params)
     layers = tuple(_cut_layer(layer, degree, whole) for layer in model.layers)
-    cuts_logits = any(p.cut and p.cut.style == "vocab" for p in params)
+    cuts_logits = model.logit_rows > 0 and any(p.cut and p.cut.style == "vocab" for p in params)
     if cuts_logits and cuts_loss:
         layers = (*layers[:-1], _with_cut_loss(layers[-1], degree))
     return replace(model, params=params, layers=layers, logit_rows=model.logit_rows if cuts_logits else 0)

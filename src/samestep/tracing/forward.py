@@ -32,11 +32,7 @@ from samestep.building.model import call_model
 from samestep.errors import ModelError, SamestepError
 from samestep.models.spec import Cutting, Exchange, Factors, Product, is_below
 from samestep.tracing.attention import AttentionCall
-
-OnUse = Callable[[str, set[str], bool], None]
-"""Called with the path of the running module, the modules that own the weights it uses, and whether their input is cut.
-
-"""
+from samestep.tracing.operations import Recorder
 
 ValueOf = Callable[[str], Tensor]
 """Returns the value of the buffer or parameter of this name."""
@@ -54,14 +50,16 @@ class NeedsValuesError(Exception):
 class _Values:
     """Values of integer tensors on the meta device: each storage has a flat copy on the CPU, shared by its views."""
 
-    def __init__(self, keeps_all: bool) -> None:
+    def __init__(self, keeps_all: bool, *, keeps_constants: bool = False) -> None:
         self.keeps_all = keeps_all
         """Whether the values of all tensors are kept, floating ones too."""
+        self.keeps_constants = keeps_constants
+        """Whether floating values are kept that follow from known ones, such as masks and rotary tables."""
         self._twins: dict[int, Tensor] = {}
 
     def follows(self, tensor: Tensor) -> bool:
         """Return whether values of tensors of this dtype are kept."""
-        return tensor.is_meta and (self.keeps_all or _is_whole(tensor))
+        return tensor.is_meta and (self.keeps_all or self.keeps_constants or _is_whole(tensor))
 
     def learn(self, tensor: Tensor, value: Tensor) -> None:
         """Store the value of a tensor that has a storage of its own."""
@@ -138,12 +136,14 @@ class ForwardTracer(TorchDispatchMode):
         self,
         module: nn.Module,
         on_keep: Callable[[str], None],
-        on_use: OnUse,
         styles: Mapping[str, str],
         keeps_all: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         super().__init__()
-        self._on_keep, self._on_use = on_keep, on_use
+        self.recorder = recorder
+        """Records every operation, if there is one."""
+        self._on_keep = on_keep
         self.styles = styles
         self.cut: set[int] = set()
         """Storages of which a tensor cut leaves a rank its part."""
@@ -176,6 +176,8 @@ class ForwardTracer(TorchDispatchMode):
         self.values = _Values(keeps_all)
         self.varies = ""
         """Path of a module whose code may act differently, or make another shape, for other values."""
+        self.has_looked = False
+        """Whether its code looks at values: with others it may use other weights."""
         self.exchanges: list[tuple[str, int, Exchange]] = []
         """Inputs and outputs of attentions, with region and storage."""
         self.saves: Counter[int] = Counter()
@@ -193,17 +195,12 @@ class ForwardTracer(TorchDispatchMode):
         self._grouped_fallback = facts.grouped_fallback
         self._norms = {path for path, part in module.named_modules() if facts.is_norm(part)}
         self._frozen = {self.key(param) for param in module.parameters() if not param.requires_grad}
-        self._owners: dict[int, set[str]] = {}
-        """For trained weights, and tensors made of nothing else, the modules that own them."""
-        for path, part in module.named_modules():
-            for param in part.parameters(recurse=False):
-                if param.requires_grad:
-                    self._owners.setdefault(self.key(param), set()).add(path)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        as_given = args, kwargs
         given = operands(*args, *kwargs.values())
         if any(tensor.is_meta for tensor in given) and not all(tensor.is_meta for tensor in given):
             # A constant that the forward made on the CPU; meta tensors cannot be combined with CPU tensors.
@@ -214,7 +211,14 @@ class ForwardTracer(TorchDispatchMode):
         flops = self._flops_of(func, args, kwargs, outcome)
         given = [tensor for tensor in given if tensor.is_meta]
         self.record(given, written, flops, None if flops is None else self._product(func, args, outcome, flops))
+        if self.recorder is not None:
+            self.recorder.record(func, self.where, *as_given, outcome)
         return outcome
+
+    @property
+    def where(self) -> str:
+        """Path of the module whose code runs; empty for the model itself."""
+        return self._running[-1] if self._running else ""
 
     def _is_grouped(self, func: Any) -> bool:
         """Return whether an operation multiplies rows with the matrix of their group."""
@@ -265,6 +269,7 @@ class ForwardTracer(TorchDispatchMode):
         """
         looks, sizes = torch.Tag.data_dependent_output in func.tags, torch.Tag.dynamic_output_shape in func.tags
         if (looks or sizes) and any(tensor.is_meta for tensor in given):
+            self.has_looked = True
             if all(map(self.values.knows, given)):
                 outcome = self.values.run(func, args, kwargs)
                 return outcome if looks else tree_map_only(Tensor, self.to_meta, outcome)
@@ -304,7 +309,6 @@ class ForwardTracer(TorchDispatchMode):
         keys = {self.key(tensor) for tensor in written}
         for key in keys - read:  # a view, or a tensor written in place, was made earlier
             self.makers.setdefault(key, self.region)
-        self._record_use(read, keys)
         is_cut = product.cut in ("columns", "count") if product else bool(read & self.cut)
         if is_cut and not (product and self.styles.get(product.owner) == "gather"):
             self.cut |= keys - read
@@ -319,16 +323,6 @@ class ForwardTracer(TorchDispatchMode):
             region.moved += elements
             region.moved_cut += elements if is_cut else 0
             region.kernels += 1
-
-    def _record_use(self, read: set[int], written: set[int]) -> None:
-        """Report trained weights that meet data, and follow tensors that are made of weights alone."""
-        owners = {path for key in read & self._owners.keys() for path in self._owners[key]}
-        if not owners:
-            return
-        if read <= self._owners.keys() | self._weights:
-            self._owners |= dict.fromkeys(written - read, owners)
-        else:
-            self._on_use(self._running[-1] if self._running else "", owners, bool(read & self.cut))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
         """Record the inputs and the output of an attention; one without a dimension of heads exchanges nothing."""
@@ -355,6 +349,10 @@ class ForwardTracer(TorchDispatchMode):
             saved.setdefault(key, self.region)
             self.saves[key] += 1
         return tensor if self.has_backward else None
+
+    def given(self, batch: Any) -> Any:
+        """Return the batch that the forward is given, on the meta device."""
+        return batch
 
     def to_meta(self, real: Tensor) -> Tensor:
         """Return a meta tensor for a real one, whose integer values stay known."""
@@ -429,8 +427,11 @@ def watch_forward(
     containers: tuple[str, ...],
     watch: ForwardTracer,
     value_of: ValueOf | None,
+    on_batch: Callable[[Any], Any] = lambda batch: batch,
 ) -> Any:
     """Run the forward under `watch`, on `num_samples` copies of the sample, and return its outputs.
+
+    `on_batch` is given the batch before the forward and returns the one that is run.
 
     Raises:
         ModelError: the forward fails.
@@ -446,7 +447,7 @@ def watch_forward(
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, _given_back))
             stack.enter_context(watch)
-            outputs = call_model(module, batch)
+            outputs = call_model(module, watch.given(on_batch(batch)))
     except (SamestepError, NeedsValuesError):
         raise
     except Exception as error:
@@ -530,6 +531,8 @@ def _fused_attention(watch: ForwardTracer) -> Iterator[None]:
         watch = held()
         assert watch is not None, "it watches this forward"
         output: Tensor = _Attention.apply(watch, query, key, value, mask, call.is_causal)
+        if watch.recorder is not None:
+            watch.recorder.record("attention", watch.where, tuple(call), {}, output)
         values = watch.values
         if values.keeps_all and all(tensor is None or values.knows(tensor) for tensor in call[:4]):
             with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -13,13 +13,16 @@ import functools
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from samestep.building.families import facts_of
 from samestep.errors import ModelError
 from samestep.models.spec import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSum, is_below
+from samestep.tracing import cut_proof
+from samestep.tracing.cut_proof import CutProof
+from samestep.tracing.operations import Recorder
 
 Plan = Mapping[str, str]
 """Patterns of module paths, each with one of `STYLES`."""
@@ -52,10 +55,15 @@ def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
     if plan is None:
         return Cuts(refusal="it has no tensor_plan, and transformers has none for it")
     plan = {pattern: style for pattern, style in plan.items() if not _is_of_experts(model, experts, pattern)}
+    names = [*(path for path, _ in model.named_modules()), *(name for name, _ in model.named_parameters())]
+    plan = {pattern: style for pattern, style in plan.items() if fnmatch.filter(names, pattern)}
+    if not plan:
+        return Cuts(refusal="its plan names experts alone, which ep distributes, or modules that it does not have")
     unknown = sorted({style for style in plan.values() if style not in facts.plan_styles})
     if unknown:
         return Cuts(refusal=f"its plan asks for {', '.join(unknown)}, which samestep does not support")
-    cuts = _matched(model, {pattern: facts.plan_styles[style] for pattern, style in plan.items()})
+    styles = {pattern: facts.plan_styles[style] for pattern, style in plan.items()}
+    cuts = _matched(model, {pattern: style for pattern, style in styles.items() if style != "whole"})
     for part in facts.vocabulary_parts(model):
         path = next((path for path, module in model.named_modules() if module is part), None)
         if path is not None:
@@ -94,6 +102,22 @@ def _matched(model: nn.Module, plan: Plan) -> Cuts:
     return cuts
 
 
+def proof_of(
+    spec: ModelSpec,
+    model: nn.Module,
+    cuts: Cuts,
+    shareable: Mapping[str, int],
+    recorder: Recorder,
+    cuts_loss: bool,
+) -> CutProof:
+    """Return what a recorded forward of the whole model proves of a plan."""
+    varies = f"the shapes at {spec.varies_at} depend on values" if spec.varies_at else ""
+    if refusal := cuts.refusal or varies:
+        return CutProof(cuts.styles, refusal=refusal)
+    whole = {path for path, heads in shareable.items() if heads == 1}
+    return cut_proof.prove(model, cuts.styles, whole, recorder, cuts_loss)
+
+
 # -- the cost of a cut, seen in a forward on the meta device ---------------------------------------
 
 
@@ -102,31 +126,39 @@ class CutCosts:
     """Sums that the cuts of a plan need, in order of the forward."""
 
     forward: list[PartialSum] = field(default_factory=list)
-    copies: list[PartialSum] = field(default_factory=list)
+    inputs: list[tuple[str, int, int]] = field(default_factory=list)
+    """Inputs of modules that take a gradient, in the order of leaving: path, number of the tensor, elements."""
     kept_after: set[str] = field(default_factory=set)
     """Owners of forward sums after which the same block keeps a tensor for its backward, such as a mask."""
     logit_rows: int = 0
-    uses: dict[str, set[str]] = field(default_factory=dict)
-    """Uses of each module's trained weights: on a "cut" or "whole" tensor, or "elsewhere" (a cut one, by another)."""
-    _last: list[Tensor] = field(default_factory=list)
-    """Input of the last column cut: cuts with one input share its sum."""
+    heads: list[str] = field(default_factory=list)
+    """Heads that are cut by vocabulary."""
+    _given: dict[int, Tensor] = field(default_factory=dict)
+    """These tensors, kept alive so that no other has the same identity."""
 
-    def use(self, path: str, owners: set[str], is_cut: bool) -> None:
-        """Record that the code of a module uses weights."""
-        for owner in {path} & owners or owners:
-            where = ("cut" if owner == path else "elsewhere") if is_cut else "whole"
-            self.uses.setdefault(owner, set()).add(where)
+    def left(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        """Record the input of a module; modules with one input share the sum of its gradient."""
+        if args and isinstance(args[0], Tensor) and args[0].requires_grad:
+            self._given[id(args[0])] = args[0]
+            self.inputs.append((path, id(args[0]), args[0].numel()))
+
+    def copies(self, copied: Collection[str]) -> list[PartialSum]:
+        """Return the sums of the gradients of these modules' inputs, in order of the forward."""
+        found: list[PartialSum] = []
+        last = 0
+        for path, number, elements in self.inputs:
+            if path in copied and number != last:
+                found.append(PartialSum(owner=path, elements=elements))
+                last = number
+        return found
 
     def leave(self, path: str, style: str, module: nn.Module, args: Any, output: Any) -> None:
-        """Record the input and the output of a module."""
+        """Record the output of a cut module."""
         if style in ("row", "vocab") and not is_head(module, style):
             self.forward.append(PartialSum(owner=path, elements=output.numel()))
-        if (style in ("column", "qkv", "gather") or is_head(module, style)) and args[0].requires_grad:
-            if not self._last or self._last[0] is not args[0]:
-                self.copies.append(PartialSum(owner=path, elements=args[0].numel()))
-            self._last[:] = [args[0]]
         if is_head(module, style):
             self.logit_rows = output.numel() // output.shape[-1]
+            self.heads.append(path)
 
     def keep(self, block: str) -> None:
         """Record that autograd keeps a tensor in a block."""
@@ -142,33 +174,39 @@ def record_cuts(model: nn.Module, cuts: Cuts) -> Iterator[CutCosts]:
         for path, style in cuts.styles.items():
             leave = functools.partial(seen.leave, path, style)
             hooks.enter_context(model.get_submodule(path).register_forward_hook(leave))
-        hooks.callback(seen._last.clear)  # else the record holds the traced graph, and the graph the record
+        for path, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(functools.partial(seen.left, path)))
+        hooks.callback(seen._given.clear)  # else the record holds the traced graph, and the graph the record
         yield seen
 
 
-def with_cuts(spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: CutCosts, shareable: Mapping[str, int]) -> ModelSpec:
+def with_cuts(
+    spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: CutCosts, shareable: Mapping[str, int], proof: CutProof
+) -> ModelSpec:
     """Return the spec with the cuts of its weights and their costs; add to `cuts` the whole weights that need sums."""
-    varies = f"the shapes at {spec.varies_at} depend on values" if spec.varies_at else ""
-    refusal = cuts.refusal or varies or _unclear_use(spec, cuts, seen)
+    refusal = cuts.refusal or proof.refusal or _unclear_use(spec, cuts, proof)
     if refusal:
         return replace(spec, cut_refusal=refusal)
-    cuts.styles |= {path: "sum" for path, uses in seen.uses.items() if "cut" in uses and path not in cuts.styles}
+    cuts.styles |= {path: "sum" for path, uses in proof.uses.items() if "cut" in uses and path not in cuts.styles}
     if name := _half_summed(spec, cuts):
         return replace(
             spec, cut_refusal=f"{name} is shared by modules, and only some of them use it on a tensor that tp cuts"
         )
+    held = [(param, _cut_of(cuts, param, shareable, proof)) for param in spec.params]
     params = tuple(
-        replace(param, cut=_cut_of(model, cuts, param, shareable), partial="cut" if _is_summed(cuts, param) else "")
-        for param in spec.params
+        replace(param, cut=cut, partial="cut" if cut is None and _is_summed(cuts, param) else "") for param, cut in held
     )
-    layers = tuple(_layer_with(layer, seen, shareable) for layer in spec.layers)
-    return replace(spec, params=params, layers=layers, cut_refusal="", logit_rows=seen.logit_rows)
+    copies = seen.copies(proof.copied)
+    layers = tuple(_layer_with(layer, seen, copies, shareable) for layer in spec.layers)
+    cuts.styles |= {path: style for path, style in proof.styles.items() if cuts.styles[path] == "vocab"}
+    rows = seen.logit_rows if any(cuts.styles[path] == "vocab" for path in seen.heads) else 0
+    return replace(spec, params=params, layers=layers, cut_refusal="", logit_rows=rows)
 
 
-def _unclear_use(spec: ModelSpec, cuts: Cuts, seen: CutCosts) -> str:
+def _unclear_use(spec: ModelSpec, cuts: Cuts, proof: CutProof) -> str:
     """Return which weight's gradient would be neither whole on every rank nor a part on each; empty if none."""
     blocks = [path for layer in spec.layers if layer.is_block for path in layer.modules]
-    for path, uses in seen.uses.items():
+    for path, uses in proof.uses.items():
         if path in cuts.styles or uses == {"whole"}:
             continue
         where = f"a weight of {path or spec.name} is used on a tensor that tp cuts"
@@ -194,9 +232,9 @@ def _is_summed(cuts: Cuts, param: ParamSpec) -> bool:
     return cuts.styles.get(param.name.rpartition(".")[0]) == "sum"
 
 
-def _layer_with(layer: LayerSpec, seen: CutCosts, shareable: Mapping[str, int]) -> LayerSpec:
+def _layer_with(layer: LayerSpec, seen: CutCosts, copies: list[PartialSum], shareable: Mapping[str, int]) -> LayerSpec:
     forward = tuple(part for part in seen.forward if _is_within(part.owner, layer))
-    backward = tuple(part for part in reversed(seen.copies) if _is_within(part.owner, layer))
+    backward = tuple(part for part in reversed(copies) if _is_within(part.owner, layer))
     repeats = bool(forward) and forward[-1].owner in seen.kept_after
     products = tuple(replace(p, most_parts=shareable.get(p.owner, 0)) for p in layer.products)
     return replace(layer, products=products, forward_sums=forward, backward_sums=backward, repeats_last_sum=repeats)
@@ -229,25 +267,17 @@ def shareable_heads(model: nn.Module, cuts: Cuts) -> dict[str, int]:
     return found
 
 
-def _cut_of(model: nn.Module, cuts: Cuts, param: ParamSpec, shareable: Mapping[str, int]) -> Cut | None:
+def _cut_of(cuts: Cuts, param: ParamSpec, shareable: Mapping[str, int], proof: CutProof) -> Cut | None:
     """Return along which dimension and between which groups of elements a weight is cut; None if whole."""
-    path, _, leaf = param.name.rpartition(".")
+    path = param.name.rpartition(".")[0]
     style = cuts.styles.get(path)
-    if style in (None, "sum"):
+    if shareable.get(path) == 1:
+        return Cut(style="column", dim=0, groups=1, is_shareable=True)
+    if param.name not in proof.cuts:
         return None
-    module, facts = model.get_submodule(path), facts_of(model)
-    if style == "vocab":
-        return Cut(style="vocab", dim=0, groups=param.shape[0])
-    if style == "row" and leaf == "bias":
-        return None
-    across = 0 if facts.is_transposed(module) and leaf == "weight" else 1  # the dimension of the input
-    dim = across if style == "row" else (1 - across) * (len(param.shape) > 1)
-    parts = 3 if style == "qkv" else 1
-    size = param.shape[dim] // parts
-    heads = facts.heads_of(model.get_submodule(path.rpartition(".")[0]), size)
-    return Cut(
-        style="row" if style == "row" else "column", dim=dim, groups=heads, parts=parts, is_shareable=path in shareable
-    )
+    cut, groups = proof.cuts[param.name], proof.groups[param.name]
+    kind: Literal["column", "row", "vocab"] = "row" if style == "row" else "vocab" if style == "vocab" else "column"
+    return Cut(style=kind, dim=cut.dim, groups=groups, parts=cut.parts, is_shareable=path in shareable)
 
 
 def is_head(module: nn.Module, style: str) -> bool:

@@ -10,6 +10,7 @@ from samestep.building.families import FamilyFacts
 from samestep.building.initial_values import Blueprint
 from samestep.models.analysis import ModelAnalysis
 from samestep.models.spec import ModelSpec
+from samestep.tracing.cut_proof import CutProof
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class TracedModel:
     analysis: ModelAnalysis
     facts: FamilyFacts
     """Facts about the model's family."""
+    cuts: CutProof
+    """The cuts of a tensor plan, and what is proven of them."""
 
     @property
     def module(self) -> nn.Module:

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import signal
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,10 +23,13 @@ from pathlib import Path
 import torch
 
 from samestep.datasets import Batch, Dataset, batches, sample_indices
-from samestep.errors import OutOfMemoryError, WorkerError
+from samestep.errors import JobError, OutOfMemoryError, RunError, WorkerError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.output.output_file import write_whole
+from samestep.proof import record
+from samestep.proof.record import ProofRecord
+from samestep.proof.verify import verify
 from samestep.runtime import checkpoint
 from samestep.runtime.assembly import store_of
 from samestep.runtime.processes import join, workers
@@ -52,6 +56,12 @@ class Summary:
     """The mean loss over the held-out samples; None where nothing is held out or the run was stopped."""
     stopped: bool
     """Whether the run was asked to stop before its last step."""
+    proof: str = ""
+    """When and how the layout was proven to give one device's result, or that it is not proven."""
+    waived: tuple[str, ...] = ()
+    """The refusals that the run met and `run.allow` waived."""
+    stop_signal: int = 0
+    """The signal that stopped it, where `train` started the workers; 0 otherwise."""
 
 
 def train(
@@ -62,6 +72,7 @@ def train(
     steps: int | None = None,
     out: str | Path | None = None,
     resume: bool = False,
+    prove: bool = False,
 ) -> Summary | None:
     """Train `job` in a layout, on this machine's workers or as one rank of torchrun or srun.
 
@@ -73,6 +84,7 @@ def train(
         steps: end after this step; the learning-rate schedule stays that of the job's own number of steps.
         out: the run folder; by default a new one below `runs`.
         resume: resume from the newest checkpoint in `out`, or without `out` in the newest run below `runs`.
+        prove: first prove, as `verify` does, that the layout gives the result of one device; train nothing if it does not.
 
     Returns:
         The result of the run; None on ranks other than 0.
@@ -84,13 +96,18 @@ def train(
     run = job.run
     place = None
     if join.launched_from_outside():
+        if prove:
+            raise JobError("--prove starts workers of its own: prove it with samestep verify, whose proof a run finds")
         place = join.join(run.device, timeout_s=run.timeout_s, ranks_per_node=run.ranks_per_node, threads=run.threads)
     checked = check(job, layout=layout, ranks=ranks, steps=steps, out=out, resume=resume, place=place)
     if place is None or place.rank == 0:
         if checked.why:
             print(checked.why, flush=True)
         _warn(checked, place)
+        proof = _proven(checked) if prove else None
         run_folder.make(checked.folder)
+        if proof is not None:
+            record.keep(proof, checked.folder)
     if place is not None:
         try:
             return _work(place, checked)
@@ -98,7 +115,7 @@ def train(
             join.leave()
     store_of(checked.layout)
     try:
-        return workers.run_workers(
+        summary = workers.run_workers(
             _work,
             (checked,),
             ranks=checked.layout.world_size,
@@ -107,12 +124,32 @@ def train(
             timeout_s=run.timeout_s,
             ranks_per_node=run.ranks_per_node,
         )
+        return _stopped_by(summary, workers.last_stop_signal() or signal.SIGTERM)
     except WorkerError as error:
         if "out of memory?" not in str(error).partition("\n")[0]:
             raise
         cause = str(error)
     # A worker killed by the kernel leaves no report of its own: only the prediction can be shown.
     raise WorkerError(f"{cause}\n{out_of_memory.less_memory(checked, join.resolve_device(run.device))}")
+
+
+def _stopped_by(summary: Summary | None, number: int) -> Summary | None:
+    """Return the result of a run with the signal that stopped it, if it was stopped."""
+    return dataclasses.replace(summary, stop_signal=int(number)) if summary and summary.stopped else summary
+
+
+def _proven(checked: Checked) -> ProofRecord:
+    """Prove the run's layout before it is trained, and return the record.
+
+    Raises:
+        RunError: the layout differs from one device.
+    """
+    job = checked.workload.job
+    verdict = verify(job, layout=checked.layout)
+    if not verdict.proven:
+        raise RunError(f"--prove: nothing is trained, since the layout is not one device:\n{verdict.to_text()}")
+    print(verdict.to_text(), flush=True)
+    return record.record_of(job, verdict)
 
 
 def steps_of(run: Run, dataset: Dataset, until: int) -> Iterator[StepReport]:
@@ -123,10 +160,7 @@ def steps_of(run: Run, dataset: Dataset, until: int) -> Iterator[StepReport]:
     for batch in batches(dataset, run.job, first_step=run.steps_taken):
         if batch.step >= until:
             return
-        report = run.step(batch)
-        yield report
-        if report.stop:
-            return
+        yield run.step(batch)
 
 
 def _work(place: RankInfo, checked: Checked) -> Summary | None:
@@ -168,6 +202,7 @@ def _trained(run: Run, place: RankInfo, checked: Checked) -> Summary | None:
     held_out = None if stopped else _held_out_loss(run, workload)
     if not stopped:
         _print_sample(run, workload, screen, "after training")
+    waived = run.all_waived()
     if screen is None or metrics is None:
         return None
     metrics.close()
@@ -175,7 +210,11 @@ def _trained(run: Run, place: RankInfo, checked: Checked) -> Summary | None:
         screen.say(f"held-out loss {held_out:.4f}")
     if stopped:
         screen.say(f"stopped after step {run.steps_taken}; --resume --out {folder} resumes it")
-    summary = Summary(folder, run.steps_taken, metrics.last_loss, held_out, stopped)
+    proof = record.found(run.job, run.layout, folder)
+    proven = proof.to_line() if proof else record.NOT_PROVEN
+    for line in (proven, *(f"not proven, but allowed: {text}" for text in waived)):
+        screen.say(line)
+    summary = Summary(folder, run.steps_taken, metrics.last_loss, held_out, stopped, proven, waived)
     write_whole(folder / "summary.json", json.dumps(dataclasses.asdict(summary), indent=1, default=str) + "\n")
     return summary
 

@@ -1,7 +1,7 @@
 """Context parallelism on real modules (twin of `strategies/context.py`): sliced blocks, attention on whole sequences.
 
 The model runs its own forward on the whole batch. A hook in front of each block cuts this rank's rows of tokens out of
-its arguments (`tracing/independence.py` has found which arguments have such rows), so embeddings, positions and masks
+its arguments (`tracing/slices.py` has found which arguments have such rows), so embeddings, positions and masks
 are made before that, of the whole sequence. Within a block a function mode replaces `scaled_dot_product_attention`:
 
     query, key, value   [B, A, T/N, D]  all_to_all ──►  [B, A/N, T, D]   attention with the whole mask
@@ -32,7 +32,7 @@ from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.strategies.context import sent_heads
 from samestep.tracing.attention import AttentionCall, multi_head_attention
-from samestep.tracing.independence import reshaped, sequence_dim
+from samestep.tracing.slices import reshaped, sequence_dim
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

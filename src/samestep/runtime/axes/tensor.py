@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts
-from samestep.building.loss import IGNORED_LABEL, at_least_float32, target_of
+from samestep.building.loss import IGNORED_LABEL, at_least_float32, prediction_of, target_of, with_prediction
 from samestep.models.spec import Cut, is_below
 from samestep.program.program import Program
 from samestep.runtime.axes import sequence
@@ -54,27 +54,33 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     whole = _Boundaries(sequence.Shared(copy, group), functools.partial(_reduced, group))
     within = _Boundaries(lambda _, x: x, lambda path, x: sequence.scatter(x, group, path))
     blocks = [path for layer in program.step.model.layers if layer.is_block for path in layer.modules]
-    projected: set[str] = set()
+    by_columns = {path for path, style in analysis.cut_styles.items() if style not in ("row", "sum")}
     shared = {path: heads for path, heads in analysis.shareable_heads.items() if heads < mesh.size("tp")}
     for path, style in analysis.cut_styles.items():
         module = model.get_submodule(path)
         if path in cut or path in shared:
             if is_head(module, style) and not program.step.cuts_loss:
                 style = "gather"
-            if style in ("column", "qkv"):
-                projected.add(path.rpartition(".")[0])
             cuts_sequence = program.step.layout.sequence_parallel and any(is_below(path, block) for block in blocks)
             boundaries = within if cuts_sequence else whole
+            if path not in analysis.copied:
+                boundaries = replace(boundaries, enter=lambda _, x: x)
             if path in shared:
                 _around_shared(module, path, mesh, boundaries, shared[path])
             else:
                 _AROUND[style](module, path, mesh, boundaries, facts)
-    for path in projected:
-        facts.divide_heads(model.get_submodule(path), mesh.size("tp"))
-    for parent, heads in {path.rpartition(".")[0]: heads for path, heads in shared.items()}.items():
-        attention = model.get_submodule(parent)
-        facts.set_repeats(attention, facts.repeats_of(attention) * heads // mesh.size("tp"))
+    for path in sorted(analysis.copied - by_columns):
+        cuts_sequence = program.step.layout.sequence_parallel and any(is_below(path, block) for block in blocks)
+        enter = functools.partial((within if cuts_sequence else whole).enter, path)
+        model.get_submodule(path).register_forward_pre_hook(functools.partial(_enter, enter))
+    for path, name, divisor in analysis.counts[mesh.size("tp")]:
+        module = model.get_submodule(path)
+        setattr(module, name, getattr(module, name) // divisor)
     sequence.apply(traced, program, mesh)
+
+
+def _enter(enter: Callable[[Tensor], Tensor], _: nn.Module, args: Any) -> Any:
+    return enter(args[0]), *args[1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +97,6 @@ def _reduced(group: dist.ProcessGroup, path: str, x: Tensor) -> Tensor:
 
 def _around_column(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, facts: FamilyFacts) -> None:
     module.register_forward_pre_hook(lambda _, args: (boundaries.enter(path, args[0]), *args[1:]))
-    if isinstance(module, nn.Linear):
-        module.out_features //= mesh.size("tp")
-    elif facts.is_transposed(module):
-        facts.divide_outputs(module, mesh.size("tp"))
 
 
 def _around_shared(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, heads: int) -> None:
@@ -103,7 +105,6 @@ def _around_shared(module: nn.Module, path: str, mesh: Mesh, boundaries: _Bounda
     index = mesh.index("tp") * heads // mesh.size("tp")
     module.register_forward_pre_hook(lambda _, args: (boundaries.enter(path, args[0]), *args[1:]))
     _replace_weights(module, lambda param: param.chunk(heads)[index])
-    module.out_features //= heads
 
 
 def _around_gather(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, facts: FamilyFacts) -> None:
@@ -133,8 +134,6 @@ def _around_row(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundarie
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after, always_call=True, prepend=True)
-    if isinstance(module, nn.Linear):
-        module.in_features //= mesh.size("tp")
 
 
 def _around_vocab(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, facts: FamilyFacts) -> None:
@@ -143,8 +142,8 @@ def _around_vocab(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundar
         _around_column(module, path, mesh, boundaries, facts)
         return
     assert isinstance(module, nn.Embedding)
-    module.num_embeddings //= mesh.size("tp")
-    first, size = mesh.index("tp") * module.num_embeddings, module.num_embeddings
+    size = module.num_embeddings // mesh.size("tp")
+    first = mesh.index("tp") * size
     if module.padding_idx is not None:
         own = module.padding_idx - first
         module.padding_idx = own if 0 <= own < size else None
@@ -285,7 +284,7 @@ def cut_loss(mesh: Mesh, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
 
     Collective over `tp`: every rank of the group calls it; if one does not, the others wait until the time limit.
     """
-    logits, labels = outputs.logits if not isinstance(outputs, Tensor) else outputs, target_of(batch)
+    logits, labels = prediction_of(outputs), target_of(batch)
     total = cut_cross_entropy(at_least_float32(logits).flatten(0, -2), labels.flatten(), mesh.groups["tp"])
     return total, (labels != IGNORED_LABEL).sum()
 
@@ -297,7 +296,4 @@ def whole_logits(outputs: Any, program: Program, mesh: Mesh) -> Any:
     """
     if not cuts_logits(program):
         return outputs
-    if isinstance(outputs, Tensor):
-        return gather_last(outputs, mesh.groups["tp"], "logits")
-    outputs.logits = gather_last(outputs.logits, mesh.groups["tp"], "logits")
-    return outputs
+    return with_prediction(outputs, gather_last(prediction_of(outputs), mesh.groups["tp"], "logits"))

@@ -11,7 +11,8 @@ for: the trace records the shape of each mask on one device (`record_masks`), an
 
 How to use it: enter a new `DropoutMode` around the forward of each micro-batch (on each stage, of each chunk).
 Recomputation takes `functools.partial(recompute_contexts, model)` as the `context_fn` of
-`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`. Backward needs no mode: the recomputation enters its
+`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, which `recompute.in_our_modes` gives to every call of it,
+the model's own included. Backward needs no mode: the recomputation enters its
 own.
 """
 
@@ -43,6 +44,11 @@ from samestep.tracing.attention import AttentionCall, multi_head_attention
 WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 """Components of a module's name that wrappers add; the names in a job do not have them."""
 
+IN_ORDER = (0, 0)
+"""Rows of a mask whose samples are in order along dimension 0, each with as many positions as there are for it."""
+OF_NO_SAMPLE = -1
+"""The dimension of samples of a mask for a tensor that depends on none, such as a weight."""
+
 _SELU_ALPHA = 1.7580993408473766  # alpha * scale of SELU: what alpha_dropout puts in place of a dropped element
 
 
@@ -59,7 +65,9 @@ class Draw:
 class Dropout(enum.Enum):
     """Whether the training forwards of a model draw dropout masks.
 
-    UNKNOWN ─► ACTIVE a forward has drawn a mask UNKNOWN ─► ABSENT a whole step has drawn none
+    UNKNOWN ─► ACTIVE   a forward has drawn a mask
+    UNKNOWN ─► ABSENT   a whole step has drawn none
+    ABSENT  ─► UNKNOWN  a probability that was 0 has been raised
     """
 
     UNKNOWN = "unknown"
@@ -75,11 +83,19 @@ class DropoutState:
     """The dropout that steps have shown of a model so far: the part of an assembly that changes."""
 
     dropout: Dropout
+    rates: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    """Where modules keep the probabilities that were 0 when the hooks were removed: attributes and names."""
 
     @classmethod
     def of(cls, has_dropout: bool, spec: ModelSpec) -> DropoutState:
         """Return the state before the first step: active if the trace drew masks or a probability is above 0."""
         return cls(Dropout.ACTIVE if spec.masks or has_dropout else Dropout.UNKNOWN)
+
+    def begin_step(self, model: nn.Module) -> None:
+        """Look whether a probability has been raised since the model was found to have no dropout."""
+        if self.dropout is Dropout.ABSENT and any(fields.get(name) for fields, name in self.rates):
+            self.dropout = Dropout.UNKNOWN
+            track_modules(model)
 
     def end_forward(self, num_draws: int) -> None:
         """Record the number of masks that a training forward has drawn."""
@@ -90,6 +106,7 @@ class DropoutState:
         """Record the end of a whole step: a model that has drawn no mask has no dropout, and loses its hooks."""
         if self.dropout is Dropout.UNKNOWN:
             self.dropout = Dropout.ABSENT
+            self.rates = _rates_of(model)
             untrack_modules(model)
 
 
@@ -101,7 +118,7 @@ class _Frame:
     entry: int
     num_draws: int = 0
     num_choices: int = 0
-    """Number of expert choices recorded in this forward (`proof/expert_routes.py`)."""
+    """Number of expert choices recorded in this forward (`runtime/expert_routes.py`)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +126,8 @@ class _Tracker:
     """The modes active on one model, and the hooks by which its modules report their forwards."""
 
     modes: list[DropoutMode] = field(default_factory=list)
+    rows: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)
+    """Where each mask has its samples, where they are not in order along dimension 0."""
     hooked: WeakSet[nn.Module] = field(default_factory=WeakSet)
     hooks: list[RemovableHandle] = field(default_factory=list)
 
@@ -178,6 +197,8 @@ class DropoutMode(TorchFunctionMode):
         super().__init__()
         if model not in _TRACKERS:
             track_modules(model)
+        self.allows_random = False
+        """Whether other random numbers are drawn from the process's generators instead of being refused."""
         self.num_draws = 0
         """Masks drawn so far, recomputed ones included; 0 after a forward means that this model has no dropout."""
         self._draw = draw
@@ -231,68 +252,109 @@ class DropoutMode(TorchFunctionMode):
 
     def _next_key(self) -> int:
         """Count a draw and return its key of 64 bits."""
-        text = "/".join(map(str, (self._draw.seed, self._draw.step, *self._next_draw())))
+        return self._key_of(self._next_draw())
+
+    def _key_of(self, mask: tuple[str, int, int]) -> int:
+        text = "/".join(map(str, (self._draw.seed, self._draw.step, *mask)))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
-    def _drop(self, shape: torch.Size, p: float, device: torch.device, what: str) -> Tensor:
-        """Return a mask of this shape, bool, True where an element is dropped.
+    def _drop(self, x: Tensor, shape: torch.Size, p: float, what: str) -> Tensor:
+        """Return a mask for x of this shape, bool, True where an element is dropped.
 
         Raises:
-            ModelError: dimension 0 does not hold the samples, or p is not between 0 and 1.
+            ModelError: the dimension of samples does not hold the samples, or p is not between 0 and 1.
         """
-        num_samples = self._draw.samples.numel()
-        if not shape or shape[0] % num_samples or not shape[0]:
+        mask = self._next_draw()
+        dim, inner = self._tracker.rows.get(mask, IN_ORDER)
+        num_samples = 1 if dim == OF_NO_SAMPLE else self._draw.samples.numel()
+        if not shape or (dim != OF_NO_SAMPLE and (shape[dim] % (num_samples * max(inner, 1)) or not shape[dim])):
             raise self._refuse(
-                f"{what} of a tensor of shape {tuple(shape)}: dimension 0 must hold the {num_samples} samples of the "
+                f"{what} of a tensor of shape {tuple(shape)}: dimension {dim} must hold the {num_samples} samples of the "
                 "micro-batch (or as many rows for each), or the mask would differ between layouts"
             )
         if not 0.0 <= p <= 1.0:
             raise self._refuse(f"{what} with probability {p}; it is between 0 and 1")
-        if device not in self._sample_keys:
-            self._sample_keys[device] = mix(self._draw.samples.to(device, torch.int64))
-        frame = self._frames[-1]
-        whole = (shape[0] // num_samples, *shape[1:])
+        whole = tuple(shape) if dim == OF_NO_SAMPLE else (*shape[:dim], shape[dim] // num_samples, *shape[dim + 1 :])
+        each = whole
         cuts: MaskCuts = ()
         if self._part is not None:
-            cuts = self._part.cuts((frame.name, frame.entry, frame.num_draws), whole)
-            for dim, degree, _ in cuts:
-                whole = (*whole[:dim], whole[dim] * degree, *whole[dim + 1 :])
-        key = (whole, cuts, device)
+            cuts = self._part.cuts(mask, whole)
+            for at, degree, _ in cuts:
+                whole = (*whole[:at], whole[at] * degree, *whole[at + 1 :])
+        key = (whole, cuts, x.device)
         if key not in self._hashed_positions:
-            self._hashed_positions[key] = hash_positions(*positions(whole, cuts, device))
-        return drop_mask(self._sample_keys[device] ^ self._next_key(), *self._hashed_positions[key], p).view(shape)
+            self._hashed_positions[key] = hash_positions(*positions(whole, cuts, x.device))
+        keys = self._keys_of_samples(x.device, of_samples=dim != OF_NO_SAMPLE) ^ self._key_of(mask)
+        drop = drop_mask(keys, *self._hashed_positions[key], p)
+        if dim == OF_NO_SAMPLE or (dim == 0 and inner in (0, each[0])):
+            return drop.view(shape)
+        inner = inner or each[dim]
+        drop = drop.view(num_samples, *each[:dim], each[dim] // inner, inner, *each[dim + 1 :])
+        return drop.movedim(0, dim + 1).reshape(shape)
+
+    def _keys_of_samples(self, device: torch.device, *, of_samples: bool) -> Tensor:
+        """Return a key for each sample, int64 [B]; for a mask that all samples share one key, 0."""
+        if not of_samples:
+            return torch.zeros(1, dtype=torch.int64, device=device)
+        if device not in self._sample_keys:
+            self._sample_keys[device] = mix(self._draw.samples.to(device, torch.int64))
+        return self._sample_keys[device]
+
+
+RowsOf = Callable[[Tensor], tuple[int, int] | None]
+"""Returns the dimension of a tensor that holds the samples and the positions of one side by side; None if not known."""
 
 
 class _MaskRecorder(DropoutMode):
     """A mode that records the shape of each mask, and leaves the forward unchanged."""
 
-    def __init__(self, model: nn.Module, num_samples: int) -> None:
+    def __init__(self, model: nn.Module, num_samples: int, rows_of: RowsOf | None) -> None:
         super().__init__(model, Draw(0, 0, torch.zeros(num_samples, dtype=torch.int64)))
         self.masks: list[MaskSpec] = []
+        self._rows_of = rows_of
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         handler = _HANDLERS.get(func)
         if handler is not None:
-            # A step raises its own errors, so none is raised here; nor may a trace see what is only tried here.
-            with suppress(ModelError), _disable_current_modes(), torch.no_grad():
-                handler(self, func, *args, **(kwargs or {}))
+            # A step raises its own errors, so none is raised here; nor may a trace of costs see what is only tried here.
+            unseen = _disable_current_modes() if self._rows_of is None else nullcontext()
+            with suppress(ModelError), unseen, torch.no_grad():
+                handler(
+                    self,
+                    func,
+                    *args,
+                    **{**(kwargs or {}), **({"inplace": False} if (kwargs or {}).get("inplace") else {})},
+                )
         return func(*args, **(kwargs or {}))
 
-    def _drop(self, shape: torch.Size, p: float, device: torch.device, what: str) -> Tensor:
+    def _drop(self, x: Tensor, shape: torch.Size, p: float, what: str) -> Tensor:
         owner, entry, draw = self._next_draw()
-        each = (shape[0] // self._draw.samples.numel(), *shape[1:]) if shape else ()
-        self.masks.append(MaskSpec(owner=owner, entry=entry, draw=draw, shape=each))
-        return torch.empty(shape, dtype=torch.bool, device=device)
+        rows = IN_ORDER if self._rows_of is None else self._rows_of(x)
+        rows = rows if rows is None or rows[0] < len(shape) else None  # of a mask of channels
+        dim = 0 if rows is None else rows[0]
+        each = tuple(shape)
+        if shape and dim != OF_NO_SAMPLE:
+            each = (*shape[:dim], shape[dim] // self._draw.samples.numel(), *shape[dim + 1 :])
+        self.masks.append(MaskSpec(owner=owner, entry=entry, draw=draw, shape=each, rows=rows))
+        return torch.empty(shape, dtype=torch.bool, device=x.device)
 
 
 @contextmanager
-def record_masks(model: nn.Module, num_samples: int = 1) -> Iterator[list[MaskSpec]]:
-    """Record every mask that a forward of `num_samples` samples draws inside."""
-    mode = _MaskRecorder(model, num_samples)
+def record_masks(model: nn.Module, num_samples: int = 1, rows_of: RowsOf | None = None) -> Iterator[list[MaskSpec]]:
+    """Record every mask that a forward of `num_samples` samples draws inside, and where `rows_of` finds its samples."""
+    mode = _MaskRecorder(model, num_samples, rows_of)
     with mode:
         yield mode.masks
+
+
+def place_samples(model: nn.Module, masks: tuple[MaskSpec, ...]) -> None:
+    """Tell a model's modes where each mask has its samples, as a trace has found them."""
+    tracker = _TRACKERS.setdefault(model, _Tracker())
+    tracker.rows = {
+        (mask.owner, mask.entry, mask.draw): mask.rows for mask in masks if mask.rows not in (None, IN_ORDER)
+    }
 
 
 class _Recompute:
@@ -353,6 +415,19 @@ def has_dropout(model: nn.Module) -> bool:
     return False
 
 
+def _rates_of(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Return the attributes of modules that look like dropout probabilities, whatever their value."""
+    return [
+        (fields, name)
+        for module in model.modules()
+        for fields, named in [(vars(module), "drop" in type(module).__name__.lower())]
+        for name, value in fields.items()
+        if ((named and not name.startswith("_")) or "drop" in name.lower())
+        and not isinstance(value, bool)
+        and (value is None or (isinstance(value, int | float) and value == 0))
+    ]
+
+
 def _has_rate(fields: Mapping[str, Any], facts: FamilyFacts, everything: bool = False) -> bool:
     """Return whether a field, or a field of a mapping in it, is a dropout probability above 0."""
     for name, value in fields.items():
@@ -401,7 +476,7 @@ def _dropped(mode: DropoutMode, what: str, kind: _DropoutKind, x: Tensor, p: flo
         raise mode._refuse(
             f"{what} of a tensor with {x.dim()} dimensions has no batch; {kind.min_dims} or more dimensions work"
         )
-    drop = mode._drop(x.shape[:2] if kind.channels else x.shape, p, x.device, what)
+    drop = mode._drop(x, x.shape[:2] if kind.channels else x.shape, p, what)
     if kind.channels:
         drop = drop.view(*x.shape[:2], *(1,) * (x.dim() - 2))
     if not kind.alpha:
@@ -485,7 +560,7 @@ def _recurrent(mode: DropoutMode, func: Callable[..., Any], *args: Any) -> Any:
     # (input, [batch_sizes,] hx, weights, has_biases, num_layers, dropout, train, ...): has_biases is the first bool.
     first = next(i for i, arg in enumerate(args) if isinstance(arg, bool))
     num_layers, dropout, train = args[first + 1 : first + 4]
-    if train and dropout > 0 and num_layers > 1:
+    if train and dropout > 0 and num_layers > 1 and not mode.allows_random:
         raise mode._refuse(
             f"torch's {func.__name__} draws its dropout={dropout} inside one native operation, so its masks would "
             "differ between layouts; dropout=0, or single layers with nn.Dropout between them, work"
@@ -509,7 +584,9 @@ def _rrelu(mode: DropoutMode, func: Callable[..., Tensor], *args: Any, **kwargs:
 
 
 def _refused(mode: DropoutMode, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Refuse random numbers that samestep cannot make the same in every layout."""
+    """Refuse random numbers that samestep cannot make the same in every layout, unless the user allows them."""
+    if mode.allows_random:
+        return func(*args, **kwargs)
     name = "fractional_max_pool" if func.__name__ == "fn" else func.__name__
     raise mode._refuse(
         f"{name}: random numbers in a forward would differ between layouts; nn.Dropout, torch.nn.functional.dropout* "

@@ -1,1 +1,1 @@
-"""Checks during a run: ranks that drift apart, and values that are not finite."""
+"""Checks during a run: ranks that drift apart, steps that cannot be repeated, and values that are not finite."""

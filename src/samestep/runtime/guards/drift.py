@@ -30,7 +30,7 @@ from samestep.program.holding import Holding
 from samestep.program.ops import OpKind
 from samestep.program.program import LedgerRow
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.ledger import Ledger
+from samestep.runtime.ledger import Ledger, outside_step
 from samestep.runtime.optimizer_step import Piece
 from samestep.runtime.processes.mesh import Mesh, gather_objects, group_over
 from samestep.runtime.step_report import StepReport
@@ -77,8 +77,10 @@ class DriftMonitor:
             self._has_compared_sent = True
             with Ledger() as sent:
                 report = take_step()
-            self.check_sent(report.step, sent)
-        self.check(report, indices)
+            with outside_step():
+                self.check_sent(report.step, sent)
+        with outside_step():
+            self.check(report, indices)
         return report
 
     def check(self, report: StepReport, indices: np.ndarray[Any, Any]) -> None:

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
@@ -51,7 +52,7 @@ class _Joined:
 
 _launch_info: LaunchInfo | None = None  # set in a worker of ours
 _joined: _Joined | None = None
-_stop = False
+_stop_signal = 0  # the stop signal that came, 0 before one has
 
 
 def launched_from_outside() -> bool:
@@ -105,8 +106,8 @@ def join(
 
 def become_worker(info: LaunchInfo) -> None:
     """Prepare this new worker to join as `info`: forget what its parent had joined, and listen for stop signals."""
-    global _launch_info, _joined, _stop
-    _launch_info, _joined, _stop = info, None, False
+    global _launch_info, _joined, _stop_signal
+    _launch_info, _joined, _stop_signal = info, None, 0
     _listen_for_stop()
 
 
@@ -132,12 +133,12 @@ def stop_requested() -> bool:
 
     Ranks learn of it at different times, so they must agree (one all_reduce a step) before they act on it.
     """
-    return _stop
+    return _stop_signal != 0
 
 
 def _on_stop(signal_number: int, _frame: FrameType | None) -> None:
-    global _stop
-    _stop = True
+    global _stop_signal
+    _stop_signal = signal_number
     if signal_number == signal.SIGINT:  # a second Ctrl-C interrupts at once
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -216,11 +217,12 @@ def _init_process_group(info: LaunchInfo, device: torch.device, timeout_s: float
     Raises:
         WorkerError: the other ranks were not met in time.
     """
-    timeout = datetime.timedelta(seconds=timeout_s)
+    timeout, began, store = datetime.timedelta(seconds=timeout_s), time.monotonic(), None
     cuda = device.type == "cuda"
     try:
         store = _store_of(info, timeout)
         store.set_timeout(timeout)
+        store.set(f"{_CAME}/{info.rank}", "")
         dist.init_process_group(
             "nccl" if cuda else "gloo",
             store=store,
@@ -235,12 +237,30 @@ def _init_process_group(info: LaunchInfo, device: torch.device, timeout_s: float
     except RuntimeError as error:
         if info.launcher == "samestep":
             raise  # the parent reports which worker is missing
+        reason = _never_came(store, info.world_size) or str(error).splitlines()[0]
         raise WorkerError(
             f"rank {info.rank} of {info.world_size} ({info.launcher}) did not meet the other ranks at "
-            f"{info.host}:{info.port} within {timeout_s:g} s: {str(error).splitlines()[0]}"
+            f"{info.host}:{info.port} within {time.monotonic() - began:.0f} s: {reason}"
         ) from error
     least, most = agreed[0].item(), -agreed[1].item()
     return ranks_per_node if least == most else 1  # machines with unequal numbers of ranks
+
+
+_CAME = "samestep/came"
+"""The key, in the store, of each rank that has reached it."""
+
+
+def _never_came(store: Store | None, world_size: int) -> str:
+    """Return the ranks that never reached the store, as text; empty where all did, or where the store is gone too."""
+    absent = []
+    try:
+        absent = [rank for rank in range(world_size) if store is None or not store.check([f"{_CAME}/{rank}"])]
+    except RuntimeError:
+        return ""
+    if not absent or len(absent) == world_size:
+        return ""
+    more = ", ..." if len(absent) > 8 else ""
+    return f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:8]))}{more} never came"
 
 
 def _store_of(info: LaunchInfo, timeout: datetime.timedelta) -> Store:

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -57,12 +57,15 @@ from samestep.runtime.processes.join import (
     set_defaults,
 )
 from samestep.runtime.processes.launchers import LaunchInfo
+from samestep.runtime.processes.whereabouts import PACKAGE, ParentLink, Whereabouts, calls_made, lacks
 
 T = TypeVar("T")
 
 _TAIL_LINES = 15  # lines of a dead worker's stderr and traceback that its parent shows
 _CAUSE_GRACE_S = 0.2  # an earlier cause may still be in another pipe
 _ECHO_GRACE_S = 3.0  # with consequences alone, the cause, most often a death, must still show up
+_ASK_EVERY_S = 1.0  # once a rank has returned, the others are asked how far they have come
+_WAITING_S = 3.0  # in one call, before a rank counts as waiting
 _LEAVE_GRACE_S = 30.0  # a worker tears its process group down
 
 
@@ -158,14 +161,16 @@ def _run_worker(
     faulthandler.enable(file=2)
     torch.set_num_threads(options.threads)
     become_worker(_launch_info_of(options, rank))
+    link = ParentLink(pipe)
     try:
-        _report(pipe, "ready")
+        link.report("ready")
         per_node = None if options.isolated else options.ranks_per_node
         place = join(options.device_type, timeout_s=options.timeout_s, ranks_per_node=per_node)
-        _report(pipe, "joined")
+        link.report("joined")
+        link.listen()
         value = main(place, *args)
-        _report(pipe, "done", value if rank == 0 else None)
-        pipe.recv_bytes()  # while one rank still works, the others stay reachable
+        link.report("done", (value if rank == 0 else None, calls_made()))
+        link.may_leave.wait()  # while one rank still works, the others stay reachable
     except BaseException as error:
         # Exit without teardown: destroying the group could wait for peers that will not come.
         failure = _failure_of(rank, error)
@@ -173,7 +178,7 @@ def _run_worker(
             with contextlib.suppress(Exception):
                 stream.flush()
         with contextlib.suppress(Exception):
-            _report(pipe, "failed", failure)
+            link.report("failed", failure)
         os._exit(1)
     leave()
 
@@ -182,11 +187,6 @@ def _launch_info_of(options: _LaunchOptions, rank: int) -> LaunchInfo:
     if options.isolated:
         return LaunchInfo("samestep", 0, rank, path=str(Path(options.folder, f"store-{rank}")))
     return LaunchInfo("samestep", rank, rank, options.ranks, options.ranks, path=str(Path(options.folder, "store")))
-
-
-def _report(pipe: connection.Connection, word: str, value: Any = None) -> None:
-    # Plain pickle: multiprocessing's own sends tensors as shared memory, which disappears when the worker exits.
-    pipe.send_bytes(pickle.dumps((word, value)))
 
 
 def _failure_of(rank: int, error: BaseException) -> _Failure:
@@ -243,13 +243,31 @@ def launch(
         WorkerError: a worker died or failed otherwise; the text names it and ends with the last lines of its stderr.
         JobError: the arguments do not fit each other or this machine.
     """
-    if not launched_from_outside():
-        return run_workers(main, args, ranks=ranks, device=device, threads=threads, timeout_s=timeout_s)
-    place = join(device, timeout_s=timeout_s, threads=threads)
     try:
-        return main(place, *args)
-    finally:
-        leave()
+        if not launched_from_outside():
+            return run_workers(main, args, ranks=ranks, device=device, threads=threads, timeout_s=timeout_s)
+        place = join(device, timeout_s=timeout_s, threads=threads)
+        try:
+            return main(place, *args)
+        finally:
+            leave()
+    except SamestepError:
+        if sys.excepthook is sys.__excepthook__:
+            sys.excepthook = _print_without_our_frames
+        raise
+
+
+def _print_without_our_frames(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an uncaught error; of a mistake that we report, only the user's own lines and the text."""
+    if not isinstance(error, SamestepError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    told = traceback.TracebackException(kind, error, trace)
+    told.stack = traceback.StackSummary.from_list(
+        [one for one in told.stack if PACKAGE not in Path(one.filename).parents]
+    )
+    told.__cause__ = told.__context__ = None
+    print("".join(told.format()), end="", file=sys.stderr)
 
 
 def run_workers(
@@ -296,6 +314,7 @@ def run_workers(
     per_node = checked_ranks_per_node(ranks_per_node or ranks, ranks)
     folder = tempfile.mkdtemp(prefix="samestep-")
     options = _LaunchOptions(os.getpid(), folder, ranks, per_node, device_type, threads, timeout_s, quiet, isolated)
+    global _last_stop_signal
     pool = _WorkerPool(options)
     try:
         with _forwarding_signals_to(pool):
@@ -304,8 +323,17 @@ def run_workers(
                 return pool.watch()
             finally:
                 pool.end()
+                _last_stop_signal = pool.stop_signal
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+_last_stop_signal = 0
+
+
+def last_stop_signal() -> int:
+    """Return the first stop signal that came during the last `run_workers` of this process; 0 where none came."""
+    return _last_stop_signal
 
 
 def _start_method(device_type: str, threads: int) -> str:
@@ -371,7 +399,10 @@ class _WorkerPool:
         self.phases: list[str] = []
         self.failures: list[_Failure] = []
         self.value: Any = None
-        self.stopping = False
+        self.calls_at_return: dict[int, Mapping[str, int]] = {}
+        self.waiting: dict[int, tuple[float, Whereabouts]] = {}
+        self.asked_at = 0.0
+        self.stop_signal = 0
         self.killed_by = 0
 
     def start(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -416,6 +447,8 @@ class _WorkerPool:
                 raise KeyboardInterrupt if self.killed_by == signal.SIGINT else SystemExit(128 + self.killed_by)
             if self.failures and self._has_settled():
                 raise self._cause()
+            if self.calls_at_return and not self.failures:
+                self._check_waiting()
             late = self._ranks("starting") or self._ranks("ready")
             if late and not self.failures and time.monotonic() > deadline:
                 raise WorkerError(f"{self._named(late)} did not join within {self.options.timeout_s:g} s")
@@ -429,10 +462,10 @@ class _WorkerPool:
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Ask the workers to stop; kill them if they were asked before."""
-        if self.stopping and number != signal.SIGUSR1:
+        if self.stop_signal and number != signal.SIGUSR1:
             self.killed_by = number
             self._kill()
-        self.stopping = True
+        self.stop_signal = self.stop_signal or number
         for rank in (*self._ranks("ready"), *self._ranks("joined")):
             self._ask_to_stop(rank)
 
@@ -478,11 +511,45 @@ class _WorkerPool:
         if word == "failed":
             self._fail(value)
             return
+        if word == "at":
+            since, before = self.waiting.get(rank, (0.0, None))
+            self.waiting[rank] = (since if value == before else time.monotonic(), value)
+            return
         self.phases[rank] = word
-        if word == "done" and rank == 0:
-            self.value = value
-        if word == "ready" and self.stopping:
+        if word == "done":
+            value, self.calls_at_return[rank] = value
+            self.value = value if rank == 0 else self.value
+        if word == "ready" and self.stop_signal:
             self._ask_to_stop(rank)
+
+    def _check_waiting(self) -> None:
+        """Find out whether every rank that has not returned waits for one that has, which will never come.
+
+        Raises:
+            WorkerError: they do, for seconds, in a call that the returned rank has not made.
+        """
+        now, still = time.monotonic(), self._ranks("joined")
+        if self.options.isolated or len(still) + len(self.calls_at_return) < self.options.ranks or not still:
+            return
+        if now - self.asked_at > _ASK_EVERY_S:
+            self.asked_at = now
+            for rank in still:
+                with contextlib.suppress(OSError):
+                    self.pipes[rank].send_bytes(b"at")
+        lacking = set(self.calls_at_return)
+        for rank in still:
+            since, at = self.waiting.get(rank, (now, None))
+            if at is None or not at.call or now - since < _WAITING_S:
+                return
+            lacking &= {gone for gone, calls in self.calls_at_return.items() if lacks(calls, at.calls)}
+        if lacking:
+            at = self.waiting[still[0]][1]
+            where = f" ({at.where})" if at.where else ""
+            gone = self._named(sorted(lacking))
+            raise WorkerError(
+                f"{gone} returned from the function while rank{'s' * (len(still) > 1)} {', '.join(map(str, still))} "
+                f"wait{'s' * (len(still) == 1)} for it in {at.call}{where}: every rank must make the same calls"
+            )
 
     def _fail(self, failure: _Failure) -> None:
         self.phases[failure.rank] = "failed"

@@ -1,9 +1,10 @@
-"""The experts chosen for each token on one device, recorded there and replayed in the layout.
+"""The experts chosen for each token, recorded in one forward and replayed in another.
 
 A router takes the k largest of its scores. Where two scores are nearly equal, one rounding sends a token to another expert,
 and everything after it differs by far more than a rounding; in bf16 every batch has such tokens. Nothing is wrong then, but
 nothing can be compared either. So a proof in the job's own precision replays the choices of one device, weighted by the
-layout's own scores; that a layout chooses right is proven in float64 before, where scores are not that close.
+layout's own scores; that a layout chooses right is proven in float64 before, where scores are not that close. So does a
+sample that is run again during training (`guards/canary.py`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,443 @@
+"""A part of a watched step done once more: the forward of one sample by itself, and the update of one weight.
+
+A proof shows what a forward does with what it is given; what changes while a run goes on, it cannot show: a random
+generator of a module's own, state that one micro-batch hands to the next, a capacity that becomes scarce, a branch that
+some data takes. So every `train.watch_every` steps each data rank takes one sample of one micro-batch, runs it again
+after the step's last backward, by itself and on the weights of the step, and holds its outputs against those that the
+step computed for it:
+
+    step      begin ─► forward of the micro-batch ─► ... ─► last backward ─► scalars ─► update
+    canary    state      keeps the sample's outputs             the sample alone ─┘    └─ one weight again
+
+The sample runs as a recomputation does: without gradients, with the dropout masks and experts that the step gave it,
+from the buffers and attributes that the modules had when the step began, which is how one device that takes the whole
+batch at once meets every sample. Afterwards buffers, attributes and generators are put back. Where the batch is not
+split, samples may depend on one another; if this one does, the whole micro-batch is run again instead.
+
+The outputs of a sample alone differ from those in a batch by roundings. How much that may be is measured as `verify`
+does: 8 times the largest deviation of 8 forwards of this sample, in each of which the output of every module with weights is
+off by one rounding. This allowance is measured when a deviation first exceeds what was measured before; mostly one forward is run.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from samestep.errors import RepeatError, SamestepError
+from samestep.job import Job, Waiver
+from samestep.program.bodies import Task
+from samestep.runtime import evaluation, microbatches
+from samestep.runtime.assembly import Assembly
+from samestep.runtime.axes import precision
+from samestep.runtime.dropout import mode as dropout
+from samestep.runtime.expert_routes import RouteMode, Routes
+from samestep.runtime.guards.model_state import ModelState, unmoved_generators
+from samestep.runtime.guards.update_replay import UpdateReplay
+from samestep.runtime.ledger import outside_step
+from samestep.runtime.microbatches import Microbatches, StepBatch
+from samestep.runtime.optimizer_source import couples_weights
+from samestep.runtime.processes.mesh import gather_objects
+from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
+from samestep.runtime.step_report import StepReport
+from samestep.runtime.update_rule import OptimizerSource
+from samestep.schedules import TaskKind
+from samestep.tracing.forward import tensors_in
+
+PERTURBED_FORWARDS = 8
+"""The number of forwards that measure what one rounding of every module's output does."""
+ALLOWANCE_FACTOR = 8
+"""The allowed deviation of a sample, over the largest deviation of the perturbed forwards."""
+_BEYOND = 1e30
+"""The deviation of outputs that are not finite in one of two forwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a repetition showed."""
+
+    waiver: Waiver
+    """The word of `run.allow` that lets the run go on."""
+    text: str
+
+
+@dataclass(slots=True)
+class _Watched:
+    """One step under watch."""
+
+    batch: StepBatch
+    microbatch: int
+    indices: Indices
+    """The samples of the micro-batch."""
+    row: int
+    """The sample that is run again."""
+    turn: int
+    state: ModelState
+    written: list[int]
+    """Versions of the weights, which a forward must not write."""
+    routes: Routes = field(default_factory=dict)
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[tuple[torch.Size, Tensor | None]] = field(default_factory=list)
+    """Each output's shape, and this sample's part of it."""
+    task: Task | None = None
+    replay: UpdateReplay | None = None
+    is_measured: bool = False
+    findings: list[Finding] = field(default_factory=list)
+
+
+class Canary(StepObserver):
+    """Repeats a part of the steps under watch. Every rank makes one, and all ranks call its methods alike."""
+
+    def __init__(self, assembly: Assembly, job: Job, optimizer: OptimizerSource) -> None:
+        self._assembly, self._job = assembly, job
+        step, spec = assembly.parallel.program.step, assembly.model.spec
+        self._is_split = step.layout.dp > 1 or step.num_microbatches > 1
+        self._alone = not spec.coupled_modules
+        """Whether a sample is run by itself; otherwise with the rest of its micro-batch."""
+        self._routed = any(layer.dispatches for layer in spec.layers)
+        self._couples_weights = functools.cache(lambda: couples_weights(optimizer, spec))
+        self._allowance = 0.0
+        self._dims: dict[int, int] = {}
+        """The dimension that holds the samples, by output; 0 unless the first sample alone has shown another."""
+        self._waived: set[Waiver] = set()
+        self._inner = StepObserver()
+        self._watched: _Watched | None = None
+        self._model = assembly.model.module
+
+    # -- one step ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def watching(self, batch: StepBatch, inner: StepObserver) -> Iterator[Canary]:
+        """Return the context of a step under watch, in which this observes it in place of `inner`."""
+        share = Microbatches(self._assembly, batch)
+        turn = batch.step // max(1, self._job.train.watch_every)
+        chosen = turn % self._assembly.parallel.program.step.num_microbatches
+        indices = share.drawn(chosen)
+        versions = [param._version for param in self._model.parameters()]
+        row = -(turn // self._assembly.parallel.program.step.num_microbatches + 1) % len(indices)  # the last one first
+        self._watched = _Watched(batch, chosen, indices, row, turn, ModelState(self._model), versions)
+        self._inner = inner
+        handle = self._model.register_forward_hook(self._see, with_kwargs=True)
+        try:
+            yield self
+        finally:
+            handle.remove()
+            self._watched = None
+            if self._assembly.model.dropout.dropout is dropout.Dropout.ABSENT:
+                dropout.untrack_modules(self._model)
+
+    @contextmanager
+    def running(self, task: Task, samples: Indices) -> Iterator[None]:
+        """Note which task runs; before the update copy a weight, and make its update again afterwards."""
+        watched = self._watched
+        assert watched is not None
+        with self._inner.running(task, samples):
+            watched.task = task
+            if task.kind is TaskKind.UPDATE and "optimizer" not in self._waived and not self._couples_weights():
+                watched.replay = UpdateReplay.before(self._assembly.weights.updater, watched.turn)
+            yield
+            watched.task = None
+        if watched.replay is not None and (misfit := watched.replay.misfit()):
+            optimizer = type(self._assembly.weights.updater.optimizer).__name__
+            text = (
+                f"the update of {watched.replay.piece.name}, made again from the same value, gradient and state, differs "
+                f"by {misfit:.1e} of the largest weight: {optimizer} draws random numbers, or something else writes weights"
+            )
+            watched.findings.append(Finding("optimizer", text))
+
+    def dropout_mode(self) -> MakeMode | None:
+        """Return the mode that notes the experts of the micro-batch whose sample is run again."""
+        make = self._inner.dropout_mode()
+        if make is not None or not (self._routed and self._is_chosen()):
+            return make
+        assert self._watched is not None
+        return functools.partial(RouteMode, routes=self._watched.routes, slice_index=0)
+
+    def agreed(self, scalars: StepScalars) -> None:
+        """Run the sample again, before the weights change, unless the step is not finite."""
+        self._inner.agreed(scalars)
+        watched = self._watched
+        assert watched is not None
+        if watched.is_measured or not math.isfinite(scalars.loss_sum + scalars.norm_squared):
+            return
+        watched.is_measured = True
+        if {"samples", "random", "state", "data"} & self._waived:
+            return
+        with outside_step(), torch.no_grad(), unmoved_generators():
+            finding = self._repeat()
+            self._assembly.weights.store.end_forward_only()
+        if finding is not None:
+            watched.findings.append(finding)
+
+    def checked(self, report: StepReport) -> StepReport:
+        """Return the report of the step, with a note of findings that `run.allow` waives.
+
+        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+
+        Raises:
+            RepeatError: a repetition gave something else on some rank.
+        """
+        assert self._watched is not None
+        with outside_step():
+            if not self._largest(float(len(self._watched.findings))):
+                return report
+            found = gather_objects(self._watched.findings, self._assembly.parallel.mesh.size("world"))
+        rank, finding = next((rank, one) for rank, findings in enumerate(found) for one in findings)
+        text = f"step {report.step}, rank {rank}: {finding.text}"
+        if finding.waiver not in self._job.run.allow:
+            raise RepeatError(f'{text}; run.allow = ["{finding.waiver}"] lets it run unproven')
+        self._waived.add(finding.waiver)
+        return replace(report, note="; ".join(filter(None, [report.note, f"{text} (allowed)"])))
+
+    # -- what the step computes --------------------------------------------------------------------
+
+    def _is_chosen(self) -> bool:
+        watched = self._watched
+        task = watched.task if watched is not None else None
+        return task is not None and task.kind is TaskKind.FORWARD and task.microbatch == watched.microbatch  # type: ignore[union-attr]
+
+    def _see(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Keep the sample's rows of what the model is given and gives, in the step's own forward."""
+        watched = self._watched
+        if watched is None or not self._is_chosen() or watched.is_measured:
+            return
+        count = len(watched.indices)
+        watched.inputs = [_rows(given, 0, watched.row, count) for given in _given(args, kwargs, count)]
+        task, stage = watched.task, self._assembly.parallel.stage
+        if task is not None and stage.is_last(task.chunk):
+            watched.outputs = [(leaf.shape, self._part(index, leaf)) for index, leaf in enumerate(_floating(output))]
+
+    def _part(self, index: int, leaf: Tensor) -> Tensor | None:
+        """Return a copy of this sample's rows of an output of the micro-batch; None if it has none."""
+        assert self._watched is not None
+        dim, count = self._dims.get(index, 0), len(self._watched.indices)
+        if leaf.dim() <= dim or leaf.shape[dim] % count:
+            return None
+        return _rows(leaf.detach(), dim, self._watched.row, count)
+
+    # -- once more ---------------------------------------------------------------------------------
+
+    def _repeat(self) -> Finding | None:
+        """Run the sample again; return what that shows, which is the same on all ranks but for its text."""
+        if self._largest(float(self._has_written_weights())):
+            return None  # which could not be put back
+        first = self._forward(self._alone)
+        deviation = self._largest(self._deviation(first))
+        if math.isinf(deviation) and self._alone:
+            self._alone = False  # a forward that takes no sample by itself
+            first = self._forward(False)
+            deviation = self._largest(self._deviation(first))
+        if math.isinf(deviation) or deviation <= self._allowance:
+            return None
+        rounding = torch.finfo(precision.DTYPES[self._assembly.parallel.program.step.compute_dtype]).eps
+        # Kernels of a GPU may add up in another order each time; those of a CPU do not.
+        repeatable = 0.0 if self._assembly.parallel.mesh.device.type == "cpu" else ALLOWANCE_FACTOR * rounding
+        if self._largest(_distance(self._forward(self._alone), first)) > repeatable:
+            return self._finding(deviation, is_random=True)
+        perturbed = [self._forward(self._alone, (rounding, seed)) for seed in range(PERTURBED_FORWARDS)]
+        measured = self._largest(max(_distance(one, first) for one in perturbed))
+        self._allowance = ALLOWANCE_FACTOR * max(measured, rounding)
+        if deviation <= self._allowance:
+            return None
+        return self._finding(deviation, is_random=False)
+
+    def _finding(self, deviation: float, *, is_random: bool) -> Finding | None:
+        """Find out by further forwards why a sample deviates; None if it may."""
+        assert self._watched is not None
+        sample = int(self._watched.indices[self._watched.row])
+        text = f"sample {sample}, run again, deviates by {deviation:.1e} of its largest output"
+        if self._largest(float(self._has_other_inputs())):
+            return Finding("data", f"{text}: it reads other values the second time; a data set that draws none works")
+        if is_random:
+            why = "two forwards of it differ, so the model draws random numbers from a generator of its own"
+            return Finding("random", f"{text}: {why}; nn.Dropout and torch.nn.functional.dropout work")
+        if self._alone and self._largest(self._deviation(self._forward(False))) <= self._allowance:
+            if not self._is_split:
+                self._alone = False
+                return None
+            why = "with the rest of its micro-batch it does not, so samples influence each other"
+            return Finding("samples", f"{text}: {why}; one device with the whole batch at once works")
+        why = "and so does its whole micro-batch: the forward reads what an earlier forward of this step has written"
+        return Finding("state", f"{text}, {why}; a forward that keeps nothing from one micro-batch to the next works")
+
+    def _forward(self, alone: bool, nudge: tuple[float, int] | None = None) -> list[Tensor] | None:
+        """Run the sample again, or its whole micro-batch; return the floating outputs, None where there are none.
+
+        `nudge` is a relative rounding by which every module's output is off, and a seed of its signs.
+        """
+        assembly, watched = self._assembly, self._watched
+        assert watched is not None
+        indices = self._with_companion() if alone else watched.indices
+        samples, _ = microbatches.read(assembly, watched.batch, indices)
+        if alone and len(watched.indices) > 1:
+            leaves = [leaf for leaf in tree_leaves(samples) if isinstance(leaf, Tensor)]
+            if any(leaf.shape[:1] != (len(indices),) for leaf in leaves):
+                return []
+            samples = tree_map_only(Tensor, lambda leaf: leaf[watched.row : watched.row + 1], samples)
+            indices = indices[watched.row : watched.row + 1]
+        around = functools.partial(self._modes, indices)
+        shaken = _nudged(self._model, *nudge) if nudge else nullcontext()
+        sliced = assembly.parallel.slicing.of(samples)
+        try:
+            with watched.state.restored(), precision.raised_islands(assembly.parallel.program), sliced, shaken:
+                outputs = evaluation.forward(assembly, samples, around)
+        except (SamestepError, RuntimeError, ValueError, IndexError, TypeError, AssertionError):
+            if not alone or len(watched.indices) == 1:
+                raise
+            return []  # code that takes no sample by itself
+        if outputs is None or len(indices) == len(watched.indices) or not alone or len(watched.indices) > 1:
+            return None if outputs is None else list(_floating(outputs))
+        return [self._of_second(index, leaf) for index, leaf in enumerate(_floating(outputs))]
+
+    def _with_companion(self) -> Indices:
+        """Return the samples of the micro-batch; if it is one alone, with another sample of the step before it."""
+        watched = self._watched
+        assert watched is not None
+        others = [index for index in watched.batch.shares(0, 1, 1)[0].tolist() if index not in watched.indices]
+        if len(watched.indices) > 1 or not others or self._routed:
+            return watched.indices
+        pair = np.array([others[0], *watched.indices.tolist()], dtype=np.int64)
+        try:
+            watched.batch.samples(pair)
+        except (RuntimeError, ValueError, TypeError):  # samples of different sizes, which no batch holds
+            return watched.indices
+        return pair
+
+    def _of_second(self, index: int, leaf: Tensor) -> Tensor:
+        """Return the rows of the second of two samples."""
+        dim = self._dims.get(index, 0)
+        return leaf if leaf.dim() <= dim or leaf.shape[dim] % 2 else _rows(leaf, dim, 1, 2)
+
+    @contextmanager
+    def _modes(self, indices: Indices) -> Iterator[None]:
+        """Return the context of one forward: the masks and experts that the step had for these samples."""
+        model, watched = self._assembly.model, self._watched
+        assert watched is not None
+        make: Callable[..., dropout.DropoutMode] | None = self._inner.dropout_mode()
+        if make is None and self._routed and watched.routes:
+            make = functools.partial(RouteMode, routes=watched.routes, slice_index=0)
+        if make is None and model.dropout.dropout is dropout.Dropout.ABSENT:
+            yield
+            return
+        samples = torch.as_tensor(indices, device=self._assembly.parallel.mesh.device)
+        draw = dropout.Draw(self._job.train.seed, watched.batch.step, samples)
+        with (make or dropout.DropoutMode)(model.module, draw, model.mask_part):
+            yield
+
+    def _has_written_weights(self) -> bool:
+        assert self._watched is not None
+        return [param._version for param in self._model.parameters()] != self._watched.written
+
+    def _has_other_inputs(self) -> bool:
+        """Return whether the sample, read again, is not what the step has read."""
+        watched = self._watched
+        assert watched is not None
+        samples, _ = microbatches.read(self._assembly, watched.batch, watched.indices)
+        read = [leaf[watched.row : watched.row + 1] for leaf in tree_leaves(samples) if isinstance(leaf, Tensor)]
+        return not all(any(_is_equal(given, one) for one in read) for given in watched.inputs)
+
+    def _deviation(self, outputs: list[Tensor] | None) -> float:
+        """Return the largest relative deviation from the step's outputs; infinity if none can be compared."""
+        watched = self._watched
+        assert watched is not None
+        if outputs is None or not watched.outputs:
+            return 0.0
+        found: list[float] = []
+        for index, ((shape, kept), leaf) in enumerate(zip(watched.outputs, outputs, strict=False)):
+            ours = self._part(index, leaf) if leaf.shape == shape else leaf
+            if (
+                kept is not None
+                and ours is not None
+                and kept.shape == ours.shape
+                and (self._alone or leaf.shape == shape)
+            ):
+                found.append(_relative(kept, ours))
+            elif (dim := _samples_dim(shape, leaf.shape, len(watched.indices))) is not None:
+                self._dims[index] = dim  # the next step under watch keeps these rows
+                found.append(0.0)
+        return max(found, default=math.inf)
+
+    def _largest(self, value: float) -> float:
+        """Return the largest of all ranks' values."""
+        mesh = self._assembly.parallel.mesh
+        if mesh.size("world") == 1:
+            return value
+        number = torch.tensor(value, dtype=torch.float64, device=mesh.device)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        return float(number)
+
+
+def _given(args: Any, kwargs: Any, count: int) -> list[Tensor]:
+    return [given for given in tensors_in((args, kwargs)) if given.dim() and given.shape[0] == count]
+
+
+def _floating(outputs: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tensors_in(outputs) if leaf.is_floating_point())
+
+
+def _rows(tensor: Tensor, dim: int, row: int, count: int) -> Tensor:
+    """Return a copy of the rows of one of `count` samples."""
+    each = tensor.shape[dim] // count
+    return tensor.narrow(dim, row * each, each).detach().clone()
+
+
+def _samples_dim(whole: torch.Size, alone: torch.Size, count: int) -> int | None:
+    """Return the one dimension in which a sample alone has a part of the micro-batch; None if there is none."""
+    if len(whole) != len(alone):
+        return None
+    odd = [dim for dim, (all_rows, rows) in enumerate(zip(whole, alone, strict=True)) if all_rows != rows]
+    return odd[0] if len(odd) == 1 and alone[odd[0]] * count == whole[odd[0]] else None
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _relative(expected: Tensor, found: Tensor) -> float:
+    """Return max|difference| over the largest finite value expected; what is not finite must be the same."""
+    a, b = expected.double(), found.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    if bool(same.all()):
+        return 0.0
+    difference = (a - b).abs().masked_fill(same, 0.0)
+    largest = a.abs().masked_fill(~a.isfinite(), 0.0).max().clamp_min(1e-300)
+    return min(float((difference / largest).nan_to_num(_BEYOND, posinf=_BEYOND).max()), _BEYOND)
+
+
+def _distance(ours: list[Tensor] | None, theirs: list[Tensor] | None) -> float:
+    """Return the largest relative difference of two forwards of the same samples."""
+    pairs = zip(ours or [], theirs or [], strict=False)
+    return max((_relative(b, a) for a, b in pairs if a.shape == b.shape), default=0.0)
+
+
+@contextmanager
+def _nudged(model: nn.Module, rounding: float, seed: int) -> Iterator[None]:
+    """Let the output of every module with weights be off by one rounding inside, up or down."""
+
+    def signs(leaf: Tensor) -> Tensor:
+        # By arithmetic: a forward may draw no random numbers.
+        index = torch.arange(leaf.numel(), device=leaf.device) + 7919 * (seed + 1)
+        return (1 - 2 * ((index * 2654435761 >> 16) & 1)).to(leaf.dtype).view(leaf.shape)
+
+    def nudge(_: nn.Module, args: Any, output: Any) -> Any:
+        def off(leaf: Tensor) -> Tensor:
+            return leaf * (1 + rounding / 2 * signs(leaf)) if leaf.is_floating_point() else leaf
+
+        return tree_map_only(Tensor, off, output)
+
+    handles = [module.register_forward_hook(nudge) for module in model.modules() if module._parameters]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

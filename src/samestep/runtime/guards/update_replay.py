@@ -1,0 +1,114 @@
+"""The update of one weight, made a second time: from the same value, gradient and optimizer state, by a twin optimizer.
+
+The twin has the class, the options and the state of the run's optimizer, and holds that weight alone. Where the rule
+treats every weight by itself, both make the same update. They do not if the optimizer draws random numbers, keeps
+something of one weight for another, or if something else wrote the weight during the update.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from samestep.runtime.guards.model_state import unmoved_generators
+from samestep.runtime.optimizer_step import Piece, Updater
+
+ROUNDINGS = 8
+"""Roundings by which two updates may differ, in units of the largest weight: kernels for many tensors and for one."""
+LARGEST_PIECE = 2**22
+"""Elements of the largest piece that is copied."""
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+class UpdateReplay:
+    """A copy of one piece before its update, and the twin that will update the copy."""
+
+    def __init__(self, updater: Updater, piece: Piece, twin: Optimizer, copied: Tensor) -> None:
+        self.piece = piece
+        self._updater, self._twin, self._copy = updater, twin, copied
+        self._largest = float(copied.detach().abs().max())
+        self._gradient = piece.gradient().detach().clone()
+
+    @classmethod
+    def before(cls, updater: Updater, turn: int) -> UpdateReplay | None:
+        """Copy a piece before the update, the next one in turn; None where no twin can be made."""
+        small = [piece for piece in updater.pieces if 0 < piece.value.numel() <= LARGEST_PIECE]
+        if not small or updater.optimizer is None:
+            return None
+        piece = small[turn % len(small)]
+        copied = piece.value.detach().clone().requires_grad_(True)
+        twin = _twin_of(updater.optimizer, piece.value, copied)
+        return None if twin is None else cls(updater, piece, twin, copied)
+
+    def misfit(self) -> float:
+        """Update the copy too; return by how much the update differs, over the largest weight, or 0 within rounding."""
+        self._copy.grad = (self._gradient * self._updater.factor).to(self._copy.device).view_as(self._copy)
+        held = [vars(self._twin), *self._twin.param_groups]
+        with unmoved_generators(value for values in held for value in values.values()):
+            self._twin.step()
+        ours, theirs = self._copy.detach(), self.piece.value.detach()
+        largest = max(self._largest, float(theirs.abs().max()), torch.finfo(theirs.dtype).tiny)
+        found = float((ours - theirs).abs().max()) / largest
+        return 0.0 if found <= ROUNDINGS * torch.finfo(theirs.dtype).eps else found
+
+
+def _twin_of(optimizer: Optimizer, value: Tensor, copied: Tensor) -> Optimizer | None:
+    """Return an optimizer with the class, options and state of another, over the copy of one of its weights.
+
+    None where its `step` is not the class's own, has hooks, or keeps objects that a copy would share with it.
+    """
+    group = next((g for g in optimizer.param_groups if any(param is value for param in g["params"])), None)
+    apart = ("state", "param_groups", "defaults", *(name for name in vars(optimizer) if name.endswith("_hooks")))
+    own = {name: kept for name, kept in vars(optimizer).items() if name not in apart}
+    if group is None or "step" in own or _has_hooks(optimizer) or not all(map(_is_plain, own.values())):
+        return None
+    options = {name: kept for name, kept in group.items() if name not in ("params", "param_names")}
+    state = dict(optimizer.state.get(value, {}))
+    if not all(map(_is_plain, (*options.values(), *state.values()))):
+        return None
+    twin = object.__new__(type(optimizer))
+    vars(twin).update({name: _copied(kept) for name, kept in own.items()})
+    vars(twin).update({name: type(vars(optimizer)[name])() for name in vars(optimizer) if name.endswith("_hooks")})
+    twin.defaults = dict(optimizer.defaults)
+    twin.param_groups = [{**{name: _copied(kept) for name, kept in options.items()}, "params": [copied]}]
+    twin.state = defaultdict(dict)
+    if state:
+        twin.state[copied] = {name: _copied(kept) for name, kept in state.items()}
+    return twin
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    hooks = [vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
+    everywhere = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
+    return any([*hooks, *everywhere])
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value can be copied without copying what else the optimizer holds."""
+    if isinstance(value, Tensor):
+        return not value.requires_grad
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return isinstance(value, (*_PLAIN, *_GENERATORS)) or (
+        isinstance(value, (list, tuple)) and all(map(_is_plain, value))
+    )
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy; a generator is shared, so that numbers that are drawn differ from those that were drawn."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {name: _copied(kept) for name, kept in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    return value if isinstance(value, _GENERATORS) else copy.copy(value)

@@ -1,0 +1,90 @@
+"""How far a worker has come: what its parent asks, to tell a rank that works from one that waits for ever.
+
+A rank that returns from the function early leaves the others in a collective that it will never call. Each worker counts the
+calls that it begins in every process group, as torch does, and tells its parent on request, from a thread of its own,
+these counts and the line that its main thread is at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing import connection
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from samestep import errors
+
+PACKAGE = Path(errors.__file__).parent
+"""The folder of samestep's own files."""
+
+
+class ParentLink:
+    """A worker's end of the pipe to its parent; once it listens, a thread answers how far this worker has come."""
+
+    def __init__(self, pipe: connection.Connection) -> None:
+        self.may_leave = threading.Event()
+        self._pipe, self._lock = pipe, threading.Lock()
+
+    def report(self, word: str, value: Any = None) -> None:
+        """Send a message to the parent."""
+        # Plain pickle: multiprocessing's own sends tensors as shared memory, which disappears when the worker exits.
+        text = pickle.dumps((word, value))
+        with self._lock:
+            self._pipe.send_bytes(text)
+
+    def listen(self) -> None:
+        """Start to answer the parent."""
+        threading.Thread(target=self._answer, args=(threading.main_thread().ident,), daemon=True).start()
+
+    def _answer(self, main_thread: int) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while self._pipe.recv_bytes() != b"leave":
+                self.report("at", Whereabouts(calls_made(), *_waiting_at(sys._current_frames().get(main_thread))))
+        self.may_leave.set()
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """How far a worker has come: two that are equal, some seconds apart, show that it waits."""
+
+    calls: Mapping[str, int]
+    """Calls of collectives, and of sends and receives, that it has begun, by process group."""
+    call: str
+    """The function of torch.distributed in which its main thread is; empty where it is in none."""
+    where: str
+    """The line that called it, of the user's code if there is one."""
+
+
+def calls_made() -> dict[str, int]:
+    """Return the number of calls that this rank has begun in each process group of which it is a member."""
+    return {
+        name: group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        for group, name in list(dist.distributed_c10d._world.pg_names.items())
+    }
+
+
+def _waiting_at(frame: FrameType | None) -> tuple[str, str]:
+    """Return the function of torch.distributed that a thread is in, and the line that called it; two empty texts without."""
+    calls = [one for one in traceback.extract_stack(frame) if not one.filename.startswith(str(PACKAGE))]
+    inside = [index for index, one in enumerate(calls) if one.filename == dist.distributed_c10d.__file__]
+    if frame is None or not inside:
+        return "", ""
+    callers = [
+        one for one in calls[: inside[0]] if "/multiprocessing/" not in one.filename and "/torch/" not in one.filename
+    ]
+    name = next((one.name for one in calls[inside[0] :] if one.name != "wrapper"), calls[inside[0]].name)
+    return name, f"{callers[-1].filename}:{callers[-1].lineno}" if callers else ""
+
+
+def lacks(calls: Mapping[str, int], others: Mapping[str, int]) -> bool:
+    """Return whether a rank has made fewer calls than another one in a group of both."""
+    return any(count < others.get(group, 0) for group, count in calls.items())

@@ -1,0 +1,239 @@
+"""Proof that a plan of tensor parallelism cuts a model between units that are computed apart, and what a rank needs.
+
+`features.follow` reads the operations of the whole model's forward; `rank_trial` runs the forward of a rank. Where a
+plan leaves a choice, it is tried: the number of weights that are fused in one, and whether the loss gets cut logits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from samestep.building.families import facts_of
+from samestep.building.loss import prediction_of
+from samestep.errors import InputError
+from samestep.tracing.features import data_in, follow, owners_in
+from samestep.tracing.forward import ForwardTracer, NeedsValuesError, ValueOf, tensors_in, watch_forward
+from samestep.tracing.operations import Operation, Recorder, view_of
+from samestep.tracing.partial_gradients import COPYING, PartialGradients, partial_gradients
+from samestep.tracing.rank_trial import Count, DiffersError, Forward, Trial, alike, having
+from samestep.tracing.trace import containers_of, samples_traced
+from samestep.tracing.units import Flow, MixesError, Rows, WeightCut
+
+FUSED = 3
+"""Style `qkv`: three weights in one."""
+
+
+@dataclass(frozen=True, slots=True)
+class CutProof:
+    """The cuts of a plan that are proven to compute what the whole model does."""
+
+    styles: Mapping[str, str]
+    """Cut style of each module, by its path."""
+    cuts: Mapping[str, WeightCut] = field(default_factory=dict)
+    """How each weight is cut, by its name; weights that the plan does not name are those with an element for each unit."""
+    groups: Mapping[str, int] = field(default_factory=dict)
+    """Number of units between which each of these may be cut."""
+    uses: Mapping[str, set[str]] = field(default_factory=dict)
+    """Uses of the trained weights of each module: on a "cut" or "whole" tensor, or "elsewhere" (a cut one, by another)."""
+    copied: frozenset[str] = frozenset()
+    """Modules at whose input `copy` sums a gradient: those cut by columns, and whole ones that lead to what is cut."""
+    cuts_logits: bool = False
+    """Whether the loss may get logits that are cut by vocabulary."""
+    degree: int = 1
+    """Degree that was tried with the shapes of a rank."""
+    counts: tuple[Count, ...] = ()
+    """Attributes that are divided on a rank."""
+    refusal: str = ""
+
+    def divided(self, model: nn.Module) -> tuple[tuple[str, str, int], ...]:
+        """Return the path, the attribute and the divisor of every count of a rank of the model."""
+        return tuple((path, one.name, one.divisor) for one in self.counts for path in having(model, self.styles, one))
+
+
+@contextmanager
+def record_ends(model: nn.Module, styles: Mapping[str, str], recorder: Recorder) -> Iterator[None]:
+    """Record where cut modules are left, and the model's outputs, in a forward that runs inside."""
+
+    def enter(path: str, module: nn.Module, args: Any) -> None:
+        if args and isinstance(args[0], Tensor):
+            recorder.entered.setdefault(path, view_of(args[0]))
+
+    def leave(path: str, module: nn.Module, args: Any, output: Any) -> None:
+        recorder.record("left", path, (), {}, tuple(tensors_in(output)))
+
+    def end(module: nn.Module, args: Any, outputs: Any) -> None:
+        try:
+            prediction = prediction_of(outputs)
+        except InputError:
+            prediction = None
+        recorder.record("outputs", "", (prediction, tuple(tensors_in(outputs))), {}, ())
+
+    with ExitStack() as hooks:
+        for path, style in styles.items():
+            if style in ("row", "vocab", "gather"):
+                hooks.enter_context(model.get_submodule(path).register_forward_hook(functools.partial(leave, path)))
+        hooks.enter_context(model.register_forward_hook(end))
+        for path, module in model.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(functools.partial(enter, path)))
+        yield
+
+
+def weight_cuts(model: nn.Module, styles: Mapping[str, str], parts: Mapping[str, int]) -> dict[str, WeightCut]:
+    """Return how the weights of the modules of a plan are cut, by their names; `parts` are those of fused weights."""
+    facts, found = facts_of(model), {}
+    for name, param in model.named_parameters():
+        path, _, leaf = name.rpartition(".")
+        style = styles.get(path)
+        if style in (None, "sum") or (style == "row" and leaf == "bias"):
+            continue
+        across = 0 if facts.is_transposed(model.get_submodule(path)) and leaf == "weight" else 1
+        dim = across if style == "row" else 0 if style == "vocab" else (1 - across) * (param.dim() > 1)
+        fused = FUSED if style == "qkv" else parts.get(path, 1)
+        if param.shape[dim] % fused == 0:
+            found[name] = WeightCut(dim, fused)
+    return found
+
+
+def prove(
+    model: nn.Module, styles: Mapping[str, str], whole: Collection[str], recorder: Recorder, cuts_loss: bool
+) -> CutProof:
+    """Return the proven cuts of a plan, or why they are not proven; a rank's forward is not tried yet.
+
+    `recorder` has recorded a forward of the whole model. Modules in `whole` are in the plan, and every rank has them
+    whole. `cuts_loss` is whether the loss can work on logits that are cut by vocabulary.
+    """
+    heads = [path for path, style in styles.items() if style == "vocab" and _is_linear(model, path)]
+    gathered = {**styles, **dict.fromkeys(heads, "gather")}
+    ways = [dict(styles), gathered] if cuts_loss and heads else [gathered]
+    refusal = ""
+    for way in ways:
+        cuts_logits = way is not gathered
+        try:
+            cuts, flow = _followed(model, way, whole, recorder.operations)
+            partial = partial_gradients(recorder.operations, recorder.entered, flow)
+        except MixesError as reason:
+            refusal = str(reason)
+            continue
+        if not cuts_logits or _are_logits(flow, model, heads):
+            uses = _uses(recorder.operations, flow, partial)
+            return CutProof(way if cuts_loss else styles, cuts, flow.groups, uses, _copied(flow, partial), cuts_logits)
+    return CutProof(styles, refusal=refusal)
+
+
+def _copied(flow: Flow, partial: PartialGradients) -> frozenset[str]:
+    by_columns = {path for path, style in flow.styles.items() if style in COPYING}
+    return frozenset(by_columns - partial.uncopied | partial.copied)
+
+
+def _uses(operations: list[Operation], flow: Flow, partial: PartialGradients) -> dict[str, set[str]]:
+    """Return how each module's trained weights are used."""
+    uses: dict[str, set[str]] = {}
+    for index, op in enumerate(operations):
+        owners = owners_in(flow, op) if op.func not in ("left", "outputs") else frozenset()
+        data = data_in(flow, op)
+        if not owners or not data:
+            continue
+        states = dict(zip(op.given, flow.history[index], strict=False))
+        is_cut = index in partial.operations or any(isinstance(states[view], Rows) for view in data)
+        for owner in {op.where} & owners or owners:
+            uses.setdefault(owner, set()).add(("cut" if owner == op.where else "elsewhere") if is_cut else "whole")
+    return uses
+
+
+def _is_linear(model: nn.Module, path: str) -> bool:
+    return isinstance(model.get_submodule(path), nn.Linear)
+
+
+def _are_logits(flow: Flow, model: nn.Module, heads: list[str]) -> bool:
+    """Return whether the model's prediction is the head's logits, cut by vocabulary along the last dimension."""
+    found = flow.prediction
+    own = {id(param) for path in heads for param in model.get_submodule(path).parameters()}
+    names = {name for name, param in model.named_parameters() if id(param) in own}
+    return found is not None and found.is_last and found.outer == 1 and found.sources <= names
+
+
+def _followed(
+    model: nn.Module, styles: Mapping[str, str], whole: Collection[str], operations: list[Operation]
+) -> tuple[dict[str, WeightCut], Flow]:
+    """Return the cut of each weight, and where its units are; weights whose output code takes apart are fused ones.
+
+    Raises:
+        MixesError: an operation does not compute each unit by itself.
+    """
+    parts: dict[str, int] = {}
+    while True:
+        cuts = {name: cut for name, cut in weight_cuts(model, styles, parts).items() if _owner(name) not in whole}
+        try:
+            flow = follow(operations, model, styles, cuts)
+        except MixesError as reason:
+            fused = {path for path in map(_owner, reason.sources) if styles.get(path) == "column" and path not in parts}
+            if reason.parts < 2 or not fused:
+                raise
+            parts |= {other: reason.parts for path in fused for other in alike(model, styles, path)}
+            continue
+        return cuts | {name: WeightCut(dim) for name, dim in flow.like.items()}, flow
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def smallest_degree(proof: CutProof) -> int:
+    """Return the smallest degree that divides the units of all weights but those of a vocabulary; 0 if none does."""
+    sizes = [n for name, n in proof.groups.items() if proof.styles.get(_owner(name)) not in ("vocab", "gather")]
+    common = math.gcd(*sizes) if sizes else math.gcd(*proof.groups.values())
+    return next((degree for degree in range(2, common + 1) if common % degree == 0), 0)
+
+
+def with_degree(
+    proof: CutProof,
+    model: nn.Module,
+    shared: Mapping[str, int],
+    operations: list[Operation],
+    forward: Forward,
+    degree: int,
+) -> CutProof:
+    """Return the proof with the counts of a rank of this degree, tried by a forward with the shapes of a rank.
+
+    `shared` are modules of fewer heads than the degree, of which a rank has one: their numbers of heads.
+
+    Raises:
+        DiffersError: the forward of a rank does not compute its part of the whole model's.
+    """
+    degrees = {name: shared.get(_owner(name), degree) for name in proof.cuts}
+    cuts = {name: cut for name, cut in proof.cuts.items() if proof.groups[name] % degrees[name] == 0}
+    left_whole = {_owner(name) for name in proof.cuts if name not in cuts}
+    styles = {path: style for path, style in proof.styles.items() if path not in left_whole}
+    flow = follow(operations, model, styles, cuts)
+    trial = Trial(model, styles, cuts, {name: degrees[name] for name in cuts}, degree, operations, flow, forward)
+    known = [replace(count, divisor=degree) for count in proof.counts if count.divisor == proof.degree]
+    return replace(proof, degree=degree, counts=tuple(trial.counts(known)))
+
+
+def run_forward(
+    model: nn.Module, sample: Any, styles: Mapping[str, str], value_of: ValueOf, recorder: Recorder
+) -> None:
+    """Run a forward of one real sample on the meta device, and record its operations.
+
+    Raises:
+        DiffersError: it fails, at the module that the error names.
+    """
+    watch = ForwardTracer(model, lambda block: None, {}, recorder=recorder)
+    watch.has_backward = False
+    try:
+        with record_ends(model, styles, recorder):
+            watch_forward(model, sample, samples_traced(model), "it", containers_of(model), watch, value_of)
+    except DiffersError:
+        raise
+    except NeedsValuesError:
+        raise DiffersError(f"{watch.where} looks at values of what a rank has", watch.where) from None
+    except InputError as error:
+        reason = str(error).removeprefix("it cannot be traced: ")
+        raise DiffersError(f"with the shapes of a rank {reason}", watch.where) from None

@@ -1,0 +1,183 @@
+"""Proof that ranks of a tensor cut compute apart: which units (heads, neurons, tokens of a vocabulary) each value holds.
+
+Units are followed by storage. In the output [B, T, D] of a column cut, each of the D features is a unit:
+
+    Rows(stride=1, units=D)      the element at offset o of the storage belongs to unit (o // stride) % units
+
+A view needs no rule, since its strides say where the units are: seen as [B, T, heads, width], the same storage has units
+of `width` features, and may be cut between heads only. Every operation must then compute each unit by itself:
+
+    element by element          all operands have their units along the same dimension
+    along dimensions            norms, softmax, sums, sorts: not along the units
+    a product                   units of its rows, columns or batch; summed over units it is partial, until the module
+                                whose weight is cut by rows has left, where `reduce` sums it over the ranks
+    anything else               is refused by the name of the module and of the operation
+
+A whole tensor that meets units must not tell them apart: a weight with an element for each unit is cut like them, and
+a number for each unit that code has counted itself, as the slopes of ALiBi, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from samestep.tracing.feature_rules import COPIES, EVENTS, FILLS, RULES, pointwise
+from samestep.tracing.operations import Operation, View
+from samestep.tracing.units import Flow, LikeError, MixesError, Rows, WeightCut, named, place
+
+_aten = torch.ops.aten
+
+
+def follow(
+    operations: list[Operation], model: nn.Module, styles: Mapping[str, str], cuts: Mapping[str, WeightCut]
+) -> Flow:
+    """Return where the units of cut weights are at every operation of a forward of the whole model.
+
+    `styles` are those of modules, `cuts` those of weights by name; weights with an element for each unit are added.
+
+    Raises:
+        MixesError: an operation does not compute each unit by itself.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    weights = {tensor.untyped_storage()._cdata: (name, tensor) for name, tensor in reversed(named)}
+    cuts, owners = dict(cuts), _owners(model)
+    while True:
+        names = {storage: name for storage, (name, _) in weights.items()}
+        flow = Flow(styles, names, owners, frozenset(name for name, _ in model.named_parameters()))
+        flow.like = {name: cut.dim for name, cut in cuts.items() if _owner(name) not in styles}
+        for storage, (name, tensor) in weights.items():
+            if name in cuts:
+                cut = cuts[name]
+                flow.groups[name] = tensor.shape[cut.dim] // cut.parts
+                flow.states[storage] = Rows(tensor.stride(cut.dim), flow.groups[name], frozenset({name}))
+        try:
+            for op in operations:
+                _carry_on(flow, op)
+        except LikeError as found:
+            dim = found.dim_of(model.get_parameter(found.name))
+            if dim is None:
+                raise MixesError(
+                    f"{found.name} is used on what tp cuts, and none of its dimensions is as long"
+                ) from None
+            cuts[found.name] = WeightCut(dim)
+            continue
+        return flow
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _owners(model: nn.Module) -> dict[int, frozenset[str]]:
+    """Return the paths of the modules that own each trained weight, by its storage."""
+    owners: dict[int, frozenset[str]] = {}
+    for path, part in model.named_modules():
+        for param in part.parameters(recurse=False):
+            if param.requires_grad:
+                storage = param.untyped_storage()._cdata
+                owners[storage] = owners.get(storage, frozenset()) | {path}
+    return owners
+
+
+def _follow_weights(flow: Flow, op: Operation) -> None:
+    """Record tensors that are made of nothing but weights, with the modules that own those."""
+    owners = owners_in(flow, op)
+    if owners and not data_in(flow, op):
+        flow.from_weights |= {view.storage: owners for view in op.results if view.storage not in flow.weights}
+
+
+def owners_in(flow: Flow, op: Operation) -> frozenset[str]:
+    """Return the modules that own the trained weights among an operation's operands, or what is made of them."""
+    storages = {view.storage for view in op.given if view.values is None}
+    return frozenset(
+        path for key in storages for table in (flow.owners, flow.from_weights) for path in table.get(key, ())
+    )
+
+
+def data_in(flow: Flow, op: Operation) -> list[View]:
+    """Return an operation's operands that are no weights."""
+    tables = (flow.owners, flow.from_weights, flow.weights)
+    return [view for view in op.given if view.values is None and not any(view.storage in table for table in tables)]
+
+
+def _carry_on(flow: Flow, op: Operation) -> None:
+    """Set the units of the results of an operation."""
+    before = [flow.states.get(view.storage) if view.values is None else None for view in op.given]
+    if op.func not in ("left", "outputs"):
+        _follow_weights(flow, op)
+    if isinstance(op.func, str):
+        EVENTS[op.func](flow, op)
+    else:
+        _compute(flow, op)
+    flow.history.append((*before, *(flow.states.get(view.storage) for view in op.results)))
+
+
+def _compute(flow: Flow, op: Operation) -> None:
+    packet = op.func.overloadpacket
+    is_pointwise = torch.Tag.pointwise in op.func.tags or packet in COPIES
+    cut = [view for view in op.given if flow.states.get(view.storage) == "partial" or flow.along(view, op) is not None]
+    if not cut:
+        _without_units(flow, op, packet, is_pointwise)
+        return
+    if packet in FILLS:
+        _filled(flow, op)
+        return
+    is_pointwise |= op.func._overloadname == "other"  # the larger of two tensors
+    rule = pointwise if is_pointwise else RULES.get(packet)
+    if rule is None:
+        states = (flow.states.get(view.storage) for view in cut)
+        units = named({name for state in states if isinstance(state, Rows) for name in state.sources})
+        raise MixesError(f"{place(op)} computes {op.name} of {units}, and nothing is known of this operation")
+    for view, found in zip(op.results, rule(flow, op), strict=False):
+        flow.learn(view, found, op)
+
+
+def _without_units(flow: Flow, op: Operation, packet: Any, is_pointwise: bool) -> None:
+    """Follow tensors that every rank has whole: equal elements, elements that repeat, tensors made of one weight."""
+    uniform = all(flow.states.get(v.storage) == "uniform" or v.numel == 1 for v in op.given if v.values is None)
+    for view in op.results:
+        if packet in FILLS or (is_pointwise and uniform and op.given and not _is_random(op)):
+            if view.storage not in flow.weights:
+                flow.states[view.storage] = "uniform"
+            continue
+        if op.writes:
+            flow.states.pop(view.storage, None)
+        owners = {flow.weights.get(v.storage) or flow.made_of.get(v.storage) for v in op.given if v.numel > 1}
+        if is_pointwise and not op.writes and len(owners) == 1 and None not in owners:
+            flow.made_of[view.storage] = next(iter(owners)) or ""
+        repeated = _repeated(flow, op, view) if is_pointwise or packet is _aten.repeat else []
+        if repeated and not op.writes and not _is_random(op):
+            flow.states[view.storage] = frozenset(repeated)
+
+
+def _is_random(op: Operation) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.func.tags
+
+
+def _repeated(flow: Flow, op: Operation, result: View) -> list[tuple[int, int]]:
+    """Return strides and sizes of the dimensions of a result along which all operands repeat their elements."""
+    found = []
+    for dim, size in enumerate(result.shape):
+        if size == 1:
+            continue
+        places = [(view, dim - len(result.shape) + len(view.shape)) for view in op.given if view.numel > 1]
+        if places and all(
+            at < 0 or view.shape[at] == 1 or view.strides[at] == 0 or flow.is_constant(view, at) for view, at in places
+        ):
+            found.append((result.strides[dim], size))
+    return found
+
+
+def _filled(flow: Flow, op: Operation) -> None:
+    """A tensor of equal elements: with units where it has the shape of an operand that has."""
+    for view in op.results:
+        like = next((one for one in op.given if one.shape == view.shape), None)
+        found = None if like is None else flow.along(like, op)
+        if found is None:
+            flow.states[view.storage] = "uniform"
+        else:
+            flow.learn(view, found, op)

@@ -1,0 +1,116 @@
+"""The operations of one traced forward as a list of plain data, which checks read after the trace.
+
+A view is told by its storage, offset, shape and strides, so operations that only make views are left out: whatever code
+does to a shape shows in the operands of the next operation that computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FEW_ELEMENTS = 64
+"""Constants of at most so many elements are recorded with their values."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor of the forward: the part of a storage that it shows."""
+
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    takes_gradient: bool = False
+    values: tuple[Any, ...] | None = None
+    """Elements of a small constant that is not on the meta device."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation that computes, or the end of a module's forward."""
+
+    func: Any
+    """An operator of torch, `"attention"`, `"left"` for the end of a module's forward, or `"outputs"` for the model's."""
+    where: str
+    """Path of the module whose code runs."""
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    results: tuple[View, ...] = ()
+
+    @property
+    def given(self) -> list[View]:
+        """The tensors among the arguments."""
+        return list(views_in((self.args, *self.kwargs.values())))
+
+    @property
+    def name(self) -> str:
+        """Name of the operation in messages."""
+        return self.func if isinstance(self.func, str) else self.func.overloadpacket.__name__
+
+    @property
+    def writes(self) -> bool:
+        """Whether it writes into a tensor that it is given."""
+        return not isinstance(self.func, str) and self.func._schema.is_mutable
+
+
+class Recorder:
+    """Records the operations of a forward, in order."""
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self.seen = 0
+        """Number of operations seen, those that only make views included."""
+        self.entered: dict[str, View] = {}
+        """The first argument of each module's first call, by its path."""
+        self.paused = False
+        """Whether operations belong to a stand-in, and are not recorded."""
+
+    def record(self, func: Any, where: str, args: Any, kwargs: Any, outcome: Any) -> None:
+        """Add an operation, unless it only makes views."""
+        if self.paused:
+            return
+        self.seen += 1
+        args, named = described(args), {name: described(value) for name, value in kwargs.items()}
+        operation = Operation(func, where, args, named, tuple(views_in((described(outcome),))))
+        storages = {view.storage for view in operation.given}
+        if isinstance(func, str) or operation.writes or any(one.storage not in storages for one in operation.results):
+            self.operations.append(operation)
+
+
+def described(value: Any) -> Any:
+    """Return an argument with views in the place of its tensors."""
+    if isinstance(value, Tensor):
+        return view_of(value)
+    return tuple(described(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def view_of(tensor: Tensor) -> View:
+    """Return the description of a tensor."""
+    if not tensor.is_meta:
+        few = tensor.numel() <= FEW_ELEMENTS and tensor.layout is torch.strided
+        values = tuple(tensor.detach().flatten().tolist()) if few else None
+        return View(0, 0, tuple(tensor.shape), (1,) * tensor.dim(), values=values)
+    numbers = 2 if tensor.is_complex() else 1  # so that strides are those of the real tensor of the same storage
+    strides = tuple(numbers * stride for stride in tensor.stride())
+    offset = numbers * int(tensor.storage_offset())
+    return View(tensor.untyped_storage()._cdata, offset, tuple(tensor.shape), strides, tensor.requires_grad)
+
+
+def views_in(value: Any) -> Iterator[View]:
+    """Yield the views in nested tuples."""
+    if isinstance(value, View):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from views_in(item)

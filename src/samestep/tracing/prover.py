@@ -1,0 +1,180 @@
+"""A traced forward that follows on which rows of one axis every value depends, for samples and for tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from samestep.models.analysis import ExpertModules
+from samestep.tracing import experts as experts_module
+from samestep.tracing.dependence_rules import COPIES, FILLS, Call, Rule, attention, nothing_known, rule_of
+from samestep.tracing.forward import ForwardTracer, address, operands
+from samestep.tracing.independence import Dependence, Dependences, Mixed, joined
+
+
+class Prover(ForwardTracer):
+    """Follows the dependences of a forward; what they must be, its subclasses say."""
+
+    has_backward = False
+
+    def __init__(self, module: nn.Module, num_rows: int, *, keeps_all: bool = False) -> None:
+        super().__init__(module, lambda block: None, {}, keeps_all=keeps_all)
+        self.known = Dependences(num_rows, self.key)
+        self.num_rows = num_rows
+        self.is_following = True
+        self.reads: list[str] = []
+        """Paths of modules whose code looked at a value that depends on rows."""
+        self.calls: list[tuple[str, ...]] = []
+        """Elementwise operations that met rows, with the numbers that the code gave them."""
+        self._of_rows: Dependence = None
+        """Dependence of the rows that experts are computing."""
+        self._uniform: set[int] = set()
+        """Storages whose elements are all equal, or random; other checks cover randomness."""
+
+    @property
+    def where(self) -> str:
+        """Path of the module whose code runs."""
+        return super().where or "the model itself"
+
+    def rule_without(self, func: Any) -> Rule:
+        """Return the rule of an operation that has none."""
+        return nothing_known
+
+    def on_constant(self, constant: Tensor, dim: int, inner: int, where: str) -> None:
+        """Receive a constant with several positions along the dimension of rows that it meets."""
+
+    def learn(self, tensor: Tensor, dependence: Dependence) -> None:
+        """Set the dependence of a tensor."""
+        self.known.learn(tensor, dependence)
+
+    def value_of(self, tensor: Tensor) -> Tensor | None:
+        """Return the value of a tensor, where it is known."""
+        return self.values.of(tensor) if self.values.knows(tensor) else None
+
+    def is_uniform(self, tensor: Tensor) -> bool:
+        """Return whether all elements of a tensor are equal, or random."""
+        return tensor.numel() == 1 or address(tensor) in self._uniform
+
+    @contextmanager
+    def experts_by_row(self, module: nn.Module, experts: ExpertModules) -> Iterator[None]:
+        """Take every module of experts, in a forward that runs inside, to compute each of its rows by itself."""
+        with ExitStack() as stack:
+            for path in experts.counts:
+                part = module.get_submodule(path)
+                stack.enter_context(part.register_forward_pre_hook(self._enter_experts, with_kwargs=True))
+                stack.enter_context(part.register_forward_hook(self._leave_experts))
+            stack.enter_context(experts_module.record_dispatches(module, experts))
+            yield
+
+    def _enter_experts(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """Record the dependences of the rows that experts are given; they compute each row by itself."""
+        if not self.is_following:
+            return
+        with _disable_current_modes():
+            given = [found for one in experts_module.called_with(args, kwargs) if (found := self.known.of(one))]
+            of_rows = all(isinstance(found, Mixed) or found.dim == 0 for found in given)
+            found = joined(given, f"{self.where} by its experts")
+            self._of_rows = found if of_rows else Mixed(f"{self.where} by its experts", shown=True)
+            self.is_following = self._of_rows is None
+
+    def _leave_experts(self, _: nn.Module, args: Any, output: Tensor) -> None:
+        """Set the dependences of each row of the experts' result to those of its input row."""
+        if self._of_rows is None:
+            return
+        with _disable_current_modes():
+            self.learn(output, self._of_rows)
+        self._of_rows, self.is_following = None, True
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
+        """Set the dependence of the output of an attention."""
+        if self.is_following:
+            given = (query, key, value, *([] if mask is None else [mask]))
+            for result in attention(self._call(None, given, {}, [output])):
+                self.learn(output, result)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = operands(*args, *kwargs.values())
+        if any(tensor.is_meta for tensor in given) and not all(tensor.is_meta for tensor in given):
+            args, kwargs = tree_map_only(Tensor, self._moved, (args, kwargs))
+        outcome = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.is_following:
+            with _disable_current_modes():
+                self._carry_on(func, args, kwargs, [t for t in operands(outcome) if t.is_meta])
+        return outcome
+
+    def _moved(self, constant: Tensor) -> Tensor:
+        """Return a constant that the forward made on the CPU on the meta device."""
+        moved = self.to_meta(constant)
+        if not constant.is_meta and constant.numel():
+            with _disable_current_modes():
+                if bool((constant == constant.flatten()[0]).all()):
+                    self._uniform.add(self.key(moved))
+        return moved
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> Call:
+        return Call(func, args, kwargs, results, self.known, self.where, self.on_constant, self.value_of)
+
+    def _carry_on(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> None:
+        """Set the dependences of the results of an operation."""
+        packet, writes = func.overloadpacket, func._schema.is_mutable
+        given = [tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta]
+        met = any(self.known.of(tensor) is not None for tensor in given)
+        if met and torch.Tag.data_dependent_output in func.tags:
+            self.reads.append(self.where)
+        if packet in FILLS or (torch.Tag.nondeterministic_seeded in func.tags and _draws(func, met)):
+            self._record_numbers(func, args, kwargs)
+            self._uniform |= {self.key(tensor) for tensor in results}
+            self._learn_constants(results)
+            return
+        elementwise = torch.Tag.pointwise in func.tags or packet in COPIES
+        if not met:
+            if given and elementwise and all(self.key(tensor) in self._uniform for tensor in given):
+                self._uniform |= {self.key(tensor) for tensor in results}
+            elif writes:
+                self._uniform -= {self.key(tensor) for tensor in results}
+            self._learn_constants(results if writes else [])
+        elif writes or not all(address(result) in {address(t) for t in given} for result in results):  # no views
+            if elementwise:
+                self._record_numbers(func, args, kwargs)
+            self._follow(self._call(func, args, kwargs, results))
+
+    def _learn_constants(self, results: list[Tensor]) -> None:
+        for result in results:
+            self.learn(result, None)
+
+    def _follow(self, call: Call) -> None:
+        """Set the dependences of the results of an operation that has met rows, by its rule."""
+        try:
+            found = list((rule_of(call.func) or self.rule_without(call.func))(call))
+        except (IndexError, KeyError, TypeError, ValueError):  # a form of the operation that its rule does not foresee
+            found = list(nothing_known(call))
+        for result, dependence in zip(call.results, found, strict=False):
+            self.learn(result, dependence)
+        for result in call.results[len(found) :]:
+            self.learn(result, Mixed(call.text, shown=False))
+
+    def _record_numbers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the numbers that code gave to an operation; the sizes of the tensors it fills are not among them."""
+        given = [*args, *kwargs.values()]
+        if func.overloadpacket not in FILLS:
+            given = tree_flatten(given)[0]
+        numbers = [repr(one) for one in given if isinstance(one, int | float | complex)]
+        numbers += [
+            repr(one.item()) for one in given if isinstance(one, Tensor) and not one.is_meta and one.numel() == 1
+        ]
+        self.calls.append((self.where, str(func), *numbers))
+
+
+def _draws(func: Any, met: bool) -> bool:
+    """Return whether a random operation depends on no tensor's values, as randn, randn_like and bernoulli_(0.5) do."""
+    name: str = func.overloadpacket.__name__
+    return not met or "like" in name or func._overloadname in ("p", "float") or name in ("normal_", "uniform_")

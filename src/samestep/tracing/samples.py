@@ -1,0 +1,149 @@
+"""Proof that the samples of a batch do not influence each other, so that ranks and micro-batches may split the batch.
+
+A forward runs on the meta device on NUM_SAMPLES copies of a sample, and is followed on which samples each value depends
+(`independence.py`). The batch may be split if every output that the loss reads has the samples in their order along one
+dimension. Where a rule shows that samples are mixed on the way to such an output, splitting is refused, with the module
+and the operation. What is not clear is listed to be tried on the run's first batch, whole against one sample of it:
+
+    an operation without a rule, which is assumed to keep the samples where they are
+    code that looks at a value, or at the number of samples, and may then act differently
+    a constant with a row for each sample
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from samestep.errors import ModelError
+from samestep.models.analysis import ExpertModules
+from samestep.tracing.dependence_rules import Rule, assumed
+from samestep.tracing.forward import NeedsValuesError, ValueOf, address, operands, tensors_in, watch_forward
+from samestep.tracing.independence import NO_DIM, Along, Mixed
+from samestep.tracing.prover import Prover
+from samestep.tracing.trace import containers_of
+
+NUM_SAMPLES = 4
+"""Samples that are traced: code that pairs samples, or looks at groups of two or four, runs on so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Whether samples influence each other."""
+
+    refusal: str = ""
+    """Where samples influence each other, as text; empty if nothing shows it."""
+    tried: tuple[str, ...] = ()
+    """What is assumed, and must be tried on real values."""
+
+
+def examine(
+    module: nn.Module,
+    sample: Any,
+    loss: Callable[[Any, Any], Any],
+    experts: ExpertModules,
+    value_of: ValueOf | None,
+    *,
+    keeps_all: bool,
+    around: Callable[[RowsOf], AbstractContextManager[Any]] = lambda rows_of: nullcontext(),
+) -> Findings:
+    """Return whether samples influence each other in a model's forward; `sample` is a batch of one real sample.
+
+    `keeps_all` follows the values of all tensors, for models whose code looks at them. The forward runs in the context that
+    `around` makes from a function that says where a tensor has its samples.
+    """
+    watch = _SampleProver(module, keeps_all=keeps_all)
+    try:
+        with around(watch.rows_of), watch.experts_by_row(module, experts):
+            outputs = watch_forward(module, sample, NUM_SAMPLES, "the model", containers_of(module), watch, value_of)
+    except (ModelError, NeedsValuesError) as error:
+        # One sample can be traced, and several cannot: what their number changes is seen on real batches.
+        reason = str(error).removeprefix("the model cannot be traced: ") or f"{watch.where} looks at values"
+        return Findings(tried=(f"the forward on several samples ({reason})",))
+    read = watch.read_by(loss, outputs)
+    refusal, tried = "", list(watch.tried)
+    for tensor in tensors_in(outputs):
+        if not tensor.is_floating_point() or (read is not None and address(tensor) not in read):
+            continue
+        found = watch.known.of(tensor)
+        if isinstance(found, Mixed) and found.shown:
+            refusal = refusal or found.where
+        elif not watch.known.is_ordered(tensor):
+            tried.append(found.where if isinstance(found, Mixed) else "the outputs, which are not one for each sample")
+    tried += [f"{where}, which looks at values" for where in watch.reads]
+    return Findings(refusal, () if refusal else tuple(dict.fromkeys(tried)))
+
+
+RowsOf = Callable[[Tensor], tuple[int, int] | None]
+"""Returns the dimension of a tensor that holds the samples, -1 for none, and the positions of one side by side, 0 for all."""
+
+
+class _SampleProver(Prover):
+    """A traced forward on several samples, whose operations without a rule are listed and assumed to be harmless."""
+
+    def __init__(self, module: nn.Module, *, keeps_all: bool) -> None:
+        super().__init__(module, NUM_SAMPLES, keeps_all=keeps_all)
+        self.values.keeps_constants = True
+        self.tried: list[str] = []
+        self._batch: Any = None
+        self._read: set[int] | None = None
+
+    def given(self, batch: Any) -> Any:
+        """Return the batch of the forward; each of its tensors has a row for each sample."""
+        with _disable_current_modes():
+            for leaf in tree_leaves(batch):
+                if isinstance(leaf, Tensor) and leaf.dim():
+                    self.learn(leaf, Along(0, leaf.shape[0] // NUM_SAMPLES, 0))
+        self._batch = batch
+        return batch
+
+    def rows_of(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Return the dimension of a tensor that holds the samples in order, and the positions of one side by side."""
+        found = self.known.of(tensor)
+        if not isinstance(found, Along):
+            return None if found else (NO_DIM, 0)
+        if not self.known.is_ordered(tensor):
+            return None
+        is_whole = tensor.shape[found.dim] == NUM_SAMPLES * found.inner
+        return (found.dim, 0 if is_whole else found.inner)
+
+    def rule_without(self, func: Any) -> Rule:
+        """Return the rule of an operation that has none: it is assumed to keep samples apart, and listed."""
+        self.tried.append(f"{self.where} by {func.overloadpacket.__name__}")
+        return assumed
+
+    def on_constant(self, constant: Tensor, dim: int, inner: int, where: str) -> None:
+        """List a constant whose rows may differ between samples."""
+        if self.is_uniform(constant) or not constant.numel() or constant.stride(dim) == 0:
+            return
+        values = self.value_of(constant)
+        if values is not None and constant.shape[dim] == NUM_SAMPLES * inner:
+            rows = values.movedim(dim, 0).unflatten(0, (NUM_SAMPLES, inner))
+            if bool((rows == rows[:1]).all()):
+                return
+        self.tried.append(f"{where}, which uses a constant with a row for each sample")
+
+    def read_by(self, loss: Callable[[Any, Any], Any], outputs: Any) -> set[int] | None:
+        """Return the storages that a loss reads; None if it does not run on the meta device."""
+        self._read = set()
+        self.is_following = False
+        try:
+            with self, torch.no_grad():
+                loss(outputs, self._batch)
+        except Exception:  # the user's own code, which may look at values
+            return None
+        return self._read
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._read is not None:
+            self._read |= {address(tensor) for tensor in operands(*args, *(kwargs or {}).values())}
+        return super().__torch_dispatch__(func, types, args, kwargs)

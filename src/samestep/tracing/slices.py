@@ -1,0 +1,231 @@
+"""Proof that blocks and head work token by token, attention aside: the slices of a sequence that ranks of `cp` may hold.
+
+A forward runs on the meta device twice, once whole and once as a rank of `cp` runs it: at the first block the hidden
+states, and every other argument with a row for each token, become a slice. From there on it is followed on which token
+of the slice each value depends (`independence.py`). A fused attention returns rows of its own tokens, since the exchange
+lets it see the whole sequence; and so does a module of experts, which is called with rows and computes each by itself,
+however it sorts them. Slicing is right if
+
+    queries, keys and values of every attention, and the logits, depend on the token of their own row alone
+    no constant with a row for each token meets them: positions counted in a block would restart in every slice
+    the slice and the whole use the same numbers: a block that divides by its length would divide by a slice's
+
+What cannot be shown is refused, with the operation at which it failed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
+
+from samestep.building.loss import target_of
+from samestep.errors import InputError
+from samestep.models.analysis import ExpertModules
+from samestep.models.spec import ModelSpec
+from samestep.tracing.forward import NeedsValuesError, ValueOf, watch_forward
+from samestep.tracing.independence import Along, Dependence, Mixed
+from samestep.tracing.prover import Prover
+from samestep.tracing.trace import containers_of
+
+WHOLE = -1
+"""The dimension of tokens of an argument that has none."""
+
+_WORKS = "scaled_dot_product_attention (attn_implementation = 'sdpa') with a mask of the whole sequence, or none, works"
+
+
+def prove(
+    module: nn.Module, sample: Any, spec: ModelSpec, value_of: ValueOf | None, experts: ExpertModules, parts: int
+) -> ModelSpec:
+    """Return the spec with the length of its samples, and how its blocks are cut into `parts` slices or why they cannot be.
+
+    `sample` is a batch of one real sample; tensors as long as its labels have a number for each token.
+    """
+    length = _length(sample)
+    size = length // parts
+    blocks = [path for layer in spec.layers if layer.is_block for path in layer.modules]
+    if size < 2 or not blocks:
+        reason = (
+            "its samples are no sequences" if not length else "they are too short" if blocks else "it has no blocks"
+        )
+        return _refused(spec, length, reason)
+    sample = _shortened(sample, length, size * parts)
+    watches = [
+        _SliceProver(module, blocks, size * parts, size * parts),
+        _SliceProver(module, blocks, size, size * parts),
+    ]
+    for watch in watches:
+        if refusal := _refusal_of(watch, module, sample, value_of, experts):
+            return _refused(spec, length, refusal)
+    first, second = (watch.calls for watch in watches)
+    if first != second:
+        path, *_ = next((a for a, b in zip(first, second, strict=False) if a != b), first[-1])
+        refusal = f"{path} computes differently, or with other numbers, on slices of another length"
+        return _refused(spec, length, refusal)
+    slices = {name: WHOLE if dim is None else dim for watch in watches for name, dim in watch.slices.items()}
+    return dataclasses.replace(_refused(spec, length, ""), slices=tuple(sorted(slices.items())))
+
+
+def _refused(spec: ModelSpec, length: int, reason: str) -> ModelSpec:
+    return dataclasses.replace(spec, length=length, slice_refusal=reason, expert_refusal=reason)
+
+
+def _length(sample: Any) -> int:
+    """Return the tokens of a sample, the second dimension of its labels; 0 where there is none."""
+    try:
+        labels = target_of(sample)
+    except InputError:
+        return 0
+    return labels.shape[1] if labels.dim() == 2 else 0
+
+
+def _shortened(sample: Any, length: int, wanted: int) -> Any:
+    return tree_map_only(Tensor, lambda t: t[:, :wanted] if t.dim() > 1 and t.shape[1] == length else t, sample)
+
+
+def _refusal_of(
+    watch: _SliceProver, module: nn.Module, sample: Any, value_of: ValueOf | None, experts: ExpertModules
+) -> str:
+    """Run the forward; return why it cannot be sliced, or an empty text."""
+    handles = [
+        module.get_submodule(path).register_forward_pre_hook(watch.enter_block, with_kwargs=True)
+        for path in watch.blocks
+    ]
+    handles.append(module.register_forward_hook(lambda _, args, outputs: watch.check_outputs(outputs)))
+    try:
+        with _Reshaping(watch), watch.experts_by_row(module, experts):
+            watch_forward(module, sample, 1, "the model", containers_of(module), watch, value_of)
+    except NeedsValuesError:
+        return f"{watch.where} looks at values of its slice"
+    except InputError as error:
+        reason = str(error).removeprefix("the model cannot be traced: ")
+        return watch.refusal or f"on a slice {reason}; {_WORKS}"
+    finally:
+        for handle in handles:
+            handle.remove()
+    return watch.refusal
+
+
+class _SliceProver(Prover):
+    """A traced forward whose blocks are given the last slice of `size` of the sequence's tokens."""
+
+    def __init__(self, module: nn.Module, blocks: list[str], size: int, whole: int) -> None:
+        super().__init__(module, size)
+        self.blocks, self.size, self.whole, self.refusal = blocks, size, whole, ""
+        self.is_following = False
+        self.slices: dict[str, int | None] = {}
+        """Arguments of blocks by their position: the dimension that is sliced, or None."""
+        self._mixed = ""
+
+    # -- events of the forward ---------------------------------------------------------------------
+
+    def enter_block(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return a block's arguments, with slices of those that have a row for each token."""
+        self.is_following = not self.refusal
+        leaves, tree = tree_flatten_with_path((args, kwargs))
+        mine = [self._sliced(keystr(argument), leaf) if isinstance(leaf, Tensor) else leaf for argument, leaf in leaves]
+        return tree_unflatten(mine, tree)
+
+    def _sliced(self, argument: str, leaf: Tensor) -> Tensor:
+        if self.known.of(leaf) is not None:
+            return leaf
+        dim = sequence_dim(leaf.shape, self.whole)
+        if self.slices.setdefault(argument, dim) != dim:
+            self.refuse(f"{argument} has rows of tokens in one block and not in another")
+        if dim is None:
+            return leaf
+        part = leaf.narrow(dim, self.whole - self.size, self.size).clone()
+        with _disable_current_modes():
+            self.learn(part, Along(dim, 1, 0))
+        return part
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
+        """Check an attention that will be exchanged: it is given slices, and a mask of the whole sequence."""
+        if not self.is_following:
+            return
+        with _disable_current_modes():
+            if query.dim() != 4:
+                self.refuse(f"the attention in {self.where} has no dimension of heads")
+            elif not all(self.known.has_rows(tensor, 2) for tensor in (query, key, value)):
+                reason = f"; {self._mixed}" if self._mixed else ""
+                self.refuse(f"the attention in {self.where} is not between the tokens of one sequence{reason}")
+            elif mask is not None and not _fits(mask.shape, self.whole):
+                self.refuse(f"{self.where} makes its attention mask itself, for a slice")
+            elif not any(path in self._running for path in self.blocks):
+                self.refuse(f"the attention in {self.where} stands outside the blocks")
+            else:
+                self.learn(output, Along(2, 1, 0))
+
+    def check_outputs(self, outputs: Any) -> None:
+        """Check that the logits have a row for each token of the slice."""
+        logits = getattr(outputs, "logits", outputs)
+        with _disable_current_modes():
+            if not isinstance(logits, Tensor) or logits.dim() != 3 or not self.known.has_rows(logits, 1):
+                self.refuse(
+                    self._mixed or "its outputs have no row for each token, so the loss cannot be summed over slices"
+                )
+
+    def refuse(self, reason: str) -> None:
+        """Store a refusal; the first reason is kept, since later ones follow from it."""
+        self.refusal = self.refusal or reason
+        self.is_following = False
+
+    def learn(self, tensor: Tensor, dependence: Dependence) -> None:
+        """Set the dependence of a tensor, and remember the first operation that mixed tokens."""
+        super().learn(tensor, dependence)
+        if not self._mixed and isinstance(dependence, Mixed):
+            path, _, operation = dependence.where.rpartition(" by ")
+            works = f"; {_WORKS}" if operation in ("bmm", "baddbmm", "mm") else ""
+            self._mixed = f"{path} mixes tokens by {operation}, and only attention is exchanged{works}"
+
+    def on_constant(self, constant: Tensor, dim: int, inner: int, where: str) -> None:
+        """Refuse a constant with a row for each token."""
+        if not self.is_uniform(constant):
+            self.refuse(f"{where} counts the tokens of a slice itself; positions made before the blocks work")
+
+
+_RESHAPES = (torch.reshape, Tensor.reshape, Tensor.view)
+
+
+def reshaped(func: Any, args: tuple[Any, ...], length: int, size: int) -> tuple[Any, ...]:
+    """Return the arguments of a reshape on slices, where the code computed the shape from whole sequences.
+
+    A reshape of [B, size, ...] to [B, length, ...] keeps its shape, as at the end of GPT-2.
+    """
+    if func not in _RESHAPES or len(args) < 2:
+        return args
+    tensor, *shape = args
+    wanted = tuple(shape[0]) if isinstance(shape[0], list | tuple) else tuple(shape)
+    alike = len(wanted) == tensor.dim() > 1 and wanted[2:] == tuple(tensor.shape[2:])
+    if alike and wanted[1] == length and tensor.shape[1] == size and wanted[0] in (-1, tensor.shape[0]):
+        return tensor, (wanted[0], size, *wanted[2:])
+    return args
+
+
+class _Reshaping(TorchFunctionMode):
+    def __init__(self, watch: _SliceProver) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._watch.slices:
+            args = reshaped(func, args, self._watch.whole, self._watch.size)
+        return func(*args, **(kwargs or {}))
+
+
+def sequence_dim(shape: torch.Size, length: int) -> int | None:
+    """Return the dimension with `length` rows, one for each token; None without one, or for pairs of tokens."""
+    if length not in shape or (len(shape) in (2, 4) and shape[-1] == shape[-2]):
+        return None
+    return list(shape).index(length) if len(shape) < 2 or shape[1] != length else 1
+
+
+def _fits(shape: torch.Size, whole: int) -> bool:
+    return len(shape) >= 2 and shape[-1] == whole and shape[-2] in (1, whole)

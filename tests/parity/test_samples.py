@@ -1,0 +1,211 @@
+"""Models whose code does unusual things with the samples of a batch: equal where they keep them apart, else refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from samestep.errors import LayoutError, RepeatError
+from tests.laboratory import job_of, prove
+from tests.models import MODELS, VOCABULARY
+
+WIDTH = 8
+
+
+class Language(nn.Module):
+    """Embedding, something in between, head: [B, T] tokens to [B, T, V] logits."""
+
+    def __init__(self, between: Callable[[Language, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.drop = nn.Dropout(0.4)
+        self.between = between
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.between(self, self.embed(input_ids)))
+
+
+def samples_second(net: Language, x: Tensor) -> Tensor:
+    return net.drop(torch.tanh(net.mix(x.transpose(0, 1)))).transpose(0, 1)
+
+
+def two_views(net: Language, x: Tensor) -> Tensor:
+    first, second = net.drop(torch.tanh(net.mix(torch.cat([x, -x])))).chunk(2)
+    return first - 0.5 * second
+
+
+def all_tokens_as_rows(net: Language, x: Tensor) -> Tensor:
+    return net.drop(net.mix(x.flatten(0, 1)).relu()).view(x.shape)
+
+
+def tokens_before_samples_as_rows(net: Language, x: Tensor) -> Tensor:
+    rows = x.transpose(0, 1).reshape(-1, WIDTH)
+    return net.drop(net.mix(rows)).view(x.shape[1], x.shape[0], WIDTH).transpose(0, 1).tanh()
+
+
+def dropped_weights(net: Language, x: Tensor) -> Tensor:
+    return F.linear(x, F.dropout(net.mix.weight, 0.3, net.training)).sin()
+
+
+def one_after_the_other(net: Language, x: Tensor) -> Tensor:
+    return torch.stack([torch.tanh(net.mix(sample)) for sample in x])
+
+
+def written_one_by_one(net: Language, x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for index in range(x.shape[0]):
+        out[index] = torch.tanh(net.mix(x[index]))
+    return out
+
+
+def experts_by_masks(net: Language, x: Tensor) -> Tensor:
+    rows = x.reshape(-1, WIDTH)
+    chosen = rows.sum(-1) > 0
+    out = torch.zeros_like(rows)
+    out[chosen] = net.mix(rows[chosen])
+    out[~chosen] = net.other(rows[~chosen])
+    return out.view(x.shape)
+
+
+def experts_by_order(net: Language, x: Tensor) -> Tensor:
+    rows = x.reshape(-1, WIDTH)
+    order = (rows.sum(-1) > 0).to(torch.int64).argsort(stable=True)
+    return torch.zeros_like(rows).index_add(0, order, torch.sin(net.mix(rows[order]))).view(x.shape)
+
+
+def its_own_last_token(net: Language, x: Tensor) -> Tensor:
+    last = torch.full((x.shape[0],), x.shape[1] - 1, device=x.device)
+    return net.mix(x) + x[torch.arange(x.shape[0], device=x.device), last][:, None]
+
+
+def statistics_of_each_sample(net: Language, x: Tensor) -> Tensor:
+    return F.instance_norm(net.mix(x).transpose(1, 2)).transpose(1, 2)
+
+
+def repeated_samples(net: Language, x: Tensor) -> Tensor:
+    return torch.tanh(net.mix(x.repeat_interleave(3, 0))).unflatten(0, (-1, 3)).mean(1)
+
+
+def weights_of_each_sample(net: Language, x: Tensor) -> Tensor:
+    return torch.einsum("btd,bde->bte", x, torch.tanh(net.mix(x).mT @ x))
+
+
+def minus_the_batch(net: Language, x: Tensor) -> Tensor:
+    return net.mix(x) - x.mean(0, keepdim=True)
+
+
+def deviation_of_the_batch(net: Language, x: Tensor) -> Tensor:
+    return net.mix(x) * x.std(0, unbiased=False).mean()
+
+
+def the_next_sample(net: Language, x: Tensor) -> Tensor:
+    return net.mix(x) + 0.1 * x.roll(1, 0)
+
+
+def attention_between_samples(net: Language, x: Tensor) -> Tensor:
+    rows = x.transpose(0, 1)
+    return F.scaled_dot_product_attention(net.mix(rows), rows, rows).transpose(0, 1)
+
+
+def a_capacity(net: Language, x: Tensor) -> Tensor:
+    rows = x.reshape(-1, WIDTH)
+    kept = (rows.sum(-1) > 0).cumsum(0) <= 10**6
+    return (torch.tanh(net.mix(rows)) * kept[:, None]).view(x.shape)
+
+
+def best_of_the_batch(net: Language, x: Tensor) -> Tensor:
+    rows = net.mix(x).flatten(0, 1)
+    best = rows.sum(-1).topk(2).indices
+    return (rows + rows[best].sum(0)).view(x.shape)
+
+
+def normalised_over_all(net: Language, x: Tensor) -> Tensor:
+    return F.normalize(net.mix(x).flatten(0, 1), dim=0).view(x.shape)
+
+
+def ranked_over_the_batch(net: Language, x: Tensor) -> Tensor:
+    return torch.tanh(net.mix(x)) * x.sum((1, 2)).sort().values[:, None, None]
+
+
+EQUAL = [
+    samples_second, two_views, all_tokens_as_rows, tokens_before_samples_as_rows, dropped_weights, one_after_the_other,
+    written_one_by_one, experts_by_masks, experts_by_order, its_own_last_token, statistics_of_each_sample, repeated_samples,
+    weights_of_each_sample,
+]  # fmt: skip
+COUPLED = {
+    minus_the_batch: "mean", deviation_of_the_batch: "var|std", the_next_sample: "add",
+    attention_between_samples: "attention", a_capacity: "cumsum", best_of_the_batch: "topk", normalised_over_all: "norm",
+    ranked_over_the_batch: "sort",
+}  # fmt: skip
+MODELS |= {f"between {part.__name__}": lambda part=part: Language(part) for part in (*EQUAL, *COUPLED)}
+LAYOUTS = ["dp=2", "dp=1 microbatch=1", "dp=2 zero=3 microbatch=2"]
+
+
+@pytest.mark.parametrize("part", EQUAL)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_keeps_samples_apart_is_equal(part: Callable[..., Tensor], layout: str) -> None:
+    prove(layout, f"between {part.__name__}")
+
+
+@pytest.mark.parametrize("part", COUPLED)
+def test_what_mixes_samples_is_refused_by_name(part: Callable[..., Tensor]) -> None:
+    words = (
+        rf"lets the samples of a batch influence each other by \w*({COUPLED[part]}).*only one rank with microbatch=8"
+    )
+    with pytest.raises(LayoutError, match=words):
+        prove("dp=2", f"between {part.__name__}")
+
+
+def test_what_mixes_samples_runs_on_one_device_and_with_a_waiver() -> None:
+    prove("dp=1 microbatch=8", "between minus_the_batch")
+    with pytest.raises(AssertionError):
+        prove("dp=2", "between minus_the_batch", job_of(steps=2, run={"allow": ["samples"]}))
+
+
+# -- what no rule shows, but real values do ----------------------------------------------------------
+
+torch.library.define("samestep_tests::centred", "(Tensor x) -> Tensor")
+torch.library.impl("samestep_tests::centred", "CompositeExplicitAutograd", lambda x: x - x.mean(0, keepdim=True))
+torch.library.define("samestep_tests::doubled", "(Tensor x) -> Tensor")
+torch.library.impl("samestep_tests::doubled", "CompositeExplicitAutograd", lambda x: x * 2)
+
+
+def an_operation_without_a_rule(net: Language, x: Tensor) -> Tensor:
+    return net.mix(x) + torch.ops.samestep_tests.doubled(x.detach())
+
+
+def one_that_mixes(net: Language, x: Tensor) -> Tensor:
+    return net.mix(x) + torch.ops.samestep_tests.centred(x.detach())
+
+
+def a_branch_on_a_value(net: Language, x: Tensor) -> Tensor:
+    return net.mix(x) if float(x.detach().abs().max()) < 1e6 else net.other(x)
+
+
+def a_count_of_samples(net: Language, x: Tensor) -> Tensor:
+    return net.mix(x) * torch.linspace(1.0, 2.0, x.shape[0], device=x.device, dtype=x.dtype)[:, None, None]
+
+
+TRIED = [an_operation_without_a_rule, a_branch_on_a_value]
+FOUND = [one_that_mixes, a_count_of_samples]
+MODELS |= {f"between {part.__name__}": lambda part=part: Language(part) for part in (*TRIED, *FOUND)}
+
+
+@pytest.mark.parametrize("part", TRIED)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_passes_a_trial_is_equal(part: Callable[..., Tensor], layout: str) -> None:
+    prove(layout, f"between {part.__name__}")
+
+
+@pytest.mark.parametrize("part", FOUND)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_fails_a_trial_ends_the_run_at_its_first_step(part: Callable[..., Tensor], layout: str) -> None:
+    with pytest.raises(RepeatError, match=r"samples influence each other|deviates"):
+        prove(layout, f"between {part.__name__}")

@@ -1,0 +1,901 @@
+"""Models, losses, optimizers and data as people write them: the code of the cases in `reproductions.py`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+# -- data ------------------------------------------------------------------------------------------
+
+
+class Tokens:
+    """Sequences of 16 tokens with the next token as label."""
+
+    def __init__(self) -> None:
+        self.ids = torch.randint(0, 64, (64, 17), generator=torch.Generator().manual_seed(5))
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        return {"input_ids": self.ids[index, :-1], "labels": self.ids[index, 1:]}
+
+
+class Vectors(Tokens):
+    """Vectors of six numbers in three classes."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.x = torch.randn(64, 6, generator=generator)
+        self.y = torch.randint(0, 3, (64,), generator=generator)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index], self.y[index]
+
+
+class SevenVectors(Vectors):
+    """Of every eight vectors one has no label, so that parts of a batch count differently."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index], self.y[index] if index % 3 else torch.tensor(-100)
+
+
+class PaddedTokens(Tokens):
+    """A micro-batch is padded to its longest sample."""
+
+    def read(self, indices: Any) -> Any:
+        length = max(4 + int(index) % 12 for index in indices) if len(indices) else 4
+        rows = self.ids[torch.as_tensor(indices)][:, : length + 1].clone()
+        for row, index in zip(rows, indices, strict=True):
+            row[5 + int(index) % 12 :] = 0
+        labels = rows[:, 1:].clone()
+        return {"input_ids": rows[:, :-1], "labels": labels.masked_fill(labels == 0, -100)}
+
+
+class MaskedTokens(Tokens):
+    def __getitem__(self, index: int) -> Any:
+        return {**super().__getitem__(index), "attention_mask": (self.ids[index, :-1] % 3 > 0).float()}
+
+
+class Triples(Vectors):
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index], self.y[index], self.x[-index] * 2
+
+
+class Augmented(Vectors):
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index] + 0.1 * torch.randn(6), self.y[index]
+
+
+class Lengths(Tokens):
+    """Samples of two lengths; a batch has that of its first one."""
+
+    def read(self, indices: Any) -> Any:
+        rows = torch.randint(0, 64, (64, 65), generator=torch.Generator().manual_seed(5))[torch.as_tensor(indices)]
+        rows = rows[:, : (2 if int(indices[0]) % 2 else 64) + 1]
+        return {"input_ids": rows[:, :-1], "labels": rows[:, 1:]}
+
+
+# -- losses ----------------------------------------------------------------------------------------
+
+
+def _sum(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
+
+
+def contrastive(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+    """Every sample against all others of the batch."""
+    z = F.normalize(outputs, dim=-1)
+    return F.cross_entropy(z @ z.T / 0.5, torch.arange(len(z)), reduction="sum"), len(z)
+
+
+def mean_loss(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return F.cross_entropy(outputs, batch[1], ignore_index=-100), 1
+
+
+def weighted_loss(outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    weights = 1 + batch[0][:, 0].abs()
+    return (F.cross_entropy(outputs, batch[1], reduction="none") * weights).sum(), weights.sum()
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+def sgd(params: list[Tensor]) -> Any:
+    return torch.optim.SGD(params, lr=0.5)
+
+
+def fast_sgd(params: list[Tensor]) -> Any:
+    return torch.optim.SGD(params, lr=5.0)
+
+
+def adamw(params: list[Tensor]) -> Any:
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, eps=1e-3)
+
+
+class Lars(torch.optim.Optimizer):
+    """A trust ratio for what has two dimensions, none for norms and biases."""
+
+    def __init__(self, params: Any, lr: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in _params(self):
+            p.add_(p.grad * (0.01 * p.norm() / p.grad.norm() if p.ndim > 1 else 1.0), alpha=-1.0)
+
+
+class LateRule(Lars):
+    """Elementwise for five steps, as Shampoo's start_preconditioning_step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in _params(self):
+            self.state[p]["step"] = step = self.state[p].get("step", 0) + 1
+            p.add_(p.grad / (p.grad.norm() if step > 5 else 1.0), alpha=-0.1)
+
+
+class Noisy(Lars):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in _params(self):
+            p.add_(p.grad + 0.1 * torch.randn_like(p), alpha=-0.1)
+
+
+class ScheduleFree(Lars):
+    """Counts its steps in the groups."""
+
+    def __init__(self, params: Any, lr: float = 0.5) -> None:
+        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"] / group["k"])
+
+
+def _params(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def by_size(params: list[Tensor]) -> Any:
+    large, small = [p for p in params if p.numel() > 700], [p for p in params if p.numel() <= 700]
+    return torch.optim.SGD([{"params": large, "lr": 0.5}, {"params": small, "lr": 0.01}], lr=0.1)
+
+
+def by_dimension(params: list[Tensor]) -> Any:
+    matrices, others = [p for p in params if p.ndim > 1], [p for p in params if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.01, eps=1e-3)
+
+
+def by_tag(params: list[Tensor]) -> Any:
+    tagged = [p for p in params if getattr(p, "_no_weight_decay", False)]
+    others = [p for p in params if not getattr(p, "_no_weight_decay", False)]
+    return torch.optim.SGD([{"params": tagged, "lr": 5.0}, {"params": others}], lr=0.5)
+
+
+def over_others(params: list[Tensor]) -> Any:
+    return torch.optim.SGD(nn.Linear(6, 3).parameters(), lr=0.5)
+
+
+# -- models of vectors -----------------------------------------------------------------------------
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3))
+
+
+def hooked() -> nn.Module:
+    model = net()
+    for index in (0, 2):
+        model[index].weight.register_hook(lambda gradient: 0.25 * gradient)
+    return model
+
+
+def tagged() -> nn.Module:
+    model = net()
+    model[0].weight._no_weight_decay = True
+    return model
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 3))
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def between(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(torch.tanh(self.first(x))))
+
+
+class Capacity(TwoLayers):
+    """A quarter of the batch's rows goes through a path of its own."""
+
+    def between(self, x: Tensor) -> Tensor:
+        chosen = x.sum(-1).topk(max(1, len(x) // 4)).indices
+        return x.index_add(0, chosen, x[chosen] ** 2)
+
+
+class BatchDeviation(TwoLayers):
+    def between(self, x: Tensor) -> Tensor:
+        return x + x.std(0, correction=0).mean()
+
+
+class TwoViews(TwoLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = super().forward(torch.cat([x, -x])).chunk(2)
+        return a - b
+
+
+class Sorted(TwoLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort()
+        return super().forward(x[order])[order.argsort()]
+
+
+class Dropout(TwoLayers):
+    rate = 0.3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(self.rate)
+
+    def between(self, x: Tensor) -> Tensor:
+        return self.drop(x)
+
+
+class LateDropout(Dropout):
+    rate = 0.0
+
+
+def raise_dropout(run: Any) -> None:
+    run.model.drop.p = 0.3
+
+
+class DropoutOnTwoViews(Dropout):
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = super().forward(torch.cat([x, -x])).chunk(2)
+        return a - b
+
+
+class AtenDropout(TwoLayers):
+    def between(self, x: Tensor) -> Tensor:
+        return torch.ops.aten.dropout(x, 0.3, self.training)
+
+
+class PythonNoise(TwoLayers):
+    def between(self, x: Tensor) -> Tensor:
+        return x * (1 + random.random())
+
+
+class NumpyNoise(TwoLayers):
+    def between(self, x: Tensor) -> Tensor:
+        return x * float(1 + np.random.rand())
+
+
+class RunningMean(TwoLayers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+
+    def between(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.5)
+        return x - self.mean
+
+
+class Unread(TwoLayers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(16))
+
+    def between(self, x: Tensor) -> Tensor:
+        before = self.queue.clone()
+        self.queue.copy_(x.detach()[0])
+        return x + before
+
+
+def spectral() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 16)), nn.Tanh(), nn.Linear(16, 3))
+
+
+class Count(nn.Linear):
+    """Anneals by its calls."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.k = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.k += 1
+        return torch.tanh(super().forward(x)) * (1 + 0.1 * self.k)
+
+
+class Counter(TwoLayers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Count() for _ in range(2))
+
+    def between(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x))
+
+
+@torch.no_grad()
+def clamp(run: Any) -> None:
+    for param in run.model.parameters():
+        param.clamp_(-0.1, 0.1)
+
+
+class Forced(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.copy_(F.normalize(self.weight, dim=1))
+        return F.linear(x, 1.5 * F.normalize(self.weight, dim=1), self.bias)
+
+
+def forced() -> nn.Module:
+    return nn.Sequential(Forced(6, 16), nn.Tanh(), Forced(16, 3))
+
+
+class Teacher(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(6, 3), nn.Linear(6, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.student(x) + 0.5 * self.teacher(x)
+
+
+@torch.no_grad()
+def follow_student(run: Any) -> None:
+    for mine, theirs in zip(run.model.teacher.parameters(), run.model.student.parameters(), strict=True):
+        mine.lerp_(theirs, 0.5)
+
+
+class ThirdPart(TwoLayers):
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        return super().forward(x if other is None else x + other)
+
+
+# -- models of tokens ------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """Embedding, four blocks, head."""
+
+    number = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+        self.blocks = nn.ModuleList(self.block() for _ in range(self.number))
+
+    def block(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Skip(Blocks):
+    """Every block is given the embeddings too."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = x0 = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x + x0)
+        return self.head(x)
+
+
+class Between(Blocks):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = 1.5 * block(x)
+        return self.head(x)
+
+
+class Modulated(nn.Linear):
+    def forward(self, x: Tensor, by: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x)) * (1 + by)
+
+
+class Conditioned(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.condition = nn.Embedding(64, 16)
+
+    def block(self) -> nn.Module:
+        return Modulated(16, 16)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, by = self.embed(input_ids), self.condition(input_ids[:, :1])
+        for block in self.blocks:
+            x = block(x, by)
+        return self.head(x)
+
+
+class SumOfStates(Blocks):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        states = [x]
+        for block in self.blocks:
+            states.append(block(states[-1]))
+        return self.head(torch.stack(states).sum(0))
+
+
+class Pair(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(super().forward(x))
+        return x, x.sum(-1)
+
+
+class Tuples(Blocks):
+    def block(self) -> nn.Module:
+        return Pair(16, 16)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, total = self.embed(input_ids), 0.0
+        for block in self.blocks:
+            x, aside = block(x)
+            total = total + aside
+        return self.head(x) + total[..., None]
+
+
+class FrozenStart(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.requires_grad_(False)
+        self.blocks[:3].requires_grad_(False)
+
+
+class ResidualBlock(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(super().forward(x))
+
+
+class Residual(Blocks):
+    def block(self) -> nn.Module:
+        return ResidualBlock(16, 16)
+
+
+class Stream(nn.Module):
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.a, self.dtype = nn.Linear(16, 16), dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.to(self.a.weight.dtype)
+        return (y + torch.tanh(self.a(y))).to(self.dtype) if self.dtype else x + torch.tanh(self.a(y)).float()
+
+
+class BF16Stream(Blocks):
+    """A residual stream in a dtype of its own."""
+
+    dtype: torch.dtype | None = torch.bfloat16
+
+    def block(self) -> nn.Module:
+        return Stream(self.dtype)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.to(self.head.weight.dtype))
+
+
+class FP16Stream(BF16Stream):
+    dtype = torch.float16
+
+
+class Float32Stream(BF16Stream):
+    dtype = None
+
+
+class TwoUsesBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.up = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.up(F.gelu(self.mix(x) + F.linear(torch.tanh(x), self.mix.weight)))
+
+
+class TwoUses(Blocks):
+    def block(self) -> nn.Module:
+        return TwoUsesBlock()
+
+
+class KeywordBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.a(input=x))
+
+
+class Keyword(Blocks):
+    def block(self) -> nn.Module:
+        return KeywordBlock()
+
+
+class AutocastBlock(KeywordBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return x + torch.tanh(self.a(x))
+
+
+class Autocast(Blocks):
+    def block(self) -> nn.Module:
+        return AutocastBlock()
+
+
+class Spare(Blocks):
+    number = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(16, 16)
+
+
+class SpareBesideRoot(Spare):
+    """A weight of the root's own stands beside the unused layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.ones(16, 16))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids) + self.positions
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def zamba2() -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {
+        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 32, "layers_block_type": ["mamba", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3], "mamba_d_state": 8, "n_mamba_heads": 4, "mamba_headdim": 8, "mamba_ngroups": 1,
+        "num_mem_blocks": 1, "adapter_rank": 4, "use_cache": False,
+    }  # fmt: skip
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("zamba2", **fields))
+
+
+def checkpointing_gpt2() -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "gpt2", vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0
+    )
+    config.use_cache = False
+    model = AutoModelForCausalLM.from_config(config)
+    model.gradient_checkpointing_enable()
+    return model
+
+
+class DropoutOnTokensFirst(Blocks):
+    number = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.blocks[0](self.drop(self.embed(input_ids.T)))).transpose(0, 1)
+
+
+class Reentrant(Blocks):
+    reentrant = True
+    number = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.drop(self.blocks[0](x)))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        return self.head(x + checkpoint(self.inner, x, use_reentrant=self.reentrant))
+
+
+class NonReentrant(Reentrant):
+    reentrant = False
+
+
+class Embedded(nn.Module):
+    options: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 16, **self.options), nn.Linear(16, 64)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.embed(input_ids))
+
+
+class Blockless(Embedded):
+    pass
+
+
+class MaxNorm(Embedded):
+    options: ClassVar[dict[str, Any]] = {"max_norm": 1.0}
+
+
+class ByFrequency(Embedded):
+    options: ClassVar[dict[str, Any]] = {"scale_grad_by_freq": True}
+
+
+class Cached(Blocks):
+    """Positions that the first forward makes, and later ones find."""
+
+    table: Tensor | None = None
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        if self.table is None or len(self.table) < input_ids.shape[1]:
+            self.table = torch.arange(input_ids.shape[1], device=input_ids.device)[:, None] / 16
+        x = self.embed(input_ids)
+        x = x + self.table.to(x.dtype)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class PaddedMean(Blocks):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + x.mean(1, keepdim=True))
+
+
+class KeywordBatch(Blocks):
+    def forward(self, **batch: Tensor) -> Tensor:
+        x = self.embed(batch["input_ids"])
+        if "attention_mask" in batch:
+            x = x * batch["attention_mask"][..., None].to(x.dtype)
+        return self.head(self.blocks[0](x))
+
+
+class CountBlock(Count):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.k
+        self.register_buffer("k", torch.zeros(1))
+
+
+class CountingBlocks(Blocks):
+    def block(self) -> nn.Module:
+        return CountBlock()
+
+
+# -- code between tokens and between features ------------------------------------------------------
+
+
+class Planned(Blocks):
+    """Blocks with a plan of how to cut them."""
+
+    number = 2
+    tensor_plan: ClassVar[dict[str, str]] = {"blocks.*.ffn.up": "column", "blocks.*.ffn.down": "row"}
+
+
+class FeedForward(nn.Module):
+    width = 32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(self.width, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class TokenBlock(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.ffn = inner
+
+    def tokens(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tokens(x)
+        return x + self.ffn(x)
+
+
+class ConvolutionBlock(TokenBlock):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.conv = nn.Conv1d(16, 16, 3, groups=16)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        return x + self.conv(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
+
+
+class ShiftBlock(TokenBlock):
+    def tokens(self, x: Tensor) -> Tensor:
+        return 0.5 * x + 0.5 * F.pad(x, (0, 0, 1, -1))
+
+
+class LengthBlock(TokenBlock):
+    def tokens(self, x: Tensor) -> Tensor:
+        return x * (1.5 if x.shape[1] > 8 else 0.5)
+
+
+class NormalisedFeedForward(FeedForward):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.normalize(self.up(x).relu(), dim=-1))
+
+
+class FusedFeedForward(FeedForward):
+    width = 16
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.up(x).chunk(2, -1)
+        return self.down(F.silu(a) * b)
+
+
+class GatedFeedForward(FeedForward):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class OwnAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in "qkvo")
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class ShortConvolution(Planned):
+    def block(self) -> nn.Module:
+        return ConvolutionBlock(FeedForward())
+
+
+class TokenShift(Planned):
+    def block(self) -> nn.Module:
+        return ShiftBlock(FeedForward())
+
+
+class ByLength(Planned):
+    def block(self) -> nn.Module:
+        return LengthBlock(FeedForward())
+
+
+class PlainFeedForward(Planned):
+    def block(self) -> nn.Module:
+        return TokenBlock(FeedForward())
+
+
+class Normalised(Planned):
+    def block(self) -> nn.Module:
+        return TokenBlock(NormalisedFeedForward())
+
+
+class FusedGate(Planned):
+    def block(self) -> nn.Module:
+        return TokenBlock(FusedFeedForward())
+
+
+class Gated(Planned):
+    tensor_plan: ClassVar[dict[str, str]] = {**Planned.tensor_plan, "blocks.*.ffn.gate": "column"}
+
+    def block(self) -> nn.Module:
+        return TokenBlock(GatedFeedForward())
+
+
+class LogProbabilities(Planned):
+    tensor_plan: ClassVar[dict[str, str]] = {"head": "vocab"}
+
+    def block(self) -> nn.Module:
+        return TokenBlock(FeedForward())
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return F.log_softmax(super().forward(input_ids), -1)
+
+
+class OwnHeads(Planned):
+    tensor_plan: ClassVar[dict[str, str]] = {
+        **{f"blocks.*.ffn.{name}": "column" for name in "qkv"},
+        "blocks.*.ffn.o": "row",
+    }
+
+    def block(self) -> nn.Module:
+        return TokenBlock(OwnAttention())
+
+
+# -- experts ---------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.w = nn.Parameter(torch.randn(4, 16, 16) * 0.3)
+
+    def made(self, rows: Tensor, expert: int) -> Tensor:
+        return F.gelu(rows @ self.w[expert])
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for expert in range(self.num_experts):
+            row, slot = (chosen == expert).nonzero(as_tuple=True)
+            out = out.index_add(0, row, self.made(x[row], expert) * weights[row, slot, None])
+        return out
+
+
+class WeighingExperts(Experts):
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x, chosen, weights / weights.sum(-1, keepdim=True))
+
+
+class DividingExperts(Experts):
+    def made(self, rows: Tensor, expert: int) -> Tensor:
+        h = rows @ self.w[expert]
+        return h / h.norm(dim=-1, keepdim=True)
+
+
+class LoopedExperts(nn.Module):
+    expert_plan: ClassVar[list[str]] = ["experts"]
+    kind: ClassVar[type[Experts]] = Experts
+    chosen_from = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.router, self.head = nn.Embedding(64, 16), nn.Linear(16, 4), nn.Linear(16, 64)
+        self.experts = self.kind()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        rows = x.flatten(0, 1)
+        scores = self.router(rows).softmax(-1) * (torch.arange(4, device=x.device) < self.chosen_from)
+        weights, chosen = scores.topk(2)
+        return self.head(x + self.combined(rows, chosen, weights).view_as(x))
+
+    def combined(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return self.experts(rows, chosen, weights)
+
+
+class OwnWeighing(LoopedExperts):
+    kind = WeighingExperts
+
+
+class NoRows(LoopedExperts):
+    kind = DividingExperts
+    chosen_from = 2
+
+
+class OtherOrder(LoopedExperts):
+    def combined(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return self.experts(weights=weights, x=rows, chosen=chosen)

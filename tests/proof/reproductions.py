@@ -1,0 +1,332 @@
+"""Code that people write and that came out wrong without a word, each as a small case, beside legal code of the same kinds.
+
+A case is a model, a loss, an optimizer and data, with layouts and what each must come to: `equal` to one device (or to a
+plain loop, or to the run that was not interrupted), `refused` by an InputError whose text holds one of the case's names,
+or either. `outcome` runs one of them, and `table` lists all for the documents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from samestep.building.loss import cross_entropy
+from samestep.datasets import batches
+from samestep.errors import InputError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.runtime import checkpoint
+from samestep.runtime.assembly import Source
+from samestep.runtime.optimizer_source import optimizer_source
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run import Run
+from tests.laboratory import TOLERANCE, Observed, assert_same, follow, largest_error, whole
+from tests.pool import pool
+from tests.proof import odd_code as odd
+
+EQUAL, REFUSED, EITHER = "equal", "refused", "either"
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """One piece of code, and what each layout must make of it."""
+
+    name: str
+    cause: str
+    """The cause it had in the review; empty for legal code."""
+    item: int
+    """The item of the work that mends it."""
+    build: Callable[[], Any]
+    layouts: tuple[str, ...]
+    must: str = EITHER
+    names: tuple[str, ...] = ()
+    """Words of which a refusal holds one."""
+    loss: Callable[..., Any] = cross_entropy
+    optimizer: Callable[[list[Tensor]], Any] = odd.sgd
+    data: Callable[[], Any] = odd.Tokens
+    steps: int = 2
+    precision: str = "float64"
+    tolerance: float = TOLERANCE
+    each: Callable[[Run], None] | None = None
+    against: str = "one device"
+    """`one device`, `a plain loop`, or `no interruption`."""
+    reference: str = "dp=1"
+    stop: int = 3
+    """The step after which a run is interrupted."""
+
+    @property
+    def job(self) -> Job:
+        train = {"global_batch": 8, "steps": self.steps, "seed": 3}
+        numerics = {"precision": self.precision}
+        if self.precision == "fp16":
+            numerics |= {"loss_scale": 2.0**21, "loss_scale_growth_steps": 3}
+            train |= {"global_batch": 4, "seed": 1}
+        return Job(train=train, numerics=numerics, run={"device": "cpu"})
+
+
+def _case(name: str, cause: str, item: int, build: Any, layouts: str, **fields: Any) -> Reproduction:
+    return Reproduction(name, cause, item, build, tuple(word.strip() for word in layouts.split(",")), **fields)
+
+
+VECTORS: dict[str, Any] = {"data": odd.Vectors}
+PP, ZERO3 = "dp=1 pp=2 microbatch=4", "dp=2 zero=3"
+
+REPRODUCTIONS = (
+    # -- what passes between the stages of a pipeline ----------------------------------------------
+    _case("x0 residual", "A1", 2, odd.Skip, PP, names=("blocks", "pp")),
+    _case("code between blocks", "A1", 2, odd.Between, PP, names=("blocks", "pp")),
+    _case("conditioning by a trained embedding", "A1", 2, odd.Conditioned, PP, names=("blocks", "pp")),
+    _case("sum of all hidden states", "A1", 2, odd.SumOfStates, PP, names=("blocks", "pp")),
+    _case("Zamba2", "A1", 2, odd.zamba2, PP, names=("layers", "pp")),
+    _case("blocks of several widths", "C", 2, odd.mlp, PP, names=("pp",), **VECTORS),
+    _case("frozen first stage", "C", 2, odd.FrozenStart, PP, names=("pp", "blocks")),
+    _case("blocks that give tuples", "C", 2, odd.Tuples, PP, names=("pp", "blocks")),
+    _case("plain blocks", "", 2, odd.Blocks, f"{PP}, dp=1 pp=2 microbatch=2 schedule=zero-bubble", must=EQUAL),
+    _case("residual within blocks", "", 2, odd.Residual, f"{PP}, {ZERO3}", must=EQUAL),
+    _case("bf16 stream in float64", "D1", 2, odd.BF16Stream, PP, names=("dtype", "bfloat16")),
+    _case("fp16 stream in float64", "D1", 2, odd.FP16Stream, PP, names=("dtype", "float16")),
+    _case("float32 stream in bf16", "D1", 2, odd.Float32Stream, PP, names=("dtype",), precision="bf16", tolerance=3e-6, reference="dp=1 microbatch=4"),
+    _case("weight used twice", "D2", 3, odd.TwoUses, "dp=2 pp=2 zero=1 microbatch=1 schedule=zero-bubble, dp=1 pp=2 microbatch=2 schedule=zero-bubble", names=("mix",), steps=3),
+    _case("linear called by keyword", "D8", 3, odd.Keyword, "dp=1 pp=2 microbatch=2 schedule=zero-bubble, dp=2", must=EQUAL),
+    _case("linear under its own autocast", "D7", 3, odd.Autocast, "dp=1 pp=2 microbatch=2 schedule=zero-bubble", names=("blocks",), precision="float32", tolerance=1e-5, reference="dp=1 microbatch=2"),
+    # -- optimizers --------------------------------------------------------------------------------
+    _case("LARS of matrices alone", "A2", 5, odd.net, f"{ZERO3}, dp=2 zero=1", optimizer=odd.Lars, names=("Lars",), **VECTORS),
+    _case("rule that starts late", "A3", 5, odd.net, ZERO3, optimizer=odd.LateRule, names=("LateRule",), steps=8, **VECTORS),
+    _case("groups by size", "A3", 5, odd.net, ZERO3, optimizer=odd.by_size, names=("SGD", "optimizer"), **VECTORS),
+    _case("optimizer that draws noise", "B", 5, odd.net, "dp=2", optimizer=odd.Noisy, names=("Noisy", "random"), **VECTORS),
+    _case("AdamW with decay groups by dimension", "", 5, odd.net, ZERO3, must=EQUAL, optimizer=odd.by_dimension, **VECTORS),
+    _case("LARS where weights are whole", "", 5, odd.net, "dp=2", must=EQUAL, optimizer=odd.Lars, **VECTORS),
+    _case("parameters' hooks", "A19", 5, odd.hooked, "dp=1, dp=2, dp=2 zero=3", against="a plain loop", names=("hook",), **VECTORS),
+    _case("parameters' tags", "A20", 5, odd.tagged, "dp=1, dp=2", against="a plain loop", optimizer=odd.by_tag, names=("_no_weight_decay", "tag"), **VECTORS),
+    _case("optimizer over other weights", "A23", 5, odd.net, "dp=1", against="a plain loop", optimizer=odd.over_others, must=REFUSED, names=("optimizer", "SGD"), **VECTORS),
+    _case("unused weights under decay", "A24", 5, odd.Spare, f"dp=1, dp=2, {ZERO3}", against="a plain loop", optimizer=odd.adamw, names=("spare",)),
+    _case("unused layer in bf16", "D5", 5, odd.SpareBesideRoot, ZERO3, names=("spare",), precision="bf16", tolerance=3e-6, reference="dp=1 microbatch=4"),
+    _case("unused layer", "", 5, odd.Spare, "dp=2 zero=1", must=EQUAL),
+    # -- tokens ------------------------------------------------------------------------------------
+    _case("convolution over tokens", "A4", 1, odd.ShortConvolution, "dp=1 tp=2 sequence_parallel", names=("conv", "block")),
+    _case("token shift", "A4", 1, odd.TokenShift, "dp=1 tp=2 sequence_parallel", names=("block",)),
+    _case("factor by length", "A14", 1, odd.ByLength, "dp=1 cp=2", names=("block", "length", "tokens")),
+    _case("feed-forward alone", "", 1, odd.PlainFeedForward, "dp=1 tp=2 sequence_parallel, dp=1 tp=2", must=EQUAL),
+    # -- features ----------------------------------------------------------------------------------
+    _case("heads counted by another name", "A5", 2, odd.OwnHeads, "dp=1 tp=2", names=("q", "heads", "block")),
+    _case("norm of hidden neurons", "A6", 2, odd.Normalised, "dp=1 tp=2", names=("up", "down", "block")),
+    _case("halves of a fused projection", "A6", 2, odd.FusedGate, "dp=1 tp=2", names=("up", "down", "block")),
+    _case("log_softmax behind a cut head", "A7", 2, odd.LogProbabilities, "dp=1 tp=2", names=("head",)),
+    _case("gate and up apart", "", 2, odd.Gated, "dp=1 tp=2", must=EQUAL),
+    # -- samples, the loss -------------------------------------------------------------------------
+    _case("contrastive loss", "B", 4, odd.net, "dp=2, dp=1 microbatch=4", loss=odd.contrastive, must=REFUSED, names=("loss",), **VECTORS),
+    _case("mean as a loss", "B", 4, odd.net, "dp=2", loss=odd.mean_loss, must=REFUSED, names=("loss",), data=odd.SevenVectors),
+    _case("expert capacity", "B", 1, odd.Capacity, "dp=2", must=REFUSED, names=("samples",), **VECTORS),
+    _case("standard deviation of the batch", "B", 1, odd.BatchDeviation, "dp=2, dp=1 microbatch=4", must=REFUSED, names=("samples",), **VECTORS),
+    _case("mean over padding", "B", 1, odd.PaddedMean, "dp=2", names=("samples", "pad"), data=odd.PaddedTokens),
+    _case("two views in one batch", "", 1, odd.TwoViews, "dp=2, dp=1 microbatch=4", must=EQUAL, **VECTORS),
+    _case("samples sorted and put back", "", 1, odd.Sorted, "dp=2", must=EQUAL, **VECTORS),
+    _case("weights of samples in the loss", "", 4, odd.net, "dp=2, dp=1 microbatch=2", loss=odd.weighted_loss, must=EQUAL, **VECTORS),
+    # -- random numbers ----------------------------------------------------------------------------
+    _case("dropout on tokens first", "A8", 4, odd.DropoutOnTokensFirst, "dp=2, dp=1 microbatch=2", names=("drop", "dropout")),
+    _case("dropout on two views", "A8", 4, odd.DropoutOnTwoViews, "dp=2, dp=1 microbatch=2", names=("drop", "dropout"), **VECTORS),
+    _case("dropout raised later", "A9", 4, odd.LateDropout, "dp=2", names=("random", "drop"), each=odd.raise_dropout, steps=3, **VECTORS),
+    _case("dropout of aten", "A10", 4, odd.AtenDropout, "dp=2", names=("random", "dropout"), **VECTORS),
+    _case("Python's random numbers", "A10", 4, odd.PythonNoise, "dp=2", names=("random",), **VECTORS),
+    _case("numpy's random numbers", "A10", 4, odd.NumpyNoise, "dp=2", names=("random",), **VECTORS),
+    _case("augmentation in __getitem__", "B", 4, odd.net, "dp=2", data=odd.Augmented, must=REFUSED, names=("sample", "data")),
+    _case("dropout", "", 4, odd.Dropout, f"dp=2, dp=1 microbatch=2, {ZERO3}", must=EQUAL, **VECTORS),
+    _case("reentrant checkpointing", "A11", 4, odd.Reentrant, "dp=2", names=("checkpoint",)),
+    _case("checkpointing", "A11", 4, odd.NonReentrant, "dp=2", names=("checkpoint",)),
+    _case("gradient_checkpointing_enable", "A11", 4, odd.checkpointing_gpt2, "dp=2", names=("checkpoint",)),
+    # -- state -------------------------------------------------------------------------------------
+    _case("running mean of its own", "A12", 4, odd.RunningMean, "dp=2", names=("mean",), **VECTORS),
+    _case("spectral norm", "A12", 4, odd.spectral, "dp=1 microbatch=1", names=("spectral", "_u", "parametrizations"), **VECTORS),
+    _case("embedding with max_norm", "A12", 4, odd.MaxNorm, "dp=2 zero=3, dp=2", names=("max_norm", "embed")),
+    _case("embedding scaled by frequency", "A12", 4, odd.ByFrequency, "dp=2", names=("scale_grad_by_freq", "embed")),
+    _case("calls counted", "A12", 4, odd.Counter, "dp=1 recompute=full, dp=1 microbatch=4", names=("k", "blocks"), **VECTORS),
+    _case("weights clamped by hand", "A13", 4, odd.net, "dp=1 offload, dp=2", names=("weight",), each=odd.clamp, **VECTORS),
+    _case("weights normalised in the forward", "A13", 4, odd.forced, "dp=2 zero=1, dp=2 zero=3", names=("weight", "0"), **VECTORS),
+    _case("table made when it is first used", "C", 4, odd.Cached, "dp=1, dp=2, dp=1 microbatch=4", must=EQUAL),
+    _case("queue that only later steps read", "", 4, odd.Unread, "dp=1", must=EQUAL, **VECTORS),
+    # -- experts -----------------------------------------------------------------------------------
+    _case("experts that weigh by themselves", "D3", 5, odd.OwnWeighing, "dp=2 ep=2", names=("experts",)),
+    _case("experts without rows", "D6", 5, odd.NoRows, "dp=2 ep=2", must=EQUAL),
+    _case("arguments in another order", "D9", 5, odd.OtherOrder, "dp=2 ep=2", names=("experts",)),
+    _case("experts in a loop", "", 5, odd.LoopedExperts, "dp=2 ep=2, dp=2", must=EQUAL),
+    # -- what a model is given, what is resumed ----------------------------------------------------
+    _case("forward(**batch)", "A21", 6, odd.KeywordBatch, "dp=1, dp=2", against="a plain loop", names=("mask",), data=odd.MaskedTokens),
+    _case("third part of a tuple", "A22", 6, odd.ThirdPart, "dp=1, dp=2", against="a plain loop", names=("part",), data=odd.Triples),
+    _case("counters in an optimizer's groups", "A15", 6, odd.net, "dp=1, dp=2 zero=1", against="no interruption", optimizer=odd.ScheduleFree, names=("ScheduleFree",), steps=6, **VECTORS),
+    _case("teacher that follows", "A16", 6, odd.Teacher, "dp=1", against="no interruption", each=odd.follow_student, names=("teacher",), steps=6, **VECTORS),
+    _case("buffers of later stages", "A17", 6, odd.CountingBlocks, "dp=1 pp=2 microbatch=8, dp=1", against="no interruption", names=("blocks", "k"), steps=6),
+    _case("loss scale of the first sample", "D4", 6, odd.Blockless, "dp=1", against="no interruption", names=("loss_scale",), optimizer=odd.fast_sgd, steps=12, stop=4, precision="fp16", data=odd.Lengths),
+    _case("AdamW resumed", "", 6, odd.net, "dp=1, dp=2 zero=3", must=EQUAL, against="no interruption", optimizer=odd.adamw, steps=6, **VECTORS),
+)  # fmt: skip
+CASES = {case.name: case for case in REPRODUCTIONS}
+
+
+# -- running one -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    kind: str
+    """`equal`, `refused`, `different`, or `failed` with another error than a refusal."""
+    text: str = ""
+
+    def fits(self, case: Reproduction) -> bool:
+        """Return whether it is right or refused by name, as the case asks."""
+        if self.kind == REFUSED:
+            return case.must != EQUAL and any(name in self.text for name in case.names)
+        return self.kind == EQUAL and case.must != REFUSED
+
+
+def outcome(case: Reproduction, layout: str) -> Outcome:
+    """Return what a layout makes of a case."""
+    try:
+        expected = _expected(case)
+        world = Layout.parse(layout).world_size
+        found = pool(world).run(carry_out, case.name, layout) if world > 1 else [carry_out(0, 1, case.name, layout)]
+    except InputError as error:
+        return Outcome(REFUSED, str(error))
+    except Exception as error:
+        return Outcome("failed", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    try:
+        if case.against == "one device":
+            assert_same(found, expected, case.tolerance)
+        else:
+            theirs = expected.losses or [0.0] * len(found[0].losses)
+            worst = max(abs(a - b) for a, b in zip(found[0].losses, theirs, strict=True))
+            assert worst <= case.tolerance * max(1.0, *map(abs, theirs)), (found[0].losses, theirs)
+            if expected.weights:
+                error, name = largest_error(whole([seen.weights for seen in found]), whole([expected.weights]))
+                assert error <= case.tolerance, f"weight {name}: {error:.1e}"
+    except AssertionError as error:
+        return Outcome("different", str(error).splitlines()[0])
+    return Outcome(EQUAL)
+
+
+def _expected(case: Reproduction) -> Observed:
+    """Return what the case is held against; a refusal there is a refusal of the case."""
+    if case.against == "a plain loop":
+        return _plain_loop(case.name)
+    if case.against == "no interruption":
+        return Observed()  # each rank makes both runs
+    return _one_device(case.name)
+
+
+@functools.cache
+def _one_device(name: str) -> Observed:
+    return carry_out(0, 1, name, CASES[name].reference)
+
+
+def carry_out(rank: int, world: int, name: str, layout: str) -> Observed:
+    """Take the steps of a case in a layout; a case of resuming returns how far the resumed losses are from the others."""
+    case = CASES[name]
+    with seeded(rank):
+        if case.against == "no interruption":
+            return _resumed(rank, world, case, layout)
+        return follow(_run(rank, world, case, layout), case.data(), case.job, each=case.each)
+
+
+def _run(rank: int, world: int, case: Reproduction, layout: str) -> Run:
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    source = Source(case.build, case.loss, optimizer_source(case.optimizer), case.name)
+    return Run(source, Layout.parse(layout), case.job, place)
+
+
+@contextlib.contextmanager
+def seeded(rank: int) -> Iterator[None]:
+    """Give each rank random numbers of its own, as processes that are started apart have."""
+    kept = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    torch.manual_seed(1000 + rank)
+    random.seed(1000 + rank)
+    np.random.seed(1000 + rank)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(kept[0])
+        random.setstate(kept[1])
+        np.random.set_state(kept[2])
+
+
+@functools.cache
+def _plain_loop(name: str) -> Observed:
+    """Train the case's own model with its own optimizer in a loop of torch, from the run's first weights."""
+    case = CASES[name]
+    data, job = case.data(), case.job
+    run = _run(0, 1, replace(case, optimizer=odd.sgd), "dp=1")
+    run.prepare(next(batches(data, job)).samples([0]))
+    first = {
+        piece.name: piece.value.detach().clone().view_as(run.model.get_parameter(piece.name))
+        for piece in run.updater.pieces
+    }
+    model = case.build().double()
+    model.load_state_dict(first, strict=False)
+    optimizer = case.optimizer(list(model.parameters()))
+    seen = Observed()
+    for batch in batches(data, job):
+        samples = batch.samples(batch.indices)
+        total, count = case.loss(_called(model, samples), samples)
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        seen.losses.append(float(total / count))
+    seen.weights = [(name, 0, param.numel(), param.detach()) for name, param in model.named_parameters()]
+    return seen
+
+
+def _called(model: nn.Module, samples: Any) -> Tensor:
+    if isinstance(samples, dict):
+        return model(**{name: value for name, value in samples.items() if name != "labels"})
+    return model(*(value.double() for value in (samples[0], *samples[2:])))
+
+
+def _resumed(rank: int, world: int, case: Reproduction, layout: str) -> Observed:
+    """Take the steps, and again with an interruption after some of them; return by how much the losses differ."""
+    job, data, stop = case.job, case.data(), case.stop
+    folders = [tempfile.mkdtemp() if rank == 0 else ""]
+    if world > 1:
+        torch.distributed.broadcast_object_list(folders, src=0)
+    folder = Path(folders[0])
+
+    def taken(run: Run, first: int, last: int) -> list[float]:
+        found = []
+        for batch in batches(data, job, first):
+            if batch.step == last:
+                break
+            report = run.step(batch)
+            found.append(report.loss + report.skipped)
+            if case.each is not None:
+                case.each(run)
+        return found
+
+    whole = taken(_run(rank, world, case, layout), 0, case.steps)
+    begun = _run(rank, world, case, layout)
+    taken(begun, 0, stop)
+    checkpoint.save(begun, folder, keep=1)
+    resumed = _run(rank, world, case, layout)
+    later = next(batches(data, job, stop))
+    resumed.prepare(later.samples(later.indices[:1]))
+    checkpoint.load(resumed, checkpoint.list_checkpoints(folder)[-1])
+    assert resumed.steps_taken == stop
+    return Observed(losses=[a - b for a, b in zip(taken(resumed, stop, case.steps), whole[stop:], strict=True)])
+
+
+# -- for the documents -----------------------------------------------------------------------------
+
+
+def table() -> str:
+    """Return every case with its cause and what each layout makes of it, as a table of Markdown."""
+    lines = ["| code | cause | layout | outcome |", "| --- | --- | --- | --- |"]
+    for case in REPRODUCTIONS:
+        for layout in case.layouts:
+            found = outcome(case, layout)
+            lines.append(f"| {case.name} | {case.cause or 'legal'} | `{layout}` | {found.kind} |")
+    return "\n".join(lines)

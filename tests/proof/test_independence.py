@@ -1,0 +1,220 @@
+"""The prover of independence: what it claims of a forward holds for every value, and what is independent it does not refuse.
+
+Programs of random operations run twice: on the meta device, followed by the prover, and on real values, of which one
+sample at a time is changed. The second run is the truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from samestep.models.analysis import ExpertModules
+from samestep.tracing.dependence_rules import DECLARED, independent
+from samestep.tracing.samples import NUM_SAMPLES, Findings, examine
+
+NO_EXPERTS = ExpertModules({}, ())
+Step = Callable[[Tensor], Tensor]
+
+torch.library.define("samestep_tests::twice", "(Tensor x) -> Tensor")
+torch.library.impl("samestep_tests::twice", "CompositeExplicitAutograd", lambda x: x * 2)
+
+
+def _per_dim(name: str, step: Callable[[Tensor, int], Tensor]) -> list[tuple[str, Step]]:
+    """Return an operation along each of the first three dimensions, or the last one of tensors with fewer."""
+    return [(f"{name} {dim}", lambda t, dim=dim: step(t, min(dim, t.dim() - 1))) for dim in range(3)]
+
+
+def _halves(t: Tensor, dim: int) -> Tensor:
+    if t.shape[dim] % 2:
+        return t
+    first, second = t.chunk(2, dim)
+    return first - 2 * second
+
+
+def _written_back(t: Tensor) -> Tensor:
+    mask = t.flatten(1).sum(1) > 0
+    out = t.clone()
+    out[mask] = torch.tanh(t[mask])
+    return out
+
+
+def _added_back(t: Tensor) -> Tensor:
+    flat = t.reshape(-1, t.shape[-1])
+    (places,) = torch.where(flat.sum(-1) > 0)
+    return torch.zeros_like(flat).index_add_(0, places, torch.sin(flat[places])).view(t.shape)
+
+
+def _sorted_and_back(t: Tensor) -> Tensor:
+    flat = t.reshape(-1, t.shape[-1])
+    order = flat.sum(-1).argsort()
+    out = torch.empty_like(flat)
+    out[order] = torch.tanh(flat[order])
+    return out.view(t.shape)
+
+
+def _in_parts(t: Tensor, dim: int) -> Tensor:
+    out = torch.zeros_like(t)
+    for at in range(t.shape[dim]):
+        out.select(dim, at).copy_(torch.sin(t.select(dim, at)))
+    return out
+
+
+STEPS: dict[str, Step] = dict(
+    [
+        *_per_dim("mean", lambda t, d: t + t.mean(d, keepdim=True)),
+        *_per_dim("softmax", lambda t, d: t + t.softmax(d)),
+        *_per_dim("cumsum", lambda t, d: t.cumsum(d)),
+        *_per_dim("largest", lambda t, d: t - t.amax(d, keepdim=True) * 0.5),
+        *_per_dim("sort", lambda t, d: t.sort(d).values),
+        *_per_dim("best", lambda t, d: t + t.gather(d, t.argmax(d, keepdim=True))),
+        *_per_dim("roll", lambda t, d: t + 0.5 * t.roll(1, d)),
+        *_per_dim("roll away", lambda t, d: t.roll(1, d)),
+        *_per_dim("flip", lambda t, d: t.flip(d)),
+        *_per_dim("halves", _halves),
+        *_per_dim("cat", lambda t, d: torch.cat([t, -0.5 * t], d)),
+        *_per_dim("cat of rolled", lambda t, d: torch.cat([t, t.roll(1, d)], d)),
+        *_per_dim("stack", lambda t, d: torch.stack([t, t.sin()], d).sum(d)),
+        *_per_dim("stack of selected", lambda t, d: torch.stack([row.sin() for row in t.unbind(d)], d)),
+        *_per_dim("writing in parts", _in_parts),
+        *_per_dim("first", lambda t, d: t * t.narrow(d, 0, 1)),
+        *_per_dim("repeat_interleave", lambda t, d: t.repeat_interleave(2, d)),
+        *_per_dim("drop the first", lambda t, d: t.narrow(d, 1, t.shape[d] - 1) if t.shape[d] > 2 else t),
+        *_per_dim("index", lambda t, d: t.index_select(d, torch.arange(t.shape[d], device=t.device))),
+        *_per_dim("swap", lambda t, d: t.transpose(0, d)),
+        ("swap and copy", lambda t: t.transpose(0, 1).contiguous() if t.dim() > 1 else t),
+        ("flatten", lambda t: t.flatten(0, 1) if t.dim() > 1 else t),
+        ("flatten the end", lambda t: t.flatten(1) if t.dim() > 1 else t),
+        ("samples first again", lambda t: t.reshape(NUM_SAMPLES, -1, t.shape[-1]) if t.numel() % (4 * t.shape[-1]) == 0 else t),
+        ("in two groups", lambda t: t.reshape(2, -1, t.shape[-1]) if t.numel() % (2 * t.shape[-1]) == 0 else t),
+        ("linear", lambda t: t @ torch.ones(t.shape[-1], 4, device=t.device, dtype=t.dtype).tril()),
+        ("self product", lambda t: t @ t.mT if t.dim() > 1 else t),
+        ("norm of features", lambda t: F.layer_norm(t, t.shape[-1:])),
+        ("statistics of a channel", lambda t: F.batch_norm(t, None, None, training=True) if t.dim() in (2, 3) else t),
+        ("statistics of a sample", lambda t: F.instance_norm(t) if t.dim() == 3 and t.shape[-1] > 1 else t),
+        ("convolution", lambda t: F.conv1d(t, torch.ones(2, t.shape[1], 1, device=t.device, dtype=t.dtype)) if t.dim() == 3 else t),
+        ("pooling", lambda t: F.avg_pool1d(t, 2) if t.dim() == 3 and t.shape[-1] > 1 else t),
+        ("mask and write", _written_back),
+        ("places and add", _added_back),
+        ("order and back", _sorted_and_back),
+        ("a number of all", lambda t: t * t.sum()),
+        ("an operation without a rule", lambda t: torch.ops.samestep_tests.twice(t)),
+    ]
+)  # fmt: skip
+
+
+RESTORING = {"mask and write", "places and add", "order and back"}
+
+
+class Program(nn.Module):
+    """Applies steps one after the other."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names
+        self.scale = nn.Parameter(torch.ones((), device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.names:
+            x = STEPS[name](x)
+        return x * self.scale
+
+
+def _findings(program: Program) -> Findings:
+    value_of = {"scale": torch.ones(())}.__getitem__
+    sample = (torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(7)), torch.zeros(1))
+    return examine(program, sample, _first, NO_EXPERTS, value_of, keeps_all=True)
+
+
+def _first(outputs: Tensor, _: object) -> Tensor:
+    return outputs.sum()
+
+
+def _truth(program: Program) -> bool | None:
+    """Return whether splitting the batch changes nothing; None if the program does not run on a part of it."""
+    program.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+    x = torch.randn(NUM_SAMPLES, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    whole = program(x)
+    for sample in range(NUM_SAMPLES):
+        changed = x.clone()
+        changed[sample] += torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(sample))
+        difference = program(changed) != whole
+        rows = [dim for dim in range(whole.dim()) if whole.shape[dim] % NUM_SAMPLES == 0]
+        if not any(_stays(difference, dim, sample) for dim in rows):
+            return False
+    return True
+
+
+def _stays(difference: Tensor, dim: int, sample: int) -> bool:
+    """Return whether all differences are in the rows of one sample, merged with others in any way."""
+    where = difference.movedim(dim, 0).flatten(1).any(1)
+    for inner in range(1, len(where) + 1):
+        if len(where) % (inner * NUM_SAMPLES) == 0:
+            places = torch.arange(len(where)) // inner % NUM_SAMPLES == sample
+            if not (where & ~places).any():
+                return True
+    return False
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=4))
+def test_claims_hold_for_every_value(names: list[str]) -> None:
+    found = _findings(Program(*names))
+    try:
+        truth = _truth(Program(*names))
+    except (RuntimeError, IndexError, ValueError):
+        return
+    if not found.refusal and not found.tried:
+        assert truth, f"{names} is claimed to be independent"
+    if truth and not set(names) & RESTORING:  # by an order that depends on all samples, and has no effect in the end
+        assert not found.refusal, f"{names} is refused: {found.refusal}"
+
+
+LEGAL = {
+    "samples second": ["swap and copy", "linear", "norm of features", "swap 1"],
+    "merged with tokens": ["flatten", "linear", "samples first again"],
+    "two views": ["cat 0", "linear", "halves 0"],
+    "mixing tokens": ["cumsum 1", "mean 1", "softmax 1", "roll 1", "sort 1", "self product"],
+    "tokens with views": ["cat of rolled 1", "halves 1"],
+    "each sample by itself": ["stack of selected 0", "writing in parts 0"],
+    "experts by masks": ["mask and write", "places and add"],
+    "images": ["statistics of a sample", "convolution", "pooling"],
+}
+MIXING = {
+    "the mean of the batch": (["mean 0"], "mean"),
+    "its statistics": (["statistics of a channel"], "batch_norm"),
+    "the next sample": (["roll 0"], "add"),
+    "a running sum": (["cumsum 0"], "cumsum"),
+    "through merged tokens": (["flatten", "softmax 0"], "softmax"),
+    "through swapped dimensions": (["swap 1", "mean 1"], "mean"),
+    "the largest of all": (["largest 0"], "amax"),
+    "a product of samples": (["swap 1", "self product", "linear"], "bmm"),
+    "the sum of all": (["a number of all"], "sum"),
+}
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_independent_programs_are_proven(name: str) -> None:
+    assert _findings(Program(*LEGAL[name])) == Findings()
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_mixing_programs_are_refused_with_the_operation(name: str) -> None:
+    names, operation = MIXING[name]
+    assert operation in _findings(Program(*names)).refusal
+
+
+def test_an_operation_without_a_rule_is_listed_and_one_with_a_stated_rule_is_not() -> None:
+    assert _findings(Program("an operation without a rule")).tried == ("the model itself by twice",)
+    independent(torch.ops.samestep_tests.twice, along=0)
+    try:
+        assert _findings(Program("an operation without a rule")) == Findings()
+        assert _findings(Program("swap 1", "an operation without a rule")).refusal
+    finally:
+        DECLARED.clear()
