@@ -28,6 +28,7 @@ from samestep.runtime.assembly import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import traced
+from tests.laboratory import combinations
 from tests.models import Tokens
 from tests.pool import pool
 
@@ -433,8 +434,7 @@ def losses_of_a_plain_loop(family: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("layout", "family"), combinations(LAYOUTS, tuple(FAMILIES)))
 def test_a_fine_tune_through_a_function_is_a_plain_loop(family, layout):
     for known in FAMILIES:  # all before the ranks are forked
         make_run(0, 2, known, "dp=2")

@@ -473,8 +473,8 @@ def weight_decay_forgets_a_rank(patch: Patch) -> None:
 def optimizer_state_is_saved_under_another_name(patch: Patch) -> None:
     swap = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
 
-    def contents(original: Any, run_: Run) -> Any:
-        tensors, plain = original(run_)
+    def contents(original: Any, *args: Any) -> Any:
+        tensors, plain = original(*args)
         return {_swapped(name, swap): tensor for name, tensor in tensors.items()}, plain
 
     around(patch, checkpoint, "_contents_of", contents)
@@ -487,8 +487,8 @@ def _swapped(name: str, swap: dict[str, str]) -> str:
 
 @fault(Cause.CHECKPOINT, "dp=2")
 def a_checkpoint_holds_rounded_weights(patch: Patch) -> None:
-    def contents(original: Any, run_: Run) -> Any:
-        tensors, plain = original(run_)
+    def contents(original: Any, *args: Any) -> Any:
+        tensors, plain = original(*args)
         return {name: t.float().to(t.dtype) for name, t in tensors.items()}, plain
 
     around(patch, checkpoint, "_contents_of", contents)

@@ -99,7 +99,7 @@ def compare(reference: Observation, ranks: Sequence[Observation], limit: Limit) 
     )
     held_out = Comparison("held-out loss", None, allowance=limit("loss", "loss", len(reference.steps)))
     for seen in ranks:
-        held_out.note("held-out loss", _relative(seen.held_out, reference.held_out), seen.rank)
+        held_out.note("held-out loss", relative(seen.held_out, reference.held_out), seen.rank)
     return [*found, held_out]
 
 
@@ -195,11 +195,12 @@ def _numbers(what: str, reference: Observation, ranks: Sequence[Observation], in
     for seen in ranks:
         ours, theirs = seen.steps[index], reference.steps[index]
         pair = (ours.loss, theirs.loss) if what == "loss" else (ours.norm, theirs.norm)
-        found.note(what, _relative(*pair), seen.rank)
+        found.note(what, relative(*pair), seen.rank)
     return found
 
 
-def _relative(ours: float, theirs: float) -> float:
+def relative(ours: float, theirs: float) -> float:
+    """Return the difference of two numbers over the larger of 1 and the second one's size."""
     if math.isnan(ours) and math.isnan(theirs):
         return 0.0
     return abs(ours - theirs) / max(1.0, abs(theirs))

@@ -31,6 +31,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.bodies import Task
 from samestep.runtime.assembly import Source
+from samestep.runtime.checkpoint_state import runs_elsewhere
 from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.dropout.mode import Draw
 from samestep.runtime.expert_routes import RouteMode, Routes
@@ -110,6 +111,23 @@ class ObservedStep:
 
 
 @dataclass(slots=True)
+class PlainSteps:
+    """The record of a plain loop."""
+
+    hindrance: str = ""
+    """Why the loop could not run; empty where it did."""
+    other_values: list[str] = field(default_factory=list)
+    """Tensors whose constant values, before the first step, are not those of ours."""
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[list[HeldTensor]] = field(default_factory=list)
+    """The gradients of each step before clipping."""
+    weights: list[list[HeldTensor]] = field(default_factory=list)
+    updated: list[list[HeldTensor]] = field(default_factory=list)
+    """The weights after each step of the job's own optimizer on one device's gradients."""
+
+
+@dataclass(slots=True)
 class Observation:
     """The record of a whole run on one rank."""
 
@@ -131,6 +149,8 @@ class Observation:
     """That optimizer's state after the last of these steps, each tensor named PARAMETER/KEY."""
     learning_rate: float = 0.0
     """The learning rate of the SGD steps."""
+    plain: PlainSteps | None = None
+    """The plain torch loop that one device is held against in float64."""
 
 
 class _DigestingDataset:
@@ -351,15 +371,10 @@ def held_state(run: Run) -> list[HeldTensor]:
 
 def _held_buffers(run: Run) -> list[HeldTensor]:
     """Return a copy of the buffers of the layers that this rank runs."""
-    program = run.program
-    mine = {index for chunk in program.chunks for index in chunk} or set(range(len(program.step.model.layers)))
-    elsewhere = tuple(
-        path for index, layer in enumerate(program.step.model.layers) if index not in mine for path in layer.modules
-    )
     return _kept(
         (name, buffer, range(buffer.numel()))
         for name, buffer in run.model.named_buffers()
-        if not any(name == path or name.startswith(f"{path}.") for path in elsewhere)
+        if not runs_elsewhere(run.program, name)
     )
 
 

@@ -2,6 +2,7 @@
 
 ```
 one device ── steps with SGD ── the job's optimizer on the gradients found ───────► PRECISION-one.pt
+plain torch loop ── the same, without samestep ──────────────────────────────────► PRECISION-one.pt
 the layout ── the same, on its ranks ── a checkpoint ─────────────────────────────► PRECISION-rank-N.pt
 one device ── reads the checkpoint ── compares everything ── looks for the cause of the first difference
 ```
@@ -30,7 +31,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
-from samestep.proof import causes, comparison, observation
+from samestep.proof import causes, comparison, observation, plain_loop
 from samestep.proof.causes import BatchPart, Evidence
 from samestep.proof.comparison import Comparison
 from samestep.proof.observation import Observation, ObservedRun
@@ -92,9 +93,11 @@ def _sgd(named: list[tuple[str, Tensor]]) -> Optimizer:
 
 
 def one_device(place: RankInfo, subject: Subject) -> None:
-    """Run one device's side and write its observation."""
+    """Run one device's side, and the plain torch loop that it is held against, and write the observation of both."""
     observed = ObservedRun(subject.steps_by_sgd, Layout(), subject.job, place, subject.example)
-    torch.save(_noted(observed, subject, None), subject.note("one"))
+    seen = _noted(observed, subject, None)
+    seen.plain = plain_loop.follow(observed.run, subject.source, subject.dataset, seen)
+    torch.save(seen, subject.note("one"))
 
 
 def in_layout(place: RankInfo, subject: Subject) -> None:
@@ -141,6 +144,12 @@ def _observations(subject: Subject) -> tuple[Observation, list[Observation]]:
     return _read(subject.note("one")), ranks
 
 
+def hindrance(subject: Subject) -> str:
+    """Return why one device could not be held against a plain torch loop; empty where it was."""
+    one: Observation = _read(subject.note("one"))
+    return one.plain.hindrance if one.plain else ""
+
+
 Judgement = tuple[tuple[Check, ...], Cause | None, str]
 """The checks, the cause of the first difference or None, and its explanation."""
 
@@ -159,11 +168,14 @@ def judge(place: RankInfo, subject: Subject) -> Judgement:
         comparison.held_comparison("checkpoint", None, one.updated[-1], [(0, loaded.updated[-1])], limit),
         comparison.held_comparison("checkpoint state", None, one.state, [(0, loaded.state)], limit),
     ]
-    everything = [*steps, *updates, *given_back]
+    plainly = plain_loop.compare(one, limit)
+    everything = [*steps, *updates, *given_back, *plainly]
     checks = comparison.checks_of(everything)
     first = next((one_kind for one_kind in everything if one_kind.misfits), None)
     if first is None:
         return checks, None, ""
+    if first in plainly:
+        return checks, Cause.PLAIN, plain_loop.explanation(one, first)
     if first in given_back:
         return checks, *((Cause.CHECKPOINT, refusal) if refusal else causes.find_checkpoint_cause(one, loaded, first))
     found = causes.find_cause(_evidence(run, subject, one, ranks, [*steps, *updates], start))

@@ -1,7 +1,7 @@
 """The verdict of a proof: its checks in the order of a step, the first that failed, and the likely cause. No torch.
 
 ```
-start ── data ── forward ── loss ── gradients ── norm ── weights ── optimizer ── buffers ── checkpoint ── own precision
+start ── data ── forward ── loss ── gradients ── norm ── weights ── optimizer ── buffers ── checkpoint ── plain torch ── own precision
 ```
 A check compares the largest error of its kind with the allowance. The fault lies where the first check fails; later
 failures follow from it.
@@ -43,6 +43,7 @@ class Cause(StrEnum):
     UPDATE = "the optimizer computes a different update"
     STATE_SWAPPED = "optimizer state in the wrong place"
     BUFFER = "a buffer that is not synchronised"
+    PLAIN = "one device computes something else than a plain torch loop of the same code"
     CHECKPOINT = "a checkpoint does not give back what was saved"
     PRECISION = "beyond rounding in the job's own precision, though float64 agrees"
 

@@ -2,6 +2,7 @@
 
 ```
 one device ── takes the steps in float64 and in the job's own precision, and eight times perturbed by one rounding
+           ── takes them in a plain torch loop too, without samestep (`plain_loop.py`)
 the layout ── takes the same steps on its ranks, and saves a checkpoint
 one device ── reads the checkpoint, compares everything, looks for the cause of the first difference
 ```
@@ -181,8 +182,9 @@ def _given(
 
 # -- a model too large for one device --------------------------------------------------------------
 
-_COPIES = 8
-"""The float64 copies of all weights that a proof holds: weights, gradients, two states, and the records of the steps."""
+_COPIES = 11
+"""The float64 copies of all weights that a proof holds: weights, gradients, two states, the records of the steps, and the
+weights, gradients and momentum of the plain torch loop."""
 
 
 def shrunk(subject: Subject) -> tuple[Subject, str] | None:
@@ -270,6 +272,8 @@ def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
     subjects = [one for one in (exact, rounded if precision == "job" else None) if one]
     _launch(subject, layout.world_size, _in_layout, subjects)
     checks, cause, explanation = _judged(subjects)
+    if exact and (why := sides.hindrance(exact)):
+        notes.append(f"not held against a plain torch loop, which fails: {why}")
     return Verdict(
         layout=str(layout),
         job=subject.source.name,

@@ -40,6 +40,7 @@ from samestep.runtime.axes.data import Replicated
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.dropout.masks import MaskSlice
+from samestep.runtime.first_state import FirstState
 from samestep.runtime.optimizer_source import WholeWeights, check_optimizer, couples_weights
 from samestep.runtime.optimizer_step import Updater
 from samestep.runtime.parameter_hooks import attributes_of, gradient_hooks
@@ -105,6 +106,8 @@ class PreparedModel:
     """Whether each module trains: a batch norm that was built frozen stays frozen."""
     running_buffers: Sequence[Tensor]
     """Running statistics, which a skipped step restores."""
+    first_state: FirstState
+    """Fingerprints of frozen weights, buffers and attributes before the first step."""
     dropout: dropout.DropoutState
     mask_part: MaskSlice | None
     """The slice of each dropout mask that this rank draws; None where no axis cuts a mask."""
@@ -351,7 +354,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     whole = WholeWeights.of(spec, attributes_of(plan.marks))
     spec = check_optimizer(source.optimizer, spec, layout, whole.attributes)
     # Asked now, for the canary: the optimizer that is used must be the last one that the function makes.
-    is_watched = 0 < job.train.watch_every <= job.train.steps
+    is_watched = 0 < job.train.watch_every <= job.train.steps or bool(spec.tried)
     couples = is_watched and couples_weights(source.optimizer, spec, whole.attributes)
     program = program_of(spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica)
     waived = kept_state.check(traced.analysis.states, program, job.run)
@@ -401,6 +404,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
             master_dtype=precision.DTYPES[program.step.master_dtype],
             training_modes={module: module.training for module in model.modules()},
             running_buffers=[buffer for path in spec.coupled_modules for buffer in model.get_submodule(path).buffers()],
+            first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),
             dropout=dropout.DropoutState.of(traced.analysis.has_dropout, spec),
             remarks=tuple(waived),
             mask_part=MaskSlice(spec, *of_tp, layout.sequence_parallel, *of_cp) if layout.tp * layout.cp > 1 else None,

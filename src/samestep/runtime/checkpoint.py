@@ -3,7 +3,7 @@
 ```
 checkpoints/step-000500/
     manifest.json             written last: step, loss scale, the job, shapes, and which elements lie in which file
-    rank-0000.safetensors     runs of elements: value/NAME/START, state/NAME/START/KEY; buffers
+    rank-0000.safetensors     runs of elements: value/NAME/START, state/NAME/START/KEY; buffers, and tensors that are kept besides
 ```
 A rank writes the pieces it updates (only the first of several replicas does), and reads the runs that overlap the
 pieces of its own layout. For a weight that is sharded over tp or ep a file holds runs of a part, NAME@0of2; the
@@ -15,11 +15,12 @@ are in master precision, so resuming is exact.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,7 @@ from torch import Tensor
 from samestep.errors import CheckpointError
 from samestep.job import Job
 from samestep.models.spec import ParamSpec
+from samestep.runtime import checkpoint_state
 from samestep.runtime.optimizer_step import Piece
 from samestep.runtime.placement import Runs, WeightSlice, copy_shared, part_index, part_of, whole
 from samestep.runtime.processes.mesh import gather_objects
@@ -42,6 +44,7 @@ from samestep.runtime.run import Run
 
 FORMAT_VERSION = 2
 _RESULT_KEYS = ("model", "data", "optimizer", "schedule", "numerics")
+_OF_PARTS = ("file", "tensors", "plain", "cuts", "digest")
 _MAY_CHANGE = ("numerics.on_nonfinite",)
 """Keys that may differ on resuming: a run that stopped on a non-finite step is told to change them."""
 
@@ -63,15 +66,19 @@ def save(run: Run, folder: Path, keep: int) -> Path:
         draft.mkdir(parents=True)
     _barrier(run)
     file = f"rank-{rank:04d}.safetensors"
-    tensors, plain = _contents_of(run)
+    record, tensors = checkpoint_state.kept_values(run)
+    frozen = checkpoint_state.changed_frozen(run)
+    more, plain = _contents_of(run, frozen)
+    tensors |= more
     if tensors:
         save_file(tensors, draft / file)
         _sync(draft / file)
     digest = _digest(draft / file) if tensors else ""
-    part = {"file": file, "tensors": sorted(tensors), "plain": plain, "cuts": _parts(run), "digest": digest}
+    part = {"file": file, "tensors": sorted(tensors), "plain": plain, "cuts": _parts(run, frozen), "digest": digest}
+    part |= {"record": record, "frozen": sorted({piece.name for piece in frozen})}
     parts = gather_objects(part, run.layout.world_size)
     if rank == 0:
-        _write_manifest(run, draft / "manifest.json", [part for part in parts if part["tensors"]])
+        _write_manifest(run, draft / "manifest.json", parts)
         _remove(final)
         draft.rename(final)
         _sync(folder)
@@ -92,6 +99,7 @@ def load(run: Run, folder: Path) -> None:
     manifest = read_manifest(folder)
     check_job(manifest, run.job, folder)
     _check_model(manifest, run, folder)
+    checkpoint_state.refuse_unsaved(run, manifest, folder)
     _check_files(manifest, run, folder)
     with ExitStack() as stack:
         stored = _OpenCheckpoint.open(folder, manifest, stack)
@@ -100,9 +108,17 @@ def load(run: Run, folder: Path) -> None:
             with torch.no_grad():
                 piece.value.copy_(stored.read("value", piece, mine).view_as(piece.value))
             _load_state(run, stored, piece, mine)
+        for piece in run.assembly.weights.store.frozen:
+            if piece.name in stored.values:
+                mine = _part(run, piece.name).runs(piece.start, piece.stop)
+                piece.value.data.copy_(stored.read("value", piece, mine).view_as(piece.value))
         buffers = dict(run.model.named_buffers())
         for name, file in stored.buffers.items():
             buffers[name].copy_(file.get_tensor(f"buffer/{name}"))
+        checkpoint_state.give_back(run, manifest, lambda name: stored.kept[name].get_tensor(name))
+    if manifest.get("nominal_count"):  # the power of two under a loss scale: fp16 rounds and overflows by it
+        objective = dataclasses.replace(run.assembly.objective, nominal_count=manifest["nominal_count"])
+        run.adopt(dataclasses.replace(run.assembly, objective=objective))
     if run.updater.loss_scale.is_dynamic and manifest["loss_scale"]:
         run.updater.loss_scale.scale, run.updater.loss_scale.steps_since = manifest["loss_scale"]
     run.updater.publish()
@@ -184,9 +200,9 @@ def _part(run: Run, name: str) -> WeightSlice:
     return part_of(uncut, cut, run.program.step.holding(cut), run.assembly.parallel.mesh)
 
 
-def _parts(run: Run) -> dict[str, list[Any]]:
+def _parts(run: Run, frozen: Sequence[Piece]) -> dict[str, list[Any]]:
     """Return dimension and intervals of each sharded weight's part that this rank writes, by name in the files."""
-    names = {piece.name for piece in run.updater.pieces if _stored_name(run, piece.name) != piece.name}
+    names = {piece.name for piece in (*run.updater.pieces, *frozen) if _stored_name(run, piece.name) != piece.name}
     parts = {_stored_name(run, name): _part(run, name) for name in sorted(names)}
     return {name: [part.dim, [list(ends) for ends in part.intervals]] for name, part in parts.items()}
 
@@ -197,7 +213,7 @@ def _held_elsewhere(run: Run) -> set[str]:
     return {param.name for param in step.model.params if any(map(mesh.index, step.holding(param).copied_over))}
 
 
-def _contents_of(run: Run) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _contents_of(run: Run, frozen: Sequence[Piece]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return everything this rank writes, by name: tensors, and plain values of the optimizer's state.
 
     Runs of elements are flat; state of another shape is kept whole, with two leading dimensions of size 1.
@@ -226,22 +242,27 @@ def _contents_of(run: Run) -> tuple[dict[str, Tensor], dict[str, Any]]:
                     f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r} of {piece.name}; "
                     "a checkpoint holds tensors, numbers and text"
                 )
-    if run.place.rank == 0:
-        persistent = set(run.model.state_dict())
-        tensors |= {f"buffer/{name}": b for name, b in run.model.named_buffers() if name in persistent}
+    for piece in frozen:
+        if piece.name not in elsewhere:
+            tensors[f"value/{_stored_name(run, piece.name)}/{piece.start}"] = piece.value.detach().flatten()
+    tensors |= {f"buffer/{name}": buffer for name, buffer in checkpoint_state.kept_buffers(run).items()}
     return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}, plain
 
 
 def _write_manifest(run: Run, path: Path, parts: list[Any]) -> None:
     scale = run.updater.loss_scale
+    whole = {param.name: param.shape for param in run.assembly.model.spec.params}
     manifest = {
         "format_version": FORMAT_VERSION,
         "step": run.steps_taken,
         "layout": str(run.layout),
         "loss_scale": [scale.scale, scale.steps_since] if scale.is_dynamic else None,
         "job": run.job.model_dump(mode="json"),
+        "nominal_count": run.assembly.objective.nominal_count if scale.is_dynamic else None,
         "shapes": _shapes(run),
-        "parts": parts,
+        "frozen": {name: list(shape) for name, shape in whole.items() if any(name in part["frozen"] for part in parts)},
+        "parts": [{key: part[key] for key in _OF_PARTS} for part in parts if part["tensors"]],
+        "ranks": [part["record"] for part in parts],
     }
     path.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     _sync(path)
@@ -287,11 +308,13 @@ class _OpenCheckpoint:
     states: dict[str, dict[str, list[_StoredRun]]] = field(default_factory=dict)
     """Runs of each parameter's optimizer state, by parameter and key."""
     buffers: dict[str, Any] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
+    """Files of the tensors in values that are kept besides, by their names."""
 
     @classmethod
     def open(cls, folder: Path, manifest: Mapping[str, Any], stack: ExitStack) -> _OpenCheckpoint:
         """Open every file of the checkpoint once."""
-        stored = cls(folder, manifest["shapes"])
+        stored = cls(folder, {**manifest["shapes"], **manifest.get("frozen", {})})
         for part in manifest["parts"]:
             file = stack.enter_context(safe_open(folder / part["file"], "pt"))
             for name in part["tensors"]:
@@ -309,6 +332,8 @@ class _OpenCheckpoint:
         kind, _, rest = name.partition("/")
         if kind == "buffer":
             self.buffers[rest] = file
+        elif kind == "kept":
+            self.kept[name] = file
         elif kind == "value":
             part, start = rest.rsplit("/", 1)
             self.values.setdefault(_weight_of(part), []).append(_StoredRun(part, int(start), name, file))

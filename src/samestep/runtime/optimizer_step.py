@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from samestep.errors import ModelError
 from samestep.job import NumericsTable
+from samestep.runtime.first_state import optimizer_digests
 from samestep.runtime.optimizer_source import ALONE, GivenOptimizer, WholeWeights, built_over, check_step
 from samestep.runtime.update_rule import OptimizerSource
 
@@ -85,6 +86,8 @@ class Updater:
     """What the gradients of the last update were multiplied by: the division by the count, and the clipping."""
     _set_lr: list[float] = field(default_factory=list)
     _given_lr: list[float] = field(default_factory=list)
+    first_digests: dict[str, int] = field(default_factory=dict)
+    """Digests of the optimizer's options and attributes before its first step."""
     published: tuple[list[int], Tensor] | None = None
     """The versions and norms of the pieces' targets as they were published last."""
 
@@ -125,6 +128,7 @@ class Updater:
             _given_lr=_rates(given),
         )
         made.published = made._targets()
+        made.first_digests = optimizer_digests(optimizer) if optimizer else {}
         return made
 
     def set_lr(self, factor: float) -> None:

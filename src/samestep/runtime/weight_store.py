@@ -33,6 +33,11 @@ class WeightStore(Protocol):
         """Ranges of weights that this rank updates, in the order of the model's parameters."""
         ...
 
+    @property
+    def frozen(self) -> list[Piece]:
+        """This rank's parts of the weights that are not trained, which only the user's own code may change."""
+        ...
+
     def hook_gradients(self, hooks: GradientHooks) -> None:
         """Let the user's hooks change gradients before they are added up. Called once, by every rank; sends nothing."""
         ...

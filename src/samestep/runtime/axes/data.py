@@ -79,6 +79,7 @@ class Replicated:
         self._flats = [self._flat(bucket) for bucket in program.buckets]
         self._separate = program.step.layout.offload
         self.pieces: list[Piece] = []
+        self.frozen: list[Piece] = []
         self._fill(model, materialize)
 
     # -- setting up --------------------------------------------------------------------------------
@@ -118,7 +119,9 @@ class Replicated:
             for name in (spec.name, *spec.aliases):
                 path, _, leaf = name.rpartition(".")
                 setattr(model.get_submodule(path), leaf, param)  # not by _parameters: LSTM keeps lists of its weights
-            if spec.trainable:
+            if not spec.trainable:
+                self.frozen.append(Piece(spec.name, 0, param.numel(), param, lambda: torch.zeros(0)))
+            else:
                 self.params[spec.name] = param
                 self._places[spec.name] = live
                 self.pieces += self._pieces_of(spec.name, flat, member, param, value)

@@ -75,6 +75,7 @@ class Sharded:
         _wrap(model, self._units, program, mesh)
         _keep_order(self._units)
         self.pieces: list[Piece] = []
+        self.frozen: list[Piece] = []
         self._params: dict[str, DTensor] = {}
         master = DTYPES[program.step.master_dtype]
         self._owned = [OwnedWeights(owners, mesh, master) for owners in program.owners]
@@ -106,14 +107,17 @@ class Sharded:
             rows = _rows(spec, holding.num_shards, self.mesh.index(holding.data_axis))
             local = param._local_tensor
             local.copy_(value[rows])
+            start = rows.start * (spec.numel // spec.shape[0])
+            if not spec.trainable:
+                self.frozen.append(Piece(spec.name, start, start + local.numel(), local, lambda: torch.zeros(0)))
+                continue
             together = next((o for o in self._owned if any(m.name == spec.name for m in o.owners.members)), None)
             if together is not None:
                 together.lent[spec.name] = Lent(local.detach(), functools.partial(_gradient, param))
                 if together.is_mine(spec.name):
                     self.pieces.append(self._owned_piece(together, spec, value))
                 continue
-            if spec.trainable and local.numel():
-                start = rows.start * (spec.numel // spec.shape[0])
+            if local.numel():
                 self.pieces.append(self._piece(spec.name, start, start + local.numel(), param))
 
     def _owned_piece(self, together: OwnedWeights, spec: ParamSpec, value: Tensor) -> Piece:

@@ -1,0 +1,176 @@
+"""A plain torch loop over the same model, data and optimizer, which one device is held against.
+
+```python
+for batch in batches:
+    loss_sum, count = loss(model(batch), batch)
+    (loss_sum / count).backward()
+    clip_grad_norm_(model.parameters(), limit)
+    optimizer.step()
+```
+The model is the user's own: the build function called plainly, or a copy of the instance. Only values that are drawn are
+copied from ours, by name, since they are functions of the seed and the name there. So a buffer or a loaded weight that our
+blueprint gives a wrong value, and with it one device and every layout alike, is found here. The loop shares with ours what
+makes two runs comparable, no more: float64, the model's own float32 islands raised to it, and the dropout masks.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from samestep.building import plain
+from samestep.building.families import facts_of
+from samestep.building.model import call_model
+from samestep.building.named_tensors import map_attributes, tensors_of
+from samestep.datasets import Dataset, batches
+from samestep.proof import comparison
+from samestep.proof.comparison import Comparison, Limit
+from samestep.proof.observation import HeldTensor, Observation, PlainSteps
+from samestep.runtime.assembly import Source
+from samestep.runtime.axes import precision
+from samestep.runtime.dropout.mode import Draw, DropoutMode
+from samestep.runtime.run import Run
+
+WHAT = "plain torch"
+"""The name of the check."""
+
+
+def follow(run: Run, source: Source, dataset: Dataset, seen: Observation) -> PlainSteps:
+    """Take the steps of one device's observation in a plain loop; `run` is that device's, after its last step."""
+    steps = PlainSteps()
+    try:
+        model = _model(run, source, steps)
+        start = {name: param.detach().clone() for name, param in _trained(model).items()}
+        _take_steps(model, run, source, dataset, seen, steps)
+        _update(model, start, source, seen, steps)
+    except Exception as error:  # the user's own code, in which anything may fail
+        return PlainSteps(hindrance=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    return steps
+
+
+def _model(run: Run, source: Source, steps: PlainSteps) -> nn.Module:
+    """Return the user's own model in float64, with our values of what is drawn."""
+    assert source.prepared is not None
+    ours, job = source.prepared.blueprint, run.job
+    model = (
+        copy.deepcopy(source.model) if isinstance(source.model, nn.Module) else plain.call(source.model, job.train.seed)
+    )
+    for name, tensor in {one.name: one.tensor for one in tensors_of(model)}.items():
+        if name not in ours.canonical:
+            continue
+        value = ours.materialize(name, torch.device("cpu"))
+        if ours.canonical[name] in ours.drawn:
+            tensor.data.copy_(value)
+        elif not torch.equal(value.double(), tensor.detach().cpu().double()):
+            steps.other_values.append(name)
+    model = model.double().to(run.place.device)
+    for prefix, module in model.named_modules():
+        map_attributes(prefix, module, lambda _, tensor: tensor.double() if tensor.is_floating_point() else tensor)
+        facts = facts_of(module)
+        if (config := facts.expert_configuration(module)) is not None:
+            setattr(config, facts.expert_way, facts.one_by_one_way)  # grouped products know no float64
+    return model if model.training else model.train()
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+
+
+def _take_steps(
+    model: nn.Module, run: Run, source: Source, dataset: Dataset, seen: Observation, steps: PlainSteps
+) -> None:
+    """Take the steps with the same SGD as one device."""
+    params, limit = _trained(model), run.job.optimizer.clip_norm
+    optimizer = torch.optim.SGD(params.values(), lr=seen.learning_rate, momentum=0.9)
+    for batch in batches(dataset, run.job):
+        optimizer.zero_grad()
+        loss = _loss(model, run, source, batch.samples(batch.indices), batch.step, batch.indices)
+        loss.backward()
+        steps.losses.append(float(loss.detach()))
+        steps.gradients.append(_held({name: _gradient(param) for name, param in params.items()}))
+        norm = torch.nn.utils.clip_grad_norm_(params.values(), math.inf if limit is None else limit)
+        steps.norms.append(float(norm))
+        optimizer.step()
+        steps.weights.append(_held(params))
+
+
+def _loss(model: nn.Module, run: Run, source: Source, samples: Any, step: int, indices: Any) -> Tensor:
+    """Return the mean loss of a whole batch."""
+    device = run.place.device
+    moved = precision.cast_floating(tree_map_only(Tensor, lambda tensor: tensor.to(device), samples), torch.float64)
+    draw = Draw(run.job.train.seed, step, torch.as_tensor(indices, device=device))
+    with precision.RaiseIslands(), DropoutMode(model, draw):
+        outputs = call_model(model, moved)
+        loss_sum, count = source.loss(outputs, moved)
+        loss_sum = run.assembly.objective.balance.added_to(loss_sum, outputs, count, 1.0)
+    return loss_sum / count
+
+
+def _gradient(param: Tensor) -> Tensor:
+    return torch.zeros_like(param) if param.grad is None else param.grad
+
+
+@torch.no_grad()
+def _update(
+    model: nn.Module, start: Mapping[str, Tensor], source: Source, seen: Observation, steps: PlainSteps
+) -> None:
+    """Take the steps of the job's own optimizer on one device's gradients."""
+    params = _trained(model)
+    for name, value in start.items():
+        params[name].copy_(value)
+    optimizer = source.optimizer(list(params.items()))
+    for index in range(len(seen.updated)):
+        given = comparison.whole_of(comparison.unclipped(seen, index))
+        for name, param in params.items():
+            param.grad = given[name].view_as(param).to(param, copy=True)
+        optimizer.step()
+        steps.updated.append(_held(params))
+
+
+def _held(tensors: Mapping[str, Tensor]) -> list[HeldTensor]:
+    return [
+        HeldTensor(name, tensor.detach().flatten().cpu().clone(), range(tensor.numel()))
+        for name, tensor in tensors.items()
+    ]
+
+
+def compare(one: Observation, limit: Limit) -> list[Comparison]:
+    """Compare one device with its plain loop: losses, norms, gradients and weights of every step, and the updates."""
+    steps = one.plain
+    if steps is None or steps.hindrance:
+        return []
+    found = []
+    for index, seen in enumerate(one.steps):
+        numbers = Comparison(WHAT, index + 1, allowance=limit(WHAT, "", index + 1))
+        for what, mine, theirs in (("loss", seen.loss, steps.losses[index]), ("norm", seen.norm, steps.norms[index])):
+            numbers.note(what, comparison.relative(mine, theirs), 0)
+        gradients = comparison.unclipped(one, index)
+        found.append(numbers)
+        found += _tensors("gradient", index, steps.gradients[index], gradients, limit)
+        found += _tensors("weight", index, steps.weights[index], seen.weights, limit)
+    for index, updated in enumerate(one.updated):
+        found += _tensors("update", index, steps.updated[index], updated, limit)
+    return found
+
+
+def _tensors(what: str, index: int, theirs: list[HeldTensor], mine: list[HeldTensor], limit: Limit) -> list[Comparison]:
+    named = [[HeldTensor(f"{what} of {t.name}", t.values, t.places) for t in side] for side in (theirs, mine)]
+    return [comparison.held_comparison(WHAT, index + 1, named[0], [(0, named[1])], limit)]
+
+
+def explanation(one: Observation, first: Comparison) -> str:
+    """Return the first difference from the plain loop in words, and the values at fault, if any are known."""
+    misfit = first.misfits[0]
+    steps = one.plain
+    assert steps is not None
+    text = f"{misfit.name} in step {misfit.step} of one device is off by {misfit.error:.1e}"
+    if steps.other_values:
+        more = f" and {len(steps.other_values) - 1} more" if len(steps.other_values) > 1 else ""
+        return f"{steps.other_values[0]}{more} has not the value that the build function gives it; {text}"
+    return f"{text}, on the same samples, with the same masks"

@@ -1,0 +1,263 @@
+"""What a checkpoint holds besides trained weights and the optimizer's state of each weight.
+
+    frozen weights that have changed       in the files like trained weights: in coordinates of the whole, for any layout
+    buffers                                persistent ones, and others that have changed; each from the stage that runs it
+    options and attributes of optimizers   those that have changed, by the names of a group's weights
+    attributes of modules, extra state     those that have changed, and what `get_extra_state` returns
+
+A value is kept if it is made of numbers, text, tensors, generators, lists, tuples, sets and dicts of these; the manifest
+holds the structure and the files the tensors. What has changed and cannot be kept is named in the manifest: a resume is
+refused, unless the job waives it.
+"""
+
+from __future__ import annotations
+
+import collections
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from samestep.errors import CheckpointError
+from samestep.program.program import Program
+from samestep.runtime.first_state import attributes_of, digest, fingerprint, optimizer_values
+from samestep.runtime.optimizer_step import Piece
+from samestep.runtime.processes.mesh import gather_objects
+from samestep.runtime.run import Run
+
+_SEQUENCES: dict[str, Callable[..., Any]] = {
+    "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque
+}  # fmt: skip
+
+
+class _CannotKeepError(TypeError):
+    """A value is of a kind that a checkpoint does not hold."""
+
+
+# -- what changes ----------------------------------------------------------------------------------
+
+
+def changed_frozen(run: Run) -> list[Piece]:
+    """Return this rank's parts of the frozen weights that have changed on any rank.
+
+    Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+    """
+    first, pieces = run.assembly.model.first_state.frozen, run.assembly.weights.store.frozen
+    mine = [piece.name for piece in pieces if fingerprint(piece.value) != first[piece.name]]
+    changed = {name for names in gather_objects(mine, run.layout.world_size) for name in names}
+    return [piece for piece in pieces if piece.name in changed]
+
+
+def kept_buffers(run: Run) -> dict[str, Tensor]:
+    """Return the buffers that this rank writes: those of the layers that it runs, if it is the first rank that does."""
+    if not _writes(run):
+        return {}
+    first, persistent = run.assembly.model.first_state.buffers, set(run.model.state_dict())
+    found = {}
+    for name, buffer in run.model.named_buffers():
+        changed = fingerprint(buffer) != first.get(name)
+        if _is_mine(run, name, changed) and (name in persistent or changed):
+            found[name] = buffer
+    return found
+
+
+def kept_values(run: Run) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the values that this rank writes, as plain data and the tensors in it, by name in the files."""
+    writer = _Writer(run.place.rank)
+    optimizer, first = run.updater.optimizer, run.updater.first_digests
+    values = optimizer_values(optimizer) if optimizer else {}
+    changed = {key: value for key, value in values.items() if digest(value) != first.get(key)}
+    what = type(optimizer).__name__
+    groups = []
+    for index, group in enumerate(optimizer.param_groups if optimizer else ()):
+        held = {id(param) for param in group["params"]}
+        options = {key.partition("/")[2]: v for key, v in changed.items() if key.startswith(f"{index}/")}
+        if options:
+            names = [piece.name for piece in run.updater.pieces if id(piece.value) in held]
+            groups.append({"names": names, "options": writer.kept(options, f"the options of {what}")})
+    own = {key: value for key, value in changed.items() if "/" not in key}
+    record = {"rank": run.place.rank, "groups": groups, "optimizer": writer.kept(own, f"attributes of {what}")}
+    if _writes(run):
+        before = run.assembly.model.first_state.attributes
+        extra = {
+            path: module
+            for path, module in run.model.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state and _is_mine(run, path, True)
+        }
+        record["attributes"] = [
+            [path, key, kept[key]]
+            for path, key, value in attributes_of(run.model)
+            if digest(value) != before.get((path, key))
+            and _is_mine(run, path, True)
+            and (kept := writer.kept({key: value}, f"attributes of {path or 'the model'}", path in extra))
+        ]
+        record["extra"] = [
+            [path, kept["extra state"]]
+            for path, module in extra.items()
+            if (kept := writer.kept({"extra state": module.get_extra_state()}, path or "the model"))
+        ]
+    record["unsaved"] = writer.unsaved
+    if writer.unsaved:
+        warnings.warn(f"a checkpoint does not hold {'; '.join(writer.unsaved)}: a resume is refused", stacklevel=3)
+    return record, writer.tensors
+
+
+def _writes(run: Run) -> bool:
+    """Return whether this rank is the first of its pipeline stage, which writes what all of them hold alike."""
+    mesh = run.assembly.parallel.mesh
+    return not any(mesh.index(axis) for axis in ("dp", "cp", "tp"))
+
+
+def _is_mine(run: Run, name: str, changed: bool) -> bool:
+    """Return whether this rank's stage runs what a name stands for; of what belongs to no layer, the first stage's."""
+    if runs_elsewhere(run.program, name):
+        return False
+    return changed or run.program.step.stage == 0 or not is_outside_layers(run.program, name)
+
+
+def runs_elsewhere(program: Program, name: str) -> bool:
+    """Return whether a module, or what is in it, belongs to a layer that another pipeline stage runs."""
+    layers = program.step.model.layers
+    mine = {index for chunk in program.chunks for index in chunk} or set(range(len(layers)))
+    return any(_is_within(name, path) for i, layer in enumerate(layers) if i not in mine for path in layer.modules)
+
+
+def is_outside_layers(program: Program, name: str) -> bool:
+    """Return whether a name belongs to no layer."""
+    return not any(_is_within(name, path) for layer in program.step.model.layers for path in layer.modules)
+
+
+def _is_within(name: str, path: str) -> bool:
+    return name == path or name.startswith(f"{path}.")
+
+
+# -- giving it back --------------------------------------------------------------------------------
+
+
+def refuse_unsaved(run: Run, manifest: Mapping[str, Any], folder: object) -> None:
+    """Refuse to resume where something that had changed is not in the checkpoint.
+
+    Raises:
+        UnprovenError: there is such a thing, and the job does not waive it.
+    """
+    if unsaved := [text for record in manifest.get("ranks", ()) for text in record["unsaved"]]:
+        run.job.run.waived(
+            "resume", f"{folder} does not hold {unsaved[0]}; numbers, text, tensors and lists of them work"
+        )
+
+
+def give_back(run: Run, manifest: Mapping[str, Any], read: Callable[[str], Tensor]) -> None:
+    """Set the options and attributes of the optimizer, attributes of modules and their extra state.
+
+    Raises:
+        CheckpointError: an optimizer's values differ between ranks, and the layout is another one.
+    """
+    records: Sequence[Mapping[str, Any]] = manifest.get("ranks", ())
+    if run.updater.optimizer is not None:
+        _give_back_options(run, [group for record in records for group in record["groups"]], read)
+        _give_back_own(run, manifest, records, read)
+    modules = dict(run.model.named_modules())
+    for record in records:
+        for path, key, value in record.get("attributes", ()):
+            held, found = vars(modules[path]).get(key), _decoded(value, read)
+            if isinstance(held, torch.Generator):
+                held.set_state(found)
+            else:
+                setattr(modules[path], key, _like(held, found))
+        for path, value in record.get("extra", ()):
+            modules[path].set_extra_state(_decoded(value, read))
+
+
+def _give_back_options(run: Run, groups: Sequence[Mapping[str, Any]], read: Callable[[str], Tensor]) -> None:
+    of_weight = {name: group["options"] for group in groups for name in group["names"]}
+    assert run.updater.optimizer is not None
+    for group in run.updater.optimizer.param_groups:
+        held = {id(param) for param in group["params"]}
+        names = [piece.name for piece in run.updater.pieces if id(piece.value) in held and piece.name in of_weight]
+        for key, value in of_weight[names[0]].items() if names else ():
+            group[key] = _like(group.get(key), _decoded(value, read))
+
+
+def _give_back_own(
+    run: Run, manifest: Mapping[str, Any], records: Sequence[Mapping[str, Any]], read: Callable[[str], Tensor]
+) -> None:
+    of_ranks = {record["rank"]: record["optimizer"] for record in records if record["optimizer"]}
+    decoded = {rank: {key: _decoded(v, read) for key, v in own.items()} for rank, own in of_ranks.items()}
+    mine = decoded.get(run.place.rank) if manifest["layout"] == str(run.layout) else next(iter(decoded.values()), {})
+    if manifest["layout"] != str(run.layout) and len({digest(own) for own in decoded.values()}) > 1:
+        names = ", ".join(next(iter(decoded.values())))
+        raise CheckpointError(
+            f"{type(run.updater.optimizer).__name__} keeps {names}, which differs between the ranks of layout "
+            f"{manifest['layout']!r}: that layout resumes"
+        )
+    for key, value in (mine or {}).items():
+        setattr(run.updater.optimizer, key, _like(getattr(run.updater.optimizer, key, None), value))
+
+
+def _like(held: Any, found: Any) -> Any:
+    """Return a value on the device of the tensor in whose place it is set."""
+    return found.to(held.device) if isinstance(held, Tensor) and isinstance(found, Tensor) else found
+
+
+# -- values as plain data --------------------------------------------------------------------------
+
+
+class _Writer:
+    """The values of one rank, as plain data that names the tensors in it."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.tensors: dict[str, Tensor] = {}
+        self.unsaved: list[str] = []
+        """Texts about values that cannot be kept."""
+
+    def kept(self, values: Mapping[str, Any], whose: str, is_known: bool = False) -> dict[str, Any]:
+        """Return those values that can be kept; note the others, unless it `is_known` that extra state holds them."""
+        found = {}
+        for key, value in values.items():
+            try:
+                found[key] = self._encoded(value)
+            except _CannotKeepError as error:
+                if is_known:
+                    continue
+                self.unsaved.append(f"{key} ({error}), which has changed, of {whose}")
+        return found
+
+    def _encoded(self, value: Any) -> Any:
+        if isinstance(value, np.generic):
+            value = value.item()
+        if isinstance(value, bool | int | float | str | None):
+            return value
+        if isinstance(value, torch.Generator):
+            value = value.get_state()
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            name = f"kept/{self._rank}/{len(self.tensors)}"
+            self.tensors[name] = value.detach().cpu().clone().contiguous()
+            return {"tensor": name}
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+            return {"array": self._encoded(torch.from_numpy(value.copy()))}
+        for kind, make in _SEQUENCES.items():
+            if type(value) is make:
+                more = {"maxlen": value.maxlen} if isinstance(value, collections.deque) else {}
+                return {kind: [self._encoded(one) for one in value], **more}
+        if type(value) in (dict, collections.OrderedDict, collections.defaultdict, collections.Counter):
+            return {"dict": [[self._encoded(key), self._encoded(one)] for key, one in value.items()]}
+        raise _CannotKeepError(f"a {type(value).__name__}")
+
+
+def _decoded(record: Any, read: Callable[[str], Tensor]) -> Any:
+    """Return the value that plain data stands for."""
+    if not isinstance(record, dict):
+        return record
+    if "tensor" in record:
+        return read(record["tensor"]).clone()
+    if "array" in record:
+        return _decoded(record["array"], read).numpy()
+    if "dict" in record:
+        return {_decoded(key, read): _decoded(value, read) for key, value in record["dict"]}
+    kind = next(kind for kind in _SEQUENCES if kind in record)
+    values: Iterator[Any] = (_decoded(one, read) for one in record[kind])
+    return collections.deque(values, record["maxlen"]) if kind == "deque" else _SEQUENCES[kind](values)

@@ -1,0 +1,450 @@
+"""A run that stops and goes on is the run that never stopped, whatever else than trained weights has changed."""
+
+from __future__ import annotations
+
+import collections
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from samestep.building.loss import cross_entropy
+from samestep.datasets import batches
+from samestep.errors import UnprovenError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.runtime import checkpoint
+from samestep.runtime.assembly import Source
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run import Run
+from tests import traced
+from tests.models import VOCABULARY, Tokens
+from tests.pool import pool
+
+STEPS, CUT, WIDTH = 5, 2, 8
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """An embedding, blocks and a head; what changes besides the weights is in the blocks."""
+
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Linear(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x)) * (1 + 0.1 * self.factor())
+
+    def factor(self) -> Any:
+        return 0.0
+
+
+class Buffer(Linear):
+    def __init__(self, persistent: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1), persistent=persistent)
+
+    def factor(self) -> Any:
+        return self.count
+
+
+class Attribute(Linear):
+    first: Any = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.first
+
+    def factor(self) -> Any:
+        return float(np.sum(list(self.count.values()) if isinstance(self.count, dict) else np.asarray(self.count)))
+
+
+class Deque(Attribute):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = collections.deque([0.0], maxlen=3)
+
+
+class Table(Attribute):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = {"steps": 0, (1, "b"): 0.5}
+
+
+class Array(Attribute):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = np.zeros(2)
+
+
+class TensorAttribute(Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = torch.zeros(2)
+
+    def factor(self) -> Any:
+        return self.count.sum()
+
+
+class Own:
+    """A value of the user's own class."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Extra(Linear):
+    """State in an object that only `get_extra_state` knows how to save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = Own()
+
+    def factor(self) -> Any:
+        return self.own.count
+
+    def get_extra_state(self) -> Any:
+        return {"count": self.own.count, "as a tensor": torch.tensor([self.own.count])}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert int(state["as a tensor"]) == state["count"]
+        self.own.count = state["count"]
+
+
+class OwnObject(Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = Own()
+
+    def factor(self) -> Any:
+        return self.own.count
+
+
+class Teacher(nn.Module):
+    """A frozen copy that follows a trained layer, as in BYOL, DINO and MoCo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Linear(WIDTH, WIDTH)
+        self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.student(x)) + 0.5 * self.teacher(x)
+
+
+def teaching() -> nn.Module:
+    return Net(Teacher)
+
+
+# -- what the user's loop does after a step ---------------------------------------------------------
+
+
+def nothing(run: Run) -> None:
+    """The loop leaves the model alone."""
+
+
+@torch.no_grad()
+def follow(run: Run) -> None:
+    for module in run.model.modules():
+        if isinstance(module, Teacher):
+            for one, other in zip(module.teacher.parameters(), module.student.parameters(), strict=True):
+                one.lerp_(other, 0.5)
+
+
+@torch.no_grad()
+def follow_by_data(run: Run) -> None:
+    for module in run.model.modules():
+        if isinstance(module, Teacher):
+            for one, other in zip(module.teacher.parameters(), module.student.parameters(), strict=True):
+                one.data = one.data * 0.5 + other.data * 0.5
+
+
+@torch.no_grad()
+def count(run: Run) -> None:
+    for module in run.model.modules():
+        if isinstance(module, Buffer | TensorAttribute):
+            module.count += 1
+        elif isinstance(module, Deque):
+            module.count.append(module.count[-1] + 1)
+        elif isinstance(module, Table):
+            module.count["steps"] += 1
+        elif isinstance(module, Attribute):
+            module.count = module.count + 1
+        elif isinstance(module, Extra | OwnObject):
+            module.own.count += 1
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+class ScheduleFree(Optimizer):
+    """Its groups count steps and sum weights, as in schedule-free SGD (Defazio et al., 2024)."""
+
+    def __init__(self, params: Any, lr: float = 0.3) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "weight_sum": 0.0, "seen": []})
+        self.largest = 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            group["weight_sum"] += group["k"] ** 2
+            group["seen"] = [*group["seen"][-1:], group["k"]]
+            self.largest = max(self.largest, group["weight_sum"])
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["lr"] * group["k"] ** 2 / (group["weight_sum"] + sum(group["seen"])))
+                param.mul_(1 - 1e-3 * self.largest)
+
+
+class WithTensors(Optimizer):
+    """A tensor in each group, and an attribute that is a tensor."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "d": torch.ones((), dtype=torch.float64)})
+        self.trail = torch.zeros(3, dtype=torch.float64)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.trail = self.trail.roll(1) + 1
+        for group in self.param_groups:
+            group["d"] = group["d"] * 1.5
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=float(group["lr"] * group["d"] / self.trail.sum()))
+
+
+class WithObject(Optimizer):
+    """An option of the user's own class that changes."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "own": Own()})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["own"].count += 1
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["lr"] / group["own"].count)
+
+
+def sgd(named: list[tuple[str, Tensor]]) -> Optimizer:
+    return torch.optim.SGD([tensor for _, tensor in named], lr=0.3, momentum=0.9)
+
+
+def schedule_free(named: list[tuple[str, Tensor]]) -> Optimizer:
+    first = [tensor for name, tensor in named if name.endswith("weight")]
+    rest = [tensor for name, tensor in named if not name.endswith("weight")]
+    return ScheduleFree([{"params": first}, {"params": rest, "lr": 0.05}])
+
+
+def with_tensors(named: list[tuple[str, Tensor]]) -> Optimizer:
+    return WithTensors([tensor for _, tensor in named])
+
+
+def with_object(named: list[tuple[str, Tensor]]) -> Optimizer:
+    return WithObject([tensor for _, tensor in named])
+
+
+# -- cases -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    build: Callable[[], nn.Module]
+    after: Callable[[Run], None] = nothing
+    optimizer: Callable[[list[tuple[str, Tensor]]], Optimizer] = sgd
+    layouts: tuple[str, str] = ("dp=2", "dp=1 pp=2 microbatch=8")
+    """The layout that is stopped and resumed, and the one in which it is resumed too."""
+    precision: str = "float64"
+    is_refused: bool = False
+
+
+def plainly() -> nn.Module:
+    return Net(Linear)
+
+
+def _of(block: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: Net(block)
+
+
+CASES = {
+    "schedule-free": Case(plainly, optimizer=schedule_free),
+    "schedule-free, stages": Case(plainly, optimizer=schedule_free, layouts=("dp=1 pp=2 microbatch=8", "dp=2 zero=3")),
+    "tensors in groups": Case(plainly, optimizer=with_tensors, layouts=("dp=2 zero=1", "dp=2 zero=2")),
+    "sgd": Case(plainly),
+    "teacher": Case(teaching, follow, layouts=("dp=2", "dp=2 zero=3")),
+    "teacher by .data": Case(teaching, follow_by_data),
+    "teacher, sharded": Case(teaching, follow, layouts=("dp=2 zero=3", "dp=2 zero=1")),
+    "teacher, stages": Case(teaching, follow, layouts=("dp=1 pp=2 microbatch=8", "dp=2")),
+    "teacher, still": Case(teaching),
+    "buffers": Case(_of(Buffer), count),
+    "buffers of stages": Case(_of(Buffer), count, layouts=("dp=1 pp=2 microbatch=8", "dp=2")),
+    "not persistent": Case(_of(lambda: Buffer(False)), count, layouts=("dp=1 pp=2 microbatch=8", "dp=2 zero=3")),
+    "attributes": Case(_of(Attribute), count),
+    "attributes of stages": Case(_of(Attribute), count, layouts=("dp=1 pp=2 microbatch=8", "dp=2 zero=2")),
+    "deque": Case(_of(Deque), count),
+    "table": Case(_of(Table), count),
+    "array": Case(_of(Array), count),
+    "tensor attribute": Case(_of(TensorAttribute), count, layouts=("dp=1 pp=2 microbatch=8", "dp=2")),
+    "extra state": Case(_of(Extra), count, layouts=("dp=1 pp=2 microbatch=8", "dp=2")),
+    "own object": Case(_of(OwnObject), count, is_refused=True),
+    "own object, still": Case(_of(OwnObject)),
+    "option of its own class": Case(plainly, optimizer=with_object, is_refused=True),
+}
+ALWAYS = {
+    "schedule-free", "schedule-free, stages", "tensors in groups", "teacher", "teacher by .data", "teacher, sharded",
+    "buffers of stages", "not persistent", "attributes of stages", "deque", "table", "extra state", "own object",
+    "option of its own class",
+}  # fmt: skip
+
+
+def _job(case: Case) -> Job:
+    return Job(
+        train={"global_batch": 8, "steps": STEPS, "seed": 3},  # type: ignore[arg-type]
+        numerics={"precision": case.precision},  # type: ignore[arg-type]
+    )
+
+
+def _prepared(rank: int, world: int, name: str, layout: str, allow: tuple[str, ...] = ()) -> Run:
+    case, where = CASES[name], Layout.parse(layout)
+    job = _job(case)
+    job = job.model_copy(update={"run": job.run.model_copy(update={"allow": allow})})
+    source = Source(case.build, cross_entropy, case.optimizer, name)
+    example = next(batches(Tokens(), job)).samples([0])
+    prepared = traced.prepared((name, "resumed"), source, job, example, where)
+    run = Run(replace(source, prepared=prepared), where, job, RankInfo(rank, rank, world, world, torch.device("cpu")))
+    run.prepare(example)
+    return run
+
+
+def steps(rank: int, world: int, name: str, layout: str, begin: str, until: int, end: str, allow: Any = ()) -> Any:
+    """Resume from `begin`, take the steps up to `until`, save to `end`; return the losses."""
+    run, losses = _prepared(rank, world, name, layout, allow), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if begin:
+            checkpoint.load(run, checkpoint.list_checkpoints(Path(begin))[-1])
+        for batch in batches(Tokens(), run.job, first_step=run.steps_taken):
+            if batch.step >= until:
+                break
+            losses.append(run.step(batch).loss)
+            CASES[name].after(run)
+        if end:
+            checkpoint.save(run, Path(end), keep=1)
+    return losses
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.nightly) for name in CASES]
+)
+def test_a_resumed_run_is_the_one_that_never_stopped(name, tmp_path):
+    case, folder = CASES[name], str(tmp_path / "cut")
+    for known in CASES:  # before the ranks are forked
+        _prepared(0, 1, known, "dp=1")
+    same, other = case.layouts
+    whole = pool(2).run(steps, name, same, "", STEPS, "")
+    before = pool(2).run(steps, name, same, "", CUT, folder)
+    if case.is_refused:
+        with pytest.raises(UnprovenError, match=r"does not hold (own|count) \(a Own\), which has changed.*\"resume\""):
+            pool(2).run(steps, name, same, folder, STEPS, "")
+        pool(2).run(steps, name, same, folder, STEPS, "", ("resume",))
+        return
+    after = pool(2).run(steps, name, same, folder, STEPS, "")
+    assert [one + two for one, two in zip(before, after, strict=True)] == whole
+    elsewhere = pool(2).run(steps, name, other, folder, STEPS, "")
+    for losses in elsewhere:
+        assert losses == pytest.approx(whole[0][CUT:], rel=1e-9)
+
+
+def test_a_checkpoint_without_these_records_is_read(tmp_path):
+    run = _prepared(0, 1, "sgd", "dp=1")
+    path = checkpoint.save(run, tmp_path, keep=1) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    for key in ("ranks", "frozen", "nominal_count"):
+        del manifest[key]
+    path.write_text(json.dumps(manifest))
+    checkpoint.load(_prepared(0, 1, "sgd", "dp=1"), path.parent)
+
+
+def test_what_cannot_be_kept_is_named_when_it_is_saved(tmp_path):
+    run = _prepared(0, 1, "own object", "dp=1")
+    count(run)
+    with pytest.warns(UserWarning, match=r"does not hold own \(a Own\), which has changed, of attributes of blocks\.0"):
+        checkpoint.save(run, tmp_path, keep=1)
+
+
+# -- fp16 ------------------------------------------------------------------------------------------
+
+
+class TwoLengths:
+    """Samples of two lengths: a batch is as long as its first sample."""
+
+    def __init__(self) -> None:
+        self.ids = torch.randint(0, VOCABULARY, (64, 65), generator=torch.Generator().manual_seed(5))
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        return {name: tensor[0] for name, tensor in self.read(np.array([index])).items()}
+
+    def read(self, indices: Any) -> dict[str, Tensor]:
+        length = 2 if int(indices[0]) % 2 else 64
+        rows = self.ids[torch.as_tensor(indices), : length + 1]
+        return {"input_ids": rows[:, :-1], "labels": rows[:, 1:]}
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.embed(input_ids))
+
+
+def test_an_fp16_run_skips_the_same_steps_after_a_resume(tmp_path):
+    job = Job(
+        train={"global_batch": 4, "steps": 12, "seed": 1},  # type: ignore[arg-type]
+        numerics={"precision": "fp16", "loss_scale": 2.0**21, "loss_scale_growth_steps": 3},  # type: ignore[arg-type]
+    )
+    every = list(batches(TwoLengths(), job))
+
+    def make() -> Run:
+        source = Source(Small, cross_entropy, lambda named: torch.optim.SGD([t for _, t in named], lr=5.0), "small")
+        return Run(source, Layout(), job, RankInfo(0, 0, 1, 1, torch.device("cpu")))
+
+    def go(run: Run, some: Any) -> list[tuple[bool, float]]:
+        return [(report.skipped, report.loss) for report in map(run.step, some)]
+
+    whole = go(make(), every)
+    assert 0 < sum(skipped for skipped, _ in whole) < 12
+    for at in (3, 4, 6):
+        first = make()
+        before = go(first, every[:at])
+        folder = checkpoint.save(first, tmp_path / str(at), keep=1)
+        then = make()
+        then.prepare(every[at].samples(every[at].shares(0, 1, 1)[0][:1]))
+        checkpoint.load(then, folder)
+        assert before + go(then, every[at:]) == whole
