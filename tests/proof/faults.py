@@ -459,8 +459,8 @@ def whole_weights_drift_between_tp_ranks(patch: Patch) -> None:
 
 @fault(Cause.UPDATE, "dp=2 zero=1", optimizer={"name": "adamw", "weight_decay": 0.5, "options": {}})
 def weight_decay_forgets_a_rank(patch: Patch) -> None:
-    def over(original: Any, pieces: Any, source: Any, numerics: Any) -> Updater:
-        made = original(pieces, source, numerics)
+    def over(original: Any, pieces: Any, source: Any, numerics: Any, *more: Any) -> Updater:
+        made = original(pieces, source, numerics, *more)
         if made.optimizer is not None and rank() == 1:
             for group in made.optimizer.param_groups:
                 group["weight_decay"] = 0.0

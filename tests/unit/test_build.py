@@ -182,6 +182,16 @@ class TakesAny(nn.Module):
         return {"x": x, **others}
 
 
+class TakesTwo(nn.Module):
+    def forward(self, x: Any, mask: Any = None, *, scale: Any = None) -> Any:
+        return x, mask, scale
+
+
+class TakesAll(nn.Module):
+    def forward(self, *parts: Any) -> Any:
+        return parts
+
+
 class TakesPixels(nn.Module):
     def forward(self, pixels: Any) -> Any:
         return pixels
@@ -189,7 +199,14 @@ class TakesPixels(nn.Module):
 
 def test_a_batch_is_given_as_the_forward_takes_it() -> None:
     batch = {"input_ids": 1, "position_ids": 2, "labels": 3, "source": 4}
-    assert call_model(TakesAny(), batch) == {"x": None, "input_ids": 1, "position_ids": 2}
+    assert call_model(TakesAny(), batch) == {"x": None, "input_ids": 1, "position_ids": 2, "source": 4}
+    assert call_model(nn.DataParallel(TakesPixels()), {"pixels": 5, "labels": 6, "other": 7}) == 5
+    assert call_model(TakesTwo(), (5, 6)) == (5, None, None)
+    assert call_model(TakesTwo(), (5, 6, 7)) == (5, 7, None)
+    assert call_model(TakesTwo(), [5, 6, 7, 8]) == (5, 7, None)
+    assert call_model(TakesTwo(), {"x": 5, "scale": 6, "labels": 7, "other": 8}) == (5, None, 6)
+    assert call_model(TakesAll(), (5, 6, 7, 8)) == (5, 7, 8)
+    assert call_model(TakesPixels(), (5, 6, 7)) == 5
     assert call_model(TakesPixels(), {"pixels": 5, "labels": 6}) == 5
     assert call_model(TakesPixels(), (5, 6)) == 5
     assert call_model(TakesPixels(), [5, 6]) == 5

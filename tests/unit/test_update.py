@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,16 +20,14 @@ from samestep.datasets import batches
 from samestep.errors import LayoutError, ModelError
 from samestep.job import Job, NumericsTable
 from samestep.layout import Layout
-from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec
+from samestep.models.spec import Cut, LayerSpec, ModelSpec, ParamSpec
 from samestep.runtime.assembly import Source
+from samestep.runtime.optimizer_source import OptimizerSource, check_optimizer, optimizer_source
 from samestep.runtime.optimizer_step import (
     LossScale,
-    OptimizerSource,
     Piece,
     Updater,
-    check_optimizer,
     clip_factor,
-    optimizer_source,
     squared_norm,
 )
 from samestep.runtime.processes.join import RankInfo
@@ -121,6 +120,9 @@ def model_of(*shapes: tuple[int, ...]) -> ModelSpec:
 
 
 MODEL = model_of((61, 10), (10,), (), (12, 10), (4, 3, 3), (1, 7))
+CUT_MODEL = replace(
+    MODEL, params=tuple(replace(p, cut=Cut(style="column", dim=0, groups=1)) for p in MODEL.params if p.shape)
+)
 MATRICES = model_of((8, 5), (6, 6), (5, 3))
 
 ELEMENTWISE: dict[str, dict[str, Any]] = {
@@ -160,55 +162,58 @@ def test_elementwise_optimizers_may_be_cut(name: str) -> None:
         check_optimizer(source, MODEL, layout)
 
 
+def updated_whole(source: OptimizerSource, model: ModelSpec, layout: Layout) -> list[str]:
+    """Return the weights that the layout divides and the rule needs whole."""
+    return [param.name for param in check_optimizer(source, model, layout).params if param.is_updated_whole]
+
+
 @pytest.mark.parametrize(
-    "source",
+    ("source", "expected"),
     {
-        "adafactor": optimizer_of(Job(optimizer={"name": "adafactor"})),
-        "lars": custom(lars),
-        "stable adam": custom(stable_adam),
-        "clipped at 0.01": custom(clipped(1e-2)),
-        "clipped at 10000": custom(clipped(1e4)),
-        "clipped together": custom(lambda _, gradient, state: gradient, ClippedTogether),
-        "noisy": custom(noisy),
-        "by position": optimizer_source(by_position),
-    }.items(),
-    ids=lambda item: item[0],
+        "adafactor": (optimizer_of(Job(optimizer={"name": "adafactor"})), [0, 1, 3, 4, 5]),
+        "lars": (custom(lars), [0, 1, 3, 4, 5]),
+        "stable adam": (custom(stable_adam), [0, 1, 3, 4, 5]),
+        "clipped at 0.01": (custom(clipped(1e-2)), [0, 1, 3, 4, 5]),
+        "clipped at 10000": (custom(clipped(1e4)), [0, 1, 3, 4, 5]),
+        "by rows": (custom(centred), [0, 1, 3, 4, 5]),
+        "by dimensions": (optimizer_source(by_dimensions), []),
+        "by position": (optimizer_source(by_position), []),
+    }.values(),
+    ids=["adafactor", "lars", "stable adam", "clipped", "clipped late", "by rows", "by dimensions", "by position"],
 )
-def test_others_are_refused_where_weights_are_cut(source: tuple[str, OptimizerSource]) -> None:
-    check_optimizer(source[1], MODEL, under(0))
+def test_rules_that_couple_elements_are_updated_whole(source: OptimizerSource, expected: list[int]) -> None:
+    names = [f"weight{index}" for index in expected]
+    assert updated_whole(source, MODEL, under(0)) == []
     for zero in (1, 2, 3):
-        with pytest.raises(LayoutError, match=rf"weights cut by zero={zero} would get another update: zero=0 works$"):
-            check_optimizer(source[1], MODEL, under(zero))
-    with pytest.raises(LayoutError, match=r"weights cut by tp=2 would get another update: tp=1 works$"):
-        check_optimizer(source[1], MODEL, Layout.parse("tp=2 dp=2 zero=0"))
-    check_optimizer(source[1], MODEL, Layout(zero=3))  # over a single rank nothing is cut
+        assert updated_whole(source, MODEL, under(zero)) == names
+    assert updated_whole(source, MODEL, Layout(pp=2)) == []
+    assert updated_whole(source, MODEL, Layout(zero=3)) == []  # over a single rank nothing is cut
+    if names:
+        with pytest.raises(LayoutError, match=r"not treat every element of weight0 .* cut by tp=2 .* tp=1 works"):
+            check_optimizer(source, CUT_MODEL, Layout.parse("tp=2 dp=2 zero=0"))
+    else:
+        assert updated_whole(source, CUT_MODEL, Layout.parse("tp=2 dp=2 zero=0")) == []
 
 
-def test_what_looks_at_other_weights_is_refused_where_they_are_other_ranks() -> None:
-    adafactor = optimizer_of(Job(optimizer={"name": "adafactor"}))
-    for source in (adafactor, custom(lars), custom(centred), optimizer_source(by_dimensions)):
-        check_optimizer(source, MODEL, Layout(pp=2))
+def test_rules_that_couple_weights_are_refused_where_these_are_spread() -> None:
     clipping = custom(lambda _, gradient, state: gradient, ClippedTogether)
-    for source in (clipping, optimizer_source(by_position)):
-        with pytest.raises(LayoutError, match=r"weights spread by pp=2 would get another update: pp=1 works$"):
-            check_optimizer(source, MODEL, Layout(pp=2))
+    assert updated_whole(clipping, MODEL, under(0)) == []
+    for layout, words in ((under(1), "cut by zero=1"), (under(3), "cut by zero=3"), (Layout(pp=2), "spread by pp=2")):
+        with pytest.raises(LayoutError, match=rf"every weight by itself .*, so weights {words} would .*=[01] works$"):
+            check_optimizer(clipping, MODEL, layout)
 
 
-def test_muon_is_refused_by_its_name() -> None:
+def test_a_rule_that_draws_is_refused_on_several_ranks() -> None:
+    check_optimizer(custom(noisy), MODEL, Layout())
+    for layout in (under(0), under(1), Layout(pp=2)):
+        with pytest.raises(LayoutError, match=r"^Custom draws random numbers \(randn_like\), .*: one rank works$"):
+            check_optimizer(custom(noisy), MODEL, layout)
+
+
+def test_muon_is_told_from_its_operations() -> None:
     source = optimizer_source(lambda params: torch.optim.Muon(params))
-    check_optimizer(source, MATRICES, under(0))
-    with pytest.raises(LayoutError, match=r"^Muon cannot be built over parts of the weights, so .* zero=0 works"):
-        check_optimizer(source, MATRICES, under(1))
-    with pytest.raises(LayoutError, match=r"^Muon does not treat every element by itself, so .* zero=0 works"):
-        check_optimizer(source, MATRICES, under(3))
-
-
-@pytest.mark.parametrize("source", [optimizer_source(by_dimensions), custom(centred)], ids=["by dimensions", "by rows"])
-def test_what_looks_at_rows_or_dimensions_may_be_cut_between_rows(source: OptimizerSource) -> None:
-    for zero in (0, 2, 3):
-        check_optimizer(source, MATRICES, under(zero))
-    with pytest.raises(LayoutError, match="zero=2 and 3, which cut between rows, work, and so does zero=0"):
-        check_optimizer(source, MATRICES, under(1))
+    assert updated_whole(source, MATRICES, under(1)) == updated_whole(source, MATRICES, under(3))
+    assert len(updated_whole(source, MATRICES, under(3))) == 3
 
 
 def test_options_by_name_are_no_obstacle() -> None:
@@ -219,7 +224,7 @@ def test_options_by_name_are_no_obstacle() -> None:
         check_optimizer(source, MODEL, under(zero))
 
 
-def test_one_group_of_many_can_be_the_reason() -> None:
+def test_one_group_of_many_can_need_whole_weights() -> None:
     """A muon for some weights, Adam for the others, in one class: the group of the first weight tells nothing."""
     weights = {param.name: nn.Parameter(torch.zeros(param.shape)) for param in MODEL.params}
     groups = [
@@ -227,8 +232,7 @@ def test_one_group_of_many_can_be_the_reason() -> None:
         {"params": [weights["weight3"]], "update": lars},
     ]
     source = optimizer_source(Custom(groups, update=lion), {id(weight): name for name, weight in weights.items()})
-    with pytest.raises(LayoutError, match="Custom does not treat every element by itself"):
-        check_optimizer(source, MODEL, under(3))
+    assert updated_whole(source, MODEL, under(3)) == ["weight3"]
 
 
 def test_what_needs_a_closure_is_refused_everywhere() -> None:
@@ -266,13 +270,14 @@ def test_an_instance_is_rebuilt_by_name_and_group() -> None:
     built = optimizer_source(optimizer, names)(pieces)
     assert [[id(p) for p in group["params"]] for group in built.param_groups] == [
         [id(pieces[1][1]), id(pieces[2][1])],
+        [],
         [id(pieces[0][1])],
     ]
     found = [
         {key: group[key] for key in ("lr", "weight_decay", "betas", "eps", "amsgrad")} for group in built.param_groups
     ]
     plain = {"lr": 0.25, "weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-3, "amsgrad": True}
-    assert found == [{**plain, "lr": 0.5, "weight_decay": 0.1}, plain]
+    assert found == [{**plain, "lr": 0.5, "weight_decay": 0.1}, {**plain, "betas": (0.5, 0.6)}, plain]
 
 
 def test_an_instance_may_leave_weights_out() -> None:

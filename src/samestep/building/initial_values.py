@@ -17,27 +17,26 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from samestep.building.tape import (
-    WAY_OUT,
-    Ref,
-    Slice,
-    Surface,
-    Tape,
-    contiguous,
-    process_randomness,
-    replay,
-    whole_truncated_normal,
+from samestep.building import plain
+from samestep.building.named_tensors import (
+    NamedTensor,
+    joined,
+    map_attributes,
+    tensors_of,
+    unwrapped_name,
+    unwrapped_prefixes,
 )
+from samestep.building.parameter_marks import ParameterMarks, take_marks, tensors_of_hooks
+from samestep.building.surface import Surface, process_randomness, whole_truncated_normal
+from samestep.building.tape import WAY_OUT, Ref, Slice, Tape, contiguous, replay
 from samestep.errors import ModelError, did_you_mean
-
-_RESERVED = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,11 +50,32 @@ class Blueprint:
     module: nn.Module
     seed: int
     canonical: dict[str, str]
+    drawn: frozenset[str]
+    """First names of the tensors whose values are drawn, as functions of (seed, name); the others are constants."""
     _tape: Tape = field(repr=False)
     _refs: dict[str, Ref] = field(repr=False)
     _slices: dict[int, Slice] = field(repr=False)
     _keys: dict[int, int] = field(repr=False)
     _parameters: tuple[str, ...] = field(repr=False)
+    marks: Mapping[str, ParameterMarks] = field(default_factory=dict, repr=False)
+    """Attributes and hooks of parameters, by name."""
+    constants: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    """Values from a plain call, by first name, of constants that the tape does not make."""
+    waived: tuple[str, ...] = ()
+    """Refusals of values that the job waives."""
+
+    def is_unmade(self, name: str) -> bool:
+        """Return whether nothing on the tape gives a tensor its values."""
+        ref = self._refs[name]
+        if self.canonical[name] in self.constants:
+            return False
+        return self._tape.is_unwritten(ref) or self._tape.is_foreign(self._slices[ref.memory])
+
+    def no_values(self, name: str, hindrance: str) -> str:
+        """Return that a tensor has no values; `hindrance` says why no plain call gives them."""
+        if self._tape.is_foreign(self._slices[self._refs[name].memory]):
+            return f"{name} was made on the meta device outside the build function, so it has no values"
+        return f"{name} is never given values, as far as the tape shows, and {hindrance}: fill it where it is made"
 
     def materialize(self, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
         """Return the whole tensor `name`: detached, contiguous, in newly allocated memory.
@@ -69,41 +89,157 @@ class Blueprint:
         ref = self._refs.get(name)
         if ref is None:
             raise ModelError(f"the model has no tensor {name!r}{did_you_mean(name, self._refs)}")
+        constant = self.constants.get(self.canonical[name])
         part = self._slices[ref.memory]
-        if any(self._tape.memories[base].foreign for base in part.bases):
-            raise ModelError(f"{name} was made on the meta device outside the build function, so it has no values")
+        if constant is not None:
+            return constant.to(device, dtype or constant.dtype, copy=True)
         made = replay(self._tape, part, ref, torch.device(device), self._keys)
         return made if dtype is None else made.to(dtype)
 
 
-def blueprint(source: Callable[[], nn.Module] | nn.Module, seed: int) -> Blueprint:
+Waived = Callable[[str], str]
+"""Returns the text of a refusal that the job waives, and raises it otherwise."""
+
+
+def _refuse(reason: str) -> str:
+    raise ModelError(reason)
+
+
+def blueprint(source: Callable[[], nn.Module] | nn.Module, seed: int, waived: Waived = _refuse) -> Blueprint:
     """Build a model on the meta device, and return it with the tape that makes its tensors.
 
-    A build function is taped; of an instance the values are kept (not copied: do not train it meanwhile). Values that a
-    build function looks at (`.item()`, `if`, `.numpy()`) are computed at once, unless they are random.
+    A build function is taped, and called plainly too where that fits (`building/plain.py`); of an instance the values are
+    kept (not copied: do not train it meanwhile). Values that a build function looks at (`.item()`, `if`, `.numpy()`) are
+    computed at once, unless they are random. `waived` takes a refusal of values that are made in no known way.
 
     Raises:
         ModelError: the initial values cannot be a function of seed and name; the text names the module or the tensor.
+        UnprovenError: a value is made in no known way.
     """
-    tape = Tape()
     if isinstance(source, nn.Module):
-        module = source
-    else:
-        surface = Surface(tape)
-        with process_randomness(seed), whole_truncated_normal(tape), tape, surface, torch.device("cpu"):
-            module = _call(source)
-        if not isinstance(module, nn.Module):
-            raise ModelError(f"the build function returned a {type(module).__name__}; it must return an nn.Module")
-    module = _on_meta(module, tape, from_instance=module is source)
-    attributes = list(_attributes(module))
+        return _of(source, Tape(), seed, from_instance=True)
+    made, failure = None, None
+    try:
+        made = _taped(source, seed)
+    except Exception as error:
+        failure = error
+    size_bytes = sum(tensor.nbytes for tensor in _distinct(made.module)) if made else 0
+    doubtful = made is None or made._tape.holds_other_tensors or any(map(made.is_unmade, made.canonical.values()))
+    calls, hindrance = None, "the model is too large to call it plainly"
+    if (doubtful or size_bytes <= plain.SMALL_BYTES) and plain.fits(size_bytes):
+        try:
+            calls = plain.call_twice(source, seed)
+        except Exception as error:
+            hindrance = f"the build function cannot be called plainly: {error}"
+    if made is None or (calls and plain.other_form(made.module, calls.module)):
+        return _from_calls(calls, failure, seed)
+    return _tried(made, calls, hindrance, waived)
+
+
+def _taped(source: Callable[[], nn.Module], seed: int) -> Blueprint:
+    """Call the build function on the meta device, under a tape."""
+    tape = Tape()
+    surface = Surface(tape)
+    with process_randomness(seed), whole_truncated_normal(tape), tape, surface, torch.device("cpu"):
+        module = _call(source)
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"the build function returned a {type(module).__name__}; it must return an nn.Module")
+    return _of(module, tape, seed, from_instance=False)
+
+
+def _of(source: nn.Module, tape: Tape, seed: int, *, from_instance: bool) -> Blueprint:
+    """Return the blueprint of a module that a tape knows, or of an instance with values of its own."""
+    marks = take_marks(source)
+    module = _on_meta(source, tape, from_instance)
+    attributes = list(tensors_of(module))
+    attributes += [
+        NamedTensor(key, "hook", tensor)
+        for name, mark in marks.items()
+        for key, tensor in tensors_of_hooks(name, mark).items()
+    ]
     refs = {attribute.name: tape.ref(attribute.tensor) for attribute in attributes}
     slices = {ref.memory: tape.slice(ref.memory) for ref in refs.values()}
     parameters = [attribute for attribute in attributes if attribute.kind == "parameter"]
-    _check_parameters(parameters, refs, slices, tape)
+    _check_parameters(parameters, refs)
     first: dict[tuple[int, Ref], str] = {}
     canonical = {p.name: first.setdefault((id(p.tensor), refs[p.name]), p.name) for p in attributes}
-    keys = _random_keys(seed, [(name, slices[refs[name].memory]) for name in canonical], tape)
-    return Blueprint(module, seed, canonical, tape, refs, slices, keys, tuple(p.name for p in parameters))
+    prefixes = unwrapped_prefixes(module)
+    named = [(unwrapped_name(name, prefixes), slices[refs[name].memory]) for name in canonical]
+    keys = _random_keys(seed, named, tape)
+    drawn = {
+        name for name in canonical.values() if any(tape.entries[e].random for e in slices[refs[name].memory].entries)
+    }
+    return Blueprint(
+        module, seed, canonical, frozenset(drawn), tape, refs, slices, keys, tuple(p.name for p in parameters), marks
+    )
+
+
+def _distinct(module: nn.Module) -> list[Tensor]:
+    """Return the tensors of a module, each once."""
+    return list({id(one.tensor): one.tensor for one in tensors_of(module)}.values())
+
+
+def _from_calls(calls: plain.PlainCalls | None, failure: Exception | None, seed: int) -> Blueprint:
+    """Return the blueprint of a build function that cannot be taped: all its values must be constants.
+
+    Raises:
+        ModelError: some are drawn, or the function could not be called plainly either.
+    """
+    drawn = next((name for name in calls.first if calls.differs(name)), "") if calls else ""
+    if calls is None or (failure and drawn):
+        assert failure is not None
+        raise failure
+    if drawn:
+        raise ModelError(
+            f"the build function makes another model on the meta device, where {drawn} would be a function of seed and "
+            f"name: {WAY_OUT}"
+        )
+    return _of(calls.module, Tape(), seed, from_instance=True)
+
+
+def _tried(made: Blueprint, calls: plain.PlainCalls | None, hindrance: str, waived: Waived) -> Blueprint:
+    """Return a blueprint with the plain value of each constant that the tape does not make to the bit.
+
+    Raises:
+        UnprovenError: a value is made in no known way; `waived` may let it pass.
+    """
+    constants: dict[str, Tensor] = {}
+    refused: list[str] = []
+    for name in dict.fromkeys(made.canonical.values()):
+        if calls is None or name not in calls.first or name not in calls.second:
+            if made.is_unmade(name):
+                refused.append(made.no_values(name, hindrance))
+        elif not calls.differs(name):
+            first = calls.first[name]
+            if made.is_unmade(name) and plain.is_unfilled(first):
+                refused.append(f"{name} is never given values (torch.empty): fill it where it is made")
+            elif made.is_unmade(name) or not plain.same_bits(made.materialize(name, torch.device("cpu")), first):
+                constants[name] = first.clone(memory_format=torch.contiguous_format)
+        elif reason := _unlike(made, calls, name):
+            refused.append(reason)
+    if refused:
+        more = f" (and {len(refused) - 1} more tensors)" if len(refused) > 1 else ""
+        refused = [waived(f"{refused[0]}{more}")]
+    return replace(made, drawn=made.drawn - set(constants), constants=constants, waived=tuple(refused))
+
+
+def _unlike(made: Blueprint, calls: plain.PlainCalls, name: str) -> str:
+    """Return why the tape does not draw a tensor that differs between two plain calls; empty if it does."""
+    if made.is_unmade(name):
+        return (
+            f"{name} differs between two calls of the build function, and no operation on the tape makes it: {WAY_OUT}"
+        )
+    taped = made.materialize(name, torch.device("cpu"))
+    if name not in made.drawn:
+        if plain.same_bits(taped, calls.first[name]):
+            return ""  # numbers of Python or numpy, from the job's seed
+        return (
+            f"{name} differs between two calls of the build function, and torch did not draw it (a generator without a "
+            f"seed, or something that the function uses up): {WAY_OUT}"
+        )
+    if plain.agrees_by_chance(taped, calls, name):
+        return ""
+    return f"{name} is loaded in part, and the tape draws that part: {WAY_OUT}"
 
 
 def _call(source: Callable[[], nn.Module]) -> nn.Module:
@@ -156,73 +292,8 @@ def fill_rest(blueprint: Blueprint, device: torch.device, float_dtype: torch.dty
     for prefix, module in blueprint.module.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[key] = fill(_join(prefix, key), buffer, True)
-        _map_attributes(prefix, module, functools.partial(fill, is_buffer=False))
-
-
-@dataclass(frozen=True, slots=True)
-class _Attribute:
-    """A tensor and its position in a module."""
-
-    name: str
-    kind: str
-    """One of parameter, buffer, attribute."""
-    tensor: Tensor
-
-
-def _attributes(module: nn.Module) -> Iterator[_Attribute]:
-    """Yield every tensor under every name: parameters, then buffers, then attributes, each in the module's order."""
-    modules = list(module.named_modules(remove_duplicate=False))
-    for kind, held in (("parameter", "_parameters"), ("buffer", "_buffers")):
-        for prefix, owner in modules:
-            for key, tensor in getattr(owner, held).items():
-                if tensor is not None:
-                    yield _Attribute(_join(prefix, key), kind, tensor)
-    parameters = {id(parameter) for parameter in module.parameters()}
-    found: list[_Attribute] = []
-
-    def find(name: str, tensor: Tensor) -> Tensor:
-        if id(tensor) not in parameters:
-            found.append(_Attribute(name, "attribute", tensor))
-        return tensor
-
-    for prefix, owner in modules:
-        _map_attributes(prefix, owner, find)
-    yield from found
-
-
-def _map_attributes(prefix: str, module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
-    """Replace every tensor attribute of one module by `change(name, tensor)`."""
-    attributes = vars(module)
-    for key in [key for key in attributes if key not in _RESERVED]:
-        before = attributes[key]
-        after = _map_within(_join(prefix, key), before, change, depth=3)
-        if after is not before:
-            attributes[key] = after
-
-
-def _map_within(name: str, value: Any, change: Callable[[str, Tensor], Tensor], depth: int) -> Any:
-    """Return a value with its tensors changed: in a list or a dict in place, in a tuple as a new tuple."""
-    if isinstance(value, Tensor):
-        return change(name, value)
-    if depth == 0:
-        return value
-    items: Iterable[tuple[Any, Any]]
-    if type(value) is dict or type(value) is list:
-        items = list(value.items() if isinstance(value, dict) else enumerate(value))
-        for key, item in items:
-            after = _map_within(f"{name}.{key}", item, change, depth - 1)
-            if after is not item:
-                value[key] = after
-    elif type(value) is tuple:
-        after = tuple(_map_within(f"{name}.{key}", item, change, depth - 1) for key, item in enumerate(value))
-        return after if any(a is not b for a, b in zip(after, value, strict=True)) else value
-    return value
-
-
-def _join(prefix: str, key: str) -> str:
-    """Return a full name."""
-    return f"{prefix}.{key}" if prefix else key
+                module._buffers[key] = fill(joined(prefix, key), buffer, True)
+        map_attributes(prefix, module, functools.partial(fill, is_buffer=False))
 
 
 def _on_meta(module: nn.Module, tape: Tape, from_instance: bool) -> nn.Module:
@@ -232,7 +303,7 @@ def _on_meta(module: nn.Module, tape: Tape, from_instance: bool) -> nn.Module:
         ModelError: a tensor has no shape or no values, or the module cannot be copied.
     """
     memo: dict[int, Any] = {}
-    for attribute in _attributes(module):
+    for attribute in tensors_of(module):
         tensor = attribute.tensor
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise ModelError(
@@ -249,7 +320,7 @@ def _on_meta(module: nn.Module, tape: Tape, from_instance: bool) -> nn.Module:
                 twin = nn.Parameter(twin, tensor.requires_grad)
             twin.__dict__.update(tensor.__dict__)
         memo.setdefault(id(tensor), twin)
-    if not from_instance and all(attribute.tensor.is_meta for attribute in _attributes(module)):
+    if not from_instance and all(attribute.tensor.is_meta for attribute in tensors_of(module)):
         return module
     try:
         return copy.deepcopy(module, memo)
@@ -257,22 +328,15 @@ def _on_meta(module: nn.Module, tape: Tape, from_instance: bool) -> nn.Module:
         raise ModelError(f"the {type(module).__name__} cannot be copied ({error}): pass a build function") from error
 
 
-def _check_parameters(attributes: list[_Attribute], refs: dict[str, Ref], slices: dict[int, Slice], tape: Tape) -> None:
-    """Refuse parameters without values, and different parameters in one memory, which would diverge.
+def _check_parameters(attributes: list[NamedTensor], refs: dict[str, Ref]) -> None:
+    """Refuse different parameters in one memory, which would diverge.
 
     Raises:
         ModelError: there is such a parameter.
     """
-    owners: dict[int, list[_Attribute]] = {}
+    owners: dict[int, list[NamedTensor]] = {}
     for attribute in attributes:
         ref = refs[attribute.name]
-        memory, part = tape.memories[ref.memory], slices[ref.memory]
-        if any(tape.memories[base].foreign for base in part.bases):
-            raise ModelError(
-                f"{attribute.name} was made on the meta device outside the build function, so it has no values"
-            )
-        if not part.entries and memory.constant is None and 0 not in ref.size:
-            raise ModelError(f"{attribute.name} is never given values (torch.empty): fill it where it is made")
         for other in owners.setdefault(ref.memory, []):
             may_share = other.tensor is attribute.tensor or ref.stride != contiguous(ref.size)
             if not may_share and refs[other.name].overlaps(ref):

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from samestep.building.families import family_source, near_family
 from samestep.building.imported import imported
+from samestep.building.named_tensors import unwrapped
 from samestep.errors import ModelError
 from samestep.job import Job
 
@@ -58,18 +61,24 @@ def _build_function(function: Callable[..., Any], source: str, config: Mapping[s
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """Call the model on a batch: a dict by the forward's argument names, without labels; a tuple's first part.
+    """Call the model on a batch: a dict by the forward's argument names, without labels; of a tuple all but the second.
+
+    A forward with **kwargs is given every key but labels. A tuple's parts from the third on are given as far as the forward
+    has positional arguments for them.
 
     Raises:
         ModelError: the forward takes nothing of the batch, or not its position_ids.
     """
+    accepted = _accepted(type(unwrapped(model)).forward)
     if isinstance(batch, Mapping):
-        accepted = _accepted(type(model).forward)
-        given = {name: value for name, value in batch.items() if name in accepted and name != "labels"}
+        given = {name: value for name, value in batch.items() if accepted.takes(name) and name != "labels"}
         if not given or ("position_ids" in batch and "position_ids" not in given):
-            raise ModelError(_unfit(model, batch, accepted))
+            raise ModelError(_unfit(model, batch, accepted.names))
         return model(**given)
-    return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+    if isinstance(batch, (tuple, list)):
+        inputs = (batch[0], *batch[2:])
+        return model(*inputs[: max(1, accepted.num_positional)])
+    return model(batch)
 
 
 def _unfit(model: nn.Module, batch: Mapping[str, Any], accepted: Sequence[str]) -> str:
@@ -83,12 +92,30 @@ def _unfit(model: nn.Module, batch: Mapping[str, Any], accepted: Sequence[str]) 
     return f"the batch has {', '.join(batch)}, and the forward of {name} takes {takes}; a common name works"
 
 
+@dataclass(frozen=True, slots=True)
+class _Accepted:
+    """The arguments that a forward takes."""
+
+    names: tuple[str, ...]
+    takes_any: bool
+    """Whether it has **kwargs."""
+    num_positional: int
+    """The number of its positional arguments; the largest integer with *args."""
+
+    def takes(self, name: str) -> bool:
+        """Return whether the forward takes an argument of this name."""
+        return self.takes_any or name in self.names
+
+
 @functools.cache
-def _accepted(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of a forward's arguments; one with **kwargs takes what every language model takes."""
-    parameters = inspect.signature(forward).parameters.values()
+def _accepted(forward: Callable[..., Any]) -> _Accepted:
+    """Return the arguments of a forward, without the module itself."""
+    parameters = [one for one in inspect.signature(forward).parameters.values() if one.name != "self"]
+    kinds = [one.kind for one in parameters]
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    names = [parameter.name for parameter in parameters if parameter.kind in by_name and parameter.name != "self"]
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        names += [name for name in ("input_ids", "position_ids") if name not in names]
-    return tuple(names)
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return _Accepted(
+        names=tuple(one.name for one in parameters if one.kind in by_name),
+        takes_any=inspect.Parameter.VAR_KEYWORD in kinds,
+        num_positional=sys.maxsize if inspect.Parameter.VAR_POSITIONAL in kinds else sum(k in by_place for k in kinds),
+    )

@@ -16,17 +16,14 @@ import bisect
 import functools
 import math
 import os
-import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -36,6 +33,8 @@ WAY_OUT = "pass an instance instead of a build function: it is built whole on ev
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
+_FEW_BYTES = 1 << 20
+"""The bytes of constants, such as tables from Python's numbers, that a build without files may hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +79,8 @@ class _Memory:
     """The real storage it represents; kept, so that its address is not used again."""
     foreign: bool = False
     """Whether it came from outside the tape without values."""
+    placeless: bool = False
+    """Whether the code itself asked for it on the meta device, and is told that it is there."""
     writers: list[int] = field(default_factory=list)
 
 
@@ -157,6 +158,7 @@ class Tape(TorchDispatchMode):
         self.memories: list[_Memory] = []
         self._number: dict[int, int] = {}
         self._paused = False
+        self._any_placeless = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -176,13 +178,10 @@ class Tape(TorchDispatchMode):
             if traits.needs_values:
                 return self._answer(func, args, kwargs)
             if any(isinstance(leaf, torch.Generator) for leaf in (*args, *kwargs.values())):
-                raise ModelError(
-                    f"{_where()} draws from a torch.Generator of its own, but a weight's first numbers come from "
-                    f"the job's seed and its name: leave generator= out, or {WAY_OUT}"
-                )
+                return self._draw_now(func, traits, args, kwargs)
             if traits.only_geometry:
                 real = isinstance(args[0], Tensor) and not args[0].is_meta
-                return func(*(args if real else pytree.tree_map_only(Tensor, self.twin, args)), **kwargs)
+                return func(*(args if real else self._twins(args)), **kwargs)
             return self._run(func, traits, args, kwargs)
 
     def _run(self, func: Any, traits: _Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,6 +191,7 @@ class Tape(TorchDispatchMode):
             ModelError: torch cannot run it without values.
         """
         args, kwargs = pytree.tree_map_only(Tensor, self.twin, (args, kwargs))
+        follows = self._follows_placeless(args, kwargs)
         makes = not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs)))
         if traits.has_device and (makes or kwargs.get("device") is not None):
             kwargs["device"] = _META
@@ -203,10 +203,14 @@ class Tape(TorchDispatchMode):
             if not isinstance(error, NotImplementedError) and torch.Tag.dynamic_output_shape not in func.tags:
                 raise
             if traits.written or traits.random:
-                raise ModelError(f"{_where()} runs {func}, which torch cannot run without values: {WAY_OUT}") from None
+                raise ModelError(f"{where()} runs {func}, which torch cannot run without values: {WAY_OUT}") from None
             return self._answer(func, args, kwargs)
         written = [args[index] if index < len(args) else kwargs.get(name) for index, name in traits.written]
         self.record(func, args, kwargs, outcome, written, overwrites=traits.overwrites, random=traits.random)
+        if follows:
+            self.mark_placeless(
+                [leaf for leaf in pytree.tree_leaves(outcome) if all(leaf is not one for one in written)]
+            )
         return outcome
 
     def record(
@@ -248,7 +252,7 @@ class Tape(TorchDispatchMode):
         """
         if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
             raise ModelError(
-                f"{_where()} holds a {type(tensor).__name__} of layout {tensor.layout}: only plain ones work"
+                f"{where()} holds a {type(tensor).__name__} of layout {tensor.layout}: only plain ones work"
             )
         storage = tensor.untyped_storage()
         memory = self._number.get(storage._cdata)
@@ -276,6 +280,49 @@ class Tape(TorchDispatchMode):
         ref = self.ref(tensor, copies=copies)
         return ref.window(self.memories[ref.memory].meta)
 
+    def _twins(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return arguments with what represents their tensors and storages on meta, as for `set_` to what a file holds."""
+        args = pytree.tree_map_only(Tensor, self.twin, args)
+        whole = [
+            torch.empty(0, dtype=torch.uint8, device=one.device).set_(one) if _is_real(one) else one for one in args
+        ]
+        return tuple(
+            self.twin(one).untyped_storage() if one is not given else given
+            for one, given in zip(whole, args, strict=True)
+        )
+
+    def _follows_placeless(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether the outcome of an operation is on the meta device because the code asked for its inputs there."""
+        if not self._any_placeless or kwargs.get("device") is not None:
+            return False
+        return any(self.is_placeless(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+
+    def is_placeless(self, tensor: Tensor) -> bool:
+        """Return whether the code itself asked for a tensor on the meta device."""
+        number = self._number.get(tensor.untyped_storage()._cdata)
+        return number is not None and self.memories[number].placeless
+
+    def mark_placeless(self, made: Any) -> None:
+        """Note that the code itself asked for these tensors on the meta device."""
+        for leaf in pytree.tree_leaves(made):
+            if isinstance(leaf, Tensor) and leaf.is_meta:
+                self.memories[self.ref(leaf, fresh=True).memory].placeless = self._any_placeless = True
+
+    @property
+    def holds_other_tensors(self) -> bool:
+        """Whether the build used tensors that it did not make by operations, such as those of a file."""
+        lifted = sum(memory.constant.nbytes() for memory in self.memories if memory.constant is not None)
+        return any(memory.real is not None for memory in self.memories) or lifted > _FEW_BYTES
+
+    def is_unwritten(self, ref: Ref) -> bool:
+        """Return whether nothing has ever given a tensor values."""
+        memory = self.memories[ref.memory]
+        return not memory.writers and memory.constant is None and 0 not in ref.size
+
+    def is_foreign(self, part: Slice) -> bool:
+        """Return whether values descend from a tensor on the meta device that came from outside the tape."""
+        return any(self.memories[base].foreign for base in part.bases)
+
     def lift(self, tensor: Tensor) -> Tensor:
         """Return a tensor on meta whose memory starts with this one's values; this one is not tracked."""
         constant = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -295,10 +342,10 @@ class Tape(TorchDispatchMode):
         part = self.slice(ref.memory)
         if any(self.entries[entry].random for entry in part.entries):
             raise ModelError(
-                f"{_where(ref, self)} looks at random values, which exist only once each tensor has its name: {WAY_OUT}"
+                f"{where(ref, self)} looks at random values, which exist only once each tensor has its name: {WAY_OUT}"
             )
-        if any(self.memories[base].foreign for base in part.bases):
-            raise ModelError(f"{_where(ref, self)} looks at the values of a tensor that was on meta before: {WAY_OUT}")
+        if self.is_foreign(part):
+            raise ModelError(f"{where(ref, self)} looks at the values of a tensor that was on meta before: {WAY_OUT}")
         with self.paused():
             return replay(self, part, ref, _CPU, {})
 
@@ -341,6 +388,21 @@ class Tape(TorchDispatchMode):
             kwargs["device"] = _CPU
         return pytree.tree_map_only(Tensor, self.lift, func(*args, **kwargs))
 
+    def _draw_now(self, func: Any, traits: _Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Draw from a generator of the code's own: its numbers are constants, whatever the job's seed.
+
+        Raises:
+            ModelError: the operation writes without replacing all that it writes to.
+        """
+        if not traits.written:
+            return self._answer(func, args, kwargs)
+        if not traits.overwrites or [index for index, _ in traits.written] != [0]:
+            raise ModelError(f"{where()} runs {func} with a torch.Generator of its own: {WAY_OUT}")
+        drawn = torch.empty(args[0].shape, dtype=args[0].dtype)
+        func(drawn, *args[1:], **kwargs)
+        copy = torch.ops.aten.copy_.default
+        return self._run(copy, _traits(copy), (args[0], self.lift(drawn)), {})
+
     def _covers(self, ref: Ref) -> bool:
         """Return whether a tensor fills its memory, each element once."""
         whole = math.prod(ref.size) * ref.dtype.itemsize == self.memories[ref.memory].meta.nbytes()
@@ -352,6 +414,11 @@ class Tape(TorchDispatchMode):
         return _Memory(meta, constant=storage.clone() if copies else storage, real=storage)
 
 
+def _is_real(storage: Any) -> bool:
+    """Return whether a value is a storage with a memory."""
+    return isinstance(storage, torch.UntypedStorage) and storage.device.type != "meta"
+
+
 def contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor."""
     strides = [1]
@@ -360,91 +427,7 @@ def contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides)) if size else ()
 
 
-_TENSOR: Any = Tensor  # attributes are read by descriptor, which the type checker does not know
-_DISGUISE = {_TENSOR.is_meta.__get__: False, _TENSOR.is_cpu.__get__: True, _TENSOR.device.__get__: _CPU}
-_MOVES = frozenset({Tensor.cuda, Tensor.pin_memory})
-_NUMPY = frozenset({_TENSOR.numpy, _TENSOR.__array__})
-_READS: frozenset[Any] = frozenset({Tensor.tolist, Tensor.__format__}) | _NUMPY
-_FROM_DATA: frozenset[Any] = frozenset({torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor})
-
-
-class Surface(TorchFunctionMode):
-    """A function mode for calls that bypass the dispatcher: questions about devices, absent devices, reads in C++."""
-
-    def __init__(self, tape: Tape) -> None:
-        super().__init__()
-        self._tape = tape
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run `func` as if all tensors were real and on the CPU."""
-        kwargs = dict(kwargs or {})
-        if func in _DISGUISE and args[0].is_meta:
-            return _DISGUISE[func]
-        if func in _MOVES:
-            return args[0]
-        if kwargs.get("device") is not None:  # on meta, torch.tensor(data) would lose its data here already
-            out = kwargs.get("out")
-            kwargs["device"] = _META if isinstance(out, Tensor) and out.is_meta else _CPU
-        kwargs.pop("pin_memory", None)
-        if func is Tensor.to:
-            args = (args[0], *(_CPU if _is_device(arg) else arg for arg in args[1:]))
-        if func in _READS:
-            with self._tape.paused():
-                outcome = func(self._tape.read(args[0]), *args[1:], **kwargs)
-            if func in _NUMPY:
-                outcome.flags.writeable = False  # a write to a copy would be lost silently
-            return outcome
-        if func in _FROM_DATA:  # a list of tensors is read in C++
-            args = tuple(
-                pytree.tree_map_only(Tensor, self._tape.read, arg) if isinstance(arg, list | tuple) else arg
-                for arg in args
-            )
-        return func(*args, **kwargs)
-
-
-def _is_device(arg: Any) -> bool:
-    """Return whether a positional argument of `Tensor.to` is a device."""
-    return isinstance(arg, torch.device | str) or (isinstance(arg, int) and not isinstance(arg, bool))
-
-
-@contextmanager
-def whole_truncated_normal(tape: Tape) -> Iterator[None]:
-    """Tape `trunc_normal_` as one operation: it redraws until its numbers fit, which only a replay can decide."""
-    original = nn.init._no_grad_trunc_normal_
-
-    def taped(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if kwargs.pop("generator", None) is not None or len(args) > 4:
-            raise ModelError(f"{_where()} gives trunc_normal_ a generator of its own: leave it out, or {WAY_OUT}")
-        with torch._C.DisableTorchFunction():
-            tape.record(original, (tensor, *args), kwargs, None, tensor, overwrites=True, random=True)
-        return tensor
-
-    nn.init._no_grad_trunc_normal_ = taped
-    try:
-        yield
-    finally:
-        nn.init._no_grad_trunc_normal_ = original
-
-
-@contextmanager
-def process_randomness(seed: int) -> Iterator[None]:
-    """Seed Python, numpy and torch for what a build function draws itself, and restore their states afterwards."""
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=list(devices)):
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
-
-
-def _where(ref: Ref | None = None, tape: Tape | None = None) -> str:
+def where(ref: Ref | None = None, tape: Tape | None = None) -> str:
     """Return what is being built, as far as the stack shows it: the module, its tensor, the line."""
     frame, owner, line = sys._getframe(1), None, ""
     while frame:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from samestep.models.spec import ModelSpec
 
@@ -19,6 +20,27 @@ class ExpertModules:
     """Number of experts of each module, by its path."""
     switchable: tuple[str, ...]
     """Paths of the modules whose library offers several implementations of the experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """Something that a forward keeps, and that another forward may read."""
+
+    owner: str
+    """Path of the module that holds it."""
+    name: str
+    """Name of the buffer, the parameter or the attribute."""
+    kind: Literal["buffer", "weight", "attribute", "counts"]
+    """What it is; "counts" is a gradient that is divided by the tokens counted in a micro-batch."""
+    of_samples: bool = False
+    """Whether it depends on the samples of the forward, or on their number."""
+    is_read: bool = True
+    """Whether the outputs depend on it, or the code looks at it."""
+
+    @property
+    def full_name(self) -> str:
+        """The path of the module and the name."""
+        return f"{self.owner}.{self.name}".lstrip(".")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +65,9 @@ class ModelAnalysis:
     """Whether a module or a configuration has a dropout probability above 0."""
     parts_examined: tuple[int, ...] = ()
     """Numbers of slices into which it has been examined whether sequences can be cut."""
+    states: tuple[StateSpec, ...] = ()
+    """What a forward keeps, other than the statistics of torch's own norms."""
+    recomputes_blocks: bool = False
+    """Whether the model itself runs whole blocks under `torch.utils.checkpoint`."""
+    detached_checkpoints: bool = False
+    """Whether it has reentrant checkpoints whose inputs take no gradient, inside of which torch trains nothing."""

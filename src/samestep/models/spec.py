@@ -193,6 +193,10 @@ class ParamSpec:
     sparse_gradient: bool = False
     """Whether its gradient is a sparse tensor, as an embedding's may be."""
     trainable: bool = True
+    is_idle: bool = False
+    """Whether it asks for a gradient and the loss does not depend on it: no optimizer of torch would update it."""
+    is_updated_whole: bool = False
+    """Whether the optimizer's rule needs all its elements at once, so that ZeRO gives it to one rank to update."""
     cut: Cut | None = None
     """Tensor cut that it allows; None keeps it whole on every rank."""
     partial: Partial = ""

@@ -7,13 +7,20 @@ A bucket holds gradients of weights with equal `Holding`s and one dtype, up to `
 multiple of the ranks that may divide it. Its first collective starts as soon as backward has finished its last
 gradient, so that it overlaps with the rest of backward (Li et al. 2020, arXiv:2006.15704, section 3.2.3); the others
 follow the step's last backward.
+
+Under zero=1 a weight that its optimizer must update whole lies within the chunk of one rank:
+
+```
+bucket    │ q.weight │ up.weight │ padding │ down.weight │ k.weight │ padding │
+           rank 0's chunk                   rank 1's chunk
+```
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from samestep.models.spec import ParamSpec
@@ -51,6 +58,12 @@ class Bucket:
         """Number of elements without padding."""
         return sum(member.numel for member in self.members)
 
+    def elements_at(self, index: int) -> int:
+        """Return how many elements lie in the chunk with an index, of those that ZeRO divides the buffer into."""
+        size = self.padded_numel // self.holding.num_shards
+        first, last = index * size, (index + 1) * size
+        return sum(max(0, min(m.offset + m.numel, last) - max(m.offset, first)) for m in self.members)
+
 
 def padded(numel: int, multiple: int) -> int:
     """Return a number of elements rounded up to a multiple of `multiple`."""
@@ -77,14 +90,18 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
     order = sorted(
         (param for param in step.model.params if param.trainable),
         # The sort is stable, which keeps the module's own order within a layer.
-        key=lambda param: (-chunk_of(param), step.holding(param).sort_key, -param.layer),
+        key=lambda param: (-chunk_of(param), step.holding(param).sort_key, param.is_updated_whole, -param.layer),
     )
     limit = BUCKET_BYTES // BYTES_OF[step.master_dtype]
     groups: list[list[ParamSpec]] = []
     size = 0
     for param in order:
         kind = (*_kind(step, param), chunk_of(param))
-        is_full = not groups or size >= limit or (*_kind(step, groups[-1][0]), chunk_of(groups[-1][0])) != kind
+        is_full = (
+            not groups
+            or size >= limit * _owners(step, groups[-1][0])
+            or (*_kind(step, groups[-1][0]), chunk_of(groups[-1][0])) != kind
+        )
         if is_full:
             groups.append([])
             size = 0
@@ -97,24 +114,43 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
 
 def _kind(step: StepSpec, param: ParamSpec) -> tuple[object, ...]:
     """Return what weights of one bucket have in common."""
-    return step.working_dtype(param), step.holding(param)
+    return step.working_dtype(param), step.holding(param), param.is_updated_whole
+
+
+def _owners(step: StepSpec, param: ParamSpec) -> int:
+    """Return the number of ranks that each update some weights of a bucket whole; 1 where weights may be divided."""
+    return step.holding(param).num_shards if param.is_updated_whole else 1
 
 
 def _bucket(step: StepSpec, index: int, params: list[ParamSpec]) -> Bucket:
-    members = []
-    offset = 0
-    for param in params:
-        members.append(Member(name=param.name, offset=offset, numel=param.numel))
-        offset += param.numel
     holding = step.holding(params[0])
+    multiple, owners = math.prod(map(step.ranks.size, holding.data_axes)), _owners(step, params[0])
+    held = owners_of([param.numel for param in params], owners)
+    loads = [sum(p.numel for p, owner in zip(params, held, strict=True) if owner == rank) for rank in range(owners)]
+    chunk = padded(max(loads), multiple // owners)
+    offsets = [rank * chunk for rank in range(owners)]
+    members = []
+    for param, owner in zip(params, held, strict=True):
+        members.append(Member(name=param.name, offset=offsets[owner], numel=param.numel))
+        offsets[owner] += param.numel
     return Bucket(
         name=f"bucket.{index}",
         members=tuple(members),
         dtype=step.working_dtype(params[0]),
         codec=step.codec,
-        padded_numel=padded(offset, math.prod(map(step.ranks.size, holding.data_axes))),
+        padded_numel=chunk * owners,
         holding=holding,
     )
+
+
+def owners_of(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Return for each weight the rank that updates it whole: the largest first, each to the rank with least so far."""
+    loads = [0] * ranks
+    found = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        found[index] = min(range(ranks), key=loads.__getitem__)
+        loads[found[index]] += sizes[index]
+    return found
 
 
 Reduction = Callable[[Bucket], tuple[Op, ...]]

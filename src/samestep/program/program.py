@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from samestep.program.bodies import BodyKey, Task
 from samestep.program.buckets import Bucket
 from samestep.program.ops import Op, OpKind, Ops
+from samestep.program.owners import Owners
 from samestep.program.step import StepSpec
 from samestep.program.units import Unit
 
@@ -60,6 +61,8 @@ class Program:
     """Tasks in the order in which they run; the last one is the update."""
     buckets: tuple[Bucket, ...] = ()
     units: tuple[Unit, ...] = ()
+    owners: tuple[Owners, ...] = ()
+    """Who updates the weights that ZeRO shards and their optimizer needs whole."""
     chunks: tuple[range, ...] = ()
     """Layers of each virtual stage (chunk) of this rank; empty where one rank runs all layers."""
     axes: Mapping[str, int] = field(default_factory=dict)

@@ -170,7 +170,10 @@ class ObservedRun(StepObserver):
         """The chosen experts of each step: recorded where empty, replayed otherwise; None leaves the choice free."""
         self._samples: list[int] | None = None
         self._calls: dict[str, int] = {}
-        self.run = Run(source, layout, job, place, self)
+        # What a run would refuse for want of a proof is what a proof is for: it is measured.
+        allow = (*job.run.allow, "loss", "state")
+        measured = job.model_copy(update={"run": job.run.model_copy(update={"allow": allow})})
+        self.run = Run(source, layout, measured, place, self)
         self.run.prepare(example)
         self._hook_modules()
 

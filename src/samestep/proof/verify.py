@@ -44,7 +44,7 @@ from samestep.proof import record, sides
 from samestep.proof.sides import Subject
 from samestep.proof.verdict import Check, Verdict
 from samestep.runtime.assembly import Loss, Source, prepare, store_of, with_new_blueprint, with_slices
-from samestep.runtime.optimizer_step import optimizer_source
+from samestep.runtime.optimizer_source import optimizer_source
 from samestep.runtime.processes import join
 from samestep.runtime.processes import workers as launch
 from samestep.runtime.processes.join import RankInfo

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -27,30 +27,33 @@ from samestep.building.initial_values import Blueprint, blueprint, fill_rest
 from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import learning_rate_factor
 from samestep.datasets import checked_samples
-from samestep.errors import LayoutError
+from samestep.errors import LayoutError, ModelError
 from samestep.job import Job, NumericsTable
 from samestep.layout import Layout
-from samestep.models.analysis import ExpertModules, ModelAnalysis
+from samestep.models.analysis import ExpertModules, ModelAnalysis, StateSpec
 from samestep.models.spec import MaskSpec, ModelSpec
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
-from samestep.runtime import placement
+from samestep.runtime import kept_state, placement
 from samestep.runtime.axes import context, expert, pipeline, precision, recompute, tensor
 from samestep.runtime.axes.data import Replicated
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.dropout.masks import MaskSlice
-from samestep.runtime.optimizer_step import OptimizerSource, Updater, check_optimizer
+from samestep.runtime.optimizer_source import WholeWeights, check_optimizer
+from samestep.runtime.optimizer_step import Updater
+from samestep.runtime.parameter_hooks import attributes_of, gradient_hooks
 from samestep.runtime.processes import mesh as meshes
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.update_rule import OptimizerSource
 from samestep.runtime.weight_store import Materialize, WeightStore
 from samestep.strategies import program_of
 from samestep.strategies.tensor import refuse_degree
-from samestep.tracing import cut_proof, samples, sequence_boundaries, slices, tensor_plan
+from samestep.tracing import cut_proof, samples, sequence_boundaries, slices, state, tensor_plan
 from samestep.tracing import experts as experts_module
 from samestep.tracing.operations import Operation, Recorder
 from samestep.tracing.rank_trial import DiffersError
-from samestep.tracing.trace import samples_traced, trace
+from samestep.tracing.trace import containers_of, samples_traced, trace
 from samestep.tracing.traced_model import TracedModel
 
 # Order matters: from the inside out, as in `strategies.STACK`.
@@ -84,6 +87,8 @@ class Parallel:
     """The slice of every sequence that this rank runs."""
     deferred: Deferred
     """Weight gradients that a split backward has postponed."""
+    checkpoints: Callable[[], AbstractContextManager[None]]
+    """Returns the context of a step, in which checkpointed forwards are repeated as they ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,8 @@ class PreparedModel:
     dropout: dropout.DropoutState
     mask_part: MaskSlice | None
     """The slice of each dropout mask that this rank draws; None where no axis cuts a mask."""
+    remarks: tuple[str, ...] = ()
+    """Refusals of this model that `run.allow` waives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +143,8 @@ class Assembly:
 
     def with_optimizer(self, source: OptimizerSource, numerics: NumericsTable) -> Assembly:
         """Return this assembly with another optimizer over the same weights; its state is empty."""
-        updater = Updater.over(self.weights.store.pieces, source, numerics)
+        whole = self.weights.updater.whole
+        updater = Updater.over(self.weights.store.pieces, source, numerics, whole)
         return replace(self, weights=replace(self.weights, updater=updater))
 
     def without_balance(self) -> Assembly:
@@ -159,12 +167,19 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
     recorder = Recorder()
     with checked_samples(example), ExitStack() as stack:
+        changes = stack.enter_context(state.record_changes(plan.module))  # first: it looks when the others have gone
         stack.enter_context(cut_proof.record_ends(plan.module, planned.styles, recorder))
         seen = stack.enter_context(tensor_plan.record_cuts(plan.module, planned))
         calls = stack.enter_context(sequence_boundaries.record_calls(plan.module))
         masks = stack.enter_context(dropout.record_masks(plan.module, samples_traced(plan.module)))
         dispatches = stack.enter_context(experts_module.record_dispatches(plan.module, experts))
-        spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, recorder)
+        checkpointed = stack.enter_context(recompute.record_checkpointed(plan.module))
+        spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, recorder, source.loss)
+    states: tuple[StateSpec, ...] = ()
+    if changes.found:
+        containers, num_samples = containers_of(plan.module), samples_traced(plan.module)
+        with recompute.record_checkpointed(plan.module):
+            states = state.examine(plan.module, one, spec, containers, num_samples, value_of)
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
     proof = tensor_plan.proof_of(spec, plan.module, planned, shareable, recorder, source.loss is cross_entropy)
     counts: dict[int, tuple[tuple[str, str, int], ...]] = {}
@@ -180,9 +195,10 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
             yield
         placed.extend(found)
 
-    found = samples.examine(
-        plan.module, one, source.loss, experts, value_of, keeps_all=bool(spec.varies_at), around=placing
-    )
+    with state.preserved(plan.module), recompute.record_checkpointed(plan.module):
+        found = samples.examine(
+            plan.module, one, source.loss, experts, value_of, keeps_all=bool(spec.varies_at), around=placing
+        )
     spec = replace(spec, mixes_samples=found.refusal, tried=found.tried)
     analysis = ModelAnalysis(
         spec=replace(spec, masks=tuple(placed if len(placed) == len(masks) else masks)),
@@ -193,6 +209,11 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
         sequence_parts=parts,
         experts=experts,
         has_dropout=dropout.has_dropout(plan.module),
+        states=states,
+        detached_checkpoints=checkpointed.detached,
+        recomputes_blocks=any(
+            checkpointed.entered.intersection(layer.modules) for layer in spec.layers if layer.is_block
+        ),
     )
     return TracedModel(plan, analysis, facts_of(plan.module), proof)
 
@@ -212,7 +233,7 @@ def _tried(
 
     def forward(recorder: Recorder) -> None:
         masks = dropout.record_masks(plan.module, samples_traced(plan.module))
-        with masks, experts_module.record_dispatches(plan.module, experts):
+        with state.preserved(plan.module), masks, experts_module.record_dispatches(plan.module, experts):
             cut_proof.run_forward(plan.module, sample, proof.styles, value_of, recorder)
 
     try:
@@ -232,7 +253,7 @@ def with_new_blueprint(source: Source, job: Job) -> TracedModel:
 
 
 def _built(source: Source, job: Job) -> Blueprint:
-    plan = blueprint(source.model, job.train.seed)
+    plan = blueprint(source.model, job.train.seed, functools.partial(job.run.waived, "build"))
     if not plan.module.training:
         plan.module.train()  # a model loaded for inference; in one that trains, a part in evaluation mode is intended
     return plan
@@ -271,7 +292,8 @@ def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedMode
     value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
     one = _first_of(example, torch.float32)
     if not (analysis.parts_examined and spec.slice_refusal):
-        spec = slices.prove(traced.module, one, spec, value_of, analysis.experts, parts)
+        with state.preserved(traced.module):
+            spec = slices.prove(traced.module, one, spec, value_of, analysis.experts, parts)
     analysis = replace(analysis, spec=spec, parts_examined=(*analysis.parts_examined, parts))
     return replace(traced, analysis=analysis)
 
@@ -305,10 +327,13 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     """
     traced = with_slices(source.prepared or prepare(source, job, example), layout, example)
     plan, spec = traced.blueprint, traced.spec
+    layout = recompute.layout_for(layout, traced.analysis)
     ranks = Ranks.of(layout)
     stage, replica = ranks.coordinate(place.rank, "pp"), ranks.coordinate(place.rank, "dp")
+    whole = WholeWeights.of(spec, attributes_of(plan.marks))
+    spec = check_optimizer(source.optimizer, spec, layout, whole.attributes)
     program = program_of(spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica)
-    check_optimizer(source.optimizer, spec, layout)
+    waived = kept_state.check(traced.analysis.states, program, job.run)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = job.numerics.tf32
     mesh = meshes.build(program, place.device)
     model = plan.module
@@ -322,7 +347,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     dropout.track_modules(model)
     dropout.place_samples(model, spec.masks)
     deferred = Deferred(traced, program)
-    recompute.apply(model, program, functools.partial(_recompute_contexts, model, program, slicing))
+    recompute.apply(model, program)
 
     def materialize(name: str, dtype: torch.dtype) -> Tensor:
         whole, cut = plan.materialize(name, place.device, dtype), params[name]
@@ -330,6 +355,8 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
 
     params = {param.name: param for param in program.step.model.params}
     store = store_of(layout)(model, program, mesh, materialize)
+    _mark(model, spec, whole)
+    store.hook_gradients(gradient_hooks(plan, program, mesh))
     fill_rest(plan, place.device, torch.float64 if job.numerics.precision == "float64" else None)
     of_tp, of_cp = ((mesh.size(axis), mesh.index(axis)) for axis in ("tp", "cp"))
     return Assembly(
@@ -339,6 +366,12 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
             stage=pipeline.Stage(traced, program, mesh, slicing) if layout.pp > 1 else pipeline.WholeModel(model),
             slicing=slicing,
             deferred=deferred,
+            checkpoints=functools.partial(
+                recompute.in_our_modes,
+                functools.partial(_recompute_contexts, model, program, slicing),
+                plainly=traced.analysis.recomputes_blocks,
+                detached=traced.analysis.detached_checkpoints,
+            ),
         ),
         model=PreparedModel(
             module=model,
@@ -347,6 +380,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
             training_modes={module: module.training for module in model.modules()},
             running_buffers=[buffer for path in spec.coupled_modules for buffer in model.get_submodule(path).buffers()],
             dropout=dropout.DropoutState.of(traced.analysis.has_dropout, spec),
+            remarks=tuple(waived),
             mask_part=MaskSlice(spec, *of_tp, layout.sequence_parallel, *of_cp) if layout.tp * layout.cp > 1 else None,
         ),
         objective=Objective(
@@ -356,9 +390,25 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
         ),
         weights=Weights(
             store=store,
-            updater=Updater.over(store.pieces, source.optimizer, job.numerics),
+            updater=Updater.over(store.pieces, source.optimizer, job.numerics, whole),
             lr_factor=learning_rate_factor(job.schedule, job.train.steps),
         ),
+    )
+
+
+def _mark(model: nn.Module, spec: ModelSpec, whole: WholeWeights) -> None:
+    """Give the run's parameters the Python attributes that the user's had, and watch those that took no part in the trace."""
+    idle = {param.name for param in spec.params if param.is_idle}
+    for name, param in model.named_parameters():
+        param.__dict__.update(whole.attributes.get(name, {}))
+        if name in idle and type(param) is nn.Parameter:
+            param.requires_grad_(True).register_post_accumulate_grad_hook(functools.partial(_raise_used, name))
+
+
+def _raise_used(name: str, _: Tensor) -> None:
+    raise ModelError(
+        f"{name} took no part in the loss when the model was traced, so nothing updates it, and it does now: a model that "
+        "uses other weights in other steps can add 0 * weight.sum() to its output, so that the weight always takes part"
     )
 
 

@@ -207,6 +207,7 @@ def _contents_of(run: Run) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
+    run.updater.reread()
     optimizer = run.updater.optimizer
     elsewhere = _held_elsewhere(run)
     for piece in run.updater.pieces:

@@ -2,33 +2,27 @@
 
 However a layout cuts the weights, a rank updates a list of `Piece`s: runs of one parameter's elements as plain tensors
 in master precision. Optimizers that treat every element by itself (SGD, Adam, ...) give the one-device update on any
-pieces. Whether one does is tried on small tensors, whole on one rank and cut over two; one that does not (Muon,
-Adafactor) is refused where weights are cut, and works where they are whole.
+pieces. `update_rule.py` reads from an optimizer's operations whether it does.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from samestep.errors import LayoutError, ModelError
+from samestep.errors import ModelError
 from samestep.job import NumericsTable
-from samestep.layout import Layout
-from samestep.models.spec import ModelSpec, ParamSpec
+from samestep.runtime.optimizer_source import ALONE, GivenOptimizer, WholeWeights, built_over, check_step
+from samestep.runtime.update_rule import OptimizerSource
 
 _ROW = 4096
 LARGEST_SUM = torch.finfo(torch.float16).max / 2
 """The largest sum of gradients under a loss scale: partial sums, some of which cancel, then fit float16 as well."""
-
-OptimizerSource = Callable[[list[tuple[str, Tensor]]], Optimizer]
-"""Builds an optimizer over named tensors: whole weights on one device, pieces of them in a layout."""
 
 
 @dataclass(slots=True)
@@ -47,220 +41,6 @@ class Piece:
     """Tensor that receives the updated values, in another dtype or on the device; None where `value` itself is in use.
 
     """
-
-
-def optimizer_source(
-    optimizer: Callable[[list[Tensor]], Optimizer] | Optimizer, names: Mapping[int, str] | None = None
-) -> OptimizerSource:
-    """Return a function that builds the optimizer, from such a function or from an instance that has not stepped.
-
-    `names` maps the id of each parameter of the user's own model instance to its full name.
-
-    Raises:
-        ModelError: an instance has stepped already, holds parameters that are not the model's, or cannot be rebuilt.
-    """
-    if not isinstance(optimizer, Optimizer):
-        return lambda named: optimizer([tensor for _, tensor in named])
-    # Adagrad has state from the start, with step 0.
-    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
-        raise ModelError("the optimizer has stepped already: give one that has not, or a function of the parameters")
-    groups: list[tuple[set[str], dict[str, Any]]] = []
-    for group in optimizer.param_groups:
-        strangers = [p for p in group["params"] if id(p) not in (names or {})]
-        if strangers:
-            raise ModelError(
-                f"the optimizer holds a parameter of shape {tuple(strangers[0].shape)} that is not the model's: "
-                "build it over model.parameters(), or give a function of the parameters"
-            )
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        groups.append(({(names or {})[id(p)] for p in group["params"]}, options))
-    kind = type(optimizer)
-    accepted = [name for name in inspect.signature(kind).parameters if name != "params"]
-    if forgotten := [name for name in accepted if name not in optimizer.defaults]:
-        raise ModelError(
-            f"{kind.__name__} does not keep its argument {forgotten[0]} in `defaults`, so it cannot be built again over "
-            "the pieces of a layout: give a function of the parameters"
-        )
-    defaults = {name: optimizer.defaults[name] for name in accepted}
-
-    def rebuild(named: list[tuple[str, Tensor]]) -> Optimizer:
-        cut = [
-            {"params": [tensor for name, tensor in named if name in members], **options} for members, options in groups
-        ]
-        # A rank may have nothing to update; torch takes an empty group, though not an empty list.
-        return kind([group for group in cut if group["params"]] or cut[:1], **defaults)
-
-    return rebuild
-
-
-def check_optimizer(source: OptimizerSource, model: ModelSpec, layout: Layout) -> None:
-    """Refuse an optimizer whose update of cut or distributed weights differs from its update of the whole.
-
-    Raises:
-        LayoutError: the layout cuts or distributes weights in such a way; the text says which layout word works.
-        ModelError: the optimizer cannot be used in any layout.
-    """
-    params = [param for param in model.params if param.trainable]
-    for word, cuts in _cuts_of(layout) if params else ():
-        if reason := next(filter(None, (_refusal(source, params, cut) for cut in cuts)), None):
-            name = word.partition("=")[0]
-            works = f"{name}={0 if name == 'zero' else 1} works"
-            if word == "zero=1" and not _refusal(source, params, _rows):
-                works = "zero=2 and 3, which cut between rows, work, and so does zero=0"
-            how = "spread" if name == "pp" else "cut"
-            raise LayoutError(f"{reason}, so weights {how} by {word} would get another update: {works}")
-
-
-def couples_weights(source: OptimizerSource, model: ModelSpec) -> bool:
-    """Return whether the update of a weight depends on which other weights the optimizer holds, as in D-Adaptation.
-
-    A rule that draws random numbers is not said to do so, though its updates differ: they differ at every try.
-    """
-    params = [param for param in model.params if param.trainable]
-    if not params or _refusal(source, params, _every_other) is None:
-        return False
-    name, value = params[-1].name, _probe(params[-1])
-    tries = [_stepped(source, name, [value], [[value.cos()]]) for _ in range(2)]
-    return torch.equal(*(weights[0] for weights in tries))
-
-
-def _refusal(source: OptimizerSource, params: Sequence[ParamSpec], cut: _Cut) -> str | None:
-    """Return why two ranks with parts of the weights would not make the update of one that has all; None if they do."""
-    optimizer, whole = _grouped(source, [(param.name, _probe(param)) for param in params])
-    _check_step(optimizer)
-    kind = type(optimizer).__name__
-    for rank in range(2):
-        named = [(param.name, part) for param in params[rank::2] if (part := cut(_probe(param), rank)).numel()]
-        try:
-            _, mine = _grouped(source, named)
-        except _TRIED:
-            return f"{kind} cannot be built over parts of the weights"
-        for name, options in mine.items():
-            if options != whole[name]:
-                return f"the optimizer has other options for {name} when it is given parts of the weights"
-    # One weight represents all whose options are alike; learning rate and decay are mere numbers.
-    numbers = ("lr", "initial_lr", "weight_decay")
-    alike = {repr([(k, v) for k, v in options.items() if k not in numbers]): name for name, options in whole.items()}
-    if all(_is_cut_alike(source, param, cut) for param in params if param.name in alike.values()):
-        return None
-    return f"{kind} does not treat every {'weight' if cut is _every_other else 'element'} by itself"
-
-
-_TRIED = (ValueError, TypeError, RuntimeError, AssertionError, IndexError)
-"""Exceptions by which an optimizer may refuse tensors it was not made for."""
-
-
-def _grouped(source: OptimizerSource, named: list[tuple[str, Tensor]]) -> tuple[Optimizer, dict[str, dict[str, Any]]]:
-    """Build the optimizer; return it with the options of each parameter that it accepted."""
-    params = [(name, nn.Parameter(value)) for name, value in named]
-    optimizer = source([(name, param) for name, param in params])
-    options = {
-        id(p): {k: v for k, v in group.items() if k != "params"}
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
-    return optimizer, {name: options[id(param)] for name, param in params if id(param) in options}
-
-
-def _probe(param: ParamSpec) -> Tensor:
-    """Return a small tensor with as many dimensions as the weight, for trying an optimizer."""
-    sizes = {0: (), 1: (24,), 2: (4, 6)}.get(len(param.shape), (4, 3, 2, *(1 for _ in param.shape[3:])))
-    return torch.linspace(-1.0, 1.0, math.prod(sizes), dtype=torch.float64).reshape(sizes)
-
-
-_Cut = Callable[[Tensor, int], Tensor]
-"""Returns the part of a weight that one of two ranks holds."""
-
-
-def _cuts_of(layout: Layout) -> Iterator[tuple[str, tuple[_Cut, ...]]]:
-    """Yield each word of the layout that leaves a rank less than all weights, with the ways in which it cuts them."""
-    if layout.num_shards > 1:
-        yield f"zero={layout.zero}", (_run if layout.zero == 1 else _rows,)
-    for axis, degree in layout.weight_axes.items():
-        if degree > 1:
-            yield f"{axis}={degree}", (_rows, _columns) if axis == "tp" else (_rows,)
-    if layout.pp > 1:
-        yield f"pp={layout.pp}", (_every_other,)
-
-
-def _rows(whole: Tensor, rank: int) -> Tensor:
-    if not whole.dim():
-        return whole
-    return whole.tensor_split([whole.shape[0] * 2 // 3])[rank]
-
-
-def _columns(whole: Tensor, rank: int) -> Tensor:
-    return _rows(whole.mT, rank).mT if whole.dim() > 1 else whole
-
-
-def _run(whole: Tensor, rank: int) -> Tensor:
-    """Return a run of elements, flattened; a single element belongs to the first rank."""
-    return whole.reshape(-1).tensor_split([max(1, whole.numel() * 2 // 3)])[rank]
-
-
-def _every_other(whole: Tensor, rank: int) -> Tensor:
-    """Return the whole weight: every other weight belongs to the other rank."""
-    return whole
-
-
-def _is_cut_alike(source: OptimizerSource, param: ParamSpec, cut: _Cut) -> bool:
-    """Return whether an optimizer updates two weights to the same values whole and as parts on two ranks."""
-    whole = [_probe(param), -2 * _probe(param)]
-    numbers = torch.arange(float(whole[0].numel()), dtype=torch.float64)
-    # Rows differ in size, so that a rule which looks at a whole matrix cannot agree by chance; so do steps, so that one
-    # which only acts beyond a threshold acts.
-    waves = [
-        (scale * torch.sin((numbers + 1) * (step + 1)) * (1 + numbers) ** 2).reshape(whole[0].shape)
-        for step, scale in enumerate((1.0, 1e6, 1e-6, 30.0, 1.0))
-    ]
-    gradients = [[wave, 3 * wave.cos()] for wave in waves]
-    try:
-        at_once = _stepped(source, param.name, whole, gradients)
-        for rank in range(2):
-            mine = slice(rank, rank + 1) if cut is _every_other else slice(None)
-            parts = [cut(weight, rank) for weight in whole[mine]]
-            steps = [[cut(gradient, rank) for gradient in step[mine]] for step in gradients]
-            for ours, weight in zip(_stepped(source, param.name, parts, steps), at_once[mine], strict=True):
-                if not torch.allclose(ours, cut(weight, rank), rtol=1e-12, atol=1e-12):
-                    return False
-    except _TRIED:
-        return False
-    return True
-
-
-def _stepped(
-    source: OptimizerSource, name: str, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
-) -> list[Tensor]:
-    """Take a step with each list of gradients; return the weights after the last one."""
-    tensors = [nn.Parameter(value.clone()) for value in values]
-    held = [index for index, tensor in enumerate(tensors) if tensor.numel()]
-    if not held:
-        return [tensor.detach() for tensor in tensors]
-    optimizer = source([(name, tensors[index]) for index in held])
-    for step in gradients:
-        for index in held:
-            tensors[index].grad = step[index].clone()
-        optimizer.step()
-    return [tensor.detach() for tensor in tensors]
-
-
-def _check_step(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose `step` needs a closure, since it would run the model itself.
-
-    Raises:
-        ModelError: its `step` has an argument without a default.
-    """
-    needed = [
-        name
-        for name, parameter in inspect.signature(optimizer.step).parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    if needed:
-        raise ModelError(
-            f"{type(optimizer).__name__}.step needs {needed[0]}: it evaluates the loss several times a step, and a step "
-            "here has one forward and one backward; adamw works"
-        )
 
 
 @dataclass(slots=True)
@@ -295,31 +75,71 @@ class Updater:
     """None on a rank without pieces, as the last ones of more ranks than rows."""
     loss_scale: LossScale
     first_lr: list[float] = field(default_factory=list)
+    """The learning rate of each group, before the job's schedule."""
     factor: float = 1.0
     """What the gradients of the last update were multiplied by: the division by the count, and the clipping."""
+    whole: WholeWeights = ALONE
+    given: Optimizer | None = None
+    """The instance that the user gave, whose learning rates act here too."""
+    _set_lr: list[float] = field(default_factory=list)
+    _given_lr: list[float] = field(default_factory=list)
+    published: tuple[list[int], Tensor] | None = None
+    """The versions and norms of the pieces' targets as they were published last."""
 
     @classmethod
-    def over(cls, pieces: list[Piece], source: OptimizerSource, numerics: NumericsTable) -> Updater:
-        """Build the optimizer over `pieces`.
+    def over(
+        cls, pieces: list[Piece], source: OptimizerSource, numerics: NumericsTable, whole: WholeWeights = ALONE
+    ) -> Updater:
+        """Build the optimizer over `pieces` of the `whole` weights.
 
         Raises:
-            ModelError: the optimizer's `step` needs a closure.
+            ModelError: the optimizer's `step` needs a closure, or it holds none of the weights.
         """
         for piece in pieces:
             piece.value.requires_grad_(True)
-        optimizer = source([(piece.name, piece.value) for piece in pieces]) if pieces else None
+            piece.value.__dict__.update(whole.attributes.get(piece.name, {}))
+        optimizer = built_over(source, [(piece.name, piece.value) for piece in pieces], whole)
         if optimizer is not None:
-            _check_step(optimizer)
+            check_step(optimizer)
         scaled = numerics.precision == "fp16"
         scale = LossScale(numerics.loss_scale, numerics.loss_scale_growth_steps) if scaled else LossScale()
-        first_lr = [float(group["lr"]) for group in optimizer.param_groups] if optimizer else []
-        return cls(pieces, optimizer, scale, first_lr)
+        given = source.instance if isinstance(source, GivenOptimizer) else None
+        rates = _rates(optimizer)
+        made = cls(
+            pieces, optimizer, scale, rates, whole=whole, given=given, _set_lr=list(rates), _given_lr=_rates(given)
+        )
+        made.published = made._targets()
+        return made
 
     def set_lr(self, factor: float) -> None:
-        """Set each group's learning rate to `factor` times its initial one."""
-        if self.optimizer is not None:
-            for group, first in zip(self.optimizer.param_groups, self.first_lr, strict=True):
+        """Set each group's learning rate to `factor` times its own; one that was set from outside meanwhile is kept.
+
+        Raises:
+            ModelError: the job's schedule and another hand both change the learning rate.
+        """
+        if self.optimizer is None:
+            return
+        changed = {
+            index: now
+            for index, (now, before) in enumerate(zip(_rates(self.optimizer), self._set_lr, strict=True))
+            if now != before
+        }
+        theirs = _rates(self.given)
+        changed |= {i: now for i, (now, before) in enumerate(zip(theirs, self._given_lr, strict=True)) if now != before}
+        self._given_lr = theirs
+        if changed and factor != 1.0:
+            raise ModelError(
+                f"the learning rate of group {min(changed)} was set to {changed[min(changed)]:g} from outside, and the job's "
+                'schedule sets it too: schedule.name = "constant" without warm-up leaves it to you'
+            )
+        for index, rate in changed.items():
+            self.first_lr[index] = rate
+        for group, first in zip(self.optimizer.param_groups, self.first_lr, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(first * factor)
+            else:
                 group["lr"] = first * factor
+        self._set_lr = _rates(self.optimizer)
 
     @torch.no_grad()
     def step(self, factor: float) -> None:
@@ -335,6 +155,8 @@ class Updater:
             if piece.value.grad is not gradient:
                 piece.value.grad = gradient.to(piece.value.device).view_as(piece.value)
         self.optimizer.step()
+        if self.given is not None:
+            self.given._opt_called = True  # type: ignore[attr-defined]  # what a scheduler over the instance asks for
         for value in lent:  # a gradient that was lent would stay allocated beside that of the next step
             value.grad = None
 
@@ -360,6 +182,38 @@ class Updater:
         for piece in self.pieces:
             if piece.target is not None:
                 piece.target.copy_(piece.value.view_as(piece.target))
+        self.published = self._targets()
+
+    @torch.no_grad()
+    def reread(self) -> None:
+        """Take over into the master values what a user or a forward has written into the weights since `publish`.
+
+        Called before an update and before a checkpoint is saved. Elements that nobody wrote keep their master values.
+        """
+        before, now = self.published, self._targets()
+        if before is None or now is None or (before[0] == now[0] and torch.equal(before[1], now[1])):
+            return
+        for piece in self.pieces:
+            if piece.target is not None:
+                value = piece.value.view_as(piece.target)
+                live = piece.target.to(value.device)
+                value.copy_(torch.where(value.to(live.dtype) == live, value, live.to(value.dtype)))
+        self.published = now
+
+    def _targets(self) -> tuple[list[int], Tensor] | None:
+        """Return the versions and the norms of the pieces' targets; None if the optimizer updates the weights themselves.
+
+        Writing through `.data` leaves no version, so the norms are compared too.
+        """
+        targets = [piece.target for piece in self.pieces if piece.target is not None]
+        if not targets:
+            return None
+        wide = targets[0].dtype if targets[0].itemsize >= 4 else torch.float32
+        return [target._version for target in targets], torch.stack(torch._foreach_norm(targets, 2.0, wide))
+
+
+def _rates(optimizer: Optimizer | None) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else []
 
 
 def clip_factor(norm: float, limit: float | None) -> float:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.building.loss import named_loss
+from samestep.building.loss import named_loss, target_of
 from samestep.building.model import call_model
 from samestep.errors import DataError, LayoutError, NonFiniteError
 from samestep.job import Job
@@ -35,15 +35,17 @@ from samestep.program.bodies import Task
 from samestep.program.program import Program
 from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly, Loss, Source, assemble, set_modes
-from samestep.runtime.axes import precision
+from samestep.runtime.axes import precision, tensor
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.evaluation import as_number
-from samestep.runtime.guards import nonfinite
+from samestep.runtime.guards import data_trial, loss_trial, nonfinite, randomness
 from samestep.runtime.guards.canary import Canary
 from samestep.runtime.guards.drift import DriftMonitor
+from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.ledger import owned
 from samestep.runtime.microbatches import Microbatches, StepBatch
-from samestep.runtime.optimizer_step import Updater, clip_factor, optimizer_source
+from samestep.runtime.optimizer_source import optimizer_source
+from samestep.runtime.optimizer_step import Updater, clip_factor
 from samestep.runtime.processes import join
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.step_observer import Indices, StepObserver, StepScalars
@@ -65,6 +67,9 @@ class Run:
         self._source, self._observer = source, observer
         self._assembly: Assembly | None = None
         self._has_stepped = False
+        self._refusals = Refusals(job.run)
+        self._generators = randomness.GeneratorWatch(place.device)
+        self._loss_is_tried = self._data_is_tried = False
 
     @property
     def is_prepared(self) -> bool:
@@ -104,6 +109,12 @@ class Run:
         """
         if self._assembly is None:
             self._assembly = assemble(self._source, self.layout, self.job, self.place, example)
+            for waived in self._assembly.model.remarks:
+                self._refusals.remark(waived)
+            where = self.program.step.layout
+            if where != self.layout:
+                self._refusals.remark("the model checkpoints its own blocks, which is taken as recompute=full")
+            self.layout = where
 
     def adopt(self, assembly: Assembly) -> None:
         """Continue with an assembly derived from this run's own, for example one with another optimizer."""
@@ -117,6 +128,8 @@ class Run:
 
         Raises:
             DataError: every label of the batch is masked, so the step counts no token.
+            UnprovenError: the loss is no sum over samples, or the model, the loss, the optimizer or the data set draws
+                random numbers that layouts would not share.
             NonFiniteError: loss or gradients are not finite, and `numerics.on_nonfinite` is "stop".
             DriftError: ranks that must hold equal values differ; compared every `train.watch_every` steps.
             RepeatError: a sample that is run again in such a step, or a weight's update, gives something else.
@@ -126,6 +139,7 @@ class Run:
             return self._step(batch)
         if self._observer.dropout_mode() is not None:  # a proof, which compares more
             return self._compared_step(batch)
+        self._loss_is_tried = False  # again: a loss may come to couple samples later
         with self._canary.watching(batch, self._observer) as canary, self._observed_by(canary):
             return canary.checked(self._compared_step(batch))
 
@@ -199,6 +213,8 @@ class Run:
         model, weights = self.assembly.model, self.assembly.weights
         updater = weights.updater
         set_modes(model.training_modes)
+        if not self._data_is_tried:
+            self._try_data(batch)
         running = nonfinite.saved(model.running_buffers)
         totals = self.forward_backward(batch)
         agreed = self._agree(totals)
@@ -234,6 +250,7 @@ class Run:
             skipped=skipped,
             stop=agreed.stop > 0,
             note=note,
+            remarks=self._refusals.news(),
         )
 
     def forward_backward(self, batch: StepBatch) -> Tensor:
@@ -246,18 +263,23 @@ class Run:
         totals = torch.zeros(2, dtype=torch.float64, device=self.place.device)
         held: dict[tuple[int, int], Tensor | None] = {}
         microbatches = Microbatches(self.assembly, batch)
+        self.assembly.model.dropout.begin_step(self.model)
         store.begin_step()
         parallel.stage.begin_step(microbatches.shapes_of)
-        for task in parallel.program.tasks:
-            if task.kind is TaskKind.UPDATE:
-                continue
-            with self._observer.running(task, microbatches.indices(task.microbatch)), store.running(task):
-                if task.kind is TaskKind.WEIGHT:
-                    parallel.deferred.add_up(task.microbatch)
-                elif task.kind is TaskKind.FORWARD:
-                    held[task.microbatch, task.chunk] = self._forward(task, microbatches, totals)
-                else:
-                    self._backward(task, held.pop((task.microbatch, task.chunk)))
+        with parallel.checkpoints():
+            for task in parallel.program.tasks:
+                if task.kind is TaskKind.UPDATE:
+                    continue
+                with self._observer.running(task, microbatches.indices(task.microbatch)), store.running(task):
+                    if task.kind is TaskKind.FORWARD:
+                        held[task.microbatch, task.chunk] = self._forward(task, microbatches, totals)
+                        continue
+                    self._generators.settle(whole=task.microbatch == 0)
+                    if task.kind is TaskKind.WEIGHT:
+                        parallel.deferred.add_up(task.microbatch)
+                    else:
+                        self._backward(task, held.pop((task.microbatch, task.chunk)))
+                    self._check_generators("the backward")
         store.finish_gradients()
         if self._observer.dropout_mode() is None:
             self.assembly.model.dropout.end_step(self.model)
@@ -270,13 +292,19 @@ class Run:
         samples, weight = microbatches.samples(task.microbatch)
         if task.chunk == parallel.stage.num_chunks - 1:
             microbatches.forget(task.microbatch)
+        self._generators.settle(whole=task.microbatch == 0)
         with self._forward_modes(microbatches, task.microbatch):
             with parallel.slicing.of(samples):
                 outputs = parallel.stage.forward(task.microbatch, task.chunk, lambda model: call_model(model, samples))
+            self._check_generators("the forward", samples)
             if not parallel.stage.is_last(task.chunk):
                 return None
-            loss_sum, count = objective.loss(precision.for_loss(outputs), parallel.slicing.part(samples))
+            part = parallel.slicing.part(samples)
+            loss_sum, count = objective.loss(precision.for_loss(outputs), part)
+            self._check_generators("the loss")
             loss_sum = objective.balance.added_to(loss_sum, outputs, count, weight)
+        if not self._loss_is_tried and weight:
+            self._try_loss(outputs, part, len(microbatches.indices(task.microbatch)))
         totals += torch.stack([as_number(loss_sum.detach(), totals), as_number(count, totals)]) * weight
         return loss_sum * (weight * self.updater.loss_scale.scale / objective.nominal_count)
 
@@ -292,6 +320,7 @@ class Run:
             samples = torch.as_tensor(microbatches.drawn(microbatch), device=self.place.device)
             draw = dropout.Draw(self.job.train.seed, microbatches.batch.step, samples)
             with (make_mode or dropout.DropoutMode)(model.module, draw, model.mask_part) as mode:
+                mode.allows_random = "random" in self.job.run.allow
                 yield
             model.dropout.end_forward(mode.num_draws)
 
@@ -300,22 +329,70 @@ class Run:
         parallel.deferred.microbatch = task.microbatch
         parallel.stage.backward(task.microbatch, task.chunk, loss)
 
+    def _check_generators(self, who: str, samples: Any = None) -> None:
+        """Refuse the step if a process-wide generator has moved since the watch was settled, naming who drew from it."""
+        generator = self._generators.moved()
+        if not generator:
+            return
+        layout, model = self.layout, self.model
+        if samples is not None and layout.model_ranks == 1 and (layout.num_shards == 1 or layout.zero < 2):
+            path = randomness.first_module_that_draws(model, lambda: call_model(model, samples), self.place.device)
+            who = f"{path} in {who}" if path else who
+        self._refusals.add("random", f"step {self.steps_taken + 1}: {randomness.refusal(who, generator)}")
+        self._generators.settle()
+
+    def _try_data(self, batch: StepBatch) -> None:
+        """Try once whether samples that are read twice are the same."""
+        self._data_is_tried = True
+        mine = batch.shares(self.assembly.parallel.mesh.index("dp"), self.layout.dp, 1)[0]
+        if reason := data_trial.refusal(batch, mine) if len(mine) else "":
+            self._refusals.add("data", reason)
+
+    def _try_loss(self, outputs: Any, samples: Any, num_samples: int) -> None:
+        """Try once whether the loss is a sum over the samples, and under cp over the tokens, of a micro-batch."""
+        parallel, objective = self.assembly.parallel, self.assembly.objective
+        # What the user gave, unless the logits are cut by vocabulary, which needs the loss that communicates.
+        loss = objective.loss if tensor.cuts_logits(parallel.program) else self._source.loss
+        trial = loss_trial.tried(loss, precision.for_loss(outputs), samples, num_samples)
+        what, is_split = "samples", self.layout.dp > 1 or parallel.program.step.num_microbatches > 1
+        if self.layout.cp > 1 and trial.judged and not trial.reason:
+            length = target_of(samples).shape[1]
+            trial = loss_trial.tried(loss, precision.for_loss(outputs), samples, length, dim=1) if length > 1 else trial
+            what, is_split = "tokens", True
+        self._loss_is_tried = trial.judged
+        if not trial.reason:
+            return
+        text = f"the loss is no sum over the {what} of a batch: {trial.reason}"
+        if not is_split:
+            self._refusals.remark(
+                f"{text}; so a layout that splits the batch would give another result, and is refused"
+            )
+            return
+        one = "cp=1 works" if what == "tokens" else "one rank with the whole batch as its micro-batch works"
+        self._refusals.add("loss", f"{text}; (sum over {what}, their number) works, and {one}")
+
     def _agree(self, totals: Tensor) -> StepScalars:
         """Sum the loss, the count, the squared gradient norm and the stop flag over all ranks."""
         weights, device = self.assembly.weights, self.place.device
-        stop = torch.tensor([float(join.stop_requested())], dtype=torch.float64, device=device)
+        stop = torch.tensor([join.stop_requested() + self._refusals.flag], dtype=torch.float64, device=device)
         norm_squared = weights.store.norm_squared() + weights.updater.overflow(device)
         scalars = torch.cat([totals, norm_squared.view(1), stop])
         if self.layout.world_size > 1:
             with owned("scalars"):
                 dist.all_reduce(scalars, group=self.assembly.parallel.mesh.groups["world"])
-        return StepScalars(*scalars.tolist())
+        agreed = StepScalars(*scalars.tolist())
+        self._refusals.raise_agreed(agreed.stop, self.layout.world_size)
+        return agreed
 
     def _update(self, factor: float) -> None:
         """Multiply the gradients by `factor`, update this rank's weights, and make them visible to the next forward."""
         weights = self.assembly.weights
         with self._observer.running(self.program.tasks[-1], _NO_SAMPLES):
+            weights.updater.reread()
+            self._generators.settle(whole=True)
             weights.updater.step(factor)
+            self._check_generators("the optimizer")
+            self._refusals.raise_own()
             weights.updater.publish()
             weights.store.publish()
 

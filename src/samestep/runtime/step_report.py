@@ -29,6 +29,8 @@ class StepReport:
     """Whether some rank was asked to stop."""
     note: str = ""
     """Why the step is not finite, or what a repetition of it showed that `run.allow` waives; mostly empty."""
+    remarks: tuple[str, ...] = ()
+    """What this rank noticed in this step and did not refuse: refusals that `run.allow` waives, a loss that couples samples."""
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from samestep.program.bodies import Task
 from samestep.runtime.optimizer_step import Piece
+from samestep.runtime.parameter_hooks import GradientHooks
 
 Materialize = Callable[[str, torch.dtype], Tensor]
 """Returns the part of a parameter that `tp` and `ep` leave this rank, newly allocated on the device."""
@@ -30,6 +31,10 @@ class WeightStore(Protocol):
     @property
     def pieces(self) -> list[Piece]:
         """Ranges of weights that this rank updates, in the order of the model's parameters."""
+        ...
+
+    def hook_gradients(self, hooks: GradientHooks) -> None:
+        """Let the user's hooks change gradients before they are added up. Called once, by every rank; sends nothing."""
         ...
 
     def begin_step(self) -> None:

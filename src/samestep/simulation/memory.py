@@ -127,6 +127,10 @@ def states_per_param(job: Job) -> int:
     return _STATES[name] + len(options)
 
 
+OWN_COPY = "own copy"
+"""Stands for the dtype of a weight that its owner updates in a whole copy, whatever dtype its parts have."""
+
+
 def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> MemoryUse:
     """Return what `rank` holds between two steps, to the byte.
 
@@ -140,18 +144,17 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
         weights, gradients = _in_buckets(program)
         updated = [
             (
-                _chunk_numel(
-                    bucket.numel,
-                    bucket.padded_numel // bucket.holding.num_shards,
-                    step.ranks.coordinate(rank, bucket.holding.data_axis),
-                ),
+                bucket.elements_at(step.ranks.coordinate(rank, bucket.holding.data_axis)),
                 bucket.dtype,
             )
             for bucket in program.buckets
         ]
     else:
         weights, gradients = _in_units(program)
-        updated = [(_cut_numel(step, param, rank), step.master_dtype) for param in _trainable(step)]
+        apart = {member.name for owners in program.owners for member in owners.members}
+        updated = [(_cut_numel(step, p, rank), step.master_dtype) for p in _trainable(step) if p.name not in apart]
+        copies = {owners: step.ranks.coordinate(rank, owners.axis) for owners in program.owners}
+        updated += [(owners.elements_of(index), OWN_COPY) for owners, index in copies.items()]
     master, offload = BYTES_OF[step.master_dtype], step.layout.offload
     # What stands on the host has masters of its own there, whatever dtype the device has.
     kept = sum(

@@ -21,12 +21,35 @@ from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import MOST_MICROBATCHES, StepSpec
 from samestep.schedules import TaskKind
-from samestep.strategies import context, data, expert, pipeline, precision, recompute, sequence, shard, tensor
+from samestep.strategies import (
+    context,
+    data,
+    expert,
+    pipeline,
+    precision,
+    recompute,
+    sequence,
+    shard,
+    tensor,
+    whole_update,
+)
 
 # The order matters. `context` leaves a rank a slice of the sequence, whose heads and neurons `tensor` cuts; `sequence` cuts
 # the parts between; `expert` leaves a rank its experts; `recompute` repeats forwards together with their collectives;
-# `pipeline` leaves a stage its layers; `shard` adds gathers and scatters; `data` reduces what they leave replicated.
-STACK: tuple[ModuleType, ...] = (precision, context, tensor, sequence, expert, recompute, pipeline, shard, data)
+# `pipeline` leaves a stage its layers; `shard` adds gathers and scatters; `data` reduces what they leave replicated; `whole_update`
+# brings to one rank what it must update whole.
+STACK: tuple[ModuleType, ...] = (
+    precision,
+    context,
+    tensor,
+    sequence,
+    expert,
+    recompute,
+    pipeline,
+    shard,
+    data,
+    whole_update,
+)
 
 
 def program_of(

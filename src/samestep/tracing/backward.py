@@ -18,7 +18,7 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
-from samestep.tracing.forward import ForwardTracer, operands, run_on_meta
+from samestep.tracing.forward import ForwardTracer, operands, run_on_meta, tensors_in
 
 
 class WorkingSet(NamedTuple):
@@ -81,6 +82,38 @@ def watch_backward(module: nn.Module, outputs: Iterable[Tensor], watch: ForwardT
     return found
 
 
+def idle_weights(
+    module: nn.Module, outputs: Any, sample: Any, loss: Callable[[Any, Any], Any] | None
+) -> frozenset[int]:
+    """Return the ids of the weights on which the loss, or if it cannot run on meta any output, does not depend."""
+    roots = [leaf for leaf in tensors_in(outputs) if leaf.requires_grad]
+    if loss is not None and roots:
+        try:
+            with torch.enable_grad():
+                batch = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), sample)
+                total = loss(outputs, batch)[0]
+        except Exception:  # a loss that looks at values, or has no meta kernel
+            total = None
+        if isinstance(total, Tensor) and total.requires_grad:
+            roots = [total]
+    reached = {id(node.variable) for node in _nodes(roots) if _is_weight(node)}  # type: ignore[attr-defined]
+    reached |= {id(root) for root in roots}
+    weights = {id(param) for param in module.parameters() if param.requires_grad}
+    return frozenset(weights - reached) if reached & weights else frozenset()
+
+
+def _nodes(roots: Iterable[Tensor]) -> set[Node]:
+    """Return all nodes of the graph that made some tensors."""
+    seen: set[Node] = set()
+    todo = [root.grad_fn for root in roots if root.grad_fn is not None]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo += [after for after, _ in node.next_functions if after is not None]
+    return seen
+
+
 class _BackwardTracer(TorchDispatchMode):
     """Records the storages that each operation of a backward reads and writes."""
 
@@ -114,13 +147,7 @@ def _is_weight(node: Node) -> bool:
 
 def _edges_to_weights(roots: Iterable[Tensor]) -> Iterator[tuple[Node, list[int]]]:
     """Yield nodes with the indices of their results that are gradients of weights, or of other views of them."""
-    seen: set[Node] = set()
-    todo = [root.grad_fn for root in roots if root.grad_fn is not None]
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo += [after for after, _ in node.next_functions if after is not None]
+    seen = _nodes(roots)
     views: dict[Node, int] = {}
     for node in sorted(seen, key=lambda one: (not _is_weight(one), one._sequence_nr())):  # later nodes come first
         followers = [after for after, _ in node.next_functions if after is not None]

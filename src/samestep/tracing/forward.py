@@ -176,6 +176,8 @@ class ForwardTracer(TorchDispatchMode):
         self.values = _Values(keeps_all)
         self.varies = ""
         """Path of a module whose code may act differently, or make another shape, for other values."""
+        self.has_looked = False
+        """Whether its code looks at values: with others it may use other weights."""
         self.exchanges: list[tuple[str, int, Exchange]] = []
         """Inputs and outputs of attentions, with region and storage."""
         self.saves: Counter[int] = Counter()
@@ -267,6 +269,7 @@ class ForwardTracer(TorchDispatchMode):
         """
         looks, sizes = torch.Tag.data_dependent_output in func.tags, torch.Tag.dynamic_output_shape in func.tags
         if (looks or sizes) and any(tensor.is_meta for tensor in given):
+            self.has_looked = True
             if all(map(self.values.knows, given)):
                 outcome = self.values.run(func, args, kwargs)
                 return outcome if looks else tree_map_only(Tensor, self.to_meta, outcome)
@@ -424,8 +427,11 @@ def watch_forward(
     containers: tuple[str, ...],
     watch: ForwardTracer,
     value_of: ValueOf | None,
+    on_batch: Callable[[Any], Any] = lambda batch: batch,
 ) -> Any:
     """Run the forward under `watch`, on `num_samples` copies of the sample, and return its outputs.
+
+    `on_batch` is given the batch before the forward and returns the one that is run.
 
     Raises:
         ModelError: the forward fails.
@@ -441,7 +447,7 @@ def watch_forward(
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, _given_back))
             stack.enter_context(watch)
-            outputs = call_model(module, watch.given(batch))
+            outputs = call_model(module, watch.given(on_batch(batch)))
     except (SamestepError, NeedsValuesError):
         raise
     except Exception as error:

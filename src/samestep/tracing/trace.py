@@ -37,7 +37,7 @@ from samestep.building.model import model_source
 from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec, Product, is_below
-from samestep.tracing.backward import Backward, WorkingSet, watch_backward, working_sets
+from samestep.tracing.backward import Backward, WorkingSet, idle_weights, watch_backward, working_sets
 from samestep.tracing.forward import (
     ForwardTracer,
     NeedsValuesError,
@@ -47,6 +47,7 @@ from samestep.tracing.forward import (
     watch_forward,
 )
 from samestep.tracing.operations import Recorder
+from samestep.tracing.state import Snapshot
 
 KNOWN_WEIGHTS = 2**26
 """Code that looks at floating values is run for real in models of at most so many weights."""
@@ -71,13 +72,15 @@ def trace(
     on_keep: Callable[[str], None] = lambda block: None,
     styles: Mapping[str, str] | None = None,
     recorder: Recorder | None = None,
+    loss: Callable[[Any, Any], Any] | None = None,
 ) -> ModelSpec:
     """Return the spec of a module on the meta device from one forward; `sample` is a batch of one real sample.
 
     `value_of` serves code that looks at the values of buffers and weights; without it such code is refused. `on_keep`
     is called for each tensor that autograd keeps, with the path of the top-most module with weights entered last.
     `styles` are the cut styles of modules by path: tensors between a column cut and a row cut are cut too.
-    `recorder` records all operations.
+    `recorder` records all operations. `loss` is called with the outputs and the sample, to find the weights that take no
+    part in it.
 
     Raises:
         ModelError: the forward fails, or needs values that are not known.
@@ -85,24 +88,27 @@ def trace(
     num_samples = samples_traced(module)
     containers = containers_of(module)
     watch = ForwardTracer(module, on_keep, styles or {}, recorder=recorder)
+    before = Snapshot(module)
     try:
         outputs = watch_forward(module, sample, num_samples, name, containers, watch, value_of)
     except NeedsValuesError:
         if value_of is None or _num_elements(module) > KNOWN_WEIGHTS:
             raise ModelError(_unseen(name, watch, module)) from None
         looked = watch.innermost or name
+        before.restore()  # caches that the first attempt has filled hold no values
         watch = ForwardTracer(module, on_keep, styles or {}, keeps_all=True)
         watch.varies = looked
         try:
             outputs = watch_forward(module, sample, num_samples, name, containers, watch, value_of)
         except NeedsValuesError:
             raise ModelError(_unseen(name, watch, module)) from None
+    idle = frozenset[int]() if watch.varies or watch.has_looked else idle_weights(module, outputs, sample, loss)
     backward = watch_backward(module, tensors_in(getattr(outputs, "logits", outputs)), watch)
     layers = _arrange(module, name, containers, watch)
     return ModelSpec(
         name=name,
         layers=_layer_specs(module, layers, watch, backward, num_samples),
-        params=_param_specs(module, layers, containers, watch),
+        params=_param_specs(module, layers, containers, watch, idle),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
         coupled_modules=_coupled(module),
         varies_at=watch.varies,
@@ -328,7 +334,7 @@ def _backward_reads_weights(module: nn.Module, layer: _Layer) -> bool:
 
 
 def _param_specs(
-    module: nn.Module, layers: list[_Layer], containers: tuple[str, ...], watch: ForwardTracer
+    module: nn.Module, layers: list[_Layer], containers: tuple[str, ...], watch: ForwardTracer, idle: frozenset[int]
 ) -> tuple[ParamSpec, ...]:
     """Return the spec of each parameter, once, under its first name."""
     names = _names_of(module)
@@ -363,7 +369,8 @@ def _param_specs(
             last_layer=last if shared and last != layer else None,
             read_outside=any(roots) and any(not roots & running for running in watch.stacks.get(watch.key(param), ())),
             takes_gradient=bool(entered) and entered[0] in watch.taking_gradient,
-            trainable=param.requires_grad,
+            trainable=param.requires_grad and id(param) not in idle,
+            is_idle=param.requires_grad and id(param) in idle,
             sparse_gradient=any(getattr(module.get_submodule(path), "sparse", False) is True for path in owners),
         )
         specs.append(spec)

@@ -25,7 +25,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.planning import ranking, search
 from samestep.runtime import checkpoint
-from samestep.runtime.optimizer_step import check_optimizer
+from samestep.runtime.optimizer_source import check_optimizer
 from samestep.runtime.processes import workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.simulation import memory
@@ -99,8 +99,8 @@ def check(
     if where is None:
         where, why = _agreed(lambda: _searched(workload, ranks or job.run.ranks), place)
     workload.slice(where)
-    program_of(workload.spec, job, where, place.ranks_per_node if place else job.run.ranks_per_node)
-    check_optimizer(workload.source.optimizer, workload.spec, where)
+    spec = check_optimizer(workload.source.optimizer, workload.spec, where)
+    program_of(spec, job, where, place.ranks_per_node if place else job.run.ranks_per_node)
     return Checked(workload, where, folder, until, resume_from, why)
 
 

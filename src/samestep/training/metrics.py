@@ -68,6 +68,8 @@ class Screen:
             self.say(f"step {report.step:>6}/{self._last}  {numbers}")
         if report.note:
             self.say(f"step {report.step}: {'skipped, ' if report.skipped else ''}{report.note}")
+        for remark in report.remarks:
+            self.say(f"step {report.step}: {remark}")
 
     def say(self, text: str) -> None:
         """Print a permanent line."""

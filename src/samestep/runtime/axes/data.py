@@ -31,6 +31,7 @@ from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.codecs.codec import Codec, Pending, codec_of, own_part, send
 from samestep.runtime.ledger import owned
 from samestep.runtime.optimizer_step import Piece, squared_norm
+from samestep.runtime.parameter_hooks import GradientHooks
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weight_store import Materialize
 from samestep.schedules import TaskKind
@@ -71,6 +72,8 @@ class Replicated:
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         self.program, self.mesh = program, mesh
         self.params: dict[str, nn.Parameter] = {}
+        self._places: dict[str, Tensor] = {}
+        """Where each weight's values are, which buckets and pieces refer to."""
         self._last = self._starts = False
         self._next = 0
         self._flats = [self._flat(bucket) for bucket in program.buckets]
@@ -110,13 +113,14 @@ class Replicated:
             live = value.to(DTYPES[self.program.step.working_dtype(spec)])
             if flat is not None and flat.weights is not None and member is not None:
                 window = flat.weights[member.offset : member.offset + member.numel].view(spec.shape)
-                live = window.copy_(live)
+                live = window.copy_(live).data  # a version of its own: a forward may write into one weight of a bucket
             param = nn.Parameter(live, requires_grad=spec.trainable)
             for name in (spec.name, *spec.aliases):
                 path, _, leaf = name.rpartition(".")
                 setattr(model.get_submodule(path), leaf, param)  # not by _parameters: LSTM keeps lists of its weights
             if spec.trainable:
                 self.params[spec.name] = param
+                self._places[spec.name] = live
                 self.pieces += self._pieces_of(spec.name, flat, member, param, value)
 
     def _pieces_of(
@@ -139,8 +143,10 @@ class Replicated:
         stop = min(max(first + size - member.offset, 0), member.numel)
         if start < stop:
             mine = slice(member.offset + start, member.offset + stop)
-            part = flat.gradients[mine]
-            yield self._piece(name, start, stop, flat.weights[mine], value.flatten()[start:stop], lambda: part)
+            shape = param.shape if stop - start == param.numel() else (-1,)  # a weight that is whole has its shape
+            part = flat.gradients[mine].view(shape)
+            live = param.detach().view(-1)[start:stop].view(shape)
+            yield self._piece(name, start, stop, live, value.flatten()[start:stop].view(shape), lambda: part)
 
     def _piece(
         self, name: str, start: int, stop: int, live: Tensor, value: Tensor, gradient: Callable[[], Tensor]
@@ -151,12 +157,19 @@ class Replicated:
         held = value.detach().to("cpu" if self._separate else live.device, copy=True)
         return Piece(name, start, stop, held, gradient, target=live.detach())
 
+    def hook_gradients(self, hooks: GradientHooks) -> None:
+        """Let the user's hooks change gradients, in front of the addition to a bucket."""
+        for name, hook in hooks.items():
+            self.params[name].register_hook(hook)
+
     # -- a step ------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Discard the gradients of the previous step."""
-        for param in self.params.values():
+        """Discard the gradients of the previous step; take back weights that a user has moved."""
+        for name, param in self.params.items():
             param.grad = None
+            if param.data_ptr() != self._places[name].data_ptr():  # param.data = ... gives it another storage
+                param.data = self._places[name].copy_(param.data)
         for flat in self._flats:
             names = {member.name for member in flat.bucket.members}
             flat.missing, flat.untouched = set(names), set(names)
@@ -177,6 +190,8 @@ class Replicated:
         """Add a finished gradient to its bucket, and start the reduction of buckets that are complete."""
         flat, name, found = slot.flat, slot.name, param.grad
         assert found is not None
+        if found.is_sparse:
+            found = found.to_dense()
         if found is not slot.gradient:
             if name in flat.untouched:
                 slot.gradient.copy_(found)
@@ -279,6 +294,8 @@ def _wait(flat: _FlatBuffer) -> None:
 def _gradient_or_zero(param: nn.Parameter) -> Tensor:
     if param.grad is None:
         param.grad = torch.zeros_like(param)
+    if param.grad.is_sparse:  # the norm, and most optimizers, take dense ones, which give the same step
+        param.grad = param.grad.to_dense()
     return param.grad
 
 

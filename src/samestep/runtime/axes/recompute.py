@@ -3,6 +3,12 @@
 A block's `forward` is replaced, its hooks are not: FSDP2 gathers the unit's weights before and frees them after, so the
 recomputed forward finds them in place. Non-reentrant; no random state is kept, since our dropout has none.
 
+A model may call `torch.utils.checkpoint` itself, which would repeat its forward outside of the modes that make dropout
+masks, raise float32 islands and slice sequences. So all calls of it within a step, the model's own and those made here,
+are given contexts that enter these modes (`in_our_modes`). Reentrant calls run as non-reentrant ones: the gradients are
+the same, and reentrant ones know no contexts. Where a model checkpoints whole blocks, the block's hooks would run twice
+(they cut, gather and receive), so these calls run plainly, and the layout's recompute is taken as "full".
+
 A forward with side effects would not be the same the second time: buffers that it writes (running statistics) are
 written once, and the recomputation writes into copies; a block that writes into its own input is refused.
 """
@@ -11,19 +17,34 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from samestep.errors import ModelError
+from samestep.layout import Layout
+from samestep.models.analysis import ModelAnalysis
 from samestep.program.program import Program
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 ContextFn = Callable[[], Contexts]
+
+
+@dataclass(frozen=True, slots=True)
+class _Around:
+    """The contexts of a checkpoint that is made here, not by the model."""
+
+    contexts: ContextFn | None
+
+    def __call__(self) -> Contexts:
+        return self.contexts() if self.contexts else (nullcontext(), nullcontext())
+
 
 _KEPT = [
     torch.ops.aten.mm.default,
@@ -40,11 +61,13 @@ _KEPT = [
 """Operations whose results recompute=selective keeps, because they cost FLOPs."""
 
 
-def apply(model: nn.Module, program: Program, contexts: ContextFn | None = None) -> None:
-    """Make each block of `model` recompute its forward, as the layout says.
+def layout_for(layout: Layout, analysis: ModelAnalysis) -> Layout:
+    """Return the layout that runs: with recompute=full where the model checkpoints its blocks itself."""
+    return replace(layout, recompute="full") if analysis.recomputes_blocks and layout.recompute == "none" else layout
 
-    `contexts` returns the contexts of a forward and of its recomputation, so that both draw the same dropout masks.
-    """
+
+def apply(model: nn.Module, program: Program) -> None:
+    """Make each block of `model` recompute its forward, as the layout says."""
     recompute = program.step.layout.recompute
     if recompute == "none":
         return
@@ -54,8 +77,106 @@ def apply(model: nn.Module, program: Program, contexts: ContextFn | None = None)
             for path in layer.modules:
                 block = model.get_submodule(path)
                 kept = keeping if recompute == "selective" and not _hides_operations(path, block, program) else None
-                around = _both(_both(kept, contexts), _buffers_written_once(block))
+                around = _both(kept, _buffers_written_once(block))
                 block.forward = _recomputed(path, block.forward, around)
+
+
+# -- every call of torch.utils.checkpoint ----------------------------------------------------------
+
+
+@contextmanager
+def in_our_modes(contexts: ContextFn, *, plainly: bool, detached: bool) -> Iterator[None]:
+    """Give every checkpointed forward inside the contexts of a forward and of its recomputation.
+
+    With `plainly`, what the model checkpoints itself keeps all that its backward needs, as if it were not checkpointed.
+    With `detached`, a reentrant call whose inputs take no gradient trains nothing. Where the trace has shown no such call,
+    there is none: an input that takes no gradient is then a pipeline's stand-in.
+    """
+
+    def generator(
+        original: Any, function: Any, preserve: bool, own: ContextFn, *rest: Any, **named: Any
+    ) -> Iterator[None]:
+        if plainly and not isinstance(own, _Around):
+            return _plain()
+        found: Iterator[None] = original(function, preserve, _both(_given(own), contexts), *rest, **named)
+        return found
+
+    def reentrant(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        with torch.no_grad() if detached and not _takes_gradient(args) else nullcontext():
+            return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+
+    with _replaced(generator, reentrant):
+        yield
+
+
+@contextmanager
+def _replaced(generator: Callable[..., Iterator[None]], reentrant: Callable[..., Any]) -> Iterator[None]:
+    """Replace the two functions that torch's `checkpoint` calls; `generator` is given the original first."""
+    original = torch_checkpoint._checkpoint_without_reentrant_generator
+    function = torch_checkpoint.CheckpointFunction
+    torch_checkpoint._checkpoint_without_reentrant_generator = functools.partial(generator, original)
+    function.apply = staticmethod(reentrant)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch_checkpoint._checkpoint_without_reentrant_generator = original
+        del function.apply
+
+
+def _plain() -> Iterator[None]:
+    yield
+
+
+def _given(own: ContextFn) -> ContextFn | None:
+    return None if own is torch_checkpoint.noop_context_fn else own
+
+
+def _takes_gradient(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+
+
+@dataclass(slots=True)
+class Checkpointed:
+    """What a trace has shown of the model's own checkpoints."""
+
+    entered: set[str] = field(default_factory=set)
+    """Paths of the modules that ran inside of one."""
+    detached: bool = False
+    """Whether the inputs of a reentrant one take no gradient, so that torch trains nothing inside."""
+
+
+@contextmanager
+def record_checkpointed(model: nn.Module) -> Iterator[Checkpointed]:
+    """Record the model's own checkpoints, which run plainly inside."""
+    depth = [0]
+    seen = Checkpointed()
+
+    def counted(*given: Any, **named: Any) -> Iterator[None]:
+        depth[0] += 1
+        try:
+            yield
+        finally:
+            depth[0] -= 1
+
+    def reentrant(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        detached = not _takes_gradient(args)
+        seen.detached |= detached
+        with torch.no_grad() if detached else nullcontext():
+            return checkpoint(function, *args, use_reentrant=False)
+
+    def enter(path: str, module: nn.Module, args: Any) -> None:
+        if depth[0]:
+            seen.entered.add(path)
+
+    handles = [
+        module.register_forward_pre_hook(functools.partial(enter, path)) for path, module in model.named_modules()
+    ]
+    try:
+        with _replaced(counted, reentrant):
+            yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _hides_operations(path: str, block: nn.Module, program: Program) -> bool:
@@ -69,14 +190,16 @@ def _hides_operations(path: str, block: nn.Module, program: Program) -> bool:
 
 
 def _recomputed(path: str, forward: Callable[..., Any], around: ContextFn | None) -> Callable[..., Any]:
-    options: dict[str, Any] = {"context_fn": around} if around else {}
+    made_here = _Around(around)
 
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         given = [(leaf, leaf._version) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        output = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
+        output = checkpoint(
+            forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=made_here, **kwargs
+        )
         if any(tensor._version != version for tensor, version in given):
             raise ModelError(
                 f"{path} writes into its own input, which the recomputation of its forward needs: recompute=none works, "

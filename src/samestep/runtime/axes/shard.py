@@ -32,7 +32,7 @@ import functools
 import itertools
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -53,9 +54,11 @@ from samestep.program.ops import BYTES_OF, Op, OpKind
 from samestep.program.program import Program
 from samestep.program.units import Unit, partial_sizes
 from samestep.runtime.axes.precision import DTYPES
+from samestep.runtime.axes.whole_update import Lent, OwnedWeights
 from samestep.runtime.codecs.codec import Codec, codec_of, own_part
 from samestep.runtime.ledger import owned
 from samestep.runtime.optimizer_step import Piece, squared_norm
+from samestep.runtime.parameter_hooks import GradientHooks
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weight_store import Materialize
 from samestep.schedules import TaskKind
@@ -73,6 +76,8 @@ class Sharded:
         _keep_order(self._units)
         self.pieces: list[Piece] = []
         self._params: dict[str, DTensor] = {}
+        master = DTYPES[program.step.master_dtype]
+        self._owned = [OwnedWeights(owners, mesh, master) for owners in program.owners]
         self._fill(slots, materialize)
         # Explicitly: in a stage's first forward stand-ins replace the modules of its other chunks.
         self._root._get_fsdp_state()._lazy_init()
@@ -101,9 +106,22 @@ class Sharded:
             rows = _rows(spec, holding.num_shards, self.mesh.index(holding.data_axis))
             local = param._local_tensor
             local.copy_(value[rows])
+            together = next((o for o in self._owned if any(m.name == spec.name for m in o.owners.members)), None)
+            if together is not None:
+                together.lent[spec.name] = Lent(local.detach(), functools.partial(_gradient, param))
+                if together.is_mine(spec.name):
+                    self.pieces.append(self._owned_piece(together, spec, value))
+                continue
             if spec.trainable and local.numel():
                 start = rows.start * (spec.numel // spec.shape[0])
                 self.pieces.append(self._piece(spec.name, start, start + local.numel(), param))
+
+    def _owned_piece(self, together: OwnedWeights, spec: ParamSpec, value: Tensor) -> Piece:
+        """Return the whole copy of a weight that this rank owns, to be updated here."""
+        copy = value.detach().to("cpu" if self.program.step.layout.offload else self.mesh.device, copy=True)
+        gradient = torch.zeros(spec.shape, dtype=value.dtype, device=self.mesh.device)
+        together.values[spec.name], together.gradients[spec.name] = copy, gradient
+        return Piece(spec.name, 0, spec.numel, copy, lambda: gradient)
 
     def _piece(self, name: str, start: int, stop: int, param: DTensor) -> Piece:
         def gradient() -> Tensor:
@@ -113,6 +131,13 @@ class Sharded:
         if not self.program.step.layout.offload:
             return Piece(name, start, stop, local, gradient)
         return Piece(name, start, stop, local.to("cpu", copy=True), gradient, target=local)
+
+    def hook_gradients(self, hooks: GradientHooks) -> None:
+        """Let the user's hooks change whole gradients, in front of their reduction."""
+        for name, hook in hooks.items():
+            for unit in self._units:
+                if name in unit.unit.params:
+                    unit.hooks[id(self._params[name])] = hook
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -173,6 +198,8 @@ class Sharded:
                 self._sum_shards(op, partial_sizes(step, units[op.owner], op.axis))
             elif op.kind is OpKind.ALL_REDUCE and op.owner in self._params:
                 self._sum_shards(op, {op.owner: op.size_bytes // BYTES_OF[op.dtype]})
+        for together in self._owned:
+            together.gather()
 
     def _sum_shards(self, op: Op, sizes: Mapping[str, int]) -> None:
         """All_reduce this rank's shards of some gradients, padded as every rank pads them."""
@@ -199,7 +226,12 @@ class Sharded:
         return total / self.mesh.size("dp_replicate")
 
     def publish(self) -> None:
-        """Do nothing: the next forward gathers the updated rows."""
+        """Send the rows of weights that were updated whole; the next forward gathers them.
+
+        Collective over `dp_shard` where there are such weights: if a rank does not call it, the others wait.
+        """
+        for together in self._owned:
+            together.scatter()
 
     def end_forward_only(self) -> None:
         """Reshard the units that a forward without a backward left gathered."""
@@ -229,6 +261,8 @@ class _RunningUnit:
         self.chunk = next((i for i, layers in enumerate(program.chunks) if unit.first_layer in layers), 0)
         self.is_layer = set(unit.modules) <= {path for layer in program.step.model.layers for path in layer.modules}
         """Whether its modules all ran in the trace; a shared weight's unit may include a module that never runs."""
+        self.hooks: dict[int, Callable[[Tensor], Tensor]] = {}
+        """The user's hooks on gradients, by the id of the sharded weight."""
         self.modules = dict.fromkeys(model.get_submodule(path) for path in unit.modules)
         for module in self.modules:
             # Before fully_shard, which puts its hook in front of this one.
@@ -311,9 +345,27 @@ class _RunningUnit:
         # The second one is the gradient of a half-precision weight, where FSDP2's own hook has already cast it.
         missing = [w for w in weights if w._unsharded_param.grad is None and w.unsharded_accumulated_grad is None]
         self._left_out |= bool(missing) and len(missing) == len(weights) and self._path != ""
-        for weight in missing:
-            weight._unsharded_param.grad = torch.zeros_like(weight._unsharded_param)
+        raised = next(
+            (w.unsharded_accumulated_grad.dtype for w in weights if w.unsharded_accumulated_grad is not None), None
+        )
+        for weight in missing:  # beside gradients that FSDP2 has cast already, in their dtype
+            zeros = torch.zeros_like(weight._unsharded_param, dtype=raised)
+            if raised is None:
+                weight._unsharded_param.grad = zeros
+            else:
+                weight.unsharded_accumulated_grad = zeros
+        if self._reduces:
+            self._apply_hooks(weights)
         self._end_backward()
+
+    @torch.no_grad()
+    def _apply_hooks(self, weights: Sequence[FSDPParam]) -> None:
+        for weight in weights:
+            hook = self.hooks.get(id(weight.sharded_param))
+            if hook is not None and weight.unsharded_accumulated_grad is not None:
+                weight.unsharded_accumulated_grad = hook(weight.unsharded_accumulated_grad)
+            elif hook is not None and weight._unsharded_param.grad is not None:
+                weight._unsharded_param.grad = hook(weight._unsharded_param.grad)
 
     def _end_backward(self) -> None:
         """Let FSDP2 free the weights and reduce the gradients, which it does at no other time."""

@@ -11,7 +11,8 @@ for: the trace records the shape of each mask on one device (`record_masks`), an
 
 How to use it: enter a new `DropoutMode` around the forward of each micro-batch (on each stage, of each chunk).
 Recomputation takes `functools.partial(recompute_contexts, model)` as the `context_fn` of
-`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`. Backward needs no mode: the recomputation enters its
+`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, which `recompute.in_our_modes` gives to every call of it,
+the model's own included. Backward needs no mode: the recomputation enters its
 own.
 """
 
@@ -64,7 +65,9 @@ class Draw:
 class Dropout(enum.Enum):
     """Whether the training forwards of a model draw dropout masks.
 
-    UNKNOWN ─► ACTIVE a forward has drawn a mask UNKNOWN ─► ABSENT a whole step has drawn none
+    UNKNOWN ─► ACTIVE   a forward has drawn a mask
+    UNKNOWN ─► ABSENT   a whole step has drawn none
+    ABSENT  ─► UNKNOWN  a probability that was 0 has been raised
     """
 
     UNKNOWN = "unknown"
@@ -80,11 +83,19 @@ class DropoutState:
     """The dropout that steps have shown of a model so far: the part of an assembly that changes."""
 
     dropout: Dropout
+    rates: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    """Where modules keep the probabilities that were 0 when the hooks were removed: attributes and names."""
 
     @classmethod
     def of(cls, has_dropout: bool, spec: ModelSpec) -> DropoutState:
         """Return the state before the first step: active if the trace drew masks or a probability is above 0."""
         return cls(Dropout.ACTIVE if spec.masks or has_dropout else Dropout.UNKNOWN)
+
+    def begin_step(self, model: nn.Module) -> None:
+        """Look whether a probability has been raised since the model was found to have no dropout."""
+        if self.dropout is Dropout.ABSENT and any(fields.get(name) for fields, name in self.rates):
+            self.dropout = Dropout.UNKNOWN
+            track_modules(model)
 
     def end_forward(self, num_draws: int) -> None:
         """Record the number of masks that a training forward has drawn."""
@@ -95,6 +106,7 @@ class DropoutState:
         """Record the end of a whole step: a model that has drawn no mask has no dropout, and loses its hooks."""
         if self.dropout is Dropout.UNKNOWN:
             self.dropout = Dropout.ABSENT
+            self.rates = _rates_of(model)
             untrack_modules(model)
 
 
@@ -185,6 +197,8 @@ class DropoutMode(TorchFunctionMode):
         super().__init__()
         if model not in _TRACKERS:
             track_modules(model)
+        self.allows_random = False
+        """Whether other random numbers are drawn from the process's generators instead of being refused."""
         self.num_draws = 0
         """Masks drawn so far, recomputed ones included; 0 after a forward means that this model has no dropout."""
         self._draw = draw
@@ -401,6 +415,19 @@ def has_dropout(model: nn.Module) -> bool:
     return False
 
 
+def _rates_of(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Return the attributes of modules that look like dropout probabilities, whatever their value."""
+    return [
+        (fields, name)
+        for module in model.modules()
+        for fields, named in [(vars(module), "drop" in type(module).__name__.lower())]
+        for name, value in fields.items()
+        if ((named and not name.startswith("_")) or "drop" in name.lower())
+        and not isinstance(value, bool)
+        and (value is None or (isinstance(value, int | float) and value == 0))
+    ]
+
+
 def _has_rate(fields: Mapping[str, Any], facts: FamilyFacts, everything: bool = False) -> bool:
     """Return whether a field, or a field of a mapping in it, is a dropout probability above 0."""
     for name, value in fields.items():
@@ -533,7 +560,7 @@ def _recurrent(mode: DropoutMode, func: Callable[..., Any], *args: Any) -> Any:
     # (input, [batch_sizes,] hx, weights, has_biases, num_layers, dropout, train, ...): has_biases is the first bool.
     first = next(i for i, arg in enumerate(args) if isinstance(arg, bool))
     num_layers, dropout, train = args[first + 1 : first + 4]
-    if train and dropout > 0 and num_layers > 1:
+    if train and dropout > 0 and num_layers > 1 and not mode.allows_random:
         raise mode._refuse(
             f"torch's {func.__name__} draws its dropout={dropout} inside one native operation, so its masks would "
             "differ between layouts; dropout=0, or single layers with nn.Dropout between them, work"
@@ -557,7 +584,9 @@ def _rrelu(mode: DropoutMode, func: Callable[..., Tensor], *args: Any, **kwargs:
 
 
 def _refused(mode: DropoutMode, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Refuse random numbers that samestep cannot make the same in every layout."""
+    """Refuse random numbers that samestep cannot make the same in every layout, unless the user allows them."""
+    if mode.allows_random:
+        return func(*args, **kwargs)
     name = "fractional_max_pool" if func.__name__ == "fn" else func.__name__
     raise mode._refuse(
         f"{name}: random numbers in a forward would differ between layouts; nn.Dropout, torch.nn.functional.dropout* "

@@ -46,10 +46,11 @@ from samestep.runtime.guards.model_state import ModelState, unmoved_generators
 from samestep.runtime.guards.update_replay import UpdateReplay
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.microbatches import Microbatches, StepBatch
-from samestep.runtime.optimizer_step import OptimizerSource, couples_weights
+from samestep.runtime.optimizer_source import couples_weights
 from samestep.runtime.processes.mesh import gather_objects
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
 from samestep.runtime.step_report import StepReport
+from samestep.runtime.update_rule import OptimizerSource
 from samestep.schedules import TaskKind
 from samestep.tracing.forward import tensors_in
 

@@ -1,0 +1,113 @@
+"""Every tensor of a module by its full name: parameters, buffers, and tensors in plain attributes.
+
+A wrapper (`torch.compile`, `nn.DataParallel`, ...) adds a component to the names of what it wraps. What depends on a name,
+such as a first value, takes the name without it, so that a wrapped module computes what the module alone does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+_RESERVED = frozenset({"_parameters", "_buffers", "_modules"})
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Names under which wrappers of torch hold the module that they wrap."""
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+"""Wrappers that hold it under the name `module`, which other modules use too."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """A tensor and its position in a module."""
+
+    name: str
+    kind: str
+    """One of parameter, buffer, attribute, hook."""
+    tensor: Tensor
+
+
+def tensors_of(module: nn.Module) -> Iterator[NamedTensor]:
+    """Yield every tensor under every name: parameters, then buffers, then attributes, each in the module's order."""
+    modules = list(module.named_modules(remove_duplicate=False))
+    for kind, held in (("parameter", "_parameters"), ("buffer", "_buffers")):
+        for prefix, owner in modules:
+            for key, tensor in getattr(owner, held).items():
+                if tensor is not None:
+                    yield NamedTensor(joined(prefix, key), kind, tensor)
+    parameters = {id(parameter) for parameter in module.parameters()}
+    found: list[NamedTensor] = []
+
+    def find(name: str, tensor: Tensor) -> Tensor:
+        if id(tensor) not in parameters:
+            found.append(NamedTensor(name, "attribute", tensor))
+        return tensor
+
+    for prefix, owner in modules:
+        map_attributes(prefix, owner, find)
+    yield from found
+
+
+def map_attributes(prefix: str, module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
+    """Replace every tensor attribute of one module by `change(name, tensor)`."""
+    attributes = vars(module)
+    for key in [key for key in attributes if key not in _RESERVED]:
+        before = attributes[key]
+        after = _map_within(joined(prefix, key), before, change, depth=3)
+        if after is not before:
+            attributes[key] = after
+
+
+def _map_within(name: str, value: Any, change: Callable[[str, Tensor], Tensor], depth: int) -> Any:
+    """Return a value with its tensors changed: in a list or a dict in place, in a tuple as a new tuple."""
+    if isinstance(value, Tensor):
+        return change(name, value)
+    if depth == 0:
+        return value
+    items: Iterable[tuple[Any, Any]]
+    if type(value) is dict or type(value) is list:
+        items = list(value.items() if isinstance(value, dict) else enumerate(value))
+        for key, item in items:
+            after = _map_within(f"{name}.{key}", item, change, depth - 1)
+            if after is not item:
+                value[key] = after
+    elif type(value) is tuple:
+        after = tuple(_map_within(f"{name}.{key}", item, change, depth - 1) for key, item in enumerate(value))
+        return after if any(a is not b for a, b in zip(after, value, strict=True)) else value
+    return value
+
+
+def joined(prefix: str, key: str) -> str:
+    """Return a full name."""
+    return f"{prefix}.{key}" if prefix else key
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module that is wrapped, or a module itself that is no wrapper."""
+    inner = next((module._modules[key] for key in _WRAPPED if key in module._modules), None)
+    if inner is None and isinstance(module, _PARALLEL):
+        inner = module.module
+    return module if inner is None else unwrapped(inner)
+
+
+def unwrapped_prefixes(module: nn.Module) -> dict[str, str]:
+    """Return the name of every submodule without the components that wrappers add, by its name with them."""
+    found = {"": ""}
+    owners = dict(module.named_modules(remove_duplicate=False))
+    for prefix in owners:  # a parent comes before its children
+        if prefix:
+            parent, _, key = prefix.rpartition(".")
+            is_wrapped = key in _WRAPPED or (key == "module" and isinstance(owners[parent], _PARALLEL))
+            found[prefix] = found[parent] if is_wrapped else joined(found[parent], key)
+    return found
+
+
+def unwrapped_name(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return a tensor's name without the components that wrappers add; `prefixes` are those of its module."""
+    owner, _, key = name.rpartition(".")
+    while owner not in prefixes:  # a tensor within a list or a dict, which has dots of its own
+        owner, _, more = owner.rpartition(".")
+        key = f"{more}.{key}"
+    return joined(prefixes[owner], key)

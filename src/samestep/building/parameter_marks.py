@@ -1,0 +1,140 @@
+"""What a user's code hangs on parameters: Python attributes, and hooks on their gradients.
+
+Both are gone once a run puts its own parameters in their place, so the blueprint takes them down. A hook may hold tensors
+that the build function made, such as a mask; those have no values yet, so the blueprint makes them, and `with_values`
+returns the hook over the values.
+
+    mask = torch.ones(64, 16)                                  in the build function, on the meta device
+    embed.weight.register_hook(lambda grad: grad * mask)       the mask is a cell of the hook's closure
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Hook = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterMarks:
+    """The attributes and hooks of one parameter."""
+
+    attributes: dict[str, Any] = field(default_factory=dict)
+    """Python attributes; tensors on the meta device are left out, since they have no values."""
+    hooks: tuple[Hook, ...] = ()
+    """Functions of the gradient, of `register_hook`."""
+    late_hooks: tuple[Hook, ...] = ()
+    """Functions of the parameter and its accumulated gradient, of `register_post_accumulate_grad_hook`."""
+
+
+def take_marks(module: nn.Module) -> dict[str, ParameterMarks]:
+    """Return the marks of each parameter that has any, by its first name, and remove the hooks from the parameters."""
+    found: dict[str, ParameterMarks] = {}
+    for name, param in module.named_parameters():
+        attributes = {
+            key: value
+            for key, value in vars(param).items()
+            if not (isinstance(value, Tensor) and value.is_meta) and key != "_is_param"
+        }
+        hooks = tuple((param._backward_hooks or {}).values())
+        late = tuple((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+        if attributes or hooks or late:
+            found[name] = ParameterMarks(attributes, hooks, late)
+        if param.is_meta:
+            for kept in (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)):
+                if kept:
+                    kept.clear()
+    return found
+
+
+def tensors_of_hooks(name: str, marks: ParameterMarks) -> dict[str, Tensor]:
+    """Return the tensors without values that a parameter's hooks hold, by names of their own."""
+    held = (tensor for hook in (*marks.hooks, *marks.late_hooks) for tensor in _held(hook) if tensor.is_meta)
+    return {f"{name}.hook.{index}": tensor for index, tensor in enumerate(held)}
+
+
+def with_values(name: str, marks: ParameterMarks, value_of: Callable[[str], Tensor]) -> ParameterMarks:
+    """Return the marks with hooks that hold the values of the tensors of `tensors_of_hooks`."""
+    values = iter([value_of(key) for key in tensors_of_hooks(name, marks)])
+
+    def valued(tensor: Tensor) -> Tensor:
+        return next(values) if tensor.is_meta else tensor
+
+    hooks, late = (tuple(_mapped(hook, valued) for hook in kind) for kind in (marks.hooks, marks.late_hooks))
+    return ParameterMarks(marks.attributes, hooks, late)
+
+
+def _held(hook: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a function's closure, defaults and bound arguments."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _mapped(hook, note)
+    yield from found
+
+
+def _mapped(hook: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a function with the tensors that it holds changed."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return change(value)
+        return _mapped(value, change) if isinstance(value, types.FunctionType | functools.partial) else value
+
+    if isinstance(hook, functools.partial):
+        given, named = [of(value) for value in hook.args], {key: of(value) for key, value in hook.keywords.items()}
+        return functools.partial(of(hook.func), *given, **named)
+    if not isinstance(hook, types.FunctionType):
+        return hook
+    cells = [cell.cell_contents for cell in hook.__closure__ or () if _is_filled(cell)]
+    parts = [*cells, *(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values()]
+    if not any(isinstance(part, Tensor | types.FunctionType | functools.partial) for part in parts) or hook in cells:
+        return hook
+    closure = tuple(
+        types.CellType(of(cell.cell_contents)) if _is_filled(cell) else cell for cell in hook.__closure__ or ()
+    )
+    defaults = tuple(map(of, hook.__defaults__)) if hook.__defaults__ is not None else None
+    made = types.FunctionType(hook.__code__, hook.__globals__, hook.__name__, defaults, closure or None)
+    made.__kwdefaults__ = {key: of(value) for key, value in (hook.__kwdefaults__ or {}).items()} or None
+    return made
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 (an empty cell raises)
+    except ValueError:
+        return False
+    return True
+
+
+# -- the function of the gradient ------------------------------------------------------------------
+
+
+def gradient_function(marks: ParameterMarks, value: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return what all hooks of a parameter make of its gradient; `value` stands for the parameter in late hooks."""
+
+    def changed(gradient: Tensor) -> Tensor:
+        for hook in marks.hooks:
+            mine = gradient.clone()  # a hook may change it in place
+            result = hook(mine)
+            gradient = (mine if result is None else result).to(gradient.dtype)
+        if marks.late_hooks:
+            stand_in = nn.Parameter(value.detach().to(gradient.dtype))
+            stand_in.__dict__.update(marks.attributes)
+            stand_in.grad = gradient.clone()
+            for hook in marks.late_hooks:
+                hook(stand_in)
+            gradient = torch.zeros_like(gradient) if stand_in.grad is None else stand_in.grad
+        return gradient
+
+    return changed

@@ -1,0 +1,52 @@
+"""A data set that draws: a sample that is read twice must be the same sample.
+
+The samples of a step are a function of the seed and the step, and a layout only decides which rank reads which. Where
+reading a sample draws random numbers (augmentation in `__getitem__`), ranks, micro-batches and a resumed run read other
+samples than one device does. So a few samples of the first batch are read twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+_TRIED = 8
+"""A data set that flips every other image is found with 255 of 256 chances."""
+
+
+class Reader(Protocol):
+    """What reads samples: the batch of a step."""
+
+    def samples(self, indices: Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]) -> Any:
+        """Read samples into tensors with the batch dimension first."""
+        ...
+
+
+def refusal(batch: Reader, indices: np.ndarray[Any, np.dtype[np.int64]]) -> str:
+    """Read some of the samples twice; return why the data set is refused, or nothing."""
+    tried = indices[:_TRIED]
+    once, again = tree_leaves(batch.samples(tried)), tree_leaves(batch.samples(tried))
+    pairs = list(zip(once, again, strict=False))
+    rows = [row for row in range(len(tried)) if not all(_same(first, second, row) for first, second in pairs)]
+    if len(once) == len(again) and not rows:
+        return ""
+    return (
+        f"sample {tried[rows[0]] if rows else tried[0]} of the data set is another one when it is read again, so every "
+        "layout would train on other samples, and a resumed run too: random numbers from a generator seeded by the "
+        "index, as np.random.default_rng(index), work"
+    )
+
+
+def _same(once: Any, again: Any, row: int) -> bool:
+    if not (isinstance(once, Tensor) and isinstance(again, Tensor)):
+        return isinstance(once, Tensor) == isinstance(again, Tensor)
+    if once.shape != again.shape or once.dtype != again.dtype:
+        return False
+    if row >= len(once) if once.dim() else True:
+        return torch.equal(once, again)
+    return torch.allclose(once[row], again[row], rtol=0.0, atol=0.0, equal_nan=True)

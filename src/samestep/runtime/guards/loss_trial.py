@@ -1,0 +1,303 @@
+"""The loss, tried before it is trusted: the sums of the parts of a micro-batch must add up to that of the whole.
+
+A step adds the sums and counts of all micro-batches and ranks, so a loss must be a sum over samples. Once a run it is
+evaluated on the detached outputs and the labels of one micro-batch, in float64, and on its two halves along the samples:
+
+    loss(whole) = loss(first half) + loss(second half)        sums and counts, to 1e-9
+
+A mean, a statistic of the batch or a contrastive loss does not add up. Where outputs are equal for all samples, as those
+of a head that starts at zero, a coupled loss adds up by chance, so it is tried on outputs that are moved a little too.
+One sample has no halves: it is doubled, and its copy's outputs are moved. Under cp each rank has a slice of the tokens,
+and the parts are halves along the tokens too.
+
+Which dimension of a tensor holds the samples is not known: the first, where its size is the number of samples, or
+several rows for each sample (flattened tokens, two views), or another dimension of that size. What adds up under any of
+these readings is a sum: a coupled loss adds up under none.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from samestep.runtime.axes.precision import RaiseIslands, cast_floating
+
+Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
+
+TOLERANCE = 1e-9
+_ROUNDED = 1e-5
+"""The tolerance for a loss that cannot be evaluated in float64, far below what a mean or a batch statistic differs by."""
+_ELEMENTS = 2**22
+"""About so many elements of outputs and labels are tried, and at least two samples."""
+_READINGS = 24
+"""So many readings of the tensors' dimensions are tried at most."""
+_MOVED = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The outcome of a trial."""
+
+    reason: str = ""
+    """Why the loss is not a sum over what was cut; empty if it is."""
+    judged: bool = True
+    """Whether there was something to judge: a finite sum that counts something."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """How one tensor holds the samples."""
+
+    dim: int | None = 0
+    """The dimension of the samples; None for a tensor that belongs to all of them."""
+    rows: int = 1
+    """Number of rows of the dimension for each sample."""
+    stacked: bool = False
+    """Whether the rows of one sample stand apart, as in two views of a batch one after the other."""
+
+    def take(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        """Return the part of some samples."""
+        if self.dim is None:
+            return tensor
+        if self.rows == 1:
+            return tensor.narrow(self.dim, start, stop - start)
+        if not self.stacked:
+            return tensor.narrow(self.dim, start * self.rows, (stop - start) * self.rows)
+        return tensor.unflatten(self.dim, (self.rows, -1)).narrow(self.dim + 1, start, stop - start).flatten(0, 1)
+
+    def doubled(self, tensor: Tensor, other: Tensor) -> Tensor:
+        """Return one sample's tensor with that of another sample behind it."""
+        if self.dim is None:
+            return tensor
+        if not self.stacked:
+            return torch.cat([tensor, other], self.dim)
+        return torch.stack([tensor, other], 1).flatten(0, 1)
+
+
+def tried(loss: Loss, outputs: Any, batch: Any, size: int, dim: int = 0) -> Trial:
+    """Evaluate a loss on a micro-batch and on its halves; `size` is the number of samples, or of tokens in `dim` 1.
+
+    Every rank of a tensor cut calls it alike, since the loss may communicate over the cut.
+    """
+    leaves = [leaf.detach() for leaf in tensors_in((outputs, batch))]
+    each = sum(leaf.numel() for leaf in leaves) // max(1, size)
+    taken = min(size, max(2, _ELEMENTS // max(1, each)))
+    num_outputs = len(tensors_in(outputs))
+    best = Trial(judged=False)
+    for readings in itertools.islice(_readings(leaves, size, dim), _READINGS):
+        parts = _parts_of(leaves, readings, size, taken, num_outputs)
+        outcome = _added_up(loss, (outputs, batch), parts)
+        if not outcome.judged:
+            return outcome
+        if not outcome.reason:
+            return _moved_too(loss, (outputs, batch), leaves, readings, size, taken, num_outputs)
+        best = outcome if not best.judged else best
+    return best
+
+
+# -- parts of a micro-batch ------------------------------------------------------------------------
+
+_Parts = tuple[list[Tensor], list[Tensor], list[Tensor]]
+"""The tensors of the whole, of its first and of its second half."""
+
+
+def _parts_of(
+    leaves: list[Tensor], readings: tuple[_Reading, ...], size: int, taken: int, num_outputs: int, moved: bool = False
+) -> _Parts:
+    """Return the whole and its halves; with `moved`, outputs are changed a little, each element by another amount."""
+    given = [_moved(leaf) if moved and i < num_outputs else leaf for i, leaf in enumerate(leaves)]
+    pairs = list(zip(readings, given, strict=True))
+    if size > 1:
+        half = taken // 2
+        whole, first, second = (
+            [reading.take(leaf, *window) for reading, leaf in pairs]
+            for window in ((0, taken), (0, half), (half, taken))
+        )
+        return whole, first, second
+    others = [_moved(_moved(leaf)) if i < num_outputs else leaf for i, leaf in enumerate(given)]
+    joined = [reading.doubled(leaf, other) for (reading, leaf), other in zip(pairs, others, strict=True)]
+    return joined, given, others
+
+
+def _moved(tensor: Tensor) -> Tensor:
+    """Return a floating tensor whose elements are changed by about a hundredth of their mean size."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return tensor
+    wide = tensor.to(torch.float64)
+    wave = torch.arange(1, tensor.numel() + 1, dtype=torch.float64, device=tensor.device).mul_(1.7).sin_()
+    size = wide.abs().nan_to_num(posinf=0.0).mean()
+    return wide.add(wave.view(tensor.shape), alpha=_MOVED * (float(size) or 1.0)).to(tensor.dtype)
+
+
+def _readings(leaves: list[Tensor], size: int, dim: int) -> Iterator[tuple[_Reading, ...]]:
+    """Yield how all tensors may hold the samples, the likeliest first; tensors of one shape hold them alike."""
+    known = {leaf.shape: _readings_of(leaf, size, dim) for leaf in leaves}
+    ranked = itertools.product(*(list(enumerate(found)) for found in known.values()))
+    for choice in sorted(ranked, key=lambda choice: sum(rank for rank, _ in choice)):
+        chosen = dict(zip(known, (reading for _, reading in choice), strict=True))
+        yield tuple(chosen[leaf.shape] for leaf in leaves)
+
+
+def _readings_of(leaf: Tensor, size: int, dim: int) -> list[_Reading]:
+    shape = leaf.shape
+    if dim:
+        return [_Reading(dim), _Reading(None)] if leaf.dim() > dim and shape[dim] == size else [_Reading(None)]
+    found = [_Reading(at) for at in range(leaf.dim()) if shape[at] == size]
+    if leaf.dim() and shape[0] > size and shape[0] % size == 0:
+        rows = shape[0] // size
+        found += [_Reading(0, rows), _Reading(0, rows, stacked=True)]
+    return [*found, _Reading(None)]
+
+
+# -- evaluating ------------------------------------------------------------------------------------
+
+
+def _added_up(loss: Loss, tree: Any, parts: _Parts) -> Trial:
+    """Evaluate the loss on the whole and on the halves, in float64 if it can be, and compare."""
+    error: Exception | None = None
+    for raised, graph in ((True, False), (True, True), (False, False), (False, True)):
+        try:
+            whole, *halves = [_evaluated(loss, tree, part, raised, graph) for part in parts]
+        except Exception as caught:  # of the user's own code, which may raise anything
+            error = error or caught
+            continue
+        return _compared(whole, halves, raised)
+    words = str(error).strip().partition("\n")[0]
+    return Trial(f"it cannot be evaluated on a part of a micro-batch ({type(error).__name__}: {words})")
+
+
+def _compared(whole: _Value, halves: list[_Value], raised: bool) -> Trial:
+    tolerance = TOLERANCE if raised and whole.is_float64 else _ROUNDED
+    if (
+        not all(math.isfinite(value.total) and math.isfinite(value.count) for value in (whole, *halves))
+        or not whole.count
+    ):
+        return Trial(judged=False)
+    for word, all_of, both in (
+        ("count", whole.count, [half.count for half in halves]),
+        ("sum", whole.total, [half.total for half in halves]),
+    ):
+        if abs(all_of - sum(both)) > tolerance * max(abs(all_of), *map(abs, both)):
+            return Trial(f"its {word} is {all_of:.9g} for the whole and {both[0]:.9g} and {both[1]:.9g} for the halves")
+    return Trial()
+
+
+def _moved_too(
+    loss: Loss,
+    tree: Any,
+    leaves: list[Tensor],
+    readings: tuple[_Reading, ...],
+    size: int,
+    taken: int,
+    num_outputs: int,
+) -> Trial:
+    """Try outputs that are moved a little; a loss that is not defined for them was tried on the real ones."""
+    outcome = _added_up(loss, tree, _parts_of(leaves, readings, size, taken, num_outputs, moved=True))
+    return outcome if outcome.reason.startswith("its ") else Trial()
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    total: float
+    count: float
+    is_float64: bool
+
+
+def _evaluated(loss: Loss, tree: Any, leaves: list[Tensor], raised: bool, graph: bool) -> _Value:
+    """Evaluate the loss on detached tensors; with `graph`, for a loss that differentiates its outputs."""
+    given = cast_floating(leaves, torch.float64) if raised else leaves
+    if graph:
+        given = [leaf.clone().requires_grad_() if leaf.is_floating_point() else leaf for leaf in given]
+    outputs, batch = with_tensors(tree, given)
+    with _disable_current_modes(), torch.set_grad_enabled(graph), _raised() if raised else _plain():
+        total, count = loss(outputs, batch)
+    is_float64 = isinstance(total, Tensor) and total.dtype is torch.float64
+    return _Value(float(total), float(count), is_float64)
+
+
+class _InFloat64(TorchFunctionMode):
+    """A function mode in which every floating tensor is float64: those that the loss holds itself are raised."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") == "__get__":
+            return func(*args, **(kwargs or {}))
+        return func(*cast_floating(args, torch.float64), **cast_floating(kwargs or {}, torch.float64))
+
+
+@contextmanager
+def _raised() -> Iterator[None]:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _InFloat64(), RaiseIslands():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+@contextmanager
+def _plain() -> Iterator[None]:
+    yield
+
+
+# -- trees -----------------------------------------------------------------------------------------
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of outputs and batches: in tuples, mappings, dataclasses and plain objects."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _mapped(value, note)
+    return found
+
+
+def with_tensors(value: Any, tensors: list[Tensor]) -> Any:
+    """Return a copy of outputs and batches with other tensors, in the order of `tensors_in`."""
+    rest = iter(tensors)
+    return _mapped(value, lambda _: next(rest))
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        items = [_mapped(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if type(value) is dict:
+        return {key: _mapped(item, change) for key, item in value.items()}
+    if isinstance(value, Mapping):
+        twin: Any = copy.copy(value)
+        for key in list(value):
+            twin[key] = _mapped(value[key], change)
+        return twin
+    if isinstance(value, (type, nn.Module)) or not (dataclasses.is_dataclass(value) or _is_plain(value)):
+        return value
+    twin = copy.copy(value)
+    names = (
+        [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else list(vars(value))
+    )
+    for name in names:
+        object.__setattr__(twin, name, _mapped(getattr(value, name, None), change))
+    return twin
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether an object is a record of tensors: some attribute of it is one."""
+    return any(isinstance(item, Tensor) for item in getattr(value, "__dict__", {}).values())

@@ -1,0 +1,71 @@
+"""Refusals that one rank finds in the middle of a step, raised on every rank at the end of its backward.
+
+A rank that raised by itself would leave the others waiting in the step's next collective. So a rank keeps the reason,
+and adds a number to the stop flag, which all ranks sum in the step's one all_reduce (`run.Run._agree`); where the sum
+shows that some rank has a reason, all ranks exchange theirs and raise the first.
+"""
+
+from __future__ import annotations
+
+from samestep.errors import UnprovenError
+from samestep.job import RunTable, Waiver
+from samestep.runtime.processes.mesh import gather_objects
+
+_REFUSED = 2.0**20
+"""Added to the stop flag by a rank with a reason: more than the ranks that can ask to stop, exact in a sum."""
+
+
+class Refusals:
+    """The reasons for which this rank refuses the step, and the remarks of the run on what it does not refuse."""
+
+    def __init__(self, settings: RunTable) -> None:
+        self.remarks: list[str] = []
+        """What was waived, or noticed without being refused, each once."""
+        self._settings = settings
+        self._num_reported = 0
+        self._pending: tuple[str, Waiver] | None = None
+
+    def add(self, waiver: Waiver, reason: str) -> None:
+        """Keep a reason to refuse the step, or only remark on it where `run.allow` waives it."""
+        if waiver in self._settings.allow:
+            self.remark(f'{reason}; run.allow = ["{waiver}"] lets it run unproven')
+        elif self._pending is None:
+            self._pending = (reason, waiver)
+
+    def remark(self, text: str) -> None:
+        """Keep a remark, once."""
+        if text not in self.remarks:
+            self.remarks.append(text)
+
+    def news(self) -> tuple[str, ...]:
+        """Return the remarks that have not been returned before."""
+        new = tuple(self.remarks[self._num_reported :])
+        self._num_reported = len(self.remarks)
+        return new
+
+    @property
+    def flag(self) -> float:
+        """The number that this rank adds to the sum of stop flags."""
+        return 0.0 if self._pending is None else _REFUSED
+
+    def raise_own(self) -> None:
+        """Raise this rank's reason, if it has one, where no collective of the step follows.
+
+        Raises:
+            UnprovenError: this rank refuses the step.
+        """
+        if self._pending is not None:
+            raise UnprovenError(*self._pending)
+
+    def raise_agreed(self, stop: float, world_size: int) -> None:
+        """Raise the first rank's reason, if the sum of stop flags over all ranks shows that there is one.
+
+        Collective over the world where there is one: every rank calls it with the same sum, so all raise alike.
+
+        Raises:
+            UnprovenError: some rank refuses the step.
+        """
+        if stop < _REFUSED:
+            return
+        found = [reason for reason in gather_objects(self._pending, world_size) if reason is not None]
+        raise UnprovenError(*found[0])

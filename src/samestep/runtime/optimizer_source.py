@@ -1,0 +1,274 @@
+"""From what the user gives as an optimizer to one over the pieces of a rank, or to a refusal.
+
+The groups are those that the optimizer has over the whole weights of the model: a function that divides them by shape,
+size, position or a tag gives the same groups in every layout. `check_optimizer` reads the rule (`update_rule.py`) and
+holds it against the layout.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from samestep.errors import LayoutError, ModelError
+from samestep.layout import Layout
+from samestep.models.spec import ModelSpec, ParamSpec
+from samestep.runtime.update_rule import (
+    TRIED,
+    OptimizerSource,
+    options_by_name,
+    put_in_place,
+    read_rule,
+    skeleton,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeWeights:
+    """The weights of a whole model that are trained, as an optimizer on one device would see them."""
+
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Python attributes of parameters, by which an optimizer function may tell them apart."""
+
+    @classmethod
+    def of(cls, model: ModelSpec, attributes: Mapping[str, Mapping[str, Any]]) -> WholeWeights:
+        """Return the weights of a model that are trained."""
+        return cls({param.name: param.shape for param in model.params if param.trainable}, attributes)
+
+
+ALONE = WholeWeights()
+"""Stands for no whole weights other than the pieces themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenOptimizer:
+    """Builds an optimizer like an instance that has not stepped, by its groups and the names of their parameters."""
+
+    instance: Optimizer
+    names: Mapping[int, str]
+    """Full names of the parameters of the user's own model, by id."""
+
+    def __call__(self, named: list[tuple[str, Tensor]]) -> Optimizer:
+        """Return the optimizer over named tensors, with as many groups as the instance."""
+        defaults = {name: self.instance.defaults[name] for name in _arguments(type(self.instance))}
+        groups = []
+        for group in self.instance.param_groups:
+            members = {self.names[id(param)] for param in group["params"]}
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append({"params": [tensor for name, tensor in named if name in members], **options})
+        return type(self.instance)(groups, **defaults)
+
+
+def optimizer_source(
+    optimizer: Callable[[list[Tensor]], Optimizer] | Optimizer, names: Mapping[int, str] | None = None
+) -> OptimizerSource:
+    """Return a function that builds the optimizer, from such a function or from an instance that has not stepped.
+
+    `names` maps the id of each parameter of the user's own model instance to its full name.
+
+    Raises:
+        ModelError: an instance has stepped already, has hooks, holds parameters that are not the model's, or cannot be
+            rebuilt.
+    """
+    if not isinstance(optimizer, Optimizer):
+        return lambda named: optimizer([tensor for _, tensor in named])
+    # Adagrad has state from the start, with step 0.
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+        raise ModelError("the optimizer has stepped already: give one that has not, or a function of the parameters")
+    kind = type(optimizer).__name__
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise ModelError(
+            f"the {kind} instance has step hooks, which would not run, since it is built again over this rank's weights: "
+            "register them in a function of the parameters"
+        )
+    for group in optimizer.param_groups:
+        strangers = [p for p in group["params"] if id(p) not in (names or {})]
+        if strangers:
+            raise ModelError(
+                f"the optimizer holds a parameter of shape {tuple(strangers[0].shape)} that is not the model's: "
+                "build it over model.parameters(), or give a function of the parameters"
+            )
+    if not any(group["params"] for group in optimizer.param_groups):
+        raise ModelError(f"the {kind} instance holds no parameter: build it over model.parameters()")
+    if forgotten := [name for name in _arguments(type(optimizer)) if name not in optimizer.defaults]:
+        raise ModelError(
+            f"{kind} does not keep its argument {forgotten[0]} in `defaults`, so it cannot be built again over "
+            "the pieces of a layout: give a function of the parameters"
+        )
+    return GivenOptimizer(optimizer, dict(names or {}))
+
+
+def _arguments(kind: type[Optimizer]) -> list[str]:
+    return [name for name in inspect.signature(kind).parameters if name != "params"]
+
+
+def check_step(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose `step` needs a closure, since it would run the model itself.
+
+    Raises:
+        ModelError: its `step` has an argument without a default.
+    """
+    needed = [
+        name
+        for name, parameter in inspect.signature(optimizer.step).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if needed:
+        raise ModelError(
+            f"{type(optimizer).__name__}.step needs {needed[0]}: it evaluates the loss several times a step, and a step "
+            "here has one forward and one backward; adamw works"
+        )
+
+
+# -- over the pieces of a rank ---------------------------------------------------------------------
+
+
+def built_over(source: OptimizerSource, pieces: list[tuple[str, Tensor]], whole: WholeWeights) -> Optimizer | None:
+    """Return the optimizer over a rank's pieces, grouped as over the whole weights; None where there is no piece.
+
+    Raises:
+        ModelError: it holds none of the model's weights, or cannot be built over pieces.
+    """
+    if not pieces:
+        return None
+    if all(whole.shapes.get(name, value.shape) == value.shape for name, value in pieces) and len(pieces) >= len(
+        whole.shapes
+    ):
+        made = source(pieces)
+        _check_holds(made, pieces, is_whole=bool(whole.shapes))
+        return made
+    wanted, weights = skeleton(source, whole.shapes, whole.attributes)
+    _check_holds(wanted, list(weights.items()), is_whole=True)
+    groups = options_by_name(wanted, weights)
+    optimizer: Optimizer | None = None
+    try:
+        optimizer = source(pieces)
+        found = options_by_name(optimizer, dict(pieces))
+        if {name: repr(found.get(name)) for name, _ in pieces} == {name: repr(groups.get(name)) for name, _ in pieces}:
+            return optimizer
+    except TRIED:
+        optimizer = None
+    state_from_the_start = bool(wanted.state)
+    if put_in_place(wanted, weights, dict(pieces)) and not state_from_the_start:
+        return wanted
+    nested = [leaf for leaf in tree_leaves(list(vars(wanted).values())) if isinstance(leaf, Optimizer)]
+    if optimizer is None or nested:
+        raise ModelError(
+            f"{type(wanted).__name__} keeps its parameters outside of its groups, or state from the start, and gives parts "
+            "of the weights other options than the whole ones: zero=0 without tp and pp works"
+        )
+    optimizer.param_groups[:] = wanted.param_groups
+    return optimizer
+
+
+def _check_holds(optimizer: Optimizer, named: Sequence[tuple[str, Tensor]], *, is_whole: bool) -> None:
+    mine = {id(tensor) for _, tensor in named}
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    strangers = [param for param in held if id(param) not in mine]
+    if strangers or (is_whole and not held):
+        what = f"a parameter of shape {tuple(strangers[0].shape)}" if strangers else "no parameter"
+        raise ModelError(
+            f"{type(optimizer).__name__} holds {what}{' that the optimizer function was not given' if strangers else ''}, so it "
+            "would not train the model as it is here: build it over the function's argument, as in "
+            "`lambda params: torch.optim.AdamW(params)`"
+        )
+
+
+# -- the rule against the layout -------------------------------------------------------------------
+
+
+def check_optimizer(
+    source: OptimizerSource, model: ModelSpec, layout: Layout, attributes: Mapping[str, Mapping[str, Any]] | None = None
+) -> ModelSpec:
+    """Refuse an optimizer whose update in the layout differs from its update on one device.
+
+    Returns:
+        The model, its weights marked that ZeRO divides and the optimizer must update whole.
+
+    Raises:
+        LayoutError: its rule couples what the layout spreads; the text says which layout word works.
+        ModelError: the optimizer cannot be used in any layout.
+    """
+    params = [param for param in model.params if param.trainable and param.numel]
+    if layout.world_size == 1 or not params:
+        return model
+    shapes = {param.name: param.shape for param in params}
+    parts = {param.name: found for param in params if (found := parts_of(param, layout))}
+    marks = attributes or {}
+    optimizer, _ = skeleton(source, shapes, marks)
+    check_step(optimizer)
+    rule = read_rule(source, shapes, parts, marks)
+    if rule.draws:
+        raise LayoutError(
+            f"{rule.optimizer} draws random numbers ({rule.draws}), and every rank would draw others: one rank works"
+        )
+    spread = [(word, how) for word, how in _spreading(layout)]
+    if rule.coupled and spread:
+        word, how = spread[0]
+        raise LayoutError(
+            f"{rule.optimizer} does not treat every weight by itself ({rule.coupled}), so weights {how} by {word} would get "
+            f"another update: {word.partition('=')[0]}={0 if word.startswith('zero') else 1} works"
+        )
+    whole = {name: reason for name, reason in rule.whole.items() if name in parts}
+    for param in params:
+        cut_by = _cutting(param, layout)
+        if param.name in whole and cut_by:
+            word = cut_by.partition("=")[0]
+            raise LayoutError(
+                f"{rule.optimizer} does not treat every element of {param.name} by itself ({whole[param.name]}), so a weight "
+                f"cut by {cut_by} would get another update: {word}=1 works, and zero=1 to 3 update it whole on one rank"
+            )
+    return (
+        replace(model, params=tuple(replace(p, is_updated_whole=True) if p.name in whole else p for p in model.params))
+        if whole
+        else model
+    )
+
+
+def couples_weights(source: OptimizerSource, model: ModelSpec) -> bool:
+    """Return whether the update of a weight depends on other weights that the optimizer holds, as in D-Adaptation."""
+    shapes = {param.name: param.shape for param in model.params if param.trainable and param.numel}
+    return bool(shapes) and bool(read_rule(source, shapes, {}).coupled)
+
+
+def _cutting(param: ParamSpec, layout: Layout) -> str:
+    """Return the word of the layout that leaves a rank a part of a weight, whatever ZeRO does; empty if none does."""
+    if param.cut is not None and layout.tp > 1:
+        return f"tp={layout.tp}"
+    return f"ep={layout.ep}" if param.experts and layout.ep > 1 else ""
+
+
+def _spreading(layout: Layout) -> list[tuple[str, str]]:
+    """Return each word of the layout that leaves a rank less than all weights, and whether it cuts or spreads them."""
+    words = [(f"zero={layout.zero}", "cut")] if layout.num_shards > 1 else []
+    words += [(f"{axis}={degree}", "cut") for axis, degree in layout.weight_axes.items() if degree > 1]
+    return words + ([(f"pp={layout.pp}", "spread")] if layout.pp > 1 else [])
+
+
+def parts_of(param: ParamSpec, layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the largest and the smallest part of a weight that a rank updates; none if all are whole."""
+    shape = list(param.shape)
+    if param.numel == 1:
+        return ()
+    if param.cut is not None and layout.tp > 1:
+        shape[param.cut.dim] = -(-shape[param.cut.dim] // layout.tp)
+    if param.experts and layout.ep > 1:
+        shape[0] = -(-shape[0] // layout.ep)
+    ranks = layout.num_shards
+    if ranks > 1 and layout.zero == 1:
+        numel = math.prod(shape)
+        return tuple(dict.fromkeys([(-(-numel // ranks),), (1,)]))
+    if ranks > 1 and shape:
+        rows = -(-shape[0] // ranks)
+        last = shape[0] - rows * ((shape[0] - 1) // rows)
+        return tuple(dict.fromkeys([(rows, *shape[1:]), (last, *shape[1:])]))
+    return (tuple(shape),) if tuple(shape) != param.shape else ()

@@ -1,0 +1,112 @@
+"""Hooks that a user's code has hung on parameters, tried and carried over to the parameters of a run.
+
+In plain torch a hook sees the gradient of a whole step; here it sees that of a micro-batch on one rank, times a factor,
+and under a tensor cut a part of it. Only a linear function gives the same step, and under a cut one that treats every
+element alike. Both are tried on real values before the first step:
+
+    hook(a) + hook(b) == hook(a + b)          hook(part of a) == part of hook(a)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from samestep.building.initial_values import Blueprint
+from samestep.building.parameter_marks import ParameterMarks, gradient_function, with_values
+from samestep.errors import LayoutError, ModelError
+from samestep.program.program import Program
+from samestep.runtime import placement
+from samestep.runtime.processes.mesh import Mesh
+
+GradientHooks = Mapping[str, Callable[[Tensor], Tensor]]
+"""What becomes of the gradient of each parameter that has hooks, by its full name."""
+
+
+def gradient_hooks(plan: Blueprint, program: Program, mesh: Mesh) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return what the user's hooks make of each gradient, tried for the program's layout.
+
+    Raises:
+        ModelError: a hook is not linear, so it would not see what it sees in a plain loop.
+        LayoutError: it looks at the whole gradient of a weight that the layout cuts.
+    """
+    found: dict[str, Callable[[Tensor], Tensor]] = {}
+    step = program.step
+    for spec in step.model.params:
+        alike = [name for name in (spec.name, *spec.aliases) if name in plan.marks]
+        marks = next((plan.marks[name] for name in alike), None)
+        if marks is None or not spec.trainable or not (marks.hooks or marks.late_hooks):
+            continue
+        if step.splits_backward:
+            raise LayoutError(
+                f"{spec.name} has hooks on its gradient, and schedule={step.layout.schedule} computes gradients of weights "
+                "apart from autograd: schedule=1f1b works"
+            )
+        whole = plan.materialize(alike[0], mesh.device, torch.float64)
+        valued = with_values(alike[0], marks, lambda name: plan.materialize(name, mesh.device))
+        function = gradient_function(valued, whole)
+        drawn = _check_linear(spec.name, function, whole)
+        part = placement.local_part(whole, spec, step.holding(spec), mesh)
+        if part.shape != whole.shape:
+            function = gradient_function(valued, part)
+            _check_part(spec.name, function, drawn, lambda t: placement.local_part(t, spec, step.holding(spec), mesh))  # noqa: B023
+        found[spec.name] = function
+    return found
+
+
+def _check_linear(name: str, function: Callable[[Tensor], Tensor], value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a gradient and what the hooks make of it, once they are seen to be linear.
+
+    Raises:
+        ModelError: they are not, change the weight, or fail.
+    """
+    generator = torch.Generator().manual_seed(0)
+    first, second = (
+        torch.randn(value.shape, dtype=torch.float64, generator=generator).to(value.device) for _ in range(2)
+    )
+    before = value.clone()
+    state = torch.get_rng_state()
+    try:
+        with torch.no_grad():
+            one, two = function(first), function(second)
+            is_linear = all(
+                torch.allclose(function(a * first + b * second), a * one + b * two, rtol=1e-6, atol=1e-9)
+                for a, b in ((1.0, 1.0), (1e4, -1e4), (1e-4, 3e-4))
+            )
+    except Exception as error:
+        raise ModelError(
+            f"a hook on the gradient of {name} fails on a gradient of its shape ({type(error).__name__}: {error}): "
+            "tensors that it needs can be buffers of the module"
+        ) from error
+    if not torch.equal(before, value):
+        raise ModelError(f"a hook on the gradient of {name} changes the weight itself: an optimizer function can do so")
+    if not is_linear or not torch.equal(state, torch.get_rng_state()):
+        raise ModelError(
+            f"a hook on the gradient of {name} is not linear, and gradients are added up over micro-batches and ranks after "
+            "it, where a plain loop gives it their sum: a factor or a mask works, and so does clip_norm in the job, or a change "
+            "of the gradient in the optimizer's step"
+        )
+    return first, one
+
+
+def _check_part(
+    name: str, function: Callable[[Tensor], Tensor], drawn: tuple[Tensor, Tensor], part: Callable[[Tensor], Tensor]
+) -> None:
+    gradient, changed = drawn
+    try:
+        with torch.no_grad():
+            is_alike = torch.allclose(function(part(gradient).contiguous()), part(changed), rtol=1e-9, atol=1e-12)
+    except Exception:
+        is_alike = False
+    if not is_alike:
+        raise LayoutError(
+            f"a hook on the gradient of {name} does not treat every element alike, and a tensor cut leaves it a part of the "
+            "gradient: tp=1 (and ep=1) works"
+        )
+
+
+def attributes_of(marks: Mapping[str, ParameterMarks]) -> dict[str, dict[str, object]]:
+    """Return the Python attributes of the parameters that have any."""
+    return {name: mark.attributes for name, mark in marks.items() if mark.attributes}

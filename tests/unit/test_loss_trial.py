@@ -1,0 +1,246 @@
+"""The trial of a loss: sums over samples pass in whatever form they come, and what couples samples does not."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from samestep.building.loss import cross_entropy, mse
+from samestep.runtime.guards.loss_trial import Trial, tensors_in, tried, with_tensors
+
+B, T, V = 6, 4, 5
+_draw = torch.Generator().manual_seed(0)
+LOGITS = torch.randn(B, T, V, generator=_draw)
+IDS = torch.randint(0, V, (B, T), generator=_draw)
+ROWS, CLASSES = LOGITS[:, 0], IDS[:, 0]
+WEIGHTS = torch.rand(V, generator=_draw)  # float32, as a loss holds them
+CRITERION = nn.CrossEntropyLoss(weight=WEIGHTS, reduction="sum")
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    loss: Tensor | None = None
+    temperature: float = 1.0
+
+
+Pair = namedtuple("Pair", "logits hidden")
+
+
+def flat(outputs: Any, batch: Any) -> Any:
+    return F.cross_entropy(outputs, batch["labels"].view(-1), reduction="sum"), outputs.shape[0]
+
+
+def masked(outputs: Any, batch: Any) -> Any:
+    each = F.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none")
+    mask = (batch["labels"] != 0).float()
+    return (each * mask).sum(), mask.sum()
+
+
+def own_shift(outputs: Any, batch: Any) -> Any:
+    logits, labels = outputs[:, :-1], batch["labels"][:, 1:]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), labels.numel()
+
+
+def mean_of_each(outputs: Any, batch: Any) -> Any:
+    return F.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none").mean(1).sum(), len(outputs)
+
+
+def weighted(outputs: Any, batch: Any) -> Any:
+    return CRITERION(outputs, batch[1]), torch.bincount(batch[1], minlength=V).sum()
+
+
+def two_views(outputs: Any, batch: Any) -> Any:
+    first, second = outputs.chunk(2)
+    return (1 - F.cosine_similarity(first, second)).sum(), len(first)
+
+
+def sequence_first(outputs: Any, batch: Any) -> Any:
+    return F.cross_entropy(outputs.permute(1, 2, 0), batch["labels"], reduction="sum"), batch["labels"].numel()
+
+
+def distilled(outputs: Any, batch: Any) -> Any:
+    student, teacher = outputs["student"].log_softmax(-1), outputs["teacher"].softmax(-1)
+    return F.kl_div(student, teacher, reduction="sum"), torch.tensor([len(student)])
+
+
+def penalised(outputs: Any, batch: Any) -> Any:
+    """A gradient of the outputs inside the loss, as a penalty on a score has it."""
+    score = outputs.square().sum()
+    (slope,) = torch.autograd.grad(score, outputs, create_graph=True)
+    return slope.square().sum(), len(outputs)
+
+
+def in_numpy(outputs: Any, batch: Any) -> Any:
+    return torch.tensor(float((outputs.numpy() ** 2).sum())), len(outputs)
+
+
+class Scaled(nn.Module):
+    """A loss with a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(V))
+
+    def forward(self, outputs: Any, batch: Any) -> Any:
+        buffer = torch.zeros(len(outputs))
+        buffer.copy_((outputs * self.scale).square().sum(-1))
+        return buffer.sum(), len(outputs)
+
+
+LEGAL = {
+    "cross entropy": (cross_entropy, LOGITS, {"labels": IDS}),
+    "cross entropy, masked": (cross_entropy, LOGITS, {"labels": IDS.masked_fill(IDS == 1, -100)}),
+    "classes": (cross_entropy, ROWS, (ROWS, CLASSES)),
+    "mse": (mse, ROWS, (ROWS, ROWS.cos())),
+    "dataclass": (cross_entropy, Output(LOGITS), {"labels": IDS}),
+    "half precision": (cross_entropy, LOGITS.bfloat16(), {"labels": IDS}),
+    "flattened tokens": (flat, LOGITS.flatten(0, 1), {"labels": IDS}),
+    "own mask": (masked, LOGITS, {"labels": IDS}),
+    "own shift": (own_shift, LOGITS, {"labels": IDS}),
+    "mean of each sample": (mean_of_each, LOGITS, {"labels": IDS}),
+    "class weights": (weighted, ROWS, (ROWS, CLASSES)),
+    "two views": (two_views, torch.cat([ROWS, ROWS.sin()]), {"x": ROWS}),
+    "sequence first": (sequence_first, LOGITS.transpose(0, 1), {"labels": IDS}),
+    "distillation": (distilled, {"student": ROWS, "teacher": ROWS.cos(), "scale": WEIGHTS}, {"x": ROWS}),
+    "gradient in the loss": (penalised, ROWS, {"x": ROWS}),
+    "numpy": (in_numpy, ROWS, {"x": ROWS}),
+    "module": (Scaled(), ROWS, {"x": ROWS}),
+    "named tuple": (
+        lambda out, batch: (out.hidden.square().sum(), len(out.hidden)),
+        Pair(ROWS, ROWS.sin()),
+        {"x": ROWS},
+    ),
+    "namespace": (lambda out, batch: (out.z.square().sum(), len(out.z)), SimpleNamespace(z=ROWS), {"x": ROWS}),
+    "constant head": (flat, torch.zeros(B * T, V), {"labels": IDS}),
+}
+
+
+def mean(outputs: Any, batch: Any) -> Any:
+    return F.cross_entropy(outputs, batch["labels"]), 1
+
+
+def mean_times_size(outputs: Any, batch: Any) -> Any:
+    labels = batch["labels"]
+    return F.cross_entropy(outputs.flatten(0, 1), labels.flatten(), ignore_index=1) * len(labels), len(labels)
+
+
+def contrastive(outputs: Any, batch: Any) -> Any:
+    z = F.normalize(outputs, dim=-1)
+    return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)), reduction="sum"), len(z)
+
+
+def with_spread(outputs: Any, batch: Any) -> Any:
+    """Of VICReg: a small penalty on the batch's standard deviation."""
+    return outputs.square().sum() + 1e-5 * (1 - outputs.std(0)).relu().sum(), len(outputs)
+
+
+def with_balance(outputs: Any, batch: Any) -> Any:
+    use = outputs.softmax(-1).mean(0)
+    return outputs.square().sum() + 0.01 * (use * use.log()).sum() * len(outputs), len(outputs)
+
+
+def ranked(outputs: Any, batch: Any) -> Any:
+    scores = outputs[:, 0]
+    return (scores[:, None] - scores[None]).relu().sum(), len(scores)
+
+
+def hardest(outputs: Any, batch: Any) -> Any:
+    return outputs.square().sum(-1).topk(2).values.sum(), 2
+
+
+def constant_count(outputs: Any, batch: Any) -> Any:
+    return outputs.square().sum(), B
+
+
+COUPLED = {
+    "mean": (mean, ROWS, {"labels": CLASSES}),
+    "mean over unequal counts": (mean_times_size, LOGITS, {"labels": IDS}),
+    "contrastive": (contrastive, ROWS, {"x": ROWS}),
+    "contrastive, two views": (contrastive, torch.cat([ROWS, ROWS.sin()]), {"x": ROWS}),
+    "penalty on the spread": (with_spread, 0.01 * ROWS, {"x": ROWS}),
+    "balance": (with_balance, ROWS, {"x": ROWS}),
+    "ranking": (ranked, ROWS, {"x": ROWS}),
+    "hardest samples": (hardest, ROWS, {"x": ROWS}),
+    "constant count": (constant_count, ROWS, {"x": ROWS}),
+    "contrastive of equal outputs": (contrastive, torch.ones(B, V), {"x": ROWS}),
+}
+
+
+@pytest.mark.parametrize("case", LEGAL)
+def test_a_sum_over_samples_passes(case: str) -> None:
+    loss, outputs, batch = LEGAL[case]
+    found = tried(loss, outputs, batch, B)
+    assert found == Trial()
+
+
+@pytest.mark.parametrize("case", ["cross entropy", "classes", "dataclass", "own mask", "two views", "module", "mse"])
+def test_a_sum_over_samples_passes_with_one_sample(case: str) -> None:
+    loss, outputs, batch = LEGAL[case]
+    if case == "two views":
+        outputs = outputs[:: len(ROWS)]
+        outputs, batch = outputs, {"x": ROWS[:1]}
+    else:
+        outputs, batch = with_tensors((outputs, batch), [leaf[:1] for leaf in tensors_in((outputs, batch))])
+    found = tried(loss, outputs, batch, 1)
+    assert found == Trial()
+
+
+@pytest.mark.parametrize("case", COUPLED)
+def test_what_couples_samples_does_not_pass(case: str) -> None:
+    loss, outputs, batch = COUPLED[case]
+    found = tried(loss, outputs, batch, B)
+    assert found.judged
+    assert found.reason.startswith("its ")
+
+
+@pytest.mark.parametrize("case", ["mean", "contrastive", "ranking", "constant count"])
+def test_what_couples_samples_does_not_pass_with_one_sample(case: str) -> None:
+    loss, outputs, batch = COUPLED[case]
+    outputs, batch = with_tensors((outputs, batch), [leaf[:1] for leaf in tensors_in((outputs, batch))])
+    assert tried(loss, outputs, batch, 1).reason
+
+
+def test_a_sum_over_samples_may_be_none_over_tokens() -> None:
+    assert not tried(masked, LOGITS, {"labels": IDS}, T, dim=1).reason
+    assert tried(own_shift, LOGITS, {"labels": IDS}, T, dim=1).reason.startswith("its ")
+    assert tried(mean_of_each, LOGITS, {"labels": IDS}, T, dim=1).reason.startswith("its ")
+
+
+def test_nothing_is_judged_where_nothing_counts() -> None:
+    assert not tried(cross_entropy, LOGITS, {"labels": torch.full_like(IDS, -100)}, B).judged
+    assert not tried(cross_entropy, LOGITS * float("nan"), {"labels": IDS}, B).judged
+
+
+def test_a_loss_that_takes_one_size_only_cannot_be_tried() -> None:
+    def rigid(outputs: Any, batch: Any) -> Any:
+        assert len(outputs) == B, "a batch of another size"
+        return outputs.sum(), B
+
+    assert "AssertionError: a batch of another size" in tried(rigid, ROWS, {"x": ROWS}, B).reason
+
+
+def test_of_large_outputs_a_few_samples_are_tried() -> None:
+    seen: list[int] = []
+
+    def noting(outputs: Any, batch: Any) -> Any:
+        seen.append(len(outputs))
+        return outputs.sum() + len(outputs) * 1e6, len(outputs)
+
+    assert not tried(noting, torch.zeros(1, 1).expand(64, 2**20), {"x": torch.zeros(64, 1)}, 64).reason
+    assert max(seen) == 3
+
+
+def test_trees_are_copied_with_other_tensors() -> None:
+    tree = (Output(ROWS), OrderedDict(x=[ROWS, "name"]), Pair(ROWS, None), SimpleNamespace(z=ROWS, k=3))
+    twins = with_tensors(tree, [torch.full((), float(i)) for i in range(4)])
+    assert [float(leaf) for leaf in tensors_in(twins)] == [0.0, 1.0, 2.0, 3.0]
+    assert all(leaf is ROWS for leaf in tensors_in(tree)), "the original is as it was"
+    assert (twins[3].k, type(twins[0]), twins[1]["x"][1]) == (3, Output, "name")
