@@ -119,6 +119,8 @@ class BatchNormed(Late):
 
 
 NOISE = np.random.default_rng(7)
+NOISE_OF = {"loss": 0.0, "data": 0.0, "update": 0.0}
+"""What draws from it, once it is not 0."""
 OURS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
@@ -130,11 +132,12 @@ MODELS |= OURS
 
 
 class Drawing(Tokens):
-    """Samples with noise of their own: another label each time one is read."""
+    """Samples that come to have noise of their own: other tokens each time one is read."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         sample = super().__getitem__(index)
-        return {**sample, "input_ids": (sample["input_ids"] + int(NOISE.integers(1, 30))) % VOCABULARY}
+        added = int(NOISE.integers(1, 30)) if NOISE_OF["data"] else 0
+        return {**sample, "input_ids": (sample["input_ids"] + added) % VOCABULARY}
 
 
 class Noisy(torch.optim.SGD):
@@ -143,7 +146,8 @@ class Noisy(torch.optim.SGD):
         super().step()
         for group in self.param_groups:
             for param in group["params"]:
-                param.add_(torch.randn_like(param), alpha=1e-3)
+                if NOISE_OF["update"]:
+                    param.add_(torch.as_tensor(NOISE.normal(size=param.shape), dtype=param.dtype), alpha=1e-3)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -159,7 +163,16 @@ def watched(every: int, precision: str = "float32", steps: int = 3, **tables: An
     return job_of(precision, steps, train={"watch_every": every}, **tables)
 
 
-def told(rank: int, world: int, model: str, layout: str, job: Job, dataset: Any = Tokens, optimizer: Any = None) -> str:
+def told(
+    rank: int,
+    world: int,
+    model: str,
+    layout: str,
+    job: Job,
+    dataset: Any = Tokens,
+    optimizer: Any = None,
+    later: str = "",
+) -> str:
     """Take steps, from the second one on late; return what was said."""
     run = make_run(rank, world, model, layout, job, Tokens)
     if optimizer is not None:
@@ -169,8 +182,11 @@ def told(rank: int, world: int, model: str, layout: str, job: Job, dataset: Any 
         for batch in batches(dataset(), job):
             notes.append(run.step(batch).note)
             run.model.is_late = True
+            NOISE_OF[later] = 1.0
     except RepeatError as error:
         return str(error)
+    finally:
+        NOISE_OF[later] = 0.0
     return "; ".join(filter(None, notes))
 
 
@@ -234,16 +250,13 @@ def test_samples_that_meet_later_are_named_in_every_layout(model, layout, path):
 
 
 def test_a_sample_that_is_read_anew_is_named():
-    said = told(0, 1, "Harmless", "dp=1", watched(1), Drawing)
+    said = told(0, 1, "Harmless", "dp=1", watched(1), Drawing, later="data")
     assert "it reads other values the second time" in said
 
 
 def noisy_loss(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
     total, count = cross_entropy(outputs, batch)
     return total * (1 + 0.01 * NOISE.random() * NOISE_OF["loss"]), count
-
-
-NOISE_OF = {"loss": 0.0}
 
 
 def test_a_loss_that_draws_later_is_named():
@@ -259,7 +272,7 @@ def test_a_loss_that_draws_later_is_named():
 
 @pytest.mark.parametrize("layout", ["dp=1", "dp=1 microbatch=4"])
 def test_an_update_that_draws_is_named(layout):
-    said = told(0, 1, "Harmless", layout, watched(2), optimizer=lambda params: Noisy(params, lr=0.1))
+    said = told(0, 1, "Harmless", layout, watched(2), optimizer=lambda params: Noisy(params, lr=0.1), later="update")
     assert "step 2, rank 0: the update of " in said
     assert "Noisy draws random numbers" in said
 

@@ -22,37 +22,15 @@ PENDING: dict[str, tuple[str, ...]] = {
     "weight used twice": ("dp=2 pp=2 zero=1 microbatch=1 schedule=zero-bubble",),  # item 3
     "linear called by keyword": ("dp=1 pp=2 microbatch=2 schedule=zero-bubble",),  # item 3
     "linear under its own autocast": EVERY,  # item 3
-    "LARS of matrices alone": EVERY,  # item 5
     "rule that starts late": EVERY,  # item 5
-    "groups by size": EVERY,  # item 5
-    "parameters' hooks": EVERY,  # item 5
-    "parameters' tags": EVERY,  # item 5
-    "optimizer over other weights": EVERY,  # item 5
     "unused weights under decay": EVERY,  # item 5
-    "unused layer in bf16": EVERY,  # item 5
     "token shift": EVERY,  # item 1
-    "contrastive loss": EVERY,  # item 4
-    "mean as a loss": EVERY,  # item 4
     "mean over padding": EVERY,  # item 1
-    "dropout raised later": EVERY,  # item 4
-    "dropout of aten": EVERY,  # item 4
-    "Python's random numbers": EVERY,  # item 4
-    "numpy's random numbers": EVERY,  # item 4
-    "augmentation in __getitem__": EVERY,  # item 4
-    "reentrant checkpointing": EVERY,  # item 4
-    "checkpointing": EVERY,  # item 4
     "gradient_checkpointing_enable": EVERY,  # item 4
-    "spectral norm": EVERY,  # item 4
-    "embedding with max_norm": EVERY,  # item 4
-    "embedding scaled by frequency": EVERY,  # item 4
-    "calls counted": EVERY,  # item 4
     "weights clamped by hand": ("dp=1 offload",),  # item 4
-    "weights normalised in the forward": EVERY,  # item 4
-    "table made when it is first used": EVERY,  # item 4
     "experts that weigh by themselves": EVERY,  # item 5
     "experts without rows": EVERY,  # item 5
     "forward(**batch)": EVERY,  # item 6
-    "third part of a tuple": EVERY,  # item 6
     "counters in an optimizer's groups": EVERY,  # item 6
     "teacher that follows": EVERY,  # item 6
     "buffers of later stages": ("dp=1 pp=2 microbatch=8",),  # item 6

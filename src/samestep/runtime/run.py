@@ -140,6 +140,7 @@ class Run:
             return self._step(batch)
         if self._observer.dropout_mode() is not None:  # a proof, which compares more
             return self._compared_step(batch)
+        self._loss_is_tried = False  # again: a loss may come to couple samples later
         with self._canary.watching(batch, self._observer) as canary, self._observed_by(canary):
             return canary.checked(self._compared_step(batch))
 
