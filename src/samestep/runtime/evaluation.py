@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from samestep.building.model import call_model
 from samestep.runtime import microbatches
 from samestep.runtime.assembly import Assembly, set_modes
 from samestep.runtime.axes import precision, tensor
@@ -69,7 +68,7 @@ def _forward(assembly: Assembly, samples: Any) -> Any:
     """Run samples forward through all stages; return the outputs on ranks of the last stage, and None on the others."""
     stage, outputs = assembly.parallel.stage, None
     for chunk in range(stage.num_chunks):
-        outputs = stage.forward(0, chunk, lambda model: call_model(model, samples))
+        outputs = stage.forward(0, chunk, samples)
     stage.finish_forward()
     return None if outputs is None else precision.for_loss(outputs)
 

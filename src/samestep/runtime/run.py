@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.building.model import call_model
 from samestep.errors import DataError, LayoutError, NonFiniteError
 from samestep.job import Job
 from samestep.layout import Layout
@@ -226,7 +225,7 @@ class Run:
             microbatches.forget(task.microbatch)
         with self._forward_modes(microbatches, task.microbatch):
             with parallel.slicing.of(samples):
-                outputs = parallel.stage.forward(task.microbatch, task.chunk, lambda model: call_model(model, samples))
+                outputs = parallel.stage.forward(task.microbatch, task.chunk, samples)
             if not parallel.stage.is_last(task.chunk):
                 return None
             loss_sum, count = objective.loss(precision.for_loss(outputs), parallel.slicing.part(samples))

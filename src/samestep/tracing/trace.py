@@ -47,6 +47,7 @@ from samestep.tracing.forward import (
     tensors_in,
     watch_forward,
 )
+from samestep.tracing.stages import with_crossings
 
 KNOWN_WEIGHTS = 2**26
 """Code that looks at floating values is run for real in models of at most so many weights."""
@@ -99,9 +100,11 @@ def trace(
             raise ModelError(_unseen(name, watch, module)) from None
     backward = watch_backward(module, tensors_in(getattr(outputs, "logits", outputs)), watch)
     layers = _arrange(module, name, containers, watch)
+    assert watch.flow is not None
+    specs = _layer_specs(module, layers, watch, backward, num_samples)
     return ModelSpec(
         name=name,
-        layers=_layer_specs(module, layers, watch, backward, num_samples),
+        layers=with_crossings(specs, watch.flow, module, num_samples),
         params=_param_specs(module, layers, containers, watch),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
         coupled_modules=_coupled(module),
