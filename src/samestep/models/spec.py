@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Literal, TypeVar
 from typing import ParamSpec as ParamSpecification
 
-FORMAT_VERSION = 9
+FORMAT_VERSION = 8
 
 Cutting = Literal["", "columns", "inner", "count"]
 """The size of a product that a tensor cut divides; empty for none."""
@@ -443,7 +443,7 @@ def _layer_from(fields: dict[str, Any]) -> LayerSpec:
     exchanges = tuple(Exchange(**exchange) for exchange in fields["exchanges"])
     boundaries = tuple(Boundary(**boundary) for boundary in fields["sequence_boundaries"])
     dispatches = tuple(ExpertDispatch(**dispatch) for dispatch in fields["dispatches"])
-    crossings = tuple(Crossing(**crossing) for crossing in fields["crossings"])
+    crossings = tuple(Crossing(**crossing) for crossing in fields.get("crossings", ()))
     given: dict[str, Any] = {
         "modules": tuple(fields["modules"]),
         "products": products,

@@ -261,8 +261,8 @@ class FlowRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         given = tensors_of((args, kwargs))
         values = [self._numbers[tensor] for tensor in given if tensor in self._numbers]
+        self._note_untracked(given, name_of(func))
         if not values:
-            self._note_untracked(given, func)
             return func(*args, **kwargs)
         versions = [tensor._version for tensor in given]
         number = -1 if reads_shape_alone(func) else len(self._events)
@@ -279,12 +279,12 @@ class FlowRecorder(TorchFunctionMode):
         self._running = _Running(number, name, {self._tracer.key(tensor) for tensor in given})
         self.is_random = False
 
-    def _note_untracked(self, given: Sequence[Tensor], func: Any) -> None:
-        """Note functions that are given a tensor past the values: one that a module keeps, or a view of a value."""
+    def _note_untracked(self, given: Sequence[Tensor], name: str) -> None:
+        """Note a tensor given past the values: one that a module keeps, or a view of what was written."""
         for tensor in given:
             maker = None if tensor in self._numbers else self._maker(tensor)
-            if maker is not None and not name_of(func).endswith("__get__"):
-                self._note_hidden(maker, len(self._events), name_of(func))
+            if maker is not None and not name.endswith("__get__"):
+                self._note_hidden(maker, len(self._events), name)
 
     def _maker(self, tensor: Tensor) -> int | None:
         return self._makers.get(self._tracer.key(tensor)) if tensor.is_meta else None
@@ -300,6 +300,7 @@ class FlowRecorder(TorchFunctionMode):
             self._depth += 1
             if self._depth == 1 and self._running is None:
                 given = tensors_of((args, kwargs))
+                self._note_untracked(given, path)
                 self._entered.append((given, [tensor._version for tensor in given]))
                 self._begin(len(self._events), path, given)
 
@@ -328,6 +329,7 @@ class FlowRecorder(TorchFunctionMode):
         maker = name if is_call else f"the code after {self._last_call or 'the start'}"
         begins_with = self._numbers.get(first) if isinstance(first, Tensor) else None
         places = {id(tensor): place for place, tensor in reversed(list(enumerate(given)))}
+        views = {self._tracer.key(tensor) for tensor in given if tensor.is_meta and tensor not in self._numbers}
         writes = []
         for place, (tensor, version) in enumerate(zip(given, versions, strict=True)):
             if tensor._version != version and places[id(tensor)] == place:
@@ -339,7 +341,7 @@ class FlowRecorder(TorchFunctionMode):
         for tensor in tensors_of(outcome):
             aliases.append(places.get(id(tensor), -1))
             if aliases[-1] < 0 and id(tensor) not in made:
-                made[id(tensor)] = self._new_value(tensor, number, maker)
+                made[id(tensor)] = self._new_value(tensor, number, maker, views)
             makes.append(None if aliases[-1] >= 0 else made[id(tensor)])
         self._events.append(
             Event(
@@ -348,12 +350,13 @@ class FlowRecorder(TorchFunctionMode):
             )
         )  # fmt: skip
 
-    def _new_value(self, tensor: Tensor, event: int, maker: str) -> int:
+    def _new_value(self, tensor: Tensor, event: int, maker: str, views: Collection[int] = ()) -> int:
+        """Number a new value; one in a storage of `views` views a tensor that no weight has made."""
         number = len(self._values)
         self._values.append(Value(event, maker, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
         self._last_reads.append(-1)
         self._numbers[tensor] = number
-        if tensor.is_meta:
+        if tensor.is_meta and self._tracer.key(tensor) not in views:
             self._makers[self._tracer.key(tensor)] = event
         return number
 

@@ -16,9 +16,9 @@ Where later layers read more than that (`LayerSpec.crossings`), the forward foll
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -115,7 +115,8 @@ class Stage:
         self._slots = [(index, path) for index, layer in enumerate(self._layers) for path in layer.modules if path]
         self._real = {path: self._model.get_submodule(path) for _, path in self._slots}
         self._parents = {path: self._model.get_submodule(path.rpartition(".")[0]) for path in self._real}
-        self._stand_ins = {path: _StandIn(real, self._facts, mesh.device) for path, real in self._real.items()}
+        make = _Placeholders.of(traced, program.step, mesh.device)
+        self._stand_ins = {path: _StandIn(real, self._facts, make) for path, real in self._real.items()}
         self._messages = Messages(program, mesh)
         self._inputs: dict[tuple[int, int], list[Tensor]] = {}
         """Received tensors, by micro-batch and chunk, in the order of what crosses the boundary."""
@@ -361,13 +362,41 @@ def boundary_at(layers: Sequence[LayerSpec], index: int, flow: Flow) -> int | No
         raise LayoutError(f"no stage can begin with {layers[index].name}: {reason}: pp=1 works") from None
 
 
+@dataclass(frozen=True)
+class _Placeholders:
+    """Makes tensors in place of the weights that another stage holds, for code that asks for their dtype or device."""
+
+    device: torch.device
+    dtypes: Mapping[int, torch.dtype]
+    """Dtype that each weight has within the module on the stage that holds it, by the identity of the weight here."""
+
+    @classmethod
+    def of(cls, traced: TracedModel, step: StepSpec, device: torch.device) -> _Placeholders:
+        """Return what makes the placeholders of a run."""
+        named = dict(traced.module.named_parameters(remove_duplicate=False))
+        names = ((name, param) for param in traced.spec.params for name in (param.name, *param.aliases))
+        return cls(
+            device, {id(named[name]): DTYPES[step.working_dtype(param)] for name, param in names if name in named}
+        )
+
+    def of_weight(self, weight: Tensor) -> Tensor:
+        """Return a tensor that stands in for a weight, unless this stage holds it."""
+        if not weight.is_meta:
+            return weight
+        return placeholder(weight.shape, self.dtypes.get(id(weight), weight.dtype), self.device)
+
+
 class _StandIn(nn.Module):
     """Replaces a layer that another stage runs; attributes that the model's code reads are those of the layer."""
 
-    def __init__(self, real: nn.Module, facts: FamilyFacts, device: torch.device) -> None:
+    def __init__(self, real: nn.Module, facts: FamilyFacts, placeholders: _Placeholders) -> None:
         super().__init__()
         object.__setattr__(self, "_real", real)
-        self._facts, self._device = facts, device
+        self._facts, self._placeholders = facts, placeholders
+        self._parameters = {  # for code that asks the model for its parameters
+            name: nn.Parameter(placeholders.of_weight(param), requires_grad=False) if param.is_meta else param
+            for name, param in real.named_parameters()
+        }
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -379,8 +408,10 @@ class _StandIn(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             found = getattr(object.__getattribute__(self, "_real"), name)
-        if isinstance(found, Tensor) and found.is_meta:  # whose device is asked for, to make other tensors there
-            return placeholder(found.shape, found.dtype, self._device)
+        if isinstance(found, Tensor):
+            return self._placeholders.of_weight(found)
+        if isinstance(found, nn.Module) and any(param.is_meta for param in found.parameters()):
+            return _StandIn(found, self._facts, self._placeholders)
         return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -390,7 +421,7 @@ class _StandIn(nn.Module):
         if not any(True for _ in real.parameters()):
             return real(*args, **kwargs)  # rotary angles and the like, which every stage computes for itself
         if isinstance(real, nn.Embedding):
-            dtype = next(real.parameters()).dtype
+            dtype = self._placeholders.of_weight(real.weight).dtype
             return torch.zeros((), dtype=dtype, device=given.device).expand(*given.shape, real.embedding_dim)
         return given
 
@@ -400,7 +431,7 @@ class _Reporting(_StandIn):
 
     def __init__(self, stand_in: _StandIn, path: str, mode: StageForward) -> None:
         real = object.__getattribute__(stand_in, "_real")
-        super().__init__(real, stand_in._facts, stand_in._device)
+        super().__init__(real, stand_in._facts, stand_in._placeholders)
         object.__setattr__(self, "_call", functools.partial(mode.call, path, real))
         self._has_weights = any(True for _ in real.parameters())
 

@@ -17,13 +17,14 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -253,7 +254,7 @@ class Flows:
         if key not in self._known:
             tracer = ForwardTracer(self._module, lambda block: None, lambda path, owners, is_cut: None, {})
             try:
-                with precision.raised_islands(self._program):
+                with _without_modes(), precision.raised_islands(self._program):
                     watch_forward(self._module, samples, 1, self._name, self._containers, tracer, self._value_of)
             except NeedsValuesError:
                 raise ModelError(
@@ -263,6 +264,15 @@ class Flows:
             assert tracer.flow is not None
             self._known[key] = tracer.flow
         return self._known[key]
+
+
+@contextmanager
+def _without_modes() -> Iterator[None]:
+    """Suspend the function modes of the run, such as that of dropout, which would act on the copy."""
+    with ExitStack() as stack:
+        while _get_current_function_mode() is not None:
+            stack.enter_context(_pop_mode_temporarily())
+        yield
 
 
 def _put_in_dtype(module: nn.Module, name: str, dtype: torch.dtype) -> None:

@@ -1,0 +1,142 @@
+"""Pipelines of code that passes more than one tensor between its layers: equal to one device in every schedule, or refused.
+
+float64, 1e-9, and the ledger. What crosses each boundary is read off the trace (`tracing/stages.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from samestep.building.loss import loss_of
+from samestep.building.optimizer import optimizer_of
+from samestep.datasets import batches
+from samestep.errors import LayoutError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.runtime.assembly import Source
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run import Run
+from tests import traced
+from tests.laboratory import Observed, assert_same, follow, job_of, perturbed
+from tests.models import Tokens
+from tests.parity import pipeline_models as models
+from tests.parity.test_odd_models import Pairs
+from tests.pool import pool
+
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Case:
+    build: Callable[[], nn.Module]
+    dataset: Callable[[], Any] = Tokens
+    loss: str = "cross_entropy"
+
+
+def _images() -> Pairs:
+    return Pairs((3, 12, 12), 4, classes=True)
+
+
+EQUAL = {
+    "plain": Case(models.Language),
+    "first_residual": Case(models.FirstResidual),
+    "skips": Case(models.Skips),
+    "between": Case(models.Between),
+    "all_states": Case(models.AllStates),
+    "conditioned": Case(models.Conditioned),
+    "two_lists": Case(models.TwoLists),
+    "two_embeddings": Case(models.TwoEmbeddings),
+    "pairs": Case(models.Pairs),
+    "lists": Case(models.Lists),
+    "states": Case(models.States),
+    "recurrent": Case(models.Recurrent),
+    "shared_bias": Case(models.SharedBias),
+    "widths": Case(models.widths, lambda: Pairs((6,), 4), "mse"),
+    "images": Case(models.images, _images),
+    "last_layers_only": Case(models.last_layers_only),
+    "head_only": Case(models.head_only),
+    "frozen_condition": Case(models.frozen_condition),
+    "low_stream": Case(models.LowStream),
+    "high_stream": Case(models.HighStream),
+    "in_place": Case(models.InPlace),
+    "asking": Case(models.Asking),
+    "dropped": Case(models.Dropped),
+    "routed": Case(models.Routed),
+    "own_function": Case(models.OwnFunction),
+    "parts": Case(models.Parts),
+    "views": Case(models.Views),
+    "flattened": Case(models.Flattened),
+}
+REFUSED = {
+    "hidden": (Case(models.Hidden), "blocks.1 reads a tensor of blocks.0 that is not passed on"),
+    "carried": (Case(models.Carried), "reads a tensor of blocks.0 that is not passed on"),
+    "one_norm": (Case(models.OneNorm), "norm of an earlier layer is called after blocks.1"),
+    "twice": (Case(models.Twice), "blocks.0 of an earlier layer is called after blocks.1"),
+    "written_through_view": (Case(models.WrittenThroughView), "add reads a tensor of add_ that is not passed on"),
+}
+LAYOUTS = ("pp=2 microbatch=4", "pp=2 microbatch=2 schedule=zero-bubble recompute=full")
+ON_FOUR = (
+    "pp=4 microbatch=2",
+    "dp=2 pp=2 zero=1 microbatch=2",
+    "pp=4 microbatch=1 schedule=gpipe",
+    "dp=2 pp=2 zero=3 microbatch=2",
+)
+
+
+def _case(name: str) -> Case:
+    return EQUAL[name] if name in EQUAL else REFUSED[name][0]
+
+
+def job_for(name: str, precision: str = "float64") -> Job:
+    return job_of(precision, 2, train={"loss": _case(name).loss}, optimizer={"clip_norm": 0.5})
+
+
+def run_of(rank: int, world: int, name: str, layout: str, job: Job) -> Run:
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    case, where = _case(name), Layout.parse(layout)
+    source = Source(perturbed(case.build), loss_of(job), optimizer_of(job), name)
+    example = next(batches(case.dataset(), job)).samples([0])
+    return Run(
+        replace(source, prepared=traced.prepared(f"stages {name}", source, job, example, where)), where, job, place
+    )
+
+
+def observe(rank: int, world: int, name: str, layouts: list[str], precision: str = "float64") -> list[Observed]:
+    job = job_for(name, precision)
+    return [follow(run_of(rank, world, name, layout, job), _case(name).dataset(), job, True) for layout in layouts]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _traced() -> None:
+    """Trace all models before the first rank is forked."""
+    for name in (*EQUAL, *REFUSED):
+        run_of(0, 1, name, "dp=1", job_for(name))
+
+
+def hold(name: str, layouts: tuple[str, ...], ranks: int) -> None:
+    (reference,) = observe(0, 1, name, ["dp=1"])
+    found = pool(ranks).run(observe, name, list(layouts))
+    for index, layout in enumerate(layouts):
+        seen = [rank[index] for rank in found]
+        assert_same(seen, reference, TOLERANCE)
+        assert all(one.ledger == one.predicted for one in seen), layout
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_stages_compute_what_one_device_computes(name: str) -> None:
+    hold(name, LAYOUTS, 2)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_passed_on_is_refused_by_name(name: str) -> None:
+    case, text = REFUSED[name]
+    with pytest.raises(LayoutError, match=text):
+        run_of(0, 2, name, "pp=2 microbatch=4", job_for(name)).prepare(
+            next(batches(case.dataset(), job_for(name))).samples([0])
+        )
