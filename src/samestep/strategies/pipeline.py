@@ -120,7 +120,11 @@ def _stays_on_stages(roots: Mapping[str, int], chunks: tuple[range, ...], param:
     owners = {_chunk_of(roots, chunks, name) for name in (param.name, *param.aliases)}
     last = {chunk for chunk, layers in enumerate(chunks) if param.last_layer in layers}
     used = owners | last
-    return len(used) == 1 or (used == owners == {0, len(chunks) - 1} and param.calls == 1)
+    if len(used) == 1:
+        return True
+    # Both stages put their tied weights into buckets in the order of layers, so these are the outermost ones.
+    ends = {_layer_at(roots, name) for name in (param.name, *param.aliases)} == {0, chunks[-1].stop - 1}
+    return used == owners == {0, len(chunks) - 1} and ends and param.calls == 1
 
 
 def apply(program: Program) -> Program:

@@ -189,6 +189,8 @@ class ForwardTracer(TorchDispatchMode):
         self.marks: list[tuple[int, str]] = []
         """Autograd's sequence numbers from which on nodes belong to a region."""
         self._running: list[str] = []
+        self._writes = False
+        """Whether the operation at hand writes into its operands."""
         self._events = 0
         self._depth = 0
         self._alive: dict[int, torch.UntypedStorage] = {}
@@ -218,6 +220,7 @@ class ForwardTracer(TorchDispatchMode):
         flops = self._flops_of(func, args, kwargs, outcome)
         given = [tensor for tensor in given if tensor.is_meta]
         self.flow_recorder.is_random |= torch.Tag.nondeterministic_seeded in func.tags
+        self._writes = func._schema.is_mutable
         self.record(given, written, flops, None if flops is None else self._product(func, args, outcome, flops))
         return outcome
 
@@ -307,7 +310,7 @@ class ForwardTracer(TorchDispatchMode):
         for key in read & self._weights:
             self.stacks.setdefault(key, set()).add(frozenset(self._running))
         keys = {self.key(tensor) for tensor in written}
-        self.flow_recorder.ran(read, keys)
+        self.flow_recorder.ran(read, keys if self._writes else keys - read)
         for key in keys - read:  # a view, or a tensor written in place, was made earlier
             self.makers.setdefault(key, self.region)
         self._record_use(read, keys)

@@ -201,7 +201,7 @@ class FlowRecorder(TorchFunctionMode):
         self._last_reads: list[int] = []
         self._hidden: dict[tuple[int, int], str] = {}
         self._makers: dict[int, int] = {}
-        """For each storage that an event has written, the last such event."""
+        """For each storage that an event has written, the first such event."""
         self._running: _Running | None = None
         self._last_call = ""
         self._depth = 0
@@ -237,7 +237,7 @@ class FlowRecorder(TorchFunctionMode):
         return Flow(tuple(self._events), tuple(self._values), hidden, tuple(self._last_reads))
 
     def ran(self, read: Collection[int], written: Collection[int]) -> None:
-        """Record the storages that one operation reads and writes."""
+        """Record the storages that one operation reads, and those that it makes or writes into."""
         if not self._is_active:
             return
         running = self._running
@@ -251,7 +251,7 @@ class FlowRecorder(TorchFunctionMode):
             return
         for key in written:
             if key not in allowed:
-                self._makers[key] = now
+                self._makers.setdefault(key, now)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -357,7 +357,7 @@ class FlowRecorder(TorchFunctionMode):
         self._last_reads.append(-1)
         self._numbers[tensor] = number
         if tensor.is_meta and self._tracer.key(tensor) not in views:
-            self._makers[self._tracer.key(tensor)] = event
+            self._makers.setdefault(self._tracer.key(tensor), event)
         return number
 
     def _note_views(self, tensor: Tensor, event: int) -> None:

@@ -231,8 +231,7 @@ class Flows:
         self._known: dict[Hashable, Flow] = {}
         double = torch.float64 if step.compute_dtype == "float64" else None
         for param in step.model.params:
-            for name in (param.name, *param.aliases):
-                _put_in_dtype(self._module, name, precision.DTYPES[step.working_dtype(param)])
+            _put_in_dtype(self._module, (param.name, *param.aliases), precision.DTYPES[step.working_dtype(param)])
         for module in self._module.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point() and double:
@@ -275,10 +274,12 @@ def _without_modes() -> Iterator[None]:
         yield
 
 
-def _put_in_dtype(module: nn.Module, name: str, dtype: torch.dtype) -> None:
-    owner, _, leaf = name.rpartition(".")
-    part = module.get_submodule(owner)
-    param = part._parameters[leaf]
-    assert param is not None
-    if param.dtype != dtype:
-        part._parameters[leaf] = nn.Parameter(param.detach().to(dtype), requires_grad=param.requires_grad)
+def _put_in_dtype(module: nn.Module, names: Sequence[str], dtype: torch.dtype) -> None:
+    """Put a weight of a module on the meta device, under all its names, in a dtype."""
+    held = module.get_parameter(names[0])
+    if held.dtype == dtype:
+        return
+    param = nn.Parameter(held.detach().to(dtype), requires_grad=held.requires_grad)
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, param)
