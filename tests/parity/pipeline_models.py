@@ -459,6 +459,30 @@ class Flattened(Language):
         return self.head(x).unflatten(0, input_ids.shape)
 
 
+class _TwoUses(Block):
+    """A linear layer's weight is used by its module and by the block's own code."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.mix(input=self.norm(x)) + F.linear(torch.tanh(x), self.mix.weight)
+        return x + torch.tanh(mixed)
+
+
+class TwoUses(Language):
+    block = _TwoUses
+
+
+class _Automatic(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return x + torch.tanh(self.mix(x))
+
+
+class Automatic(Language):
+    """Blocks compute under an autocast of their own."""
+
+    block = _Automatic
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 

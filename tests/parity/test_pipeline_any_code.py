@@ -72,7 +72,9 @@ EQUAL = {
     "parts": Case(models.Parts),
     "views": Case(models.Views),
     "flattened": Case(models.Flattened),
+    "two_uses": Case(models.TwoUses),
 }
+IN_FLOAT32 = {"automatic": Case(models.Automatic), "high_stream": EQUAL["high_stream"]}
 REFUSED = {
     "hidden": (Case(models.Hidden), "blocks.1 reads a tensor of blocks.0 that is not passed on"),
     "carried": (Case(models.Carried), "reads a tensor of blocks.0 that is not passed on"),
@@ -81,16 +83,10 @@ REFUSED = {
     "written_through_view": (Case(models.WrittenThroughView), "add reads a tensor of add_ that is not passed on"),
 }
 LAYOUTS = ("pp=2 microbatch=4", "pp=2 microbatch=2 schedule=zero-bubble recompute=full")
-ON_FOUR = (
-    "pp=4 microbatch=2",
-    "dp=2 pp=2 zero=1 microbatch=2",
-    "pp=4 microbatch=1 schedule=gpipe",
-    "dp=2 pp=2 zero=3 microbatch=2",
-)
 
 
 def _case(name: str) -> Case:
-    return EQUAL[name] if name in EQUAL else REFUSED[name][0]
+    return (EQUAL | IN_FLOAT32)[name] if name in EQUAL or name in IN_FLOAT32 else REFUSED[name][0]
 
 
 def job_for(name: str, precision: str = "float64") -> Job:
@@ -115,7 +111,7 @@ def observe(rank: int, world: int, name: str, layouts: list[str], precision: str
 @pytest.fixture(scope="module", autouse=True)
 def _traced() -> None:
     """Trace all models before the first rank is forked."""
-    for name in (*EQUAL, *REFUSED):
+    for name in (*EQUAL, *IN_FLOAT32, *REFUSED):
         run_of(0, 1, name, "dp=1", job_for(name))
 
 
@@ -131,6 +127,37 @@ def hold(name: str, layouts: tuple[str, ...], ranks: int) -> None:
 @pytest.mark.parametrize("name", EQUAL)
 def test_stages_compute_what_one_device_computes(name: str) -> None:
     hold(name, LAYOUTS, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("first_residual", "dp=2 pp=2 zero=1 microbatch=1 schedule=zero-bubble"),
+        ("two_uses", "dp=2 pp=2 zero=1 microbatch=1 schedule=zero-bubble"),
+        ("two_uses", "dp=2 pp=2 microbatch=2 schedule=zero-bubble"),
+        ("skips", "pp=4 microbatch=2"),
+        ("states", "pp=4 microbatch=1 schedule=gpipe"),
+        ("conditioned", "dp=2 pp=2 zero=3 microbatch=2"),
+        ("last_layers_only", "dp=2 pp=2 zero=3 microbatch=2"),
+        ("head_only", "dp=2 pp=2 zero=2 microbatch=2"),
+        ("all_states", "dp=2 pp=2 microbatch=1 schedule=interleaved virtual_stages=2"),
+        ("images", "dp=2 pp=2 microbatch=2"),
+    ],
+)
+def test_stages_compose_with_other_axes(name: str, layout: str) -> None:
+    hold(name, (layout,), 4)
+
+
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_a_dtype_of_ones_own_is_kept_in_float32_and_bf16(name: str) -> None:
+    """Layouts with the same micro-batches round alike, up to the order of float32 sums."""
+    for precision in ("float32", "bf16") if name != "automatic" else ("float32",):
+        (reference,) = observe(0, 1, name, ["dp=1 microbatch=4"], precision)
+        layouts = ["pp=2 microbatch=4", "pp=2 microbatch=4 schedule=zero-bubble"]
+        for ranks in zip(*pool(2).run(observe, name, layouts, precision), strict=True):
+            for one in ranks:
+                assert one.losses == pytest.approx(reference.losses, rel=3e-6)
+                assert one.ledger == one.predicted
 
 
 @pytest.mark.parametrize("name", REFUSED)

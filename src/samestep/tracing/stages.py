@@ -37,12 +37,16 @@ from samestep.building.families import FamilyFacts, facts_of
 from samestep.models.spec import Crossing, LayerSpec
 from samestep.program.ops import BYTES_OF
 
-_SHAPE_ALONE = frozenset(
-    f"{name}{suffix}"
-    for name in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
-    for suffix in ("_like",)
-) | {f"new_{name}" for name in ("zeros", "ones", "empty", "full", "tensor", "empty_strided")}
-"""Functions that read the shape, dtype and device of their tensor, and no value."""
+_SHAPE_ALONE = (
+    frozenset(
+        f"{name}{suffix}"
+        for name in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
+        for suffix in ("_like",)
+    )
+    | {f"new_{name}" for name in ("zeros", "ones", "empty", "full", "tensor", "empty_strided")}
+    | {"_base.__get__"}
+)
+"""Functions that read the shape, dtype and device of their tensor, or what it views, and no value."""
 
 
 # -- what was recorded -----------------------------------------------------------------------------
