@@ -19,9 +19,11 @@ from samestep.datasets import batches
 from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.program.step import StepSpec
 from samestep.runtime.assembly import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
+from samestep.strategies import pipeline
 from tests import traced
 from tests.laboratory import Observed, assert_same, follow, job_of, perturbed
 from tests.models import Tokens
@@ -146,6 +148,31 @@ def test_stages_compute_what_one_device_computes(name: str) -> None:
 )
 def test_stages_compose_with_other_axes(name: str, layout: str) -> None:
     hold(name, (layout,), 4)
+
+
+def evaluated(rank: int, world: int, name: str, layout: str) -> tuple[float, torch.Tensor]:
+    """Return a held-out loss and the outputs for three samples, which are fewer than a step has."""
+    job, dataset = job_for(name), _case(name).dataset()
+    run, batch = run_of(rank, world, name, layout, job), next(batches(dataset, job))
+    run.step(batch)
+    outputs = run.outputs(batch.samples(list(range(3))))
+    return run.evaluate(batch)[0], outputs["logits"] if isinstance(outputs, dict) else outputs
+
+
+@pytest.mark.parametrize("name", ["skips", "conditioned", "dropped", "in_place"])
+def test_stages_evaluate_and_give_outputs_as_one_device_does(name: str) -> None:
+    loss, outputs = evaluated(0, 1, name, "dp=1")
+    for found, given in pool(2).run(evaluated, name, "pp=2 microbatch=4"):
+        assert found == pytest.approx(loss, rel=1e-12)
+        assert torch.allclose(given, outputs, rtol=1e-9, atol=1e-12)
+
+
+def test_a_cut_of_the_sequence_is_refused_where_more_than_one_tensor_crosses() -> None:
+    spec = run_of(0, 1, "first_residual", "dp=1", job_for("first_residual"))._source.prepared.spec  # type: ignore[union-attr]
+    spec = replace(spec, slice_refusal="", length=12)
+    step = StepSpec.of(spec, job_for("first_residual"), Layout.parse("cp=2 pp=2"))
+    assert "blocks.1+embed.0" not in (pipeline.refusal(replace(step, layout=Layout.parse("pp=2"))) or "")
+    assert "pp=2 without cp=2 works" in str(pipeline.refusal(step))
 
 
 @pytest.mark.parametrize("name", IN_FLOAT32)
