@@ -38,6 +38,7 @@ from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec, Product, is_below
 from samestep.tracing.backward import Backward, WorkingSet, watch_backward, working_sets
+from samestep.tracing.crossings import with_crossings
 from samestep.tracing.forward import (
     ForwardTracer,
     NeedsValuesError,
@@ -47,7 +48,6 @@ from samestep.tracing.forward import (
     tensors_in,
     watch_forward,
 )
-from samestep.tracing.stages import with_crossings
 
 KNOWN_WEIGHTS = 2**26
 """Code that looks at floating values is run for real in models of at most so many weights."""

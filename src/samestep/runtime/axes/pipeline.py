@@ -41,15 +41,9 @@ from samestep.runtime.axes.stage_messages import Awaited, Messages
 from samestep.runtime.processes.mesh import Mesh
 from samestep.schedules import Action, TaskKind
 from samestep.strategies.pipeline import crossings_at
+from samestep.tracing.crossings import boundary_before, passes_one_tensor, with_crossings, with_exact_crossings
 from samestep.tracing.sequence_boundaries import with_first
-from samestep.tracing.stages import (
-    CannotPassError,
-    Flow,
-    boundary_before,
-    passes_one_tensor,
-    with_crossings,
-    with_exact_crossings,
-)
+from samestep.tracing.stages import CannotPassError, Flow
 from samestep.tracing.trace import samples_traced
 from samestep.tracing.traced_model import TracedModel
 
