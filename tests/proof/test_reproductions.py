@@ -7,35 +7,7 @@ import pytest
 from tests.proof.reproductions import EITHER, EQUAL, REPRODUCTIONS, Outcome, Reproduction, outcome
 
 EVERY = ("every layout",)
-PENDING: dict[str, tuple[str, ...]] = {
-    "x0 residual": EVERY,  # item 2
-    "code between blocks": EVERY,  # item 2
-    "conditioning by a trained embedding": EVERY,  # item 2
-    "sum of all hidden states": EVERY,  # item 2
-    "Zamba2": EVERY,  # item 2
-    "blocks of several widths": EVERY,  # item 2
-    "frozen first stage": EVERY,  # item 2
-    "blocks that give tuples": EVERY,  # item 2
-    "bf16 stream in float64": EVERY,  # item 2
-    "fp16 stream in float64": EVERY,  # item 2
-    "float32 stream in bf16": EVERY,  # item 2
-    "weight used twice": ("dp=2 pp=2 zero=1 microbatch=1 schedule=zero-bubble",),  # item 3
-    "linear called by keyword": ("dp=1 pp=2 microbatch=2 schedule=zero-bubble",),  # item 3
-    "linear under its own autocast": EVERY,  # item 3
-    "rule that starts late": EVERY,  # item 5
-    "unused weights under decay": EVERY,  # item 5
-    "token shift": EVERY,  # item 1
-    "mean over padding": EVERY,  # item 1
-    "gradient_checkpointing_enable": EVERY,  # item 4
-    "weights clamped by hand": ("dp=1 offload",),  # item 4
-    "experts that weigh by themselves": EVERY,  # item 5
-    "experts without rows": EVERY,  # item 5
-    "forward(**batch)": EVERY,  # item 6
-    "counters in an optimizer's groups": EVERY,  # item 6
-    "teacher that follows": EVERY,  # item 6
-    "buffers of later stages": ("dp=1 pp=2 microbatch=8",),  # item 6
-    "loss scale of the first sample": EVERY,  # item 6
-}
+PENDING: dict[str, tuple[str, ...]] = {}
 """Cases that are still wrong, with their layouts."""
 
 

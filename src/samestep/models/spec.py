@@ -157,6 +157,22 @@ class ExpertDispatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A tensor that a pipeline stage is sent besides, or in place of, the output of the layer before its first."""
+
+    owner: str
+    """Name of the message: that of the layer before, and if there are several, what made the tensor."""
+    elements: int
+    """Elements for each sample."""
+    fixed_elements: int = 0
+    """Elements whatever the number of samples is."""
+    dtype: str = ""
+    """Dtype of its elements; empty for the compute dtype."""
+    takes_gradient: bool = True
+    """Whether a gradient is sent back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MaskSpec:
     """One dropout mask: its module, the index of that module's call, the index of the draw within the call."""
 
@@ -269,6 +285,21 @@ class LayerSpec:
     """Boundaries of a block under sequence parallelism, in order of the forward; empty if it cannot be used."""
     dispatches: tuple[ExpertDispatch, ...] = ()
     """Rows that it dispatches to experts, in order of the forward."""
+    crossings: tuple[Crossing, ...] = ()
+    """Tensors that cross the boundary before it, if a stage begins with it; empty if that is the output of the layer
+    before alone, in the compute dtype."""
+    crossing_refusal: str = ""
+    """Why no stage can begin with it; empty if one can."""
+
+    @property
+    def sends_gradient(self) -> bool:
+        """Whether a stage that begins with it sends a gradient to the stage before."""
+        return not self.crossings or any(crossing.takes_gradient for crossing in self.crossings)
+
+    @property
+    def may_begin_stage(self) -> bool:
+        """Whether a pipeline stage other than the first can begin with it."""
+        return self.is_block and not self.crossing_refusal
 
     @property
     def backward_flops(self) -> int:
@@ -432,8 +463,14 @@ def _layer_from(fields: dict[str, Any]) -> LayerSpec:
     exchanges = tuple(Exchange(**exchange) for exchange in fields["exchanges"])
     boundaries = tuple(Boundary(**boundary) for boundary in fields["sequence_boundaries"])
     dispatches = tuple(ExpertDispatch(**dispatch) for dispatch in fields["dispatches"])
-    given = {"modules": tuple(fields["modules"]), "products": products, "sequence_boundaries": boundaries}
-    return LayerSpec(**{**fields, **given, "exchanges": exchanges, "dispatches": dispatches, **sums})
+    crossings = tuple(Crossing(**crossing) for crossing in fields.get("crossings", ()))
+    given: dict[str, Any] = {
+        "modules": tuple(fields["modules"]),
+        "products": products,
+        "sequence_boundaries": boundaries,
+    }
+    given |= {"exchanges": exchanges, "dispatches": dispatches, "crossings": crossings}
+    return LayerSpec(**{**fields, **given, **sums})
 
 
 def _param_from(fields: dict[str, Any]) -> ParamSpec:

@@ -20,7 +20,18 @@ from samestep.job import Precision
 
 TF32 = "tfloat32"
 """The format in which GPUs may multiply float32 factors: 8 bits of exponent and 10 of mantissa, in four bytes."""
-BYTES_OF = {"float64": 8, "float32": 4, TF32: 4, "bfloat16": 2, "float16": 2, "int8": 1}
+BYTES_OF = {
+    "float64": 8,
+    "float32": 4,
+    TF32: 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
 """Bytes of one element of each dtype."""
 
 COMPUTE_DTYPE: dict[Precision, str] = {

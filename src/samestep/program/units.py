@@ -176,7 +176,8 @@ def _unit(
     last = len(layers) - 1
     is_root = modules == ("",)
     first_layer, last_layer = (0, last) if is_root else _span(step, modules, params)
-    receives = any(first_layer in chunk and chunk.start > 0 for chunk in chunks)  # what takes a gradient, in a pipeline
+    # What takes a gradient, in a pipeline.
+    receives = any(first_layer in chunk and chunk.start > 0 and layers[chunk.start].sends_gradient for chunk in chunks)
     # A frozen start of the model has no backward that would read its weights.
     has_backward = receives or any(param.trainable and param.layer <= last_layer for param in step.model.params)
     first_root = _first_root(step, params, roots_of)

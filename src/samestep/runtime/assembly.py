@@ -347,6 +347,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
         InputError: the model, the optimizer or the number of processes does not fit the layout.
     """
     traced = with_slices(source.prepared or prepare(source, job, example), layout, example)
+    traced, flows = pipeline.with_flows(traced, layout, job, example)
     plan, spec = traced.blueprint, traced.spec
     layout = recompute.layout_for(layout, traced.analysis)
     ranks = Ranks.of(layout)
@@ -388,7 +389,9 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
         parallel=Parallel(
             program=program,
             mesh=mesh,
-            stage=pipeline.Stage(traced, program, mesh, slicing) if layout.pp > 1 else pipeline.WholeModel(model),
+            stage=pipeline.Stage(traced, program, mesh, slicing, flows)
+            if layout.pp > 1
+            else pipeline.WholeModel(model),
             slicing=slicing,
             deferred=deferred,
             checkpoints=functools.partial(

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from samestep.building.model import call_model
 from samestep.runtime import microbatches
 from samestep.runtime.assembly import Assembly, set_modes
 from samestep.runtime.axes import precision, tensor
@@ -74,7 +73,7 @@ def forward(assembly: Assembly, samples: Any, around: Callable[[], AbstractConte
     stage, outputs = assembly.parallel.stage, None
     for chunk in range(stage.num_chunks):
         with around():
-            outputs = stage.forward(0, chunk, lambda model: call_model(model, samples))
+            outputs = stage.forward(0, chunk, samples)
     stage.finish_forward()
     return None if outputs is None else precision.for_loss(outputs)
 

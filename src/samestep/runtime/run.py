@@ -300,7 +300,7 @@ class Run:
         self._generators.settle(whole=task.microbatch == 0)
         with self._forward_modes(microbatches, task.microbatch):
             with parallel.slicing.of(samples):
-                outputs = parallel.stage.forward(task.microbatch, task.chunk, lambda model: call_model(model, samples))
+                outputs = parallel.stage.forward(task.microbatch, task.chunk, samples)
             self._check_generators("the forward", samples)
             if not parallel.stage.is_last(task.chunk):
                 return None

@@ -329,6 +329,8 @@ class _Sizes:
     """Bytes of gradients that a step allocates anew, by the name of the op that brings them."""
     unit_gradients: bool
     """Whether gradients are those of whole units (zero=2 and 3)."""
+    without_gradient: frozenset[str]
+    """Names of the tensors between stages whose gradients are not sent back."""
     kept_boundaries: tuple[OpKind, ...]
     """Kinds of the ops whose tensors between stages are kept until their gradients have come, or have gone back."""
     last_kind: OpKind
@@ -343,6 +345,9 @@ class _Sizes:
             largest_gradient=[max(_gradient_bytes(step, i), default=0) for i in range(len(step.model.layers))],
             arriving=_arriving(program),
             unit_gradients=step.zero >= 2,
+            without_gradient=frozenset(
+                one.owner for layer in step.model.layers for one in layer.crossings if not one.takes_gradient
+            ),
             # A stage's output is kept until its gradient has come; in mixed precision its input too, of which a norm saves
             # a copy.
             kept_boundaries=(OpKind.SEND, OpKind.RECV) if step.is_mixed else (OpKind.SEND,),
@@ -382,7 +387,7 @@ class _LiveBytes:
                 self._look(op)
                 self._allocate(op.allocates)
             elif op.axis == "pp" and goes_forward and op.kind in self.sizes.kept_boundaries:
-                self.activations += op.size_bytes
+                self.activations += 0 if op.owner in self.sizes.without_gradient else op.size_bytes
             self._free(op.frees)
             if op.name in self.sizes.arriving:
                 self._allocate((Buffer(op.name, "gradients", self.sizes.arriving[op.name]),))

@@ -13,7 +13,11 @@ With `schedule=zero-bubble` a backward computes the gradients of inputs, for whi
 of linear layers' weights are tasks of their own, which fill the bubble.
 
 Layers are divided into chunks so that the slowest chunk is as fast as possible, embedding and head included. Each chunk
-has a block, because only between blocks a single tensor is passed on.
+begins with a block, the first one excepted.
+
+Most models pass one tensor from block to block. Where later layers read others as well (the embeddings, skips, an
+encoder's output), all tensors that are made before a boundary and read behind it cross it (`tracing/stages.py`): a stage
+passes on what it was given for later ones, and sums the gradients that come back.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from samestep import schedules
-from samestep.models.spec import ModelSpec, ParamSpec, remembered
+from samestep.models.spec import Crossing, ModelSpec, ParamSpec, remembered
 from samestep.program.bodies import UPDATE_BODY, BodyKey, Task, is_backward, position
 from samestep.program.holding import TIE, Holding
 from samestep.program.ops import Op, OpKind, Ops
@@ -45,7 +49,7 @@ def refusal(step: StepSpec) -> str | None:
     if step.model.varies_at:
         varies = f"stages send tensors of one shape, and shapes at {step.model.varies_at} depend on values"
         return f"pp={layout.pp}: {varies}: pp=1 works"
-    blocks = _num_blocks(step.model)
+    blocks = _num_starts(step.model)
     chunks = layout.pp * layout.virtual_stages
     if chunks > blocks:
         fewer = blocks // layout.pp
@@ -53,13 +57,44 @@ def refusal(step: StepSpec) -> str | None:
         if layout.virtual_stages > 1 and fewer:
             works = f"virtual_stages={fewer} works" if fewer > 1 else "schedule=1f1b works"
         stages = "virtual stages" if layout.virtual_stages > 1 else "stages"
-        return f"pp={layout.pp} cuts the {blocks} blocks of {step.model.name} into {chunks} {stages}: {works}"
-    return _refuse_weights(step.model, chunks)
+        closed = next(
+            (f"{layer.name}: {layer.crossing_refusal}" for layer in step.model.layers if layer.crossing_refusal), ""
+        )
+        what = (
+            f"{blocks} blocks of {step.model.name}"
+            if not closed
+            else f"{blocks} runs of blocks of {step.model.name} that can be stages"
+        )
+        return f"pp={layout.pp} cuts the {what} into {chunks} {stages}: {works}" + (
+            f" (no stage can begin with {closed})" if closed else ""
+        )
+    return _refuse_weights(step.model, chunks) or _refuse_crossings(step)
+
+
+def _refuse_crossings(step: StepSpec) -> str | None:
+    """Return why what crosses the boundaries cannot be sent in a layout."""
+    layout = step.layout
+    crossed = next((layer for layer in step.model.layers if layer.crossings), None)
+    if crossed is None or (layout.cp == 1 and not layout.sequence_parallel):
+        return None
+    cut = f"cp={layout.cp}" if layout.cp > 1 else "sequence_parallel"
+    names = ", ".join(crossing.owner for crossing in crossed.crossings)
+    return (
+        f"pp={layout.pp} with {cut}: a stage that begins with {crossed.name} is sent {names}, whose tokens nobody cuts: "
+        f"pp={layout.pp} without {cut} works, and so does pp=1"
+    )
 
 
 @remembered
-def _num_blocks(model: ModelSpec) -> int:
-    return sum(layer.is_block for layer in model.layers)
+def _num_starts(model: ModelSpec) -> int:
+    return sum(starts(model))
+
+
+@remembered
+def starts(model: ModelSpec) -> tuple[bool, ...]:
+    """Return for each layer whether a chunk can begin with it; the first block may always be the first."""
+    first = next((index for index, layer in enumerate(model.layers) if layer.is_block), None)
+    return tuple(layer.may_begin_stage or index == first for index, layer in enumerate(model.layers))
 
 
 @remembered
@@ -85,7 +120,11 @@ def _stays_on_stages(roots: Mapping[str, int], chunks: tuple[range, ...], param:
     owners = {_chunk_of(roots, chunks, name) for name in (param.name, *param.aliases)}
     last = {chunk for chunk, layers in enumerate(chunks) if param.last_layer in layers}
     used = owners | last
-    return len(used) == 1 or (used == owners == {0, len(chunks) - 1} and param.calls == 1)
+    if len(used) == 1:
+        return True
+    # Both stages put their tied weights into buckets in the order of layers, so these are the outermost ones.
+    ends = {_layer_at(roots, name) for name in (param.name, *param.aliases)} == {0, chunks[-1].stop - 1}
+    return used == owners == {0, len(chunks) - 1} and ends and param.calls == 1
 
 
 def apply(program: Program) -> Program:
@@ -160,18 +199,20 @@ def chunks_of(model: ModelSpec, count: int) -> tuple[range, ...]:
     without FLOPs are spread too.
     """
     costs = tuple(layer.forward_flops + 1 for layer in model.layers)
-    return balanced(costs, tuple(layer.is_block for layer in model.layers), count)
+    return balanced(costs, starts(model), count)
 
 
 @functools.lru_cache(maxsize=256)
-def balanced(costs: tuple[int, ...], is_block: tuple[bool, ...], count: int) -> tuple[range, ...]:
+def balanced(costs: tuple[int, ...], begins: tuple[bool, ...], count: int) -> tuple[range, ...]:
     """Return layers of these costs in `count` chunks, of which the costliest costs as little as possible.
+
+    `begins` says for each layer whether a chunk may begin with it; what stands before the first such layer is in chunk 0.
 
     A binary search finds that cost. Then, from the end, each chunk gets an equal share of the cost that remains,
     rounded up to whole blocks as far as the limit allows, because the first stages hold the most activations.
     """
     before = (0, *itertools.accumulate(costs))
-    blocks = [index for index, is_one in enumerate(is_block) if is_one]
+    blocks = [index for index, may_begin in enumerate(begins) if may_begin]
 
     def fewest(limit: int) -> list[int]:
         """Return, for each block, the fewest chunks within `limit` for all layers before it; count + 1: too many."""
@@ -244,29 +285,33 @@ def _without_weights(op: Op, step: StepSpec) -> Op:
 
 
 def _chunk_ops(ops: Ops, step: StepSpec, chunk: range, backward: bool) -> Iterator[Op]:
-    """Yield the receive of a chunk, the ops of its layers, and its send."""
+    """Yield the receives of a chunk, the ops of its layers, and its sends."""
     comes_in, goes_out = (chunk.stop, chunk.start) if backward else (chunk.start, chunk.stop)
-    ends = (0, len(step.model.layers))
-    if comes_in not in ends:
-        yield _passed(OpKind.RECV, step, comes_in, ())
+    received = tuple(_passed(OpKind.RECV, step, comes_in, (), backward))
+    yield from received
     layer: int | None = None
-    before: tuple[str, ...] = (f"{OpKind.RECV}:{_boundary(step, comes_in)}",) if comes_in not in ends else ()
+    before = tuple(op.name for op in received)
     name = ""
     for op in ops:
         layer = layer if op.layer is None else op.layer
         if layer in chunk:
             yield op.but(after=(*op.after, *before)) if before else op
             before, name = (), op.name
-    if goes_out not in ends:
-        yield _passed(OpKind.SEND, step, goes_out, (name,))
+    yield from _passed(OpKind.SEND, step, goes_out, (name,), backward)
 
 
-def _passed(kind: OpKind, step: StepSpec, boundary: int, after: tuple[str, ...]) -> Op:
-    """Return the send or the receive of the activation, or its gradient, before layer number `boundary`."""
-    numel = step.model.layers[boundary - 1].output_elements * step.microbatch_samples
-    return Op(kind=kind, owner=_boundary(step, boundary), axis=AXIS, dtype=step.compute_dtype, after=after).sized(numel)
+def _passed(kind: OpKind, step: StepSpec, boundary: int, after: tuple[str, ...], backward: bool) -> Iterator[Op]:
+    """Yield the sends or the receives of the tensors, or their gradients, that cross the boundary before a layer."""
+    if boundary in (0, len(step.model.layers)):
+        return
+    for crossing in crossings_at(step.model, boundary):
+        if crossing.takes_gradient or not backward:
+            numel = crossing.elements * step.microbatch_samples + crossing.fixed_elements
+            dtype = crossing.dtype or step.compute_dtype
+            yield Op(kind=kind, owner=crossing.owner, axis=AXIS, dtype=dtype, after=after).sized(numel)
 
 
-def _boundary(step: StepSpec, boundary: int) -> str:
-    """Return the name of the tensor passed at a boundary between chunks: that of the layer before it."""
-    return step.model.layers[boundary - 1].name
+def crossings_at(model: ModelSpec, boundary: int) -> tuple[Crossing, ...]:
+    """Return the tensors that cross the boundary before a layer: most often the output of the layer before."""
+    before = model.layers[boundary - 1]
+    return model.layers[boundary].crossings or (Crossing(owner=before.name, elements=before.output_elements),)

@@ -33,6 +33,7 @@ from samestep.errors import ModelError, SamestepError
 from samestep.models.spec import Cutting, Exchange, Factors, Product, is_below
 from samestep.tracing.attention import AttentionCall
 from samestep.tracing.operations import Recorder
+from samestep.tracing.stages import Flow, FlowRecorder
 
 ValueOf = Callable[[str], Tensor]
 """Returns the value of the buffer or parameter of this name."""
@@ -184,9 +185,14 @@ class ForwardTracer(TorchDispatchMode):
         """Number of times that each storage is kept."""
         self.pairs: set[int] = set()
         """Storages of masks of pairs of tokens."""
+        self.flow_recorder = FlowRecorder(self)
+        self.flow: Flow | None = None
+        """What passes between modules; None before the forward has ended."""
         self.marks: list[tuple[int, str]] = []
         """Autograd's sequence numbers from which on nodes belong to a region."""
         self._running: list[str] = []
+        self._writes = False
+        """Whether the operation at hand writes into its operands."""
         self._events = 0
         self._depth = 0
         self._alive: dict[int, torch.UntypedStorage] = {}
@@ -210,6 +216,8 @@ class ForwardTracer(TorchDispatchMode):
         written = [tensor for tensor in operands(outcome) if tensor.is_meta]
         flops = self._flops_of(func, args, kwargs, outcome)
         given = [tensor for tensor in given if tensor.is_meta]
+        self.flow_recorder.is_random |= torch.Tag.nondeterministic_seeded in func.tags
+        self._writes = func._schema.is_mutable
         self.record(given, written, flops, None if flops is None else self._product(func, args, outcome, flops))
         if self.recorder is not None:
             self.recorder.record(func, self.where, *as_given, outcome)
@@ -307,6 +315,7 @@ class ForwardTracer(TorchDispatchMode):
         for key in read & self._weights:
             self.stacks.setdefault(key, set()).add(frozenset(self._running))
         keys = {self.key(tensor) for tensor in written}
+        self.flow_recorder.ran(read, keys if self._writes else keys - read)
         for key in keys - read:  # a view, or a tensor written in place, was made earlier
             self.makers.setdefault(key, self.region)
         is_cut = product.cut in ("columns", "count") if product else bool(read & self.cut)
@@ -441,6 +450,7 @@ def watch_forward(
             stack.enter_context(watch.knowing(module, value_of))
             stack.enter_context(_hooks(module, containers, watch))
             stack.enter_context(_fused_attention(watch))
+            stack.enter_context(watch.flow_recorder.over(module, functools.partial(is_outside, containers=containers)))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, _given_back))
             stack.enter_context(watch)
@@ -451,6 +461,7 @@ def watch_forward(
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(f"{name} cannot be traced: {watch.reached} fails: {type(error).__name__}: {reason}") from error
     watch.returned = {watch.key(tensor) for tensor in tensors_in(outputs)}
+    watch.flow = watch.flow_recorder.finish(outputs)
     return outputs
 
 

@@ -38,6 +38,7 @@ from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec, Product, is_below
 from samestep.tracing.backward import Backward, WorkingSet, idle_weights, watch_backward, working_sets
+from samestep.tracing.crossings import with_crossings
 from samestep.tracing.forward import (
     ForwardTracer,
     NeedsValuesError,
@@ -105,9 +106,11 @@ def trace(
     idle = frozenset[int]() if watch.varies or watch.has_looked else idle_weights(module, outputs, sample, loss)
     backward = watch_backward(module, tensors_in(getattr(outputs, "logits", outputs)), watch)
     layers = _arrange(module, name, containers, watch)
+    assert watch.flow is not None
+    specs = _layer_specs(module, layers, watch, backward, num_samples)
     return ModelSpec(
         name=name,
-        layers=_layer_specs(module, layers, watch, backward, num_samples),
+        layers=with_crossings(specs, watch.flow, module, num_samples),
         params=_param_specs(module, layers, containers, watch, idle),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
         coupled_modules=_coupled(module),

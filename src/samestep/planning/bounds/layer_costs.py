@@ -17,7 +17,7 @@ from typing import NamedTuple, get_args
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Recompute
-from samestep.models.spec import ModelSpec
+from samestep.models.spec import LayerSpec, ModelSpec
 from samestep.planning.bounds.layer_kinds import (
     Parts,
     Seconds,
@@ -41,7 +41,7 @@ from samestep.simulation.cost import collective_s, group_of, seconds
 from samestep.simulation.memory import saved_bytes
 from samestep.simulation.timeline import COMPUTE
 from samestep.strategies import ProgramBuilder
-from samestep.strategies.pipeline import balanced, deferred_gradients
+from samestep.strategies.pipeline import balanced, deferred_gradients, starts
 
 
 class Chunks(NamedTuple):
@@ -94,7 +94,7 @@ class Prices:
         self.few, self.kind_of = one_of_each(model)
         self._builder = ProgramBuilder(self.few, job, hardware.devices_per_node)
         self._numbers = sorted(Counter(self.kind_of).items())
-        self._is_block = tuple(layer.is_block for layer in model.layers)
+        self._begins = starts(model)
         self._known_cuts: dict[tuple[object, ...], _Cut] = {}
         self._known_parts: dict[tuple[object, ...], tuple[Program, list[_PricedOp]]] = {}
         self._known_seconds: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
@@ -122,7 +122,7 @@ class Prices:
                 local,
                 tuple(weights(local, index) for index in indices),
                 max((param.numel for index in blocks for param in local.model.params_of(index)), default=0),
-                min((layer.output_elements for layer in layers[blocks[0] : blocks[-1]]), default=0),
+                _least_sent(layers[blocks[0] : blocks[-1]], self.model),
                 tuple(layer.forward_flops for layer in layers),
                 tuple(reduced_early(local, index) for index in indices),
             )
@@ -249,7 +249,7 @@ class Prices:
         key = (flops, layout.pp, layout.virtual_stages)
         if key not in self._known_runs:
             costs = tuple(flops[kind] + 1 for kind in self.kind_of)
-            runs = balanced(costs, self._is_block, layout.pp * layout.virtual_stages)
+            runs = balanced(costs, self._begins, layout.pp * layout.virtual_stages)
             kinds = tuple(tuple(self.kind_of[layer] for layer in run) for run in runs)
             known = {run: tuple(sorted(Counter(run).items())) for run in set(kinds)}
             counts = tuple(known[run] for run in kinds)
@@ -307,6 +307,14 @@ class Prices:
     def sent_bytes(self, step: StepSpec) -> int:
         """Return what of a micro-batch is sent between two stages, at least."""
         return self.cut(step).sent * step.microbatch_samples * BYTES_OF[step.compute_dtype]
+
+
+def _least_sent(layers: Sequence[LayerSpec], model: ModelSpec) -> int:
+    """Return the elements of one sample that cross any boundary between these layers, at least."""
+    crossed = [layer.crossings for layer in model.layers if layer.crossings]
+    if crossed:
+        return min(sum(one.elements for one in crossings if one.takes_gradient) for crossings in crossed)
+    return min((layer.output_elements for layer in layers), default=0)
 
 
 def smallest(step: StepSpec) -> StepSpec:

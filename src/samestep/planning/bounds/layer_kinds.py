@@ -203,7 +203,8 @@ def _kind(layer: LayerSpec, params: Sequence[ParamSpec]) -> object:
 
     return (
         replace(
-            layer, name="", modules=(), forward_sums=(), backward_sums=(), sequence_boundaries=(), dispatches=(), products=()
+            layer, name="", modules=(), forward_sums=(), backward_sums=(), sequence_boundaries=(), dispatches=(), products=(),
+            crossings=(), crossing_refusal="",
         ),
         *(named(parts) for parts in (layer.forward_sums, layer.backward_sums, layer.sequence_boundaries, layer.dispatches)),
         named(layer.products),

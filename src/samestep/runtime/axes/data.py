@@ -28,6 +28,7 @@ from samestep.program.buckets import Bucket, Member
 from samestep.program.ops import Op, OpKind
 from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
+from samestep.runtime.axes.weight_gradients import is_postponed
 from samestep.runtime.codecs.codec import Codec, Pending, codec_of, own_part, send
 from samestep.runtime.ledger import owned
 from samestep.runtime.optimizer_step import Piece, squared_norm
@@ -64,6 +65,8 @@ class _GradientSlot:
     flat: _FlatBuffer
     name: str
     gradient: Tensor
+    is_postponed: bool
+    """Whether a W task adds to it, so that it is not whole before."""
 
 
 class Replicated:
@@ -74,8 +77,9 @@ class Replicated:
         self.params: dict[str, nn.Parameter] = {}
         self._places: dict[str, Tensor] = {}
         """Where each weight's values are, which buckets and pieces refer to."""
-        self._last = self._starts = False
+        self._last = self._starts = self._is_weight_task = False
         self._next = 0
+        self._postponed = {param.name for param in program.step.model.params if is_postponed(model, param.name)}
         self._flats = [self._flat(bucket) for bucket in program.buckets]
         self._separate = program.step.layout.offload
         self.pieces: list[Piece] = []
@@ -134,7 +138,7 @@ class Replicated:
             yield self._piece(name, 0, param.numel(), param, value, lambda: _gradient_or_zero(param))
             return
         gradient = flat.gradients[member.offset : member.offset + member.numel].view(param.shape)
-        slot = _GradientSlot(flat, name, gradient)
+        slot = _GradientSlot(flat, name, gradient, name in self._postponed)
         param.register_post_accumulate_grad_hook(functools.partial(_gradient_hook, weakref.ref(self), slot))
         if flat.weights is None:
             yield self._piece(name, 0, member.numel, param, value, lambda: gradient)
@@ -190,6 +194,7 @@ class Replicated:
 
         Collective over the axes of the program's buckets, as `WeightStore.running` says.
         """
+        self._is_weight_task = task.kind is TaskKind.WEIGHT
         self._last = task.kind in (TaskKind.BACKWARD, TaskKind.WEIGHT) and ends_step(task.body)
         self._starts = self.program.step.ends_gradients(task.body)
         yield
@@ -208,7 +213,7 @@ class Replicated:
             # In master precision autograd keeps adding in place; otherwise each micro-batch's gradient is cast first.
             param.grad = slot.gradient if param.dtype == slot.gradient.dtype else None
         flat.untouched.discard(name)
-        if self._last:
+        if self._last and (self._is_weight_task or not slot.is_postponed):
             flat.missing.discard(name)
         if self._starts:
             self._start_ready()

@@ -1,61 +1,59 @@
-"""One pipeline stage of any decoder, without changes to its code (twin of `strategies/pipeline.py`).
+"""One pipeline stage of any model, without changes to its code (twin of `strategies/pipeline.py`).
 
-Every stage runs the model's own forward, in which stand-ins replace the layers of other stages: a block returns its
-input, an embedding returns zeros of the right shape. So the model's own code makes masks, positions and rotary angles
-on each stage. In front of the first block of a chunk the stage replaces that tensor by the received activation, after
-whatever the model does to embeddings; behind the last block of the chunk it takes the result out.
+Every stage runs the model's own forward, in which stand-ins replace the layers of other stages. So the model's own code
+makes masks, positions and rotary angles on each stage. Where each block passes one tensor to the next, a stand-in block
+returns its input, and an embedding zeros of the right shape; in front of the first block of a chunk the stage replaces
+that tensor by the received activation, after whatever the model does to embeddings; behind the last block of the chunk
+it takes the result out.
 
 ```
 model.forward:   embed     block 0   block 1   block 2   block 3   norm, head
 stage 1 of 2     (shape)   (pass)    (pass)    recv ►    ► out     own
 ```
-Sends leave while the stage goes on computing, and receives are posted ahead of need: gloo moves bytes only once both
-ends have asked for them. A *link* is all messages of one direction, forward or backward, between neighbours, or around
-the end of the axis between the last stage and the first. Each has a process group of its own: NCCL runs the messages
-between two ranks of a group one after the other, both directions alike, and would wait forever for a receive that was
-posted ahead. Both ends of a link issue its messages in one order, which the schedules keep.
-
-A buffer that was sent is kept until a message comes back that its receiver can only have sent after receiving it.
+Where later layers read more than that (`LayerSpec.crossings`), the forward follows a recorded flow (`stage_flow.py`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from samestep import schedules
 from samestep.building.families import FamilyFacts
+from samestep.building.model import call_model
 from samestep.errors import LayoutError
-from samestep.models.spec import ModelSpec, is_below
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.models.spec import LayerSpec, is_below
 from samestep.program.program import Program
+from samestep.program.step import StepSpec
 from samestep.runtime.axes.context import Slicing, WholeSequences
-from samestep.runtime.axes.precision import DTYPES
-from samestep.runtime.ledger import owned
-from samestep.runtime.processes.mesh import Mesh, link_name
+from samestep.runtime.axes.precision import DTYPES, cast_floating
+from samestep.runtime.axes.stage_flow import Flows, StageForward, placeholder
+from samestep.runtime.axes.stage_messages import Awaited, Messages
+from samestep.runtime.processes.mesh import Mesh
 from samestep.schedules import Action, TaskKind
+from samestep.strategies.pipeline import crossings_at
+from samestep.tracing.crossings import boundary_before, passes_one_tensor, with_crossings, with_exact_crossings
 from samestep.tracing.sequence_boundaries import with_first
+from samestep.tracing.stages import CannotPassError, Flow
+from samestep.tracing.trace import samples_traced
 from samestep.tracing.traced_model import TracedModel
-
-_FIRST_TAG = 2**29
 
 ShapesOf = Callable[[int], Hashable]
 """Returns, for a micro-batch, the shapes of its samples, which determine the shapes of activations."""
 
 
-@dataclass(slots=True)
-class _MessageQueue:
-    """The messages that one link still has to deliver in this step, and the receives that are posted already."""
-
-    due: list[Action] = field(default_factory=list)
-    """Actions of this stage that wait for a message; the next one last."""
-    posted: dict[Action, tuple[dist.Work, Tensor]] = field(default_factory=dict)
+def shapes_in(samples: Any) -> tuple[torch.Size, ...]:
+    """Return the shapes of the tensors in a micro-batch."""
+    return tuple(leaf.shape for leaf in tree_leaves(samples) if isinstance(leaf, Tensor))
 
 
 class WholeModel:
@@ -73,9 +71,9 @@ class WholeModel:
     def begin_step(self, shapes_of: ShapesOf) -> None:
         """Do nothing: no message will come."""
 
-    def forward(self, microbatch: int, chunk: int, call: Callable[[nn.Module], Any]) -> Any:
+    def forward(self, microbatch: int, chunk: int, samples: Any) -> Any:
         """Run all layers on a micro-batch; return the model's outputs."""
-        return call(self._model)
+        return call_model(self._model, samples)
 
     def backward(self, microbatch: int, chunk: int, loss: Tensor | None) -> None:
         """Run the backward of the whole model."""
@@ -94,88 +92,87 @@ class WholeModel:
 
 
 class Stage:
-    """The chunks of layers of this rank, and the messages between it and other ranks."""
+    """The chunks of layers of this rank, and the tensors that pass between it and other ranks."""
 
-    def __init__(self, traced: TracedModel, program: Program, mesh: Mesh, slicing: Slicing | WholeSequences) -> None:
-        self._program, self._mesh, self._slicing = program, mesh, slicing
-        model = traced.module
-        self._model, self._facts = model, traced.facts
+    def __init__(
+        self,
+        traced: TracedModel,
+        program: Program,
+        mesh: Mesh,
+        slicing: Slicing | WholeSequences,
+        flows: Flows | None,
+    ) -> None:
+        self._program, self._mesh, self._slicing, self._flows = program, mesh, slicing, flows
+        self._model, self._facts = traced.module, traced.facts
         self.num_chunks = len(program.chunks)
-        layers = program.step.model.layers
-        self._slots = [(index, path) for index, layer in enumerate(layers) for path in layer.modules if path]
-        self._real = {path: model.get_submodule(path) for _, path in self._slots}
-        self._stand_ins = {path: _StandIn(self._real[path], self._facts) for i, path in self._slots}
-        self._parents = {path: model.get_submodule(path.rpartition(".")[0]) for path in self._real}
-        self._arrivals = _arrivals_of(program)
-        self._links: dict[str, _MessageQueue] = {}
-        self._sent: dict[Action, tuple[dist.Work, Tensor]] = {}
-        """Sends under way, by the action that made the tensor."""
-        self._inputs: dict[tuple[int, int], Tensor] = {}
-        self._outputs: dict[tuple[int, int], Tensor] = {}
+        self._layers = program.step.model.layers
+        self._slots = [(index, path) for index, layer in enumerate(self._layers) for path in layer.modules if path]
+        self._real = {path: self._model.get_submodule(path) for _, path in self._slots}
+        self._parents = {path: self._model.get_submodule(path.rpartition(".")[0]) for path in self._real}
+        make = _Placeholders.of(traced, program.step, mesh.device)
+        self._stand_ins = {path: _StandIn(real, self._facts, make) for path, real in self._real.items()}
+        self._messages = Messages(program, mesh)
+        self._inputs: dict[tuple[int, int], list[Tensor]] = {}
+        """Received tensors, by micro-batch and chunk, in the order of what crosses the boundary."""
+        self._outputs: dict[tuple[int, int], list[Tensor]] = {}
         self._shapes: dict[tuple[int, Hashable], tuple[int, ...]] = {}
-        """Shape of the input of a chunk, by chunk and by the shapes of the samples."""
+        """Shape of the input of a chunk that is given one tensor, by chunk and by the shapes of the samples."""
         self._shapes_of: ShapesOf = lambda _: None
 
     def is_last(self, chunk: int) -> bool:
         """Return whether a chunk ends the model, and so has the loss."""
-        return self._program.chunks[chunk].stop == len(self._program.step.model.layers)
+        return self._program.chunks[chunk].stop == len(self._layers)
 
     def begin_step(self, shapes_of: ShapesOf) -> None:
         """Set the messages of the step; `shapes_of` gives the shapes of each micro-batch's samples."""
         self._shapes_of = shapes_of
-        self._links = {}
-        for action in reversed(self._arrivals):
-            self._links.setdefault(self._link_of(action), _MessageQueue()).due.append(action)
+        self._messages.begin_step()
 
-    def forward(self, microbatch: int, chunk: int, call: Callable[[nn.Module], Any]) -> Any:
+    def forward(self, microbatch: int, chunk: int, samples: Any) -> Any:
         """Run the layers of one chunk on a micro-batch; return the model's outputs where the chunk ends the model.
 
         Receives from the previous stage and sends to the next: every stage calls it for each forward of its program, in
         that order. If one does not, its neighbours wait until the time limit.
         """
-        layers = self._program.chunks[chunk]
         action = Action(TaskKind.FORWARD, microbatch, chunk)
-        handles = []
-        if layers.start > 0:
-            first = self._real[self._first_block(layers)]
-            # In front of all other hooks: those that cut, cast or gather for the block must see the received tensor.
-            hook = self._receive(action)
-            handles.append(first.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
-        if not self.is_last(chunk):
-            last = self._real[self._program.step.model.layers[layers.stop - 1].modules[-1]]
-            handles.append(last.register_forward_hook(functools.partial(self._send_result, action)))
-        self._post_receives_ahead()
-        try:
-            with self._with_stand_ins(layers):
-                outputs = call(self._model)
-        finally:
-            for handle in handles:
-                handle.remove()
+        if self._flows is not None:
+            self._flows.follow(self._model)
+            flow = self._flows.of(samples, shapes_in(samples))
+            self._messages.post_ahead(self._awaited_by)
+            outputs = self._follow(flow, action, samples)
+        else:
+            self._messages.post_ahead(self._awaited_by)
+            outputs = self._pass_on(action, samples)
         return outputs if self.is_last(chunk) else None
 
     def backward(self, microbatch: int, chunk: int, loss: Tensor | None) -> None:
-        """Run the backward of one chunk: from the loss, or from the gradient that the next chunk sends.
+        """Run the backward of one chunk: from the loss, or from the gradients that the next chunk sends.
 
         Communicates as `forward` does, in the other direction.
         """
         action = Action(TaskKind.BACKWARD, microbatch, chunk)
+        layers = self._program.chunks[chunk]
         if loss is not None:
-            self._post_receives_ahead()
-            loss.backward()
-        else:
-            output = self._outputs[microbatch, chunk]
-            gradient = self._received(action, tuple(output.shape), output)
+            self._messages.post_ahead(self._awaited_by)
+            if loss.requires_grad:
+                loss.backward()
+        elif awaited := self._gradients_awaited(action):
+            outputs = self._taking_gradient(layers.stop, self._outputs[microbatch, chunk])
+            gradients = self._received(action, awaited)
             del self._outputs[microbatch, chunk]
-            output.backward(gradient)
+            taken = [index for index, output in enumerate(outputs) if output.requires_grad]
+            if taken:
+                torch.autograd.backward([outputs[index] for index in taken], [gradients[index] for index in taken])
+        else:
+            del self._outputs[microbatch, chunk]
         given = self._inputs.pop((microbatch, chunk), None)
-        if given is not None:
-            assert given.grad is not None, "no gradient reached the activation that was received"
-            self._send(action, given.grad)
+        if given is not None and (given := self._taking_gradient(layers.start, given)):
+            gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in given]
+            self._messages.send(action, gradients, self._awaited(layers.start, given, backward=True))
 
     def finish(self) -> None:
         """Wait until every send has completed, which it does once the neighbour has received it."""
-        for action in list(self._sent):
-            self._release(action)
+        self._messages.finish()
 
     def finish_forward(self) -> None:
         """End a forward that no backward follows: wait for its sends and free its tensors."""
@@ -193,29 +190,91 @@ class Stage:
         dist.broadcast_object_list(held, src=ranks[-1], group=self._mesh.groups["pp"])
         return held[0]
 
-    def _send_result(self, action: Action, _: nn.Module, args: Any, output: Any) -> Any:
+    # -- a recorded flow ---------------------------------------------------------------------------
+
+    def _follow(self, flow: Flow, action: Action, samples: Any) -> Any:
+        """Run the model's forward with the events of one chunk, and return its outputs."""
+        layers = self._program.chunks[action.chunk]
+        key = action.microbatch, action.chunk
+        awaited = self._crossing(flow, layers.start)
+
+        def receive() -> list[Tensor]:
+            """Return what crosses the boundary before the chunk."""
+            found = self._received(action, awaited)
+            for tensor, crossing in zip(found, crossings_at(self._program.step.model, layers.start), strict=True):
+                tensor.requires_grad_(crossing.takes_gradient and torch.is_grad_enabled())
+            return found
+
+        def send(tensors: Sequence[Tensor]) -> None:
+            """Send what crosses the boundary behind the chunk."""
+            self._outputs[key] = list(tensors)
+            self._messages.send(action, [tensor.detach() for tensor in tensors], self._crossing(flow, layers.stop))
+
+        start, stop = (boundary_at(self._layers, index, flow) for index in (layers.start, layers.stop))
+        mode = StageForward(flow, start or 0, stop, self._mesh.device, receive, send)
+        with self._replaced(lambda path, _: _Reporting(self._stand_ins[path], path, mode)), mode:
+            outputs = call_model(self._model, samples)
+        mode.finish()
+        if layers.start > 0 and torch.is_grad_enabled():
+            self._inputs[key] = mode.received
+        return outputs
+
+    def _crossing(self, flow: Flow, boundary: int) -> list[Awaited]:
+        """Return the tensors that cross the boundary before a layer."""
+        event = boundary_at(self._layers, boundary, flow)
+        if event is None:
+            return []
+        values = [flow.values[value] for value in flow.crossing(event)]
+        crossings = crossings_at(self._program.step.model, boundary)
+        if len(values) != len(crossings):
+            raise LayoutError(
+                f"{len(values)} tensors cross the boundary before {self._layers[boundary].name} for these samples, and "
+                f"{len(crossings)} for the traced one: pp=1 works"
+            )
+        pairs = zip(values, crossings, strict=True)
+        return [Awaited(crossing.owner, value.shape, value.dtype) for value, crossing in pairs]
+
+    # -- one tensor --------------------------------------------------------------------------------
+
+    def _pass_on(self, action: Action, samples: Any) -> Any:
+        """Run the model's forward with the layers of one chunk, and stand-ins that pass on what they are given."""
+        layers = self._program.chunks[action.chunk]
+        handles = []
+        if layers.start > 0:
+            first = self._real[self._layers[layers.start].modules[0]]
+            # In front of all other hooks: those that cut, cast or gather for the block must see the received tensor.
+            hook = self._receive(action)
+            handles.append(first.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+        if not self.is_last(action.chunk):
+            last = self._real[self._layers[layers.stop - 1].modules[-1]]
+            handles.append(last.register_forward_hook(functools.partial(self._send_result, action)))
+        try:
+            with self._replaced(lambda path, index: None if index in layers else self._stand_ins[path]):
+                return call_model(self._model, samples)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _send_result(self, action: Action, _: nn.Module, args: Any, output: Tensor) -> Any:
         """Send the result of a chunk; the code after it computes nothing, but sees the whole sequence's shape."""
-        result = self._outputs[action.microbatch, action.chunk] = _hidden(output)
-        self._send(action, result.detach())
+        self._outputs[action.microbatch, action.chunk] = [output]
+        boundary = self._program.chunks[action.chunk].stop
+        self._messages.send(action, [output.detach()], self._awaited(boundary, [output]))
         layout = self._program.step.layout
         if not layout.sequence_parallel:
             return None
         return with_first(output, lambda x: x.new_zeros(()).expand(x.shape[0], x.shape[1] * layout.tp, *x.shape[2:]))
-
-    def _first_block(self, layers: range) -> str:
-        return self._program.step.model.layers[layers.start].modules[0]
 
     def _receive(self, action: Action) -> Callable[..., Any]:
         """Return the hook that replaces a stand-in's output by the received activation."""
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             name = "" if args else self._facts.name_of_hidden(kwargs)
-            stand_in = args[0] if args else kwargs[name]
-            shape = self._passed_shape(stand_in.shape)
-            received = self._received(action, shape, stand_in)
+            shape = self._passed_shape((args[0] if args else kwargs[name]).shape)
+            (received,) = self._received(action, self._one_awaited(self._program.chunks[action.chunk].start, shape))
             if torch.is_grad_enabled():
                 self._shapes[action.chunk, self._shapes_of(action.microbatch)] = shape
-                self._inputs[action.microbatch, action.chunk] = received.requires_grad_()
+                self._inputs[action.microbatch, action.chunk] = [received.requires_grad_()]
             return ((received, *args[1:]), kwargs) if args else (args, {**kwargs, name: received})
 
         return hook
@@ -226,87 +285,53 @@ class Stage:
         shape = self._slicing.shape_of(whole)
         return (shape[0], shape[1] // layout.tp, *shape[2:]) if layout.sequence_parallel else tuple(shape)
 
-    # -- messages ----------------------------------------------------------------------------------
+    def _one_awaited(self, boundary: int, shape: tuple[int, ...]) -> list[Awaited]:
+        return [Awaited(self._layers[boundary - 1].name, shape, DTYPES[self._program.step.compute_dtype])]
 
-    def _send(self, action: Action, tensor: Tensor) -> None:
-        kept = tensor.contiguous()
-        boundary, step = self._boundary(action, sends=True)
-        with owned(self._program.step.model.layers[boundary - 1].name):
-            group = self._mesh.groups[self._link_of(action, sends=True)]
-            work = dist.isend(kept, self._peer(step), group=group, tag=self._tag(boundary, action))
-        assert work is not None
-        self._sent[action] = (work, kept)
+    # -- what is awaited ---------------------------------------------------------------------------
 
-    def _received(self, action: Action, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Wait for the message of an action, in the compute dtype; then post the receives that follow."""
-        link = self._links.get(self._link_of(action), _MessageQueue()) if torch.is_grad_enabled() else _MessageQueue()
-        if link.due and link.due[-1] == action:
-            link.due.pop()
-        posted = link.posted.pop(action) if action in link.posted else None
-        work, into = posted or self._post_receive(action, shape, like.device)
-        assert into.shape == shape, f"{action} is given {list(shape)}, and {list(into.shape)} was awaited"
-        work.wait()
-        for sent in self._arrivals[action] if torch.is_grad_enabled() else ():
-            self._release(sent)
-        self._post_receives_ahead()
-        return into
+    def _received(self, action: Action, awaited: Sequence[Awaited]) -> list[Tensor]:
+        received = self._messages.receive(action, awaited)
+        self._messages.post_ahead(self._awaited_by)
+        return received
 
-    def _post_receives_ahead(self) -> None:
-        """Post the next receive of each link, where its shape is known."""
-        if not torch.is_grad_enabled():
-            return
-        for link in self._links.values():
-            action = link.due[-1] if link.due else None
-            if action is not None and action not in link.posted and (shape := self._shape_for(action)):
-                link.posted[action] = self._post_receive(action, shape, self._mesh.device)
+    def _awaited_by(self, action: Action) -> Sequence[Awaited] | None:
+        """Return the tensors that an action waits for, where their shapes are known."""
+        if action.kind is not TaskKind.FORWARD:
+            return self._gradients_awaited(action)
+        boundary, shapes = self._program.chunks[action.chunk].start, self._shapes_of(action.microbatch)
+        if self._flows is None:
+            shape = self._shapes.get((action.chunk, shapes))
+            return None if shape is None else self._one_awaited(boundary, shape)
+        flow = self._flows.known(shapes)
+        return None if flow is None else self._crossing(flow, boundary)
 
-    def _shape_for(self, action: Action) -> tuple[int, ...] | None:
-        if action.kind is TaskKind.FORWARD:
-            return self._shapes.get((action.chunk, self._shapes_of(action.microbatch)))
-        output = self._outputs.get((action.microbatch, action.chunk))
-        return None if output is None else tuple(output.shape)
+    def _gradients_awaited(self, action: Action) -> list[Awaited] | None:
+        outputs = self._outputs.get((action.microbatch, action.chunk))
+        boundary = self._program.chunks[action.chunk].stop
+        return (
+            None
+            if outputs is None
+            else self._awaited(boundary, self._taking_gradient(boundary, outputs), backward=True)
+        )
 
-    def _post_receive(self, action: Action, shape: tuple[int, ...], device: torch.device) -> tuple[dist.Work, Tensor]:
-        into = torch.empty(shape, dtype=DTYPES[self._program.step.compute_dtype], device=device)
-        boundary, step = self._boundary(action, sends=False)
-        with owned(self._program.step.model.layers[boundary - 1].name):
-            group = self._mesh.groups[self._link_of(action)]
-            work = dist.irecv(into, self._peer(step), group=group, tag=self._tag(boundary, action))
-        assert work is not None
-        return work, into
+    def _taking_gradient(self, boundary: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return those of the tensors that cross a boundary of which a gradient is sent back."""
+        crossings = crossings_at(self._program.step.model, boundary)
+        return [tensor for tensor, one in zip(tensors, crossings, strict=True) if one.takes_gradient]
 
-    def _release(self, action: Action) -> None:
-        """Free the tensor that an action has sent, once its send has completed."""
-        work, _ = self._sent.pop(action)
-        work.wait()
-
-    def _boundary(self, action: Action, *, sends: bool) -> tuple[int, int]:
-        """Return the layer before which an action's message passes, and the direction to the other rank: 1 or -1."""
-        layers = self._program.chunks[action.chunk]
-        is_forward = action.kind is TaskKind.FORWARD
-        return (layers.stop, 1) if sends == is_forward else (layers.start, -1)
-
-    def _link_of(self, action: Action, *, sends: bool = False) -> str:
-        """Return the name of the link of an action's message, which is that of its process group."""
-        _, step = self._boundary(action, sends=sends)
-        pp, stage = self._program.step.layout.pp, self._program.step.stage
-        return link_name(is_forward=action.kind is TaskKind.FORWARD, is_around=not 0 <= stage + step < pp)
-
-    def _peer(self, step: int) -> int:
-        """Return the global rank of the next or previous rank on the axis, around its end."""
-        ranks = self._mesh.members("pp")
-        return ranks[(ranks.index(self._mesh.rank) + step) % len(ranks)]
-
-    def _tag(self, boundary: int, action: Action) -> int:
-        # gloo counts its collectives by the same tags, from 0: higher ones, or a send would be taken for a collective.
-        backward = action.kind is TaskKind.BACKWARD
-        return _FIRST_TAG + (action.microbatch * len(self._program.step.model.layers) + boundary) * 2 + backward
+    def _awaited(self, boundary: int, tensors: Sequence[Tensor], *, backward: bool = False) -> list[Awaited]:
+        """Describe the tensors that cross a boundary, or the gradients that do."""
+        compute = self._program.step.compute_dtype
+        crossings = [c for c in crossings_at(self._program.step.model, boundary) if c.takes_gradient or not backward]
+        pairs = zip(tensors, crossings, strict=True)
+        return [Awaited(one.owner, tuple(tensor.shape), DTYPES[one.dtype or compute]) for tensor, one in pairs]
 
     @contextmanager
-    def _with_stand_ins(self, layers: range) -> Iterator[None]:
-        """Replace all layers but those of one chunk by stand-ins."""
+    def _replaced(self, by: Callable[[str, int], nn.Module | None]) -> Iterator[None]:
+        """Replace modules while a forward runs inside; `by` is given a module's path and the index of its layer."""
         for index, path in self._slots:
-            self._put(path, self._real[path] if index in layers else self._stand_ins[path])
+            self._put(path, by(path, index) or self._real[path])
         try:
             yield
         finally:
@@ -317,44 +342,71 @@ class Stage:
         self._parents[path]._modules[path.rpartition(".")[2]] = module
 
 
-def _arrivals_of(program: Program) -> dict[Action, list[Action]]:
-    """Return this stage's actions that need a message, with those whose sends must have arrived by then.
+def boundary_at(layers: Sequence[LayerSpec], index: int, flow: Flow) -> int | None:
+    """Return the event before which a stage begins with a layer; None at the ends of the model.
 
-    The sender of the message has executed its own order up to it, and so has received everything this needed.
+    Raises:
+        LayoutError: no stage can begin there in this flow.
     """
-    layout, stage, count = program.step.layout, program.step.stage, program.step.num_microbatches
-    chunks = layout.virtual_stages
-    orders = [schedules.order(layout.schedule, s, layout.pp, count, chunks) for s in range(layout.pp)]
-    known: dict[int, int] = {}  # by sender: how far it must have come in its order
-    found: dict[Action, list[Action]] = {}
-    for action in orders[stage]:
-        for sender, needed in schedules.needs(action, stage, layout.pp, chunks):
-            if sender != stage:
-                before, after = known.get(sender, 0), orders[sender].index(needed) + 1
-                known[sender] = max(before, after)
-                passed = [
-                    sent
-                    for theirs in orders[sender][before:after]
-                    for owner, sent in schedules.needs(theirs, sender, layout.pp, chunks)
-                    if owner == stage
-                ]
-                found[action] = passed
-    return found
+    if index in (0, len(layers)):
+        return None
+    try:
+        return boundary_before(layers, index, flow)
+    except CannotPassError as reason:
+        raise LayoutError(f"no stage can begin with {layers[index].name}: {reason}: pp=1 works") from None
+
+
+@dataclass(frozen=True)
+class _Placeholders:
+    """Makes tensors in place of the weights that another stage holds, for code that asks for their dtype or device."""
+
+    device: torch.device
+    dtypes: Mapping[int, torch.dtype]
+    """Dtype that each weight has within the module on the stage that holds it, by the identity of the weight here."""
+
+    @classmethod
+    def of(cls, traced: TracedModel, step: StepSpec, device: torch.device) -> _Placeholders:
+        """Return what makes the placeholders of a run."""
+        named = dict(traced.module.named_parameters(remove_duplicate=False))
+        names = ((name, param) for param in traced.spec.params for name in (param.name, *param.aliases))
+        return cls(
+            device, {id(named[name]): DTYPES[step.working_dtype(param)] for name, param in names if name in named}
+        )
+
+    def of_weight(self, weight: Tensor) -> Tensor:
+        """Return a tensor that stands in for a weight, unless this stage holds it."""
+        if not weight.is_meta:
+            return weight
+        return placeholder(weight.shape, self.dtypes.get(id(weight), weight.dtype), self.device)
 
 
 class _StandIn(nn.Module):
     """Replaces a layer that another stage runs; attributes that the model's code reads are those of the layer."""
 
-    def __init__(self, real: nn.Module, facts: FamilyFacts) -> None:
+    def __init__(self, real: nn.Module, facts: FamilyFacts, placeholders: _Placeholders) -> None:
         super().__init__()
         object.__setattr__(self, "_real", real)
-        self._facts = facts
+        self._facts, self._placeholders = facts, placeholders
+        self._parameters = {  # for code that asks the model for its parameters
+            name: nn.Parameter(placeholders.of_weight(param), requires_grad=False) if param.is_meta else param
+            for name, param in real.named_parameters()
+        }
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The layer's class, for code that asks with `isinstance`."""
+        return type(self.__dict__["_real"])
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(object.__getattribute__(self, "_real"), name)
+            found = getattr(object.__getattribute__(self, "_real"), name)
+        if isinstance(found, Tensor):
+            return self._placeholders.of_weight(found)
+        if isinstance(found, nn.Module) and any(param.is_meta for param in found.parameters()):
+            return _StandIn(found, self._facts, self._placeholders)
+        return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the input; an embedding returns zeros that take no memory."""
@@ -363,31 +415,70 @@ class _StandIn(nn.Module):
         if not any(True for _ in real.parameters()):
             return real(*args, **kwargs)  # rotary angles and the like, which every stage computes for itself
         if isinstance(real, nn.Embedding):
-            dtype = next(real.parameters()).dtype
+            dtype = self._placeholders.of_weight(real.weight).dtype
             return torch.zeros((), dtype=dtype, device=given.device).expand(*given.shape, real.embedding_dim)
         return given
 
 
-def check(model: nn.Module, program: Program) -> None:
-    """Refuse a model that is not embeddings, then blocks, then a head.
+class _Reporting(_StandIn):
+    """Replaces a layer of any stage in a forward that follows a recorded flow, and reports its calls."""
+
+    def __init__(self, stand_in: _StandIn, path: str, mode: StageForward) -> None:
+        real = object.__getattribute__(stand_in, "_real")
+        super().__init__(real, stand_in._facts, stand_in._placeholders)
+        object.__setattr__(self, "_call", functools.partial(mode.call, path, real))
+        self._has_weights = any(True for _ in real.parameters())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the layer returns if it is this stage's, or what stands in for that."""
+        if not self._has_weights:
+            return object.__getattribute__(self, "_real")(*args, **kwargs)
+        return self._call(args, kwargs)
+
+
+# -- what passes in the run's dtypes ---------------------------------------------------------------
+
+
+def with_flows(traced: TracedModel, layout: Layout, job: Job, example: Any) -> tuple[TracedModel, Flows | None]:
+    """Return the model with what passes between stages in the job's precision, and the flows that stages follow.
+
+    There are no flows where each block passes one tensor in the compute dtype to the next.
 
     Raises:
-        LayoutError: a layer before the blocks cannot be replaced by a stand-in, or several layers share a dropout.
+        LayoutError: what passes is another for two samples than for one.
     """
-    layers = program.step.model.layers
-    first = next(index for index, layer in enumerate(layers) if layer.is_block)
-    for layer in layers[:first]:
-        for path in layer.modules:
-            module = model.get_submodule(path)
-            if any(True for _ in module.parameters()) and not isinstance(module, nn.Embedding):
-                raise LayoutError(
-                    f"{path} before the blocks is a {type(module).__name__}, not an Embedding: pp=1 works"
-                )
-    _check_masks(model, program.step.model)
+    spec = traced.spec
+    if layout.pp == 1 or spec.varies_at or sum(layer.is_block for layer in spec.layers) < 2:
+        return traced, None
+    step = StepSpec.of(spec, job, layout)
+    flows = Flows(traced, step)
+    compute = DTYPES[step.compute_dtype]
+    few = samples_traced(traced.module)
+    one = flows.of(_repeated(example, few, step), few)
+    if passes_one_tensor(spec.layers, one, traced.module, compute):
+        return _with_layers(traced, with_crossings(spec.layers, one, traced.module, few)), None
+    more = flows.of(_repeated(example, few + 1, step), few + 1)
+    return _with_layers(traced, with_exact_crossings(spec.layers, (one, few), (more, few + 1), compute)), flows
 
 
-def _check_masks(model: nn.Module, spec: ModelSpec) -> None:
-    """Refuse a module with dropout that several layers call: a stage cannot know how often the others called it."""
+def _repeated(example: Any, times: int, step: StepSpec) -> Any:
+    """Return the first sample of a batch several times, in the dtype in which a run reads it."""
+    repeated = tree_map_only(Tensor, lambda t: torch.cat([t[:1]] * times) if t.dim() else t, example)
+    return cast_floating(repeated, DTYPES[step.master_dtype])
+
+
+def _with_layers(traced: TracedModel, layers: Sequence[LayerSpec]) -> TracedModel:
+    analysis = traced.analysis
+    return replace(traced, analysis=replace(analysis, spec=replace(analysis.spec, layers=tuple(layers))))
+
+
+def check(model: nn.Module, program: Program) -> None:
+    """Refuse a module with dropout that several layers call: a stage cannot know how often the others called it.
+
+    Raises:
+        LayoutError: there is one.
+    """
+    spec = program.step.model
     drawing = {mask.owner for mask in spec.masks}
     layers_of: dict[nn.Module, set[int]] = {}
     names: dict[nn.Module, str] = {}
@@ -400,7 +491,3 @@ def _check_masks(model: nn.Module, spec: ModelSpec) -> None:
             raise LayoutError(
                 f"{names[module]} draws the dropout masks of several layers: pp=1 works, and so does a module for each"
             )
-
-
-def _hidden(output: Any) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output

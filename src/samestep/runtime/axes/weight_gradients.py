@@ -7,7 +7,8 @@ Qi et al. 2023, arXiv:2401.10241. For y = x A, with G the gradient of y:
 
 A linear layer's own forward computes y, inside a function whose backward computes B and postpones W. W is then given to
 the weight by autograd, so hooks on the weight run, and the backward of casts in front of it. Everything that is not a
-linear layer (norms, biases, embeddings), and weights that several modules share, gets its whole gradient in B.
+linear layer (norms, biases, embeddings), and weights that several modules share, gets its whole gradient in B. Where
+other code reads a linear layer's weight too, that part comes in B, and the gradient is whole after W.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class Deferred:
     def add_up(self, microbatch: int) -> None:
         """Add the postponed gradients of a micro-batch to those of the weights, in the order of its backward."""
         for one in self._postponed.pop(microbatch, ()):
-            given, gradient = one.given.flatten(0, -2), one.gradient.flatten(0, -2)
+            given, gradient = one.given.flatten(0, -2).to(one.gradient.dtype), one.gradient.flatten(0, -2)
             product = given.T @ gradient if one.is_transposed else gradient.T @ given
-            torch.autograd.backward(one.weight, product)
+            torch.autograd.backward(one.weight, product.to(one.weight.dtype))
 
     def postpone(self, weight: Tensor, given: Tensor, gradient: Tensor, is_transposed: bool) -> None:
         """Postpone the gradient of a weight, `given` being the input of its layer and `gradient` that of its output."""
@@ -62,16 +63,27 @@ class Deferred:
 
     def _around(
         self, module: nn.Module, forward: Callable[[Tensor], Tensor], is_transposed: bool
-    ) -> Callable[[Tensor], Tensor]:
-        def call(x: Tensor) -> Tensor:
+    ) -> Callable[..., Tensor]:
+        def call(*args: Tensor, **named: Tensor) -> Tensor:
             weight, bias = module.weight, module.bias
+            (x,) = (*args, *named.values())
             assert isinstance(weight, Tensor)
             if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
                 return forward(x)
             # Inside a list autograd does not see the weight, and so computes no gradient for it.
             return _SplitBackward.apply(x, bias, [weight], forward, self, is_transposed)
 
+        setattr(call, _MARK, True)
         return call
+
+
+_MARK = "postpones_weight_gradient"
+
+
+def is_postponed(model: nn.Module, name: str) -> bool:
+    """Return whether a W task adds to the gradient of a weight, so that it is not whole before."""
+    path, _, leaf = name.rpartition(".")
+    return leaf == "weight" and hasattr(model.get_submodule(path).forward, _MARK)
 
 
 def _is_linear(module: nn.Module, facts: FamilyFacts) -> bool:
@@ -92,6 +104,7 @@ class _SplitBackward(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, boxed[0].detach())
         ctx.boxed, ctx.deferred, ctx.is_transposed = boxed, deferred, is_transposed
+        ctx.bias_dtype = None if bias is None else bias.dtype
         return forward(x)
 
     @staticmethod
@@ -99,6 +112,7 @@ class _SplitBackward(torch.autograd.Function):
         gradient = gradients[0]
         x, weight = ctx.saved_tensors
         ctx.deferred.postpone(ctx.boxed[0], x, gradient, ctx.is_transposed)
-        given = gradient @ (weight.T if ctx.is_transposed else weight)
-        bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        weight = weight.to(gradient.dtype)  # under the model's own autocast the output has another dtype
+        given = (gradient @ (weight.T if ctx.is_transposed else weight)).to(x.dtype)
+        bias = gradient.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
         return given, bias, None, None, None, None

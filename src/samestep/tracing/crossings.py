@@ -1,0 +1,159 @@
+"""The tensors that cross the boundary before each block, by the flow of a forward (`tracing/stages.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from samestep.models.spec import Crossing, LayerSpec
+from samestep.program.ops import BYTES_OF
+from samestep.tracing.stages import CannotPassError, Event, Flow, Value
+
+Sized = tuple[Flow, int]
+"""The flow of a batch, and its number of samples."""
+
+
+def with_crossings(
+    layers: Sequence[LayerSpec], flow: Flow, model: nn.Module, num_samples: int
+) -> tuple[LayerSpec, ...]:
+    """Return layers with what crosses the boundary before each block but the first, or why no stage can begin there.
+
+    Crossings stay empty where each block passes on one tensor to the next, as `passes_one_tensor` says. Dtypes are
+    taken for the compute dtype.
+    """
+    if passes_one_tensor(layers, flow, model):
+        return tuple(replace(layer, crossings=(), crossing_refusal="") for layer in layers)
+    return _crossed(layers, (flow, num_samples), None, None)
+
+
+def with_exact_crossings(
+    layers: Sequence[LayerSpec], one: Sized, more: Sized, compute: torch.dtype
+) -> tuple[LayerSpec, ...]:
+    """Return layers with what crosses each boundary, from flows of two numbers of samples in a run's own dtypes."""
+    return _crossed(layers, one, more, compute)
+
+
+def _crossed(
+    layers: Sequence[LayerSpec], one: Sized, more: Sized | None, compute: torch.dtype | None
+) -> tuple[LayerSpec, ...]:
+    found: list[LayerSpec] = []
+    for index, layer in enumerate(layers):
+        crossings: tuple[Crossing, ...] = ()
+        refusal = ""
+        if layer.is_block and any(before.is_block for before in found):
+            try:
+                crossings = _crossings(layers, index, one, more, compute)
+            except CannotPassError as reason:
+                refusal = str(reason)
+        found.append(replace(layer, crossings=crossings, crossing_refusal=refusal))
+    return tuple(found)
+
+
+def crossing_values(layers: Sequence[LayerSpec], index: int, flow: Flow) -> tuple[int, ...]:
+    """Return the values that cross the boundary before a layer.
+
+    Raises:
+        CannotPassError: no stage can begin there.
+    """
+    values = flow.crossing(boundary_before(layers, index, flow))
+    if not values:
+        raise CannotPassError("nothing of the layers before is read there or later")
+    return values
+
+
+def boundary_before(layers: Sequence[LayerSpec], index: int, flow: Flow) -> int:
+    """Return the event before which a stage begins with a layer.
+
+    Raises:
+        CannotPassError: none can.
+    """
+    before = {path for layer in layers[:index] for path in layer.modules}
+    after = {path for layer in layers[index:] for path in layer.modules}
+    return flow.boundary(after, before)
+
+
+def _crossings(
+    layers: Sequence[LayerSpec], index: int, one: Sized, more: Sized | None, compute: torch.dtype | None
+) -> tuple[Crossing, ...]:
+    """Describe the tensors that cross the boundary before a layer; a single one is named as the layer before it.
+
+    Raises:
+        CannotPassError: no stage can begin there, or what crosses depends on the number of samples.
+    """
+    before, (flow, few) = layers[index - 1].name, one
+    values = [flow.values[number] for number in crossing_values(layers, index, flow)]
+    sizes = [_numel(value) for value in values]
+    each, fixed = [size // few for size in sizes], [0] * len(sizes)
+    if more is not None:
+        others = [more[0].values[number] for number in crossing_values(layers, index, more[0])]
+        if [(o.maker, len(o.shape), o.dtype) for o in others] != [(v.maker, len(v.shape), v.dtype) for v in values]:
+            raise CannotPassError("other tensors cross the boundary for another number of samples")
+        each = [(_numel(other) - size) // (more[1] - few) for other, size in zip(others, sizes, strict=True)]
+        fixed = [size - few * part for size, part in zip(sizes, each, strict=True)]
+    found = []
+    for number, value in enumerate(values):
+        name = before if len(values) == 1 else f"{before}+{value.maker.rpartition(' ')[2]}.{number}"
+        dtype = "" if compute in (None, value.dtype) else str(value.dtype).removeprefix("torch.")
+        if dtype and dtype not in BYTES_OF:
+            raise CannotPassError(f"{value.maker} makes a tensor of {dtype}, which is read there or later")
+        found.append(
+            Crossing(
+                owner=name, elements=each[number], fixed_elements=fixed[number], dtype=dtype,
+                takes_gradient=value.takes_gradient,
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+def _numel(value: Value) -> int:
+    return torch.Size(value.shape).numel()
+
+
+def passes_one_tensor(
+    layers: Sequence[LayerSpec], flow: Flow, model: nn.Module, dtype: torch.dtype | None = None
+) -> bool:
+    """Return whether embeddings come first, and each block makes one tensor of the one that the layer before has made.
+
+    Then a stage can let the layers of others return what they are given. With `dtype`, that tensor must be of it.
+    """
+    blocks = [index for index, layer in enumerate(layers) if layer.is_block]
+    if len(blocks) < 2:
+        return True
+    starts = {path for layer in layers[: blocks[0]] for path in layer.modules}
+    between = {path for layer in layers[blocks[0] : blocks[-1] + 1] for path in layer.modules}
+    for event in flow.events:
+        if event.is_call and event.name in starts and not isinstance(model.get_submodule(event.name), nn.Embedding):
+            return False
+        if event.is_call and event.name in between and not _keeps_shape(event, flow):
+            return False
+    return all(_passes_one(layers, index, flow, dtype) for index in blocks[1:])
+
+
+def _keeps_shape(event: Event, flow: Flow) -> bool:
+    """Return whether a call makes one tensor, as large as its first argument."""
+    if event.first is None or not isinstance(event.outcome, Tensor) or event.makes[0] is None:
+        return False
+    given, made = flow.values[event.first], flow.values[event.makes[0]]
+    return given.shape == made.shape and given.dtype == made.dtype and made.takes_gradient
+
+
+def _passes_one(layers: Sequence[LayerSpec], index: int, flow: Flow, dtype: torch.dtype | None) -> bool:
+    """Return whether the only tensor that crosses the boundary before a layer goes from one module to the next."""
+    try:
+        boundary = boundary_before(layers, index, flow)
+    except CannotPassError:
+        return False
+    values = flow.crossing(boundary)
+    maker = flow.events[flow.values[values[0]].event] if len(values) == 1 else None
+    begins = flow.events[boundary]
+    return (
+        maker is not None
+        and maker.is_call
+        and maker.name == layers[index - 1].modules[-1]
+        and begins.name == layers[index].modules[0]
+        and begins.first == values[0]
+        and dtype in (None, flow.values[values[0]].dtype)
+    )

@@ -1,0 +1,377 @@
+"""What passes between runs of layers: the data flow between the modules with weights of one forward.
+
+Pipeline stages are runs of layers. Outside of their modules runs the model's own code, which a stage can repeat where it
+reads the batch alone (masks, positions, rotary angles), but not where it reads what other stages compute. So the forward
+is recorded as a series of *events*, each of which reads and makes *values*, tensors that depend on weights:
+
+    call      a call of a top-most module with weights; all tensors that it returns are values
+    function  a torch function outside of these modules that is given a value; its results are values
+
+```
+x0 = embed(ids)        call 0    makes 0
+x = blocks[0](x0)      call 1    reads 0    makes 1
+x = x + x0             function  reads 1 0  makes 2    ─── boundary before blocks.1: values 2 and 0 cross it
+x = blocks[1](x, x0)   call 3    reads 2 0  makes 3
+```
+The boundary before a layer is the event that calls its first module. A value crosses it if it was made before and is
+read there or later. A tensor that reaches a module past its arguments (through an attribute, a cache, a closure) cannot
+be passed on; the boundaries that it crosses are refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from samestep.building.families import FamilyFacts, facts_of
+
+_SHAPE_ALONE = (
+    frozenset(
+        f"{name}{suffix}"
+        for name in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
+        for suffix in ("_like",)
+    )
+    | {f"new_{name}" for name in ("zeros", "ones", "empty", "full", "tensor", "empty_strided")}
+    | {"_base.__get__"}
+)
+"""Functions that read the shape, dtype and device of their tensor, or what it views, and no value."""
+
+
+# -- what was recorded -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that depends on weights, as one forward made it."""
+
+    event: int
+    """Number of the event that made it."""
+    maker: str
+    """Path of the module that made it, or the module after which the function ran that made it."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    takes_gradient: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One call of a module with weights, or one torch function outside of them that is given values."""
+
+    name: str
+    """Path of the module, or name of the function."""
+    is_call: bool
+    reads: tuple[int, ...]
+    """Values among its arguments, in their order."""
+    outcome: Any
+    """What it returned, with tensors on the meta device."""
+    makes: tuple[int | None, ...]
+    """For each tensor of the outcome the value that it is, or None if it is an argument."""
+    given: tuple[int, ...]
+    """For each tensor of the outcome that is an argument, its place among the tensors given; -1 for the others."""
+    writes: tuple[tuple[int, int], ...]
+    """Arguments that it writes into: the place among the tensors given, and the value that the tensor is afterwards."""
+    is_random: bool = False
+    """Whether it draws random numbers."""
+    first: int | None = None
+    """The value of a call's first argument, if it is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """The events of one forward in order, their values, and the values that the model's outputs hold."""
+
+    events: tuple[Event, ...]
+    values: tuple[Value, ...]
+    hidden: tuple[tuple[int, int, str], ...]
+    """Reads past the arguments: the event that made the tensor, the event that read it, and both as text."""
+    last_reads: tuple[int, ...]
+    """For each value the last event that reads it; the number of events if the outputs hold it, -1 if nothing does."""
+
+    def crossing(self, boundary: int) -> tuple[int, ...]:
+        """Return the values that are made before an event and read by it or later."""
+        return tuple(
+            number for number, value in enumerate(self.values) if value.event < boundary <= self.last_reads[number]
+        )
+
+    def boundary(self, first: Collection[str], before: Collection[str]) -> int:
+        """Return the event that first calls one of the modules `first`.
+
+        Raises:
+            CannotPassError: a module of `before` is called after that, or a tensor passes by the arguments of modules.
+        """
+        calls = [(number, event.name) for number, event in enumerate(self.events) if event.is_call]
+        found = next((number for number, name in calls if name in first), None)
+        if found is None:
+            raise CannotPassError("none of its modules is called")
+        late = next((name for number, name in calls if number >= found and name in before), None)
+        if late is not None:
+            raise CannotPassError(f"{late} of an earlier layer is called after {self.events[found].name}")
+        text = next((text for made, read, text in self.hidden if made < found <= read), None)
+        if text is not None:
+            raise CannotPassError(text)
+        return found
+
+
+class CannotPassError(Exception):
+    """The reason why no stage can begin at a layer."""
+
+
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return a value with `change` applied to the tensors in its nested tuples, lists, mappings and dataclasses."""
+
+    def leaf(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return change(item)
+        if dataclasses.is_dataclass(item) and not isinstance(item, type):
+            found = copy.copy(item)
+            for one in dataclasses.fields(item):
+                if hasattr(item, one.name):
+                    object.__setattr__(found, one.name, mapped(getattr(item, one.name), change))
+            return found
+        return item
+
+    return tree_map(leaf, value)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors that `mapped` would change, in its order."""
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+    for item in tree_flatten(value)[0]:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+            for one in dataclasses.fields(item):
+                found += tensors_of(getattr(item, one.name, None))
+    return found
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a torch function; that of a property is the name of the attribute."""
+    if getattr(function, "__name__", "") == "__get__":
+        return f"{function.__self__.__name__}.__get__"
+    return str(getattr(function, "__name__", function))
+
+
+def reads_shape_alone(function: Any) -> bool:
+    """Return whether a torch function reads no value of the tensor that it is given."""
+    return name_of(function) in _SHAPE_ALONE
+
+
+# -- recording -------------------------------------------------------------------------------------
+
+
+class Tracing(Protocol):
+    """The part of a `ForwardTracer` that identifies storages."""
+
+    def key(self, tensor: Tensor) -> int:
+        """Return a number that identifies a tensor's storage."""
+        ...
+
+
+@dataclass(slots=True)
+class _Running:
+    """The event, or another function outside of modules, that runs now."""
+
+    number: int
+    name: str
+    storages: set[int]
+    """Storages of the tensors given."""
+
+
+class FlowRecorder(TorchFunctionMode):
+    """Records the events of one forward on the meta device, which runs inside; `ran` reports its operations."""
+
+    def __init__(self, tracer: Tracing) -> None:
+        super().__init__()
+        self._tracer = tracer
+        self._numbers = WeakIdKeyDictionary()
+        """The value that each tensor is."""
+        self._events: list[Event] = []
+        self._values: list[Value] = []
+        self._last_reads: list[int] = []
+        self._hidden: dict[tuple[int, int], str] = {}
+        self._makers: dict[int, int] = {}
+        """For each storage that an event has written, the first such event."""
+        self._running: _Running | None = None
+        self._last_call = ""
+        self._depth = 0
+        self._entered: list[tuple[list[Tensor], list[int]]] = []
+        self._is_active = False
+        self.is_random = False
+        """Whether the event that runs has drawn random numbers."""
+
+    @contextmanager
+    def over(self, module: nn.Module, is_outside: Callable[[str], bool]) -> Iterator[None]:
+        """Record a forward of `module` inside; modules that are outside (they hold the blocks) make no calls."""
+        facts = facts_of(module)
+        with ExitStack() as hooks:
+            for path, part in module.named_modules():
+                if not is_outside(path) and any(True for _ in part.parameters()):
+                    enter, leave = self._enter(path), self._leave(path, facts)
+                    hooks.enter_context(part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+                    hooks.enter_context(part.register_forward_hook(leave, with_kwargs=True))
+            hooks.enter_context(self)
+            self._is_active = True
+            yield
+            self._is_active = False
+
+    def finish(self, outputs: Any) -> Flow:
+        """Return what was recorded of a forward with these outputs."""
+        for tensor in tensors_of(outputs):
+            number = self._numbers.get(tensor)
+            if number is not None:
+                self._last_reads[number] = len(self._events)
+            elif self._maker(tensor) is not None:
+                self._note_hidden(self._maker(tensor), len(self._events), "the model's outputs")
+        hidden = tuple((*ends, text) for ends, text in self._hidden.items())
+        return Flow(tuple(self._events), tuple(self._values), hidden, tuple(self._last_reads))
+
+    def ran(self, read: Collection[int], written: Collection[int]) -> None:
+        """Record the storages that one operation reads, and those that it makes or writes into."""
+        if not self._is_active:
+            return
+        running = self._running
+        now = running.number if running else len(self._events)
+        allowed = running.storages if running else ()
+        for key in read:
+            maker = self._makers.get(key)
+            if maker is not None and maker != now and key not in allowed:
+                self._note_hidden(maker, now, running.name if running else "code that torch does not show")
+        if running is None or running.number < 0:
+            return
+        for key in written:
+            if key not in allowed:
+                self._makers.setdefault(key, now)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._depth or self._running is not None:
+            return func(*args, **kwargs)
+        given = tensors_of((args, kwargs))
+        values = [self._numbers[tensor] for tensor in given if tensor in self._numbers]
+        self._note_untracked(given, name_of(func))
+        if not values:
+            return func(*args, **kwargs)
+        versions = [tensor._version for tensor in given]
+        number = -1 if reads_shape_alone(func) else len(self._events)
+        self._begin(number, name_of(func), given)
+        try:
+            outcome = func(*args, **kwargs)
+            if number >= 0 and (tensors_of(outcome) or [tensor._version for tensor in given] != versions):
+                self._append(name_of(func), given, versions, outcome, is_call=False)
+        finally:
+            self._running = None
+        return outcome
+
+    def _begin(self, number: int, name: str, given: Sequence[Tensor]) -> None:
+        self._running = _Running(number, name, {self._tracer.key(tensor) for tensor in given})
+        self.is_random = False
+
+    def _note_untracked(self, given: Sequence[Tensor], name: str) -> None:
+        """Note a tensor given past the values: one that a module keeps, or a view of what was written."""
+        for tensor in given:
+            maker = None if tensor in self._numbers else self._maker(tensor)
+            if maker is not None and not name.endswith("__get__"):
+                self._note_hidden(maker, len(self._events), name)
+
+    def _maker(self, tensor: Tensor) -> int | None:
+        return self._makers.get(self._tracer.key(tensor)) if tensor.is_meta else None
+
+    def _note_hidden(self, maker: int | None, reader: int, name: str) -> None:
+        assert maker is not None
+        made = self._events[maker].name if maker < len(self._events) else name
+        text = f"{name} reads a tensor of {made} that is not passed on by arguments and results"
+        self._hidden.setdefault((maker, reader), text)
+
+    def _enter(self, path: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._depth += 1
+            if self._depth == 1 and self._running is None:
+                given = tensors_of((args, kwargs))
+                self._note_untracked(given, path)
+                self._entered.append((given, [tensor._version for tensor in given]))
+                self._begin(len(self._events), path, given)
+
+        return hook
+
+    def _leave(self, path: str, facts: FamilyFacts) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, kwargs: Any, outcome: Any) -> None:
+            self._depth -= 1
+            if self._depth == 0 and self._entered:
+                given, versions = self._entered.pop()
+                first = args[0] if args else kwargs[facts.name_of_hidden(kwargs)] if kwargs else None
+                self._append(path, given, versions, outcome, is_call=True, first=first)
+                self._running, self._last_call = None, path
+
+        return hook
+
+    def _append(
+        self, name: str, given: list[Tensor], versions: list[int], outcome: Any, *, is_call: bool, first: Any = None
+    ) -> None:
+        """Add the event that has just run."""
+        number, running = len(self._events), self._running
+        assert running is not None
+        reads = tuple(self._numbers[tensor] for tensor in given if tensor in self._numbers)
+        for value in reads:
+            self._last_reads[value] = number
+        maker = name if is_call else f"the code after {self._last_call or 'the start'}"
+        begins_with = self._numbers.get(first) if isinstance(first, Tensor) else None
+        places = {id(tensor): place for place, tensor in reversed(list(enumerate(given)))}
+        views = {self._tracer.key(tensor) for tensor in given if tensor.is_meta and tensor not in self._numbers}
+        writes = []
+        for place, (tensor, version) in enumerate(zip(given, versions, strict=True)):
+            if tensor._version != version and places[id(tensor)] == place:
+                self._note_views(tensor, number)
+                writes.append((place, self._new_value(tensor, number, maker)))
+        makes: list[int | None] = []
+        aliases: list[int] = []
+        made: dict[int, int] = {}
+        for tensor in tensors_of(outcome):
+            aliases.append(places.get(id(tensor), -1))
+            if aliases[-1] < 0 and id(tensor) not in made:
+                made[id(tensor)] = self._new_value(tensor, number, maker, views)
+            makes.append(None if aliases[-1] >= 0 else made[id(tensor)])
+        self._events.append(
+            Event(
+                name=name, is_call=is_call, reads=reads, outcome=_without_data(outcome), makes=tuple(makes),
+                given=tuple(aliases), writes=tuple(writes), is_random=self.is_random, first=begins_with,
+            )
+        )  # fmt: skip
+
+    def _new_value(self, tensor: Tensor, event: int, maker: str, views: Collection[int] = ()) -> int:
+        """Number a new value; one in a storage of `views` views a tensor that no weight has made."""
+        number = len(self._values)
+        self._values.append(Value(event, maker, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
+        self._last_reads.append(-1)
+        self._numbers[tensor] = number
+        if tensor.is_meta and self._tracer.key(tensor) not in views:
+            self._makers.setdefault(self._tracer.key(tensor), event)
+        return number
+
+    def _note_views(self, tensor: Tensor, event: int) -> None:
+        """Note that other tensors which view the same memory see what an event writes into one of them."""
+        key = self._tracer.key(tensor)
+        for other, number in list(self._numbers.items()):
+            if other is not tensor and self._tracer.key(other) == key and self._values[number].event < event:
+                made = self._values[number].event
+                text = f"{self._running.name if self._running else ''} writes into a view of a tensor of {self._values[number].maker}"
+                self._hidden.setdefault((made, event), text)
+
+
+def _without_data(outcome: Any) -> Any:
+    """Return an outcome whose tensors keep no autograd graph alive."""
+    return mapped(outcome, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))

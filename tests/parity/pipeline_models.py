@@ -1,0 +1,563 @@
+"""Models whose later layers read more than the tensor before them, as people write them, and some that hide what they read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.models import VOCABULARY
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.mix(self.norm(x)))
+
+
+class Language(nn.Module):
+    """Embedding, four blocks, head; the plainest forward is that of this class."""
+
+    block: type[nn.Module] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(self.block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Any:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+# -- more than one tensor --------------------------------------------------------------------------
+
+
+class FirstResidual(Language):
+    """The embeddings are added in front of every block (modded-nanogpt, Zamba2)."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = x0 = self.embed(input_ids)
+        for block in self.blocks:
+            x = torch.tanh(block(x + 0.5 * x0))
+        return self.head(x)
+
+
+class Skips(Language):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, skips = self.embed(input_ids), []
+        for block in self.blocks[:2]:
+            skips.append(x)
+            x = block(x)
+        for block in self.blocks[2:]:
+            x = block(x * torch.sigmoid(skips.pop()))
+        return self.head(x)
+
+
+class Between(Language):
+    """Code of the model between blocks, at a boundary and elsewhere."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = 1.5 * torch.tanh(block(x)) - x.mean(-1, keepdim=True)
+        return self.head(x)
+
+
+class AllStates(Language):
+    """Every hidden state has a part in the output, and is an output too."""
+
+    def forward(self, input_ids: Tensor) -> dict[str, Any]:
+        states = [self.embed(input_ids)]
+        for block in self.blocks:
+            states.append(block(states[-1]))
+        return {"logits": self.head(torch.stack(states).mean(0)), "states": states}
+
+
+class _Modulated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.scale = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        scale, shift = self.scale(F.silu(condition)).chunk(2, dim=-1)
+        return x + torch.tanh(self.mix(x * (1 + scale[:, None]) + shift[:, None]))
+
+
+class Conditioned(Language):
+    """A condition computed before the blocks, by an embedding, a linear layer and a norm (DiT, FiLM)."""
+
+    block = _Modulated
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.label, self.project, self.norm = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.LayerNorm(WIDTH),
+        )
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        condition = self.norm(self.project(self.label(input_ids[:, 0])))
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x, condition=condition)
+        return self.head(x)
+
+
+class _Cross(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_memory, self.mix = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return x + torch.tanh(self.mix(x)) * self.of_memory(memory).mean(1, keepdim=True)
+
+
+class TwoLists(nn.Module):
+    """An encoder and a decoder with a list of blocks each; every block of the decoder reads what the encoder made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(VOCABULARY, WIDTH)
+        self.encoder = nn.ModuleList(Block() for _ in range(2))
+        self.decoder = nn.ModuleList(_Cross() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        memory = self.source(input_ids.flip(1))
+        for block in self.encoder:
+            memory = block(memory)
+        x = self.target(input_ids)
+        for block in self.decoder:
+            x = block(x, memory)
+        return self.head(x)
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.both = nn.Transformer(WIDTH, 2, 2, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.both(self.embed(input_ids.flip(1)), self.embed(input_ids)))
+
+
+class TwoEmbeddings(Transformer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.source = nn.Embedding(VOCABULARY, WIDTH)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        source, target = self.source(input_ids.flip(1)), self.embed(input_ids)
+        return self.head(self.both(source, target))
+
+
+# -- other results than one tensor -----------------------------------------------------------------
+
+
+class _Pair(Block):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        y = super().forward(x)
+        return y, y.square().mean(-1)
+
+
+class Pairs(Language):
+    block = _Pair
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, total = self.embed(input_ids), 0.0
+        for block in self.blocks:
+            x, extra = block(x)
+            total = total + extra
+        return self.head(x) + total[..., None]  # type: ignore[index]
+
+
+class _Listed(Block):
+    def forward(self, x: Tensor, mask: Tensor) -> list[Any]:  # type: ignore[override]
+        return [super().forward(x * mask), None, mask]
+
+
+class Lists(Language):
+    """Blocks return their mask, which no weight has made, as some families of transformers do."""
+
+    block = _Listed
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, mask = self.embed(input_ids), (input_ids % 3 > 0)[..., None]
+        for block in self.blocks:
+            x, nothing, mask = block(x, mask)
+            assert nothing is None
+        return self.head(x)
+
+
+@dataclass
+class State:
+    hidden: Tensor
+    first: Tensor | None = None
+    depth: int = 0
+
+
+class _Stateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, state: State) -> State:
+        value = self.value(state.hidden)
+        first = value if state.first is None else state.first
+        return State(state.hidden + torch.tanh(self.mix(value + first)), first, state.depth + 1)
+
+
+class States(Language):
+    """A data class passes from block to block, with the values of the first one for all (value residual)."""
+
+    block = _Stateful
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        state = State(self.embed(input_ids))
+        for block in self.blocks:
+            state = block(state)
+        return self.head(state.hidden) / state.depth
+
+
+class Recurrent(nn.Module):
+    """Stacked recurrent layers, each of which starts in the state in which the one before has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(nn.GRU(WIDTH, WIDTH, batch_first=True) for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, state = self.embed(input_ids), None
+        for layer in self.layers:
+            x, state = layer(x, state)
+        return self.head(x)
+
+
+class _Biased(nn.Module):
+    def __init__(self, is_first: bool) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.table = nn.Embedding(12, 1) if is_first else None
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        if bias is None:
+            assert self.table is not None
+            positions = torch.arange(x.shape[1], device=x.device)
+            bias = self.table((positions[:, None] - positions).clamp(0, 11))[..., 0]
+        return x + self.mix(bias.tril().softmax(-1) @ x), bias
+
+
+class SharedBias(nn.Module):
+    """The first block makes a bias of pairs of positions for all blocks, as T5 does; it has no dimension of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(_Biased(index == 0) for index in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, bias = self.embed(input_ids), None
+        for block in self.blocks:
+            x, bias = block(x, bias)
+        return self.head(x)
+
+
+# -- widths, frozen starts, dtypes -----------------------------------------------------------------
+
+
+def widths() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 4)
+    )
+
+
+def images() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.GELU(), nn.Conv2d(4, 6, 3, stride=2, padding=1), nn.GELU(),
+        nn.Conv2d(6, 5, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 4),
+    )  # fmt: skip
+
+
+def last_layers_only() -> nn.Module:
+    model = Language()
+    model.embed.requires_grad_(False)
+    model.blocks[:3].requires_grad_(False)
+    return model
+
+
+def head_only() -> nn.Module:
+    model = FirstResidual().requires_grad_(False)
+    model.head.requires_grad_(True)
+    return model
+
+
+def frozen_condition() -> nn.Module:
+    model = Conditioned()
+    for part in (model.label, model.project, model.norm):
+        part.requires_grad_(False)
+    return model
+
+
+class _Stream(nn.Module):
+    dtype = torch.bfloat16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.to(self.mix.weight.dtype)
+        return (y + torch.tanh(self.mix(y))).to(self.dtype)
+
+
+class LowStream(Language):
+    """A residual stream in bf16, whatever the job's precision is."""
+
+    block = _Stream
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.to(self.head.weight.dtype))
+
+
+class _Raising(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.mix(x)).float()
+
+
+class HighStream(Language):
+    """A residual stream in float32, also in a job in bf16."""
+
+    block = _Raising
+
+
+# -- forms of code ---------------------------------------------------------------------------------
+
+
+class InPlace(Language):
+    """The model's own code writes into what blocks return, and into a tensor of its own."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        last = torch.zeros(4, *x.shape, dtype=x.dtype, device=x.device)
+        for index, block in enumerate(self.blocks):
+            x = block(x) * 1.0
+            x += 0.1 * index
+            x[:, 0] = 0.0
+            last[index] = x
+            x.mul_(1.1)
+        return self.head(x + last.sum(0))
+
+
+class Asking(Language):
+    """Code that asks modules for their class, their device and their dtype, and uses the shape of a result."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        positions = torch.arange(input_ids.shape[1], device=self.embed.weight.device)
+        x = x0 = self.embed(input_ids)
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            ramp = positions.to(block.mix.weight.dtype)[:, None] / x.shape[1]
+            x = block(x) + x0.new_ones(x.shape) * ramp.to(next(self.parameters()).device) + torch.zeros_like(x0)
+        return self.head(torch.cat([x, x0], dim=-1)[..., :WIDTH] + x0.detach())
+
+
+class Dropped(Language):
+    """Dropout in the model's own code, before, between and after the blocks, of a module and as a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = x0 = self.drop(self.embed(input_ids))
+        for block in self.blocks:
+            x = self.drop(block(x)) + F.dropout(x0, 0.1, self.training)
+        return self.head(F.dropout(x, 0.1, self.training))
+
+
+class Routed(Language):
+    """Whole numbers and truth values that weights have made cross boundaries too."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        best, is_large = x.argmax(-1, keepdim=True), x > 0.1
+        for block in self.blocks:
+            x = block(x)
+            x = x + x.gather(-1, best) * is_large
+        return self.head(x)
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 2
+
+
+class OwnFunction(Language):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = x0 = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(_Doubled.apply(x) * 0.4 + x0)
+        return self.head(x)
+
+
+class Parts(Language):
+    """Modules of blocks that the model calls by itself."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = x0 = self.embed(input_ids)
+        for block in self.blocks:
+            x = x + torch.tanh(block.mix(block.norm(x + x0)))  # type: ignore[operator, union-attr]
+        return self.head(x)
+
+
+class Views(Language):
+    """Parts of one tensor go separate ways."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        left, right = x.chunk(2, dim=-1)
+        for block in self.blocks:
+            x = block(torch.cat([left, right], dim=-1))
+            left, right = x.split(WIDTH // 2, dim=-1)
+            left, right = right.contiguous(), left
+        return self.head(torch.cat([left, right], -1))
+
+
+class Flattened(Language):
+    """Blocks work on rows of all samples, [samples x tokens, features]."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = x0 = self.embed(input_ids).flatten(0, 1)
+        for block in self.blocks:
+            x = block(x) + x0
+        return self.head(x).unflatten(0, input_ids.shape)
+
+
+class _TwoUses(Block):
+    """A linear layer's weight is used by its module and by the block's own code."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.mix(input=self.norm(x)) + F.linear(torch.tanh(x), self.mix.weight)
+        return x + torch.tanh(mixed)
+
+
+class TwoUses(Language):
+    block = _TwoUses
+
+
+class _Automatic(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return x + torch.tanh(self.mix(x))
+
+
+class Automatic(Language):
+    """Blocks compute under an autocast of their own."""
+
+    block = _Automatic
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+class _Keeping(Block):
+    kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        _Keeping.kept = self.mix(x) if _Keeping.kept is None else _Keeping.kept
+        return x + torch.tanh(_Keeping.kept)
+
+
+class Hidden(Language):
+    """The first block leaves a tensor for the others in an attribute."""
+
+    block = _Keeping
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        _Keeping.kept = None
+        return super().forward(input_ids)
+
+
+class Carrier:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class _Carrying(Block):
+    def forward(self, carrier: Carrier) -> Carrier:  # type: ignore[override]
+        return Carrier(super().forward(carrier.x))
+
+
+class Carried(Language):
+    """An object that is no container passes from block to block."""
+
+    block = _Carrying
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        carrier = Carrier(self.embed(input_ids))
+        for block in self.blocks:
+            carrier = block(carrier)
+        return self.head(carrier.x)
+
+
+class OneNorm(Language):
+    """One norm behind all blocks, so that no two of them can be apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = self.norm(block(x))
+        return self.head(x)
+
+
+class Twice(Language):
+    """The blocks are run twice, so the first stage would have to go on after the last."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return self.head(x)
+
+
+class WrittenThroughView(Language):
+    """A row of a tensor is written through a view of it that was made before the blocks."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        sums = torch.zeros_like(x)
+        row = sums[:, 0]
+        for block in self.blocks:
+            x = block(x)
+            row += x.mean(1)
+        return self.head(x + sums)

@@ -1,0 +1,203 @@
+"""Pipelines of code that passes more than one tensor between its layers: equal to one device in every schedule, or refused.
+
+float64, 1e-9, and the ledger. What crosses each boundary is read off the trace (`tracing/crossings.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from samestep.building.loss import loss_of
+from samestep.building.optimizer import optimizer_of
+from samestep.datasets import batches
+from samestep.errors import LayoutError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.program.step import StepSpec
+from samestep.runtime.assembly import Source
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run import Run
+from samestep.strategies import pipeline
+from tests import traced
+from tests.laboratory import Observed, assert_same, follow, job_of, perturbed
+from tests.models import Tokens
+from tests.parity import pipeline_models as models
+from tests.parity.test_odd_models import Pairs
+from tests.pool import pool
+
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Case:
+    build: Callable[[], nn.Module]
+    dataset: Callable[[], Any] = Tokens
+    loss: str = "cross_entropy"
+
+
+def _images() -> Pairs:
+    return Pairs((3, 12, 12), 4, classes=True)
+
+
+EQUAL = {
+    "plain": Case(models.Language),
+    "first_residual": Case(models.FirstResidual),
+    "skips": Case(models.Skips),
+    "between": Case(models.Between),
+    "all_states": Case(models.AllStates),
+    "conditioned": Case(models.Conditioned),
+    "two_lists": Case(models.TwoLists),
+    "two_embeddings": Case(models.TwoEmbeddings),
+    "pairs": Case(models.Pairs),
+    "lists": Case(models.Lists),
+    "states": Case(models.States),
+    "recurrent": Case(models.Recurrent),
+    "shared_bias": Case(models.SharedBias),
+    "widths": Case(models.widths, lambda: Pairs((6,), 4), "mse"),
+    "images": Case(models.images, _images),
+    "last_layers_only": Case(models.last_layers_only),
+    "head_only": Case(models.head_only),
+    "frozen_condition": Case(models.frozen_condition),
+    "low_stream": Case(models.LowStream),
+    "high_stream": Case(models.HighStream),
+    "in_place": Case(models.InPlace),
+    "asking": Case(models.Asking),
+    "dropped": Case(models.Dropped),
+    "routed": Case(models.Routed),
+    "own_function": Case(models.OwnFunction),
+    "parts": Case(models.Parts),
+    "views": Case(models.Views),
+    "flattened": Case(models.Flattened),
+    "two_uses": Case(models.TwoUses),
+}
+IN_FLOAT32 = {"automatic": Case(models.Automatic), "high_stream": EQUAL["high_stream"]}
+REFUSED = {
+    "hidden": (Case(models.Hidden), "blocks.1 reads a tensor of blocks.0 that is not passed on"),
+    "carried": (Case(models.Carried), "reads a tensor of blocks.0 that is not passed on"),
+    "one_norm": (Case(models.OneNorm), "norm of an earlier layer is called after blocks.1"),
+    "twice": (Case(models.Twice), "blocks.0 of an earlier layer is called after blocks.1"),
+    "written_through_view": (Case(models.WrittenThroughView), "add reads a tensor of add_ that is not passed on"),
+}
+LAYOUTS = ("pp=2 microbatch=4", "pp=2 microbatch=2 schedule=zero-bubble recompute=full")
+
+
+def _case(name: str) -> Case:
+    return (EQUAL | IN_FLOAT32)[name] if name in EQUAL or name in IN_FLOAT32 else REFUSED[name][0]
+
+
+def job_for(name: str, precision: str = "float64") -> Job:
+    return job_of(precision, 2, train={"loss": _case(name).loss}, optimizer={"clip_norm": 0.5})
+
+
+def run_of(rank: int, world: int, name: str, layout: str, job: Job) -> Run:
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    case, where = _case(name), Layout.parse(layout)
+    source = Source(perturbed(case.build), loss_of(job), optimizer_of(job), name)
+    example = next(batches(case.dataset(), job)).samples([0])
+    return Run(
+        replace(source, prepared=traced.prepared(f"stages {name}", source, job, example, where)), where, job, place
+    )
+
+
+def observe(rank: int, world: int, name: str, layouts: list[str], precision: str = "float64") -> list[Observed]:
+    job = job_for(name, precision)
+    return [follow(run_of(rank, world, name, layout, job), _case(name).dataset(), job, True) for layout in layouts]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _traced() -> None:
+    """Trace all models before the first rank is forked."""
+    for name in (*EQUAL, *IN_FLOAT32, *REFUSED):
+        run_of(0, 1, name, "dp=1", job_for(name))
+
+
+def hold(name: str, layouts: tuple[str, ...], ranks: int) -> None:
+    (reference,) = observe(0, 1, name, ["dp=1"])
+    found = pool(ranks).run(observe, name, list(layouts))
+    for index, layout in enumerate(layouts):
+        seen = [rank[index] for rank in found]
+        assert_same(seen, reference, TOLERANCE)
+        assert all(one.ledger == one.predicted for one in seen), layout
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        pytest.param(layout, name, marks=() if (index + turn) % 2 == 0 else pytest.mark.nightly)
+        for index, name in enumerate(EQUAL)
+        for turn, layout in enumerate(LAYOUTS)
+    ],
+)
+def test_stages_compute_what_one_device_computes(layout: str, name: str) -> None:
+    hold(name, (layout,), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("first_residual", "dp=2 pp=2 zero=1 microbatch=1 schedule=zero-bubble"),
+        ("two_uses", "dp=2 pp=2 zero=1 microbatch=1 schedule=zero-bubble"),
+        ("two_uses", "dp=2 pp=2 microbatch=2 schedule=zero-bubble"),
+        ("skips", "pp=4 microbatch=2"),
+        ("states", "pp=4 microbatch=1 schedule=gpipe"),
+        ("conditioned", "dp=2 pp=2 zero=3 microbatch=2"),
+        ("last_layers_only", "dp=2 pp=2 zero=3 microbatch=2"),
+        ("head_only", "dp=2 pp=2 zero=2 microbatch=2"),
+        ("all_states", "dp=2 pp=2 microbatch=1 schedule=interleaved virtual_stages=2"),
+        ("images", "dp=2 pp=2 microbatch=2"),
+    ],
+)
+def test_stages_compose_with_other_axes(name: str, layout: str) -> None:
+    hold(name, (layout,), 4)
+
+
+def evaluated(rank: int, world: int, name: str, layout: str) -> tuple[float, torch.Tensor]:
+    """Return a held-out loss and the outputs for three samples, which are fewer than a step has."""
+    job, dataset = job_for(name), _case(name).dataset()
+    run, batch = run_of(rank, world, name, layout, job), next(batches(dataset, job))
+    run.step(batch)
+    outputs = run.outputs(batch.samples(list(range(3))))
+    return run.evaluate(batch)[0], outputs["logits"] if isinstance(outputs, dict) else outputs
+
+
+@pytest.mark.parametrize("name", ["skips", "conditioned", "dropped", "in_place"])
+def test_stages_evaluate_and_give_outputs_as_one_device_does(name: str) -> None:
+    loss, outputs = evaluated(0, 1, name, "dp=1")
+    for found, given in pool(2).run(evaluated, name, "pp=2 microbatch=4"):
+        assert found == pytest.approx(loss, rel=1e-12)
+        assert torch.allclose(given, outputs, rtol=1e-9, atol=1e-12)
+
+
+def test_a_cut_of_the_sequence_is_refused_where_more_than_one_tensor_crosses() -> None:
+    spec = run_of(0, 1, "first_residual", "dp=1", job_for("first_residual"))._source.prepared.spec  # type: ignore[union-attr]
+    spec = replace(spec, slice_refusal="", length=12)
+    step = StepSpec.of(spec, job_for("first_residual"), Layout.parse("cp=2 pp=2"))
+    assert "blocks.1+embed.0" not in (pipeline.refusal(replace(step, layout=Layout.parse("pp=2"))) or "")
+    assert "pp=2 without cp=2 works" in str(pipeline.refusal(step))
+
+
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_a_dtype_of_ones_own_is_kept_in_float32_and_bf16(name: str) -> None:
+    """Layouts with the same micro-batches round alike, up to the order of float32 sums."""
+    for precision in ("float32", "bf16") if name != "automatic" else ("float32",):
+        (reference,) = observe(0, 1, name, ["dp=1 microbatch=4"], precision)
+        layouts = ["pp=2 microbatch=4", "pp=2 microbatch=4 schedule=zero-bubble"]
+        for ranks in zip(*pool(2).run(observe, name, layouts, precision), strict=True):
+            for one in ranks:
+                assert one.losses == pytest.approx(reference.losses, rel=3e-6)
+                assert one.ledger == one.predicted
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_passed_on_is_refused_by_name(name: str) -> None:
+    case, text = REFUSED[name]
+    with pytest.raises(LayoutError, match=text):
+        run_of(0, 2, name, "pp=2 microbatch=4", job_for(name)).prepare(
+            next(batches(case.dataset(), job_for(name))).samples([0])
+        )
