@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.building import plain
+from samestep.building import plain_calls
 from samestep.building.named_tensors import (
     NamedTensor,
     joined,
@@ -108,7 +108,7 @@ def _refuse(reason: str) -> str:
 def blueprint(source: Callable[[], nn.Module] | nn.Module, seed: int, waived: Waived = _refuse) -> Blueprint:
     """Build a model on the meta device, and return it with the tape that makes its tensors.
 
-    A build function is taped, and called plainly too where that fits (`building/plain.py`); of an instance the values are
+    A build function is taped, and called plainly too where that fits (`building/plain_calls.py`); of an instance the values are
     kept (not copied: do not train it meanwhile). Values that a build function looks at (`.item()`, `if`, `.numpy()`) are
     computed at once, unless they are random. `waived` takes a refusal of values that are made in no known way.
 
@@ -126,12 +126,12 @@ def blueprint(source: Callable[[], nn.Module] | nn.Module, seed: int, waived: Wa
     size_bytes = sum(tensor.nbytes for tensor in _distinct(made.module)) if made else 0
     doubtful = made is None or made._tape.holds_other_tensors or any(map(made.is_unmade, made.canonical.values()))
     calls, hindrance = None, "the model is too large to call it plainly"
-    if (doubtful or size_bytes <= plain.SMALL_BYTES) and plain.fits(size_bytes):
+    if (doubtful or size_bytes <= plain_calls.SMALL_BYTES) and plain_calls.fits(size_bytes):
         try:
-            calls = plain.call_twice(source, seed)
+            calls = plain_calls.call_twice(source, seed)
         except Exception as error:
             hindrance = f"the build function cannot be called plainly: {error}"
-    if made is None or (calls and plain.other_form(made.module, calls.module)):
+    if made is None or (calls and plain_calls.other_form(made.module, calls.module)):
         return _from_calls(calls, failure, seed)
     return _tried(made, calls, hindrance, waived)
 
@@ -179,7 +179,7 @@ def _distinct(module: nn.Module) -> list[Tensor]:
     return list({id(one.tensor): one.tensor for one in tensors_of(module)}.values())
 
 
-def _from_calls(calls: plain.PlainCalls | None, failure: Exception | None, seed: int) -> Blueprint:
+def _from_calls(calls: plain_calls.PlainCalls | None, failure: Exception | None, seed: int) -> Blueprint:
     """Return the blueprint of a build function that cannot be taped: all its values must be constants.
 
     Raises:
@@ -197,7 +197,7 @@ def _from_calls(calls: plain.PlainCalls | None, failure: Exception | None, seed:
     return _of(calls.module, Tape(), seed, from_instance=True)
 
 
-def _tried(made: Blueprint, calls: plain.PlainCalls | None, hindrance: str, waived: Waived) -> Blueprint:
+def _tried(made: Blueprint, calls: plain_calls.PlainCalls | None, hindrance: str, waived: Waived) -> Blueprint:
     """Return a blueprint with the plain value of each constant that the tape does not make to the bit.
 
     Raises:
@@ -211,9 +211,9 @@ def _tried(made: Blueprint, calls: plain.PlainCalls | None, hindrance: str, waiv
                 refused.append(made.no_values(name, hindrance))
         elif not calls.differs(name):
             first = calls.first[name]
-            if made.is_unmade(name) and plain.is_unfilled(first):
+            if made.is_unmade(name) and plain_calls.is_unfilled(first):
                 refused.append(f"{name} is never given values (torch.empty): fill it where it is made")
-            elif made.is_unmade(name) or not plain.same_bits(made.materialize(name, torch.device("cpu")), first):
+            elif made.is_unmade(name) or not plain_calls.same_bits(made.materialize(name, torch.device("cpu")), first):
                 constants[name] = first.clone(memory_format=torch.contiguous_format)
         elif reason := _unlike(made, calls, name):
             refused.append(reason)
@@ -223,7 +223,7 @@ def _tried(made: Blueprint, calls: plain.PlainCalls | None, hindrance: str, waiv
     return replace(made, drawn=made.drawn - set(constants), constants=constants, waived=tuple(refused))
 
 
-def _unlike(made: Blueprint, calls: plain.PlainCalls, name: str) -> str:
+def _unlike(made: Blueprint, calls: plain_calls.PlainCalls, name: str) -> str:
     """Return why the tape does not draw a tensor that differs between two plain calls; empty if it does."""
     if made.is_unmade(name):
         return (
@@ -231,13 +231,13 @@ def _unlike(made: Blueprint, calls: plain.PlainCalls, name: str) -> str:
         )
     taped = made.materialize(name, torch.device("cpu"))
     if name not in made.drawn:
-        if plain.same_bits(taped, calls.first[name]):
+        if plain_calls.same_bits(taped, calls.first[name]):
             return ""  # numbers of Python or numpy, from the job's seed
         return (
             f"{name} differs between two calls of the build function, and torch did not draw it (a generator without a "
             f"seed, or something that the function uses up): {WAY_OUT}"
         )
-    if plain.agrees_by_chance(taped, calls, name):
+    if plain_calls.agrees_by_chance(taped, calls, name):
         return ""
     return f"{name} is loaded in part, and the tape draws that part: {WAY_OUT}"
 

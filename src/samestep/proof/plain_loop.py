@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from samestep.building import plain
+from samestep.building import plain_calls
 from samestep.building.families import facts_of
 from samestep.building.model import call_model
 from samestep.building.named_tensors import map_attributes, tensors_of
@@ -59,7 +59,9 @@ def _model(run: Run, source: Source, steps: PlainSteps) -> nn.Module:
     assert source.prepared is not None
     ours, job = source.prepared.blueprint, run.job
     model = (
-        copy.deepcopy(source.model) if isinstance(source.model, nn.Module) else plain.call(source.model, job.train.seed)
+        copy.deepcopy(source.model)
+        if isinstance(source.model, nn.Module)
+        else plain_calls.call(source.model, job.train.seed)
     )
     for name, tensor in {one.name: one.tensor for one in tensors_of(model)}.items():
         if name not in ours.canonical:

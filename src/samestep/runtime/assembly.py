@@ -52,11 +52,11 @@ from samestep.strategies import program_of
 from samestep.strategies.tensor import refuse_degree
 from samestep.tracing import cut_proof, samples, sequence_boundaries, sequence_proof, slices, state, tensor_plan
 from samestep.tracing import experts as experts_module
+from samestep.tracing.feature_units import MixesError
 from samestep.tracing.operations import Operation, Recorder
 from samestep.tracing.rank_trial import DiffersError
 from samestep.tracing.trace import containers_of, samples_traced, trace
 from samestep.tracing.traced_model import TracedModel
-from samestep.tracing.units import MixesError
 
 # Order matters: from the inside out, as in `strategies.STACK`.
 TWINS: tuple[ModuleType, ...] = (tensor, expert)

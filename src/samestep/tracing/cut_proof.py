@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from samestep.building.families import facts_of
 from samestep.building.loss import prediction_of
 from samestep.errors import InputError
+from samestep.tracing.feature_units import Flow, MixesError, UnitRows, WeightCut
 from samestep.tracing.features import data_in, follow, owners_in
 from samestep.tracing.forward import ForwardTracer, NeedsValuesError, ValueOf, tensors_in, watch_forward
 from samestep.tracing.operations import Operation, Recorder, view_of
 from samestep.tracing.partial_gradients import COPYING, PartialGradients, partial_gradients
-from samestep.tracing.rank_trial import Count, DiffersError, Forward, Trial, alike, having
+from samestep.tracing.rank_trial import Count, DiffersError, Forward, RankTrial, alike, having
 from samestep.tracing.trace import containers_of, samples_traced
-from samestep.tracing.units import Flow, MixesError, Rows, WeightCut
 
 FUSED = 3
 """Style `qkv`: three weights in one."""
@@ -141,7 +141,7 @@ def _uses(operations: list[Operation], flow: Flow, partial: PartialGradients) ->
         if not owners or not data:
             continue
         states = dict(zip(op.given, flow.history[index], strict=False))
-        is_cut = index in partial.operations or any(isinstance(states[view], Rows) for view in data)
+        is_cut = index in partial.operations or any(isinstance(states[view], UnitRows) for view in data)
         for owner in {op.where} & owners or owners:
             uses.setdefault(owner, set()).add(("cut" if owner == op.where else "elsewhere") if is_cut else "whole")
     return uses
@@ -218,7 +218,7 @@ def with_degree(
     left_whole = {_owner(name) for name in proof.cuts if name not in cuts}
     styles = {path: style for path, style in proof.styles.items() if path not in left_whole}
     flow = follow(operations, model, styles, cuts)
-    trial = Trial(model, styles, cuts, {name: degrees[name] for name in cuts}, degree, operations, flow, forward)
+    trial = RankTrial(model, styles, cuts, {name: degrees[name] for name in cuts}, degree, operations, flow, forward)
     known = [replace(count, divisor=degree) for count in proof.counts if count.divisor == proof.degree]
     return replace(proof, degree=degree, counts=tuple(trial.counts(known)))
 

@@ -2,7 +2,7 @@
 
 Units are followed by storage. In the output [B, T, D] of a column cut, each of the D features is a unit:
 
-    Rows(stride=1, units=D)      the element at offset o of the storage belongs to unit (o // stride) % units
+    UnitRows(stride=1, units=D)      the element at offset o of the storage belongs to unit (o // stride) % units
 
 A view needs no rule, since its strides say where the units are: seen as [B, T, heads, width], the same storage has units
 of `width` features, and may be cut between heads only. Every operation must then compute each unit by itself:
@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from samestep.tracing.feature_rules import COPIES, EVENTS, FILLS, RULES, pointwise
+from samestep.tracing.feature_units import Flow, LikeError, MixesError, UnitRows, WeightCut, named, place
 from samestep.tracing.operations import Operation, View
-from samestep.tracing.units import Flow, LikeError, MixesError, Rows, WeightCut, named, place
 
 _aten = torch.ops.aten
 
@@ -53,7 +53,7 @@ def follow(
             if name in cuts:
                 cut = cuts[name]
                 flow.groups[name] = tensor.shape[cut.dim] // cut.parts
-                flow.states[storage] = Rows(tensor.stride(cut.dim), flow.groups[name], frozenset({name}))
+                flow.states[storage] = UnitRows(tensor.stride(cut.dim), flow.groups[name], frozenset({name}))
         try:
             for op in operations:
                 _carry_on(flow, op)
@@ -130,7 +130,7 @@ def _compute(flow: Flow, op: Operation) -> None:
     rule = pointwise if is_pointwise else RULES.get(packet)
     if rule is None:
         states = (flow.states.get(view.storage) for view in cut)
-        units = named({name for state in states if isinstance(state, Rows) for name in state.sources})
+        units = named({name for state in states if isinstance(state, UnitRows) for name in state.sources})
         raise MixesError(f"{place(op)} computes {op.name} of {units}, and nothing is known of this operation")
     for view, found in zip(op.results, rule(flow, op), strict=False):
         flow.learn(view, found, op)

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from samestep.models.spec import is_below
+from samestep.tracing.feature_units import Flow, MixesError, UnitRows
 from samestep.tracing.operations import Operation, View
-from samestep.tracing.units import Flow, MixesError, Rows
 
 COPYING = ("column", "qkv", "gather", "vocab")
 """Styles of modules whose input is copied; an embedding, cut by vocabulary too, is given tokens without gradients."""
@@ -82,14 +82,14 @@ class _Search:
         """Return whether an operation has an operand that tp cuts."""
         op = self.operations[index]
         return op.func not in ("left", "outputs") and any(
-            isinstance(state, Rows) for state in self.flow.history[index][: len(op.given)]
+            isinstance(state, UnitRows) for state in self.flow.history[index][: len(op.given)]
         )
 
     def is_whole_data(self, view: View, index: int) -> bool:
         """Return whether an operand takes a gradient, and is neither a weight nor cut."""
         op = self.operations[index]
         state = self.flow.history[index][op.given.index(view)]
-        return view.takes_gradient and view.storage not in self._weights and not isinstance(state, Rows)
+        return view.takes_gradient and view.storage not in self._weights and not isinstance(state, UnitRows)
 
     def is_copied_input(self, view: View, op: Operation) -> bool:
         """Return whether a tensor is the input of a module that is cut by columns, whose code runs."""

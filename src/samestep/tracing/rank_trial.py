@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from samestep.errors import ModelError
 from samestep.models.spec import is_below
 from samestep.tracing.feature_rules import FILLS
+from samestep.tracing.feature_units import Flow, State, UnitDim, UnitRows, WeightCut, along, part_of
 from samestep.tracing.operations import Operation, Recorder, View
-from samestep.tracing.units import Along, Flow, Rows, State, WeightCut, along, part_of
 
 Forward = Callable[[Recorder], None]
 """Runs the model's forward, with its operations recorded; raises a `ModelError` if that fails."""
@@ -113,10 +113,15 @@ class _Compared(Recorder):
             return "" if (whole.values, whole.shape) == (mine.values, mine.shape) else "with other constants on a rank"
         if whole.numel == mine.numel == 0:
             return ""
-        degrees = {self.degree, *(self.degrees[name] for name in (state.sources if isinstance(state, Rows) else ()))}
+        degrees = {
+            self.degree,
+            *(self.degrees[name] for name in (state.sources if isinstance(state, UnitRows) else ())),
+        }
         for degree in degrees:
             part = (
-                part_of(whole, state, degree) if isinstance(state, Rows) else _repeated_like(whole, mine, degree, state)
+                part_of(whole, state, degree)
+                if isinstance(state, UnitRows)
+                else _repeated_like(whole, mine, degree, state)
             )
             if part is None or part.shape != mine.shape:
                 continue
@@ -131,7 +136,7 @@ class _Compared(Recorder):
         """Return whether a rank's view shows its part of the whole model's view."""
         if whole.storage not in self.copies and mine.storage not in self.mine:
             return self._is_same(whole.storage, mine.storage) and (state is None or _shows(part) == _shows(mine))
-        found = along(whole, state) if isinstance(state, Rows) else None
+        found = along(whole, state) if isinstance(state, UnitRows) else None
         for index in _places(mine.shape):
             there = index if found is None else _in_whole(index, found, degree)
             if not self._is_same_element(whole, there, state, mine, index):
@@ -152,7 +157,7 @@ class _Compared(Recorder):
             mine = self.mine[mine.storage].given[0]
         if not self._is_same(whole.storage, mine.storage):
             return False
-        if not isinstance(state, Rows):
+        if not isinstance(state, UnitRows):
             return a == b
         periods = {state.period // n for n in (self.degree, *(self.degrees[name] for name in state.sources))}
         return any(b // period * state.period + b % period == a for period in periods)
@@ -185,7 +190,7 @@ def _places(shape: tuple[int, ...]) -> Iterator[list[int]]:
         yield [turn * 7919 // (dim + 1) % size for dim, size in enumerate(shape)]
 
 
-def _in_whole(index: list[int], found: Along, degree: int) -> list[int]:
+def _in_whole(index: list[int], found: UnitDim, degree: int) -> list[int]:
     """Return the index in the whole tensor of an element of the first rank's part."""
     mine = found.units // degree * found.inner
     outer, rest = divmod(index[found.dim], mine)
@@ -237,7 +242,7 @@ def numbers_of(op: Operation) -> list[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class RankTrial:
     """The forward of a rank of this degree, held against that of the whole model."""
 
     model: nn.Module

@@ -1,6 +1,6 @@
 """The units (heads, neurons, tokens of a vocabulary) that tensors of a forward hold, told by their storages.
 
-    Rows(stride=1, units=D)      the element at offset o of the storage belongs to unit (o // stride) % units
+    UnitRows(stride=1, units=D)      the element at offset o of the storage belongs to unit (o // stride) % units
 
 `tracing/features.py` follows them from the weights that a plan cuts through every operation.
 """
@@ -35,7 +35,7 @@ class WeightCut:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class UnitRows:
     """The units of a storage: the element at offset o belongs to unit (o // stride) % units."""
 
     stride: int
@@ -49,13 +49,13 @@ class Rows:
         return self.stride * self.units
 
 
-State = Rows | Literal["uniform", "partial"] | frozenset[tuple[int, int]] | None
+State = UnitRows | Literal["uniform", "partial"] | frozenset[tuple[int, int]] | None
 """What a storage holds: units; equal elements; summands of one rank each; elements that repeat along dimensions of
 these strides and sizes; or None, a tensor that every rank has whole."""
 
 
 @dataclass(frozen=True, slots=True)
-class Along:
+class UnitDim:
     """The dimension of a view that has the units: index k belongs to unit (k // inner) % units."""
 
     dim: int
@@ -67,7 +67,7 @@ class Along:
     """Whether it is the last dimension of the view."""
 
 
-def along(view: View, rows: Rows) -> Along | None:
+def along(view: View, rows: UnitRows) -> UnitDim | None:
     """Return the dimension of a view that has the units of its storage; None where they are not apart in one."""
     period, best = rows.period, -1
     for dim, (size, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
@@ -89,13 +89,13 @@ def along(view: View, rows: Rows) -> Along | None:
     outer = view.shape[best] * step // period
     is_last = best == len(view.shape) - 1
     if rows.stride % step == 0:
-        return Along(best, rows.units, rows.stride // step, outer, rows.sources, is_last)
+        return UnitDim(best, rows.units, rows.stride // step, outer, rows.sources, is_last)
     if step % rows.stride == 0 and period % step == 0:
-        return Along(best, period // step, 1, outer, rows.sources, is_last)
+        return UnitDim(best, period // step, 1, outer, rows.sources, is_last)
     return None
 
 
-def _parts_in(view: View, rows: Rows) -> int:
+def _parts_in(view: View, rows: UnitRows) -> int:
     """Return the number of equal parts of which a view shows one; 1 if it does not."""
     within = [(size, stride) for size, stride in zip(view.shape, view.strides, strict=True) if 0 < stride < rows.period]
     shown = 1 + sum((size - 1) * stride for size, stride in within)
@@ -103,7 +103,7 @@ def _parts_in(view: View, rows: Rows) -> int:
     return rows.period // shown if whole_units and rows.period % shown == 0 else 1
 
 
-def part_of(view: View, rows: Rows, degree: int) -> View | None:
+def part_of(view: View, rows: UnitRows, degree: int) -> View | None:
     """Return the view of a rank that holds one of `degree` equal parts of the units; None where there is none."""
     found = along(view, rows)
     if found is None or found.units % degree:
@@ -137,12 +137,12 @@ class Flow:
     """State of each operand and result of every operation."""
     made_of: dict[int, str] = field(default_factory=dict)
     """Storages made element by element of one weight, by its name."""
-    prediction: Along | None = None
+    prediction: UnitDim | None = None
     """The units of the model's prediction."""
     others_cut: bool = False
     """Whether another output has units."""
 
-    def along(self, view: View, op: Operation) -> Along | None:
+    def along(self, view: View, op: Operation) -> UnitDim | None:
         """Return the dimension of a tensor that has units; None for a tensor without.
 
         Raises:
@@ -151,7 +151,7 @@ class Flow:
         state = self.states.get(view.storage) if view.values is None else None
         if state == "partial":
             raise MixesError(f"{place(op)} computes {op.name} on sums of which each rank has a summand")
-        if not isinstance(state, Rows) or view.numel == 0:
+        if not isinstance(state, UnitRows) or view.numel == 0:
             return None
         found = along(view, state)
         if found is None:
@@ -165,7 +165,7 @@ class Flow:
             self.groups[name] = math.gcd(self.groups[name], found.units)
         return found
 
-    def check_whole(self, view: View, dim: int, found: Along, op: Operation) -> None:
+    def check_whole(self, view: View, dim: int, found: UnitDim, op: Operation) -> None:
         """Check that a tensor without units does not tell the units along its dimension `dim` apart.
 
         Raises:
@@ -190,7 +190,7 @@ class Flow:
         state = self.states.get(view.storage)
         return state == "uniform" or (isinstance(state, frozenset) and (view.strides[dim], view.shape[dim]) in state)
 
-    def learn(self, view: View, found: Along | None, op: Operation) -> None:
+    def learn(self, view: View, found: UnitDim | None, op: Operation) -> None:
         """Store the units of a result.
 
         Raises:
@@ -199,8 +199,8 @@ class Flow:
         if found is None:
             return
         state = self.states.get(view.storage)
-        rows = Rows(view.strides[found.dim] * found.inner, found.units, found.sources)
-        if isinstance(state, Rows):
+        rows = UnitRows(view.strides[found.dim] * found.inner, found.units, found.sources)
+        if isinstance(state, UnitRows):
             held = along(view, state)
             if held is None or (held.dim, held.outer) != (found.dim, found.outer):
                 raise MixesError(f"{place(op)} writes {named(found.sources)} into other rows of another tensor")
