@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from samestep.building import plain_calls
 from samestep.building.initial_values import Blueprint, blueprint, fill_rest
 from samestep.building.loss import cross_entropy
 from samestep.datasets import batches
@@ -249,7 +248,7 @@ def test_the_calls_change_no_random_state():
 
 
 def test_a_large_model_without_files_is_not_called_plainly(monkeypatch):
-    monkeypatch.setattr(plain, "SMALL_BYTES", 8)
+    monkeypatch.setattr(plain_calls, "SMALL_BYTES", 8)
     calls = []
 
     def build() -> nn.Module:
@@ -263,7 +262,7 @@ def test_a_large_model_without_files_is_not_called_plainly(monkeypatch):
 
 
 def test_a_model_that_does_not_fit_is_made_by_the_tape_alone(monkeypatch):
-    monkeypatch.setattr(plain, "fits", lambda size_bytes: False)
+    monkeypatch.setattr(plain_calls, "fits", lambda size_bytes: False)
     assert_filled(blueprint(from_pt, SEED), from_pt(), set(dict(Net().named_parameters())))
     with pytest.raises(ModelError, match=r"scale is never given values.*too large"):
         blueprint(unfilled, SEED)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from samestep.building import plain_calls
 from samestep.building.initial_values import Blueprint
 from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import optimizer_of
@@ -216,7 +215,7 @@ def test_code_that_cannot_be_called_plainly_is_said(tmp_path, monkeypatch):
     def call(source: Any, seed: int) -> nn.Module:
         raise RuntimeError("no files\nhere")
 
-    monkeypatch.setattr(plain, "call", call)
+    monkeypatch.setattr(plain_calls, "call", call)
     _, cause, _ = verdict_of(CLEAN["plain"], tmp_path)
     assert cause is None
     job = verify._proving(CLEAN["plain"].job, 3)
