@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -591,7 +592,9 @@ def checkpointing_gpt2() -> nn.Module:
     )
     config.use_cache = False
     model = AutoModelForCausalLM.from_config(config)
-    model.gradient_checkpointing_enable()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the newer name of this method
+        model.gradient_checkpointing_enable()
     return model
 
 

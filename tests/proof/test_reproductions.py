@@ -23,14 +23,11 @@ PENDING: dict[str, tuple[str, ...]] = {
     "linear called by keyword": ("dp=1 pp=2 microbatch=2 schedule=zero-bubble",),  # item 3
     "linear under its own autocast": EVERY,  # item 3
     "rule that starts late": EVERY,  # item 5
-    "unused weights under decay": EVERY,  # item 5
     "token shift": EVERY,  # item 1
     "mean over padding": EVERY,  # item 1
-    "gradient_checkpointing_enable": EVERY,  # item 4
     "weights clamped by hand": ("dp=1 offload",),  # item 4
     "experts that weigh by themselves": EVERY,  # item 5
     "experts without rows": EVERY,  # item 5
-    "forward(**batch)": EVERY,  # item 6
     "counters in an optimizer's groups": EVERY,  # item 6
     "teacher that follows": EVERY,  # item 6
     "buffers of later stages": ("dp=1 pp=2 microbatch=8",),  # item 6
