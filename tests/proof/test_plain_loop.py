@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from samestep.building import plain_calls
 from samestep.building.initial_values import Blueprint
 from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import optimizer_of

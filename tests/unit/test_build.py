@@ -129,8 +129,8 @@ def test_a_wrong_family_or_field_is_named(family: str, config: dict[str, Any], m
 
 
 def test_other_names_of_a_field_are_known() -> None:
-    assert model_source(hf_job("gpt2", hidden_size=16, n_head=2, n_layer=1)).args[0].n_embd == 16  # type: ignore[attr-defined]
-    rope = model_source(hf_job("llama", **TINY_LLAMA, rope_theta=77.0)).args[0].rope_parameters  # type: ignore[attr-defined]
+    assert model_source(hf_job("gpt2", hidden_size=16, n_head=2, n_layer=1)).args[1].n_embd == 16  # type: ignore[attr-defined]
+    rope = model_source(hf_job("llama", **TINY_LLAMA, rope_theta=77.0)).args[1].rope_parameters  # type: ignore[attr-defined]
     assert rope["rope_theta"] == 77.0
     # qwen3_moe reads head_dim, and does not declare it.
     model_source(hf_job("qwen3_moe", head_dim=8))

@@ -250,8 +250,10 @@ def _waves(m: int, n: int, count: int, rows: int, columns: int, k: int, num_unit
     If there are fewer tiles than multiprocessors, several share a tile, and each takes a part of its steps.
     """
     tiles = count * math.ceil(m / rows) * math.ceil(n / columns)
-    shared = max(1, min(num_units // tiles, k // SPLIT))
-    return max(math.ceil(tiles * shared / num_units), 1) * (math.ceil(k / shared) + FILL)
+    shared = max(1, num_units // tiles)
+    if shared == 1:
+        return math.ceil(tiles / num_units) * (k + FILL)
+    return max(math.ceil(k / shared), min(k, SPLIT)) + FILL
 
 
 DTYPE_BYTES = {"float8": 1, "float4": 1}
