@@ -154,7 +154,12 @@ TECHNIQUES = (
     ("pipelines", "strategies/pipeline.py runtime/axes/pipeline.py"),
     ("schedule=gpipe|1f1b|interleaved|zero-bubble", "schedules.py runtime/axes/weight_gradients.py"),
     ("tied embeddings", "strategies/pipeline.py program/holding.py runtime/axes/data.py runtime/axes/shard.py"),
-    ("context parallelism", "strategies/context.py runtime/axes/context.py tracing/independence.py"),
+    ("context parallelism", "strategies/context.py runtime/axes/context.py tracing/slices.py"),
+    (
+        "proof of independence",
+        "tracing/independence.py tracing/dependence_rules.py tracing/samples.py tracing/slices.py",
+    ),
+    ("watching", "runtime/guards/canary.py runtime/guards/drift.py"),
     ("packed documents", "datasets/documents.py"),
     ("mixtures of experts", "tracing/experts.py building/families.py"),
     ("expert parallelism", "strategies/expert.py runtime/axes/expert.py"),

@@ -46,10 +46,12 @@ if TYPE_CHECKING:
     from samestep.runtime.processes.workers import launch
     from samestep.runtime.run import parallelize
     from samestep.simulation.simulate import simulate
+    from samestep.tracing.dependence_rules import independent
     from samestep.training.train import train
 
 _LAZY = {
     "batches": ("samestep.datasets", "batches"),
+    "independent": ("samestep.tracing.dependence_rules", "independent"),
     "launch": ("samestep.runtime.processes.workers", "launch"),
     "layouts": ("samestep.planning.legality", "layouts"),
     "measure": ("samestep.measurement.profile", "measure"),
@@ -78,6 +80,7 @@ __all__ = [
     "UnprovenError",
     "WorkerError",
     "batches",
+    "independent",
     "launch",
     "layouts",
     "load",

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import random
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -326,11 +328,27 @@ def _resumed(rank: int, world: int, case: Reproduction, layout: str) -> Observed
 # -- for the documents -----------------------------------------------------------------------------
 
 
+OUTCOMES = Path(__file__).parent / "reproductions.json"
+"""What each layout makes of each case, as the tests assert it; `python -m tests.proof.reproductions` writes it anew."""
+
+
 def table() -> str:
     """Return every case with its cause and what each layout makes of it, as a table of Markdown."""
-    lines = ["| code | cause | layout | outcome |", "| --- | --- | --- | --- |"]
+    known = json.loads(OUTCOMES.read_text(encoding="utf-8"))
+    lines = ["| code | before | layout | outcome |", "| --- | --- | --- | --- |"]
     for case in REPRODUCTIONS:
-        for layout in case.layouts:
-            found = outcome(case, layout)
-            lines.append(f"| {case.name} | {case.cause or 'legal'} | `{layout}` | {found.kind} |")
+        kind = "was wrong" if case.cause else "legal"
+        lines += [f"| {case.name} | {kind} | `{layout}` | {known[case.name][layout]} |" for layout in case.layouts]
     return "\n".join(lines)
+
+
+def write() -> None:
+    """Run all cases and write their outcomes."""
+    found = {case.name: {layout: outcome(case, layout).kind for layout in case.layouts} for case in REPRODUCTIONS}
+    OUTCOMES.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write()
