@@ -173,7 +173,8 @@ class Spied(nn.Module):
 
 
 def spied_loss(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    SPIED.add(("loss", outputs.dtype, None))
+    if outputs.dtype is not torch.float64:  # in which the loss is tried, once
+        SPIED.add(("loss", outputs.dtype, None))
     return cross_entropy(outputs, batch)
 
 

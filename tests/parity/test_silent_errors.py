@@ -51,6 +51,10 @@ def test_whole_weights_on_cut_tensors_need_no_word_in_a_plan(layout: str) -> Non
     prove(layout, "unsaid")
 
 
+def test_a_weight_behind_a_cut_head_meets_whole_logits() -> None:
+    prove("tp=2", "used_behind_the_head")
+
+
 @pytest.mark.parametrize(
     ("model", "text"),
     [
@@ -60,11 +64,7 @@ def test_whole_weights_on_cut_tensors_need_no_word_in_a_plan(layout: str) -> Non
         ),
         (
             "used_by_another",
-            "a weight of blocks.0.attention.head_norm is used on a tensor that tp cuts by another module",
-        ),
-        (
-            "used_behind_the_head",
-            "a weight of last is used on a tensor that tp cuts behind the last block: use it before the head",
+            "blocks.0.attention computes mul of what tp cuts .* which every rank would hold whole",
         ),
     ],
 )

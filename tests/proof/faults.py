@@ -611,18 +611,18 @@ def attention_sees_the_slice_alone(patch: Patch) -> None:
 
 @fault(Cause.BOUNDARY, "dp=1 pp=2 microbatch=4", "deep_granite")
 def the_embedding_scale_is_applied_on_every_stage(patch: Patch) -> None:
-    def received(original: Any, self: Any, action: Action, *args: Any) -> Tensor:
-        came: Tensor = original(self, action, *args)
-        return came.mul_(12.0) if action.kind is TaskKind.FORWARD else came
+    def received(original: Any, self: Any, action: Action, *args: Any) -> list[Tensor]:
+        came: list[Tensor] = original(self, action, *args)
+        return [tensor.mul_(12.0) for tensor in came] if action.kind is TaskKind.FORWARD else came
 
     around(patch, pipeline.Stage, "_received", received)
 
 
 @fault(Cause.DOUBLE_REDUCTION, "dp=1 pp=2 microbatch=4", "deep_llama")
 def gradients_grow_at_the_boundary(patch: Patch) -> None:
-    def received(original: Any, self: Any, action: Action, *args: Any) -> Tensor:
-        came: Tensor = original(self, action, *args)
-        return came.mul_(2.0) if action.kind is TaskKind.BACKWARD else came
+    def received(original: Any, self: Any, action: Action, *args: Any) -> list[Tensor]:
+        came: list[Tensor] = original(self, action, *args)
+        return [tensor.mul_(2.0) for tensor in came] if action.kind is TaskKind.BACKWARD else came
 
     around(patch, pipeline.Stage, "_received", received)
 

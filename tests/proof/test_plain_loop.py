@@ -24,6 +24,7 @@ from samestep.proof import sides, verify
 from samestep.proof.verdict import Cause
 from samestep.runtime import run as run_module
 from samestep.runtime.assembly import Source, prepare
+from samestep.runtime.axes import pipeline
 from samestep.runtime.optimizer_step import Updater
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
@@ -170,7 +171,7 @@ def a_key_of_the_batch_is_dropped(patch: Patch) -> None:
     def called(original: Any, model: nn.Module, batch: Any) -> Any:
         return original(model, {**batch, "weights": torch.ones_like(batch["weights"])})
 
-    around(patch, run_module, "call_model", called)
+    around(patch, pipeline, "call_model", called)
 
 
 def nothing_is_clipped(patch: Patch) -> None:

@@ -84,7 +84,8 @@ def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
     """Group the weights into units: each layer's own, and each set of modules that share a weight.
 
     In the order of the module tree, in which what is left over at the end of a backward is reduced. What no layer owns,
-    or code outside its layer reads, is gathered with the root, and so is what lies in one module with it; a weight without elements is in no unit.
+    or code outside its layer reads, is gathered with the root, and so is what lies in one module with it; a weight without
+    elements is in no unit.
     """
     groups: dict[tuple[str, ...], list[ParamSpec]] = {}
     members: dict[int, dict[str, None]] = {}
@@ -92,7 +93,9 @@ def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
     order: dict[str, int] = {}
     roots_of = {param.name: _roots(step, param) for param in step.model.params}
     # One module's weights cannot be gathered at two times: those beside a weight that is read outside go with it.
-    with_root = {(p.layer, roots_of[p.name][0]) for p in step.model.params if p.read_outside and roots_of[p.name]}
+    with_root = {
+        (p.layer, roots_of[p.name][0]) for p in step.model.params if p.numel and p.read_outside and roots_of[p.name]
+    }
     for param in step.model.params:
         owners = _owners(step, param)
         for owner in owners:
@@ -197,7 +200,7 @@ def _unit(
         # A pipeline's other micro-batches may come between the two.
         keep_after_forward=step.zero == 2 or (last_layer == last and step.layout.pp == 1),
         gather_in_backward=layers[last_layer].backward_reads_weights and has_backward,
-        called=(min(param.called[0] for param in params), max(param.called[1] for param in params)),
+        called=(0 if is_root else min(param.called[0] for param in params), max(param.called[1] for param in params)),
         is_called_again=any(param.calls > 1 for param in params),
         input_takes_gradient=receives or (not is_root and all(param.takes_gradient for param in entered)),
         shard_axis=holding.data_axis,

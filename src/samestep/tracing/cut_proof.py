@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from samestep.building.families import facts_of
 from samestep.building.loss import prediction_of
 from samestep.errors import InputError
-from samestep.tracing.feature_units import Flow, MixesError, UnitRows, WeightCut
+from samestep.tracing.feature_units import MixesError, UnitFlow, UnitRows, WeightCut
 from samestep.tracing.features import data_in, follow, owners_in
 from samestep.tracing.forward import ForwardTracer, NeedsValuesError, ValueOf, tensors_in, watch_forward
 from samestep.tracing.operations import Operation, Recorder, view_of
@@ -127,12 +127,12 @@ def prove(
     return CutProof(styles, refusal=refusal)
 
 
-def _copied(flow: Flow, partial: PartialGradients) -> frozenset[str]:
+def _copied(flow: UnitFlow, partial: PartialGradients) -> frozenset[str]:
     by_columns = {path for path, style in flow.styles.items() if style in COPYING}
     return frozenset(by_columns - partial.uncopied | partial.copied)
 
 
-def _uses(operations: list[Operation], flow: Flow, partial: PartialGradients) -> dict[str, set[str]]:
+def _uses(operations: list[Operation], flow: UnitFlow, partial: PartialGradients) -> dict[str, set[str]]:
     """Return how each module's trained weights are used."""
     uses: dict[str, set[str]] = {}
     for index, op in enumerate(operations):
@@ -151,7 +151,7 @@ def _is_linear(model: nn.Module, path: str) -> bool:
     return isinstance(model.get_submodule(path), nn.Linear)
 
 
-def _are_logits(flow: Flow, model: nn.Module, heads: list[str]) -> bool:
+def _are_logits(flow: UnitFlow, model: nn.Module, heads: list[str]) -> bool:
     """Return whether the model's prediction is the head's logits, cut by vocabulary along the last dimension."""
     found = flow.prediction
     own = {id(param) for path in heads for param in model.get_submodule(path).parameters()}
@@ -161,7 +161,7 @@ def _are_logits(flow: Flow, model: nn.Module, heads: list[str]) -> bool:
 
 def _followed(
     model: nn.Module, styles: Mapping[str, str], whole: Collection[str], operations: list[Operation]
-) -> tuple[dict[str, WeightCut], Flow]:
+) -> tuple[dict[str, WeightCut], UnitFlow]:
     """Return the cut of each weight, and where its units are; weights whose output code takes apart are fused ones.
 
     Raises:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from samestep.models.spec import is_below
-from samestep.tracing.feature_units import Flow, MixesError, UnitDim, UnitRows, named, place
+from samestep.tracing.feature_units import MixesError, UnitDim, UnitFlow, UnitRows, named, place
 from samestep.tracing.operations import Operation, View
 
 _aten = torch.ops.aten
 
-_Rule = Callable[[Flow, Operation], Iterator[UnitDim | None]]
+_Rule = Callable[[UnitFlow, Operation], Iterator[UnitDim | None]]
 
 
 def _joined(a: UnitDim | None, b: UnitDim | None, op: Operation) -> UnitDim | None:
@@ -39,7 +39,7 @@ def _joined(a: UnitDim | None, b: UnitDim | None, op: Operation) -> UnitDim | No
     return replace(finer, sources=sources)
 
 
-def _broadcast(flow: Flow, op: Operation, views: list[View], dims: int) -> UnitDim | None:
+def _broadcast(flow: UnitFlow, op: Operation, views: list[View], dims: int) -> UnitDim | None:
     """Return the units of operands that are broadcast to a tensor of `dims` dimensions.
 
     Raises:
@@ -56,7 +56,7 @@ def _broadcast(flow: Flow, op: Operation, views: list[View], dims: int) -> UnitD
     return total
 
 
-def pointwise(flow: Flow, op: Operation) -> Iterator[UnitDim | None]:
+def pointwise(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     """Rule of an operation element by element, of aligned operands."""
     partial = [view for view in op.given if flow.states.get(view.storage) == "partial"]
     if partial:
@@ -68,7 +68,7 @@ def pointwise(flow: Flow, op: Operation) -> Iterator[UnitDim | None]:
         yield _broadcast(flow, op, op.given, len(view.shape))
 
 
-def _check_linear(flow: Flow, op: Operation, partial: list[View]) -> None:
+def _check_linear(flow: UnitFlow, op: Operation, partial: list[View]) -> None:
     """Check that partial sums are scaled, copied, or given the bias of the module that is cut by rows.
 
     Raises:
@@ -97,7 +97,7 @@ def _dims_of(op: Operation, size: int) -> list[int]:
     return [dim % size for dim in (dims if isinstance(dims, list | tuple) else (dims,))]
 
 
-def _along(flow: Flow, op: Operation) -> Iterator[UnitDim | None]:
+def _along(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     """Rule of norms, sums, softmax and sorts along dimensions, which must not be that of the units."""
     tensor, *others = op.given
     found = flow.along(tensor, op)
@@ -111,7 +111,7 @@ def _along(flow: Flow, op: Operation) -> Iterator[UnitDim | None]:
         yield found if kept else replace(found, dim=found.dim - sum(dim < found.dim for dim in dims))
 
 
-def _product(flow: Flow, op: Operation) -> Iterator[UnitDim | None]:
+def _product(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     """Rule of a matrix product: units of its batch, rows or columns; a sum over units is partial."""
     adds = op.func.overloadpacket in (_aten.addmm, _aten.baddbmm)
     left, right = op.args[1:3] if adds else op.args[:2]
@@ -138,7 +138,7 @@ def _product(flow: Flow, op: Operation) -> Iterator[UnitDim | None]:
     yield total
 
 
-def _added(flow: Flow, op: Operation, total: UnitDim | None, dims: int) -> UnitDim | None:
+def _added(flow: UnitFlow, op: Operation, total: UnitDim | None, dims: int) -> UnitDim | None:
     """Return the units of a product and of the tensor that is added to it."""
     added, first = op.args[0], dims - len(op.args[0].shape)
     found = flow.along(added, op)
@@ -148,7 +148,7 @@ def _added(flow: Flow, op: Operation, total: UnitDim | None, dims: int) -> UnitD
     return total
 
 
-def _check_sum(flow: Flow, op: Operation, a: UnitDim | None, b: UnitDim | None) -> None:
+def _check_sum(flow: UnitFlow, op: Operation, a: UnitDim | None, b: UnitDim | None) -> None:
     """Check that a sum over units belongs to a module that is cut by rows, and that both factors have these units.
 
     Raises:
@@ -173,7 +173,7 @@ def _check_sum(flow: Flow, op: Operation, a: UnitDim | None, b: UnitDim | None) 
         flow.groups[name] = math.gcd(flow.groups[name], math.lcm(units, a.units) if a.units % units == 0 else a.units)
 
 
-def _embedding(flow: Flow, op: Operation) -> Iterator[UnitDim | None]:
+def _embedding(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     weight, tokens = op.args[:2]
     found, picked = flow.along(weight, op), flow.along(tokens, op)
     if found is not None and picked is not None:
@@ -186,7 +186,7 @@ def _embedding(flow: Flow, op: Operation) -> Iterator[UnitDim | None]:
     yield picked if found is None else replace(found, dim=len(op.results[0].shape) - 1)
 
 
-def _glu(flow: Flow, op: Operation) -> Iterator[UnitDim | None]:
+def _glu(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     """Rule of a gated unit, whose halves along a dimension must be weights of their own, cut each by itself."""
     tensor = op.args[0]
     found, dim = flow.along(tensor, op), (op.args[1] if len(op.args) > 1 else -1) % len(tensor.shape)
@@ -196,7 +196,7 @@ def _glu(flow: Flow, op: Operation) -> Iterator[UnitDim | None]:
     yield replace(found, outer=found.outer // 2) if found.dim == dim else found
 
 
-def _cat(flow: Flow, op: Operation) -> Iterator[UnitDim | None]:
+def _cat(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     """Rule of tensors put side by side along a dimension, which must not be that of the units."""
     stacks = op.func.overloadpacket is _aten.stack
     views, dims = [view for view in op.args[0] if stacks or view.numel], len(op.results[0].shape)
@@ -215,7 +215,7 @@ def _cat(flow: Flow, op: Operation) -> Iterator[UnitDim | None]:
     yield total
 
 
-def _moved(flow: Flow, op: Operation) -> Iterator[UnitDim | None]:
+def _moved(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     """Rule of padding, rolling and flipping, along other dimensions than that of the units."""
     tensor = op.args[0]
     found = flow.along(tensor, op)
@@ -231,7 +231,7 @@ def _moved(flow: Flow, op: Operation) -> Iterator[UnitDim | None]:
     yield found
 
 
-def _repeat(flow: Flow, op: Operation) -> Iterator[UnitDim | None]:
+def _repeat(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     tensor, times = op.args[:2]
     found = flow.along(tensor, op)
     assert found is not None
@@ -241,7 +241,7 @@ def _repeat(flow: Flow, op: Operation) -> Iterator[UnitDim | None]:
     yield replace(found, dim=dim)
 
 
-def _index(flow: Flow, op: Operation) -> Iterator[UnitDim | None]:
+def _index(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     """Rule of elements picked by whole indices along other dimensions than that of the units."""
     tensor, indices = op.args[:2]
     found = flow.along(tensor, op)
@@ -254,7 +254,7 @@ def _index(flow: Flow, op: Operation) -> Iterator[UnitDim | None]:
     yield replace(found, dim=found.dim if found.dim < chosen[0] else found.dim - len(chosen) + added)
 
 
-def _index_select(flow: Flow, op: Operation) -> Iterator[UnitDim | None]:
+def _index_select(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     tensor, dim, index = op.args[:3]
     found = flow.along(tensor, op)
     if found is None or found.dim == dim % len(tensor.shape) or flow.along(index, op) is not None:
@@ -262,7 +262,7 @@ def _index_select(flow: Flow, op: Operation) -> Iterator[UnitDim | None]:
     yield found
 
 
-def _gather(flow: Flow, op: Operation) -> Iterator[UnitDim | None]:
+def _gather(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     """Rule of elements picked from or put into places along a dimension, which must not be that of the units."""
     dims = len(op.results[0].shape)
     total = _broadcast(flow, op, [view for view in op.given if len(view.shape) == dims], dims)
@@ -271,7 +271,7 @@ def _gather(flow: Flow, op: Operation) -> Iterator[UnitDim | None]:
     yield total
 
 
-def _attention(flow: Flow, op: Operation) -> None:
+def _attention(flow: UnitFlow, op: Operation) -> None:
     """An attention: queries, keys, values and mask of each head by themselves."""
     query, key, value = op.args[:3]
     masks = [view for view in op.args[3:] if isinstance(view, View)]
@@ -297,7 +297,7 @@ def _attention(flow: Flow, op: Operation) -> None:
     flow.learn(op.results[0], replace(queries or total, sources=total.sources), op)
 
 
-def _left(flow: Flow, op: Operation) -> None:
+def _left(flow: UnitFlow, op: Operation) -> None:
     """The end of a module's forward, where `reduce` and `gather_last` make partial and cut tensors whole."""
     style = flow.styles.get(op.where)
     for view in op.results:
@@ -315,14 +315,14 @@ def _left(flow: Flow, op: Operation) -> None:
             flow.states[view.storage] = None
 
 
-def _outputs(flow: Flow, op: Operation) -> None:
+def _outputs(flow: UnitFlow, op: Operation) -> None:
     """The outputs of the model: its prediction first, if there is one, then all others."""
     prediction, others = op.args
     flow.prediction = None if prediction is None else flow.along(prediction, op)
     flow.others_cut = any(flow.along(view, op) is not None for view in others if view != prediction)
 
 
-EVENTS: dict[str, Callable[[Flow, Operation], None]] = {
+EVENTS: dict[str, Callable[[UnitFlow, Operation], None]] = {
     "attention": _attention, "left": _left, "outputs": _outputs,
 }  # fmt: skip
 

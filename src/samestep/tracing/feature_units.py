@@ -115,7 +115,7 @@ def part_of(view: View, rows: UnitRows, degree: int) -> View | None:
 
 
 @dataclass(slots=True)
-class Flow:
+class UnitFlow:
     """Where the units are at every operation of a forward."""
 
     styles: Mapping[str, str]

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from samestep.tracing.feature_rules import COPIES, EVENTS, FILLS, RULES, pointwise
-from samestep.tracing.feature_units import Flow, LikeError, MixesError, UnitRows, WeightCut, named, place
+from samestep.tracing.feature_units import LikeError, MixesError, UnitFlow, UnitRows, WeightCut, named, place
 from samestep.tracing.operations import Operation, View
 
 _aten = torch.ops.aten
@@ -34,7 +34,7 @@ _aten = torch.ops.aten
 
 def follow(
     operations: list[Operation], model: nn.Module, styles: Mapping[str, str], cuts: Mapping[str, WeightCut]
-) -> Flow:
+) -> UnitFlow:
     """Return where the units of cut weights are at every operation of a forward of the whole model.
 
     `styles` are those of modules, `cuts` those of weights by name; weights with an element for each unit are added.
@@ -47,7 +47,7 @@ def follow(
     cuts, owners = dict(cuts), _owners(model)
     while True:
         names = {storage: name for storage, (name, _) in weights.items()}
-        flow = Flow(styles, names, owners, frozenset(name for name, _ in model.named_parameters()))
+        flow = UnitFlow(styles, names, owners, frozenset(name for name, _ in model.named_parameters()))
         flow.like = {name: cut.dim for name, cut in cuts.items() if _owner(name) not in styles}
         for storage, (name, tensor) in weights.items():
             if name in cuts:
@@ -83,14 +83,14 @@ def _owners(model: nn.Module) -> dict[int, frozenset[str]]:
     return owners
 
 
-def _follow_weights(flow: Flow, op: Operation) -> None:
+def _follow_weights(flow: UnitFlow, op: Operation) -> None:
     """Record tensors that are made of nothing but weights, with the modules that own those."""
     owners = owners_in(flow, op)
     if owners and not data_in(flow, op):
         flow.from_weights |= {view.storage: owners for view in op.results if view.storage not in flow.weights}
 
 
-def owners_in(flow: Flow, op: Operation) -> frozenset[str]:
+def owners_in(flow: UnitFlow, op: Operation) -> frozenset[str]:
     """Return the modules that own the trained weights among an operation's operands, or what is made of them."""
     storages = {view.storage for view in op.given if view.values is None}
     return frozenset(
@@ -98,13 +98,13 @@ def owners_in(flow: Flow, op: Operation) -> frozenset[str]:
     )
 
 
-def data_in(flow: Flow, op: Operation) -> list[View]:
+def data_in(flow: UnitFlow, op: Operation) -> list[View]:
     """Return an operation's operands that are no weights."""
     tables = (flow.owners, flow.from_weights, flow.weights)
     return [view for view in op.given if view.values is None and not any(view.storage in table for table in tables)]
 
 
-def _carry_on(flow: Flow, op: Operation) -> None:
+def _carry_on(flow: UnitFlow, op: Operation) -> None:
     """Set the units of the results of an operation."""
     before = [flow.states.get(view.storage) if view.values is None else None for view in op.given]
     if op.func not in ("left", "outputs"):
@@ -116,7 +116,7 @@ def _carry_on(flow: Flow, op: Operation) -> None:
     flow.history.append((*before, *(flow.states.get(view.storage) for view in op.results)))
 
 
-def _compute(flow: Flow, op: Operation) -> None:
+def _compute(flow: UnitFlow, op: Operation) -> None:
     packet = op.func.overloadpacket
     is_pointwise = torch.Tag.pointwise in op.func.tags or packet in COPIES
     cut = [view for view in op.given if flow.states.get(view.storage) == "partial" or flow.along(view, op) is not None]
@@ -136,7 +136,7 @@ def _compute(flow: Flow, op: Operation) -> None:
         flow.learn(view, found, op)
 
 
-def _without_units(flow: Flow, op: Operation, packet: Any, is_pointwise: bool) -> None:
+def _without_units(flow: UnitFlow, op: Operation, packet: Any, is_pointwise: bool) -> None:
     """Follow tensors that every rank has whole: equal elements, elements that repeat, tensors made of one weight."""
     uniform = all(flow.states.get(v.storage) == "uniform" or v.numel == 1 for v in op.given if v.values is None)
     for view in op.results:
@@ -158,7 +158,7 @@ def _is_random(op: Operation) -> bool:
     return torch.Tag.nondeterministic_seeded in op.func.tags
 
 
-def _repeated(flow: Flow, op: Operation, result: View) -> list[tuple[int, int]]:
+def _repeated(flow: UnitFlow, op: Operation, result: View) -> list[tuple[int, int]]:
     """Return strides and sizes of the dimensions of a result along which all operands repeat their elements."""
     found = []
     for dim, size in enumerate(result.shape):
@@ -172,7 +172,7 @@ def _repeated(flow: Flow, op: Operation, result: View) -> list[tuple[int, int]]:
     return found
 
 
-def _filled(flow: Flow, op: Operation) -> None:
+def _filled(flow: UnitFlow, op: Operation) -> None:
     """A tensor of equal elements: with units where it has the shape of an operand that has."""
     for view in op.results:
         like = next((one for one in op.given if one.shape == view.shape), None)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from samestep.models.spec import is_below
-from samestep.tracing.feature_units import Flow, MixesError, UnitRows
+from samestep.tracing.feature_units import MixesError, UnitFlow, UnitRows
 from samestep.tracing.operations import Operation, View
 
 COPYING = ("column", "qkv", "gather", "vocab")
@@ -36,7 +36,7 @@ class PartialGradients:
     """Indices of operations that compute a tensor with a partial gradient."""
 
 
-def partial_gradients(operations: list[Operation], entered: Mapping[str, set[int]], flow: Flow) -> PartialGradients:
+def partial_gradients(operations: list[Operation], entered: Mapping[str, set[int]], flow: UnitFlow) -> PartialGradients:
     """Return where gradients are partial; `entered` are the storages of modules' inputs, by path.
 
     Raises:
@@ -62,7 +62,7 @@ def partial_gradients(operations: list[Operation], entered: Mapping[str, set[int
 
 
 class _Search:
-    def __init__(self, operations: list[Operation], entered: Mapping[str, set[int]], flow: Flow) -> None:
+    def __init__(self, operations: list[Operation], entered: Mapping[str, set[int]], flow: UnitFlow) -> None:
         self.operations, self.entered, self.flow = operations, entered, flow
         self.found = PartialGradients()
         self._makers: dict[int, list[int]] = {}

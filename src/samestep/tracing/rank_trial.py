@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from samestep.errors import ModelError
 from samestep.models.spec import is_below
 from samestep.tracing.feature_rules import FILLS
-from samestep.tracing.feature_units import Flow, State, UnitDim, UnitRows, WeightCut, along, part_of
+from samestep.tracing.feature_units import State, UnitDim, UnitFlow, UnitRows, WeightCut, along, part_of
 from samestep.tracing.operations import Operation, Recorder, View
 
 Forward = Callable[[Recorder], None]
@@ -48,7 +48,7 @@ class DiffersError(ModelError):
 class _Compared(Recorder):
     """Compares each operation of a rank's forward with the same one of the whole model's, as it is recorded."""
 
-    def __init__(self, whole: list[Operation], flow: Flow, degree: int, degrees: Mapping[str, int]) -> None:
+    def __init__(self, whole: list[Operation], flow: UnitFlow, degree: int, degrees: Mapping[str, int]) -> None:
         super().__init__()
         self.degree, self.degrees = degree, degrees
         written = {op.results[0].storage for op in whole if op.results and op.writes}
@@ -253,7 +253,7 @@ class RankTrial:
     """Number of parts of each cut weight: the degree, or the number of heads that ranks share."""
     degree: int
     whole: list[Operation]
-    flow: Flow
+    flow: UnitFlow
     forward: Forward
 
     def counts(self, known: Collection[Count]) -> list[Count]:

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from samestep.errors import ModelError
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
-from samestep.runtime.axes import precision
+from samestep.runtime.axes import precision, recompute
 from samestep.tracing.forward import ForwardTracer, NeedsValuesError, watch_forward
 from samestep.tracing.stages import Event, Flow, mapped, name_of, reads_shape_alone, tensors_of
 from samestep.tracing.trace import containers_of
@@ -255,7 +255,8 @@ class Flows:
         if key not in self._known:
             tracer = ForwardTracer(self._module, lambda block: None, {})
             try:
-                with _without_modes(), precision.raised_islands(self._program):
+                checkpointed = recompute.record_checkpointed(self._module)  # reentrant ones would hide gradients
+                with _without_modes(), checkpointed, precision.raised_islands(self._program):
                     watch_forward(self._module, samples, 1, self._name, self._containers, tracer, self._value_of)
             except NeedsValuesError:
                 raise ModelError(
