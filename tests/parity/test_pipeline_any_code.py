@@ -129,7 +129,7 @@ def hold(name: str, layouts: tuple[str, ...], ranks: int) -> None:
 @pytest.mark.parametrize(
     ("layout", "name"),
     [
-        pytest.param(layout, name, marks=() if (index + turn) % 2 == 0 else pytest.mark.nightly)
+        pytest.param(layout, name, marks=() if (index + turn) % 3 == 0 else pytest.mark.nightly)
         for index, name in enumerate(EQUAL)
         for turn, layout in enumerate(LAYOUTS)
     ],

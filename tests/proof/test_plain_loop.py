@@ -139,7 +139,12 @@ def verdict_of(case: Case, folder: Path, install: Callable[[Patch], None] | None
         return sides.judge(ONE, subject(where))
 
 
-@pytest.mark.parametrize("name", CLEAN)
+DAILY = ("dropout", "loaded", "loaded, in part", "experts, balanced", "third parts", "wrapped")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.nightly) for name in CLEAN]
+)
 def test_a_model_of_any_kind_raises_no_alarm(name, tmp_path):
     case = CLEAN[name]
     checks, cause, explanation = verdict_of(case, tmp_path)

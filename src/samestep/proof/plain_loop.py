@@ -34,7 +34,7 @@ from samestep.proof.comparison import Comparison, Limit
 from samestep.proof.observation import HeldTensor, Observation, PlainSteps
 from samestep.runtime.assembly import Source
 from samestep.runtime.axes import precision
-from samestep.runtime.dropout.mode import Draw, DropoutMode
+from samestep.runtime.dropout.mode import Draw, DropoutMode, place_samples
 from samestep.runtime.run import Run
 
 WHAT = "plain torch"
@@ -77,6 +77,7 @@ def _model(run: Run, source: Source, steps: PlainSteps) -> nn.Module:
         facts = facts_of(module)
         if (config := facts.expert_configuration(module)) is not None:
             setattr(config, facts.expert_way, facts.one_by_one_way)  # grouped products know no float64
+    place_samples(model, run.assembly.model.spec.masks)
     return model if model.training else model.train()
 
 
