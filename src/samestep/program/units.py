@@ -200,7 +200,7 @@ def _unit(
         # A pipeline's other micro-batches may come between the two.
         keep_after_forward=step.zero == 2 or (last_layer == last and step.layout.pp == 1),
         gather_in_backward=layers[last_layer].backward_reads_weights and has_backward,
-        called=(0 if is_root else min(param.called[0] for param in params), max(param.called[1] for param in params)),
+        called=(min(param.called[0] for param in params), max(param.called[1] for param in params)),
         is_called_again=any(param.calls > 1 for param in params),
         input_takes_gradient=receives or (not is_root and all(param.takes_gradient for param in entered)),
         shard_axis=holding.data_axis,

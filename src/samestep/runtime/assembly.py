@@ -52,8 +52,7 @@ from samestep.strategies import program_of
 from samestep.strategies.tensor import refuse_degree
 from samestep.tracing import cut_proof, samples, sequence_boundaries, sequence_proof, slices, state, tensor_plan
 from samestep.tracing import experts as experts_module
-from samestep.tracing.feature_units import MixesError
-from samestep.tracing.operations import Operation, Recorder
+from samestep.tracing.operations import Recorder
 from samestep.tracing.rank_trial import DiffersError
 from samestep.tracing.trace import containers_of, samples_traced, trace
 from samestep.tracing.traced_model import TracedModel
@@ -189,7 +188,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     proof = tensor_plan.proof_of(spec, plan.module, planned, shareable, recorder, source.loss is cross_entropy)
     counts: dict[int, tuple[tuple[str, str, int], ...]] = {}
     if degree := cut_proof.smallest_degree(proof):
-        proof, counts = _tried(proof, plan, experts, shareable, one, recorder.operations, degree)
+        proof, counts = _tried(proof, plan, experts, shareable, one, degree)
     spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable, proof))
     spec, parts = sequence_boundaries.with_sequence(spec, plan.module, planned.styles, calls)
     placed: list[MaskSpec] = []
@@ -230,7 +229,6 @@ def _tried(
     experts: ExpertModules,
     shareable: Mapping[str, int],
     sample: Any,
-    operations: list[Operation] | None,
     degree: int,
 ) -> tuple[cut_proof.CutProof, dict[int, tuple[tuple[str, str, int], ...]]]:
     """Return the proof of a plan with the counts of a rank of a degree, or why it fails, and the counts by module."""
@@ -239,16 +237,16 @@ def _tried(
 
     def forward(recorder: Recorder) -> None:
         masks = dropout.record_masks(plan.module, samples_traced(plan.module))
-        with state.preserved(plan.module), masks, experts_module.record_dispatches(plan.module, experts):
+        with masks, experts_module.record_dispatches(plan.module, experts):
             cut_proof.run_forward(plan.module, sample, proof.styles, value_of, recorder)
 
-    try:
-        if operations is None:
+    # Both forwards from one state: modules that record their outputs install their hooks at the first of them.
+    with state.preserved(plan.module):
+        try:
             forward(recorder := Recorder())
-            operations = recorder.operations
-        proof = cut_proof.with_degree(proof, plan.module, shared, operations, forward, degree)
-    except (DiffersError, MixesError) as error:
-        return replace(proof, refusal=str(error)), {}
+            proof = cut_proof.with_degree(proof, plan.module, shared, recorder.operations, forward, degree)
+        except DiffersError as error:
+            return replace(proof, refusal=str(error)), {}
     return proof, {degree: proof.divided(plan.module)}
 
 
@@ -326,7 +324,7 @@ def _with_degree(traced: TracedModel, degree: int, example: Any) -> TracedModel:
         return traced
     dtype = next((param.dtype for param in plan.module.parameters() if param.is_floating_point()), torch.float32)
     sample, shareable = _first_of(example, dtype), analysis.shareable_heads
-    proof, counts = _tried(traced.cuts, plan, analysis.experts, shareable, sample, None, degree)
+    proof, counts = _tried(traced.cuts, plan, analysis.experts, shareable, sample, degree)
     if proof.refusal:
         raise LayoutError(f"tp={degree}: {analysis.spec.name} cannot be cut so, {proof.refusal}; tp=1 works")
     return replace(traced, analysis=replace(analysis, counts={**analysis.counts, **counts}), cuts=proof)

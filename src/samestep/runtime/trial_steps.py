@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -56,7 +57,7 @@ def _counts(optimizer: Optimizer) -> set[int]:
     if not type(optimizer).__module__.startswith("torch.optim"):
         functions += [leaf for leaf in tree_flatten([own, options])[0] if isinstance(leaf, types.FunctionType)]
         for function in functions:
-            code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
+            code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
             found |= set(_constants(code)) if isinstance(code, types.CodeType) else set()
     return {count for count in found if 2 <= count <= _LARGEST_COUNT}
 

@@ -79,11 +79,8 @@ class Snapshot:
         self._seen: dict[int, Any] = {}
         self._kept: list[Any] = []  # so that no id is given to another object
         self.values: dict[Slot, _Value] = {}
-        self._hooks: list[tuple[dict[int, Any], set[int]]] = []
-        """The hooks of each module on its forward, with the identities of those it has."""
         for path, part in module.named_modules():
             self._undo.append((vars(part), dict(vars(part))))
-            self._hooks += [(held, set(held)) for held in (part._forward_pre_hooks, part._forward_hooks)]
             for name, value in vars(part).items():
                 if name in ("_parameters", "_buffers", "_modules"):
                     self._undo.append((value, dict(value)))
@@ -97,10 +94,7 @@ class Snapshot:
                             self.values[path, f"{kind.__name__}.{name}"] = self._value(value)
 
     def restore(self) -> None:
-        """Set every module and container to what it held, without the hooks that were installed since."""
-        for held, known in self._hooks:
-            for key in held.keys() - known:
-                del held[key]
+        """Set every module and container to what it held."""
         for held, items in self._undo:
             if isinstance(held, dict):
                 if len(held) != len(items) or any(held.get(key, self) is not item for key, item in items.items()):

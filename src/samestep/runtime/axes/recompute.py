@@ -116,13 +116,17 @@ def _replaced(generator: Callable[..., Iterator[None]], reentrant: Callable[...,
     """Replace the two functions that torch's `checkpoint` calls; `generator` is given the original first."""
     original = torch_checkpoint._checkpoint_without_reentrant_generator
     function = torch_checkpoint.CheckpointFunction
+    before = vars(function).get("apply")  # of a replacement around this one; torch's own is inherited
     torch_checkpoint._checkpoint_without_reentrant_generator = functools.partial(generator, original)
     function.apply = staticmethod(reentrant)  # type: ignore[method-assign]
     try:
         yield
     finally:
         torch_checkpoint._checkpoint_without_reentrant_generator = original
-        del function.apply
+        if before is None:
+            del function.apply
+        else:
+            function.apply = before  # type: ignore[method-assign]
 
 
 def _plain() -> Iterator[None]:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -128,7 +128,7 @@ class _Tracker:
     modes: list[DropoutMode] = field(default_factory=list)
     rows: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)
     """Where each mask has its samples, where they are not in order along dimension 0."""
-    hooked: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    hooked: WeakKeyDictionary[nn.Module, RemovableHandle] = field(default_factory=WeakKeyDictionary)
     hooks: list[RemovableHandle] = field(default_factory=list)
 
 
@@ -156,9 +156,9 @@ def track_modules(model: nn.Module) -> None:
     _refuse_sequence_first(model)
     tracker = _TRACKERS.setdefault(model, _Tracker())
     for name, module in named_modules(model).items():
-        if module not in tracker.hooked:
-            _hook(module, name, tracker)
-            tracker.hooked.add(module)
+        handle = tracker.hooked.get(module)
+        if handle is None or handle.id not in module._forward_pre_hooks:  # or a trace has taken its hooks away
+            tracker.hooked[module] = _hook(module, name, tracker)
 
 
 def untrack_modules(model: nn.Module) -> None:
@@ -168,8 +168,8 @@ def untrack_modules(model: nn.Module) -> None:
         hook.remove()
 
 
-def _hook(module: nn.Module, name: str, tracker: _Tracker) -> None:
-    """Install the hooks that report the forwards of one module to the active mode."""
+def _hook(module: nn.Module, name: str, tracker: _Tracker) -> RemovableHandle:
+    """Install the hooks that report the forwards of one module to the active mode; return the handle of the first."""
 
     def enter(module: nn.Module, args: Any) -> None:
         if tracker.modes:
@@ -179,8 +179,9 @@ def _hook(module: nn.Module, name: str, tracker: _Tracker) -> None:
         if tracker.modes:
             tracker.modes[-1]._leave_module(name)
 
-    tracker.hooks.append(module.register_forward_pre_hook(enter, prepend=True))
-    tracker.hooks.append(module.register_forward_hook(leave, always_call=True))
+    handle = module.register_forward_pre_hook(enter, prepend=True)
+    tracker.hooks += [handle, module.register_forward_hook(leave, always_call=True)]
+    return handle
 
 
 class DropoutMode(TorchFunctionMode):
@@ -309,6 +310,7 @@ class _MaskRecorder(DropoutMode):
     """A mode that records the shape of each mask, and leaves the forward unchanged."""
 
     def __init__(self, model: nn.Module, num_samples: int, rows_of: RowsOf | None) -> None:
+        track_modules(model)
         super().__init__(model, Draw(0, 0, torch.zeros(num_samples, dtype=torch.int64)))
         self.masks: list[MaskSpec] = []
         self._rows_of = rows_of
