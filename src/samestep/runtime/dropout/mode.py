@@ -163,9 +163,11 @@ def track_modules(model: nn.Module) -> None:
 
 def untrack_modules(model: nn.Module) -> None:
     """Remove the hooks where nothing draws: a module with hooks takes longer to call."""
-    tracker = _TRACKERS.pop(model, None)
-    for hook in tracker.hooks if tracker is not None else ():
+    tracker = _TRACKERS.setdefault(model, _Tracker())
+    for hook in tracker.hooks:
         hook.remove()
+    tracker.hooks.clear()
+    tracker.hooked.clear()
 
 
 def _hook(module: nn.Module, name: str, tracker: _Tracker) -> RemovableHandle:
@@ -196,7 +198,7 @@ class DropoutMode(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, draw: Draw, part: MaskSlice | None = None) -> None:
         super().__init__()
-        if model not in _TRACKERS:
+        if not (model in _TRACKERS and _TRACKERS[model].hooks):
             track_modules(model)
         self.allows_random = False
         """Whether other random numbers are drawn from the process's generators instead of being refused."""
