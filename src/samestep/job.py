@@ -186,6 +186,8 @@ class RunTable(_Table):
     """Number of worker processes; by default the layout's ranks, and without a layout all GPUs or 2."""
     threads: Annotated[int, Field(ge=1, le=MOST_THREADS)] = 1
     """Number of CPU threads of one worker."""
+    data_workers: Annotated[int, Field(ge=0, le=MOST_THREADS)] = 0
+    """Processes of each rank that read samples ahead; with 0 a thread does where reading takes long."""
     ranks_per_node: Annotated[int, Field(ge=1, le=MOST_RANKS)] | None = None
     """Number of ranks on one machine, for reduce=hierarchical; without it the number that the launcher gives."""
     timeout_s: Annotated[float, Field(ge=0.001, le=MOST_SECONDS)] = 600.0

@@ -69,6 +69,7 @@ class Run:
         self._has_stepped = False
         self._refusals = Refusals(job.run)
         self._loss_is_tried = self._data_is_tried = False
+        self._data_wait_s = 0.0
 
     @property
     def is_prepared(self) -> bool:
@@ -251,6 +252,7 @@ class Run:
             tokens=int(agreed.count),
             step_s=step_s,
             tokens_per_s=agreed.count / step_s,
+            data_wait_s=self._data_wait_s,
             memory_bytes=peak_memory_bytes(self.place.device),
             skipped=skipped,
             stop=agreed.stop > 0,
@@ -285,6 +287,7 @@ class Run:
                     else:
                         self._backward(task, held.pop((task.microbatch, task.chunk)))
                     self._check_generators("the backward")
+        self._data_wait_s = microbatches.wait_s
         store.finish_gradients()
         if self._observer.dropout_mode() is None:
             self.assembly.model.dropout.end_step(self.model)
