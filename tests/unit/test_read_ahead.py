@@ -99,7 +99,7 @@ def test_a_loop_that_leaves_steps_out_is_read_ahead_again() -> None:
 def test_a_thread_reads_the_next_while_one_is_in_use() -> None:
     dataset = Squares()
     stream = taken(dataset, 0)
-    _, first, _ = next(stream)
+    next(stream)
     deadline = time.monotonic() + 60
     expected = [
         index for part in shares(next(batches(dataset, job_with(0))).indices, 1, RANKS, MICROBATCHES) for index in part
