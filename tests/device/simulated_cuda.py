@@ -34,7 +34,7 @@ _kept: list[Any] = []
 
 def refusal() -> str:
     """Return why this torch cannot be given a simulated device; empty where it can."""
-    if torch.version.cuda is not None or torch.cuda.is_available() and not _kept:
+    if torch.version.cuda is not None or (torch.cuda.is_available() and not _kept):
         return "this torch has CUDA, and needs no simulated device"
     needed = {
         "torch._C._acc.DeviceGuard": hasattr(getattr(torch._C, "_acc", None), "DeviceGuard"),

@@ -62,9 +62,12 @@ def _where() -> str:
         if "/src/samestep/" in name and not name.endswith("axes/precision.py"):
             ours = f"{name.rpartition('/src/samestep/')[2]}:{frame.f_code.co_qualname}"
             return f"{ours} < {below}" if below else ours
-        if not below and not any(part in name for part in ("/torch/", "/tests/device/", "/lib/python")) and name[0] != "<":
+        if not below and _is_of_a_model(name):
             below = f"{'/'.join(name.rsplit('/', 2)[1:])}:{frame.f_code.co_qualname}"
-        elif not below and "/site-packages/" in name and "/torch/" not in name:
-            below = f"{'/'.join(name.rsplit('/', 2)[1:])}:{frame.f_code.co_qualname}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return below or "torch"
+
+
+def _is_of_a_model(file: str) -> bool:
+    outside = ("/torch/", "/tests/device/", "/src/samestep/", "<")
+    return not any(part in file for part in outside) and ("/lib/python" not in file or "/site-packages/" in file)
