@@ -427,35 +427,28 @@ def issues(
 ) -> Iterator[tuple[Message, bool]]:
     """Yield the messages that one stage issues, its receives and its sends, and those for which it waits (False).
 
-    A stage posts the next receive from each neighbour ahead of need: of an activation once the shapes of activations are
-    known, of a gradient once its forward has run.
+    A stage posts the next receive of each link ahead of need: of an activation once the shapes of activations are known,
+    of a gradient once its forward has run.
     """
     num_stages, order = len(orders), orders[stage]
-    arriving: dict[Action, Message] = {}
+    arriving = dict(_arrivals(order, stage, num_stages, num_chunks))
     due: dict[str, list[Action]] = {}
-    for action in order:
-        for sender, needed in needs(action, stage, num_stages, num_chunks):
-            if sender != stage:
-                arriving[action] = Message(sender, stage, needed)
-    for action in reversed(order):
-        if action in arriving:
-            due.setdefault(link_of(arriving[action], num_stages), []).append(action)
+    for action in reversed(arriving):
+        due.setdefault(link_of(arriving[action], num_stages), []).append(action)
     done: set[Action] = set()
     posted: set[Action] = set()
 
     def post_ahead() -> Iterator[tuple[Message, bool]]:
-        for queue in due.values():
-            action = queue[-1] if queue else None
-            if action is None or action in posted:
-                continue
+        for action in [queue[-1] for queue in due.values() if queue and queue[-1] not in posted]:
             if are_shapes_known if action.kind is TaskKind.FORWARD else action._replace(kind=TaskKind.FORWARD) in done:
                 posted.add(action)
                 yield arriving[action], True
 
     for action in order:
-        if action.kind is TaskKind.FORWARD or (action.kind is TaskKind.BACKWARD and action not in arriving):
+        message = arriving.get(action)
+        if action.kind is TaskKind.FORWARD or (action.kind is TaskKind.BACKWARD and message is None):
             yield from post_ahead()
-        if (message := arriving.get(action)) is not None:
+        if message is not None:
             due[link_of(message, num_stages)].pop()
             if action not in posted:
                 yield message, True
@@ -464,6 +457,16 @@ def issues(
         done.add(action)
         if (receiver := _receiver(action, stage, num_stages, num_chunks)) is not None:
             yield Message(stage, receiver, action), True
+
+
+def _arrivals(
+    order: Sequence[Action], stage: int, num_stages: int, num_chunks: int
+) -> Iterator[tuple[Action, Message]]:
+    """Yield the actions of a stage that need a message, and the message."""
+    for action in order:
+        for sender, needed in needs(action, stage, num_stages, num_chunks):
+            if sender != stage:
+                yield action, Message(sender, stage, needed)
 
 
 def _receiver(action: Action, stage: int, num_stages: int, num_chunks: int) -> int | None:

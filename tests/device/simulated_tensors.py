@@ -151,6 +151,8 @@ _WAITING = {
     "aten::equal": "equal",
     "aten::bincount": "bincount",
 }
+_OF_GPUS = {"aten::_grouped_mm"}
+"""Operations that a GPU has a kernel for, and that are made of others on a CPU."""
 _INDEXING = {"aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index", "aten::index_put"}
 
 
@@ -255,7 +257,7 @@ def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
     aliases = Aliases(operation)
     # A Python number in the place of a tensor arrives as a number, which most operations do not take back.
     given = [
-        torch.tensor(value, device="cpu") if is_tensor and type(value) is int else aliases.of(value)
+        torch.tensor(value, device="cpu") if is_tensor and type(value) in (int, bool) else aliases.of(value)
         for value, is_tensor in zip(args, operation.takes_tensor, strict=False)
     ]
     named = {key: aliases.of(value) for key, value in kwargs.items()}
@@ -315,7 +317,8 @@ def install_kernels() -> list[torch.library.Library]:
         f"Composite{kind}" for kind in ("ImplicitAutograd", "ExplicitAutograd", "ExplicitAutogradNonFunctional")
     ]
     for name in torch._C._dispatch_get_all_op_names():
-        if not name.startswith("aten::") or not has(name, "CPU") or any(has(name, key) for key in composite):
+        is_ours = has(name, "CPU") and not any(has(name, key) for key in composite)
+        if not name.startswith("aten::") or not (is_ours or name in _OF_GPUS):
             continue
         base, _, overload = name.removeprefix("aten::").partition(".")
         if base not in ("copy_", "_fused_sdp_choice"):

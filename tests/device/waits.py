@@ -59,15 +59,21 @@ def _where() -> str:
     frame, below = sys._getframe(2), ""
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/src/samestep/" in name and not name.endswith("axes/precision.py"):
-            ours = f"{name.rpartition('/src/samestep/')[2]}:{frame.f_code.co_qualname}"
+        function = frame.f_code.co_qualname.partition(".<locals>")[0]
+        if "/src/samestep/" in name and not _is_around_operations(name, function):
+            ours = f"{name.rpartition('/src/samestep/')[2]}:{function}"
             return f"{ours} < {below}" if below else ours
         if not below and _is_of_a_model(name):
-            below = f"{'/'.join(name.rsplit('/', 2)[1:])}:{frame.f_code.co_qualname}"
+            below = f"{'/'.join(name.rsplit('/', 2)[1:])}:{function}"
         frame = frame.f_back
     return below or "torch"
 
 
+def _is_around_operations(file: str, function: str) -> bool:
+    """Return whether a function of samestep only passes on what others ask: modes, and hooks that cast."""
+    return file.endswith("axes/precision.py") or function.endswith(("__torch_function__", "__torch_dispatch__"))
+
+
 def _is_of_a_model(file: str) -> bool:
-    outside = ("/torch/", "/tests/device/", "/src/samestep/", "<")
+    outside = ("/torch/", "/tests/device/simulated", "/tests/device/waits", "/src/samestep/", "<")
     return not any(part in file for part in outside) and ("/lib/python" not in file or "/site-packages/" in file)
