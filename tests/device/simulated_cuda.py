@@ -174,7 +174,7 @@ def _replace_names() -> None:
         "Stream": Stream,
         "Event": Event,
         "StreamContext": StreamContext,
-        "stream": StreamContext,
+        "stream": lambda stream=None: StreamContext(stream),
         "default_stream": lambda device=None: stream,
         "set_stream": nothing,
         "is_current_stream_capturing": lambda: False,
@@ -201,7 +201,12 @@ def _replace_names() -> None:
     }
     for where, values in ((torch.cuda, both | of_cuda), (torch.accelerator, both | of_accelerator)):
         for name, value in values.items():
-            setattr(where, name, value)
+            setattr(where, name, value if isinstance(value, (type, tuple)) else _alone(value))
+
+
+def _alone(function: Any) -> Any:
+    """Return a function of its own that calls another one: dynamo knows functions by identity, each under one name."""
+    return lambda *args, **kwargs: function(*args, **kwargs)
 
 
 def _replace_storage() -> None:
