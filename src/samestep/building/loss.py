@@ -90,7 +90,14 @@ def mse(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
             "equal shapes work"
         )
     total = F.mse_loss(prediction, target.to(prediction.dtype), reduction="sum")
-    return total, torch.tensor(target.numel(), device=total.device)
+    return total, torch.full((), target.numel(), device=total.device)
+
+
+def as_number(value: Tensor | int | float, like: Tensor) -> Tensor:
+    """Return a sum or a count as a scalar with the dtype and on the device of `like`."""
+    if isinstance(value, Tensor):
+        return value.to(like.device, like.dtype).reshape(())
+    return like.new_full((), value)  # which is no copy from the host
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

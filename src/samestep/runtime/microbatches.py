@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
+from samestep.runtime.host_copies import to_device
 from samestep.runtime.step_observer import Indices
 
 
@@ -50,7 +51,7 @@ def read(assembly: Assembly, batch: StepBatch, indices: Indices) -> tuple[Any, f
     with torch._C.DisableTorchFunction():
         samples = batch.samples(_never_empty(batch, indices))
     device = assembly.parallel.mesh.device
-    moved = tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), samples)
+    moved = tree_map_only(Tensor, lambda tensor: to_device(tensor, device), samples)
     return precision.cast_floating(moved, assembly.model.master_dtype), 1.0 if len(indices) else 0.0
 
 
@@ -91,6 +92,8 @@ class Microbatches:
             with self._reading():
                 self._held[microbatch] = read(self._assembly, self.batch, self._shares[microbatch])
             self.wait_s += time.perf_counter() - began
+            leaves = tree_leaves(self._held[microbatch][0])
+            self._shapes[microbatch] = tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
         return self._held[microbatch]
 
     def forget(self, microbatch: int) -> None:
@@ -100,6 +103,5 @@ class Microbatches:
     def shapes_of(self, microbatch: int) -> tuple[torch.Size, ...]:
         """Return the shapes of the tensors in a micro-batch."""
         if microbatch not in self._shapes:
-            samples, _ = self.samples(microbatch)
-            self._shapes[microbatch] = tuple(leaf.shape for leaf in tree_leaves(samples) if isinstance(leaf, Tensor))
+            self.samples(microbatch)
         return self._shapes[microbatch]
