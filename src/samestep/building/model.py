@@ -109,8 +109,8 @@ class _Accepted:
 
 @functools.cache
 def _accepted(forward: Callable[..., Any]) -> _Accepted:
-    """Return the arguments of a forward, without the module itself."""
-    parameters = [one for one in inspect.signature(forward).parameters.values() if one.name != "self"]
+    """Return the arguments of a class's forward, without the module itself."""
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
     kinds = [one.kind for one in parameters]
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

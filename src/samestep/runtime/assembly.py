@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.building.families import facts_of
 from samestep.building.initial_values import Blueprint, blueprint, fill_rest
-from samestep.building.loss import cross_entropy
+from samestep.building.loss import checked, cross_entropy
 from samestep.building.optimizer import learning_rate_factor
 from samestep.datasets import checked_samples
 from samestep.errors import LayoutError, ModelError
@@ -382,7 +382,9 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     store.hook_gradients(gradient_hooks(plan, program, mesh))
     fill_rest(plan, place.device, torch.float64 if job.numerics.precision == "float64" else None)
     of_tp, of_cp = ((mesh.size(axis), mesh.index(axis)) for axis in ("tp", "cp"))
-    own_loss = source.loss if source.loss is cross_entropy else given_instance.watching(source.loss, source.model)
+    own_loss = source.loss
+    if own_loss is not cross_entropy:
+        own_loss = checked(given_instance.watching(own_loss, source.model))
     return Assembly(
         parallel=Parallel(
             program=program,
