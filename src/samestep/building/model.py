@@ -47,14 +47,27 @@ def model_source(job: Job) -> Callable[[], nn.Module]:
         inspect.signature(function).bind(**config)
     except TypeError as error:
         raise ModelError(f"model.config does not fit {source}: {error}") from None
-    return functools.partial(_build_function, function, source, config)
+    return JobModel(function, source, config)
 
 
-def _build_function(function: Callable[..., Any], source: str, config: Mapping[str, Any]) -> nn.Module:
-    model = function(**config)
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"{source} returned a {type(model).__name__}; it must return an nn.Module")
-    return model
+@dataclass(frozen=True, slots=True)
+class JobModel:
+    """The build function that a job names, with the arguments that it gives."""
+
+    function: Callable[..., Any]
+    source: str
+    config: Mapping[str, Any]
+
+    def __call__(self) -> nn.Module:
+        """Return what the function builds.
+
+        Raises:
+            ModelError: it returns no module.
+        """
+        model = self.function(**self.config)
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"{self.source} returned a {type(model).__name__}; it must return an nn.Module")
+        return model
 
 
 # -- calling the model -----------------------------------------------------------------------------
