@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ def named_loss(name: str) -> LossFunction:
         raise JobError(
             f"train.loss = {name!r} is none of {', '.join(losses)}{did_you_mean(name, losses)}, nor module:function"
         )
-    return cast(LossFunction, imported(name, "train.loss", JobError))
+    return checked(imported(name, "train.loss", JobError))
 
 
 def checked(loss: LossFunction) -> LossFunction:
