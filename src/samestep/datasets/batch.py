@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 
 from samestep.datasets.order import Integers, sample_indices
 from samestep.datasets.read_ahead import ReadAhead
-from samestep.errors import DataError, ModelError
+from samestep.errors import DataError, ModelError, failures_of
 from samestep.job import Job
 
 
@@ -195,8 +195,12 @@ def read_samples(
     rows = np.asarray(indices, dtype=np.int64)
     read = getattr(dataset, "read", None)
     if read is not None:
-        return read(rows)
-    samples = [dataset[int(index)] for index in (rows if rows.size else [0])]
+        with failures_of(f"reading samples of a {type(dataset).__name__}", DataError):
+            return read(rows)
+    samples = []
+    for index in rows if rows.size else [0]:
+        with failures_of(f"reading sample {index} of a {type(dataset).__name__}", DataError):
+            samples.append(dataset[int(index)])
     try:
         stacked = default_collate(samples)
     except (RuntimeError, TypeError, KeyError) as error:

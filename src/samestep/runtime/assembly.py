@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -24,10 +24,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.building.families import facts_of
 from samestep.building.initial_values import Blueprint, blueprint, fill_rest
-from samestep.building.loss import cross_entropy
+from samestep.building.loss import checked, cross_entropy
+from samestep.building.model import JobModel
 from samestep.building.optimizer import learning_rate_factor
 from samestep.datasets import checked_samples
-from samestep.errors import LayoutError, ModelError
+from samestep.errors import LayoutError, ModelError, failures_of
 from samestep.job import Job, NumericsTable
 from samestep.layout import Layout
 from samestep.models.analysis import ExpertModules, ModelAnalysis, StateSpec
@@ -257,7 +258,10 @@ def with_new_blueprint(source: Source, job: Job) -> TracedModel:
 
 
 def _built(source: Source, job: Job) -> Blueprint:
-    plan = blueprint(source.model, job.train.seed, functools.partial(job.run.waived, "build"))
+    # Whoever calls from Python wants the exceptions of their own function as they are.
+    named = isinstance(source.model, JobModel)
+    with failures_of(f"model.source: {source.name}", ModelError) if named else nullcontext():
+        plan = blueprint(source.model, job.train.seed, functools.partial(job.run.waived, "build"))
     if not plan.module.training:
         plan.module.train()  # a model loaded for inference; in one that trains, a part in evaluation mode is intended
     return plan
@@ -382,7 +386,9 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     store.hook_gradients(gradient_hooks(plan, program, mesh))
     fill_rest(plan, place.device, torch.float64 if job.numerics.precision == "float64" else None)
     of_tp, of_cp = ((mesh.size(axis), mesh.index(axis)) for axis in ("tp", "cp"))
-    own_loss = source.loss if source.loss is cross_entropy else given_instance.watching(source.loss, source.model)
+    own_loss = source.loss
+    if own_loss is not cross_entropy:
+        own_loss = checked(given_instance.watching(own_loss, source.model))
     return Assembly(
         parallel=Parallel(
             program=program,

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.building.loss import as_number, named_loss, target_of
+from samestep.building.loss import as_number, named_loss, target_of, with_graph
 from samestep.building.model import call_model
 from samestep.errors import DataError, LayoutError, NonFiniteError
 from samestep.job import Job
@@ -310,6 +310,7 @@ class Run:
             part = parallel.slicing.part(samples)
             loss_sum, count = objective.loss(precision.for_loss(outputs), part)
             self._check_generators("the loss")
+            loss_sum = with_graph(loss_sum, count, outputs)
             loss_sum = objective.balance.added_to(loss_sum, outputs, count, weight)
         if not self._loss_is_tried and weight:
             self._try_loss(outputs, part, len(microbatches.indices(task.microbatch)))
