@@ -39,6 +39,7 @@ from samestep.runtime.axes import context, expert, pipeline, precision, recomput
 from samestep.runtime.axes.data import Replicated
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.dropout import mode as dropout
+from samestep.runtime.dropout import rates
 from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.first_state import FirstState
 from samestep.runtime.optimizer_source import WholeWeights, check_optimizer, couples_weights
@@ -213,7 +214,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
         sequence_parts=parts,
         experts=experts,
         expert_calls=expert_calls,
-        has_dropout=dropout.has_dropout(plan.module),
+        has_dropout=rates.has_dropout(plan.module),
         states=states,
         detached_checkpoints=checkpointed.detached,
         recomputes_blocks=any(
