@@ -399,6 +399,7 @@ class Run:
         """Multiply the gradients by `factor`, update this rank's weights, and make them visible to the next forward."""
         weights = self.assembly.weights
         with self._observer.running(self.program.tasks[-1], _NO_SAMPLES):
+            weights.store.take_back()
             weights.updater.reread()
             self._generators.settle(whole=True)
             weights.updater.step(factor)
