@@ -50,7 +50,7 @@ Row = tuple[str, Any, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class DocumentRows:
     """The documents of a source, read one by one, as often as they are asked for."""
 
     origin: Origin
@@ -92,7 +92,7 @@ class PackedDocuments:
 
 
 def packed_part(
-    rows: Rows, tokenizer: Tokenizer, tokenizer_key: tuple[str, ...], data: DataTable, split: Split
+    rows: DocumentRows, tokenizer: Tokenizer, tokenizer_key: tuple[str, ...], data: DataTable, split: Split
 ) -> PackedDocuments:
     """Return the packed documents of one part of the data; the parts are split between documents.
 
@@ -122,7 +122,7 @@ def packed_part(
     )
 
 
-def jsonl_rows(path: str) -> Rows:
+def jsonl_rows(path: str) -> DocumentRows:
     """Return the lines of a file, or of a folder's `*.jsonl` files in the order of their names, without blank lines.
 
     Raises:
@@ -139,10 +139,10 @@ def jsonl_rows(path: str) -> Rows:
                         where = f"{file}:{number}"
                         yield where, _parsed(line, where), len(line)
 
-    return Rows(_origin(source, files), read)
+    return DocumentRows(_origin(source, files), read)
 
 
-def parquet_rows(path: str) -> Rows:
+def parquet_rows(path: str) -> DocumentRows:
     """Return the rows of a Parquet file, or of a folder's `*.parquet` files in the order of their names.
 
     Raises:
@@ -168,10 +168,10 @@ def parquet_rows(path: str) -> Rows:
             except ArrowException as error:
                 raise DataError(f"{file} is not a Parquet file: {str(error).strip().splitlines()[0]}") from None
 
-    return Rows(_origin(source, files), read)
+    return DocumentRows(_origin(source, files), read)
 
 
-def hf_rows(path: str) -> Rows:
+def hf_rows(path: str) -> DocumentRows:
     """Return the rows of a folder that `Dataset.save_to_disk` wrote.
 
     Raises:
@@ -202,7 +202,7 @@ def hf_rows(path: str) -> Rows:
         for index in range(len(dataset)):
             yield f"hf:{path} row {index}", dataset[index], size_bytes // len(dataset)
 
-    return Rows(Origin(source, size_bytes, ("hf", dataset._fingerprint, str(len(dataset)))), read)
+    return DocumentRows(Origin(source, size_bytes, ("hf", dataset._fingerprint, str(len(dataset)))), read)
 
 
 def _origin(source: str, files: Sequence[Path]) -> Origin:

@@ -40,6 +40,7 @@ from samestep.runtime.axes import context, expert, pipeline, precision, recomput
 from samestep.runtime.axes.data import Replicated
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.dropout import mode as dropout
+from samestep.runtime.dropout import rates
 from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.first_state import FirstState
 from samestep.runtime.optimizer_source import WholeWeights, check_optimizer, couples_weights
@@ -51,7 +52,16 @@ from samestep.runtime.update_rule import OptimizerSource
 from samestep.runtime.weight_store import Materialize, WeightStore
 from samestep.strategies import program_of
 from samestep.strategies.tensor import refuse_degree
-from samestep.tracing import cut_proof, samples, sequence_boundaries, sequence_proof, slices, state, tensor_plan
+from samestep.tracing import (
+    cut_proof,
+    samples,
+    sequence_boundaries,
+    sequence_proof,
+    slices,
+    snapshot,
+    state,
+    tensor_plan,
+)
 from samestep.tracing import experts as experts_module
 from samestep.tracing.operations import Recorder
 from samestep.tracing.rank_trial import DiffersError
@@ -200,7 +210,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
             yield
         placed.extend(found)
 
-    with state.preserved(plan.module), recompute.record_checkpointed(plan.module):
+    with snapshot.preserved(plan.module), recompute.record_checkpointed(plan.module):
         found = samples.examine(
             plan.module, one, source.loss, experts, value_of, keeps_all=bool(spec.varies_at), around=placing
         )
@@ -214,7 +224,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
         sequence_parts=parts,
         experts=experts,
         expert_calls=expert_calls,
-        has_dropout=dropout.has_dropout(plan.module),
+        has_dropout=rates.has_dropout(plan.module),
         states=states,
         detached_checkpoints=checkpointed.detached,
         recomputes_blocks=any(
@@ -242,7 +252,7 @@ def _tried(
             cut_proof.run_forward(plan.module, sample, proof.styles, value_of, recorder)
 
     # Both forwards from one state: modules that record their outputs install their hooks at the first of them.
-    with state.preserved(plan.module):
+    with snapshot.preserved(plan.module):
         try:
             forward(recorder := Recorder())
             proof = cut_proof.with_degree(proof, plan.module, shared, recorder.operations, forward, degree)
@@ -300,7 +310,7 @@ def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedMode
     value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
     one = _first_of(example, torch.float32)
     if not (analysis.parts_examined and spec.slice_refusal):
-        with state.preserved(traced.module):
+        with snapshot.preserved(traced.module):
             spec = slices.prove(traced.module, one, spec, value_of, analysis.experts, parts)
     analysis = replace(analysis, spec=spec, parts_examined=(*analysis.parts_examined, parts))
     return replace(traced, analysis=analysis)

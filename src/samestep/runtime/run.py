@@ -400,6 +400,7 @@ class Run:
         if self.layout.world_size > 1:
             with owned("scalars"):
                 dist.all_reduce(scalars, group=self.assembly.parallel.mesh.groups["world"])
+        weights.store.take_back()
         *numbers, written = torch.cat([scalars, weights.updater.was_written(device).view(1)]).tolist()
         agreed = StepScalars(*numbers)
         self._refusals.raise_agreed(agreed.stop, self.layout.world_size)
