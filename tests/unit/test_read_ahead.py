@@ -117,6 +117,19 @@ def test_a_quick_data_set_is_read_where_it_is_used(monkeypatch: pytest.MonkeyPat
     assert dataset.read_here == list(indices)
 
 
+def test_a_data_set_that_seeds_a_generator_of_the_process_is_read_where_it_is_used() -> None:
+    class Seeded(Squares):
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            random.seed(index)
+            return {**super().__getitem__(index), "drawn": torch.tensor([random.random()])}
+
+    dataset = Seeded()
+    for _, indices, samples in taken(dataset, 0):
+        assert samples["drawn"].flatten().tolist() == pytest.approx([random.Random(int(i)).random() for i in indices])
+        assert dataset.read_here == indices.tolist()
+        dataset.read_here.clear()
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sample_that_fits_no_batch_is_refused_as_without_workers(workers: int) -> None:
     broken = Squares(broken=3)

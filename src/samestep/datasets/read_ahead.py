@@ -3,8 +3,9 @@
 The samples of a step are a function of (seed, step), so what a rank will read is known before it asks: the shares of this
 step's micro-batches, of the next step's, and so on. They are read in that order, a few ahead of the one in use:
 
-    run.data_workers = 0    a thread reads the next two micro-batches, once a read has taken a millisecond or more; before
-                            that, handing one over would take as long as reading it
+    run.data_workers = 0    a thread reads the next two micro-batches, once a read has taken a millisecond or more (before
+                            that, handing one over would take as long as reading it), unless reading moves a generator
+                            of the process, as `random.seed(index)` does: a forward meanwhile would be blamed for it
     run.data_workers = N    N processes read two micro-batches each, as torch's DataLoader distributes them
 
 Only where the work is done changes: a micro-batch that was not foreseen, as one that the canary reads again, is read at
@@ -13,6 +14,7 @@ once by the caller. So a resumed run may have another number of workers and read
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
 import time
@@ -60,10 +62,11 @@ class ReadAhead:
         if self._ready is not None:
             samples, self._next = self._ready.take()
             return samples
-        began = time.perf_counter()
+        began, generators = time.perf_counter(), _generators()
         self._next = next(self._coming, None)
         samples = self._read_here(indices)
-        if time.perf_counter() - began >= WORTH_A_THREAD_S and self._next is not None:
+        is_slow = time.perf_counter() - began >= WORTH_A_THREAD_S
+        if is_slow and self._next is not None and generators == _generators():
             self._ready = _InThread(self._read_here, self._foreseen())
         return samples
 
@@ -177,6 +180,11 @@ class _Reads(TorchDataset[Any]):
             return self._read(indices)
         except SamestepError as error:  # which a DataLoader would give another text
             return error
+
+
+def _generators() -> tuple[object, ...]:
+    """Return the states of the process-wide generators, equal while none has moved."""
+    return random.getstate(), repr(np.random.get_state(legacy=False)), torch.get_rng_state().numpy().tobytes()
 
 
 def _unchanged(samples: Any) -> Any:
