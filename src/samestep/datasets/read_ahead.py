@@ -14,6 +14,7 @@ once by the caller. So a resumed run may have another number of workers and read
 
 from __future__ import annotations
 
+import pickle
 import random
 import signal
 import threading
@@ -21,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,7 @@ class ReadAhead:
         self._read, self._pin = read, pin
         self._coming = coming
         self._next: Integers | None = next(coming, None)
+        self._draws: bool | None = None  # whether reading moves a generator of the process; None before the first read
         self._ready: _InThread | _InProcesses | None = None
         if num_workers:
             self._ready = _InProcesses(read, self._foreseen(), num_workers, pin)
@@ -62,11 +65,16 @@ class ReadAhead:
         if self._ready is not None:
             samples, self._next = self._ready.take()
             return samples
-        began, generators = time.perf_counter(), _generators()
         self._next = next(self._coming, None)
+        if self._draws is None:
+            with _generators_watched() as moved:
+                samples = self._read_here(indices)
+            self._draws = bool(moved)
+            return samples
+        began = time.perf_counter()
         samples = self._read_here(indices)
         is_slow = time.perf_counter() - began >= WORTH_A_THREAD_S
-        if is_slow and self._next is not None and generators == _generators():
+        if is_slow and self._next is not None and not self._draws:
             self._ready = _InThread(self._read_here, self._foreseen())
         return samples
 
@@ -128,7 +136,11 @@ class _InProcesses:
             multiprocessing_context="fork",  # a data set need not be picklable, and is not copied
             generator=torch.Generator(),  # its seeds for workers come from here, not from the process's generator
         )
+        # torch raises where the main thread is when a worker dies, which may be in a forward; here `take` tells.
+        before, is_main = signal.getsignal(signal.SIGCHLD), threading.current_thread() is threading.main_thread()
         self._iterator: Iterator[Any] | None = iter(loader)
+        if is_main and before is not None:
+            signal.signal(signal.SIGCHLD, before)
 
     def take(self) -> tuple[Any, Integers | None]:
         """Return the next micro-batch, and the indices of the one after it.
@@ -182,9 +194,28 @@ class _Reads(TorchDataset[Any]):
             return error
 
 
-def _generators() -> tuple[object, ...]:
-    """Return the states of the process-wide generators, equal while none has moved."""
-    return random.getstate(), repr(np.random.get_state(legacy=False)), torch.get_rng_state().numpy().tobytes()
+@contextmanager
+def _generators_watched() -> Iterator[list[str]]:
+    """Yield a list that has an entry afterwards if a process-wide generator was moved, even to where it stood before."""
+    moved: list[str] = []
+    before = _generators()
+    random.random(), np.random.random(), torch.rand(1)  # where none stands that was seeded for the same samples before
+    drawn = _generators()
+    yield moved
+    if _bytes(_generators()) != _bytes(drawn):
+        moved.append("moved")
+    else:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+def _generators() -> tuple[Any, Any, Tensor]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _bytes(states: tuple[Any, Any, Tensor]) -> bytes:
+    return pickle.dumps((states[0], states[1], states[2].numpy().tobytes()))
 
 
 def _unchanged(samples: Any) -> Any:
