@@ -178,7 +178,7 @@ def _unit(
     layers = step.model.layers
     last = len(layers) - 1
     is_root = modules == ("",)
-    first_layer, last_layer = (0, last) if is_root else _span(step, modules, params)
+    first_layer, last_layer = _span_of_root(step, params, chunks) if is_root else _span(step, modules, params)
     # What takes a gradient, in a pipeline.
     receives = any(first_layer in chunk and chunk.start > 0 and layers[chunk.start].sends_gradient for chunk in chunks)
     # A frozen start of the model has no backward that would read its weights.
@@ -199,10 +199,11 @@ def _unit(
         # The last layer's backward follows at once, and a weight that first and last layer share is in use throughout.
         # A pipeline's other micro-batches may come between the two.
         keep_after_forward=step.zero == 2 or (last_layer == last and step.layout.pp == 1),
-        gather_in_backward=layers[last_layer].backward_reads_weights and has_backward,
+        # A stage gives the model's own code copies of the weights that it reads itself.
+        gather_in_backward=layers[last_layer].backward_reads_weights and has_backward and not (is_root and chunks),
         called=(min(param.called[0] for param in params), max(param.called[1] for param in params)),
         is_called_again=any(param.calls > 1 for param in params),
-        input_takes_gradient=receives or (not is_root and all(param.takes_gradient for param in entered)),
+        input_takes_gradient=not is_root and (receives or all(param.takes_gradient for param in entered)),
         shard_axis=holding.data_axis,
         num_shards=holding.num_shards,
     )
@@ -216,6 +217,12 @@ def _first_root(step: StepSpec, params: list[ParamSpec], roots_of: Mapping[str, 
         return param.layer, step.model.layers[param.layer].modules.index(roots[0]) if roots else -1
 
     return roots_of[min(params, key=entered).name]
+
+
+def _span_of_root(step: StepSpec, params: list[ParamSpec], chunks: tuple[range, ...]) -> tuple[int, int]:
+    """Return the first and the last layer of the forwards that gather what the root module owns."""
+    chunk = next((chunk for chunk in chunks if params[0].layer in chunk), range(len(step.model.layers)))
+    return chunk[0], chunk[-1]
 
 
 def _span(step: StepSpec, modules: tuple[str, ...], params: list[ParamSpec]) -> tuple[int, int]:

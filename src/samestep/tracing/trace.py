@@ -348,11 +348,13 @@ def _param_specs(
             meeting |= owners
     layer_of = {path: index for index, layer in enumerate(layers) for path in layer.modules}
     region_layer = {path: index for index, layer in enumerate(layers) for path in layer.regions}
+    assert watch.flow is not None
+    read_first = watch.flow.layers_of_weights([layer.modules for layer in layers])
     specs = []
     for name, param in module.named_parameters():
         alike = names[id(param)]
         owners = {_owner(alias) for alias in alike}
-        layer = _layer_of(_owner(name), layer_of, containers)
+        layer = read_first.get(name, _layer_of(_owner(name), layer_of, containers))
         # A module's weights are gathered together, so one shared weight makes all of them shared.
         shared = bool(owners & meeting)
         roots = owners if shared else {root for root in layers[layer].modules if is_below(_owner(name), root)}
