@@ -150,6 +150,9 @@ def passes_one_tensor(
         return False
     starts = {path for layer in layers[: blocks[0]] for path in layer.modules}
     between = {path for layer in layers[blocks[0] : blocks[-1] + 1] for path in layer.modules}
+    called = [event.name for event in flow.events if event.is_call and event.name in between]
+    if len(called) > len(set(called)):  # a stage receives in front of a module's only call, and sends behind it
+        return False
     for event in flow.events:
         if event.is_call and event.name in starts and not isinstance(model.get_submodule(event.name), nn.Embedding):
             return False

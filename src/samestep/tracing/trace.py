@@ -149,9 +149,12 @@ def _unseen(name: str, watch: ForwardTracer, module: nn.Module) -> str:
 def containers_of(module: nn.Module) -> tuple[str, ...]:
     """Return the paths of the containers whose children are the blocks: the most repeated one and others at its depth.
 
-    A head of a norm and a linear layer is an nn.Sequential too, but repeats nothing.
+    A head of a norm and a linear layer is an nn.Sequential too, but repeats nothing. A dictionary of modules counts only
+    where there are no lists: most of them hold a model's embeddings and its list of blocks.
     """
-    found = dict(_outermost("", module))
+    found = dict(_outermost("", module, _LISTS)) or {
+        path: part for path, part in _outermost("", module, (nn.ModuleDict,)) if _repeated_elements(part)
+    }
     if not found:
         return ()
     repeated = {path: _repeated_elements(container) for path, container in found.items()}
@@ -160,17 +163,22 @@ def containers_of(module: nn.Module) -> tuple[str, ...]:
     return tuple(path for path, size in sizes.items() if size and _depth(path) == _depth(best))
 
 
-def _outermost(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+_LISTS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.Sequential)
+
+
+def _outermost(
+    path: str, module: nn.Module, kinds: tuple[type[nn.Module], ...]
+) -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost containers that hold weights, without those that mostly consist of another one."""
     total = _num_elements(module)
-    is_container = isinstance(module, (nn.ModuleList, nn.Sequential))
+    is_container = isinstance(module, kinds)
     children = [(_join(path, name), child) for name, child in module.named_children()]
-    inner = [c for _, c in children if isinstance(c, (nn.ModuleList, nn.Sequential)) and 2 * _num_elements(c) > total]
+    inner = [c for _, c in children if isinstance(c, kinds) and 2 * _num_elements(c) > total]
     if is_container and total and not inner:
         yield path, module
         return
     for child_path, child in children:
-        yield from _outermost(child_path, child)
+        yield from _outermost(child_path, child, kinds)
 
 
 def _repeated_elements(container: nn.Module) -> int:

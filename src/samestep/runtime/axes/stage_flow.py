@@ -18,7 +18,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -135,8 +135,11 @@ class StageForward(TorchFunctionMode):
     ) -> Any:
         """Carry out the next event, or return stand-ins of its results; what runs meanwhile is no event."""
         self._depth += 1
+        # Off the stack, where it is on top: torch.compile would trace it.
+        is_active = _get_current_function_mode() is self
         try:
-            return self._carried_out(name, func, given, args, kwargs)
+            with _pop_mode_temporarily() if is_active else nullcontext():
+                return self._carried_out(name, func, given, args, kwargs)
         finally:
             self._depth -= 1
 
