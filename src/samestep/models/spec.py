@@ -517,12 +517,12 @@ def remembered(
     return cached
 
 
+def is_moved(model: ModelSpec, param: ParamSpec) -> bool:
+    """Return whether a weight is in no module of the layer that uses it first."""
+    return not any(is_below(param.name, root) for root in model.layers[param.layer].modules if root)
+
+
 @remembered
 def read_by_own_code(model: ModelSpec) -> frozenset[str]:
     """Return the names of the weights that code outside of their layer's modules reads, such as a class token."""
-    return frozenset(
-        param.name
-        for param in model.params
-        if param.read_outside
-        or not any(is_below(param.name, root) for root in model.layers[param.layer].modules if root)
-    )
+    return frozenset(param.name for param in model.params if param.read_outside or is_moved(model, param))

@@ -93,8 +93,9 @@ def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
     order: dict[str, int] = {}
     roots_of = {param.name: _roots(step, param) for param in step.model.params}
     # One module's weights cannot be gathered at two times: those beside a weight that is read outside go with it.
+    tops = [root for layer in step.model.layers for root in layer.modules if root]
     with_root = {
-        (p.layer, roots_of[p.name][0]) for p in step.model.params if p.numel and p.read_outside and roots_of[p.name]
+        root for p in step.model.params if p.numel and p.read_outside for root in tops if is_below(p.name, root)
     }
     for param in step.model.params:
         owners = _owners(step, param)
@@ -110,7 +111,7 @@ def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
             met = [known for known in groups if known != ("",) and set(known) & set(owners)]
             together = [other for known in met for other in groups.pop(known)]
             groups[tuple(dict.fromkeys([*(m for known in met for m in known), *owners]))] = [*together, param]
-        elif not roots or param.read_outside or (param.layer, roots[0]) in with_root:
+        elif not roots or param.read_outside or roots[0] in with_root:
             groups.setdefault(("",), []).append(param)
         else:
             members.setdefault(param.layer, {})[roots[0]] = None
@@ -149,10 +150,13 @@ def _with_prefetch(units: list[Unit], chunks: tuple[range, ...]) -> tuple[Unit, 
     """Let the backward of each unit prefetch the unit that the forward of the same chunk uses before it.
 
     A unit that is called several times prefetches nothing: at its second backward that would have been used already.
+    The root's is not gathered again in a pipeline.
     """
     prefetch: dict[str, str] = {}
     for axis in dict.fromkeys(unit.shard_axis for unit in units):
-        by_use = sorted((unit for unit in units if unit.shard_axis == axis), key=last_use)
+        by_use = sorted(
+            (u for u in units if u.shard_axis == axis and not (chunks and u.modules == ("",))), key=last_use
+        )
         for before, unit in itertools.pairwise(by_use):
             together = not chunks or any({before.first_layer, unit.first_layer} <= {*chunk} for chunk in chunks)
             if together and not unit.is_called_again:

@@ -57,6 +57,7 @@ def refusal(step: StepSpec) -> str | None:
 
 def _refuse_own_code(step: StepSpec) -> str | None:
     """Refuse weights that the model's own code reads where a stage of a pipeline does not gather them once a forward."""
+    blocks = [path for layer in step.model.layers if layer.is_block for path in layer.modules]
     for param in step.model.params:
         if param.name not in read_by_own_code(step.model):
             continue
@@ -65,12 +66,11 @@ def _refuse_own_code(step: StepSpec) -> str | None:
                 f"zero={step.zero} gathers {param.name}, which the model's own code reads, with every virtual stage: "
                 "zero=1 works, and so does virtual_stages=1"
             )
-        if (
-            step.zero == 3
-            and step.layout.recompute != "none"
-            and step.model.layers[param.layer].is_block
-            and param.read_outside
-        ):
+        if param.shared:
+            return (
+                f"{param.name} is shared by modules, and read by the model's own code: zero=1 works, and so does pp=1"
+            )
+        if step.zero == 3 and step.layout.recompute != "none" and any(is_below(param.name, root) for root in blocks):
             return (
                 f"{param.name} is also read outside its block, and zero={step.zero} does not gather it again for "
                 f"recompute={step.layout.recompute}: zero=1 works, and so does recompute=none"

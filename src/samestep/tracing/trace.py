@@ -166,9 +166,7 @@ def containers_of(module: nn.Module) -> tuple[str, ...]:
 _LISTS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.Sequential)
 
 
-def _outermost(
-    path: str, module: nn.Module, kinds: tuple[type[nn.Module], ...]
-) -> Iterator[tuple[str, nn.Module]]:
+def _outermost(path: str, module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost containers that hold weights, without those that mostly consist of another one."""
     total = _num_elements(module)
     is_container = isinstance(module, kinds)
@@ -362,10 +360,11 @@ def _param_specs(
     for name, param in module.named_parameters():
         alike = names[id(param)]
         owners = {_owner(alias) for alias in alike}
-        layer = read_first.get(name, _layer_of(_owner(name), layer_of, containers))
+        own = _layer_of(_owner(name), layer_of, containers)
+        layer = read_first.get(name, own)
         # A module's weights are gathered together, so one shared weight makes all of them shared.
         shared = bool(owners & meeting)
-        roots = owners if shared else {root for root in layers[layer].modules if is_below(_owner(name), root)}
+        roots = owners if shared else {root for root in layers[own].modules if is_below(_owner(name), root)}
         entered = [path for path in watch.entries if path in roots]
         last = max([layer, *(region_layer[watch.newest[path]] for path in owners if path in watch.newest)])
         spec = ParamSpec(
