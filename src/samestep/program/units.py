@@ -205,7 +205,7 @@ def _unit(
         keep_after_forward=step.zero == 2 or (last_layer == last and step.layout.pp == 1),
         # A stage gives the model's own code copies of the weights that it reads itself.
         gather_in_backward=layers[last_layer].backward_reads_weights and has_backward and not (is_root and chunks),
-        called=(min(param.called[0] for param in params), max(param.called[1] for param in params)),
+        called=(0 if is_root else min(param.called[0] for param in params), max(param.called[1] for param in params)),
         is_called_again=any(param.calls > 1 for param in params),
         input_takes_gradient=not is_root and (receives or all(param.takes_gradient for param in entered)),
         shard_axis=holding.data_axis,

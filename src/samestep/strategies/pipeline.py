@@ -68,7 +68,8 @@ def refusal(step: StepSpec) -> str | None:
         return f"pp={layout.pp} cuts the {what} into {chunks} {stages}: {works}" + (
             f" (no stage can begin with {closed})" if closed else ""
         )
-    return _refuse_weights(step.model, chunks) or _refuse_crossings(step)
+    moved = _refuse_moved(step.model, chunks, layout.recompute) if layout.recompute != "none" else None
+    return _refuse_weights(step.model, chunks) or moved or _refuse_crossings(step)
 
 
 def _refuse_crossings(step: StepSpec) -> str | None:
@@ -104,6 +105,22 @@ def _refuse_weights(model: ModelSpec, num_chunks: int) -> str | None:
     for param in model.params:
         if param.name not in passed and not _stays_on_stages(roots, chunks, param):
             return f"{param.name} is shared by layers of several pipeline stages, not by first and last: pp=1 works"
+    return None
+
+
+@remembered
+def _refuse_moved(model: ModelSpec, num_chunks: int, recompute: str) -> str | None:
+    """Return which weight of a block is used first on an earlier stage: it is received, and not known when recomputed."""
+    chunks, roots = chunks_of(model, num_chunks), _roots(model)
+    for param in model.params:
+        own = _layer_at(roots, param.name)
+        if own is None or own == param.layer or not model.layers[own].is_block:
+            continue
+        if not any(own in chunk and param.layer in chunk for chunk in chunks):
+            return (
+                f"{param.name} is read before its block, on an earlier stage, and recompute={recompute} repeats that "
+                "block: recompute=none works, and so does pp=1"
+            )
     return None
 
 

@@ -107,9 +107,11 @@ def _crossings(
         CannotPassError: no stage can begin there, or what crosses depends on the number of samples.
     """
     before, (flow, few) = layers[index - 1].name, one
-    values = [flow.values[number] for number in crossing_values(layers, index, flow)]
+    numbers, weights = crossing_values(layers, index, flow), {number for _, number in flow.weights}
+    values = [flow.values[number] for number in numbers]
     sizes = [_numel(value) for value in values]
-    each, fixed = [size // few for size in sizes], [0] * len(sizes)
+    each = [0 if number in weights else size // few for number, size in zip(numbers, sizes, strict=True)]
+    fixed = [size - few * part for size, part in zip(sizes, each, strict=True)]
     if more is not None:
         others = [more[0].values[number] for number in crossing_values(layers, index, more[0])]
         if [(o.maker, len(o.shape), o.dtype) for o in others] != [(v.maker, len(v.shape), v.dtype) for v in values]:
