@@ -27,8 +27,11 @@ _TRACERS = (
     *(
         f"tracing/{name}.py"
         for name in (
+            "arranging_rules",
+            "dependence_calls",
             "dependence_rules",
             "independence",
+            "picking_rules",
             "prover",
             "samples",
             "sequence_boundaries",

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.models.spec import Product
+
 FEW_ELEMENTS = 64
 """Constants of at most so many elements are recorded with their values."""
 
@@ -62,6 +64,21 @@ class Operation:
     def writes(self) -> bool:
         """Whether it writes into a tensor that it is given."""
         return not isinstance(self.func, str) and self.func._schema.is_mutable
+
+
+@dataclass(slots=True)
+class Region:
+    """The operations between the entry of one top-most module with weights and the next such entry."""
+
+    flops: int = 0
+    products: list[Product] = field(default_factory=list)
+    moved: int = 0
+    """Elements that operations other than products read and write."""
+    moved_cut: int = 0
+    kernels: int = 0
+    read: set[int] = field(default_factory=set)
+    results: set[int] = field(default_factory=set)
+    """Storages written by matrix products, convolutions and attention."""
 
 
 class Recorder:

@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from samestep.models.analysis import ExpertModules
 from samestep.tracing import experts as experts_module
 from samestep.tracing.dependence_rules import COPIES, FILLS, Call, Rule, attention, nothing_known, rule_of
-from samestep.tracing.forward import ForwardTracer, address, operands
+from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.independence import Dependence, Dependences, Mixed, joined
+from samestep.tracing.meta_tensors import address, operands
 
 
 class Prover(ForwardTracer):

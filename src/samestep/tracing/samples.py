@@ -25,8 +25,9 @@ from torch.utils._pytree import tree_leaves
 from samestep.errors import ModelError
 from samestep.models.analysis import ExpertModules
 from samestep.tracing.dependence_rules import Rule, assumed
-from samestep.tracing.forward import NeedsValuesError, ValueOf, address, operands, tensors_in, watch_forward
+from samestep.tracing.forward import ValueOf, watch_forward
 from samestep.tracing.independence import NO_DIM, Along, Mixed
+from samestep.tracing.meta_tensors import NeedsValuesError, address, operands, tensors_in
 from samestep.tracing.prover import Prover
 from samestep.tracing.trace import containers_of
 

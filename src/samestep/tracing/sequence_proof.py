@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from samestep.building.families import facts_of
 from samestep.errors import InputError
 from samestep.models.analysis import ExpertModules
-from samestep.tracing.forward import NeedsValuesError, ValueOf, watch_forward
+from samestep.tracing.forward import ValueOf, watch_forward
 from samestep.tracing.independence import Along
+from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.tracing.sequence_boundaries import first_of, given_of, with_first, with_given
 from samestep.tracing.slices import SliceProver
 from samestep.tracing.trace import containers_of

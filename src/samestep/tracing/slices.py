@@ -28,8 +28,9 @@ from samestep.building.loss import target_of
 from samestep.errors import InputError
 from samestep.models.analysis import ExpertModules
 from samestep.models.spec import ModelSpec
-from samestep.tracing.forward import NeedsValuesError, ValueOf, watch_forward
+from samestep.tracing.forward import ValueOf, watch_forward
 from samestep.tracing.independence import Along, Dependence, Mixed
+from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.tracing.prover import Prover
 from samestep.tracing.trace import containers_of
 

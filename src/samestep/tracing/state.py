@@ -37,15 +37,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from samestep.errors import ModelError
 from samestep.models.analysis import StateSpec
 from samestep.models.spec import ModelSpec
-from samestep.tracing.forward import (
-    ForwardTracer,
-    NeedsValuesError,
-    ValueOf,
-    address,
-    operands,
-    tensors_in,
-    watch_forward,
-)
+from samestep.tracing.forward import ForwardTracer, ValueOf, watch_forward
+from samestep.tracing.meta_tensors import NeedsValuesError, address, operands, tensors_in
 
 SAMPLES = -1
 """The label of what depends on the values of the samples; other labels are addresses of storages."""
