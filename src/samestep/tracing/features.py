@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from samestep.tracing.feature_rules import COPIES, EVENTS, FILLS, RULES, pointwise
-from samestep.tracing.feature_units import LikeError, MixesError, UnitFlow, UnitRows, WeightCut, named, place
+from samestep.tracing.feature_units import LikeError, MixesError, UnitFlow, UnitRows, WeightCut, met_by, named, place
 from samestep.tracing.operations import Operation, View
 
 _aten = torch.ops.aten
@@ -109,10 +109,13 @@ def _carry_on(flow: UnitFlow, op: Operation) -> None:
     before = [flow.states.get(view.storage) if view.values is None else None for view in op.given]
     if op.func not in ("left", "outputs"):
         _follow_weights(flow, op)
-    if isinstance(op.func, str):
-        EVENTS[op.func](flow, op)
-    else:
-        _compute(flow, op)
+    try:
+        if isinstance(op.func, str):
+            EVENTS[op.func](flow, op)
+        else:
+            _compute(flow, op)
+    except MixesError as reason:
+        raise reason.at(op.where, met_by(flow, op)) from None
     flow.history.append((*before, *(flow.states.get(view.storage) for view in op.results)))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.tracing.dependence_calls import SUMMED, Call, mapped, unknown
+from samestep.tracing.dependence_calls import SUMMED, Call, along, mapped, unknown
 from samestep.tracing.independence import NO_DIM, Along, Dependence, Mixed, Pick, identity_of, joined
 
 

@@ -37,6 +37,13 @@ class Cuts:
     styles: dict[str, str] = field(default_factory=dict)
     """Style of each module in the plan, by its path."""
     refusal: str = ""
+    gathered: dict[str, str] = field(default_factory=dict)
+    """Modules that the plan cuts otherwise, whose outputs are gathered, and why."""
+
+    def gather(self, paths: Collection[str], reason: str) -> None:
+        """Gather the outputs of modules, since the code behind them needs them whole."""
+        self.styles |= dict.fromkeys(paths, "gather")
+        self.gathered |= dict.fromkeys(sorted(paths), reason)
 
 
 def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
@@ -196,6 +203,8 @@ def with_cuts(
     refusal = cuts.refusal or proof.refusal or _unclear_use(spec, cuts, proof)
     if refusal:
         return replace(spec, cut_refusal=refusal)
+    for path in [path for path, style in cuts.styles.items() if style == "sum"]:  # a plan may name too many
+        del cuts.styles[path]
     cuts.styles |= {path: "sum" for path, uses in proof.uses.items() if "cut" in uses and path not in cuts.styles}
     if name := _half_summed(spec, cuts):
         return replace(
@@ -218,7 +227,7 @@ def _unclear_use(spec: ModelSpec, cuts: Cuts, proof: CutProof) -> str:
     """Return which weight's gradient would be neither whole on every rank nor a part on each; empty if none."""
     blocks = [path for layer in spec.layers if layer.is_block for path in layer.modules]
     for path, uses in proof.uses.items():
-        if path in cuts.styles or uses == {"whole"}:
+        if cuts.styles.get(path, "sum") != "sum" or uses == {"whole"}:
             continue
         where = f"a weight of {path or spec.name} is used on a tensor that tp cuts"
         if "elsewhere" in uses:
