@@ -31,6 +31,7 @@ _TRACERS = (
             "dependence_calls",
             "dependence_rules",
             "independence",
+            "operation_trial",
             "picking_rules",
             "prover",
             "samples",

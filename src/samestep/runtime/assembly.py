@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -322,6 +322,9 @@ def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedMode
         LayoutError: the forward of a rank of this tp does not compute its part of the whole model's.
     """
     traced = _with_degree(traced, layout.tp, example)
+    if layout.tp > 1:
+        spec = _with_tried(traced.spec, traced.cuts.tried)
+        traced = replace(traced, analysis=replace(traced.analysis, spec=spec))
     traced = _with_tokens_of_a_rank(traced, layout, example)
     analysis, spec = traced.analysis, traced.spec
     parts = layout.cp
@@ -336,6 +339,11 @@ def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedMode
     return replace(traced, analysis=analysis)
 
 
+def _with_tried(spec: ModelSpec, tried: Iterable[str]) -> ModelSpec:
+    """Return the spec with more of what is used because a trial has passed."""
+    return replace(spec, tried=tuple(dict.fromkeys((*spec.tried, *tried))))
+
+
 def _with_tokens_of_a_rank(traced: TracedModel, layout: Layout, example: Any) -> TracedModel:
     """Return the model with a proof that its blocks work token by token between the parts that tp cuts, or a refusal."""
     analysis, spec, degree = traced.analysis, traced.spec, layout.tp
@@ -344,10 +352,10 @@ def _with_tokens_of_a_rank(traced: TracedModel, layout: Layout, example: Any) ->
         return traced
     value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
     sample, parts = _first_of(example, torch.float32), analysis.sequence_parts
-    refusal = sequence_proof.refuse_slices(
+    refusal, tried = sequence_proof.refuse_slices(
         traced.module, sample, parts, spec.sequence, degree, value_of, analysis.experts
     )
-    spec = replace(spec, sequence_refusal=refusal, expert_refusal=refusal)
+    spec = replace(_with_tried(spec, tried), sequence_refusal=refusal, expert_refusal=refusal)
     return replace(traced, analysis=replace(analysis, spec=spec, slices_between=(*analysis.slices_between, degree)))
 
 

@@ -48,6 +48,8 @@ class CutProof:
     """Modules at whose input `copy` sums a gradient: those cut by columns, and whole ones that lead to what is cut."""
     cuts_logits: bool = False
     """Whether the loss may get logits that are cut by vocabulary."""
+    tried: tuple[str, ...] = ()
+    """Operations without a rule, and custom backwards, of which a trial has passed."""
     degree: int = 1
     """Degree that was tried with the shapes of a rank."""
     counts: tuple[Count, ...] = ()
@@ -129,7 +131,8 @@ def prove(
             continue
         if not cuts_logits or _are_logits(flow, model, heads):
             uses = _uses(recorder.operations, flow, partial)
-            return CutProof(way, cuts, flow.groups, uses, _copied(flow, partial), cuts_logits)
+            tried = tuple(dict.fromkeys(flow.tried))
+            return CutProof(way, cuts, flow.groups, uses, _copied(flow, partial), cuts_logits, tried)
     return CutProof(styles, refusal=refusal, refused_at=where, refused=refused)
 
 

@@ -148,6 +148,8 @@ class UnitFlow:
     """Storages made element by element of one weight, by its name."""
     prediction: UnitDim | None = None
     """The units of the model's prediction."""
+    tried: list[str] = field(default_factory=list)
+    """Operations without a rule, and custom backwards, of which a trial has passed."""
     others_cut: bool = False
     """Whether another output has units."""
 

@@ -13,6 +13,7 @@ tokens takes the branch it would really take; on request all values of the sampl
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -273,6 +274,11 @@ class ForwardTracer(TorchDispatchMode):
             )
             self.exchanges.append((self.region, self.key(tensor), exchange))
 
+    def applied(self, function: Any, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
+        """Record the call of a custom Function of autograd, whose operations have been recorded before."""
+        if self.recorder is not None:
+            self.recorder.record("function", self.where, (function, *args), named, outcome)
+
     def save(self, tensor: Tensor) -> Tensor | None:
         """Record a tensor that autograd keeps, unless it is a weight; return it only if a backward follows."""
         self._on_keep(self.region)
@@ -374,6 +380,7 @@ def watch_forward(
             stack.enter_context(watch.knowing(module, value_of))
             stack.enter_context(_hooks(module, containers, watch))
             stack.enter_context(_fused_attention(watch))
+            stack.enter_context(_custom_functions(watch))
             stack.enter_context(watch.flow_recorder.over(module, functools.partial(is_outside, containers=containers)))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, _given_back))
@@ -412,6 +419,25 @@ def _hooks(module: nn.Module, containers: tuple[str, ...], watch: ForwardTracer)
 def is_outside(path: str, containers: tuple[str, ...]) -> bool:
     """Return whether a module is the model itself, a container of blocks, or holds such a container."""
     return not path or any(is_below(container, path) for container in containers)
+
+
+@contextmanager
+def _custom_functions(watch: ForwardTracer) -> Iterator[None]:
+    """Report every custom Function of autograd that a forward applies to `watch`, which cannot see its backward."""
+    original, thread = torch.autograd.Function.__dict__["apply"], threading.get_ident()
+
+    def apply(function: type, *args: Any, **named: Any) -> Any:
+        plain = original.__get__(None, function)
+        outcome = plain(*args, **named)
+        if threading.get_ident() == thread and not function.__module__.startswith(("samestep.", "torch.")):
+            watch.applied(plain, args, named, outcome)
+        return outcome
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 class _Attention(torch.autograd.Function):

@@ -111,6 +111,13 @@ def operands(*values: Any) -> list[Tensor]:
     return [item for item in flat if isinstance(item, Tensor)]
 
 
+def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the operands into which an operation that returns nothing writes."""
+    given = zip(func._schema.arguments, args, strict=False)
+    pairs = [*given, *((one, kwargs[one.name]) for one in func._schema.arguments if one.name in kwargs)]
+    return operands(*(value for one, value in pairs if one.alias_info is not None and one.alias_info.is_write))
+
+
 def address(tensor: Tensor) -> int:
     """Return a number that identifies a tensor's storage while it lives."""
     return tensor.untyped_storage()._cdata

@@ -69,7 +69,8 @@ def prove(
         refusal = f"{path} computes differently, or with other numbers, on slices of another length"
         return _refused(spec, length, refusal)
     slices = {name: WHOLE if dim is None else dim for watch in watches for name, dim in watch.slices.items()}
-    return dataclasses.replace(_refused(spec, length, ""), slices=tuple(sorted(slices.items())))
+    tried = tuple(dict.fromkeys((*spec.tried, *(text for watch in watches for text in watch.tried))))
+    return dataclasses.replace(_refused(spec, length, ""), slices=tuple(sorted(slices.items())), tried=tried)
 
 
 def _refused(spec: ModelSpec, length: int, reason: str) -> ModelSpec:
@@ -188,6 +189,10 @@ class SliceProver(Prover):
             self._mixed = (
                 f"{path} mixes tokens by {operation}, {self.between or f'and only attention is exchanged{works}'}"
             )
+
+    def refuse_gradient(self, where: str) -> None:
+        """Refuse a custom Function whose backward mixes tokens."""
+        self.refuse(f"{where} mixes tokens")
 
     def on_constant(self, constant: Tensor, dim: int, inner: int, where: str) -> None:
         """Refuse a constant with a row for each token."""
