@@ -214,7 +214,7 @@ class Scaled(torch.autograd.Function):
 
 def _operation(name: str, forward: Callable[[Tensor], Tensor], slope: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Define an operation of a library with its gradient, of which samestep has no rule."""
-    made = torch.library.custom_op(f"samestep_tests::{name}", forward, mutates_args=(), schema="(Tensor x) -> Tensor")
+    made = torch.library.custom_op(f"samestep_cut::{name}", forward, mutates_args=(), schema="(Tensor x) -> Tensor")
     made.register_fake(torch.empty_like)
     keep = lambda ctx, inputs, output: ctx.save_for_backward(inputs[0])  # noqa: E731
     made.register_autograd(lambda ctx, gradient: slope(gradient, *ctx.saved_tensors), setup_context=keep)
@@ -315,7 +315,7 @@ GATHERED: dict[str, Callable[[], nn.Module]] = {
     "neighbours": mlp(lambda m, h, x: h + h.roll(1, -1)),
     "the number of neurons": mlp(lambda m, h, x: h.relu() / h.shape[-1]),
     "the whole input": mlp(lambda m, h, x: h * x.mean(-1, keepdim=True)),
-    "a mean by an operation without a rule": mlp(lambda m, h, x: h * torch.ops.samestep_tests.centred(h)),
+    "a mean by an operation without a rule": mlp(lambda m, h, x: h * torch.ops.samestep_cut.centred(h)),
     "a gradient of all neurons": mlp(lambda m, h, x: Clipped.apply(h)),
     "heads side by side in a list": heads(count="h", shape="stack"),
     "alibi": heads(Alibi, by_hand=True),
@@ -326,8 +326,8 @@ GATHERED: dict[str, Callable[[], nn.Module]] = {
 """Code that computes with more than a rank's part: the outputs of the modules that it reads are gathered."""
 EVERY_NIGHT = {"softmax", "layer norm", "absmax", "the number of neurons", "alibi in a buffer", "talking heads"}
 LEGAL |= {
-    "an operation without a rule": mlp(lambda m, h, x: torch.ops.samestep_tests.sine(h)),
-    "an operation on groups of neurons": mlp(lambda m, h, x: torch.ops.samestep_tests.grouped(h)),
+    "an operation without a rule": mlp(lambda m, h, x: torch.ops.samestep_cut.sine(h)),
+    "an operation on groups of neurons": mlp(lambda m, h, x: torch.ops.samestep_cut.grouped(h)),
     "a backward of its own": mlp(lambda m, h, x: Scaled.apply(h, m.scale), scale=(NEURONS,)),
 }
 

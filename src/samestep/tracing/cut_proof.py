@@ -101,7 +101,8 @@ def weight_cuts(model: nn.Module, styles: Mapping[str, str], parts: Mapping[str,
         style = styles.get(path)
         if style in (None, "sum") or (style == "row" and leaf == "bias"):
             continue
-        across = 0 if facts.is_transposed(model.get_submodule(path)) and leaf == "weight" else 1
+        module = model.get_submodule(path)
+        across = 0 if (facts.is_transposed(module) and leaf == "weight") or isinstance(module, nn.Embedding) else 1
         dim = across if style == "row" else 0 if style == "vocab" else (1 - across) * (param.dim() > 1)
         fused = FUSED if style == "qkv" else parts.get(path, 1)
         if param.shape[dim] % fused == 0:
