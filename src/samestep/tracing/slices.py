@@ -30,8 +30,9 @@ from samestep.errors import InputError
 from samestep.models.analysis import ExpertModules
 from samestep.models.spec import ModelSpec
 from samestep.tracing.crossings import with_slices_of
-from samestep.tracing.forward import NeedsValuesError, ValueOf, watch_forward
+from samestep.tracing.forward import ValueOf, watch_forward
 from samestep.tracing.independence import Along, Dependence, Mixed
+from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.tracing.prover import Prover
 from samestep.tracing.trace import containers_of
 
@@ -74,7 +75,9 @@ def prove(
     assert whole is not None
     assert sliced is not None
     layers = with_slices_of(spec.layers, whole, sliced)
-    return dataclasses.replace(_refused(spec, length, ""), slices=tuple(sorted(slices.items())), layers=layers)
+    tried = tuple(dict.fromkeys((*spec.tried, *(text for watch in watches for text in watch.tried))))
+    proven = _refused(spec, length, "")
+    return dataclasses.replace(proven, slices=tuple(sorted(slices.items())), layers=layers, tried=tried)
 
 
 def _refused(spec: ModelSpec, length: int, reason: str) -> ModelSpec:
@@ -194,6 +197,10 @@ class SliceProver(Prover):
             self._mixed = (
                 f"{path} mixes tokens by {operation}, {self.between or f'and only attention is exchanged{works}'}"
             )
+
+    def refuse_gradient(self, where: str) -> None:
+        """Refuse a custom Function whose backward mixes tokens."""
+        self.refuse(f"{where} mixes tokens")
 
     def on_constant(self, constant: Tensor, dim: int, inner: int, where: str) -> None:
         """Refuse a constant with a row for each token."""

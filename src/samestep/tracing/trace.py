@@ -39,14 +39,8 @@ from samestep.job import Job
 from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec, Product, is_below
 from samestep.tracing.backward import Backward, WorkingSet, idle_weights, watch_backward, working_sets
 from samestep.tracing.crossings import with_crossings
-from samestep.tracing.forward import (
-    ForwardTracer,
-    NeedsValuesError,
-    ValueOf,
-    is_outside,
-    tensors_in,
-    watch_forward,
-)
+from samestep.tracing.forward import ForwardTracer, ValueOf, is_outside, watch_forward
+from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
 from samestep.tracing.operations import Recorder
 from samestep.tracing.snapshot import Snapshot
 

@@ -32,7 +32,8 @@ from samestep.errors import ModelError
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.runtime.axes import context, precision, recompute
-from samestep.tracing.forward import ForwardTracer, NeedsValuesError, watch_forward
+from samestep.tracing.forward import ForwardTracer, watch_forward
+from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.tracing.stages import Event, Flow, mapped, name_of, reads_shape_alone, tensors_of
 from samestep.tracing.trace import containers_of
 from samestep.tracing.traced_model import TracedModel

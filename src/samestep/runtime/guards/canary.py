@@ -51,7 +51,7 @@ from samestep.runtime.processes.mesh import gather_objects
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
 from samestep.runtime.step_report import StepReport
 from samestep.schedules import TaskKind
-from samestep.tracing.forward import tensors_in
+from samestep.tracing.meta_tensors import tensors_in
 
 PERTURBED_FORWARDS = 8
 """The number of forwards that measure what one rounding of every module's output does."""
