@@ -155,7 +155,8 @@ class Canary(StepObserver):
             optimizer = type(self._assembly.weights.updater.optimizer).__name__
             text = (
                 f"the update of {watched.replay.piece.name}, made again from the same value, gradient and state, differs "
-                f"by {misfit:.1e} of the largest weight: {optimizer} draws random numbers, or something else writes weights"
+                f"by {misfit:.1e} of the largest weight: {optimizer} draws random numbers, looks at more than one element of a "
+                "weight that the layout divides, or something else writes weights"
             )
             watched.findings.append(Finding("optimizer", text))
 
