@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -207,7 +207,14 @@ class Block(nn.Module):
 
 
 class Small(nn.Module):
-    """Matrices of several shapes, vectors, blocks for two stages."""
+    """Matrices of several shapes, vectors, blocks for two stages, of which tp cuts the two products and the vocabulary."""
+
+    tensor_plan: ClassVar = {
+        "embed": "vocab",
+        "blocks.*.up": "column",
+        "blocks.*.down": "row",
+        "head": "vocab",
+    }
 
     def __init__(self) -> None:
         super().__init__()
