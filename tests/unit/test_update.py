@@ -264,8 +264,12 @@ class Settings:
         return self.seen > self.start
 
 
+def as_method(settings: Settings) -> Callable[[int], bool]:
+    return lambda _: settings.is_late()
+
+
 def ticks() -> bool:
-    global TICKS  # noqa: PLW0603
+    global TICKS
     TICKS += 1
     return TICKS > 900
 
@@ -292,7 +296,7 @@ CHANGES: dict[str, Callable[[], Callable[[int], bool]]] = {
     "a variable that a helper reads": lambda: is_beyond,
     "a default value of a helper": lambda: lambda count: warmth(count) >= 1.0,
     "a counter in a closure, for each weight": lambda: lambda _: KEPT_OUTSIDE(),
-    "an object's attributes": lambda: lambda _, settings=Settings(): settings.is_late(),
+    "an object's attributes": lambda: as_method(Settings()),
     "a global counter": lambda: lambda _: ticks(),
     "a product of constants": lambda: lambda count, total=3000: count > 0.06 * total,
 }
