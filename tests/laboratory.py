@@ -174,7 +174,9 @@ def follow(
             each(run)
     seen.weights = [(p.name, *_place(run, p), p.value.detach().cpu().clone()) for p in run.updater.pieces]
     seen.index = run.assembly.parallel.mesh.index("tp")
-    seen.cuts = {p.name: (p.cut, p.shape) for p in run.program.step.model.params if p.cut and run.layout.tp > 1}
+    uncut = {member.name for owners in run.program.owners if owners.is_cut for member in owners.members}
+    cut = [p for p in run.program.step.model.params if p.cut and run.layout.tp > 1 and p.name not in uncut]
+    seen.cuts = {p.name: (p.cut, p.shape) for p in cut}
     return seen
 
 
@@ -182,7 +184,8 @@ def _place(run: Run, piece: Piece) -> tuple[int, int]:
     """Where a piece stands: experts of other ranks, which lie before its own, are counted too."""
     spec = next(param for param in run.program.step.model.params if param.name == piece.name)
     mesh = run.assembly.parallel.mesh
-    before = mesh.index("ep") * spec.numel if run.program.step.holding(spec).is_expert_sharded else 0
+    is_part = run.program.step.holding(spec).is_expert_sharded and not piece.is_uncut
+    before = mesh.index("ep") * spec.numel if is_part else 0
     return before + piece.start, before + piece.stop
 
 

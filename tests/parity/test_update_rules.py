@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -207,7 +207,14 @@ class Block(nn.Module):
 
 
 class Small(nn.Module):
-    """Matrices of several shapes, vectors, blocks for two stages."""
+    """Matrices of several shapes, vectors, blocks for two stages, of which tp cuts the two products and the vocabulary."""
+
+    tensor_plan: ClassVar = {
+        "embed": "vocab",
+        "blocks.*.up": "column",
+        "blocks.*.down": "row",
+        "head": "vocab",
+    }
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,6 +299,21 @@ def test_rules_by_elements_and_by_whole_weights_run_equal(names: tuple[str, ...]
     assert_equal(names, layout)
 
 
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        ("dp=2 tp=2 zero=3", ("muon beside adam", "Lion")),
+        pytest.param("pp=2 tp=2 microbatch=2", ("Shampoo", "adafactor"), marks=pytest.mark.nightly),
+        *(
+            pytest.param(layout, WHOLE, marks=pytest.mark.nightly)
+            for layout in ("tp=2", "dp=2 tp=2", "dp=2 tp=2 zero=1", "dp=2 tp=2 zero=2", "dp=2 tp=2 zero=3")
+        ),
+    ],
+)
+def test_whole_weights_that_tp_cuts_come_to_one_owner(names: tuple[str, ...], layout: str) -> None:
+    assert_equal(names, layout)
+
+
 @pytest.mark.parametrize("name", [*TOGETHER, "Noisy"])
 def test_rules_that_couple_weights_or_draw_are_refused_where_these_are_spread(name: str) -> None:
     spec = source_with(name, JOB).prepared.spec  # type: ignore[union-attr]
@@ -306,14 +328,31 @@ def test_rules_that_couple_weights_run_where_every_rank_has_all() -> None:
 
 
 def test_an_owner_of_whole_weights_and_any_other_layout_read_its_checkpoint(tmp_path: Path) -> None:
-    """Saved under zero=3 after two steps, resumed under zero=1 and on one device: the third step is that of one device."""
+    """Saved under zero=3 or tp after two steps, resumed in the other kinds and on one device: the third step is equal."""
     for name in ("muon beside adam", "Factored"):
-        pool(2).run(saved, name, "dp=2 zero=3", str(tmp_path / name))
+        pool(2).run(saved, name, "tp=2" if name == "Factored" else "dp=2 zero=3", str(tmp_path / name))
         expected = alone(name)
         one = resumed(0, 1, name, "dp=1", str(tmp_path / name))
         assert abs(one - expected.losses[2]) < TOLERANCE
-        for loss in pool(2).run(resumed, name, "dp=2 zero=1", str(tmp_path / name)):
+        for loss in pool(2).run(resumed, name, "tp=2" if name != "Factored" else "dp=2 zero=1", str(tmp_path / name)):
             assert abs(loss - expected.losses[2]) < TOLERANCE
+
+
+def written_between(rank: int, world: int, layout: str) -> float:
+    """Return the third loss after all weights were halved by hand behind the first step."""
+    run = run_with(rank, world, "muon beside adam", layout)
+    for batch in itertools.islice(batches(Tokens(), JOB), 3):
+        report = run.step(batch)
+        with torch.no_grad():
+            for param in run.model.parameters() if batch.step == 0 else ():
+                param.mul_(0.5)
+    return report.loss
+
+
+def test_what_a_user_writes_into_a_weight_reaches_its_owner() -> None:
+    expected = written_between(0, 1, "dp=1")
+    for layout in ("dp=2 zero=3", "tp=2"):
+        assert all(abs(loss - expected) < TOLERANCE for loss in pool(2).run(written_between, layout))
 
 
 def run_with(rank: int, world: int, name: str, layout: str) -> Run:

@@ -395,7 +395,7 @@ def _places(run: Run, piece: Piece) -> Tensor | range:
     """Return the indices of a piece's elements in the flattened whole weight."""
     spec = next(param for param in run.assembly.model.spec.params if param.name == piece.name)
     cut = next(param for param in run.program.step.model.params if param.name == piece.name)
-    if cut.shape == spec.shape:
+    if piece.is_uncut or cut.shape == spec.shape:
         return range(piece.start, piece.stop)
     mesh = run.assembly.parallel.mesh
     return part_of(spec, cut, run.program.step.holding(cut), mesh).runs(piece.start, piece.stop).positions()

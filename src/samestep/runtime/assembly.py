@@ -36,7 +36,7 @@ from samestep.models.spec import MaskSpec, ModelSpec
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
 from samestep.runtime import given_instance, kept_state, placement
-from samestep.runtime.axes import context, expert, pipeline, precision, recompute, tensor
+from samestep.runtime.axes import context, expert, pipeline, precision, recompute, tensor, whole_update
 from samestep.runtime.axes.data import Replicated
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.dropout import mode as dropout
@@ -433,7 +433,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
         return placement.local_part(whole, cut, program.step.holding(cut), mesh)
 
     params = {param.name: param for param in program.step.model.params}
-    store = store_of(layout)(model, program, mesh, materialize)
+    store = whole_update.owning(store_of(layout)(model, program, mesh, materialize), program, mesh, spec)
     _mark(model, spec, whole)
     store.hook_gradients(gradient_hooks(plan, program, mesh))
     fill_rest(plan, place.device, torch.float64 if job.numerics.precision == "float64" else None)

@@ -104,13 +104,13 @@ def load(run: Run, folder: Path) -> None:
     with ExitStack() as stack:
         stored = _OpenCheckpoint.open(folder, manifest, stack)
         for piece in run.updater.pieces:
-            mine = _part(run, piece.name).runs(piece.start, piece.stop)
+            mine = _part(run, piece).runs(piece.start, piece.stop)
             with torch.no_grad():
                 piece.value.copy_(stored.read("value", piece, mine).view_as(piece.value))
             _load_state(run, stored, piece, mine)
         for piece in run.assembly.weights.store.frozen:
             if piece.name in stored.values:
-                mine = _part(run, piece.name).runs(piece.start, piece.stop)
+                mine = _part(run, piece).runs(piece.start, piece.stop)
                 piece.value.data.copy_(stored.read("value", piece, mine).view_as(piece.value))
         buffers = dict(run.model.named_buffers())
         for name, file in stored.buffers.items():
@@ -178,14 +178,12 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> None:
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def _stored_name(run: Run, name: str) -> str:
+def _stored_name(run: Run, piece: Piece) -> str:
     """Return the name of a weight in the files; a part of a weight sharded over tp or ep has a name of its own."""
-    holding = run.program.step.holding(_spec(run, name))
-    return (
-        f"{name}@{part_index(holding, run.assembly.parallel.mesh)}of{holding.num_parts}"
-        if holding.sharded_over
-        else name
-    )
+    holding = run.program.step.holding(_spec(run, piece.name))
+    if piece.is_uncut or not holding.sharded_over:
+        return piece.name
+    return f"{piece.name}@{part_index(holding, run.assembly.parallel.mesh)}of{holding.num_parts}"
 
 
 def _spec(run: Run, name: str) -> ParamSpec:
@@ -193,17 +191,20 @@ def _spec(run: Run, name: str) -> ParamSpec:
     return next(param for param in run.program.step.model.params if param.name == name)
 
 
-def _part(run: Run, name: str) -> WeightSlice:
-    """Return the slice of a whole weight that this rank holds."""
-    uncut = next(param for param in run.assembly.model.spec.params if param.name == name)
-    cut = _spec(run, name)
+def _part(run: Run, piece: Piece) -> WeightSlice:
+    """Return the slice of a whole weight in which a piece lies."""
+    uncut = next(param for param in run.assembly.model.spec.params if param.name == piece.name)
+    if piece.is_uncut:
+        return whole(uncut.shape)
+    cut = _spec(run, piece.name)
     return part_of(uncut, cut, run.program.step.holding(cut), run.assembly.parallel.mesh)
 
 
 def _parts(run: Run, frozen: Sequence[Piece]) -> dict[str, list[Any]]:
     """Return dimension and intervals of each sharded weight's part that this rank writes, by name in the files."""
-    names = {piece.name for piece in (*run.updater.pieces, *frozen) if _stored_name(run, piece.name) != piece.name}
-    parts = {_stored_name(run, name): _part(run, name) for name in sorted(names)}
+    pieces = (*run.updater.pieces, *frozen)
+    names = {name: piece for piece in pieces if (name := _stored_name(run, piece)) != piece.name}
+    parts = {name: _part(run, names[name]) for name in sorted(names)}
     return {name: [part.dim, [list(ends) for ends in part.intervals]] for name, part in parts.items()}
 
 
@@ -228,7 +229,7 @@ def _contents_of(run: Run, frozen: Sequence[Piece]) -> tuple[dict[str, Tensor], 
     for piece in run.updater.pieces:
         if piece.name in elsewhere:
             continue
-        stored = _stored_name(run, piece.name)
+        stored = _stored_name(run, piece)
         tensors[f"value/{stored}/{piece.start}"] = piece.value.detach().flatten()
         state = optimizer.state.get(piece.value, {}) if optimizer else {}
         for key, value in state.items():
@@ -244,7 +245,7 @@ def _contents_of(run: Run, frozen: Sequence[Piece]) -> tuple[dict[str, Tensor], 
                 )
     for piece in frozen:
         if piece.name not in elsewhere:
-            tensors[f"value/{_stored_name(run, piece.name)}/{piece.start}"] = piece.value.detach().flatten()
+            tensors[f"value/{_stored_name(run, piece)}/{piece.start}"] = piece.value.detach().flatten()
     tensors |= {f"buffer/{name}": buffer for name, buffer in checkpoint_state.kept_buffers(run).items()}
     return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}, plain
 

@@ -234,12 +234,10 @@ def check_optimizer(
         )
     whole = {name: reason for name, reason in rule.whole.items() if name in parts}
     for param in params:
-        cut_by = _cutting(param, layout)
-        if param.name in whole and cut_by:
-            word = cut_by.partition("=")[0]
+        if param.name in whole and param.cut is not None and param.experts and layout.tp > 1 and layout.ep > 1:
             raise LayoutError(
-                f"{rule.optimizer} does not treat every element of {param.name} by itself ({whole[param.name]}), so a weight "
-                f"cut by {cut_by} would get another update: {word}=1 works, and zero=1 to 3 update it whole on one rank"
+                f"{rule.optimizer} does not treat every element of {param.name} by itself ({whole[param.name]}), and "
+                f"tp={layout.tp} and ep={layout.ep} both cut it: tp=1 works, and so does ep=1"
             )
     return (
         replace(model, params=tuple(replace(p, is_updated_whole=True) if p.name in whole else p for p in model.params))
@@ -252,13 +250,6 @@ def couples_weights(source: OptimizerSource, model: ModelSpec, attributes: Mappi
     """Return whether the update of a weight depends on which other weights the optimizer holds, as in D-Adaptation."""
     shapes = {param.name: param.shape for param in model.params if param.trainable and param.numel}
     return bool(shapes) and bool(read_rule(source, shapes, {}, attributes).coupled)
-
-
-def _cutting(param: ParamSpec, layout: Layout) -> str:
-    """Return the word of the layout that leaves a rank a part of a weight, whatever ZeRO does; empty if none does."""
-    if param.cut is not None and layout.tp > 1:
-        return f"tp={layout.tp}"
-    return f"ep={layout.ep}" if param.experts and layout.ep > 1 else ""
 
 
 def _spreading(layout: Layout) -> list[tuple[str, str]]:

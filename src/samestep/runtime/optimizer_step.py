@@ -40,9 +40,61 @@ class Piece:
     gradient: Callable[[], Tensor]
     """Returns the summed gradient of these elements, once the step's reductions are done."""
     target: Tensor | None = None
-    """Tensor that receives the updated values, in another dtype or on the device; None where `value` itself is in use.
+    """Tensor that receives the updated values, in another dtype or on the device; None where `value` itself is in use."""
+    is_uncut: bool = False
+    """Whether the parameter is that of the uncut model, though `tp` or `ep` leaves this rank a part of it."""
 
-    """
+
+class LiveWeights:
+    """The weights that a forward reads, beside the master values of some pieces."""
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self._pieces = [piece for piece in pieces if piece.target is not None]
+        self._published = self._state()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Copy updated values to the tensors that the forward reads."""
+        for piece in self._pieces:
+            assert piece.target is not None
+            host_copies.publish(piece.value, piece.target)
+        self._published = self._state()
+
+    @torch.no_grad()
+    def reread(self) -> None:
+        """Take over into the master values what a user or a forward has written into the weights since `publish`.
+
+        Elements that nobody wrote keep their master values.
+        """
+        if self._published is None or not self.was_written(self._published[1].device).item():
+            return
+        for piece in self._pieces:
+            assert piece.target is not None
+            value = piece.value.view_as(piece.target)
+            live = piece.target.to(value.device)
+            value.copy_(torch.where(value.to(live.dtype) == live, value, live.to(value.dtype)))
+        self._published = self._state()
+
+    @torch.no_grad()
+    def was_written(self, device: torch.device) -> Tensor:
+        """Return 1 if a target was written since `publish`, else 0 (float64 []), which the host need not wait for."""
+        before, now = self._published, self._state()
+        if before is None or now is None:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        if before[0] != now[0]:
+            return torch.ones((), dtype=torch.float64, device=device)
+        return (before[1] != now[1]).any().double()
+
+    def _state(self) -> tuple[list[int], Tensor] | None:
+        """Return the versions and the norms of the targets; None if the optimizer updates the weights themselves.
+
+        Writing through `.data` leaves no version, so the norms are compared too.
+        """
+        targets = [piece.target for piece in self._pieces if piece.target is not None]
+        if not targets:
+            return None
+        wide = targets[0].dtype if targets[0].itemsize >= 4 else torch.float32
+        return [target._version for target in targets], torch.stack(torch._foreach_norm(targets, 2.0, wide))
 
 
 @dataclass(slots=True)
@@ -89,8 +141,8 @@ class Updater:
     _given_lr: list[float] = field(default_factory=list)
     first_digests: dict[str, int] = field(default_factory=dict)
     """Digests of the optimizer's options and attributes before its first step."""
-    published: tuple[list[int], Tensor] | None = None
-    """The versions and norms of the pieces' targets as they were published last."""
+    live: LiveWeights = field(default_factory=lambda: LiveWeights([]))
+    """The weights that the forward reads."""
 
     @classmethod
     def over(
@@ -128,7 +180,7 @@ class Updater:
             _set_lr=list(rates),
             _given_lr=_rates(given),
         )
-        made.published = made._targets()
+        made.live = LiveWeights(pieces)
         made.first_digests = optimizer_digests(optimizer) if optimizer else {}
         return made
 
@@ -198,49 +250,17 @@ class Updater:
         largest = torch.stack(torch._foreach_norm(gradients, math.inf)).max()
         return torch.where(largest > LARGEST_SUM, math.inf, 0.0).double()
 
-    @torch.no_grad()
     def publish(self) -> None:
         """Copy updated values to the tensors that the forward reads."""
-        for piece in self.pieces:
-            if piece.target is not None:
-                host_copies.publish(piece.value, piece.target)
-        self.published = self._targets()
+        self.live.publish()
 
-    @torch.no_grad()
     def reread(self) -> None:
-        """Take over into the master values what a user or a forward has written into the weights since `publish`.
+        """Take over what was written into the weights since `publish`; called before an update and before a save."""
+        self.live.reread()
 
-        Called before an update and before a checkpoint is saved. Elements that nobody wrote keep their master values.
-        """
-        if self.published is None or not self.was_written(self.published[1].device).item():
-            return
-        for piece in self.pieces:
-            if piece.target is not None:
-                value = piece.value.view_as(piece.target)
-                live = piece.target.to(value.device)
-                value.copy_(torch.where(value.to(live.dtype) == live, value, live.to(value.dtype)))
-        self.published = self._targets()
-
-    @torch.no_grad()
     def was_written(self, device: torch.device) -> Tensor:
-        """Return 1 if a target was written since `publish`, else 0 (float64 []), which the host need not wait for."""
-        before, now = self.published, self._targets()
-        if before is None or now is None:
-            return torch.zeros((), dtype=torch.float64, device=device)
-        if before[0] != now[0]:
-            return torch.ones((), dtype=torch.float64, device=device)
-        return (before[1] != now[1]).any().double()
-
-    def _targets(self) -> tuple[list[int], Tensor] | None:
-        """Return the versions and the norms of the pieces' targets; None if the optimizer updates the weights themselves.
-
-        Writing through `.data` leaves no version, so the norms are compared too.
-        """
-        targets = [piece.target for piece in self.pieces if piece.target is not None]
-        if not targets:
-            return None
-        wide = targets[0].dtype if targets[0].itemsize >= 4 else torch.float32
-        return [target._version for target in targets], torch.stack(torch._foreach_norm(targets, 2.0, wide))
+        """Return 1 if a weight was written since `publish`, else 0 (float64 []), which the host need not wait for."""
+        return self.live.was_written(device)
 
 
 def _rates(optimizer: Optimizer | None) -> list[float]:

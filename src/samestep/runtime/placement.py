@@ -41,6 +41,20 @@ class WeightSlice:
         held = sum(stop - start for start, stop in self.intervals)
         return held * math.prod(self.shape) // self.shape[self.dim] if self.shape and self.shape[self.dim] else 0
 
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the slice's elements of a whole tensor, in the rank's order."""
+        parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.intervals]
+        return torch.cat(parts, dim=self.dim) if parts else whole.narrow(self.dim, 0, 0)
+
+    def copy_into(self, whole: Tensor, part: Tensor) -> None:
+        """Copy the slice's elements, in the rank's order and maybe flat, to their places in a whole tensor."""
+        shape = list(self.shape)
+        shape[self.dim] = sum(stop - start for start, stop in self.intervals)
+        at, part = 0, part.view(shape)
+        for start, stop in self.intervals:
+            whole.narrow(self.dim, start, stop - start).copy_(part.narrow(self.dim, at, stop - start))
+            at += stop - start
+
     def runs(self, start: int, stop: int) -> Runs:
         """Return the runs of the whole weight that make up elements [start, stop) of the flattened slice."""
         if not self.shape:
@@ -123,12 +137,18 @@ def part_of(spec: ParamSpec, cut: ParamSpec, holding: Holding, mesh: Mesh) -> We
 
     Indices along the cut dimension are cut in the same way as the weight, so that the two cannot disagree.
     """
+    assert holding.sharded_over or cut.shape == spec.shape, f"{cut.name} is cut by nobody"
+    return part_at(spec, cut, holding.num_parts, part_index(holding, mesh))
+
+
+def part_at(spec: ParamSpec, cut: ParamSpec, number: int, index: int) -> WeightSlice:
+    """Return one of a number of parts of a whole weight; `cut` is the weight as a rank has it."""
     dim = _cut_dim(spec.shape, cut)
     if dim is None:
         return whole(spec.shape)
     along = [1] * len(spec.shape)
     along[dim] = spec.shape[dim]
-    held = _part_along(torch.arange(spec.shape[dim]).view(along), dim, cut, holding, mesh).flatten().numpy()
+    held = _part_at(torch.arange(spec.shape[dim]).view(along), dim, cut, number, index).flatten().numpy()
     if not len(held):
         return WeightSlice(tuple(spec.shape), dim, ())
     breaks = np.flatnonzero(np.diff(held) != 1)
@@ -148,9 +168,12 @@ def _cut_dim(shape: tuple[int, ...], cut: ParamSpec) -> int | None:
 def _part_along(whole: Tensor, dim: int, cut: ParamSpec, holding: Holding, mesh: Mesh) -> Tensor:
     """Return the part at this rank's index; of a fused weight, the part of each of its components."""
     assert holding.sharded_over, f"{cut.name} is cut by nobody"
+    return _part_at(whole, dim, cut, holding.num_parts, part_index(holding, mesh))
+
+
+def _part_at(whole: Tensor, dim: int, cut: ParamSpec, number: int, index: int) -> Tensor:
     fused = cut.cut.parts if cut.cut is not None else 1
-    index = part_index(holding, mesh)
-    return torch.cat([one.chunk(holding.num_parts, dim=dim)[index] for one in whole.chunk(fused, dim=dim)], dim=dim)
+    return torch.cat([one.chunk(number, dim=dim)[index] for one in whole.chunk(fused, dim=dim)], dim=dim)
 
 
 def copy_shared(into: Tensor, mine: Runs, source: Tensor, theirs: Runs) -> int:

@@ -137,9 +137,10 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
     `states_per_param` are the optimizer's tensors of a weight's own shape: 2 for Adam, 1 for momentum, 0 for SGD.
     """
     step = program.step
+    lent = {member.name for owners in program.owners for member in owners.members}
     if step.zero == 0:
         weights, gradients = _whole(program)
-        updated = [(param.numel, step.working_dtype(param)) for param in _trainable(step)]
+        updated = [(param.numel, step.working_dtype(param)) for param in _trainable(step) if param.name not in lent]
     elif step.zero == 1:
         weights, gradients = _in_buckets(program)
         updated = [
@@ -148,13 +149,14 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
                 bucket.dtype,
             )
             for bucket in program.buckets
+            if bucket.members[0].name not in lent
         ]
     else:
         weights, gradients = _in_units(program)
-        apart = {member.name for owners in program.owners for member in owners.members}
-        updated = [(_cut_numel(step, p, rank), step.master_dtype) for p in _trainable(step) if p.name not in apart]
-        copies = {owners: step.ranks.coordinate(rank, owners.axis) for owners in program.owners}
-        updated += [(owners.elements_of(index), OWN_COPY) for owners, index in copies.items()]
+        updated = [(_cut_numel(step, p, rank), step.master_dtype) for p in _trainable(step) if p.name not in lent]
+    owned, brought = _owned(program, rank)
+    updated.append((owned, OWN_COPY))
+    gradients += brought * BYTES_OF[step.master_dtype]
     master, offload = BYTES_OF[step.master_dtype], step.layout.offload
     # What stands on the host has masters of its own there, whatever dtype the device has.
     kept = sum(
@@ -165,6 +167,21 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
     return MemoryUse(
         weights=weights, gradients=gradients, optimizer=optimizer, buffers=step.model.buffer_bytes, host=host
     )
+
+
+def _owned(program: Program, rank: int) -> tuple[int, int]:
+    """Return the elements of the weights that a rank updates whole, and those that come to it: gradients, parts passed on."""
+    at = program.step.ranks.coordinate
+    passed_on = {member.name for owners in program.owners if owners.is_cut for member in owners.members}
+    updated = brought = 0
+    for owners in program.owners:
+        data_index = at(rank, owners.data_axis)
+        for member in owners.of_rank(data_index):
+            if member.owner == at(rank, owners.axis):
+                is_last = owners.is_cut or member.name not in passed_on
+                updated += member.numel * is_last
+                brought += member.numel * (1 if is_last else 2)
+    return updated, brought
 
 
 def during_step(program: Program, states_per_param: int = 2, rank: int = 0) -> MemoryUse:

@@ -1,21 +1,23 @@
-"""Whole updates: under zero=2 and 3 a weight whose optimizer needs all its elements at once goes to one rank.
+"""Whole updates: a weight whose optimizer needs all its elements at once goes to one rank, whatever divides it.
 
 Muon, Shampoo and SOAP orthogonalise or precondition a matrix, Adafactor and LARS take a mean or a norm of it: what one
-element becomes depends on the others. ZeRO leaves a rank some rows of every matrix. So one all_to_all brings the parts of
-each gradient to the owner of the weight, which keeps a copy of the weight and its optimizer state, and another one sends
-the updated rows back (Liu et al. 2025, arXiv:2502.16982, gather on every rank; an owner for each does the work once). With
-N ranks and P such weights each rank sends P/N elements twice. Under zero=1 no collective is added: `program/buckets.py`
-lays each weight into the chunk of one rank.
+element becomes depends on the others. ZeRO leaves a rank some rows of every matrix, a tensor cut some columns or heads,
+an expert cut some experts. So one all_to_all brings the parts of each weight and of its gradient to the owner, which has
+the optimizer state, and another one sends the updated parts back (Liu et al. 2025, arXiv:2502.16982, gather on every rank;
+an owner for each does the work once). With N ranks and P such weights each rank sends 2 P/N elements and then P/N. Under
+zero=1 ZeRO adds no collective: `program/buckets.py` lays each weight into the chunk of one rank. Where both divide a
+weight, a data rank gathers what the cut leaves, and lends that to the owner of the whole.
 
 ```
-... reductions ─ all_to_all (gradients) ─ all_reduce of scalars ─ update ─ all_to_all (weights)
+... reductions ─ all_to_all (data axis) ─ all_to_all (tp, ep) ─ scalars ─ update ─ all_to_all (tp, ep) ─ all_to_all (data axis)
 ```
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from samestep.models.spec import ParamSpec
 from samestep.program.bodies import UPDATE_BODY
 from samestep.program.buckets import owners_of
 from samestep.program.ops import Op, OpKind, Ops
@@ -32,46 +34,107 @@ def refusal(step: StepSpec) -> str | None:
 
 
 def apply(program: Program) -> Program:
-    """Return the program with an owner for each weight that ZeRO shards by rows, and what is sent to it and back."""
-    if program.step.zero < 2:
+    """Return the program with an owner for each divided weight that is updated whole, and what is sent to it and back."""
+    step = program.step
+    params = [param for param in step.model.params if param.is_updated_whole and param.trainable and param.numel]
+    if not params:
         return program
-    owners = tuple(_owners(program.step))
+    owners = tuple(_over_data(step, params)) if step.zero >= 2 else ()
+    lenders = {member.name: member.owner for one in owners for member in one.members} or _chunks(program)
+    owners += tuple(_over_cuts(step, params, lenders))
     if not owners:
         return program
-    dtype = program.step.master_dtype
+    dtype = step.master_dtype
     return program.with_bodies(
         lambda key, ops: tuple(_exchanged(ops, owners, dtype)) if key == UPDATE_BODY else ops, owners=owners
     )
 
 
-def _owners(step: StepSpec) -> Iterator[Owners]:
-    """Yield, for each axis that shards weights to be updated whole, who updates them."""
-    params = [param for param in step.model.params if param.is_updated_whole and param.trainable and param.numel]
+def _over_data(step: StepSpec, params: list[ParamSpec]) -> Iterator[Owners]:
+    """Yield, for each data axis that shards such weights by rows, who gathers them."""
     for axis in sorted({step.holding(param).data_axis for param in params}):
-        mine = [param for param in params if step.holding(param).data_axis == axis]
+        mine = [p for p in params if step.holding(p).data_axis == axis and step.holding(p).num_shards > 1]
         ranks = step.ranks.size(axis)
+        parts = {p.name: -(-p.shape[0] // ranks) * (p.numel // p.shape[0]) for p in mine}
+        wholes = {p.name: p.numel for p in mine}
+        if mine:
+            yield _owned(axis, ranks, parts, wholes, dict.fromkeys(parts), axis, is_cut=False)
+
+
+def _over_cuts(step: StepSpec, params: list[ParamSpec], lenders: Mapping[str, int]) -> Iterator[Owners]:
+    """Yield, for each axis that cuts such weights, who updates them."""
+    for axis in sorted({axis for param in params for axis in step.holding(param).sharded_over}):
+        mine = [param for param in params if axis in step.holding(param).sharded_over]
+        ranks = step.ranks.size(axis)
+        parts = {p.name: p.numel for p in mine}
+        wholes = {p.name: p.numel * ranks for p in mine}
+        held = {p.name: lenders.get(p.name) for p in mine}
+        yield _owned(axis, ranks, parts, wholes, held, step.holding(mine[0]).data_axis, is_cut=True)
+
+
+def _owned(
+    axis: str,
+    ranks: int,
+    parts: Mapping[str, int],
+    wholes: Mapping[str, int],
+    lenders: Mapping[str, int | None],
+    data_axis: str,
+    *,
+    is_cut: bool,
+) -> Owners:
+    """Divide weights among the ranks of an axis, those of each lender by themselves; windows are as large as the largest."""
+    members: list[Owned] = []
+    window = 0
+    for lender in dict.fromkeys(lenders.values()):
+        mine = [name for name in parts if lenders[name] == lender]
         filled = [0] * ranks
-        members = []
-        for param, owner in zip(mine, owners_of([param.numel for param in mine], ranks), strict=True):
-            part = -(-param.shape[0] // ranks) * (param.numel // param.shape[0])
+        for name, owner in zip(mine, owners_of([parts[name] for name in mine], ranks), strict=True):
             members.append(
-                Owned(name=param.name, owner=owner, offset=filled[owner], part_numel=part, numel=param.numel)
+                Owned(
+                    name=name,
+                    owner=owner,
+                    offset=filled[owner],
+                    part_numel=parts[name],
+                    numel=wholes[name],
+                    lender=lender,
+                )
             )
-            filled[owner] += part
-        yield Owners(axis=axis, ranks=ranks, members=tuple(members), window_numel=max(filled))
+            filled[owner] += parts[name]
+        window = max(window, *filled)
+    return Owners(
+        axis=axis, ranks=ranks, members=tuple(members), window_numel=window, data_axis=data_axis, is_cut=is_cut
+    )
+
+
+def _chunks(program: Program) -> dict[str, int]:
+    """Return the data rank that has each weight in its chunk of a bucket under zero=1."""
+    return {
+        member.name: member.offset // (bucket.padded_numel // bucket.holding.num_shards)
+        for bucket in program.buckets
+        if bucket.holding.num_shards > 1
+        for member in bucket.members
+    }
 
 
 def _exchanged(ops: Ops, owners: tuple[Owners, ...], dtype: str) -> Iterator[Op]:
-    """Yield the update's ops with the exchange of gradients before the step's scalars, and of weights at the end."""
+    """Yield the update's ops with the exchange of gradients before the step's scalars, and of weights after the update."""
 
-    def op(one: Owners, name: str, after: tuple[str, ...]) -> Op:
+    def op(one: Owners, name: str, numel: int, after: tuple[str, ...]) -> Op:
         sent = Op(kind=OpKind.ALL_TO_ALL, owner=f"{name} {one.axis}", axis=one.axis, dtype=dtype, after=after)
-        return sent.but(is_exposed=True).sized(one.ranks * one.window_numel)
+        return sent.but(is_exposed=True).sized(numel)
 
+    waits: tuple[str, ...] = ()
     for current in ops:
         if current.owner == "scalars":
-            sent = [op(one, GRADIENTS, current.after) for one in owners]
-            yield from sent
-            current = current.but(after=(*current.after, *(one.name for one in sent)))
-        yield current
-    yield from (op(one, WEIGHTS, (f"{OpKind.UPDATE}:optimizer",)) for one in owners)
+            for one in owners:
+                brought = op(one, GRADIENTS, one.gathered_numel, (*current.after, *waits))
+                waits = (*waits, brought.name)
+                yield brought
+            current = current.but(after=(*current.after, *waits))
+            waits = ()
+        yield current.but(after=(*current.after, *waits)) if waits else current
+        if current.kind is OpKind.UPDATE:
+            for one in reversed(owners):
+                sent = op(one, WEIGHTS, one.scattered_numel, (current.name, *waits))
+                waits = (*waits, sent.name)
+                yield sent

@@ -54,7 +54,6 @@ from samestep.program.ops import BYTES_OF, Op, OpKind
 from samestep.program.program import Program
 from samestep.program.units import Unit, partial_sizes
 from samestep.runtime.axes.precision import DTYPES
-from samestep.runtime.axes.whole_update import Lent, OwnedWeights
 from samestep.runtime.codecs.codec import Codec, codec_of, own_part
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.ledger import owned
@@ -78,8 +77,6 @@ class Sharded:
         self.pieces: list[Piece] = []
         self.frozen: list[Piece] = []
         self._params: dict[str, DTensor] = {}
-        master = DTYPES[program.step.master_dtype]
-        self._owned = [OwnedWeights(owners, mesh, master) for owners in program.owners]
         self._fill(slots, materialize)
         # Explicitly: in a stage's first forward stand-ins replace the modules of its other chunks.
         self._root._get_fsdp_state()._lazy_init()
@@ -112,31 +109,18 @@ class Sharded:
             if not spec.trainable:
                 self.frozen.append(Piece(spec.name, start, start + local.numel(), local, lambda: torch.zeros(0)))
                 continue
-            together = next((o for o in self._owned if any(m.name == spec.name for m in o.owners.members)), None)
-            if together is not None:
-                together.lent[spec.name] = Lent(local.detach(), functools.partial(_gradient, param))
-                if together.is_mine(spec.name):
-                    self.pieces.append(self._owned_piece(together, spec, value))
-                continue
             if local.numel():
-                self.pieces.append(self._piece(spec.name, start, start + local.numel(), param))
+                self.pieces.append(self._piece(spec, start, start + local.numel(), param))
 
-    def _owned_piece(self, together: OwnedWeights, spec: ParamSpec, value: Tensor) -> Piece:
-        """Return the whole copy of a weight that this rank owns, to be updated here."""
-        is_offloaded = self.program.step.layout.offload
-        copy = master_on_host(value) if is_offloaded else value.detach().to(self.mesh.device, copy=True)
-        gradient = torch.zeros(spec.shape, dtype=value.dtype, device=self.mesh.device)
-        together.values[spec.name], together.gradients[spec.name] = copy, gradient
-        return Piece(spec.name, 0, spec.numel, copy, lambda: gradient)
-
-    def _piece(self, name: str, start: int, stop: int, param: DTensor) -> Piece:
+    def _piece(self, spec: ParamSpec, start: int, stop: int, param: DTensor) -> Piece:
         def gradient() -> Tensor:
             return _gradient(param)
 
         local = param._local_tensor.detach()
-        if not self.program.step.layout.offload:
-            return Piece(name, start, stop, local, gradient)
-        return Piece(name, start, stop, master_on_host(local), gradient, target=local)
+        is_lent = spec.is_updated_whole and bool(self.program.owners)  # the owner has the copy on the host
+        if is_lent or not self.program.step.layout.offload:
+            return Piece(spec.name, start, stop, local, gradient)
+        return Piece(spec.name, start, stop, master_on_host(local), gradient, target=local)
 
     def hook_gradients(self, hooks: GradientHooks) -> None:
         """Let the user's hooks change whole gradients, in front of their reduction."""
@@ -207,8 +191,6 @@ class Sharded:
                 self._sum_shards(op, partial_sizes(step, units[op.owner], op.axis))
             elif op.kind is OpKind.ALL_REDUCE and op.owner in self._params:
                 self._sum_shards(op, {op.owner: op.size_bytes // BYTES_OF[op.dtype]})
-        for together in self._owned:
-            together.gather()
 
     def _sum_shards(self, op: Op, sizes: Mapping[str, int]) -> None:
         """All_reduce this rank's shards of some gradients, padded as every rank pads them."""
@@ -235,12 +217,7 @@ class Sharded:
         return total / self.mesh.size("dp_replicate")
 
     def publish(self) -> None:
-        """Send the rows of weights that were updated whole; the next forward gathers them.
-
-        Collective over `dp_shard` where there are such weights: if a rank does not call it, the others wait.
-        """
-        for together in self._owned:
-            together.scatter()
+        """Do nothing: the next forward gathers the rows that the ranks have updated."""
 
     def end_forward_only(self) -> None:
         """Reshard the units that a forward without a backward left gathered."""
