@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -39,7 +38,7 @@ from samestep.runtime.axes.precision import DTYPES, cast_floating
 from samestep.runtime.axes.stage_flow import Flows, StageForward, placeholder
 from samestep.runtime.axes.stage_messages import Awaited, Messages
 from samestep.runtime.axes.stage_weights import PassedWeights
-from samestep.runtime.processes.mesh import Mesh
+from samestep.runtime.processes.mesh import Mesh, broadcast_from
 from samestep.schedules import Action, TaskKind
 from samestep.strategies.pipeline import crossings_at
 from samestep.tracing.crossings import (
@@ -193,10 +192,9 @@ class Stage:
 
         Collective over `pp`: every stage calls it; if one does not, the others wait until the time limit.
         """
-        held = [getattr(outputs, "logits", outputs)]
-        ranks = self._mesh.members("pp")
-        dist.broadcast_object_list(held, src=ranks[-1], group=self._mesh.groups["pp"])
-        return held[0]
+        last = self._mesh.members("pp")[-1]
+        held = getattr(outputs, "logits", outputs)
+        return broadcast_from(last, held, self._mesh.groups["pp"], self._mesh.device)
 
     # -- a recorded flow ---------------------------------------------------------------------------
 
@@ -240,8 +238,7 @@ class Stage:
                 f"{len(values)} tensors cross the boundary before {self._layers[boundary].name} for these samples, and "
                 f"{len(crossings)} for the traced one: pp=1 works"
             )
-        pairs = zip(values, crossings, strict=True)
-        return [Awaited(crossing.owner, value.shape, value.dtype) for value, crossing in pairs]
+        return [Awaited(c.owner, value.shape, value.dtype) for value, c in zip(values, crossings, strict=True)]
 
     # -- one tensor --------------------------------------------------------------------------------
 
@@ -333,8 +330,10 @@ class Stage:
         """Describe the tensors that cross a boundary, or the gradients that do."""
         compute = self._program.step.compute_dtype
         crossings = [c for c in crossings_at(self._program.step.model, boundary) if c.takes_gradient or not backward]
-        pairs = zip(tensors, crossings, strict=True)
-        return [Awaited(one.owner, tuple(tensor.shape), DTYPES[one.dtype or compute]) for tensor, one in pairs]
+        return [
+            Awaited(c.owner, tuple(t.shape), DTYPES[c.dtype or compute])
+            for t, c in zip(tensors, crossings, strict=True)
+        ]
 
     @contextmanager
     def _replaced(self, by: Callable[[str, int], nn.Module | None]) -> Iterator[None]:
