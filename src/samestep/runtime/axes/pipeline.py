@@ -330,10 +330,8 @@ class Stage:
         """Describe the tensors that cross a boundary, or the gradients that do."""
         compute = self._program.step.compute_dtype
         crossings = [c for c in crossings_at(self._program.step.model, boundary) if c.takes_gradient or not backward]
-        return [
-            Awaited(c.owner, tuple(t.shape), DTYPES[c.dtype or compute])
-            for t, c in zip(tensors, crossings, strict=True)
-        ]
+        pairs = zip(tensors, crossings, strict=True)
+        return [Awaited(one.owner, tuple(tensor.shape), DTYPES[one.dtype or compute]) for tensor, one in pairs]
 
     @contextmanager
     def _replaced(self, by: Callable[[str, int], nn.Module | None]) -> Iterator[None]:
@@ -477,8 +475,7 @@ def _repeated(example: Any, times: int, step: StepSpec) -> Any:
 
 
 def _with_layers(traced: TracedModel, layers: Sequence[LayerSpec]) -> TracedModel:
-    analysis = traced.analysis
-    return replace(traced, analysis=replace(analysis, spec=replace(analysis.spec, layers=tuple(layers))))
+    return replace(traced, analysis=replace(traced.analysis, spec=replace(traced.spec, layers=tuple(layers))))
 
 
 def check(model: nn.Module, program: Program) -> None:
