@@ -238,8 +238,7 @@ class Stage:
                 f"{len(values)} tensors cross the boundary before {self._layers[boundary].name} for these samples, and "
                 f"{len(crossings)} for the traced one: pp=1 works"
             )
-        pairs = zip(values, crossings, strict=True)
-        return [Awaited(crossing.owner, value.shape, value.dtype) for value, crossing in pairs]
+        return [Awaited(c.owner, value.shape, value.dtype) for value, c in zip(values, crossings, strict=True)]
 
     # -- one tensor --------------------------------------------------------------------------------
 
@@ -476,8 +475,7 @@ def _repeated(example: Any, times: int, step: StepSpec) -> Any:
 
 
 def _with_layers(traced: TracedModel, layers: Sequence[LayerSpec]) -> TracedModel:
-    analysis = traced.analysis
-    return replace(traced, analysis=replace(analysis, spec=replace(analysis.spec, layers=tuple(layers))))
+    return replace(traced, analysis=replace(traced.analysis, spec=replace(traced.spec, layers=tuple(layers))))
 
 
 def check(model: nn.Module, program: Program) -> None:
