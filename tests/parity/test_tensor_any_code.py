@@ -453,6 +453,15 @@ def test_what_code_needs_whole_is_gathered(name: str, monkeypatch: pytest.Monkey
     assert {style for path, style in styles.items() if path != "head"} == {"gather"}
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "layout", ["tp=2 recompute=full", "tp=2 recompute=selective", "pp=2 tp=2 microbatch=2", "dp_shard=2 tp=2", "tp=4"]
+)
+def test_gathered_outputs_in_other_layouts(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "alibi", GATHERED["alibi"])
+    prove(layout, "alibi")
+
+
 def test_blocks_that_run_twice_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer of the program runs once, so its ledger does not hold."""
     block = functools.partial(Mlp, lambda m, h, x: h.relu(), 1, {})
