@@ -42,7 +42,7 @@ from samestep.tracing.crossings import with_crossings
 from samestep.tracing.forward import ForwardTracer, ValueOf, is_outside, watch_forward
 from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
 from samestep.tracing.operations import Recorder
-from samestep.tracing.state import Snapshot
+from samestep.tracing.snapshot import Snapshot
 
 KNOWN_WEIGHTS = 2**26
 """Code that looks at floating values is run for real in models of at most so many weights."""
