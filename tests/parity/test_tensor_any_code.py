@@ -384,6 +384,7 @@ TOKENWISE: dict[str, Callable[[], nn.Module]] = {
     "a gate by hand": between(lambda m, x: x * torch.sigmoid(x @ torch.eye(WIDTH, device=x.device, dtype=x.dtype))),
     "a softmax of features": between(lambda m, x: x.unflatten(-1, (4, -1)).softmax(-1).flatten(2)),
     "an odd name": between(lambda m, x: m.mix(x), mix=functools.partial(LinearAttention, WIDTH, WIDTH)),
+    "an operation without a rule": between(lambda m, x: torch.ops.samestep_cut.sine(x)),
     "a convolution of single tokens": between(lambda m, x: m.mix(x.mT).mT, mix=functools.partial(nn.Conv1d, WIDTH, WIDTH, 1)),
 }  # fmt: skip
 MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -399,6 +400,10 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "blocks.0 counts the tokens",
     ),
     "the length": (between(lambda m, x: x / x.shape[1]), "blocks.0 computes differently, or with other numbers"),
+    "a gradient of all tokens": (
+        between(lambda m, x: Clipped.apply(x.mT).mT),
+        "by the gradient of Clipped mixes tokens",
+    ),
     "an attention": (
         between(lambda m, x: F.scaled_dot_product_attention(*[x[:, None]] * 3)[:, 0]),
         "the attention in blocks.0 stands outside",
