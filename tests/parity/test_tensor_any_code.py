@@ -324,7 +324,10 @@ GATHERED: dict[str, Callable[[], nn.Module]] = {
     "talking heads": heads(TalkingHeads),
 }  # fmt: skip
 """Code that computes with more than a rank's part: the outputs of the modules that it reads are gathered."""
-EVERY_NIGHT = {"softmax", "layer norm", "absmax", "the number of neurons", "alibi in a buffer", "talking heads"}
+EVERY_NIGHT = {
+    "normalize", "softmax", "layer norm", "absmax", "neighbours", "the number of neurons", "a gradient of all neurons",
+    "heads side by side in a list", "alibi in a buffer", "talking heads",
+}  # fmt: skip
 LEGAL |= {
     "an operation without a rule": mlp(lambda m, h, x: torch.ops.samestep_cut.sine(h)),
     "an operation on groups of neurons": mlp(lambda m, h, x: torch.ops.samestep_cut.grouped(h)),
