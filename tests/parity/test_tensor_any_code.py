@@ -324,7 +324,10 @@ GATHERED: dict[str, Callable[[], nn.Module]] = {
     "talking heads": heads(TalkingHeads),
 }  # fmt: skip
 """Code that computes with more than a rank's part: the outputs of the modules that it reads are gathered."""
-EVERY_NIGHT = {"softmax", "layer norm", "absmax", "the number of neurons", "alibi in a buffer", "talking heads"}
+EVERY_NIGHT = {
+    "normalize", "softmax", "layer norm", "absmax", "neighbours", "the number of neurons", "a gradient of all neurons",
+    "heads side by side in a list", "alibi in a buffer", "talking heads",
+}  # fmt: skip
 LEGAL |= {
     "an operation without a rule": mlp(lambda m, h, x: torch.ops.samestep_cut.sine(h)),
     "an operation on groups of neurons": mlp(lambda m, h, x: torch.ops.samestep_cut.grouped(h)),
@@ -384,6 +387,7 @@ TOKENWISE: dict[str, Callable[[], nn.Module]] = {
     "a gate by hand": between(lambda m, x: x * torch.sigmoid(x @ torch.eye(WIDTH, device=x.device, dtype=x.dtype))),
     "a softmax of features": between(lambda m, x: x.unflatten(-1, (4, -1)).softmax(-1).flatten(2)),
     "an odd name": between(lambda m, x: m.mix(x), mix=functools.partial(LinearAttention, WIDTH, WIDTH)),
+    "an operation without a rule": between(lambda m, x: torch.ops.samestep_cut.sine(x)),
     "a convolution of single tokens": between(lambda m, x: m.mix(x.mT).mT, mix=functools.partial(nn.Conv1d, WIDTH, WIDTH, 1)),
 }  # fmt: skip
 MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -399,6 +403,10 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "blocks.0 counts the tokens",
     ),
     "the length": (between(lambda m, x: x / x.shape[1]), "blocks.0 computes differently, or with other numbers"),
+    "a gradient of all tokens": (
+        between(lambda m, x: Clipped.apply(x.mT).mT),
+        "by the gradient of Clipped mixes tokens",
+    ),
     "an attention": (
         between(lambda m, x: F.scaled_dot_product_attention(*[x[:, None]] * 3)[:, 0]),
         "the attention in blocks.0 stands outside",
@@ -451,6 +459,15 @@ def test_what_code_needs_whole_is_gathered(name: str, monkeypatch: pytest.Monkey
     assert found is not None
     styles = found.analysis.cut_styles
     assert {style for path, style in styles.items() if path != "head"} == {"gather"}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "layout", ["tp=2 recompute=full", "tp=2 recompute=selective", "pp=2 tp=2 microbatch=2", "dp_shard=2 tp=2", "tp=4"]
+)
+def test_gathered_outputs_in_other_layouts(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "alibi", GATHERED["alibi"])
+    prove(layout, "alibi")
 
 
 def test_blocks_that_run_twice_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ sample at a time is changed. The second run is the truth.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 from samestep.models.analysis import ExpertModules
 from samestep.tracing.dependence_rules import DECLARED, independent
+from samestep.tracing.operation_trial import LARGEST, Given, Rows, try_apart
 from samestep.tracing.samples import NUM_SAMPLES, Findings, examine
 
 NO_EXPERTS = ExpertModules({}, ())
@@ -218,3 +221,60 @@ def test_an_operation_without_a_rule_is_listed_and_one_with_a_stated_rule_is_not
         assert _findings(Program("swap 1", "an operation without a rule")).refusal
     finally:
         DECLARED.clear()
+
+
+# -- the trial of one operation on drawn values -------------------------------------------------------
+
+
+class Held(torch.autograd.Function):
+    """A product with a weight whose gradient is divided by the number of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).mean(0)
+
+
+ROWS = Rows(0, 2, 6)
+"""Six rows of two elements side by side, and the same once more."""
+X = Given((24, 4), torch.float32, True, ROWS)
+WEIGHT = Given((4,), torch.float32, True)
+PICKS = Given((24, 1), torch.int64, False, ROWS)
+TRIALS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
+    "each element": (torch.sin, (X,), "same"),
+    "a weight": (torch.mul, (X, WEIGHT), "same"),
+    "each row's elements": (lambda x: x - x.unflatten(0, (-1, 2)).mean(1, keepdim=True).expand(-1, 2, -1).flatten(0, 1), (X,), "same"),
+    "the mean of all": (lambda x: x - x.mean(), (X,), "differs"),
+    "positions": (lambda x: x + torch.arange(x.shape[0])[:, None], (X,), "differs"),
+    "the row before": (lambda x: x.roll(2, 0), (X,), "differs"),
+    "a gradient of a weight that is a mean": (Held.apply, (X, WEIGHT), "differs"),
+    "a gradient to what depends on all": (torch.mul, (X, replace(WEIGHT, is_mixed=True)), "differs"),
+    "noise": (lambda x: x + torch.rand(()), (X,), "fails"),
+    "another shape": (lambda x: x @ torch.ones(5, 5), (X,), "fails"),
+    "picks that are not known": (lambda x, at: x + x.flatten()[at], (X, PICKS), "fails"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_a_trial_holds_parts_against_the_whole(name: str) -> None:
+    compute, args, outcome = TRIALS[name]
+    before = torch.random.get_rng_state()
+    assert try_apart(compute, args, (), [ROWS]) == outcome
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_trial_of_a_large_operation_runs_on_smaller_sizes() -> None:
+    sizes: list[torch.Size] = []
+
+    def noted(x: Tensor) -> Tensor:
+        sizes.append(x.shape)
+        return x.cos()
+
+    rows = Rows(1, 1, 8192)
+    assert try_apart(noted, (Given((4, 8192, 4096), torch.bfloat16, True, rows),), (), [rows]) == "same"
+    assert sizes[0].numel() <= LARGEST

@@ -55,6 +55,8 @@ class ModelAnalysis:
     """Shape of the model, with its cuts, boundaries and slices."""
     cut_styles: Mapping[str, str]
     """Style of the tensor cut of each module that is cut, by its path: a style of `tracing/tensor_plan.py`."""
+    gathered: Mapping[str, str]
+    """Modules that a plan cuts otherwise, whose outputs are gathered or which stay whole under a tensor cut, and why."""
     copied: frozenset[str]
     """Modules whose input goes through `copy` under a tensor cut, by their paths."""
     counts: Mapping[int, tuple[tuple[str, str, int], ...]]

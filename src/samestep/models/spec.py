@@ -398,7 +398,7 @@ class ModelSpec:
     mixes_samples: str = ""
     """Where samples influence each other otherwise: the path of a module and an operation; empty if nowhere."""
     tried: tuple[str, ...] = ()
-    """What is assumed of samples and must be tried on real values, because no rule shows it."""
+    """What no rule shows: operations that a trial on drawn values has passed, and what must be tried on real ones."""
     varies_at: str = ""
     """Path of a module whose shapes or branches depend on values and may differ between samples; empty if none."""
     cut_refusal: str = "no plan says where its weights may be cut"

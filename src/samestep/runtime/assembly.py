@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -123,6 +123,8 @@ class PreparedModel:
     """The slice of each dropout mask that this rank draws; None where no axis cuts a mask."""
     remarks: tuple[str, ...] = ()
     """Refusals of this model that `run.allow` waives."""
+    gathered: Mapping[str, str] = field(default_factory=dict)
+    """Modules whose outputs tp gathers although a plan cuts them otherwise, or which it leaves whole, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +224,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     analysis = ModelAnalysis(
         spec=replace(spec, masks=tuple(placed if len(placed) == len(masks) else masks)),
         cut_styles=planned.styles,
+        gathered=planned.gathered,
         copied=proof.copied,
         counts=counts,
         shareable_heads=shareable,
@@ -249,7 +252,8 @@ def _proven(
 ) -> tuple[cut_proof.CutProof, dict[int, tuple[tuple[str, str, int], ...]], dict[str, int]]:
     """Return the proof of a plan, the counts of a rank, and the heads that ranks may share.
 
-    Where the code behind a cut needs more than a rank's part, the outputs of the modules that it reads are gathered.
+    Where the code behind a cut needs more than a rank's part, the outputs of the modules that it reads are gathered; where
+    that does not help, these modules stay whole.
     """
     first: cut_proof.CutProof | None = None
     while True:
@@ -261,11 +265,11 @@ def _proven(
         if not proof.refusal:
             return proof, counts, shareable
         first = first or proof
-        if not (paths := cut_proof.to_gather(plan.module, proof)):
-            planned.styles |= {path: first.styles[path] for path in planned.gathered}
+        planned.gather(paths := cut_proof.to_gather(plan.module, proof), proof.refusal)
+        if not paths or not planned.styles:
+            planned.styles = dict(first.styles)
             planned.gathered.clear()
             return first, {}, shareable
-        planned.gather(paths, proof.refusal)
 
 
 def _tried(
@@ -466,6 +470,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
             first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),
             dropout=dropout.DropoutState.of(traced.analysis.has_dropout, spec),
             remarks=tuple(waived),
+            gathered=traced.analysis.gathered if layout.tp > 1 else {},
             mask_part=MaskSlice(spec, *of_tp, layout.sequence_parallel, *of_cp) if layout.tp * layout.cp > 1 else None,
         ),
         objective=Objective(

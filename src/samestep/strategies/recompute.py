@@ -50,7 +50,9 @@ def apply(program: Program) -> Program:
                 sums = sums_of.get(op.layer, [])
                 tensor_sums = [part for part in sums if part.kind is not OpKind.ALL_TO_ALL]
                 last = None if layers[op.layer].repeats_last_sum or not tensor_sums else tensor_sums[-1]
-                early = [part for part in _following(ops, number) if last and part.owner == last.owner]
+                # The backward of a gathered output sends nothing: what it asks for next, its module has saved.
+                sends = last is not None and last.kind is not OpKind.ALL_GATHER
+                early = [part for part in _following(ops, number) if sends and last and part.owner == last.owner]
                 yield from (part.but(layer=op.layer, after=op.after) for part in early)
                 yield repeated
                 yield from (part.but(after=(repeated.name,)) for part in sums if part is not last)

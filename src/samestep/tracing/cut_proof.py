@@ -2,6 +2,10 @@
 
 `features.follow` reads the operations of the whole model's forward; `rank_trial` runs the forward of a rank. Where a
 plan leaves a choice, it is tried: the number of weights that are fused in one, and whether the loss gets cut logits.
+
+Where the code behind a cut needs the whole of what it reads (a norm over all heads, a number for each head that the code
+counts itself, heads that are mixed), the modules that it reads become `gather`: their weights stay cut, every rank gets
+their whole output and computes the rest as one device does, so it is equal, with more communication and no less work.
 """
 
 from __future__ import annotations
@@ -140,10 +144,10 @@ def prove(
 def to_gather(model: nn.Module, proof: CutProof) -> frozenset[str]:
     """Return the modules whose outputs, gathered, may let a refused plan run: between them every rank computes the whole.
 
-    They are those whose parts the refused operation has met, in every block of the same kind; where these are gathered
-    already, or not known, all that are cut below the module whose code runs it.
+    They are those whose parts the refused operation has met, and that are cut below the module whose code runs it, in every
+    block of the same kind. Where these are gathered already, as where code reads their weights, they may stay whole.
     """
-    cut = {path for path, style in proof.styles.items() if style in ("column", "qkv", "row")}
+    cut = {path for path, style in proof.styles.items() if style in ("column", "qkv", "row", "gather")}
     below = {path for path in cut if path == proof.refused_at or is_below(proof.refused_at, path)}
     met = {_owner(name) for name in proof.refused} & cut | below
     above = proof.refused_at
@@ -151,7 +155,8 @@ def to_gather(model: nn.Module, proof: CutProof) -> frozenset[str]:
         met = {path for path in cut if is_below(path, above)}
         above = _owner(above)
     kinds = {(_leaf(path), type(model.get_submodule(_owner(path)))) for path in met}
-    return frozenset(path for path in cut if (_leaf(path), type(model.get_submodule(_owner(path)))) in kinds)
+    found = {path for path in cut if (_leaf(path), type(model.get_submodule(_owner(path)))) in kinds}
+    return frozenset({path for path in found if proof.styles[path] != "gather"} or found)
 
 
 def _copied(flow: UnitFlow, partial: PartialGradients) -> frozenset[str]:

@@ -13,8 +13,9 @@ of `width` features, and may be cut between heads only. Every operation must the
                                 whose weight is cut by rows has left, where `reduce` sums it over the ranks
     anything else               is tried on drawn values, whole and on parts (`operation_trial.py`), or refused
 
-A whole tensor that meets units must not tell them apart: a weight with an element for each unit is cut like them, and
-a number for each unit that code has counted itself, as the slopes of ALiBi, is refused.
+A whole tensor that meets units must not tell them apart: a weight with an element for each unit is cut like them. Where
+code needs more than a rank's part, as the slopes of ALiBi that it counts itself do, or a norm over all heads, the cut
+before it is refused; `cut_proof.to_gather` says which outputs are gathered instead.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ tokens takes the branch it would really take; on request all values of the sampl
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +30,7 @@ from samestep.building.model import call_model
 from samestep.errors import ModelError, SamestepError
 from samestep.models.spec import Cutting, Exchange, Factors, Product, is_below
 from samestep.tracing.attention import AttentionCall
+from samestep.tracing.custom_functions import reported
 from samestep.tracing.meta_tensors import (
     GROUPED_PRODUCTS,
     KNOWN_ELEMENTS,
@@ -380,7 +380,7 @@ def watch_forward(
             stack.enter_context(watch.knowing(module, value_of))
             stack.enter_context(_hooks(module, containers, watch))
             stack.enter_context(_fused_attention(watch))
-            stack.enter_context(_custom_functions(watch))
+            stack.enter_context(reported(watch.applied))
             stack.enter_context(watch.flow_recorder.over(module, functools.partial(is_outside, containers=containers)))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, _given_back))
@@ -419,25 +419,6 @@ def _hooks(module: nn.Module, containers: tuple[str, ...], watch: ForwardTracer)
 def is_outside(path: str, containers: tuple[str, ...]) -> bool:
     """Return whether a module is the model itself, a container of blocks, or holds such a container."""
     return not path or any(is_below(container, path) for container in containers)
-
-
-@contextmanager
-def _custom_functions(watch: ForwardTracer) -> Iterator[None]:
-    """Report every custom Function of autograd that a forward applies to `watch`, which cannot see its backward."""
-    original, thread = torch.autograd.Function.__dict__["apply"], threading.get_ident()
-
-    def apply(function: type, *args: Any, **named: Any) -> Any:
-        plain = original.__get__(None, function)
-        outcome = plain(*args, **named)
-        if threading.get_ident() == thread and not function.__module__.startswith(("samestep.", "torch.")):
-            watch.applied(plain, args, named, outcome)
-        return outcome
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 class _Attention(torch.autograd.Function):

@@ -23,6 +23,7 @@ from samestep.models.spec import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSu
 from samestep.tracing import cut_proof
 from samestep.tracing.cut_proof import CutProof
 from samestep.tracing.operations import Recorder
+from samestep.tracing.trace import samples_traced
 
 Plan = Mapping[str, str]
 """Patterns of module paths, each with one of `STYLES`."""
@@ -38,11 +39,12 @@ class Cuts:
     """Style of each module in the plan, by its path."""
     refusal: str = ""
     gathered: dict[str, str] = field(default_factory=dict)
-    """Modules that the plan cuts otherwise, whose outputs are gathered, and why."""
+    """Modules that the plan cuts otherwise, whose outputs are gathered, or which stay whole, and why."""
 
     def gather(self, paths: Collection[str], reason: str) -> None:
-        """Gather the outputs of modules, since the code behind them needs them whole."""
-        self.styles |= dict.fromkeys(paths, "gather")
+        """Gather the outputs of modules, since the code behind them needs them whole; or leave gathered ones whole."""
+        styles = {path: style for path, style in self.styles.items() if path not in paths or style != "gather"}
+        self.styles = styles | dict.fromkeys((path for path in paths if path in styles), "gather")
         self.gathered |= dict.fromkeys(sorted(paths), reason)
 
 
@@ -141,6 +143,8 @@ def proof_of(
 class CutCosts:
     """Sums that the cuts of a plan need, in order of the forward."""
 
+    num_samples: int
+    """Number of samples of the forward; elements are those of one."""
     forward: list[PartialSum] = field(default_factory=list)
     inputs: list[tuple[str, int, int]] = field(default_factory=list)
     """Inputs of modules that take a gradient, in the order of leaving: path, number of the tensor, elements."""
@@ -156,7 +160,7 @@ class CutCosts:
         """Record the input of a module; modules with one input share the sum of its gradient."""
         if args and isinstance(args[0], Tensor) and args[0].requires_grad:
             self._given[id(args[0])] = args[0]
-            self.inputs.append((path, id(args[0]), args[0].numel()))
+            self.inputs.append((path, id(args[0]), args[0].numel() // self.num_samples))
 
     def copies(self, copied: Collection[str]) -> list[PartialSum]:
         """Return the sums of the gradients of these modules' inputs, in order of the forward."""
@@ -171,12 +175,12 @@ class CutCosts:
     def leave(self, path: str, style: str, module: nn.Module, args: Any, output: Any) -> None:
         """Record the output of a cut module."""
         if style in ("row", "vocab") and not is_head(module, style):
-            self.forward.append(PartialSum(owner=path, elements=output.numel()))
+            self.forward.append(PartialSum(owner=path, elements=output.numel() // self.num_samples))
         if style == "gather" or is_head(module, style):
             kind: Literal["gather", "logits"] = "gather" if style == "gather" else "logits"
-            self.forward.append(PartialSum(owner=path, elements=output.numel(), kind=kind))
+            self.forward.append(PartialSum(owner=path, elements=output.numel() // self.num_samples, kind=kind))
         if is_head(module, style):
-            self.logit_rows = output.numel() // output.shape[-1]
+            self.logit_rows = output.numel() // output.shape[-1] // self.num_samples
             self.heads.append(path)
 
     def keep(self, block: str) -> None:
@@ -188,7 +192,7 @@ class CutCosts:
 @contextmanager
 def record_cuts(model: nn.Module, cuts: Cuts) -> Iterator[CutCosts]:
     """Record the inputs and outputs of each cut module, in a forward of one sample that runs inside."""
-    seen = CutCosts()
+    seen = CutCosts(samples_traced(model))
     with ExitStack() as hooks:
         for path, style in cuts.styles.items():
             leave = functools.partial(seen.leave, path, style)
@@ -221,7 +225,7 @@ def with_cuts(
     gathered = {path for path in seen.heads if proof.styles[path] == "gather"}
     sums = [replace(part, kind="gather") if part.owner in gathered else part for part in seen.forward]
     layers = tuple(_layer_with(layer, replace(seen, forward=sums), copies, shareable) for layer in spec.layers)
-    cuts.styles |= {path: style for path, style in proof.styles.items() if cuts.styles[path] == "vocab"}
+    cuts.styles |= {path: style for path, style in proof.styles.items() if cuts.styles.get(path) == "vocab"}
     rows = seen.logit_rows if any(cuts.styles[path] == "vocab" for path in seen.heads) else 0
     return replace(spec, params=params, layers=layers, cut_refusal="", logit_rows=rows)
 

@@ -16,7 +16,7 @@ import json
 import math
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +60,8 @@ class Summary:
     """When and how the layout was proven to give one device's result, or that it is not proven."""
     waived: tuple[str, ...] = ()
     """The refusals that the run met and `run.allow` waived."""
+    tried: tuple[str, ...] = ()
+    """What a trial has passed and no rule shows, such as an operation of a library."""
     stop_signal: int = 0
     """The signal that stopped it, where `train` started the workers; 0 otherwise."""
 
@@ -212,11 +214,31 @@ def _trained(run: Run, place: RankInfo, checked: Checked) -> Summary | None:
         screen.say(f"stopped after step {run.steps_taken}; --resume --out {folder} resumes it")
     proof = record.found(run.job, run.layout, folder)
     proven = proof.to_line() if proof else record.NOT_PROVEN
-    for line in (proven, *(f"not proven, but allowed: {text}" for text in waived)):
-        screen.say(line)
-    summary = Summary(folder, run.steps_taken, metrics.last_loss, held_out, stopped, proven, waived)
+    tried = run.assembly.model.spec.tried if run.layout.world_size > 1 else ()
+    _say_shown(screen, run, proven, waived, tried)
+    summary = Summary(folder, run.steps_taken, metrics.last_loss, held_out, stopped, proven, waived, tried)
     write_whole(folder / "summary.json", json.dumps(dataclasses.asdict(summary), indent=1, default=str) + "\n")
     return summary
+
+
+def _say_shown(screen: Screen, run: Run, proven: str, waived: tuple[str, ...], tried: tuple[str, ...]) -> None:
+    """Print whether the layout is proven, what is allowed or tried instead, and what ranks of tp compute whole."""
+    lines = [proven, *(f"not proven, but allowed: {text}" for text in waived)]
+    if tried:
+        lines.append(f"tried, not proven: {_some(tried)}")
+    reasons: dict[str, list[str]] = {}
+    for path, reason in run.assembly.model.gathered.items():
+        reasons.setdefault(reason, []).append(path)
+    lines += [
+        f"tp: every rank computes what follows {_some(paths)} whole, since {reason}"
+        for reason, paths in reasons.items()
+    ]
+    for line in lines:
+        screen.say(line)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _loop(
