@@ -13,7 +13,10 @@ import torch
 from samestep import schedules
 from samestep.datasets import batches
 from samestep.job import Job
+from samestep.layout import Layout
+from samestep.program.ranks import Ranks
 from samestep.runtime.axes.stage_messages import Messages
+from samestep.runtime.processes import mesh
 from samestep.runtime.processes.mesh import broadcast_from
 from tests.laboratory import clipped, make_run, on_ranks
 from tests.models import Tokens
@@ -106,6 +109,30 @@ def test_groups_have_the_time_limit_of_the_run() -> None:
     for limits in on_ranks("dp=2 pp=2 microbatch=2", time_limits, "llama", job):
         assert {*limits.values()} == {77.0}
         assert {"dp_replicate", "pp forward even", "pp backward even"} <= limits.keys()
+
+
+def test_an_axis_takes_one_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 128 ranks each takes part in eight calls, whatever the number of groups: an axis has up to 64 of them."""
+    layout, calls = Layout.parse("dp_replicate=2 dp_shard=4 tp=4 pp=4"), []
+    world = SimpleNamespace(size=lambda: 128, rank=lambda: 5, bound_device_id=0)
+    stub = SimpleNamespace(
+        is_initialized=lambda: True,
+        get_world_size=lambda: 128,
+        get_rank=lambda: 5,
+        get_backend=lambda group: "nccl",
+        group=SimpleNamespace(WORLD=world),
+        split_group=lambda **given: calls.append(given) or len(calls),
+    )
+    monkeypatch.setattr(mesh, "dist", stub)
+    axes = dict.fromkeys(("world", "dp_replicate", "dp_shard", "tp", "pp", "dp_shard"), 0)
+    program: Any = SimpleNamespace(axes=axes, step=SimpleNamespace(layout=layout, ranks=Ranks.of(layout)))
+    built = mesh.build(program, torch.device("cuda", 0), 77.0)
+    assert len(calls) == 4 + len(schedules.links(4, 1)) == len(built.groups) - 1
+    assert {call["timeout"].total_seconds() for call in calls} == {77.0}
+    for call in calls:
+        members = [rank for ranks in call["split_ranks"] for rank in ranks]
+        assert len(members) == len({*members}) <= 128
+    mesh.forget_groups()
 
 
 def sent_whole(rank: int, world: int) -> tuple[Any, list[str]]:
