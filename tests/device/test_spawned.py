@@ -86,7 +86,7 @@ def test_a_proof_reaches_a_spawned_worker(tmp_path: Path) -> None:
     """Its traced module stays behind, since it has hooks of its own; the worker traces the same shape."""
     config = {key.rpartition(".")[2]: value for key, value in SMALL.items() if key.startswith("model.")}
     job = Job(model={"config": config}, data={"sequence_length": 16}, train={"global_batch": 8})
-    layout = Layout.parse("tp=2")
+    layout = Layout.parse("dp=2")
     source, data, example = verify._given(job, layout, None, None, None, None)
     subject = Subject(source, data, example, job, layout, tmp_path)
     arrived: Subject = pickle.loads(pickle.dumps(subject))

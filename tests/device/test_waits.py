@@ -53,7 +53,7 @@ def counted(rank: int, world: int, model: str, layout: str, job: Job) -> Counter
 
 
 OFFLOADED = {GRADIENTS: PIECES, GRADIENTS_THERE: 1, WEIGHTS: PIECES}
-EXPECTED = [
+EXPECTED: list[tuple[str, str, dict[tuple[str, str], int]]] = [
     ("dp=1", "plain", {SAMPLES: 2}),
     ("dp=2", "llama", {SAMPLES: 2, PACKED: 1}),
     ("dp=2 zero=1", "llama", {SAMPLES: 2, PACKED: 1}),
@@ -67,7 +67,13 @@ EXPECTED = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "model", "others"), EXPECTED, ids=[row[0] for row in EXPECTED])
+@pytest.mark.parametrize(
+    ("layout", "model", "others"),
+    [
+        pytest.param(*row, id=row[0], marks=[pytest.mark.nightly] * (row[0] in ("dp=2", "dp=2 zero=1")))
+        for row in EXPECTED
+    ],
+)
 def test_a_step_waits_once(layout: str, model: str, others: dict[tuple[str, str], int]) -> None:
     for seen in on_ranks(layout, counted, model, clipped("bf16"), device="cuda"):
         assert dict(seen) == {SCALARS: 1, **others}
