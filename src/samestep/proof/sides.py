@@ -39,7 +39,7 @@ from samestep.proof.verdict import Cause, Check
 from samestep.runtime import checkpoint
 from samestep.runtime.assembly import Source, prepare, with_slices
 from samestep.runtime.axes.precision import DTYPES
-from samestep.runtime.dropout import mode as dropout
+from samestep.runtime.dropout import rates
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.strategies import programs_of
@@ -241,7 +241,7 @@ def _evidence(
         comparisons=comparisons,
         layers={param.name: param.layer for param in spec.params},
         aliases=aliases,
-        dropout=lambda path: dropout.has_dropout(model.get_submodule(path)),
+        dropout=lambda path: rates.has_dropout(model.get_submodule(path)),
         weighted=lambda path: any(True for _ in model.get_submodule(path).parameters()),
         positional=facts_of(model).is_positional,
         boundaries=[layers[chunk.start].modules for p in programs for chunk in p.chunks if chunk.start],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -30,6 +31,10 @@ class StepBatch(Protocol):
 
     def samples(self, indices: Sequence[int] | Indices) -> Any:
         """Read samples into tensors with the batch dimension first."""
+        ...
+
+    def read_ahead(self, rank: int, num_ranks: int, num_microbatches: int, *, pin: bool = False) -> None:
+        """Begin to read a rank's micro-batches before they are asked for; `pin` puts them where a GPU copies from."""
         ...
 
     def end_stream(self) -> None:
@@ -63,8 +68,12 @@ class Microbatches:
         self.batch = batch
         self._reading = reading
         self._assembly = assembly
-        step = assembly.parallel.program.step
-        self._shares = batch.shares(assembly.parallel.mesh.index("dp"), step.layout.dp, step.num_microbatches)
+        step, mesh = assembly.parallel.program.step, assembly.parallel.mesh
+        mine = mesh.index("dp"), step.layout.dp, step.num_microbatches
+        self._shares = batch.shares(*mine)
+        batch.read_ahead(*mine, pin=mesh.device.type == "cuda")
+        self.wait_s = 0.0
+        """Seconds spent so far until samples were read and on their way to the device."""
         self._held: dict[int, tuple[Any, float]] = {}
         self._shapes: dict[int, tuple[torch.Size, ...]] = {}
 
@@ -79,8 +88,10 @@ class Microbatches:
     def samples(self, microbatch: int) -> tuple[Any, float]:
         """Return the samples of a micro-batch, and the weight of its loss."""
         if microbatch not in self._held:
+            began = time.perf_counter()
             with self._reading():
                 self._held[microbatch] = read(self._assembly, self.batch, self._shares[microbatch])
+            self.wait_s += time.perf_counter() - began
             leaves = tree_leaves(self._held[microbatch][0])
             self._shapes[microbatch] = tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
         return self._held[microbatch]

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.building.loss import as_number, named_loss, target_of
+from samestep.building.loss import as_number, named_loss, target_of, with_graph
 from samestep.building.model import call_model
 from samestep.errors import DataError, LayoutError, NonFiniteError
 from samestep.job import Job
@@ -69,6 +69,7 @@ class Run:
         self._has_stepped = False
         self._refusals = Refusals(job.run)
         self._loss_is_tried = self._data_is_tried = False
+        self._data_wait_s = 0.0
 
     @property
     def is_prepared(self) -> bool:
@@ -251,6 +252,7 @@ class Run:
             tokens=int(agreed.count),
             step_s=step_s,
             tokens_per_s=agreed.count / step_s,
+            data_wait_s=self._data_wait_s,
             memory_bytes=peak_memory_bytes(self.place.device),
             skipped=skipped,
             stop=agreed.stop > 0,
@@ -285,6 +287,7 @@ class Run:
                     else:
                         self._backward(task, held.pop((task.microbatch, task.chunk)))
                     self._check_generators("the backward")
+        self._data_wait_s = microbatches.wait_s
         store.finish_gradients()
         if self._observer.dropout_mode() is None:
             self.assembly.model.dropout.end_step(self.model)
@@ -307,6 +310,7 @@ class Run:
             part = parallel.slicing.part(samples)
             loss_sum, count = objective.loss(precision.for_loss(outputs), part)
             self._check_generators("the loss")
+            loss_sum = with_graph(loss_sum, count, outputs)
             loss_sum = objective.balance.added_to(loss_sum, outputs, count, weight)
         if not self._loss_is_tried and weight:
             self._try_loss(outputs, part, len(microbatches.indices(task.microbatch)))
@@ -396,6 +400,7 @@ class Run:
         if self.layout.world_size > 1:
             with owned("scalars"):
                 dist.all_reduce(scalars, group=self.assembly.parallel.mesh.groups["world"])
+        weights.store.take_back()
         *numbers, written = torch.cat([scalars, weights.updater.was_written(device).view(1)]).tolist()
         agreed = StepScalars(*numbers)
         self._refusals.raise_agreed(agreed.stop, self.layout.world_size)
