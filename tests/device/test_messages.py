@@ -18,6 +18,7 @@ from samestep.program.ranks import Ranks
 from samestep.runtime.axes.stage_messages import Messages
 from samestep.runtime.processes import mesh
 from samestep.runtime.processes.mesh import broadcast_from
+from tests.device.simulated_cuda import refusal
 from tests.laboratory import clipped, make_run, on_ranks
 from tests.models import Tokens
 from tests.pool import pool
@@ -147,3 +148,19 @@ def test_results_of_the_last_stage_arrive_whole() -> None:
     for logits, others in pool(2).run(sent_whole):
         assert torch.equal(logits, torch.arange(6.0).view(2, 3).t())
         assert others == ["tensor(1.)", "text"]
+
+
+def ways_of_making_groups(rank: int, world: int, model: str, layout: str, job: Job) -> list[str | None]:
+    asked: list[str | None] = []
+    split = torch.distributed.split_group
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "split_group", lambda **g: (asked.append(g["group_desc"]), split(**g))[1])
+        mesh.forget_groups()
+        make_run(rank, world, model, layout, job).prepare(next(batches(Tokens(), job)).samples([0]))
+    return asked
+
+
+@pytest.mark.skipif(bool(refusal()), reason=refusal())
+def test_groups_on_a_device_are_splits() -> None:
+    asked = on_ranks("pp=2 microbatch=2", ways_of_making_groups, "llama", clipped(), device="cuda")
+    assert asked == [["link of 0,1", "link of 0,1"]] * 2

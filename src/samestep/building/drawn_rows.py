@@ -1,8 +1,8 @@
 """Rows of a stack of weights, drawn without the others in memory: the experts of a layer are more than a rank can hold.
 
-A parameter of three dimensions or more, as a stack of experts is, is drawn row by row from one generator. A rank that
-holds some of its rows draws the others too, into the memory of one row, which the next one overwrites. On a CPU the numbers
-are those that one call over the whole stack draws; on a GPU, where they would not be, every layout draws them row by row.
+A parameter of three dimensions or more, as a stack of experts is, is drawn some rows at a time from one generator. A rank
+that holds some of its rows draws those before them too, and lets them go. On a CPU the numbers are those that one call over
+the whole stack draws; on a GPU, where they would not be, every layout draws the same rows at a time.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ _BY_ELEMENT = frozenset(
 """Operations in place that compute every element by itself, with Python's numbers."""
 _DRAWN_TOGETHER = 16
 """Elements that a CPU draws together: a row of a multiple of them takes the same numbers as it does within the whole."""
+LARGEST_DRAW = 2**22
+"""Elements of the rows that are drawn together, unless one row has more: the same in every layout."""
 
 
 def are_drawn(tape: Tape, part: Slice, ref: Ref) -> bool:
@@ -74,19 +76,22 @@ def draw(
     """Return the rows of some intervals, in the order of the intervals; no rows are in two of them."""
     place = {row: at for at, row in enumerate(row for start, stop in rows for row in range(start, stop))}
     made = torch.zeros(len(place), *ref.size[1:], dtype=ref.dtype, device=device)
-    spare = torch.zeros(ref.size[1:], dtype=ref.dtype, device=device)
+    together = max(1, LARGEST_DRAW // math.prod(ref.size[1:]))
     states: dict[int, Tensor] = {}
     with torch.autocast(device.type, enabled=False):
-        for row in range(max(place, default=-1) + 1):
-            into = made[place[row]] if row in place else spare
+        for first in range(0, max(place, default=-1) + 1, together):
+            group = range(first, min(first + together, ref.size[0]))
+            drawn = torch.zeros(len(group), *ref.size[1:], dtype=ref.dtype, device=device)
             for number in part.entries:
                 entry = tape.entries[number]
                 if not entry.random:
-                    entry.func(into, *entry.args[1:], **entry.kwargs)
+                    entry.func(drawn, *entry.args[1:], **entry.kwargs)
                     continue
                 with drawing(device, keys[number]) as generator:
                     if number in states:
                         generator.set_state(states[number])
-                    entry.func(into, *entry.args[1:], **entry.kwargs)
+                    entry.func(drawn, *entry.args[1:], **entry.kwargs)
                     states[number] = generator.get_state()
+            for row in place.keys() & group:
+                made[place[row]] = drawn[row - first]
     return made
