@@ -95,7 +95,8 @@ def test_stages_issue_messages_as_the_model_of_nccl_does(layout: str) -> None:
 def time_limits(rank: int, world: int, model: str, layout: str, job: Job) -> dict[str, float]:
     run = make_run(rank, world, model, layout, job)
     run.prepare(next(batches(Tokens(), job)).samples([0]))
-    groups = run.assembly.parallel.mesh.groups
+    made = run.assembly.parallel.mesh
+    groups = {**made.groups, **made.links}
     device = torch.device("cpu")
     return {
         axis: group._get_backend(device).options._timeout.total_seconds()  # type: ignore[attr-defined]
@@ -128,7 +129,7 @@ def test_an_axis_takes_one_split(monkeypatch: pytest.MonkeyPatch) -> None:
     axes = dict.fromkeys(("world", "dp_replicate", "dp_shard", "tp", "pp", "dp_shard"), 0)
     program: Any = SimpleNamespace(axes=axes, step=SimpleNamespace(layout=layout, ranks=Ranks.of(layout)))
     built = mesh.build(program, torch.device("cuda", 0), 77.0)
-    assert len(calls) == 4 + len(schedules.links(4, 1)) == len(built.groups) - 1
+    assert len(calls) == 4 + len(schedules.links(4, 1)) == len(built.groups) + len(built.links) - 1
     assert {call["timeout"].total_seconds() for call in calls} == {77.0}
     for call in calls:
         members = [rank for ranks in call["split_ranks"] for rank in ranks]
