@@ -226,10 +226,9 @@ class Message(NamedTuple):
 def link_of(message: Message, num_stages: int) -> str:
     """Return the name of the process groups, one for each pair of stages, in which a message is sent.
 
-    NCCL carries out the sends and receives of a rank in one group in the order in which they are issued, each as soon as
-    the other end has come to it. So a pair of stages has a group for each direction, in which one only sends and the
-    other only receives; the pairs with an even first stage and those with an odd one have groups of two names, as a stage
-    is in a pair with the stage before it and in one with the stage after it, and so has the pair around the end.
+    NCCL carries out a rank's sends and receives in one group in the order of issue, each once the other end has come to
+    it. So a pair of stages has a group for each direction, in which one end only sends and the other only receives. A
+    stage is in two pairs: those with an even first stage, with an odd one, and around the end have groups of three names.
     """
     is_forward = message.action.kind is TaskKind.FORWARD
     first = message.sender if is_forward else message.receiver
@@ -360,8 +359,8 @@ class _Transport:
         link_of: Callable[[Message, int], str],
         are_shapes_known: bool,
     ) -> None:
-        self._orders, self._num_chunks, self._link_of = orders, num_chunks, link_of
-        self._are_shapes_known = are_shapes_known
+        self._num_chunks, self._link_of = num_chunks, link_of
+        self._stages = [issues(orders, stage, num_chunks, are_shapes_known) for stage in range(len(orders))]
         self._issued: list[dict[str, deque[Message]]] = [{} for _ in orders]
         """The messages of each stage and link that are not carried out, in the order of issue."""
         self._arrived: set[Message] = set()
@@ -372,11 +371,8 @@ class _Transport:
         Raises:
             LayoutError: nothing more can be carried out, or the two ends of a link have come to different messages.
         """
-        stages = [
-            issues(self._orders, stage, self._num_chunks, self._are_shapes_known) for stage in range(len(self._orders))
-        ]
         awaited: dict[int, Message] = {}
-        running = set(range(len(stages)))
+        running = set(range(len(self._stages)))
         moved = True
         while moved:
             moved = False
@@ -385,18 +381,18 @@ class _Transport:
                     continue
                 moved = True
                 awaited.pop(stage, None)
-                for message, is_issued in stages[stage]:
+                for message, is_issued in self._stages[stage]:
                     if not is_issued:
                         awaited[stage] = message
                         break
-                    self._issued[stage].setdefault(self._link_of(message, len(stages)), deque()).append(message)
+                    self._issued[stage].setdefault(self._link_of(message, len(self._stages)), deque()).append(message)
                 else:
                     running.remove(stage)
             moved = self._carry_out() or moved
         if running or any(queue for queues in self._issued for queue in queues.values()):
             stuck = [f"stage {stage} waits for {self._named(message)}" for stage, message in sorted(awaited.items())]
             raise LayoutError(
-                f"these orders deadlock where messages between two stages keep the order: {'; '.join(stuck)}"
+                f"these orders deadlock where messages of two stages keep their order: {'; '.join(stuck)}"
             )
 
     def _carry_out(self) -> bool:
@@ -472,13 +468,9 @@ def _arrivals(
 def _receiver(action: Action, stage: int, num_stages: int, num_chunks: int) -> int | None:
     """Return the stage to which the result of an action is sent; None where it is sent to none."""
     virtual = action.chunk * num_stages + stage
-    if num_stages == 1:
-        return None
-    if action.kind is TaskKind.FORWARD and virtual + 1 < num_stages * num_chunks:
+    if action.kind is TaskKind.FORWARD and num_stages > 1 and virtual + 1 < num_stages * num_chunks:
         return (stage + 1) % num_stages
-    if action.kind is TaskKind.BACKWARD and virtual > 0:
-        return (stage - 1) % num_stages
-    return None
+    return (stage - 1) % num_stages if action.kind is TaskKind.BACKWARD and num_stages > 1 and virtual > 0 else None
 
 
 def in_flight(actions: Sequence[Action]) -> int:

@@ -1,7 +1,7 @@
 """Process groups of nccl on the simulated device: gloo carries the bytes, and a host tensor is refused.
 
-Sends and receives keep the order of NCCL's: those of one group run one after the other, each until the other end has come
-to it. See `simulated_tensors.py` for the tensors.
+The order in which NCCL carries out the messages of a group is not simulated here: `samestep.schedules.check` plays it, and
+`test_messages.py` holds what a stage really issues against what is played. See `simulated_tensors.py` for the tensors.
 """
 
 from __future__ import annotations
@@ -84,4 +84,6 @@ def install() -> torch.library.Library:
     _c10d._get_object_coll_device = lambda group=None: DEVICE if _is_nccl else found(group)
     dist.init_process_group = _c10d.init_process_group = _init_process_group(_c10d.init_process_group)
     dist.split_group = _c10d.split_group = _split_group
+    backend = dist.get_backend
+    dist.get_backend = lambda group=None: "nccl" if _is_nccl else backend(group)  # torch's own code asks another name
     return library

@@ -313,9 +313,7 @@ def install_kernels() -> list[torch.library.Library]:
     aten.impl("_fused_sdp_choice", lambda *args, **kwargs: 0, "CUDA")
     # Under a dispatch mode torch 2.13 asserts that it finds no fallback in Python, only kernels of single operations.
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    composite = [
-        f"Composite{kind}" for kind in ("ImplicitAutograd", "ExplicitAutograd", "ExplicitAutogradNonFunctional")
-    ]
+    composite = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
     for name in torch._C._dispatch_get_all_op_names():
         is_ours = has(name, "CPU") and not any(has(name, key) for key in composite)
         if not name.startswith("aten::") or not (is_ours or name in _OF_GPUS):

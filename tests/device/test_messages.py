@@ -13,8 +13,12 @@ import torch
 from samestep import schedules
 from samestep.datasets import batches
 from samestep.job import Job
+from samestep.layout import Layout
+from samestep.program.ranks import Ranks
 from samestep.runtime.axes.stage_messages import Messages
+from samestep.runtime.processes import mesh
 from samestep.runtime.processes.mesh import broadcast_from
+from tests.device.simulated_cuda import refusal
 from tests.laboratory import clipped, make_run, on_ranks
 from tests.models import Tokens
 from tests.pool import pool
@@ -91,7 +95,8 @@ def test_stages_issue_messages_as_the_model_of_nccl_does(layout: str) -> None:
 def time_limits(rank: int, world: int, model: str, layout: str, job: Job) -> dict[str, float]:
     run = make_run(rank, world, model, layout, job)
     run.prepare(next(batches(Tokens(), job)).samples([0]))
-    groups = run.assembly.parallel.mesh.groups
+    made = run.assembly.parallel.mesh
+    groups = {**made.groups, **made.links}
     device = torch.device("cpu")
     return {
         axis: group._get_backend(device).options._timeout.total_seconds()  # type: ignore[attr-defined]
@@ -108,6 +113,30 @@ def test_groups_have_the_time_limit_of_the_run() -> None:
         assert {"dp_replicate", "pp forward even", "pp backward even"} <= limits.keys()
 
 
+def test_an_axis_takes_one_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 128 ranks each takes part in eight calls, whatever the number of groups: an axis has up to 64 of them."""
+    layout, calls = Layout.parse("dp_replicate=2 dp_shard=4 tp=4 pp=4"), []
+    world = SimpleNamespace(size=lambda: 128, rank=lambda: 5, bound_device_id=0)
+    stub = SimpleNamespace(
+        is_initialized=lambda: True,
+        get_world_size=lambda: 128,
+        get_rank=lambda: 5,
+        get_backend=lambda group: "nccl",
+        group=SimpleNamespace(WORLD=world),
+        split_group=lambda **given: calls.append(given) or len(calls),
+    )
+    monkeypatch.setattr(mesh, "dist", stub)
+    axes = dict.fromkeys(("world", "dp_replicate", "dp_shard", "tp", "pp", "dp_shard"), 0)
+    program: Any = SimpleNamespace(axes=axes, step=SimpleNamespace(layout=layout, ranks=Ranks.of(layout)))
+    built = mesh.build(program, torch.device("cuda", 0), 77.0)
+    assert len(calls) == 4 + len(schedules.links(4, 1)) == len(built.groups) + len(built.links) - 1
+    assert {call["timeout"].total_seconds() for call in calls} == {77.0}
+    for call in calls:
+        members = [rank for ranks in call["split_ranks"] for rank in ranks]
+        assert len(members) == len({*members}) <= 128
+    mesh.forget_groups()
+
+
 def sent_whole(rank: int, world: int) -> tuple[Any, list[str]]:
     value = None
     if rank == world - 1:
@@ -120,3 +149,19 @@ def test_results_of_the_last_stage_arrive_whole() -> None:
     for logits, others in pool(2).run(sent_whole):
         assert torch.equal(logits, torch.arange(6.0).view(2, 3).t())
         assert others == ["tensor(1.)", "text"]
+
+
+def ways_of_making_groups(rank: int, world: int, model: str, layout: str, job: Job) -> list[str | None]:
+    asked: list[str | None] = []
+    split = torch.distributed.split_group
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "split_group", lambda **g: (asked.append(g["group_desc"]), split(**g))[1])
+        mesh.forget_groups()
+        make_run(rank, world, model, layout, job).prepare(next(batches(Tokens(), job)).samples([0]))
+    return asked
+
+
+@pytest.mark.skipif(bool(refusal()), reason=refusal())
+def test_groups_on_a_device_are_splits() -> None:
+    asked = on_ranks("pp=2 microbatch=2", ways_of_making_groups, "llama", clipped(), device="cuda")
+    assert asked == [["link of 0,1", "link of 0,1"]] * 2

@@ -14,7 +14,7 @@ import pytest
 
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.proof import verify
+from samestep.proof import sides, verify
 from samestep.proof.sides import Subject
 from tests.device.simulated_cuda import refusal
 
@@ -66,9 +66,9 @@ def test_a_run_and_its_resume(tmp_path: Path) -> None:
 @needs_device
 def test_a_watched_run_of_a_pipeline_with_samples(tmp_path: Path) -> None:
     """Its text samples need the last stage's logits on every stage; its weights are compared while they are on the host."""
-    settings = {"run.device": "cuda", "train.sample_tokens": 4, "train.watch_every": 2, "checkpoint.every": 0}
-    printed = samestep("train", "--layout", "pp=2 offload", "--out", f"{tmp_path}/run", "--steps", "2", **settings)
-    assert len(losses(tmp_path / "run")) == 2, printed
+    settings = {"run.device": "cuda", "train.sample_tokens": 4, "train.watch_every": 1, "checkpoint.every": 0}
+    printed = samestep("train", "--layout", "pp=2 offload", "--out", f"{tmp_path}/run", "--steps", "1", **settings)
+    assert len(losses(tmp_path / "run")) == 1, printed
 
 
 @needs_device
@@ -82,13 +82,16 @@ def test_a_proof_with_two_threads() -> None:
     assert "the same result" in samestep("verify", "--layout", "dp=2", **{"run.device": "cpu", "run.threads": 2})
 
 
-def test_a_proof_reaches_a_spawned_worker(tmp_path: Path) -> None:
-    """Its traced module stays behind, since it has hooks of its own; the worker traces the same shape."""
+def test_a_proof_reaches_a_spawned_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its traced module stays behind, since it has hooks of its own; the worker traces the model again."""
     config = {key.rpartition(".")[2]: value for key, value in SMALL.items() if key.startswith("model.")}
     job = Job(model={"config": config}, data={"sequence_length": 16}, train={"global_batch": 8})
-    layout = Layout.parse("tp=2")
+    layout = Layout.parse("dp=2")
     source, data, example = verify._given(job, layout, None, None, None, None)
     subject = Subject(source, data, example, job, layout, tmp_path)
-    arrived: Subject = pickle.loads(pickle.dumps(subject))
-    assert arrived.spec.to_json() == subject.spec.to_json()
-    assert arrived.source.prepared is not subject.source.prepared
+    sent, traced_again = pickle.dumps(subject), []
+    monkeypatch.setattr(sides, "prepare", lambda *given: traced_again.append(given) or source.prepared)
+    arrived: Subject = pickle.loads(sent)
+    assert len(traced_again) == 1
+    assert (arrived.job, arrived.layout) == (job, layout)
+    assert arrived.source.prepared is source.prepared

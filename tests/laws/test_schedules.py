@@ -150,13 +150,13 @@ def test_groups_of_all_stages_deadlock_on_nccl(schedule: str, num_stages: int) -
     """A stage between two others then receives and sends in one group, and its receive ahead holds up its sends."""
     check(Shape(schedule, num_stages, 4).orders, 1, one_group_for_a_direction)
     for m in (5, 6, 8, 12):
-        with pytest.raises(LayoutError, match="deadlock where messages between two stages keep the order"):
+        with pytest.raises(LayoutError, match="deadlock where messages of two stages keep their order"):
             check(Shape(schedule, num_stages, m).orders, 1, one_group_for_a_direction)
 
 
 def test_one_group_for_both_directions_deadlocks_on_nccl() -> None:
     for schedule in SCHEDULES:
-        with pytest.raises(LayoutError, match="deadlock where messages between two stages keep the order"):
+        with pytest.raises(LayoutError, match="deadlock where messages of two stages keep their order"):
             check(Shape(schedule, 2, 2).orders, 1, one_group_for_all)
 
 

@@ -17,14 +17,14 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from samestep.building import plain_calls
+from samestep.building import drawn_rows, plain_calls
 from samestep.building.named_tensors import (
     NamedTensor,
     joined,
@@ -77,10 +77,16 @@ class Blueprint:
             return f"{name} was made on the meta device outside the build function, so it has no values"
         return f"{name} is never given values, as far as the tape shows, and {hindrance}: fill it where it is made"
 
-    def materialize(self, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the whole tensor `name`: detached, contiguous, in newly allocated memory.
+    def materialize(
+        self,
+        name: str,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        rows: Sequence[tuple[int, int]] | None = None,
+    ) -> Tensor:
+        """Return the tensor `name`, or intervals of its rows: detached, contiguous, in newly allocated memory.
 
-        Its bits are equal on every rank (per device type), in whatever order and number tensors are made; the process's
+        Rows of a stack of weights are made without the others (`building/drawn_rows.py`), and so is the whole stack. Its bits are equal on every rank (per device type), in whatever order and number tensors are made; the process's
         random state does not change. `dtype` casts values that were drawn in the model's own dtype.
 
         Raises:
@@ -91,10 +97,19 @@ class Blueprint:
             raise ModelError(f"the model has no tensor {name!r}{did_you_mean(name, self._refs)}")
         constant = self.constants.get(self.canonical[name])
         part = self._slices[ref.memory]
+        where = torch.device(device)
         if constant is not None:
-            return constant.to(device, dtype or constant.dtype, copy=True)
-        made = replay(self._tape, part, ref, torch.device(device), self._keys)
+            return _rows_of(constant, rows).to(where, dtype or constant.dtype, copy=True)
+        if drawn_rows.are_drawn(self._tape, part, ref):
+            intervals = rows if rows is not None else [(0, ref.size[0])]
+            made = drawn_rows.draw(self._tape, part, ref, where, self._keys, intervals)
+        else:
+            made = _rows_of(replay(self._tape, part, ref, where, self._keys), rows)
         return made if dtype is None else made.to(dtype)
+
+
+def _rows_of(tensor: Tensor, rows: Sequence[tuple[int, int]] | None) -> Tensor:
+    return tensor if rows is None else torch.cat([tensor[start:stop] for start, stop in rows])
 
 
 Waived = Callable[[str], str]

@@ -474,7 +474,7 @@ def replay(tape: Tape, part: Slice, ref: Ref, device: torch.device, keys: dict[i
             args, kwargs = pytree.tree_map_only(Ref, window, (entry.args, entry.kwargs))
             if "device" in kwargs:
                 kwargs["device"] = device
-            with _drawing(device, keys[number]) if entry.random else nullcontext():
+            with drawing(device, keys[number]) if entry.random else nullcontext():
                 outcome = entry.func(*args, **kwargs)
             _keep(entry, outcome, storages, tape)
             del args, kwargs, outcome
@@ -507,8 +507,8 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _drawing(device: torch.device, key: int) -> Iterator[None]:
-    """Seed the device's default generator by `key`, and put it back as it was.
+def drawing(device: torch.device, key: int) -> Iterator[torch.Generator]:
+    """Seed the device's default generator by `key`, yield it, and put it back as it was.
 
     Not a generator of its own, since many random operators take none; not `torch.manual_seed`, which reseeds every
     other device too.
@@ -522,6 +522,6 @@ def _drawing(device: torch.device, key: int) -> Iterator[None]:
     before = generator.get_state()
     generator.manual_seed(key)
     try:
-        yield
+        yield generator
     finally:
         generator.set_state(before)

@@ -433,9 +433,14 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     recompute.apply(model, program)
 
     def materialize(name: str, dtype: torch.dtype) -> Tensor:
-        whole, cut = plan.materialize(name, place.device, dtype), params[name]
-        return placement.local_part(whole, cut, program.step.holding(cut), mesh)
+        cut = params[name]
+        holding = program.step.holding(cut)
+        held = placement.part_of(shapes[name], cut, holding, mesh)
+        if held.dim == 0 and len(held.shape) > 2 and held.intervals:  # a stack of experts, which no rank holds whole
+            return plan.materialize(name, place.device, dtype, held.intervals)
+        return placement.local_part(plan.materialize(name, place.device, dtype), cut, holding, mesh)
 
+    shapes = {param.name: param for param in spec.params}
     params = {param.name: param for param in program.step.model.params}
     store = whole_update.owning(store_of(layout)(model, program, mesh, materialize), program, mesh, spec)
     _mark(model, spec, whole)

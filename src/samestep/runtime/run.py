@@ -69,6 +69,7 @@ class Run:
         self._has_stepped = False
         self._refusals = Refusals(job.run)
         self._loss_is_tried = self._data_is_tried = False
+        self._is_rewritten = False
         self._data_wait_s = 0.0
 
     @property
@@ -223,7 +224,7 @@ class Run:
             self._try_data(batch)
         running = nonfinite.saved(model.running_buffers)
         totals = self.forward_backward(batch)
-        agreed, is_rewritten = self._agree(totals)
+        agreed = self._agree(totals)
         self._observer.agreed(agreed)
         if agreed.stop > 0:
             batch.end_stream()
@@ -239,7 +240,7 @@ class Run:
         if skipped:
             nonfinite.put_back(running)
         else:
-            self._update(scale * clip_factor(norm, self.job.optimizer.clip_norm), is_rewritten)
+            self._update(scale * clip_factor(norm, self.job.optimizer.clip_norm))
         if math.isfinite(loss):
             updater.loss_scale.after(overflowed=not finite)
         self.steps_taken = batch.step + 1
@@ -386,11 +387,11 @@ class Run:
         one = "cp=1 works" if what == "tokens" else "one rank with the whole batch as its micro-batch works"
         self._refusals.add("loss", f"{text}; (sum over {what}, their number) works, and {one}")
 
-    def _agree(self, totals: Tensor) -> tuple[StepScalars, bool]:
+    def _agree(self, totals: Tensor) -> StepScalars:
         """Sum the loss, the count, the squared gradient norm and the stop flag over all ranks.
 
-        Returns them, and whether weights of this rank were written since its last update. The host waits here for the
-        whole backward, and nowhere else in a step.
+        The host waits here for the whole backward, and nowhere else in a step; so it also learns here whether weights of
+        this rank were written since its last update.
         """
         weights, device = self.assembly.weights, self.place.device
         flag = join.stop_requested() + self._refusals.flag
@@ -402,15 +403,15 @@ class Run:
                 dist.all_reduce(scalars, group=self.assembly.parallel.mesh.groups["world"])
         weights.store.take_back()
         *numbers, written = torch.cat([scalars, weights.updater.was_written(device).view(1)]).tolist()
-        agreed = StepScalars(*numbers)
+        agreed, self._is_rewritten = StepScalars(*numbers), written > 0
         self._refusals.raise_agreed(agreed.stop, self.layout.world_size)
-        return agreed, written > 0
+        return agreed
 
-    def _update(self, factor: float, is_rewritten: bool) -> None:
+    def _update(self, factor: float) -> None:
         """Multiply the gradients by `factor`, update this rank's weights, and make them visible to the next forward."""
         weights = self.assembly.weights
         with self._observer.running(self.program.tasks[-1], _NO_SAMPLES):
-            if is_rewritten:
+            if self._is_rewritten:
                 weights.updater.reread()
             self._generators.settle(whole=True)
             weights.updater.step(factor)

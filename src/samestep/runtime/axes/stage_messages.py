@@ -85,7 +85,7 @@ class Messages:
                 )
             kept = tensor.contiguous()
             with owned(one.owner):
-                group = self._mesh.groups[self._link_of(action, sends=True)]
+                group = self._mesh.links[self._link_of(action, sends=True)]
                 work = dist.isend(kept, self._peer(step), group=group, tag=self._tag(boundary, action, index))
             assert work is not None
             pending.append((work, kept))
@@ -121,7 +121,7 @@ class Messages:
 
     def _post(self, action: Action, awaited: Sequence[Awaited]) -> Pending:
         boundary, step = self._boundary(action, sends=False)
-        group = self._mesh.groups[self._link_of(action)]
+        group = self._mesh.links[self._link_of(action)]
         pending: Pending = []
         for index, one in enumerate(awaited):
             into = torch.empty(one.shape, dtype=one.dtype, device=self._mesh.device)

@@ -40,7 +40,8 @@ class Mesh:
     ranks: Ranks
     device: torch.device
     groups: Mapping[str, dist.ProcessGroup]
-    """The groups by axis, and of a pipeline by link."""
+    links: Mapping[str, dist.ProcessGroup]
+    """The groups of messages between this stage of a pipeline and its neighbours, by the names of `schedules.links`."""
     timeout_s: float
     """Seconds that a call in any of the groups may take."""
 
@@ -92,14 +93,15 @@ def build(program: Program, device: torch.device, timeout_s: float) -> Mesh:
         )
     ranks = program.step.ranks
     groups: dict[str, dist.ProcessGroup] = {}
+    links: dict[str, dist.ProcessGroup] = {}
     for axis in sorted(program.axes):
         name = axis if axis in OWN_GROUPS else ""
         if (group := group_among(ranks.groups(axis), name, timeout_s)) is not None:
             groups[axis] = group
     for link, pairs in _links(program, ranks).items():
         if (group := group_among(pairs, link, timeout_s, LINK + _named(ranks.group(rank, "pp")))) is not None:
-            groups[link] = group
-    return Mesh(rank, ranks, device, groups, timeout_s)
+            links[link] = group
+    return Mesh(rank, ranks, device, groups, links, timeout_s)
 
 
 def gather_objects(mine: Any, world_size: int) -> list[Any]:
