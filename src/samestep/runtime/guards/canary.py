@@ -192,7 +192,8 @@ class Canary(StepObserver):
         watched.is_measured = True
         if {"samples", "random", "state", "data", "loss"} & self._waived:
             return
-        with outside_step(), torch.no_grad(), unmoved_generators(watched.state.generators):
+        checkpoints = self._assembly.parallel.checkpoints
+        with outside_step(), torch.no_grad(), unmoved_generators(watched.state.generators), checkpoints():
             finding = self._repeat()
             self._assembly.weights.store.end_forward_only()
         if finding is not None:
