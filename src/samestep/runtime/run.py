@@ -208,7 +208,8 @@ class Run:
 
     @functools.cached_property
     def _generators(self) -> randomness.GeneratorWatch:
-        return randomness.GeneratorWatch(self.place.device)
+        own = randomness.own_generators(self.model, self._source.loss)
+        return randomness.GeneratorWatch(self.place.device, own)
 
     def _compared_step(self, batch: StepBatch) -> StepReport:
         """Take a step, and compare what several ranks must hold alike."""

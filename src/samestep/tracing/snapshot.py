@@ -44,6 +44,9 @@ class Value:
     places: list[int] = field(default_factory=list)
     """The storages of the tensors, by their addresses."""
 
+    generators: set[int] = field(default_factory=set)
+    """The generators in it, by their ids."""
+
     @property
     def identities(self) -> list[tuple[int, int]]:
         """The tensors and their storages."""
@@ -89,6 +92,15 @@ class Snapshot:
         return self._reached.variables
 
     @property
+    def named_generators(self) -> Iterator[tuple[str, Any]]:
+        """The generators, with the names of what holds them."""
+        for generator, _ in self.generators:
+            slot = next(
+                (slot for slot, value in self.values.items() if id(generator) in value.generators), ("", "of its own")
+            )
+            yield ".".join(part for part in slot if part not in ("", OUTSIDE)), generator
+
+    @property
     def constants(self) -> set[int]:
         """The integers in the code that is reached."""
         return self._reached.constants
@@ -124,9 +136,11 @@ class Snapshot:
 
     def _value(self, value: Any) -> Value:
         tensors: list[Tensor] = []
+        known = len(self.generators)
         skeleton = self._skeleton(value, tensors, _DEPTH)
         self._kept += [tensor.untyped_storage() for tensor in tensors]  # which keep their addresses
-        return Value(skeleton, tensors, list(map(address, tensors)))
+        found = {id(generator) for generator, _ in self.generators[known:]}
+        return Value(skeleton, tensors, list(map(address, tensors)), found)
 
     def _skeleton(self, value: Any, tensors: list[Tensor], depth: int) -> Any:
         """Return a value's numbers and structure in a form that can be compared, and collect its tensors."""
