@@ -215,7 +215,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
         )
     spec = replace(spec, mixes_samples=found.refusal, tried=found.tried)
     analysis = ModelAnalysis(
-        spec=replace(spec, masks=tuple(placed if len(placed) == len(masks) else masks)),
+        spec=replace(spec, masks=dropout.with_constants(masks, placed, samples.NUM_SAMPLES)),
         cut_styles=planned.styles,
         copied=proof.copied,
         counts=counts,

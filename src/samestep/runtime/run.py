@@ -69,6 +69,8 @@ class Run:
         self._num_taken = 0
         self._refusals = Refusals(job.run)
         self._loss_is_tried = self._data_is_tried = False
+        self._lone: tuple[Any, Any] | None = None
+        """Outputs and labels of the micro-batch before, of one sample, until the loss is tried."""
 
     @property
     def is_prepared(self) -> bool:
@@ -372,7 +374,9 @@ class Run:
         """Try once whether samples that are read twice are the same."""
         self._data_is_tried = True
         mine = batch.shares(self.assembly.parallel.mesh.index("dp"), self.layout.dp, 1)[0]
-        if reason := data_trial.refusal(batch, mine) if len(mine) else "":
+        reason = data_trial.refusal(batch, mine) if len(mine) else ""
+        reason = reason or (data_trial.apart(batch, batch.shares(0, 1, 1)[0]) if self._is_split else "")
+        if reason:
             self._refusals.add("data", reason)
 
     def _try_loss(self, outputs: Any, samples: Any, num_samples: int) -> None:
@@ -382,12 +386,16 @@ class Run:
         loss = objective.loss if tensor.cuts_logits(parallel.program) else self._source.loss
         given = precision.for_loss(outputs)
         trial = loss_trial.tried(loss, given, samples, num_samples)
+        before, self._lone = self._lone, loss_trial.detached((given, samples)) if num_samples == 1 else None
+        if before is not None and num_samples == 1 and not trial.reason:  # two samples say more than one and its copy
+            both = loss_trial.joined(before, (given, samples))
+            trial = loss_trial.tried(loss, *both, 2) if both is not None else trial
         what, is_split = "samples", self.layout.dp > 1 or parallel.program.step.num_microbatches > 1
         if self.layout.cp > 1 and trial.judged and not trial.reason:
             length = target_of(samples).shape[1]
             trial = loss_trial.tried(loss, given, samples, length, dim=1) if length > 1 else trial
             what, is_split = "tokens", True
-        self._loss_is_tried = trial.judged
+        self._loss_is_tried = trial.judged and (num_samples > 1 or before is not None)
         self._generators.settle()
         if not trial.reason:
             return

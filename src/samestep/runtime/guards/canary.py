@@ -46,7 +46,6 @@ from samestep.runtime.guards.model_state import ModelState, unmoved_generators
 from samestep.runtime.guards.update_replay import UpdateReplay
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.microbatches import Microbatches, StepBatch
-from samestep.runtime.optimizer_step import Piece
 from samestep.runtime.processes.mesh import gather_objects
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
 from samestep.runtime.step_report import StepReport
@@ -459,14 +458,10 @@ class Canary(StepObserver):
 
     def _versions(self) -> list[Any]:
         """Return the versions and the norms of the weights: writing through `.data` leaves no version."""
-        pieces = [piece.target if piece.target is not None else piece.value for piece in self._pieces()]
-        values = [value.detach() for value in pieces if value.numel()]
-        norms = torch.stack(torch._foreach_norm(values)).tolist() if values else []
-        return [*(param._version for param in self._model.parameters()), *norms]
-
-    def _pieces(self) -> list[Piece]:
-        store = self._assembly.weights.store
-        return [*store.pieces, *store.frozen]
+        params = list(self._model.parameters())
+        values = [getattr(param, "_local_tensor", param).detach() for param in params]
+        norms = torch.stack(torch._foreach_norm([v.double() for v in values if v.numel()])).tolist() if values else []
+        return [*(param._version for param in params), *norms]
 
     def _has_other_inputs(self) -> bool:
         """Return whether the sample, read again, is not what the step has read."""
