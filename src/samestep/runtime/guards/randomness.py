@@ -112,8 +112,8 @@ def _torch(whole: bool) -> object:
     """Return the state of torch's generator of the CPU, or its position."""
     if _TORCH is not None:
         if whole:
-            held = ctypes.string_at(_TORCH.address, _TORCH_FRONT + 4 * _WORDS + _TORCH_REST)
-            return held[:-_TORCH_REST], held[-_TORCH_REST + 4], held[-_TORCH_REST + 20]  # whether numbers are left over
+            raw = ctypes.string_at(_TORCH.address, _TORCH_FRONT + 4 * _WORDS + _TORCH_REST)
+            return raw[:-_TORCH_REST], raw[-_TORCH_REST + 4], raw[-_TORCH_REST + 20]  # whether numbers are left over
         return _TORCH.left.value, _TORCH.next.value
     held = torch.default_generator.get_state()
     return ctypes.string_at(held.data_ptr(), _TORCH_BYTES)
