@@ -6,6 +6,7 @@ Each case of user's code is run in some layouts; those that compute what one dev
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
 from collections import deque
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from samestep.errors import LayoutError, UnprovenError
+from samestep.errors import LayoutError, ModelError, UnprovenError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.assembly import Source
@@ -420,6 +421,152 @@ class ForcedNorm(Net):
         return h
 
 
+KEPT: list[Any] = []
+"""What code keeps outside of its modules."""
+NOISE = np.random.default_rng(5)
+TABLES: dict[Any, Tensor] = {}
+
+
+class CallsInGlobal(Net):
+    def between(self, h: Tensor) -> Tensor:
+        KEPT.append(1)
+        return h * (1 + 0.1 * len(KEPT))
+
+
+class CallsInDefault(Net):
+    def between(self, h: Tensor, calls: dict[str, int] = {"n": 0}) -> Tensor:  # noqa: B006
+        calls["n"] += 1
+        return h * (1 + 0.1 * calls["n"])
+
+
+def counting_in_closure() -> nn.Module:
+    calls = 0
+
+    def count(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return output * (1 + 0.1 * calls)
+
+    net = Net()
+    net.up.register_forward_hook(count)
+    return net
+
+
+class QueueInGlobal(Net):
+    def between(self, h: Tensor) -> Tensor:
+        past = KEPT[-1].mean(0) if KEPT else 0.0
+        KEPT.append(h.detach())
+        return h + past
+
+
+class Curriculum(Net):
+    """Another forward from the fourth call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 0
+
+    def between(self, h: Tensor) -> Tensor:
+        self.step += 1
+        return h * 2 if self.step > 3 else h
+
+
+class DataOfWeight(Net):
+    """A weight that each forward gives another storage."""
+
+    def between(self, h: Tensor) -> Tensor:
+        self.up.weight.data = self.up.weight.data * 0.9
+        return h
+
+
+class Late(Net):
+    """Code that acts once `is_late` is set."""
+
+    is_late = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_late = False
+        self.extra = nn.Linear(8, 8)
+
+    def between(self, h: Tensor) -> Tensor:
+        return self.odd(h) if self.is_late else h
+
+    def odd(self, h: Tensor) -> Tensor:
+        return h + self.extra(h)
+
+
+class LateWrite(Late):
+    def odd(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.down.weight.mul_(0.9)
+        return h
+
+
+class LateWriteOfData(Late):
+    def odd(self, h: Tensor) -> Tensor:
+        self.down.weight.data.mul_(0.9)
+        return h
+
+
+class LateForkedNoise(Late):
+    """Noise that leaves the generator where it was."""
+
+    def odd(self, h: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(random.SystemRandom().randrange(2**31))
+            return h + 0.1 * torch.randn_like(h)
+
+
+class LateOwnNoise(Late):
+    def odd(self, h: Tensor) -> Tensor:
+        return h + torch.as_tensor(NOISE.normal(size=h.shape), dtype=h.dtype)
+
+
+def late(run: Run) -> None:
+    run.model.is_late = True
+
+
+class PaddedWords(Pairs):
+    """Sequences of one to five tokens, padded with 0 to the longest that is read with them; no word is 0."""
+
+    def read(self, indices: Any) -> Any:
+        lengths = torch.as_tensor(indices) % LENGTH + 1
+        rows = self.ids[torch.as_tensor(indices)].clamp_min(1)[:, : int(lengths.max()) if len(lengths) else 1]
+        is_word = torch.arange(rows.shape[1]) < lengths[:, None]
+        return {"input_ids": rows * is_word, "labels": rows.masked_fill(~is_word, -100)}
+
+
+def loss_of_words(outputs: Any, batch: Any) -> Any:
+    labels = batch["labels"]
+    return F.cross_entropy(outputs.flatten(0, -2), labels.flatten(), reduction="sum"), (labels != -100).sum()
+
+
+class MeanOverPadding(Blocks):
+    block = nn.Identity
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        return self.head(torch.tanh(x + x.mean(1, keepdim=True)))
+
+
+class MeanOverWords(MeanOverPadding):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, is_word = self.embed(input_ids), (input_ids != 0)[..., None]
+        return self.head(torch.tanh(x + (x * is_word).sum(1, keepdim=True) / is_word.sum(1, keepdim=True)))
+
+
+class OneBuffer(Pairs):
+    """Samples that are all views of one buffer."""
+
+    def __init__(self, tokens: bool) -> None:
+        super().__init__(tokens)
+        self.buffer = torch.zeros(WIDTH, dtype=torch.float64)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.buffer.copy_(self.x[index]), self.y[index]
+
+
 # Legal in every layout: what is written is a cache, or read by nobody.
 
 
@@ -439,6 +586,36 @@ class Rotary(Net):
         if size not in self.by_size:
             self.by_size[size] = torch.tril(torch.ones(size, size, device=h.device, dtype=h.dtype))
         return (h * self.table) @ self.by_size[size] * self.scale
+
+
+@functools.lru_cache
+def table_of(size: int) -> Tensor:
+    return torch.arange(size).cos()
+
+
+class CachesOutside(Net):
+    """Tables in a global and in a cache of a function, and numbers of calls that are only looked at by others."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def between(self, h: Tensor) -> Tensor:
+        type(self).calls += 1
+        self.steps += 1
+        key = (h.shape[-1], h.device, h.dtype)
+        if key not in TABLES:
+            TABLES[key] = torch.arange(h.shape[-1], device=h.device, dtype=h.dtype).sin()
+        return h * TABLES[key] + table_of(h.shape[-1]).to(h)
+
+
+class StochasticDepth(Net):
+    """A mask with a row for each sample, drawn from ones."""
+
+    def between(self, h: Tensor) -> Tensor:
+        return h + h.tanh() * F.dropout(torch.ones(len(h), 1, dtype=h.dtype, device=h.device), 0.4, self.training)
 
 
 class FilledBuffer(Net):
@@ -685,7 +862,9 @@ CASES = [
         OwnBlocksReentrant,
         OwnHead,
     ),
-    *(FrozenStart, Uncheckpointed),
+    *(FrozenStart, Uncheckpointed, CallsInGlobal, CallsInDefault, counting_in_closure, QueueInGlobal, Curriculum),
+    *(DataOfWeight, Late, LateWrite, LateWriteOfData, LateForkedNoise, LateOwnNoise, MeanOverPadding, MeanOverWords),
+    *(CachesOutside, StochasticDepth),
 ]
 
 
@@ -706,7 +885,10 @@ def test_dropout_that_is_raised_later_is_equal(build: type[Net]) -> None:
     assert_equal(build, *DATA, each=raised)
 
 
-@pytest.mark.parametrize("build", [OwnGenerator, Reseeded, Rotary, FilledBuffer, Noting, CountingAlone, Scratch, Net])
+@pytest.mark.parametrize(
+    "build",
+    [OwnGenerator, Reseeded, Rotary, FilledBuffer, Noting, CountingAlone, Scratch, Net, CachesOutside, StochasticDepth],
+)
 def test_what_is_no_state_and_draws_nothing_is_equal(build: type[Net]) -> None:
     assert_equal(build, *DATA, "dp=2 zero=3 microbatch=1")
 
@@ -715,6 +897,45 @@ def test_what_is_no_state_and_draws_nothing_is_equal(build: type[Net]) -> None:
 def test_state_that_does_not_depend_on_the_samples_is_equal_in_replicas(build: Any) -> None:
     assert_equal(build, "dp=2", "dp=2 zero=1")
     assert_refused("runs it several times a step", "state", build, "dp=1 microbatch=2")
+
+
+@pytest.mark.parametrize(
+    ("name", "build"),
+    [("KEPT", CallsInGlobal), ("calls", CallsInDefault), ("calls around", counting_in_closure), ("step", Curriculum)],
+)
+def test_state_outside_of_the_modules_is_equal_in_replicas_and_named_elsewhere(name: str, build: Any) -> None:
+    kept = list(KEPT)
+    assert_equal(build, "dp=2", each=None) if build is Curriculum else None
+    assert_refused(f"keeps .*{name}.* runs it several times a step", "state", build, "dp=1 microbatch=2")
+    assert kept == KEPT, "a trace puts back what it changed"
+
+
+def test_a_queue_outside_of_the_modules_runs_on_one_device_alone() -> None:
+    assert_refused("KEPT .* computed from its samples", "state", QueueInGlobal, *DATA)
+
+
+def test_a_weight_that_the_forward_gives_another_storage_is_kept_or_refused() -> None:
+    assert_equal(DataOfWeight, "dp=2", "dp=2 zero=1")
+    assert_refused("up.weight", "state", DataOfWeight, "dp=2 zero=3", "dp=1 microbatch=2")
+
+
+@pytest.mark.parametrize("build", [LateWrite, LateWriteOfData])
+def test_weights_that_are_written_later_are_kept_or_named(build: type[Net]) -> None:
+    assert_equal(build, "dp=2", each=late)
+    assert_refused("step 2: the forward writes into the weight down.weight", "state", build, "dp=2 zero=3", each=late)
+    assert_refused("step 2.*: the forward writes into weights", "state", build, "dp=1 microbatch=2", each=late)
+
+
+def test_a_weight_that_comes_into_use_later_is_named_in_every_layout() -> None:
+    for layout in ("dp=1", "dp=2 zero=2", "dp=2 zero=3"):
+        with pytest.raises(ModelError, match=r"extra.* took no part in the loss when the model was traced"):
+            in_layout(Late, layout, each=late)
+
+
+def test_padding_that_counts_is_refused_and_masked_padding_is_equal() -> None:
+    given = {"dataset": PaddedWords(True), "loss": loss_of_words}
+    assert_refused("different sizes, and padded", "samples", MeanOverPadding, "dp=2", "dp=1 microbatch=1", **given)
+    assert_equal(MeanOverWords, "dp=2", "dp=2 zero=3", "dp=1 microbatch=1", **given)
 
 
 @pytest.mark.parametrize("build", [OwnMean, OwnMeanByData, ReplacedMean, DataInit])
@@ -769,6 +990,11 @@ def test_noise_after_warm_up_is_refused_at_its_step() -> None:
     assert_refused("step 2: .*the forward draws", "random", NoiseAfterWarmUp, "dp=1", "dp=2", each=noisy)
 
 
+def test_noise_of_other_generators_is_found_in_the_second_step() -> None:
+    assert_refused("step 2.*: two forwards of it differ", "random", LateForkedNoise, "dp=2", each=late)
+    assert_refused("step 2: .*draws .* the generator NOISE of", "random", LateOwnNoise, "dp=1", each=late)
+
+
 def test_a_loss_that_draws_is_refused() -> None:
     assert_refused("the loss draws", "random", Net, "dp=1", "dp=2", loss=noisy_loss)
 
@@ -788,6 +1014,11 @@ def test_random_numbers_can_be_allowed() -> None:
 @pytest.mark.parametrize("dataset", [Augmented, SometimesFlipped])
 def test_a_data_set_that_draws_is_refused(dataset: type[Pairs]) -> None:
     assert_refused("of the data set is another one", "data", Net, "dp=1", "dp=2", dataset=dataset(False))
+
+
+def test_samples_that_share_a_buffer_are_refused_where_the_batch_is_split() -> None:
+    assert_refused("another one when it is read alone", "data", Net, *DATA, dataset=OneBuffer(False))
+    in_layout(Net, "dp=1", dataset=OneBuffer(False))
 
 
 def test_a_data_set_that_draws_by_the_index_is_equal() -> None:

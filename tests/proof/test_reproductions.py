@@ -8,17 +8,8 @@ import pytest
 
 from tests.proof.reproductions import EITHER, EQUAL, OUTCOMES, REPRODUCTIONS, Outcome, outcome
 
-WRONG = {("mean over padding", "dp=2")}
-"""Cases that still come out different without a word; the table in the documents says so."""
 CASES = [
-    pytest.param(
-        case,
-        layout,
-        id=f"{case.name} under {layout}",
-        marks=[pytest.mark.xfail(strict=True, reason="still wrong")] if (case.name, layout) in WRONG else [],
-    )
-    for case in REPRODUCTIONS
-    for layout in case.layouts
+    pytest.param(case, layout, id=f"{case.name} under {layout}") for case in REPRODUCTIONS for layout in case.layouts
 ]
 KNOWN = json.loads(OUTCOMES.read_text(encoding="utf-8"))
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep.building.loss import cross_entropy, mse
-from samestep.runtime.guards.loss_trial import LossTrial, tensors_in, tried, with_tensors
+from samestep.runtime.guards.loss_trial import LossTrial, joined, tensors_in, tried, with_tensors
 
 B, T, V = 6, 4, 5
 _draw = torch.Generator().manual_seed(0)
@@ -95,7 +95,14 @@ class Scaled(nn.Module):
         return buffer.sum(), len(outputs)
 
 
+def uncertain(outputs: Any, batch: Any) -> Any:
+    """Learned weights of two tasks, which the model returns beside its outputs; there are as many as samples."""
+    each = outputs["rows"].square().sum(-1) * (-outputs["weights"]).exp().sum() + outputs["weights"].sum()
+    return (each * (batch[1] + 1)).sum(), len(each)
+
+
 LEGAL = {
+    "learned weights beside": (uncertain, {"rows": ROWS, "weights": ROWS[:, 0]}, (ROWS, CLASSES)),
     "cross entropy": (cross_entropy, LOGITS, {"labels": IDS}),
     "cross entropy, masked": (cross_entropy, LOGITS, {"labels": IDS.masked_fill(IDS == 1, -100)}),
     "classes": (cross_entropy, ROWS, (ROWS, CLASSES)),
@@ -160,7 +167,14 @@ def constant_count(outputs: Any, batch: Any) -> Any:
     return outputs.square().sum(), B
 
 
+def normalised(outputs: Any, batch: Any) -> Any:
+    """Advantages normalised over the batch: of a single sample they are not finite."""
+    reward = batch["x"][:, 0]
+    return ((reward - reward.mean()) / reward.std() * outputs[:, 0]).sum(), len(outputs)
+
+
 COUPLED = {
+    "advantages of two samples": (normalised, ROWS[:2], {"x": ROWS[:2]}),
     "mean": (mean, ROWS, {"labels": CLASSES}),
     "mean over unequal counts": (mean_times_size, LOGITS, {"labels": IDS}),
     "contrastive": (contrastive, ROWS, {"x": ROWS}),
@@ -193,10 +207,11 @@ def test_a_sum_over_samples_passes_with_one_sample(case: str) -> None:
     assert found == LossTrial()
 
 
+@pytest.mark.filterwarnings("ignore:std")
 @pytest.mark.parametrize("case", COUPLED)
 def test_what_couples_samples_does_not_pass(case: str) -> None:
     loss, outputs, batch = COUPLED[case]
-    found = tried(loss, outputs, batch, B)
+    found = tried(loss, outputs, batch, 2 if "two samples" in case else B)
     assert found.judged
     assert found.reason.startswith("its ")
 
@@ -254,6 +269,22 @@ def test_a_loss_that_only_logs_passes_and_its_log_is_as_before() -> None:
 def test_nothing_is_judged_where_nothing_counts() -> None:
     assert not tried(cross_entropy, LOGITS, {"labels": torch.full_like(IDS, -100)}, B).judged
     assert not tried(cross_entropy, LOGITS * float("nan"), {"labels": IDS}, B).judged
+
+
+def triplet(outputs: Any, batch: Any) -> Any:
+    """The hardest pairs of a batch: a sample alone, and its copy of the same class, have none."""
+    distances, alike = torch.cdist(outputs, outputs), batch["labels"][:, None] == batch["labels"]
+    near = (distances + 1e3 * alike).min(1).values
+    return ((distances * alike).max(1).values - near + 100.0).relu().sum(), len(outputs)
+
+
+def test_what_is_zero_everywhere_is_not_judged_and_two_samples_show_what_one_does_not():
+    one, other = ((ROWS[i : i + 1], {"labels": torch.tensor([i])}) for i in range(2))
+    assert not tried(triplet, *one, 1).judged
+    both = joined(one, other)
+    assert both is not None
+    assert tried(triplet, *both, 2).reason
+    assert joined(one, (ROWS[:1, :2], {"labels": torch.tensor([1])})) is None
 
 
 def test_a_loss_that_takes_one_size_only_cannot_be_tried() -> None:

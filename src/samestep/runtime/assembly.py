@@ -222,7 +222,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
         )
     spec = replace(spec, mixes_samples=found.refusal, tried=found.tried)
     analysis = ModelAnalysis(
-        spec=replace(spec, masks=tuple(placed if len(placed) == len(masks) else masks)),
+        spec=replace(spec, masks=dropout.with_constants(masks, placed, samples.NUM_SAMPLES)),
         cut_styles=planned.styles,
         gathered=planned.gathered,
         copied=proof.copied,
@@ -443,7 +443,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     shapes = {param.name: param for param in spec.params}
     params = {param.name: param for param in program.step.model.params}
     store = whole_update.owning(store_of(layout)(model, program, mesh, materialize), program, mesh, spec)
-    _mark(model, spec, whole)
+    _mark(model, spec, whole, store)
     store.hook_gradients(gradient_hooks(plan, program, mesh))
     fill_rest(plan, place.device, torch.float64 if job.numerics.precision == "float64" else None)
     of_tp, of_cp = ((mesh.size(axis), mesh.index(axis)) for axis in ("tp", "cp"))
@@ -491,13 +491,13 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     )
 
 
-def _mark(model: nn.Module, spec: ModelSpec, whole: WholeWeights) -> None:
+def _mark(model: nn.Module, spec: ModelSpec, whole: WholeWeights, store: WeightStore) -> None:
     """Give the run's parameters the Python attributes that the user's had, and watch those that took no part in the trace."""
-    idle = {param.name for param in spec.params if param.is_idle}
+    held = {piece.name for piece in store.frozen}
     for name, param in model.named_parameters():
         param.__dict__.update(whole.attributes.get(name, {}))
-        if name in idle and type(param) is nn.Parameter:
-            param.requires_grad_(True).register_post_accumulate_grad_hook(functools.partial(_raise_used, name))
+    idle = [param.name for param in spec.params if param.is_idle and param.name in held]
+    store.hook_idle({name: functools.partial(_raise_used, name) for name in idle})
 
 
 def _raise_used(name: str, _: Tensor) -> None:

@@ -33,7 +33,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.bodies import Task
 from samestep.program.program import Program
-from samestep.runtime import evaluation
+from samestep.runtime import evaluation, kept_state
 from samestep.runtime.assembly import Assembly, Loss, Source, assemble, set_modes
 from samestep.runtime.axes import precision, recompute, tensor
 from samestep.runtime.dropout import mode as dropout
@@ -66,11 +66,13 @@ class Run:
         self.steps_taken = 0
         self._source, self._observer = source, observer
         self._assembly: Assembly | None = None
-        self._has_stepped = False
+        self._num_taken = 0
         self._refusals = Refusals(job.run)
         self._loss_is_tried = self._data_is_tried = False
         self._is_rewritten = False
         self._data_wait_s = 0.0
+        self._lone: tuple[Any, Any] | None = None
+        """Outputs and labels of the micro-batch before, of one sample, until the loss is tried."""
 
     @property
     def is_prepared(self) -> bool:
@@ -138,13 +140,15 @@ class Run:
             RepeatError: a sample that is run again in such a step, or a weight's update, gives something else.
         """
         self._prepare_from(batch)
-        if not self._is_watched(batch.step):
+        self._num_taken += 1
+        regularly = self._is_watched(batch.step)
+        if not regularly and not self._is_watched_early():
             return self._step(batch)
         if self._observer.dropout_mode() is not None:  # a proof, which compares more
-            return self._compared_step(batch)
-        self._loss_is_tried = False  # again: a loss may come to couple samples later
-        with self._canary.watching(batch, self._observer) as canary, self._observed_by(canary):
-            return canary.checked(self._compared_step(batch))
+            return self._compared_step(batch) if regularly else self._step(batch)
+        self._loss_is_tried &= not regularly  # again: a loss may come to couple samples later
+        with self._canary.watching(batch, self._observer, replays=regularly) as canary, self._observed_by(canary):
+            return canary.checked(self._compared_step(batch) if regularly else self._step(batch))
 
     def evaluate(self, batch: StepBatch) -> tuple[float, float]:
         """Return the sum of the loss over a batch, and the tokens or samples it counts, without gradients.
@@ -180,12 +184,23 @@ class Run:
             self.prepare(batch.samples(batch.shares(0, 1, 1)[0][:1]))
 
     def _is_watched(self, step: int) -> bool:
-        """Return whether a step is checked: every so many, and the first one that tries what no rule has shown."""
-        every, layout = self.job.train.watch_every, self.program.step
-        if every > 0 and (step + 1) % every == 0:
-            return True
-        is_first, self._has_stepped = not self._has_stepped, True
-        return is_first and bool(self.assembly.model.spec.tried) and layout.global_batch > layout.microbatch_samples
+        """Return whether a step is one of every so many that are checked, or the first of a model with what no rule shows."""
+        every = self.job.train.watch_every
+        is_first = self._num_taken == 1 and bool(self.assembly.model.spec.tried)
+        return (every > 0 and (step + 1) % every == 0) or (is_first and self._is_split)
+
+    def _is_watched_early(self) -> bool:
+        """Return whether samples are run again in this step, the first, second, fourth, eighth and so on of this process.
+
+        What code begins to do after a while is found within twice that time, until the regular checks begin.
+        """
+        taken, every = self._num_taken, self.job.train.watch_every
+        return taken & (taken - 1) == 0 and taken < every and self._is_split
+
+    @property
+    def _is_split(self) -> bool:
+        step = self.program.step
+        return step.layout.dp > 1 or step.num_microbatches > 1
 
     @functools.cached_property
     def _drift_monitor(self) -> DriftMonitor:
@@ -193,11 +208,12 @@ class Run:
 
     @functools.cached_property
     def _canary(self) -> Canary:
-        return Canary(self.assembly, self.job)
+        return Canary(self.assembly, self.job, self._source.loss)
 
     @functools.cached_property
     def _generators(self) -> randomness.GeneratorWatch:
-        return randomness.GeneratorWatch(self.place.device)
+        own = randomness.own_generators(self.model, self._source.loss)
+        return randomness.GeneratorWatch(self.place.device, own)
 
     def _compared_step(self, batch: StepBatch) -> StepReport:
         """Take a step, and compare what several ranks must hold alike."""
@@ -224,6 +240,10 @@ class Run:
             self._try_data(batch)
         running = nonfinite.saved(model.running_buffers)
         totals = self.forward_backward(batch)
+        for name in weights.store.written():
+            self._refusals.add(
+                "state", f"step {batch.step + 1}: {kept_state.lost_write(name, f'zero={self.layout.zero}')}"
+            )
         agreed = self._agree(totals)
         self._observer.agreed(agreed)
         if agreed.stop > 0:
@@ -359,7 +379,9 @@ class Run:
         """Try once whether samples that are read twice are the same."""
         self._data_is_tried = True
         mine = batch.shares(self.assembly.parallel.mesh.index("dp"), self.layout.dp, 1)[0]
-        if reason := data_trial.refusal(batch, mine) if len(mine) else "":
+        reason = data_trial.refusal(batch, mine) if len(mine) else ""
+        reason = reason or (data_trial.apart(batch, batch.shares(0, 1, 1)[0]) if self._is_split else "")
+        if reason:
             self._refusals.add("data", reason)
 
     def _try_loss(self, outputs: Any, samples: Any, num_samples: int) -> None:
@@ -369,12 +391,16 @@ class Run:
         loss = objective.loss if tensor.cuts_logits(parallel.program) else self._source.loss
         given = precision.for_loss(outputs)
         trial = loss_trial.tried(loss, given, samples, num_samples)
+        before, self._lone = self._lone, loss_trial.detached((given, samples)) if num_samples == 1 else None
+        if before is not None and num_samples == 1 and not trial.reason:  # two samples say more than one and its copy
+            both = loss_trial.joined(before, (given, samples))
+            trial = loss_trial.tried(loss, *both, 2) if both is not None else trial
         what, is_split = "samples", self.layout.dp > 1 or parallel.program.step.num_microbatches > 1
         if self.layout.cp > 1 and trial.judged and not trial.reason:
             length = target_of(samples).shape[1]
             trial = loss_trial.tried(loss, given, samples, length, dim=1) if length > 1 else trial
             what, is_split = "tokens", True
-        self._loss_is_tried = trial.judged
+        self._loss_is_tried = trial.judged and (num_samples > 1 or before is not None)
         self._generators.settle()
         if not trial.reason:
             return

@@ -10,7 +10,7 @@ the other ranks of the group wait in theirs until `run.timeout_s` ends the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -48,6 +48,18 @@ class WeightStore(Protocol):
 
     def take_back(self) -> None:
         """Copy weights that a user has given another storage back to the one in use; every rank calls it, sends nothing."""
+        ...
+
+    def compare_values(self, compares: bool) -> None:
+        """Compare values too, from the next step on, in `written`: `.data` lets code change them without a trace."""
+        ...
+
+    def written(self) -> list[str]:
+        """Return the weights that a forward of this step has written where that is lost; every rank calls it, sends nothing."""
+        ...
+
+    def hook_idle(self, hooks: Mapping[str, Callable[[Tensor], None]]) -> None:
+        """Call functions by the names of weights that took no part in the trace, once they have a gradient. Called once."""
         ...
 
     def running(self, task: Task) -> AbstractContextManager[None]:

@@ -15,6 +15,7 @@ import random
 import sys
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -137,8 +138,12 @@ class _Follower:
             self.follow(name, value.__func__)
             self._variable(name, None, "", value.__self__)
         elif isinstance(value, FunctionType):
-            if is_users(value.__module__):
+            if is_users(value.__globals__.get("__name__")):
                 self._function(value)
+            else:  # a decorator of a library, around the user's own
+                for held in (getattr(value, "__wrapped__", None), *_cells(value)):
+                    if isinstance(held, FunctionType | MethodType | functools.partial | nn.Module):
+                        self.follow(name, held)
         elif isinstance(value, type):
             self._class(value)
         elif isinstance(value, nn.Module):
@@ -166,11 +171,8 @@ class _Follower:
     def _function(self, function: FunctionType) -> None:
         where = function.__qualname__
         for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
-            try:
-                value = cell.cell_contents
-            except ValueError:  # an empty cell
-                continue
-            self._variable(f"{name} around {where}", cell, name, value)
+            for value in _content(cell):
+                self._variable(f"{name} around {where}", cell, name, value)
         code, defaults = function.__code__, function.__defaults__ or ()
         positional = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
         for name, value in (*zip(positional, defaults, strict=True), *(function.__kwdefaults__ or {}).items()):
@@ -222,6 +224,17 @@ _CODE = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, nn.Mod
 def _is_object(value: Any) -> bool:
     """Return whether a value is an object of the user's own class, or a container of a class of its own."""
     return not isinstance(value, _CODE) and is_users(type(value).__module__)
+
+
+def _cells(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        yield from _content(cell)
+
+
+def _content(cell: CellType) -> Iterator[Any]:
+    """Yield what a cell of a closure holds, if it holds something yet."""
+    with suppress(ValueError):
+        yield cell.cell_contents
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -27,6 +27,8 @@ _UNCHANGING = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, 
 
 _MACHINERY = ("samestep", "torch.distributed", "torch.utils.hooks", "logging", "threading", "multiprocessing")
 """Packages whose objects are no state of a model."""
+_OWN = frozenset(vars(nn.Module()))
+"""What torch itself keeps in every module: weights, buffers, children, hooks, the mode."""
 OUTSIDE = "outside of the modules"
 """Stands for the path of a module in the slots of variables that no module holds."""
 Slot = tuple[str, str]
@@ -42,6 +44,9 @@ class Value:
     places: list[int] = field(default_factory=list)
     """The storages of the tensors, by their addresses."""
 
+    generators: set[int] = field(default_factory=set)
+    """The generators in it, by their ids."""
+
     @property
     def identities(self) -> list[tuple[int, int]]:
         """The tensors and their storages."""
@@ -51,14 +56,18 @@ class Value:
 class Snapshot:
     """The attributes, buffers and parameters of all modules, and the variables that code reaches, at one moment.
 
-    `root` is a model, or a function such as a loss.
+    `root` is a model, or a function such as a loss. While a run holds a model's weights, hooks and modes (`weights=False`),
+    what torch itself keeps in every module is left alone, but for the buffers.
     """
 
-    def __init__(self, root: nn.Module | Callable[..., Any]) -> None:
+    def __init__(self, root: nn.Module | Callable[..., Any], *, weights: bool = True) -> None:
+        self._weights = weights
         self._undo: list[tuple[Any, Any]] = []
         """Each mutable container with a copy of its items."""
         self._put_back: list[Callable[[], Any]] = []
-        """Sets generators and arrays to what they were."""
+        """Sets arrays to what they were."""
+        self.generators: list[tuple[Any, Callable[[], Any]]] = []
+        """Generators of random numbers, each with a function that puts it back."""
         self._seen: dict[int, Any] = {}
         self._kept: list[Any] = []  # so that no id is given to another object
         self.values: dict[Slot, Value] = {}
@@ -83,39 +92,43 @@ class Snapshot:
         return self._reached.variables
 
     @property
+    def named_generators(self) -> Iterator[tuple[str, Any]]:
+        """The generators, with the names of what holds them."""
+        for generator, _ in self.generators:
+            slot = next(
+                (slot for slot, value in self.values.items() if id(generator) in value.generators), ("", "of its own")
+            )
+            yield ".".join(part for part in slot if part not in ("", OUTSIDE)), generator
+
+    @property
     def constants(self) -> set[int]:
         """The integers in the code that is reached."""
         return self._reached.constants
 
     def _module(self, path: str, part: nn.Module) -> None:
-        self._undo.append((vars(part), dict(vars(part))))
+        kept = frozenset() if self._weights else _OWN
+        self._undo.append((vars(part), {name: value for name, value in vars(part).items() if name not in kept}))
         for name, value in vars(part).items():
-            if name in ("_parameters", "_buffers", "_modules"):
+            if name == "_buffers" or (self._weights and name in ("_parameters", "_modules")):
                 self._undo.append((value, dict(value)))
                 self.values |= {(path, key): self._value(item) for key, item in value.items()}
-            elif not name.startswith(("_forward", "_backward", "_state_dict", "_load_state", "_is_full")):
+            elif name not in kept and not name.startswith(
+                ("_forward", "_backward", "_state_dict", "_load_state", "_is_full")
+            ):
                 self.values[path, name] = self._value(value)
-        self._data += [(param, param.data, address(param)) for param in part._parameters.values() if param is not None]
+        weights = part._parameters.values() if self._weights else ()
+        self._data += [(param, param.data, address(param)) for param in weights if param is not None]
 
-    def restore(self) -> None:
+    def restore(self, *, generators: bool = True) -> None:
         """Set every module, variable and container to what it held; empty caches of functions that were filled since."""
         for held, items in self._undo:
-            if isinstance(held, dict):
-                if len(held) != len(items) or any(held.get(key, self) is not item for key, item in items.items()):
-                    held.clear()
-                    held.update(items)
-            elif isinstance(held, set):
-                held.intersection_update(items)
-                held.update(items)
-            elif len(held) != len(items) or any(a is not b for a, b in zip(held, items, strict=True)):
-                held.clear()
-                held.extend(items)
+            _put_items(held, items)
         for variable in self._reached.variables:
             variable.put(variable.value)
         for function, counted in self._reached.caches:
             if function.cache_info().misses != counted.misses:
                 function.cache_clear()
-        for act in self._put_back:
+        for act in (*self._put_back, *(put for _, put in self.generators if generators)):
             act()
         for param, data, where in self._data:
             if address(param) != where:
@@ -123,9 +136,11 @@ class Snapshot:
 
     def _value(self, value: Any) -> Value:
         tensors: list[Tensor] = []
+        known = len(self.generators)
         skeleton = self._skeleton(value, tensors, _DEPTH)
         self._kept += [tensor.untyped_storage() for tensor in tensors]  # which keep their addresses
-        return Value(skeleton, tensors, list(map(address, tensors)))
+        found = {id(generator) for generator, _ in self.generators[known:]}
+        return Value(skeleton, tensors, list(map(address, tensors)), found)
 
     def _skeleton(self, value: Any, tensors: list[Tensor], depth: int) -> Any:
         """Return a value's numbers and structure in a form that can be compared, and collect its tensors."""
@@ -146,7 +161,7 @@ class Snapshot:
             return (value.shape, value.tobytes())
         if isinstance(value, GENERATORS):
             state, put = state_of_generator(value)
-            self._put_back.append(put)
+            self.generators.append((value, put))
             return state
         if id(value) in self._seen or depth == 0:
             return self._seen.get(id(value), type(value).__name__)
@@ -179,16 +194,18 @@ class Snapshot:
 class KeptValues:
     """A snapshot with copies of the tensors, so that what was written into them in place is put back too."""
 
-    def __init__(self, root: nn.Module | Callable[..., Any], largest: float = math.inf) -> None:
-        self._before = Snapshot(root)
-        found = {id(t): t for value in self._before.values.values() for t in value.tensors}
+    def __init__(
+        self, root: nn.Module | Callable[..., Any], largest: float = math.inf, *, weights: bool = True
+    ) -> None:
+        self.before = Snapshot(root, weights=weights)
+        found = {id(t): t for value in self.before.values.values() for t in value.tensors}
         kept = [t for t in found.values() if not isinstance(t, nn.Parameter) and not t.is_meta and t.numel() <= largest]
         self._copies = [(tensor, tensor.detach().clone()) for tensor in kept]
 
     @torch.no_grad()
-    def restore(self) -> None:
+    def restore(self, *, generators: bool = True) -> None:
         """Put everything back. A weight is taken as read alone."""
-        self._before.restore()
+        self.before.restore(generators=generators)
         for tensor, copied in self._copies:
             if tensor.shape != copied.shape:
                 tensor.data = copied.clone()
@@ -233,6 +250,22 @@ def state_of_generator(value: Any) -> tuple[Any, Callable[[], Any]]:
         return (legacy[1].tobytes(), *legacy[2:]), partial(value.set_state, legacy)
     own = value.bit_generator.state
     return repr(own), partial(setattr, value.bit_generator, "state", own)
+
+
+def _put_items(held: Any, items: Any) -> None:
+    """Give a container the items that it held; of a module's own what torch keeps there is left alone."""
+    if isinstance(held, dict):
+        kept = _OWN if "_modules" in held and "_modules" not in items else frozenset()
+        if held.keys() - kept != items.keys() or any(held[key] is not item for key, item in items.items()):
+            for key in held.keys() - items.keys() - kept:
+                del held[key]
+            held.update(items)
+    elif isinstance(held, set):
+        held.intersection_update(items)
+        held.update(items)
+    elif len(held) != len(items) or any(a is not b for a, b in zip(held, items, strict=True)):
+        held.clear()
+        held.extend(items)
 
 
 def _is_same(tensor: Tensor, copied: Tensor) -> bool:

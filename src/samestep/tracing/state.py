@@ -250,7 +250,7 @@ def examine(
         for counter in counters:
             counter.put(count)
         try:
-            return any(run(num_samples).watch.calls != first.watch.calls for _ in range(2))
+            return any(run(num_samples).watch.calls != known.watch.calls for known in (first, again))
         except (ModelError, NeedsValuesError, RuntimeError):
             return True
 
@@ -258,9 +258,9 @@ def examine(
     try:
         first = run(num_samples)
         again = run(num_samples)
+        acts = run(num_samples).watch.calls != again.watch.calls  # not the first one's, which may fill caches
         start.restore()
         wider = run(2 * num_samples)
-        acts = first.watch.calls != again.watch.calls
         counters = [] if acts else list(_counters(start, first.after, again.after))
         acts = acts or any(follows(counters, count - 1) for count in _jumps(start, counters))
     finally:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -76,6 +76,7 @@ class Replicated:
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         self.program, self.mesh = program, mesh
         self.params: dict[str, nn.Parameter] = {}
+        self._frozen_params: dict[str, nn.Parameter] = {}
         self._places: dict[str, Tensor] = {}
         """Where each weight's values are, which buckets and pieces refer to."""
         self._last = self._starts = self._is_weight_task = False
@@ -125,6 +126,7 @@ class Replicated:
                 path, _, leaf = name.rpartition(".")
                 setattr(model.get_submodule(path), leaf, param)  # not by _parameters: LSTM keeps lists of its weights
             if not spec.trainable:
+                self._frozen_params[spec.name] = param
                 self.frozen.append(Piece(spec.name, 0, param.numel(), param, lambda: torch.zeros(0)))
             else:
                 self.params[spec.name] = param
@@ -188,6 +190,18 @@ class Replicated:
         for name, param in self.params.items():
             if param.data_ptr() != self._places[name].data_ptr():
                 param.data = self._places[name].copy_(param.data)
+
+    def compare_values(self, compares: bool) -> None:
+        """Do nothing: what is written into a whole weight is kept."""
+
+    def written(self) -> list[str]:
+        """Return nothing: what is written into a whole weight is kept."""
+        return []
+
+    def hook_idle(self, hooks: Mapping[str, Callable[[Tensor], None]]) -> None:
+        """Call a function once a weight that took no part in the trace has a gradient."""
+        for name, hook in hooks.items():
+            self._frozen_params[name].requires_grad_(True).register_post_accumulate_grad_hook(hook)
 
     @contextmanager
     def running(self, task: Task) -> Iterator[None]:

@@ -77,6 +77,7 @@ class Sharded:
         self.pieces: list[Piece] = []
         self.frozen: list[Piece] = []
         self._params: dict[str, DTensor] = {}
+        self.frozen_params: dict[str, DTensor] = {}
         self._fill(slots, materialize)
         # Explicitly: in a stage's first forward stand-ins replace the modules of its other chunks.
         self._root._get_fsdp_state()._lazy_init()
@@ -107,6 +108,7 @@ class Sharded:
             local.copy_(value[rows])
             start = rows.start * (spec.numel // spec.shape[0])
             if not spec.trainable:
+                self.frozen_params[spec.name] = param
                 self.frozen.append(Piece(spec.name, start, start + local.numel(), local, lambda: torch.zeros(0)))
                 continue
             if local.numel():
@@ -169,6 +171,22 @@ class Sharded:
                 unit.end_forward()
             else:
                 unit.complete(task.microbatch)
+
+    def compare_values(self, compares: bool) -> None:
+        """Compare the values of gathered weights too, from the next step on: `.data` lets code change them without a trace."""
+        for unit in self._units:
+            unit.compares, unit._known = compares, None
+
+    def written(self) -> list[str]:
+        """Return the weights that a forward of this step has written while they were gathered, which is lost."""
+        return [name for unit in self._units for name in sorted(unit.written)]
+
+    def hook_idle(self, hooks: Mapping[str, Callable[[Tensor], None]]) -> None:
+        """Call a function once a weight that took no part in the trace has a gradient."""
+        for name, hook in hooks.items():
+            for unit in self._units:
+                if name in unit.unit.params:
+                    unit.idle[id(self.frozen_params[name])] = hook
 
     def finish_gradients(self) -> None:
         """Wait for FSDP2's reductions; sum gradients over tied stages, and over axes on which they are partial.
@@ -249,10 +267,14 @@ class _RunningUnit:
         """Whether its modules all ran in the trace; a shared weight's unit may include a module that never runs."""
         self.hooks: dict[int, Callable[[Tensor], Tensor]] = {}
         """The user's hooks on gradients, by the id of the sharded weight."""
+        self.idle: dict[int, Callable[[Tensor], None]] = {}
+        """What is called if a weight has a gradient that had none in the trace, by the id of the sharded weight."""
+        self.compares = False
         self.modules = dict.fromkeys(model.get_submodule(path) for path in unit.modules)
         for module in self.modules:
             # Before fully_shard, which puts its hook in front of this one.
             module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._leave)  # before fully_shard, whose own frees the weights
         self.reset()
 
     @property
@@ -273,6 +295,8 @@ class _RunningUnit:
         self._open = Counter[int]()
         self._microbatch = 0
         self._in_backward = self._ran = self._left_out = False
+        self.written: set[str] = set()
+        self._known: list[Any] | None = None
         self._reduces = self._all_reduces = self._frees = False
 
     # -- forward -----------------------------------------------------------------------------------
@@ -286,8 +310,10 @@ class _RunningUnit:
         if torch._C._current_graph_task_id() != -1:
             return  # recomputed inside a backward
         self._ran = True
+        self._compare()
         if not torch.is_grad_enabled():
             return
+        self._watch_idle()
         self._open[self._microbatch] += 1
         inputs = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad}
         waiting = set(inputs)
@@ -296,6 +322,33 @@ class _RunningUnit:
             # In front of FSDP2's hook, which gathers the module that produced the tensor.
             hooks: OrderedDict[int, Any] = leaf._backward_hooks  # type: ignore[assignment]
             hooks.move_to_end(handle.id, last=False)
+
+    def _versions(self) -> list[Any]:
+        """Return the versions of the gathered weights, and their norms where values are compared."""
+        gathered = [weight._unsharded_param for weight in self._group.fsdp_params]
+        versions: list[Any] = [param._version for param in gathered]
+        if self.compares and gathered:
+            versions += torch.stack(torch._foreach_norm([param.detach().float() for param in gathered])).tolist()
+        return versions
+
+    def _leave(self, *_: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self._compare()
+
+    def _compare(self) -> None:
+        """Note the weights that were written since the step gathered them first: to gather them again writes none."""
+        now, count = self._versions(), len(self._group.fsdp_params)
+        for index, (old, new) in enumerate(zip(self._known or now, now, strict=True)):
+            if old != new:
+                self.written.add(self.unit.params[index % count])
+        self._known = now
+
+    def _watch_idle(self) -> None:
+        """Let the gradient of a weight that took no part in the trace be noticed, once it has been gathered."""
+        for weight in self._group.fsdp_params if self.idle else ():
+            hook, whole = self.idle.get(id(weight.sharded_param)), weight._unsharded_param
+            if hook is not None and not whole.requires_grad:
+                whole.requires_grad_(True).register_post_accumulate_grad_hook(hook)
 
     def end_forward(self) -> None:
         """Reshard a unit that stayed gathered over several calls.

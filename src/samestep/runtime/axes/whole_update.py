@@ -13,7 +13,7 @@ receive   │ rank 0's parts of my weights │ rank 1's parts of my weights │
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -67,6 +67,18 @@ class Owning:
     def hook_gradients(self, hooks: GradientHooks) -> None:
         """Let the user's hooks change gradients before they are added up."""
         self._store.hook_gradients(hooks)
+
+    def compare_values(self, compares: bool) -> None:
+        """Compare values too in `written`, from the next step on."""
+        self._store.compare_values(compares)
+
+    def written(self) -> list[str]:
+        """Return the weights that a forward of this step has written where that is lost."""
+        return self._store.written()
+
+    def hook_idle(self, hooks: Mapping[str, Callable[[Tensor], None]]) -> None:
+        """Call a function once a weight that took no part in the trace has a gradient."""
+        self._store.hook_idle(hooks)
 
     def begin_step(self) -> None:
         """Discard the gradients of the previous step."""

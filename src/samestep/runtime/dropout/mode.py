@@ -348,6 +348,25 @@ def record_masks(model: nn.Module, num_samples: int = 1, rows_of: RowsOf | None 
         yield mode.masks
 
 
+def with_constants(masks: list[MaskSpec], placed: list[MaskSpec], num_samples: int) -> tuple[MaskSpec, ...]:
+    """Return the masks of `num_samples` samples; one for a constant with a row for each sample has them there.
+
+    `torch.ones(len(x), 1)` depends on no sample's values, but its shape, beside that of the mask of one sample, tells.
+    """
+    if len(masks) != len(placed):
+        return tuple(masks)
+    return tuple(_with_constant(*pair, num_samples) for pair in zip(masks, placed, strict=True))
+
+
+def _with_constant(one: MaskSpec, several: MaskSpec, num_samples: int) -> MaskSpec:
+    if several.rows is None or several.rows[0] != OF_NO_SAMPLE or len(one.shape) != len(several.shape):
+        return several
+    differs = [dim for dim, (a, b) in enumerate(zip(one.shape, several.shape, strict=True)) if a != b]
+    if len(differs) != 1 or several.shape[differs[0]] != num_samples * one.shape[differs[0]]:
+        return several
+    return dataclasses.replace(several, shape=one.shape, rows=(differs[0], 0))
+
+
 def place_samples(model: nn.Module, masks: tuple[MaskSpec, ...]) -> None:
     """Tell a model's modes where each mask has its samples, as a trace has found them."""
     tracker = _TRACKERS.setdefault(model, _Tracker())

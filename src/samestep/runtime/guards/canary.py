@@ -35,11 +35,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.building.loss import as_number
-from samestep.errors import RepeatError, SamestepError
+from samestep.errors import RepeatError, SamestepError, UnprovenError
 from samestep.job import Job, Waiver
 from samestep.program.bodies import Task
 from samestep.runtime import evaluation, microbatches
-from samestep.runtime.assembly import Assembly
+from samestep.runtime.assembly import Assembly, Loss
 from samestep.runtime.axes import precision
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.expert_routes import RouteMode, Routes
@@ -52,11 +52,18 @@ from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, Step
 from samestep.runtime.step_report import StepReport
 from samestep.schedules import TaskKind
 from samestep.tracing.meta_tensors import tensors_in
+from samestep.tracing.snapshot import preserved_function
 
 PERTURBED_FORWARDS = 8
 """The number of forwards that measure what one rounding of every module's output does."""
 ALLOWANCE_FACTOR = 8
 """The allowed deviation of a sample, over the largest deviation of the perturbed forwards."""
+_TRIED = 4
+"""Of so many samples the sizes are compared."""
+_WRITES = (
+    "the forward writes into weights, and the micro-batches of a step run it several times: the whole batch in one forward "
+    "works (dp=1 without microbatch); so does to write none"
+)
 _BEYOND = 1e30
 """The deviation of outputs that are not finite in one of two forwards."""
 
@@ -82,8 +89,8 @@ class _Watched:
     """The sample that is run again."""
     turn: int
     state: ModelState
-    written: list[int]
-    """Versions of the weights, which a forward must not write."""
+    written: list[Any]
+    """Versions and norms of the weights, which a forward may write."""
     routes: Routes = field(default_factory=dict)
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[tuple[torch.Size, Tensor | None]] = field(default_factory=list)
@@ -99,8 +106,8 @@ class _Watched:
 class Canary(StepObserver):
     """Repeats a part of the steps under watch. Every rank makes one, and all ranks call its methods alike."""
 
-    def __init__(self, assembly: Assembly, job: Job) -> None:
-        self._assembly, self._job = assembly, job
+    def __init__(self, assembly: Assembly, job: Job, loss: Loss) -> None:
+        self._assembly, self._job, self._loss_of_user = assembly, job, loss
         step, spec = assembly.parallel.program.step, assembly.model.spec
         self._is_split = step.layout.dp > 1 or step.num_microbatches > 1
         self._alone = not spec.coupled_modules
@@ -110,6 +117,8 @@ class Canary(StepObserver):
         self._dims: dict[int, int] = {}
         """The dimension that holds the samples, by output; 0 unless the first sample alone has shown another."""
         self._waived: set[Waiver] = set()
+        self._num_watched = 0
+        self._replays = True
         self._inner = StepObserver()
         self._watched: _Watched | None = None
         self._model = assembly.model.module
@@ -117,13 +126,17 @@ class Canary(StepObserver):
     # -- one step ----------------------------------------------------------------------------------
 
     @contextmanager
-    def watching(self, batch: StepBatch, inner: StepObserver) -> Iterator[Canary]:
-        """Return the context of a step under watch, in which this observes it in place of `inner`."""
+    def watching(self, batch: StepBatch, inner: StepObserver, *, replays: bool = True) -> Iterator[Canary]:
+        """Return the context of a step under watch, in which this observes it in place of `inner`.
+
+        `replays` makes a weight's update again too.
+        """
         share = Microbatches(self._assembly, batch)
-        turn = batch.step // max(1, self._job.train.watch_every)
-        chosen = turn % self._assembly.parallel.program.step.num_microbatches
+        turn, self._num_watched, self._replays = self._num_watched, self._num_watched + 1, replays
+        chosen = -(turn + 1) % self._assembly.parallel.program.step.num_microbatches  # the last one first, too
         indices = share.drawn(chosen)
-        versions = [param._version for param in self._model.parameters()]
+        versions = self._versions()
+        self._assembly.weights.store.compare_values(True)
         row = -(turn // self._assembly.parallel.program.step.num_microbatches + 1) % len(indices)  # the last one first
         self._watched = _Watched(batch, chosen, indices, row, turn, ModelState(self._model), versions)
         self._inner = inner
@@ -133,6 +146,7 @@ class Canary(StepObserver):
         finally:
             handle.remove()
             self._watched = None
+            self._assembly.weights.store.compare_values(False)
             if self._assembly.model.dropout.dropout is dropout.Dropout.ABSENT:
                 dropout.untrack_modules(self._model)
 
@@ -145,6 +159,7 @@ class Canary(StepObserver):
             watched.task = task
             if (
                 task.kind is TaskKind.UPDATE
+                and self._replays
                 and "optimizer" not in self._waived
                 and not self._assembly.weights.updater.couples_weights
             ):
@@ -178,7 +193,8 @@ class Canary(StepObserver):
         watched.is_measured = True
         if {"samples", "random", "state", "data", "loss"} & self._waived:
             return
-        with outside_step(), torch.no_grad(), unmoved_generators():
+        checkpoints = self._assembly.parallel.checkpoints
+        with outside_step(), torch.no_grad(), unmoved_generators(watched.state.generators), checkpoints():
             finding = self._repeat()
             self._assembly.weights.store.end_forward_only()
         if finding is not None:
@@ -199,10 +215,88 @@ class Canary(StepObserver):
             found = gather_objects(self._watched.findings, self._assembly.parallel.mesh.size("world"))
         rank, finding = next((rank, one) for rank, findings in enumerate(found) for one in findings)
         text = f"step {report.step}, rank {rank}: {finding.text}"
+        if finding.waiver not in self._job.run.allow and not self._replays:
+            raise UnprovenError(text, finding.waiver)
         if finding.waiver not in self._job.run.allow:
             raise RepeatError(f'{text}; run.allow = ["{finding.waiver}"] lets it run unproven')
         self._waived.add(finding.waiver)
         return replace(report, note="; ".join(filter(None, [report.note, f"{text} (allowed)"])))
+
+    # -- samples of different sizes ----------------------------------------------------------------
+
+    def _padding(self, allowed: float) -> Finding | None:
+        """Hold the loss of two samples of different sizes, padded to one, against the sum of theirs alone.
+
+        The size to which a sample is padded is that of the longest one that is read with it, which a layout changes.
+        """
+        if not (self._is_split and self._alone) or self._routed:
+            return None
+        sizes = self._of_two_sizes()
+        if not self._largest(float(sizes is not None)):
+            return None
+        watched = self._watched
+        assert watched is not None
+        pair = watched.indices[:1].repeat(2) if sizes is None else sizes  # a rank without runs as many forwards
+
+        def losses(nudge: tuple[float, int] | None = None) -> list[Tensor | None]:
+            return [self._loss_of(part, nudge) for part in (pair, pair[:1], pair[1:])]
+
+        def distance(found: list[Tensor | None]) -> float:
+            both, one, other = found
+            return (
+                0.0 if sizes is None or both is None or one is None or other is None else _relative(both, one + other)
+            )
+
+        found = losses()
+        deviation = self._largest(distance(found))
+        if deviation <= allowed:
+            return None
+        rounding = allowed / ALLOWANCE_FACTOR
+        shaken = [self._loss_of(pair, (rounding, seed)) for seed in range(PERTURBED_FORWARDS)]
+        measured = [_relative(found[0], one) for one in shaken if found[0] is not None and one is not None]
+        if deviation <= ALLOWANCE_FACTOR * max(self._largest(max(measured, default=0.0)), rounding):
+            return None
+        why = (
+            f"samples {pair[0]} and {pair[1]} have different sizes, and padded to one size their loss and count differ by "
+            f"{deviation:.1e} from the sum of theirs alone: what they are padded with counts, and how long a sample is padded "
+            "depends on the samples that are read with it, which a layout changes; a forward and a loss that mask the padding "
+            "work, samples of one size, and one rank with the whole batch as its micro-batch"
+        )
+        return Finding("samples", why)
+
+    def _of_two_sizes(self) -> Indices | None:
+        """Return two samples, of the micro-batch or else of the step, which are larger together than one of them alone."""
+        watched = self._watched
+        assert watched is not None
+        everything = watched.batch.shares(0, 1, 1)[0]
+        tried = dict.fromkeys([*watched.indices[:_TRIED].tolist(), *everything[:_TRIED].tolist()])
+        sized = sorted((sum(math.prod(shape) for shape in self._shapes([index])), index) for index in tried)
+        (least, small), (most, large) = sized[0], sized[-1]
+        if least == most or self._shapes([small, large]) == self._shapes([small]):
+            return None
+        return np.array([large, small], dtype=np.int64)
+
+    def _shapes(self, indices: list[int] | Indices) -> list[torch.Size]:
+        """Return the shapes of samples that are read together, without the dimension of the samples."""
+        assert self._watched is not None
+        read, _ = microbatches.read(self._assembly, self._watched.batch, np.array(indices, dtype=np.int64))
+        return [leaf.shape[1:] for leaf in tree_leaves(read) if isinstance(leaf, Tensor)]
+
+    def _loss_of(self, indices: Indices, nudge: tuple[float, int] | None) -> Tensor | None:
+        """Return the sum and count of the loss of samples that are read together; None on other stages, or if it fails."""
+        assembly, watched = self._assembly, self._watched
+        assert watched is not None
+        samples, _ = microbatches.read(assembly, watched.batch, indices)
+        around = functools.partial(self._modes, indices)
+        shaken = _nudged(self._model, *nudge) if nudge else nullcontext()
+        sliced = assembly.parallel.slicing.of(samples)
+        try:
+            with watched.state.restored(), precision.raised_islands(assembly.parallel.program), sliced, shaken:
+                outputs = evaluation.forward(assembly, samples, around)
+                with preserved_function(self._loss_of_user):
+                    return None if outputs is None else self._loss(outputs, samples, around)
+        except (SamestepError, RuntimeError, ValueError, IndexError, TypeError, AssertionError):
+            return None  # code that takes no samples of this size
 
     # -- what the step computes --------------------------------------------------------------------
 
@@ -234,21 +328,23 @@ class Canary(StepObserver):
 
     def _repeat(self) -> Finding | None:
         """Run the sample again; return what that shows, which is the same on all ranks but for its text."""
-        if self._largest(float(self._has_written_weights())):
-            return None  # which could not be put back
+        if self._largest(float(self._has_written_weights())):  # which could not be put back
+            return Finding("state", _WRITES) if self._assembly.parallel.program.step.num_microbatches > 1 else None
+        rounding = torch.finfo(precision.DTYPES[self._assembly.parallel.program.step.compute_dtype]).eps
+        if finding := self._padding(ALLOWANCE_FACTOR * rounding):
+            return finding
         first = self._forward(self._alone)
         deviation = self._largest(self._deviation(first))
         if math.isinf(deviation) and self._alone:
             self._alone = False  # a forward that takes no sample by itself
             first = self._forward(False)
             deviation = self._largest(self._deviation(first))
-        rounding = torch.finfo(precision.DTYPES[self._assembly.parallel.program.step.compute_dtype]).eps
         # Kernels of a GPU may add up in another order each time; those of a CPU do not.
         repeatable = 0.0 if self._assembly.parallel.mesh.device.type == "cpu" else ALLOWANCE_FACTOR * rounding
         if self._largest(self._loss_distance()) > repeatable:
             why = "it draws random numbers, or keeps something from one call to the next"
             return Finding("loss", f"the loss of the same outputs is another the second time: {why}")
-        if math.isinf(deviation) or deviation <= self._allowance:
+        if math.isinf(deviation) or deviation <= max(self._allowance, ALLOWANCE_FACTOR * rounding):
             return None
         if self._largest(_distance(self._forward(self._alone), first)) > repeatable:
             return self._finding(deviation, is_random=True)
@@ -300,7 +396,8 @@ class Canary(StepObserver):
             with watched.state.restored(), precision.raised_islands(assembly.parallel.program), sliced, shaken:
                 outputs = evaluation.forward(assembly, samples, around)
                 if outputs is not None and nudge is None:
-                    watched.losses = [self._loss(outputs, samples, around) for _ in range(2)]
+                    with preserved_function(self._loss_of_user):
+                        watched.losses = [self._loss(outputs, samples, around) for _ in range(2)]
         except (SamestepError, RuntimeError, ValueError, IndexError, TypeError, AssertionError):
             if not alone or len(watched.indices) == 1:
                 raise
@@ -318,10 +415,10 @@ class Canary(StepObserver):
             return watched.indices
         pair = np.array([others[0], *watched.indices.tolist()], dtype=np.int64)
         try:
-            watched.batch.samples(pair)
+            is_alike = self._shapes(pair) == self._shapes(watched.indices)
         except (RuntimeError, ValueError, TypeError):  # samples of different sizes, which no batch holds
             return watched.indices
-        return pair
+        return pair if is_alike else watched.indices
 
     def _of_second(self, index: int, leaf: Tensor) -> Tensor:
         """Return the rows of the second of two samples."""
@@ -359,7 +456,14 @@ class Canary(StepObserver):
 
     def _has_written_weights(self) -> bool:
         assert self._watched is not None
-        return [param._version for param in self._model.parameters()] != self._watched.written
+        return self._versions() != self._watched.written
+
+    def _versions(self) -> list[Any]:
+        """Return the versions and the norms of the weights: writing through `.data` leaves no version."""
+        params = list(self._model.parameters())
+        values = [getattr(param, "_local_tensor", param).detach() for param in params]
+        norms = torch.stack(torch._foreach_norm([v.double() for v in values if v.numel()])).tolist() if values else []
+        return [*(param._version for param in params), *norms]
 
     def _has_other_inputs(self) -> bool:
         """Return whether the sample, read again, is not what the step has read."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+_ALONE = 4
 _TRIED = 8
 """A data set that flips every other image is found with 255 of 256 chances."""
 
@@ -40,6 +41,28 @@ def refusal(batch: Reader, indices: np.ndarray[Any, np.dtype[np.int64]]) -> str:
         "layout would train on other samples, and a resumed run too: random numbers from a generator seeded by the "
         "index, as np.random.default_rng(index), work"
     )
+
+
+def apart(batch: Reader, indices: np.ndarray[Any, np.dtype[np.int64]]) -> str:
+    """Read some of the samples alone; return why the data set is refused where the batch is split, or nothing.
+
+    Samples that are padded together have other shapes alone, which the canary looks at.
+    """
+    tried = indices[:_ALONE]
+    together = tree_leaves(batch.samples(tried))
+    for row, index in enumerate(tried):
+        alone = tree_leaves(batch.samples(tried[row : row + 1]))
+        pairs = [(one, all_) for one, all_ in zip(alone, together, strict=False) if isinstance(one, Tensor)]
+        alike = all(
+            one.shape[1:] == all_.shape[1:] and len(one) == 1 and len(all_) == len(tried) for one, all_ in pairs
+        )
+        if alike and not all(_same(one, all_[row : row + 1], 0) for one, all_ in pairs):
+            return (
+                f"sample {index} of the data set is another one when it is read alone than with other samples, and a layout "
+                "decides which samples are read together: a sample that is a tensor of its own, and no view of a buffer that "
+                "the next one overwrites, works"
+            )
+    return ""
 
 
 def _same(once: Any, again: Any, row: int) -> bool:

@@ -44,7 +44,7 @@ _ELEMENTS = 2**22
 """About so many elements of outputs and labels are tried, and at least two samples."""
 _READINGS = 24
 """So many readings of the tensors' dimensions are tried at most."""
-_MOVED = 0.01
+_MOVED, _FAR = 0.01, 3.0
 _KEEPS = (
     "its sum is {:.9g} at first and {:.9g} when it is called again on the same, so it keeps something between calls"
 )
@@ -58,6 +58,8 @@ class LossTrial:
     """Why the loss is not a sum over what was cut; empty if it is."""
     judged: bool = True
     """Whether there was something to judge: a finite sum that counts something."""
+    is_zero: bool = False
+    """Whether the sums of the whole and of the halves are all zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +111,13 @@ def _tried(loss: Loss, outputs: Any, batch: Any, size: int, dim: int) -> LossTri
     taken = min(size, max(2, _ELEMENTS // max(1, each)))
     num_outputs = len(tensors_in(outputs))
     best = LossTrial(judged=False)
-    for readings in itertools.islice(_readings(leaves, size, dim), _READINGS):
+    for readings in itertools.islice(_readings(leaves, size, dim, num_outputs), _READINGS):
         parts = _parts_of(leaves, readings, size, taken, num_outputs)
         outcome = _added_up(loss, (outputs, batch), parts)
         if not outcome.judged:
             return outcome
         if not outcome.reason:
-            return _moved_too(loss, (outputs, batch), leaves, readings, size, taken, num_outputs)
+            return _moved_too(outcome, loss, (outputs, batch), leaves, readings, size, taken, num_outputs)
         best = outcome if not best.judged else best
     return best
 
@@ -127,10 +129,10 @@ _Parts = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
 def _parts_of(
-    leaves: list[Tensor], readings: tuple[_Reading, ...], size: int, taken: int, num_outputs: int, moved: bool = False
+    leaves: list[Tensor], readings: tuple[_Reading, ...], size: int, taken: int, num_outputs: int, moved: float = 0.0
 ) -> _Parts:
-    """Return the whole and its halves; with `moved`, outputs are changed a little, each element by another amount."""
-    given = [_moved(leaf) if moved and i < num_outputs else leaf for i, leaf in enumerate(leaves)]
+    """Return the whole and its halves; outputs are changed by `moved` of their size, each element by another amount."""
+    given = [_moved(leaf, moved) if moved and i < num_outputs else leaf for i, leaf in enumerate(leaves)]
     pairs = list(zip(readings, given, strict=True))
     if size > 1:
         half = taken // 2
@@ -139,28 +141,32 @@ def _parts_of(
             for window in ((0, taken), (0, half), (half, taken))
         )
         return whole, first, second
-    others = [_moved(_moved(leaf)) if i < num_outputs else leaf for i, leaf in enumerate(given)]
+    others = [
+        _moved(_moved(leaf)) if i < num_outputs and reading.dim is not None else leaf
+        for i, (reading, leaf) in enumerate(pairs)
+    ]
     joined = [reading.doubled(leaf, other) for (reading, leaf), other in zip(pairs, others, strict=True)]
     return joined, given, others
 
 
-def _moved(tensor: Tensor) -> Tensor:
-    """Return a floating tensor whose elements are changed by about a hundredth of their mean size."""
+def _moved(tensor: Tensor, by: float = _MOVED) -> Tensor:
+    """Return a floating tensor whose elements are changed, by about a hundredth of their mean size."""
     if not tensor.is_floating_point() or not tensor.numel():
         return tensor
     wide = tensor.to(torch.float64)
     wave = torch.arange(1, tensor.numel() + 1, dtype=torch.float64, device=tensor.device).mul_(1.7).sin_()
     size = wide.abs().nan_to_num(posinf=0.0).mean()
-    return wide.add(wave.view(tensor.shape), alpha=_MOVED * (float(size) or 1.0)).to(tensor.dtype)
+    return wide.add(wave.view(tensor.shape), alpha=by * (float(size) or 1.0)).to(tensor.dtype)
 
 
-def _readings(leaves: list[Tensor], size: int, dim: int) -> Iterator[tuple[_Reading, ...]]:
-    """Yield how all tensors may hold the samples, the likeliest first; tensors of one shape hold them alike."""
-    known = {leaf.shape: _readings_of(leaf, size, dim) for leaf in leaves}
+def _readings(leaves: list[Tensor], size: int, dim: int, num_outputs: int) -> Iterator[tuple[_Reading, ...]]:
+    """Yield how all tensors may hold the samples, the likeliest first; outputs of one shape, or labels, hold them alike."""
+    keys = [(leaf.shape, index < num_outputs) for index, leaf in enumerate(leaves)]
+    known = {key: _readings_of(leaf, size, dim) for key, leaf in zip(keys, leaves, strict=True)}
     ranked = itertools.product(*(list(enumerate(found)) for found in known.values()))
     for choice in sorted(ranked, key=lambda choice: sum(rank for rank, _ in choice)):
         chosen = dict(zip(known, (reading for _, reading in choice), strict=True))
-        yield tuple(chosen[leaf.shape] for leaf in leaves)
+        yield tuple(chosen[key] for key in keys)
 
 
 def _readings_of(leaf: Tensor, size: int, dim: int) -> list[_Reading]:
@@ -197,23 +203,21 @@ def _added_up(loss: Loss, tree: Any, parts: _Parts) -> LossTrial:
 
 def _compared(whole: _Value, halves: list[_Value], raised: bool) -> LossTrial:
     tolerance = TOLERANCE if raised and whole.is_float64 else _ROUNDED
-    if (
-        not all(math.isfinite(value.total) and math.isfinite(value.count) for value in (whole, *halves))
-        or not whole.count
-    ):
+    if not math.isfinite(whole.total) or not math.isfinite(whole.count) or not whole.count:
         return LossTrial(judged=False)
     for word, all_of, both in (
         ("count", whole.count, [half.count for half in halves]),
         ("sum", whole.total, [half.total for half in halves]),
     ):
-        if abs(all_of - sum(both)) > tolerance * max(abs(all_of), *map(abs, both)):
+        if not abs(all_of - sum(both)) <= tolerance * max(abs(all_of), *map(abs, both)):
             return LossTrial(
                 f"its {word} is {all_of:.9g} for the whole and {both[0]:.9g} and {both[1]:.9g} for the halves"
             )
-    return LossTrial()
+    return LossTrial(is_zero=not any(value.total for value in (whole, *halves)))
 
 
 def _moved_too(
+    outcome: LossTrial,
     loss: Loss,
     tree: Any,
     leaves: list[Tensor],
@@ -222,9 +226,17 @@ def _moved_too(
     taken: int,
     num_outputs: int,
 ) -> LossTrial:
-    """Try outputs that are moved a little; a loss that is not defined for them was tried on the real ones."""
-    outcome = _added_up(loss, tree, _parts_of(leaves, readings, size, taken, num_outputs, moved=True))
-    return outcome if outcome.reason.startswith("its ") else LossTrial()
+    """Try outputs that are moved a little, and far; a loss that is not defined for them was tried on the real ones.
+
+    A loss that is zero everywhere, as one with a margin may be, has shown nothing yet.
+    """
+    is_zero = outcome.is_zero
+    for moved in (_MOVED, _FAR):
+        outcome = _added_up(loss, tree, _parts_of(leaves, readings, size, taken, num_outputs, moved))
+        if outcome.reason.startswith("its "):
+            return outcome
+        is_zero &= not outcome.judged or outcome.is_zero
+    return LossTrial(judged=not is_zero)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +310,22 @@ def tensors_in(value: Any) -> list[Tensor]:
 
     _mapped(value, note)
     return found
+
+
+def detached(value: Any) -> Any:
+    """Return a copy of outputs and batches with detached tensors, which hold no graph."""
+    return _mapped(value, Tensor.detach)
+
+
+def joined(first: tuple[Any, Any], second: tuple[Any, Any]) -> tuple[Any, Any] | None:
+    """Return outputs and batch of two samples, from those of each; None if their tensors have different shapes."""
+    ones, others = tensors_in(first), tensors_in(second)
+    if [one.shape for one in ones] != [other.shape for other in others]:
+        return None
+    pairs = zip(ones, others, strict=True)
+    both = [torch.cat(pair).detach() if pair[0].shape[:1] == (1,) else pair[1].detach() for pair in pairs]
+    outputs, batch = with_tensors(second, both)
+    return outputs, batch
 
 
 def with_tensors(value: Any, tensors: list[Tensor]) -> Any:
