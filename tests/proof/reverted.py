@@ -31,7 +31,7 @@ from samestep.runtime.update_rule import UpdateRule
 from samestep.schedules import Action, TaskKind
 from samestep.tracing import forward, trace
 from tests.pool import pool
-from tests.proof.faults import around
+from tests.proof.planting import around
 from tests.proof.reproductions import CASES, carry_out, seeded
 
 Patch = pytest.MonkeyPatch
