@@ -14,7 +14,7 @@ import torch
 
 from samestep.proof.comparison import Comparison, copies_of, matched, unclipped, whole_of
 from samestep.proof.evidence import CLOSE, BatchPart, Evidence, Found, held_part, numbers
-from samestep.proof.gradient_causes import gradients_cause, scales_of, spread
+from samestep.proof.gradient_causes import gradients_cause, scales_of, spread_of
 from samestep.proof.observation import GIVEN, HeldTensor, Observation
 from samestep.proof.verdict import Cause
 
@@ -224,7 +224,7 @@ def _weights(evidence: Evidence, first: Comparison) -> Found:
     if torch.allclose(values, wanted, rtol=1e-9, atol=1e-12):
         return Cause.STALE_WEIGHT, f"{misfit.name} on rank {misfit.rank} still has the values from before step {step}"
     holders = [(seen.rank, seen.steps[step - 1].weights) for seen in evidence.ranks]
-    if any(spread(copies) > CLOSE * float(wanted.abs().max()) for copies in copies_of(holders, misfit.name)):
+    if any(spread_of(copies) > CLOSE * float(wanted.abs().max()) for copies in copies_of(holders, misfit.name)):
         return Cause.DRIFT, f"ranks that hold the same elements of {misfit.name} differ after step {step}"
     return Cause.UPDATE, f"gradients agree, but not the update of {misfit.name} in step {step}"
 

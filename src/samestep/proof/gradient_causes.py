@@ -70,7 +70,7 @@ def gradients_cause(evidence: Evidence, first: Comparison) -> Found:
         return Cause.ROWS_SWAPPED, f"{affected}: it has the right elements in other places"
     if tied is not None and (found := _tied(evidence, tied, step)):
         return found
-    spread = max((spread(copies) for copies in copies_of(holders, misfit.name)), default=0.0)
+    spread = max((spread_of(copies) for copies in copies_of(holders, misfit.name)), default=0.0)
     if spread > CLOSE * float(wanted.abs().max()):
         return Cause.DRIFT, f"{affected}: ranks that hold the same elements of it hold different values"
     path = misfit.name.rpartition(".")[0]
@@ -267,6 +267,6 @@ def _copies_add_up(
     return None
 
 
-def spread(copies: Sequence[tuple[int, Tensor]]) -> float:
+def spread_of(copies: Sequence[tuple[int, Tensor]]) -> float:
     """Return the largest difference between the first copy and another one."""
     return max((float((values - copies[0][1]).abs().max()) for _, values in copies[1:]), default=0.0)
