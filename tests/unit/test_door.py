@@ -195,7 +195,8 @@ def test_what_trains_nothing_is_refused() -> None:
     with pytest.raises(ModelError, match="no output of the model depends on a parameter that takes a gradient"):
         _losses(lambda: Classifier().requires_grad_(False), "cross_entropy", Pairs())
     with pytest.raises(ModelError, match="the optimizer function returned a NoneType"):
-        samestep.parallelize(Classifier, "cross_entropy", lambda params: None).prepare(Tokens()[0])  # type: ignore[arg-type, return-value]
+        run = samestep.parallelize(Plain, "cross_entropy", lambda params: None)  # type: ignore[arg-type, return-value]
+        run.prepare({name: value[None] for name, value in Tokens()[0].items()})
 
 
 def test_arguments_of_a_forward_are_given_whatever_it_calls_itself() -> None:
