@@ -194,8 +194,8 @@ def test_a_sum_and_a_count_may_have_any_form() -> None:
 def test_what_trains_nothing_is_refused() -> None:
     with pytest.raises(ModelError, match="no output of the model depends on a parameter that takes a gradient"):
         _losses(lambda: Classifier().requires_grad_(False), "cross_entropy", Pairs())
+    run = samestep.parallelize(Plain, "cross_entropy", lambda params: None)  # type: ignore[arg-type, return-value]
     with pytest.raises(ModelError, match="the optimizer function returned a NoneType"):
-        run = samestep.parallelize(Plain, "cross_entropy", lambda params: None)  # type: ignore[arg-type, return-value]
         run.prepare({name: value[None] for name, value in Tokens()[0].items()})
 
 
