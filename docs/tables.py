@@ -113,6 +113,16 @@ def faults() -> str:
     return "\n".join(lines)
 
 
+def reverted() -> str:
+    """The mends of tests/proof that are taken away, with the name that `verify` must give to what comes of it."""
+    sys.path.insert(0, str(ROOT))
+    module = importlib.import_module("tests.proof.reverted")
+    lines = ["| without this | code | layout | called |", "| --- | --- | --- | --- |"]
+    for name, row in {**module.REVERTED, **module.RESUMED}.items():
+        lines.append(f"| {name.replace('_', ' ')} | {row.case} | `{row.layout}` | {row.found} |")
+    return "\n".join(lines)
+
+
 def silent() -> str:
     """What raises nothing and is wrong: how much, how it is done here, and the tests and faults that prove it."""
     sys.path.insert(0, str(ROOT))
@@ -165,7 +175,7 @@ TECHNIQUES = (
     ("expert parallelism", "strategies/expert.py runtime/axes/expert.py"),
     ("dropout", "runtime/dropout/mode.py runtime/dropout/replacements.py runtime/dropout/masks.py"),
     ("resume", "runtime/checkpoint.py"),
-    ("samestep verify", "proof/verify.py proof/sides.py proof/comparison.py proof/causes.py"),
+    ("samestep verify", "proof/verify.py proof/sides.py proof/comparison.py proof/causes.py proof/gradient_causes.py"),
     ("samestep plan", "planning/search.py planning/candidates.py planning/ranking.py planning/bounds/step_time.py"),
     ("--layout auto", "training/check.py"),
     ("samestep simulate", "simulation/simulate.py simulation/clock.py simulation/cost.py simulation/memory.py"),
@@ -206,6 +216,7 @@ TABLES = {
     "memory": memory,
     "held": held,
     "faults": faults,
+    "reverted": reverted,
     "silent": silent,
     "reproductions": reproductions,
     "where": where,

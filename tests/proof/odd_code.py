@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 # -- data ------------------------------------------------------------------------------------------
@@ -556,6 +557,24 @@ class Spare(Blocks):
     def __init__(self) -> None:
         super().__init__()
         self.spare = nn.Linear(16, 16)
+
+
+def pruned() -> nn.Module:
+    """Blocks that compute their weights from others in a hook before each forward."""
+    made = Blocks()
+    for block in made.blocks:
+        for part in block.modules():
+            if isinstance(part, nn.Linear):
+                prune.l1_unstructured(part, "weight", 0.5)
+    return made
+
+
+class SparseEmbedding(Blocks):
+    number = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16, sparse=True)
 
 
 class SpareBesideRoot(Spare):

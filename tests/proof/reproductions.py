@@ -113,6 +113,8 @@ REPRODUCTIONS = (
     _case("optimizer over other weights", "A23", 5, odd.net, "dp=1", against="a plain loop", optimizer=odd.over_others, must=REFUSED, names=("optimizer", "SGD"), **VECTORS),
     _case("unused weights under decay", "A24", 5, odd.Spare, f"dp=1, dp=2, {ZERO3}", against="a plain loop", optimizer=odd.adamw, names=("spare",)),
     _case("unused layer in bf16", "D5", 5, odd.SpareBesideRoot, ZERO3, names=("spare",), precision="bf16", tolerance=3e-6, reference="dp=1 microbatch=4"),
+    _case("pruned weights", "C", 5, odd.pruned, f"dp=2, {ZERO3}, {PP}", names=("weight_orig",)),
+    _case("sparse embedding", "C", 5, odd.SparseEmbedding, f"dp=1, dp=2, {ZERO3}", names=("sparse",)),
     _case("unused layer", "", 5, odd.Spare, "dp=2 zero=1", must=EQUAL),
     # -- tokens ------------------------------------------------------------------------------------
     _case("convolution over tokens", "A4", 1, odd.ShortConvolution, "dp=1 tp=2 sequence_parallel", names=("conv", "block")),

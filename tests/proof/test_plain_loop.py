@@ -31,7 +31,7 @@ from samestep.runtime.run import Run
 from tests.laboratory import job_of, perturbed
 from tests.models import MODELS, VOCABULARY, Tokens
 from tests.parity.test_loaded_weights import fine_tuned
-from tests.proof.faults import around
+from tests.proof.planting import around
 
 Patch = pytest.MonkeyPatch
 ONE = RankInfo(0, 0, 1, 1, torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -9,13 +10,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 import samestep
-from samestep.errors import DataError, JobError, UnprovenError, WorkerError
+from samestep.errors import DataError, JobError, ModelError, UnprovenError, WorkerError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.presets import PRESETS
@@ -157,6 +160,93 @@ def test_a_mistake_in_the_data_is_not_blamed_on_the_model() -> None:
     whole = {name: value[None] for name, value in Tokens()[0].items()}
     assert _losses(LLAMA, "cross_entropy", Tokens(), whole) == _losses(LLAMA, "cross_entropy", Tokens())
     assert len(_losses(Classifier, "cross_entropy", Pairs())) == 2
+
+
+def _of(value: Any) -> Callable[[Any, Any], Any]:
+    """A loss that returns the sum over a batch as `value` makes it."""
+    return lambda outputs, batch: value(F.cross_entropy(outputs, batch[1], reduction="sum"), len(batch[1]))
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (lambda total, count: total / count, r"returned a tensor \[\]; \(sum, count\) works"),
+        (lambda total, count: (total.item(), count), r"returned \(a float, a int\); \(sum, count\) works"),
+        (lambda total, count: (total.expand(2), count), r"returned \(a tensor \[2\], a int\)"),
+        (lambda total, count: (total, None), r"returned \(a tensor \[\], None\)"),
+        (lambda total, count: (total.detach(), count), "the sum that the loss returned has no gradient"),
+    ],
+)
+def test_a_loss_is_a_sum_with_a_gradient_and_a_count(value: Any, says: str) -> None:
+    with pytest.raises(JobError, match=says):
+        _losses(Classifier, _of(value), Pairs())
+
+
+def test_a_sum_and_a_count_may_have_any_form() -> None:
+    forms: list[Any] = [
+        lambda total, count: (total, count),
+        lambda total, count: [total[None], torch.tensor([count])],
+        lambda total, count: (total, np.int64(count)),
+    ]
+    assert len({tuple(_losses(Classifier, _of(form), Pairs())) for form in forms}) == 1
+
+
+def test_what_trains_nothing_is_refused() -> None:
+    with pytest.raises(ModelError, match="no output of the model depends on a parameter that takes a gradient"):
+        _losses(lambda: Classifier().requires_grad_(False), "cross_entropy", Pairs())
+    run = samestep.parallelize(Plain, "cross_entropy", lambda params: None)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ModelError, match="the optimizer function returned a NoneType"):
+        run.prepare({name: value[None] for name, value in Tokens()[0].items()})
+
+
+def test_arguments_of_a_forward_are_given_whatever_it_calls_itself() -> None:
+    class Mine(Classifier):
+        def forward(this, tokens: torch.Tensor) -> torch.Tensor:  # noqa: N805
+            return super().forward(tokens)
+
+    class Named(Pairs):
+        def __getitem__(self, index: int) -> Any:
+            return *super().__getitem__(index), f"sample {index}"
+
+    assert _losses(Mine, "cross_entropy", Named()) == _losses(Classifier, "cross_entropy", Pairs())
+
+
+OWN = """
+import torch
+from tests.models import Plain, Tokens
+def load(): model = Plain(); model.load_state_dict(torch.load("nothing.pt")); return model
+def build(): return Plain()
+def data(): return Tokens()
+def fail(*given): raise OSError("disk gone")
+class Broken(Tokens):
+    def __getitem__(self, index): raise KeyError("a broken row")
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("model.source=own_functions:load", r"own_functions:load fails: FileNotFoundError: .*'nothing.pt' \(.*:4\)"),
+        ("data.source=own_functions:fail", r"own_functions:fail fails: OSError: disk gone \(.*own_functions.py:7\)"),
+        ("data.source=own_functions:Broken", r"reading sample 0 of a Broken fails: KeyError: 'a broken row' \(.*:9\)"),
+        ("optimizer.name=own_functions:fail", r"own_functions:fail fails: OSError: disk gone \(.*own_functions.py:7\)"),
+        ("model.source=own_functions.py:build", "there is no module 'own_functions.py'.*: own_functions:build works"),
+    ],
+)
+def test_failures_of_the_users_functions_are_one_line_with_theirs(
+    setting: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own_functions.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("own_functions", None)
+    (tmp_path / "job.toml").write_text(
+        '[model]\nsource = "own_functions:build"\n[data]\nsource = "own_functions:data"\n'
+    )
+    assert main("train", "job.toml", "--dry-run", "--layout", "dp=2", "--set", setting) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert re.search(says, said[0]), said
 
 
 ERRORS = """

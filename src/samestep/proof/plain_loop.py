@@ -16,7 +16,7 @@ makes two runs comparable, no more: float64, the model's own float32 islands rai
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,8 +46,8 @@ def follow(run: Run, source: Source, dataset: Dataset, seen: Observation) -> Pla
     try:
         model = _model(run, source, steps)
         start = {name: param.detach().clone() for name, param in _trained(model).items()}
-        _take_steps(model, run, source, dataset, seen, steps)
-        _update(model, start, source, seen, steps)
+        unused = _take_steps(model, run, source, dataset, seen, steps)
+        _update(model, start, source, seen, steps, unused)
     except Exception as error:  # the user's own code, in which anything may fail
         return PlainSteps(hindrance=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
     return steps
@@ -84,20 +84,23 @@ def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def _take_steps(
     model: nn.Module, run: Run, source: Source, dataset: Dataset, seen: Observation, steps: PlainSteps
-) -> None:
-    """Take the steps with the same SGD as one device."""
+) -> list[set[str]]:
+    """Take the steps with the same SGD as one device; return the parameters without a gradient in each step."""
+    unused: list[set[str]] = []
     params, limit = _trained(model), run.job.optimizer.clip_norm
     optimizer = torch.optim.SGD(params.values(), lr=seen.learning_rate, momentum=0.9)
     for batch in batches(dataset, run.job):
         optimizer.zero_grad()
         loss = _loss(model, run, source, batch.samples(batch.indices), batch.step, batch.indices)
         loss.backward()
+        unused.append({name for name, param in params.items() if param.grad is None})
         steps.losses.append(float(loss.detach()))
         steps.gradients.append(_held({name: _gradient(param) for name, param in params.items()}))
         norm = torch.nn.utils.clip_grad_norm_(params.values(), math.inf if limit is None else limit)
         steps.norms.append(float(norm))
         optimizer.step()
         steps.weights.append(_held(params))
+    return unused
 
 
 def _loss(model: nn.Module, run: Run, source: Source, samples: Any, step: int, indices: Any) -> Tensor:
@@ -118,9 +121,14 @@ def _gradient(param: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _update(
-    model: nn.Module, start: Mapping[str, Tensor], source: Source, seen: Observation, steps: PlainSteps
+    model: nn.Module,
+    start: Mapping[str, Tensor],
+    source: Source,
+    seen: Observation,
+    steps: PlainSteps,
+    unused: Sequence[set[str]],
 ) -> None:
-    """Take the steps of the job's own optimizer on one device's gradients."""
+    """Take the steps of the job's own optimizer on one device's gradients, and on none where the plain loop has none."""
     params = _trained(model)
     for name, value in start.items():
         params[name].copy_(value)
@@ -128,7 +136,8 @@ def _update(
     for index in range(len(seen.updated)):
         given = comparison.whole_of(comparison.unclipped(seen, index))
         for name, param in params.items():
-            param.grad = given[name].view_as(param).to(param, copy=True)
+            is_used = name in given and name not in unused[index]
+            param.grad = given[name].view_as(param).to(param, copy=True) if is_used else None
         optimizer.step()
         steps.updated.append(_held(params))
 

@@ -32,8 +32,8 @@ from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.proof import causes, comparison, observation, plain_loop
-from samestep.proof.causes import BatchPart, Evidence
 from samestep.proof.comparison import Comparison
+from samestep.proof.evidence import BatchPart, Evidence
 from samestep.proof.observation import Observation, ObservedRun
 from samestep.proof.verdict import Cause, Check
 from samestep.runtime import checkpoint

@@ -1,0 +1,355 @@
+"""The mends of the causes that the reviews found, each taken back for the length of one proof.
+
+Where `faults.py` plants a mistake into a right run, this takes away what makes code of a user right or refused: a proof is not
+made, a hook is not carried over, a refusal is waived. The code is that of `reproductions.py`. `verify` must find what comes
+of it and name the cause; `test_reverted.py` proves every row, and that nothing is found while the mend stands.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.proof import sides, verify
+from samestep.proof.verdict import Cause, Verdict
+from samestep.runtime import assembly, checkpoint, checkpoint_state, optimizer_source
+from samestep.runtime.axes import expert, pipeline, recompute
+from samestep.runtime.dropout import mode as dropout
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.update_rule import UpdateRule
+from samestep.schedules import Action, TaskKind
+from samestep.tracing import forward, trace
+from tests.pool import pool
+from tests.proof.planting import around
+from tests.proof.reproductions import CASES, carry_out, seeded
+
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Reverted:
+    """One mend that is taken away."""
+
+    causes: tuple[str, ...]
+    """The causes in the reviews that it mends."""
+    case: str
+    """The code that shows it, by its name in `reproductions.py`."""
+    layout: str
+    found: Cause
+    install: Callable[[Patch], None]
+    one_device: bool = False
+    """Whether it is taken away on the one device too, so that only the plain torch loop shows it."""
+    is_refused: bool = False
+    """Whether the layout is refused while the mend stands."""
+    steps: int = 2
+    allow: tuple[str, ...] = ()
+
+
+REVERTED: dict[str, Reverted] = {}
+
+
+def reverted(causes: str, case: str, layout: str, found: Cause, **fields: Any) -> Any:
+    """Enter a function into the list under its own name."""
+
+    def enter(install: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        REVERTED[install.__name__] = Reverted(tuple(causes.split()), case, layout, found, install, **fields)
+        return install
+
+    return enter
+
+
+PP = "dp=1 pp=2 microbatch=4"
+
+
+# -- pipelines -------------------------------------------------------------------------------------
+
+
+@reverted("A1 families-1 families-7", "sum of all hidden states", PP, Cause.BOUNDARY)
+def only_the_hidden_state_crosses_a_boundary(patch: Patch) -> None:
+    def received(original: Any, self: Any, action: Action, *args: Any) -> list[Tensor]:
+        came: list[Tensor] = original(self, action, *args)
+        if action.kind is TaskKind.FORWARD:
+            for tensor in came[1:]:
+                tensor.detach().zero_()
+        return came
+
+    around(patch, pipeline.Stage, "_received", received)
+
+
+@reverted("D1 C", "bf16 stream in float64", PP, Cause.BOUNDARY)
+def a_boundary_is_read_in_another_dtype(patch: Patch) -> None:
+    def received(original: Any, self: Any, action: Action, *args: Any) -> list[Tensor]:
+        came: list[Tensor] = original(self, action, *args)
+        if action.kind is TaskKind.FORWARD:
+            for tensor in (one.detach() for one in came if one.dtype is torch.bfloat16):
+                tensor.copy_(tensor.view(torch.float16))
+        return came
+
+    around(patch, pipeline.Stage, "_received", received)
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+def _every_rule_is_elementwise(patch: Patch) -> None:
+    def read(original: Any, *args: Any) -> UpdateRule:
+        return replace(original(*args), whole={}, coupled="", draws="")
+
+    around(patch, optimizer_source, "read_rule", read)
+
+
+@reverted("A2", "LARS of matrices alone", "dp=2 zero=3", Cause.UPDATE, is_refused=True)
+def a_rule_of_matrices_is_taken_for_elementwise(patch: Patch) -> None:
+    _every_rule_is_elementwise(patch)
+
+
+@reverted("A3", "rule that starts late", "dp=2 zero=1", Cause.UPDATE, steps=8, is_refused=True)
+def a_rule_that_starts_late_is_taken_for_elementwise(patch: Patch) -> None:
+    _every_rule_is_elementwise(patch)
+
+
+@reverted("A3", "groups by size", "dp=2 zero=1", Cause.UPDATE)
+def groups_are_made_of_the_pieces_of_a_rank(patch: Patch) -> None:
+    patch.setattr(assembly.WholeWeights, "of", lambda *args: optimizer_source.ALONE)
+    around(patch, assembly, "check_optimizer", lambda check, source, model, *rest: model)
+
+
+@reverted("B", "optimizer that draws noise", "dp=2", Cause.UPDATE, is_refused=True)
+def an_optimizer_draws_on_every_rank(patch: Patch) -> None:
+    _every_rule_is_elementwise(patch)
+
+
+@reverted("A19", "parameters' hooks", "dp=2", Cause.PLAIN, one_device=True)
+def hooks_of_parameters_are_lost(patch: Patch) -> None:
+    patch.setattr(assembly, "gradient_hooks", lambda *args: {})
+
+
+@reverted("A20", "parameters' tags", "dp=2", Cause.PLAIN, one_device=True)
+def tags_of_parameters_are_lost(patch: Patch) -> None:
+    patch.setattr(assembly, "attributes_of", lambda marks: {})
+    patch.setattr(assembly, "_mark", lambda *args: None)
+
+
+@reverted("A24", "unused weights under decay", "dp=2", Cause.PLAIN, one_device=True)
+def unused_weights_have_gradients_of_zeros(patch: Patch) -> None:
+    patch.setattr(trace, "idle_weights", lambda *args: frozenset())
+
+
+# -- what a model is given -------------------------------------------------------------------------
+
+
+def _calls(patch: Patch, call: Callable[[nn.Module, Any], Any]) -> None:
+    patch.setattr(pipeline, "call_model", call)
+    patch.setattr(forward, "call_model", call)
+
+
+@reverted("A21", "forward(**batch)", "dp=2", Cause.PLAIN, one_device=True)
+def a_forward_of_keywords_is_given_tokens_alone(patch: Patch) -> None:
+    _calls(patch, lambda model, batch: model(input_ids=batch["input_ids"]))
+
+
+@reverted("A22", "third part of a tuple", "dp=2", Cause.PLAIN, one_device=True)
+def later_parts_of_a_tuple_are_dropped(patch: Patch) -> None:
+    _calls(patch, lambda model, batch: model(batch[0], torch.zeros_like(batch[2])))
+
+
+# -- samples, the loss, data -----------------------------------------------------------------------
+
+
+@reverted("B", "contrastive loss", "dp=2", Cause.COUPLED, allow=("loss",))
+def a_contrastive_loss_is_waived(patch: Patch) -> None:
+    """The job waives the refusal."""
+
+
+@reverted("B", "expert capacity", "dp=2", Cause.COUPLED, allow=("samples",))
+def a_capacity_of_experts_is_waived(patch: Patch) -> None:
+    """The job waives the refusal."""
+
+
+@reverted("B", "augmentation in __getitem__", "dp=2", Cause.DATA, allow=("data",))
+def data_that_draws_is_waived(patch: Patch) -> None:
+    """The job waives the refusal."""
+
+
+# -- random numbers and state ----------------------------------------------------------------------
+
+
+@reverted("A8", "dropout on two views", "dp=2", Cause.DROPOUT)
+def dropout_takes_the_first_dimension_for_the_samples(patch: Patch) -> None:
+    patch.setattr(dropout, "place_samples", lambda *args: None)
+
+
+@reverted("A9 A10", "numpy's random numbers", "dp=2", Cause.COUPLED, allow=("random",))
+def random_numbers_of_the_forward_are_waived(patch: Patch) -> None:
+    """The job waives the refusal."""
+
+
+@reverted("A11", "reentrant checkpointing", "dp=2", Cause.BACKWARD)
+def checkpointing_repeats_outside_of_the_modes(patch: Patch) -> None:
+    patch.setattr(recompute, "in_our_modes", lambda *args, **named: nullcontext())
+
+
+@reverted("A12", "running mean of its own", "dp=2", Cause.COUPLED, allow=("state", "samples"))
+def a_running_mean_is_waived(patch: Patch) -> None:
+    """The job waives the refusal."""
+
+
+@reverted("A12 A13", "weights normalised in the forward", "dp=2 zero=3", Cause.BACKWARD, allow=("state",))
+def weights_written_in_a_forward_are_waived(patch: Patch) -> None:
+    """The job waives the refusal."""
+
+
+# -- tokens, experts -------------------------------------------------------------------------------
+
+
+@reverted("A4 families-2", "convolution over tokens", "dp=1 tp=2 sequence_parallel", Cause.FORWARD, is_refused=True)
+def no_module_mixes_tokens(patch: Patch) -> None:
+    _without(patch, "sequence_refusal")
+
+
+def _without(patch: Patch, field: str) -> None:
+    def sliced(original: Any, *args: Any) -> Any:
+        traced = original(*args)
+        spec = replace(traced.spec, **{field: ""})
+        return replace(traced, analysis=replace(traced.analysis, spec=spec))
+
+    around(patch, verify, "with_slices", sliced)
+    around(patch, assembly, "with_slices", sliced)
+
+
+@reverted("D3", "experts that weigh by themselves", "dp=2 ep=2", Cause.FORWARD, is_refused=True)
+def experts_are_taken_to_weigh_as_others_do(patch: Patch) -> None:
+    patch.setattr(expert, "check_experts", lambda *args: None)
+
+
+# -- what a resume restores --------------------------------------------------------------------------
+
+RESUMED: dict[str, Reverted] = {}
+"""Mends of checkpoints: without them a resumed run has other losses than one that was not interrupted."""
+
+
+def resumed(causes: str, case: str, layout: str) -> Any:
+    """Enter a function into the list under its own name."""
+
+    def enter(install: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        RESUMED[install.__name__] = Reverted(tuple(causes.split()), case, layout, Cause.CHECKPOINT, install)
+        return install
+
+    return enter
+
+
+def _forgets(patch: Patch, key: str) -> None:
+    def read(original: Any, folder: Path) -> dict[str, Any]:
+        return {name: value for name, value in original(folder).items() if name != key}
+
+    around(patch, checkpoint, "read_manifest", read)
+
+
+@resumed("A15 A18", "counters in an optimizer's groups", "dp=1")
+def options_of_groups_are_not_restored(patch: Patch) -> None:
+    _forgets(patch, "ranks")
+
+
+@resumed("A16", "teacher that follows", "dp=1")
+def frozen_weights_are_not_saved(patch: Patch) -> None:
+    patch.setattr(checkpoint_state, "changed_frozen", lambda run: [])
+
+
+@resumed("A17", "buffers of later stages", "dp=1 pp=2 microbatch=8")
+def buffers_of_later_stages_are_not_saved(patch: Patch) -> None:
+    around(patch, checkpoint_state, "kept_buffers", lambda kept, run: {} if run.place.rank else kept(run))
+
+
+@resumed("D4", "loss scale of the first sample", "dp=1")
+def the_loss_scale_is_that_of_the_first_sample_read(patch: Patch) -> None:
+    _forgets(patch, "nominal_count")
+
+
+def resume(rank: int, world: int, name: str, is_mended: bool) -> float:
+    """Return by how much the losses of a resumed run differ from those of one that was not interrupted."""
+    row = RESUMED[name]
+    with pytest.MonkeyPatch.context() as patch:
+        if not is_mended:
+            row.install(patch)
+        return max(map(abs, carry_out(rank, world, row.case, row.layout).losses))
+
+
+HELD = {
+    "A5": "heads counted by another name",
+    "A6": "norm of hidden neurons",
+    "A7": "log_softmax behind a cut head",
+    "A14": "factor by length",
+    "A23": "optimizer over other weights",
+    "D2": "weight used twice",
+    "D5": "unused layer in bf16",
+    "D6": "experts without rows",
+    "D7": "linear under its own autocast",
+    "D8": "linear called by keyword",
+    "D9": "arguments in another order",
+}
+"""Causes whose mend cannot be taken back without another refusal or an exception: the case in `reproductions.py` that holds it."""
+
+
+# -- carrying it out -------------------------------------------------------------------------------
+
+
+ONE = RankInfo(0, 0, 1, 1, torch.device("cpu"))
+
+
+def subject(name: str, folder: Path) -> sides.Subject:
+    """Return what is proven: the code of a row under its layout, traced as the patches of this process let it be."""
+    row = REVERTED[name]
+    case, where = CASES[row.case], Layout.parse(row.layout)
+    job = verify._proving(
+        case.job.model_copy(update={"run": Job(run={"device": "cpu", "allow": row.allow}).run}), row.steps
+    )
+    source, samples, example = verify._given(job, where, case.build, case.loss, case.optimizer, case.data())
+    return sides.Subject(source, samples, example, job, where, folder)
+
+
+def on_a_rank(rank: int, world: int, name: str, folder: Path, is_mended: bool) -> None:
+    """Run one rank of a row's layout, without the mend."""
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch, seeded(rank):
+        if not is_mended:
+            REVERTED[name].install(patch)
+        sides.in_layout(place, subject(name, folder))
+
+
+def prove(name: str, is_mended: bool = False) -> Verdict:
+    """Hold a row's layout against one device and a plain torch loop."""
+    row = REVERTED[name]
+    folder = Path(tempfile.mkdtemp(prefix="samestep-reverted-"))
+    try:
+        with pytest.MonkeyPatch.context() as patch, seeded(0):
+            if (row.one_device or row.is_refused) and not is_mended:
+                row.install(patch)
+            sides.one_device(ONE, subject(name, folder))
+        pool(Layout.parse(row.layout).world_size).run(on_a_rank, name, folder, is_mended)
+        with pytest.MonkeyPatch.context() as patch, seeded(0):
+            if (row.one_device or row.is_refused) and not is_mended:
+                row.install(patch)
+            given = subject(name, folder)
+            checks, cause, explanation = sides.judge(ONE, given)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return Verdict(
+        layout=row.layout,
+        job=row.case,
+        steps=row.steps,
+        precision="float64",
+        checks=checks,
+        cause=cause,
+        explanation=explanation,
+    )

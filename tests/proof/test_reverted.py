@@ -1,0 +1,54 @@
+"""Every mend of the reviews' causes, taken away, is missed: `verify` finds what comes of it, by its name."""
+
+from __future__ import annotations
+
+import pytest
+
+from samestep.layout import Layout
+from tests.pool import pool
+from tests.proof.reproductions import CASES
+from tests.proof.reverted import HELD, RESUMED, REVERTED, prove, resume
+
+ALWAYS = {
+    "a_contrastive_loss_is_waived",
+    "later_parts_of_a_tuple_are_dropped",
+    "dropout_takes_the_first_dimension_for_the_samples",
+}
+"""The cheapest row of each kind; the others run at night."""
+CAUSES = {*(f"A{number}" for number in range(1, 25)), "B", "C", *(f"D{number}" for number in range(1, 10))}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.nightly) for name in REVERTED]
+)
+def test_a_mend_that_is_taken_away_is_missed_by_name(name):
+    verdict = prove(name)
+    assert verdict.cause is REVERTED[name].found, verdict.to_text()
+    assert verdict.explanation
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name, row in REVERTED.items() if not row.allow and not row.is_refused])
+def test_nothing_is_found_while_the_mend_stands(name):
+    verdict = prove(name, is_mended=True)
+    assert verdict.cause is None, verdict.to_text()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", RESUMED)
+def test_what_a_checkpoint_forgets_changes_a_resumed_run(name):
+    world = Layout.parse(RESUMED[name].layout).world_size
+
+    def difference(is_mended: bool) -> float:
+        return max(pool(world).run(resume, name, is_mended) if world > 1 else [resume(0, 1, name, is_mended)])
+
+    assert difference(is_mended=False) > 1e-6
+    assert difference(is_mended=True) < 1e-9
+
+
+def test_every_cause_of_the_reviews_has_a_row():
+    rows = {cause for row in (*REVERTED.values(), *RESUMED.values()) for cause in row.causes}
+    assert rows | HELD.keys() >= CAUSES
+    assert {case for case in HELD.values() if CASES[case].cause} == set(HELD.values())
