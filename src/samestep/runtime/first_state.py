@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _OF_MODULES = frozenset(vars(nn.Module()))
+_PLAIN = (type(None), bool, int, float, str)
 _WORDS = 1 << 24
 """The number of words of a tensor whose weighted sum is taken at once."""
 
@@ -38,10 +39,14 @@ class FirstState:
     @classmethod
     def of(cls, model: nn.Module, frozen: Mapping[str, Tensor]) -> FirstState:
         """Take the fingerprints of a model and of the frozen weights that this rank holds."""
+        known: dict[int, int] = {}  # most modules of a model share one object, such as its configuration
+        for _, _, value in attributes_of(model):
+            if id(value) not in known:
+                known[id(value)] = digest(value)
         return cls(
             {name: fingerprint(value) for name, value in frozen.items()},
             {name: fingerprint(buffer) for name, buffer in model.named_buffers()},
-            {(path, key): digest(value) for path, key, value in attributes_of(model)},
+            {(path, key): known[id(value)] for path, key, value in attributes_of(model)},
         )
 
 
@@ -94,6 +99,8 @@ def fingerprint(tensor: Tensor) -> int:
 
 def digest(value: Any) -> int:
     """Return a number that changes when a value does; what cannot be examined counts as unchanged."""
+    if type(value) in _PLAIN:
+        return xxhash.xxh3_64_intdigest(f"{type(value).__name__} {value!r}".encode())
     stream = io.BytesIO()
     try:
         _Examiner(stream).dump(value)
