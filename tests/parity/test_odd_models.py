@@ -602,7 +602,7 @@ def _pairs_of_layouts() -> Iterator[Any]:
         yield pytest.param(name, pairs[1 - index % 2], id=f"{name}-others", marks=pytest.mark.nightly)
 
 
-@pytest.mark.parametrize(("name", "layouts"), _pairs_of_layouts())
+@pytest.mark.parametrize(("name", "layouts"), list(_pairs_of_layouts()))
 def test_every_layout_computes_what_one_device_computes(name: str, layouts: list[str]) -> None:
     reference = observe_odd(0, 1, name, "dp=1", job_for(name))
     ranks = pool(2).run(observe_layouts, name, layouts)

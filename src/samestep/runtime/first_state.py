@@ -7,6 +7,7 @@ teacher that follows its student, running statistics, a counter. Version counter
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import types
@@ -73,11 +74,15 @@ def optimizer_values(optimizer: Optimizer) -> dict[str, Any]:
     }
     known = {"state", "param_groups", "defaults"}
     # Names with an underscore in front are torch's own, such as the hooks of a step.
-    own = {key: value for key, value in vars(optimizer).items() if key not in known and key not in _OF_OPTIMIZERS}
+    of_any = _attributes_of_any_optimizer()
+    own = {key: value for key, value in vars(optimizer).items() if key not in known and key not in of_any}
     return {**found, **own}
 
 
-_OF_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=1.0))) | {"_step_count", "_opt_called", "step"}
+@functools.cache
+def _attributes_of_any_optimizer() -> frozenset[str]:
+    """Return the names that torch gives every optimizer; the first optimizer of a process takes torch a second or two."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=1.0))) | {"_step_count", "_opt_called", "step"}
 
 
 def fingerprint(tensor: Tensor) -> int:
