@@ -39,7 +39,7 @@ LAYOUTS = [
     "dp=2 tp=2 pp=2 zero=3 schedule=interleaved virtual_stages=2 microbatch=4",
 ]
 AS_SHORT_RUNS = [layout for layout in LAYOUTS if not layout.startswith(("tp=2", "pp=2"))]
-"""Proven on every run of the suite in a few steps: below, and in test_checkpoint.py to the bit."""
+"""In `make parity`; `make test` proves them in a few steps: below, in test_checkpoint.py, and by gradients in the files of axes."""
 TOLERANCES = {"float64": 1e-6, "float32": 1e-4}  # Adam amplifies the noise of reordered sums
 # A smaller batch of shorter samples will do, and leaves float64 nothing to chance.
 FEWER = {
