@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -24,10 +24,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.building.families import facts_of
 from samestep.building.initial_values import Blueprint, blueprint, fill_rest
-from samestep.building.loss import cross_entropy
+from samestep.building.loss import checked, cross_entropy
+from samestep.building.model import JobModel
 from samestep.building.optimizer import learning_rate_factor
 from samestep.datasets import checked_samples
-from samestep.errors import LayoutError, ModelError
+from samestep.errors import LayoutError, ModelError, failures_of
 from samestep.job import Job, NumericsTable
 from samestep.layout import Layout
 from samestep.models.analysis import ExpertModules, ModelAnalysis, StateSpec
@@ -39,6 +40,7 @@ from samestep.runtime.axes import context, expert, pipeline, precision, recomput
 from samestep.runtime.axes.data import Replicated
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.dropout import mode as dropout
+from samestep.runtime.dropout import rates
 from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.first_state import FirstState
 from samestep.runtime.optimizer_source import WholeWeights, check_optimizer, couples_weights
@@ -50,7 +52,16 @@ from samestep.runtime.update_rule import OptimizerSource
 from samestep.runtime.weight_store import Materialize, WeightStore
 from samestep.strategies import program_of
 from samestep.strategies.tensor import refuse_degree
-from samestep.tracing import cut_proof, samples, sequence_boundaries, sequence_proof, slices, state, tensor_plan
+from samestep.tracing import (
+    cut_proof,
+    samples,
+    sequence_boundaries,
+    sequence_proof,
+    slices,
+    snapshot,
+    state,
+    tensor_plan,
+)
 from samestep.tracing import experts as experts_module
 from samestep.tracing.operations import Recorder
 from samestep.tracing.rank_trial import DiffersError
@@ -167,7 +178,6 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     experts = experts_module.experts_of(plan.module)
     planned = tensor_plan.cuts_of(plan.module, experts.counts)
     expert_calls: dict[str, tuple[Any, Any]] = {}
-    shareable = {} if planned.refusal else tensor_plan.shareable_heads(plan.module, planned)
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
     recorder = Recorder()
     with checked_samples(example), ExitStack() as stack:
@@ -179,16 +189,21 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
         dispatches = stack.enter_context(experts_module.record_dispatches(plan.module, experts, expert_calls))
         checkpointed = stack.enter_context(recompute.record_checkpointed(plan.module))
         spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, recorder, source.loss)
+    proof, counts, shareable = _proven(spec, plan, planned, recorder, experts, one, source.loss is cross_entropy)
+    if planned.gathered:  # what a rank holds and sends is that of the gathered modules
+        with ExitStack() as stack:
+            stack.enter_context(snapshot.preserved(plan.module))
+            seen = stack.enter_context(tensor_plan.record_cuts(plan.module, planned))
+            stack.enter_context(dropout.record_masks(plan.module, samples_traced(plan.module)))
+            stack.enter_context(experts_module.record_dispatches(plan.module, experts))
+            stack.enter_context(recompute.record_checkpointed(plan.module))
+            spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, None, source.loss)
     states: tuple[StateSpec, ...] = ()
     if changes.found:
         containers, num_samples = containers_of(plan.module), samples_traced(plan.module)
         with recompute.record_checkpointed(plan.module):
             states = state.examine(plan.module, one, spec, containers, num_samples, value_of)
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
-    proof = tensor_plan.proof_of(spec, plan.module, planned, shareable, recorder, source.loss is cross_entropy)
-    counts: dict[int, tuple[tuple[str, str, int], ...]] = {}
-    if degree := cut_proof.smallest_degree(proof):
-        proof, counts = _tried(proof, plan, experts, shareable, one, degree)
     spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable, proof))
     spec, parts = sequence_boundaries.with_sequence(spec, plan.module, planned.styles, calls)
     placed: list[MaskSpec] = []
@@ -199,7 +214,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
             yield
         placed.extend(found)
 
-    with state.preserved(plan.module), recompute.record_checkpointed(plan.module):
+    with snapshot.preserved(plan.module), recompute.record_checkpointed(plan.module):
         found = samples.examine(
             plan.module, one, source.loss, experts, value_of, keeps_all=bool(spec.varies_at), around=placing
         )
@@ -213,7 +228,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
         sequence_parts=parts,
         experts=experts,
         expert_calls=expert_calls,
-        has_dropout=dropout.has_dropout(plan.module),
+        has_dropout=rates.has_dropout(plan.module),
         states=states,
         detached_checkpoints=checkpointed.detached,
         recomputes_blocks=any(
@@ -221,6 +236,36 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
         ),
     )
     return TracedModel(plan, analysis, facts_of(plan.module), proof)
+
+
+def _proven(
+    spec: ModelSpec,
+    plan: Blueprint,
+    planned: tensor_plan.Cuts,
+    recorder: Recorder,
+    experts: ExpertModules,
+    sample: Any,
+    cuts_loss: bool,
+) -> tuple[cut_proof.CutProof, dict[int, tuple[tuple[str, str, int], ...]], dict[str, int]]:
+    """Return the proof of a plan, the counts of a rank, and the heads that ranks may share.
+
+    Where the code behind a cut needs more than a rank's part, the outputs of the modules that it reads are gathered.
+    """
+    first: cut_proof.CutProof | None = None
+    while True:
+        counts: dict[int, tuple[tuple[str, str, int], ...]] = {}
+        shareable = {} if planned.refusal else tensor_plan.shareable_heads(plan.module, planned)
+        proof = tensor_plan.proof_of(spec, plan.module, planned, shareable, recorder, cuts_loss)
+        if degree := cut_proof.smallest_degree(proof):
+            proof, counts = _tried(proof, plan, experts, shareable, sample, degree)
+        if not proof.refusal:
+            return proof, counts, shareable
+        first = first or proof
+        if not (paths := cut_proof.to_gather(plan.module, proof)):
+            planned.styles |= {path: first.styles[path] for path in planned.gathered}
+            planned.gathered.clear()
+            return first, {}, shareable
+        planned.gather(paths, proof.refusal)
 
 
 def _tried(
@@ -241,12 +286,12 @@ def _tried(
             cut_proof.run_forward(plan.module, sample, proof.styles, value_of, recorder)
 
     # Both forwards from one state: modules that record their outputs install their hooks at the first of them.
-    with state.preserved(plan.module):
+    with snapshot.preserved(plan.module):
         try:
             forward(recorder := Recorder())
             proof = cut_proof.with_degree(proof, plan.module, shared, recorder.operations, forward, degree)
         except DiffersError as error:
-            return replace(proof, refusal=str(error)), {}
+            return replace(proof, refusal=str(error), refused_at=error.where), {}
     return proof, {degree: proof.divided(plan.module)}
 
 
@@ -257,7 +302,10 @@ def with_new_blueprint(source: Source, job: Job) -> TracedModel:
 
 
 def _built(source: Source, job: Job) -> Blueprint:
-    plan = blueprint(source.model, job.train.seed, functools.partial(job.run.waived, "build"))
+    # Whoever calls from Python wants the exceptions of their own function as they are.
+    named = isinstance(source.model, JobModel)
+    with failures_of(f"model.source: {source.name}", ModelError) if named else nullcontext():
+        plan = blueprint(source.model, job.train.seed, functools.partial(job.run.waived, "build"))
     if not plan.module.training:
         plan.module.train()  # a model loaded for inference; in one that trains, a part in evaluation mode is intended
     return plan
@@ -288,6 +336,9 @@ def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedMode
         LayoutError: the forward of a rank of this tp does not compute its part of the whole model's.
     """
     traced = _with_degree(traced, layout.tp, example)
+    if layout.tp > 1:
+        spec = _with_tried(traced.spec, traced.cuts.tried)
+        traced = replace(traced, analysis=replace(traced.analysis, spec=spec))
     traced = _with_tokens_of_a_rank(traced, layout, example)
     analysis, spec = traced.analysis, traced.spec
     parts = layout.cp
@@ -296,10 +347,15 @@ def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedMode
     value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
     one = _first_of(example, torch.float32)
     if not (analysis.parts_examined and spec.slice_refusal):
-        with state.preserved(traced.module):
+        with snapshot.preserved(traced.module):
             spec = slices.prove(traced.module, one, spec, value_of, analysis.experts, parts)
     analysis = replace(analysis, spec=spec, parts_examined=(*analysis.parts_examined, parts))
     return replace(traced, analysis=analysis)
+
+
+def _with_tried(spec: ModelSpec, tried: Iterable[str]) -> ModelSpec:
+    """Return the spec with more of what is used because a trial has passed."""
+    return replace(spec, tried=tuple(dict.fromkeys((*spec.tried, *tried))))
 
 
 def _with_tokens_of_a_rank(traced: TracedModel, layout: Layout, example: Any) -> TracedModel:
@@ -310,10 +366,10 @@ def _with_tokens_of_a_rank(traced: TracedModel, layout: Layout, example: Any) ->
         return traced
     value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
     sample, parts = _first_of(example, torch.float32), analysis.sequence_parts
-    refusal = sequence_proof.refuse_slices(
+    refusal, tried = sequence_proof.refuse_slices(
         traced.module, sample, parts, spec.sequence, degree, value_of, analysis.experts
     )
-    spec = replace(spec, sequence_refusal=refusal, expert_refusal=refusal)
+    spec = replace(_with_tried(spec, tried), sequence_refusal=refusal, expert_refusal=refusal)
     return replace(traced, analysis=replace(analysis, spec=spec, slices_between=(*analysis.slices_between, degree)))
 
 
@@ -358,7 +414,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     program = program_of(spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica)
     waived = kept_state.check(traced.analysis.states, program, job.run)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = job.numerics.tf32
-    mesh = meshes.build(program, place.device)
+    mesh = meshes.build(program, place.device, job.run.timeout_s)
     model = plan.module
     assert all(param.is_meta for param in model.parameters()), "a blueprint is cut and filled by one run alone"
     precision.apply(traced, program)
@@ -382,7 +438,9 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     store.hook_gradients(gradient_hooks(plan, program, mesh))
     fill_rest(plan, place.device, torch.float64 if job.numerics.precision == "float64" else None)
     of_tp, of_cp = ((mesh.size(axis), mesh.index(axis)) for axis in ("tp", "cp"))
-    own_loss = source.loss if source.loss is cross_entropy else given_instance.watching(source.loss, source.model)
+    own_loss = source.loss
+    if own_loss is not cross_entropy:
+        own_loss = checked(given_instance.watching(own_loss, source.model))
     return Assembly(
         parallel=Parallel(
             program=program,
