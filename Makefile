@@ -17,7 +17,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -q
 
 parity: $(READY)
-	$(BIN)/python -m pytest -q tests/parity tests/ledger --every-layout
+	$(BIN)/python -m pytest -q tests/parity tests/ledger tests/laws tests/proof tests/crashes --every-layout
 
 families: $(READY)
 	$(BIN)/python benchmarks/families.py $(FAMILY)

@@ -46,7 +46,7 @@ from samestep.program.bodies import Task
 from samestep.program.program import Program
 from samestep.runtime.axes.pipeline import Stage
 from samestep.runtime.processes.join import LOOPBACK, RankInfo
-from samestep.runtime.processes.workers import die_with_parent
+from samestep.runtime.processes.worker import die_with_parent
 from samestep.runtime.run import Run
 from samestep.runtime.step_observer import Indices, StepObserver
 from samestep.schedules import Action

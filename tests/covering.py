@@ -1,7 +1,7 @@
 """Layouts that together hold every pair, or triple, of features: a covering array, found greedily among legal layouts.
 
 A row is begun with a tuple of features that no row has yet, and filled up at random many times; the filling that covers
-most new tuples is kept (Cohen et al. 1997, doi:10.1109/32.605761, AETG). The draws are seeded, so the rows are always the
+most new tuples for its cost is kept (Cohen et al. 1997, doi:10.1109/32.605761, AETG). The draws are seeded, so the rows are always the
 same. A tuple of which no filling is legal is one that a strategy refuses, or that would have no effect.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -62,7 +63,7 @@ def rows(strength: int, max_ranks: int) -> tuple[tuple[str, str, str], ...]:
         if not fillings:
             del uncovered[wanted]
             continue
-        best = max(fillings, key=lambda row: sum(one in uncovered for one in _tuples_of(row, strength)))
+        best = max(fillings, key=lambda row: sum(one in uncovered for one in _tuples_of(row, strength)) / _cost(row))
         for one in _tuples_of(best, strength):
             uncovered.pop(one, None)
         found.append(best)
@@ -125,6 +126,13 @@ def is_legal(row: Row, max_ranks: int) -> bool:
         return False
     job = Job(train={"global_batch": BATCH}, numerics={"precision": row["precision"]})
     return refusal_of(StepSpec.of(_spec(row["model"]), job, layout)) is None
+
+
+def _cost(row: Row) -> float:
+    """Return a weight that grows with a row's ranks and tasks: of fillings that cover as much a cheaper one is chosen."""
+    layout = layout_of(row)
+    num_microbatches = math.ceil(BATCH / layout.dp / (layout.microbatch or BATCH))
+    return float((layout.world_size * (4 + num_microbatches)) ** 0.3)
 
 
 @functools.cache

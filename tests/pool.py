@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import SamestepError
-from samestep.runtime.processes import join, workers
+from samestep.runtime.processes import join, worker
 from tests import traced
 
 ECHO_GRACE_S = 1.0  # how long to wait for the cause when one rank only says that its peer has gone
@@ -153,11 +153,11 @@ _made: list[Pool] = []
 
 def _is_echo(error: BaseException) -> bool:
     is_torchs = isinstance(error, RuntimeError) and not isinstance(error, SamestepError)
-    return is_torchs and workers._ECHO.search(str(error)) is not None
+    return is_torchs and worker.ECHO.search(str(error)) is not None
 
 
 def _serve(rank: int, world: int, device: str, folder: str, pipe: connection.Connection, parent_pid: int) -> None:
-    workers.die_with_parent(parent_pid)
+    worker.die_with_parent(parent_pid)
     gc.freeze()  # what was inherited stays: no collection looks through it, nor copies its pages
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest's Ctrl-C is pytest's affair, which then kills us
     os.environ["GLOO_SOCKET_IFNAME"] = join.LOOPBACK

@@ -43,9 +43,12 @@ def prepared(key: Hashable, source: Source, job: Job, example: Any, layout: Layo
     kept = _PREPARED[key]
     if layout.cp > 1 or layout.tp > 1:
         kept = _SLICED[key] = with_slices(_SLICED.get(key, kept), layout, example)
-    return replace(
-        kept, blueprint=replace(kept.blueprint, module=copy.deepcopy(kept.module))
-    )  # a run cuts and fills it
+    return copied(kept)
+
+
+def copied(traced: TracedModel) -> TracedModel:
+    """Return a traced model with a module of its own, for a run to cut and fill."""
+    return replace(traced, blueprint=replace(traced.blueprint, module=copy.deepcopy(traced.module)))
 
 
 @contextmanager

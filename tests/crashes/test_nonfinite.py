@@ -175,8 +175,14 @@ AT_FAULT = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", AT_FAULT)
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        pytest.param(kind, layout, marks=() if (row + column) % 2 == 0 else pytest.mark.nightly)
+        for row, kind in enumerate(AT_FAULT)
+        for column, layout in enumerate(LAYOUTS)
+    ],
+)
 def test_every_policy_is_the_same_on_all_ranks_and_as_on_one(kind: str, layout: str) -> None:
     expected = take(0, 1, kind, "dp=1", job_for(), leave_out=BAD_STEP)
     ranks = pool(2).run(take_all, kind, layout)

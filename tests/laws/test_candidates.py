@@ -82,9 +82,24 @@ def quickest(model: ModelSpec, given: Job, hardware: Hardware, layouts: Iterable
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("where", ["slow", "alone"])
-def test_for_all_degrees_the_best_of_what_a_plan_considers_is_the_best_of_the_list(kind: str, where: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "where", "devices"),
+    [
+        ("dense", "slow", 4),
+        ("experts", "alone", 2),
+        ("tied", "slow", 2),
+        ("vision", "alone", 2),
+        ("dense", "alone", 2),
+        *(
+            pytest.param(kind, where, 4, marks=pytest.mark.nightly)
+            for kind, where in itertools.product(KINDS, ("slow", "alone"))
+            if (kind, where) != ("dense", "slow")
+        ),
+    ],
+)
+def test_for_all_degrees_the_best_of_what_a_plan_considers_is_the_best_of_the_list(
+    kind: str, where: str, devices: int
+) -> None:
     """It ranges over every split and every combination of switches, but for offload, which is not priced."""
     model, given_job, hardware = MODELS[KINDS[kind]], job_of(4), MACHINES[where]
 
@@ -92,8 +107,10 @@ def test_for_all_degrees_the_best_of_what_a_plan_considers_is_the_best_of_the_li
         return not layout.offload and layout.tp <= hardware.devices_per_node
 
     every, considered = (
-        quickest(model, given_job, hardware, filter(is_priced, candidates.layouts_of(4, model, given_job, thin=thin)))
+        quickest(
+            model, given_job, hardware, filter(is_priced, candidates.layouts_of(devices, model, given_job, thin=thin))
+        )
         for thin in (None, hardware)
     )
     assert every == considered
-    assert plan(model, given_job, hardware, 4, top=1).best[0].step_s == min(every.values())
+    assert plan(model, given_job, hardware, devices, top=1).best[0].step_s == min(every.values())

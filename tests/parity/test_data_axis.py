@@ -68,7 +68,32 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "model"), combinations(LAYOUTS, MODELS_HERE))
+OF_PAIRS = {
+    "dp=2 microbatch=1",
+    "dp=2 zero=1 offload",
+    "dp=2 zero=1 recompute=selective",
+    "dp=2 zero=2 recompute=full",
+    "dp=2 zero=3 microbatch=1",
+    "dp=4 zero=1",
+    "dp=4 zero=2 microbatch=1",
+    "dp_replicate=2 dp_shard=2 microbatch=1",
+    "dp_replicate=2 dp_shard=2 zero=1",
+}
+"""Pairs of words that a layout of `test_products.py` has too: in `make parity` alone."""
+assert set(LAYOUTS) >= OF_PAIRS
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        *combinations([layout for layout in LAYOUTS if layout not in OF_PAIRS], MODELS_HERE),
+        *(
+            pytest.param(layout, model, marks=pytest.mark.nightly)
+            for layout in sorted(OF_PAIRS)
+            for model in MODELS_HERE
+        ),
+    ],
+)
 def test_a_split_batch_computes_what_one_device_computes(layout: str, model: str) -> None:
     prove(layout, model)
 

@@ -36,7 +36,13 @@ LAYOUTS = [
 ALL_THREE = ["dp=2 tp=2 pp=2 microbatch=2"]
 
 
-@pytest.mark.parametrize(("layout", "model"), combinations(LAYOUTS, DROPPING) + combinations(ALL_THREE, DROPPING[::3]))
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        *combinations(LAYOUTS, DROPPING),
+        *(pytest.param(layout, model, marks=pytest.mark.nightly) for layout in ALL_THREE for model in DROPPING[::3]),
+    ],
+)
 def test_masks_are_those_of_one_device(layout: str, model: str) -> None:
     prove(layout, model)
 

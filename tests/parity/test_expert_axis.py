@@ -7,6 +7,8 @@ that all tokens share; Qwen3-MoE, a layer of which has no experts; a user's own 
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from samestep.building.loss import loss_of
@@ -24,15 +26,11 @@ FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "own_experts"]
 LAYOUTS = [
     "dp=2 zero=3 microbatch=2",
     "tp=2 recompute=full microbatch=4",
-    "dp=2 zero=2 recompute=full",
     "dp=2 ep=2",
     "dp=2 ep=2 zero=1 microbatch=2",
-    "dp=2 ep=2 microbatch=1 recompute=full",
     "dp=2 ep=2 zero=1 recompute=selective",
     "dp=4 ep=4 zero=1",
-    "dp=4 ep=4 microbatch=1",
     "dp=4 ep=2 reduce=root microbatch=1",
-    "dp_replicate=2 dp_shard=2 zero=1 ep=2 microbatch=2",
     "dp=2 tp=2 ep=2 zero=1 recompute=full",
     "dp=4 ep=2 zero=3 microbatch=1 recompute=full",
     "dp=4 ep=2 zero=2 microbatch=1 accumulate=full",
@@ -40,25 +38,40 @@ LAYOUTS = [
     "dp=2 cp=2 ep=4 zero=1 microbatch=2",
 ]
 """Beside the products of `test_products.py`."""
+MORE = [
+    "dp=2 zero=2 recompute=full",
+    "dp=2 ep=2 microbatch=1 recompute=full",
+    "dp=4 ep=4 microbatch=1",
+    "dp_replicate=2 dp_shard=2 zero=1 ep=2 microbatch=2",
+]
+"""In `make parity` alone."""
 
 
-@pytest.mark.parametrize(("layout", "model"), combinations(LAYOUTS, FAMILIES))
+def nightly(layouts: list[str], models: list[str]) -> list[Any]:
+    """Every layout with every model, in `make parity`."""
+    return [pytest.param(layout, model, marks=pytest.mark.nightly) for layout in layouts for model in models]
+
+
+@pytest.mark.parametrize(("layout", "model"), [*combinations(LAYOUTS, FAMILIES), *nightly(MORE, FAMILIES)])
 def test_experts_compute_what_one_device_computes(layout: str, model: str) -> None:
     if "tp=2" in layout and model == "own_experts":
         pytest.skip("it has no plan for tensor cuts")
     prove(layout, model)
 
 
+WITH_PLANS = ["mixtral", "qwen2_moe", "qwen3_moe"]
 BETWEEN = [
     "tp=2 sequence_parallel",
     "tp=2 sequence_parallel recompute=full microbatch=3",
-    "dp=2 tp=2 sequence_parallel ep=2 zero=1 microbatch=2",
     "dp=2 tp=2 sequence_parallel ep=2 zero=3 recompute=selective",
+]
+MORE_BETWEEN = [
+    "dp=2 tp=2 sequence_parallel ep=2 zero=1 microbatch=2",
     "dp=2 tp=2 sequence_parallel zero=2 microbatch=2",
 ]
 
 
-@pytest.mark.parametrize(("layout", "model"), combinations(BETWEEN, ["mixtral", "qwen2_moe", "qwen3_moe"]))
+@pytest.mark.parametrize(("layout", "model"), [*combinations(BETWEEN, WITH_PLANS), *nightly(MORE_BETWEEN, WITH_PLANS)])
 def test_experts_compute_rows_of_a_rank_s_own_tokens(layout: str, model: str) -> None:
     prove(layout, model)
 
@@ -85,7 +98,10 @@ def test_experts_are_divided_with_the_sequence() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "model"),
-    combinations(["dp=2 ep=2 recompute=full", "dp=2 zero=3", "dp=2 ep=2 zero=3 microbatch=2", "dp=4 ep=2"], FAMILIES),
+    [
+        *combinations(["dp=2 ep=2 recompute=full", "dp=2 ep=2 zero=3 microbatch=2"], FAMILIES),
+        *nightly(["dp=2 zero=3", "dp=4 ep=2"], FAMILIES),
+    ],
 )
 def test_the_ledger_holds_in_mixed_precision(layout: str, model: str) -> None:
     ranks = prove_ledger(layout, model)
@@ -125,10 +141,16 @@ def test_what_cannot_be_is_refused_with_what_can(layout: str, model: str, says: 
         pool(2).run(observe, model, layout, clipped())
 
 
-BALANCED = ["dp=2", "dp=2 ep=2 zero=1", "dp=2 zero=3 recompute=full", "tp=2", "dp=2 tp=2 ep=2 recompute=selective"]
+WITH_BALANCE = ["mixtral_balanced", "qwen3_moe_balanced"]
 
 
-@pytest.mark.parametrize(("layout", "model"), combinations(BALANCED, ["mixtral_balanced", "qwen3_moe_balanced"]))
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        *combinations(["dp=2 ep=2 zero=1", "dp=2 zero=3 recompute=full", "tp=2"], WITH_BALANCE),
+        *nightly(["dp=2", "dp=2 tp=2 ep=2 recompute=selective"], WITH_BALANCE),
+    ],
+)
 def test_the_loss_that_balances_experts_is_one_of_the_whole_batch(layout: str, model: str) -> None:
     prove(layout, model)
 

@@ -42,17 +42,25 @@ ALONE = [
 PRODUCTS = [
     "dp=2 pp=2 schedule=zero-bubble microbatch=2 zero=1 recompute=selective",
     "dp=2 pp=2 zero=2 microbatch=1 accumulate=full schedule=interleaved virtual_stages=2",
-    "dp_replicate=2 dp_shard=2 pp=2 zero=3 microbatch=1 recompute=selective",
     "tp=2 pp=2 schedule=interleaved virtual_stages=2 microbatch=4 recompute=full",
-    "dp=2 tp=2 pp=2 microbatch=1 zero=3 schedule=interleaved virtual_stages=2",
 ]
 """Beside those of `test_products.py`."""
+OF_EIGHT = [
+    "dp=2 tp=2 pp=2 microbatch=1 zero=3 schedule=interleaved virtual_stages=2",
+    "dp_replicate=2 dp_shard=2 pp=2 zero=3 microbatch=1 recompute=selective",
+]
+"""Eight ranks; one layout of eight ranks is proven on every run of the suite."""
 SEQUENCE_CUT = ["dp=2 tp=2 pp=2 sequence_parallel microbatch=1 schedule=zero-bubble offload"]
 WITH_PARTS = [*MODELS[:-1], "parted"]
 
 
 @pytest.mark.parametrize(
-    ("layout", "model"), [*combinations(ALONE + PRODUCTS, MODELS), *combinations(SEQUENCE_CUT, WITH_PARTS)]
+    ("layout", "model"),
+    [
+        *combinations(ALONE + PRODUCTS, MODELS),
+        *combinations(SEQUENCE_CUT, WITH_PARTS),
+        *(pytest.param(layout, model, marks=pytest.mark.nightly) for layout in OF_EIGHT for model in MODELS),
+    ],
 )
 def test_a_pipeline_computes_what_one_device_computes(layout: str, model: str) -> None:
     prove(layout, model)

@@ -53,7 +53,17 @@ _KEPT = tempfile.TemporaryDirectory(prefix="samestep-references-")
 
 
 def prove(model: str, layout: str, name: str = "", own_precision: bool = False, **tables: Any) -> Verdict:
-    """Hold a layout with a fault in it against one device, on warm ranks."""
+    """Hold a layout with a fault in it against one device, on warm ranks; each is proven once in a session."""
+    key = (model, layout, name, own_precision, repr(tables))
+    if key not in _VERDICTS:
+        _VERDICTS[key] = _proven(model, layout, name, own_precision, **tables)
+    return _VERDICTS[key]
+
+
+_VERDICTS: dict[Any, Verdict] = {}
+
+
+def _proven(model: str, layout: str, name: str, own_precision: bool, **tables: Any) -> Verdict:
     numerics = tables.get("numerics", {})
     job = job_of(numerics.get("precision", "float32" if own_precision else "float64"), 3, **tables)
     if not own_precision:

@@ -32,6 +32,7 @@ from tests.laboratory import job_of, perturbed
 from tests.models import MODELS, VOCABULARY, Tokens
 from tests.parity.test_loaded_weights import fine_tuned
 from tests.proof.planting import around
+from tests.traced import copied
 
 Patch = pytest.MonkeyPatch
 ONE = RankInfo(0, 0, 1, 1, torch.device("cpu"))
@@ -126,14 +127,15 @@ def verdict_of(case: Case, folder: Path, install: Callable[[Patch], None] | None
     job, where, dataset = verify._proving(case.job, 3), Layout.parse(case.layout), case.dataset()
     example = Batch(0, [0], dataset).samples([0])  # type: ignore[arg-type]
 
+    source = Source(case.build, cross_entropy, optimizer_of(job), "model")
+
     def subject(layout: Layout) -> sides.Subject:
-        source = Source(case.build, cross_entropy, optimizer_of(job), "model")
-        source = replace(source, prepared=prepare(source, job, example))
-        return sides.Subject(source, dataset, example, job, layout, folder)
+        return sides.Subject(replace(source, prepared=copied(traced)), dataset, example, job, layout, folder)
 
     with pytest.MonkeyPatch.context() as patch:
         if install:
             install(patch)
+        traced = prepare(source, job, example)
         sides.one_device(ONE, subject(Layout()))
         sides.in_layout(ONE, subject(where))
         return sides.judge(ONE, subject(where))

@@ -29,8 +29,14 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "layout"), LAYOUTS)
-@pytest.mark.parametrize("own_precision", [False, True])
+@pytest.mark.parametrize(
+    ("own_precision", "model", "layout"),
+    [
+        *((False, *case) for case in LAYOUTS),
+        *((True, *case) for case in LAYOUTS[::2]),
+        *(pytest.param(True, *case, marks=pytest.mark.nightly) for case in LAYOUTS[1::2]),
+    ],
+)
 def test_a_clean_layout_raises_no_alarm(model, layout, own_precision):
     verdict = prove(model, layout, own_precision=own_precision)
     assert verdict.proven, verdict.to_text()

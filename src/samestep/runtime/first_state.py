@@ -7,6 +7,7 @@ teacher that follows its student, running statistics, a counter. Version counter
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import types
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _OF_MODULES = frozenset(vars(nn.Module()))
+_PLAIN = (type(None), bool, int, float, str)
 _WORDS = 1 << 24
 """The number of words of a tensor whose weighted sum is taken at once."""
 
@@ -38,10 +40,14 @@ class FirstState:
     @classmethod
     def of(cls, model: nn.Module, frozen: Mapping[str, Tensor]) -> FirstState:
         """Take the fingerprints of a model and of the frozen weights that this rank holds."""
+        known: dict[int, int] = {}  # most modules of a model share one object, such as its configuration
+        for _, _, value in attributes_of(model):
+            if id(value) not in known:
+                known[id(value)] = digest(value)
         return cls(
             {name: fingerprint(value) for name, value in frozen.items()},
             {name: fingerprint(buffer) for name, buffer in model.named_buffers()},
-            {(path, key): digest(value) for path, key, value in attributes_of(model)},
+            {(path, key): known[id(value)] for path, key, value in attributes_of(model)},
         )
 
 
@@ -68,11 +74,15 @@ def optimizer_values(optimizer: Optimizer) -> dict[str, Any]:
     }
     known = {"state", "param_groups", "defaults"}
     # Names with an underscore in front are torch's own, such as the hooks of a step.
-    own = {key: value for key, value in vars(optimizer).items() if key not in known and key not in _OF_OPTIMIZERS}
+    of_any = _attributes_of_any_optimizer()
+    own = {key: value for key, value in vars(optimizer).items() if key not in known and key not in of_any}
     return {**found, **own}
 
 
-_OF_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=1.0))) | {"_step_count", "_opt_called", "step"}
+@functools.cache
+def _attributes_of_any_optimizer() -> frozenset[str]:
+    """Return the names that torch gives every optimizer; the first optimizer of a process takes torch a second or two."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=1.0))) | {"_step_count", "_opt_called", "step"}
 
 
 def fingerprint(tensor: Tensor) -> int:
@@ -94,6 +104,8 @@ def fingerprint(tensor: Tensor) -> int:
 
 def digest(value: Any) -> int:
     """Return a number that changes when a value does; what cannot be examined counts as unchanged."""
+    if type(value) in _PLAIN:
+        return xxhash.xxh3_64_intdigest(f"{type(value).__name__} {value!r}".encode())
     stream = io.BytesIO()
     try:
         _Examiner(stream).dump(value)

@@ -11,18 +11,15 @@ an OpenMP pool in use by both sides, and without autograd's device threads; othe
 When one worker fails, its peers fail a moment later, with a closed connection. The parent therefore waits a moment and
 reports the first failure that is not such a consequence. A worker never outlives its parent.
 
-`runtime/processes/join.py` holds the worker's part in joining. Source of the parent's death: prctl(2).
+`runtime/processes/worker.py` is what a worker does, and `runtime/processes/join.py` its part in joining.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import faulthandler
 import multiprocessing
 import os
 import pickle
-import re
 import shutil
 import signal
 import sys
@@ -32,7 +29,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -46,7 +42,6 @@ from samestep import errors
 from samestep.errors import JobError, SamestepError, WorkerError
 from samestep.runtime.processes.join import (
     STOP_SIGNALS,
-    become_worker,
     checked_ranks_per_node,
     join,
     launched_from_outside,
@@ -56,8 +51,8 @@ from samestep.runtime.processes.join import (
     restore_signals,
     set_defaults,
 )
-from samestep.runtime.processes.launchers import LaunchInfo
-from samestep.runtime.processes.whereabouts import PACKAGE, ParentLink, Whereabouts, calls_made, lacks
+from samestep.runtime.processes.whereabouts import PACKAGE, Whereabouts, lacks
+from samestep.runtime.processes.worker import Failure, LaunchOptions, run_worker
 
 T = TypeVar("T")
 
@@ -87,138 +82,6 @@ def oversubscribed(ranks: int, threads: int = 1) -> str | None:
     return (
         f"{ranks} ranks{each} share {cores} {'core' if cores == 1 else 'cores'}: times will be longer than they need be"
     )
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Make the system kill this worker when the process that started it, `parent_pid`, is gone for whatever reason."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    else:
-        threading.Thread(target=_exit_after_parent, daemon=True).start()
-    if os.getppid() != parent_pid:  # it died before the kernel was asked
-        os._exit(1)
-
-
-def _exit_after_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-# ---------------------------------------------------------------- a worker
-
-
-@dataclass(frozen=True)
-class _LaunchOptions:
-    """The settings of one run, equal for all its workers."""
-
-    parent_pid: int
-    folder: str
-    ranks: int
-    ranks_per_node: int
-    device_type: str
-    threads: int
-    timeout_s: float
-    quiet: bool
-    isolated: bool
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """The end of a worker that was not done."""
-
-    rank: int
-    time_s: float
-    what: str
-    """The rest of a sentence: `failed: RuntimeError: ...`, `died: killed by SIGKILL`."""
-    lines: tuple[str, ...] = ()
-    text: str = ""
-    mistake: str = ""
-    """Name of the class in samestep.errors, for an error of ours."""
-    is_echo: bool = False
-    """Whether it is a consequence: what the peers of a dead or hung worker report."""
-
-
-# Messages of gloo, nccl and the stores about a peer that is gone or does not answer.
-_ECHO = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|timed? ?out|wait timeout|remote process exited|remote error"
-    r"|failed to (recv|send)|connectFullMesh|watchdog",
-    re.IGNORECASE,
-)
-
-
-def _run_worker(
-    options: _LaunchOptions, rank: int, pipe: connection.Connection, main: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
-    """Run in the worker `rank`: join, call `main`, and report the outcome to the parent."""
-    os.setpgid(0, 0)  # Ctrl-C in the terminal reaches the parent only, which passes it on once
-    die_with_parent(options.parent_pid)
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # rank 0 may write to the terminal nevertheless
-    if rank or options.quiet:
-        _write_to_files(options.folder, rank)
-    faulthandler.enable(file=2)
-    torch.set_num_threads(options.threads)
-    become_worker(_launch_info_of(options, rank))
-    link = ParentLink(pipe)
-    try:
-        link.report("ready")
-        per_node = None if options.isolated else options.ranks_per_node
-        place = join(options.device_type, timeout_s=options.timeout_s, ranks_per_node=per_node)
-        link.report("joined")
-        link.listen()
-        value = main(place, *args)
-        link.report("done", (value if rank == 0 else None, calls_made()))
-        link.may_leave.wait()  # while one rank still works, the others stay reachable
-    except BaseException as error:
-        # Exit without teardown: destroying the group could wait for peers that will not come.
-        failure = _failure_of(rank, error)
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        with contextlib.suppress(Exception):
-            link.report("failed", failure)
-        os._exit(1)
-    leave()
-
-
-def _launch_info_of(options: _LaunchOptions, rank: int) -> LaunchInfo:
-    if options.isolated:
-        return LaunchInfo("samestep", 0, rank, path=str(Path(options.folder, f"store-{rank}")))
-    return LaunchInfo("samestep", rank, rank, options.ranks, options.ranks, path=str(Path(options.folder, "store")))
-
-
-def _failure_of(rank: int, error: BaseException) -> _Failure:
-    """Return an exception as a failure, in words that need none of its classes."""
-    text = str(error)
-    kind = type(error).__name__
-    frames = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of _run_worker
-    mistake = ""
-    if isinstance(error, SamestepError):
-        mistake = next(c.__name__ for c in type(error).__mro__ if c.__module__ == errors.__name__)
-    return _Failure(
-        rank,
-        time.monotonic(),
-        f"failed: {kind}: {text}" if text else f"failed: {kind}",
-        tuple("".join(traceback.format_exception(type(error), error, frames)).splitlines()),
-        text,
-        mistake,
-        is_echo=not mistake and isinstance(error, RuntimeError) and _ECHO.search(text) is not None,
-    )
-
-
-def _write_to_files(folder: str, rank: int) -> None:
-    """Redirect this worker's stdout and stderr, those of C++ too, to files."""
-    for descriptor, name in ((1, "out"), (2, "err")):
-        file = os.open(Path(folder, f"{rank}.{name}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(file, descriptor)
-        os.close(file)
-    sys.stdout = os.fdopen(1, "w", buffering=1, errors="replace", closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, errors="replace", closefd=False)
-
-
-# ---------------------------------------------------------------- the parent
 
 
 def launch(
@@ -313,7 +176,7 @@ def run_workers(
         raise JobError(f"{ranks} ranks on {gpus} GPUs: each rank needs its own; ranks={gpus} or device=cpu works")
     per_node = checked_ranks_per_node(ranks_per_node or ranks, ranks)
     folder = tempfile.mkdtemp(prefix="samestep-")
-    options = _LaunchOptions(os.getpid(), folder, ranks, per_node, device_type, threads, timeout_s, quiet, isolated)
+    options = LaunchOptions(os.getpid(), folder, ranks, per_node, device_type, threads, timeout_s, quiet, isolated)
     global _last_stop_signal
     pool = _WorkerPool(options)
     try:
@@ -392,12 +255,12 @@ class _WorkerPool:
     Each is in one phase: starting -> ready (it handles signals) -> joined -> done, or failed from any of them.
     """
 
-    def __init__(self, options: _LaunchOptions) -> None:
+    def __init__(self, options: LaunchOptions) -> None:
         self.options = options
         self.processes: list[BaseProcess] = []
         self.pipes: list[connection.Connection] = []
         self.phases: list[str] = []
-        self.failures: list[_Failure] = []
+        self.failures: list[Failure] = []
         self.value: Any = None
         self.calls_at_return: dict[int, Mapping[str, int]] = {}
         self.waiting: dict[int, tuple[float, Whereabouts]] = {}
@@ -419,7 +282,7 @@ class _WorkerPool:
             for rank in range(options.ranks):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=_run_worker, args=(options, rank, theirs, main, args), name=f"rank {rank}", daemon=False
+                    target=run_worker, args=(options, rank, theirs, main, args), name=f"rank {rank}", daemon=False
                 )
                 self.pipes.append(ours)
                 try:
@@ -499,7 +362,7 @@ class _WorkerPool:
             while not self.pipes[rank].closed and self.pipes[rank].poll():
                 self._hear(rank)
             if self.phases[rank] != "failed":
-                self._fail(_Failure(rank, time.monotonic(), _death(process.exitcode)))
+                self._fail(Failure(rank, time.monotonic(), _death(process.exitcode)))
 
     def _hear(self, rank: int) -> None:
         """Receive one message."""
@@ -551,7 +414,7 @@ class _WorkerPool:
                 f"wait{'s' * (len(still) == 1)} for it in {at.call}{where}: every rank must make the same calls"
             )
 
-    def _fail(self, failure: _Failure) -> None:
+    def _fail(self, failure: Failure) -> None:
         self.phases[failure.rank] = "failed"
         self.failures.append(failure)
         _kill_group(self.processes[failure.rank])  # together with the processes it started
@@ -577,7 +440,7 @@ class _WorkerPool:
             lines = [f"{lines[0]}, after {self._named(gone)} had returned"]
         return WorkerError("\n".join(lines + self._tail_of(first)))
 
-    def _tail_of(self, failure: _Failure) -> list[str]:
+    def _tail_of(self, failure: Failure) -> list[str]:
         """Return the last lines that a worker wrote to stderr, its traceback included."""
         file = Path(self.options.folder, f"{failure.rank}.err")
         written = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []

@@ -1,0 +1,157 @@
+"""A worker process: it joins the run, calls the function it was started for, and reports to its parent how it ended.
+
+Its parent is `runtime/processes/workers.py`. A worker dies with its parent; source: prctl(2).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samestep import errors
+from samestep.errors import SamestepError
+from samestep.runtime.processes.join import become_worker, join, leave
+from samestep.runtime.processes.launchers import LaunchInfo
+from samestep.runtime.processes.whereabouts import ParentLink, calls_made
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Make the system kill this worker when the process that started it, `parent_pid`, is gone for whatever reason."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    else:
+        threading.Thread(target=_exit_after_parent, daemon=True).start()
+    if os.getppid() != parent_pid:  # it died before the kernel was asked
+        os._exit(1)
+
+
+def _exit_after_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """The settings of one run, equal for all its workers."""
+
+    parent_pid: int
+    folder: str
+    ranks: int
+    ranks_per_node: int
+    device_type: str
+    threads: int
+    timeout_s: float
+    quiet: bool
+    isolated: bool
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The end of a worker that was not done."""
+
+    rank: int
+    time_s: float
+    what: str
+    """The rest of a sentence: `failed: RuntimeError: ...`, `died: killed by SIGKILL`."""
+    lines: tuple[str, ...] = ()
+    text: str = ""
+    mistake: str = ""
+    """Name of the class in samestep.errors, for an error of ours."""
+    is_echo: bool = False
+    """Whether it is a consequence: what the peers of a dead or hung worker report."""
+
+
+# Messages of gloo, nccl and the stores about a peer that is gone or does not answer.
+ECHO = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|timed? ?out|wait timeout|remote process exited|remote error"
+    r"|failed to (recv|send)|connectFullMesh|watchdog",
+    re.IGNORECASE,
+)
+
+
+def run_worker(
+    options: LaunchOptions, rank: int, pipe: connection.Connection, main: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    """Run in the worker `rank`: join, call `main`, and report the outcome to the parent."""
+    os.setpgid(0, 0)  # Ctrl-C in the terminal reaches the parent only, which passes it on once
+    die_with_parent(options.parent_pid)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # rank 0 may write to the terminal nevertheless
+    if rank or options.quiet:
+        _write_to_files(options.folder, rank)
+    faulthandler.enable(file=2)
+    torch.set_num_threads(options.threads)
+    become_worker(_launch_info_of(options, rank))
+    link = ParentLink(pipe)
+    try:
+        link.report("ready")
+        per_node = None if options.isolated else options.ranks_per_node
+        place = join(options.device_type, timeout_s=options.timeout_s, ranks_per_node=per_node)
+        link.report("joined")
+        link.listen()
+        value = main(place, *args)
+        link.report("done", (value if rank == 0 else None, calls_made()))
+        link.may_leave.wait()  # while one rank still works, the others stay reachable
+    except BaseException as error:
+        # Exit without teardown: destroying the group could wait for peers that will not come.
+        failure = _failure_of(rank, error)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        with contextlib.suppress(Exception):
+            link.report("failed", failure)
+        os._exit(1)
+    leave()
+
+
+def _launch_info_of(options: LaunchOptions, rank: int) -> LaunchInfo:
+    if options.isolated:
+        return LaunchInfo("samestep", 0, rank, path=str(Path(options.folder, f"store-{rank}")))
+    return LaunchInfo("samestep", rank, rank, options.ranks, options.ranks, path=str(Path(options.folder, "store")))
+
+
+def _failure_of(rank: int, error: BaseException) -> Failure:
+    """Return an exception as a failure, in words that need none of its classes."""
+    text = str(error)
+    kind = type(error).__name__
+    frames = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of run_worker
+    mistake = ""
+    if isinstance(error, SamestepError):
+        mistake = next(c.__name__ for c in type(error).__mro__ if c.__module__ == errors.__name__)
+    return Failure(
+        rank,
+        time.monotonic(),
+        f"failed: {kind}: {text}" if text else f"failed: {kind}",
+        tuple("".join(traceback.format_exception(type(error), error, frames)).splitlines()),
+        text,
+        mistake,
+        is_echo=not mistake and isinstance(error, RuntimeError) and ECHO.search(text) is not None,
+    )
+
+
+def _write_to_files(folder: str, rank: int) -> None:
+    """Redirect this worker's stdout and stderr, those of C++ too, to files."""
+    for descriptor, name in ((1, "out"), (2, "err")):
+        file = os.open(Path(folder, f"{rank}.{name}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, descriptor)
+        os.close(file)
+    sys.stdout = os.fdopen(1, "w", buffering=1, errors="replace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="replace", closefd=False)
