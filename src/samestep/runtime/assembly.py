@@ -155,8 +155,10 @@ class Assembly:
         return replace(self, objective=replace(self.objective, balance=expert.NoBalance()))
 
 
-def prepare(source: Source, job: Job, example: Any) -> TracedModel:
+def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | None = None) -> TracedModel:
     """Build the model on the meta device and trace it on one sample of `example`; nothing else examines it.
+
+    `planned` is the plan of tensor parallelism, if not the one that is found for the model.
 
     Raises:
         ModelError: the model cannot be built or traced.
@@ -165,7 +167,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     dtype = next((param.dtype for param in plan.module.parameters() if param.is_floating_point()), torch.float32)
     one = _first_of(example, dtype)
     experts = experts_module.experts_of(plan.module)
-    planned = tensor_plan.cuts_of(plan.module, experts.counts)
+    planned = planned or tensor_plan.cuts_of(plan.module, experts.counts)
     expert_calls: dict[str, tuple[Any, Any]] = {}
     shareable = {} if planned.refusal else tensor_plan.shareable_heads(plan.module, planned)
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
@@ -185,10 +187,10 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
         with recompute.record_checkpointed(plan.module):
             states = state.examine(plan.module, one, spec, containers, num_samples, value_of)
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
-    proof = tensor_plan.proof_of(spec, plan.module, planned, shareable, recorder, source.loss is cross_entropy)
-    counts: dict[int, tuple[tuple[str, str, int], ...]] = {}
-    if degree := cut_proof.smallest_degree(proof):
-        proof, counts = _tried(proof, plan, experts, shareable, one, degree)
+    proof, counts = _proven(spec, planned, plan, experts, recorder, one, source)
+    for fewer in tensor_plan.smaller(plan.module, planned) if proof.refusal and not spec.varies_at else ():
+        if not _proven(spec, fewer, plan, experts, recorder, one, source)[0].refusal:
+            return prepare(source, job, example, fewer)  # costs are those of the cuts that are traced
     spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable, proof))
     spec, parts = sequence_boundaries.with_sequence(spec, plan.module, planned.styles, calls)
     placed: list[MaskSpec] = []
@@ -221,6 +223,22 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
         ),
     )
     return TracedModel(plan, analysis, facts_of(plan.module), proof)
+
+
+def _proven(
+    spec: ModelSpec,
+    planned: tensor_plan.Cuts,
+    plan: Blueprint,
+    experts: ExpertModules,
+    recorder: Recorder,
+    sample: Any,
+    source: Source,
+) -> tuple[cut_proof.CutProof, dict[int, tuple[tuple[str, str, int], ...]]]:
+    """Return the proof of a plan, tried with the shapes of a rank, or why it fails, and the counts by module."""
+    shareable = {} if planned.refusal else tensor_plan.shareable_heads(plan.module, planned)
+    proof = tensor_plan.proof_of(spec, plan.module, planned, shareable, recorder, source.loss is cross_entropy)
+    degree = cut_proof.smallest_degree(proof)
+    return _tried(proof, plan, experts, shareable, sample, degree) if degree else (proof, {})
 
 
 def _tried(
