@@ -188,9 +188,11 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
             states = state.examine(plan.module, one, spec, containers, num_samples, value_of)
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
     proof, counts = _proven(spec, planned, plan, experts, recorder, one, source)
-    for fewer in tensor_plan.smaller(plan.module, planned) if proof.refusal and not spec.varies_at else ():
-        if not _proven(spec, fewer, plan, experts, recorder, one, source)[0].refusal:
-            return prepare(source, job, example, fewer)  # costs are those of the cuts that are traced
+    fewer, refusal = planned, proof.refusal
+    while refusal and not spec.varies_at and (smaller := tensor_plan.smaller(plan.module, fewer, refusal)):
+        fewer, refusal = smaller, _proven(spec, smaller, plan, experts, recorder, one, source)[0].refusal
+    if fewer is not planned and not refusal:
+        return prepare(source, job, example, fewer)  # costs are those of the cuts that are traced
     spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable, proof))
     spec, parts = sequence_boundaries.with_sequence(spec, plan.module, planned.styles, calls)
     placed: list[MaskSpec] = []

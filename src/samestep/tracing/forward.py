@@ -104,8 +104,13 @@ class _Values:
             for tensor in kept if func._schema.is_mutable else ():
                 self.forget(tensor)
             return
-        with torch.random.fork_rng(devices=[]) if is_random else nullcontext():
-            value = self.run(func, args, kwargs)
+        try:
+            with torch.random.fork_rng(devices=[]) if is_random else nullcontext():
+                value = self.run(func, args, kwargs)
+        except NotImplementedError:  # an operation of other devices alone, as torch.histc of integers is
+            for tensor in kept:
+                self.forget(tensor)
+            return
         if not func._schema.is_mutable:
             for tensor, real in zip(operands(outcome), operands(value), strict=True):
                 if address(tensor) not in self._twins:

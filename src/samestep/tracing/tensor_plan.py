@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import itertools
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -96,29 +95,21 @@ def _linears_in_blocks(model: nn.Module) -> list[str]:
     ]
 
 
-def smaller(model: nn.Module, cuts: Cuts) -> Iterator[Cuts]:
-    """Yield plans that leave whole one part of each block, or two parts, or the vocabulary; the largest plans first.
+def smaller(model: nn.Module, cuts: Cuts, refusal: str) -> Cuts | None:
+    """Return the plan that leaves whole the part of each block that a refusal names first; if it names none, the vocabulary.
 
-    Not those of a model's own plan: what its author asks for is cut, or refused.
+    None if that leaves no cut within blocks, or where the plan is the model's own: what its author asks for is cut, or refused.
     """
-    containers = containers_of(model)
     parts: dict[str, set[str]] = {}
     for path in cuts.styles if cuts.may_shrink else ():
-        container = next((one for one in containers if path != one and is_below(path, one)), None)
+        container = next((one for one in containers_of(model) if path != one and is_below(path, one)), None)
         below = path[len(container) + 1 :].split(".") if container else []
-        parts.setdefault(below[1] if len(below) > 1 else "", set()).add(path)
-
-    def left(whole: Collection[str]) -> dict[str, str]:
-        return {path: style for path, style in cuts.styles.items() if not any(path in parts[one] for one in whole)}
-
-    removed = [whole for size in (1, 2) for whole in itertools.combinations(parts, size)]
-    plans = [styles for whole in removed if "row" in (styles := left(whole)).values()]
-    for styles in sorted(plans, key=lambda styles: -sum(_num_elements(model, path) for path in styles)):
-        yield Cuts(styles)
-
-
-def _num_elements(model: nn.Module, path: str) -> int:
-    return sum(param.numel() for param in model.get_submodule(path).parameters())
+        parts.setdefault(f".{below[0]}.{below[1]}" if len(below) > 1 else "", set()).add(path)
+    found = {part: refusal.find(part) for part in parts if part and part in refusal}
+    named = min(found, key=found.__getitem__).rpartition(".")[2] if found else ""
+    whole = {path for part, paths in parts.items() if part.rpartition(".")[2] == named for path in paths}
+    styles = {path: style for path, style in cuts.styles.items() if path not in whole}
+    return Cuts(styles, may_shrink=True) if whole and "row" in styles.values() else None
 
 
 def _is_of_experts(model: nn.Module, experts: Collection[str], pattern: str) -> bool:

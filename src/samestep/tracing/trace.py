@@ -352,7 +352,7 @@ def _param_specs(
     for name, param in module.named_parameters():
         alike = names[id(param)]
         owners = {_owner(alias) for alias in alike}
-        layer = _layer_of(_owner(name), layer_of, containers)
+        layer = min(_layer_of(owner, layer_of, containers) for owner in owners)  # of a tied weight the first
         # A module's weights are gathered together, so one shared weight makes all of them shared.
         shared = bool(owners & meeting)
         roots = owners if shared else {root for root in layers[layer].modules if is_below(_owner(name), root)}
