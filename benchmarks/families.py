@@ -313,7 +313,7 @@ def main(words: Sequence[str] | None = None) -> int:
     shown = [row for row in rows.values() if not chosen.family or row.family in chosen.family]
     print(summary(shown))
     if chosen.rows == ROWS:
-        family_table.keep({key: (row.outcome, row.text) for key, row in rows.items()})
+        family_table.keep({**family_table.kept(), **{key: (row.outcome, row.text) for key, row in rows.items()}})
     return int(any(row.outcome in ("different", "failed") for row in shown))
 
 

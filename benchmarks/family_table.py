@@ -34,7 +34,7 @@ def keep(found: Outcomes) -> None:
 
 def kept() -> Outcomes:
     """Return the outcomes that are kept."""
-    table = json.loads(KEPT.read_text(encoding="utf-8"))
+    table = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.is_file() else {}
     return {(family, layout): (kind, text) for family, row in table.items() for layout, (kind, text) in row.items()}
 
 
@@ -83,6 +83,6 @@ def _reason(family: str, text: str) -> str:
     """Return a refusal without the names of the model and of its modules, so that families share it."""
     text = re.sub(r"^[tc]p=2( slices sequences)?: ", "", text)
     text = re.sub(rf"\b{re.escape(family)}\b( cannot be cut, )?", "", text)
-    text = re.sub(r"\b[a-z_]\w*(\.\w+)+", "M", text)
+    text = re.sub(r"\b[a-z_]\w*(\.\w+)+|^\.\w+(\.\w+)*|\blm_head\b", "M", text)
     text = re.sub(r"\[[\d, ]+\]|\b\d[\d,]*\b", "N", text)
     return text.partition("; ")[0].partition(": pp=1 works")[0].strip()[:200]

@@ -41,6 +41,9 @@ ValueOf = Callable[[str], Tensor]
 KNOWN_ELEMENTS = 2**20
 """Integers are followed in tensors of at most so many elements: tokens and positions, not masks of pairs."""
 
+KNOWN_CONSTANTS = 2**16
+"""Floating values that follow from known ones are followed in tensors of at most so many elements: a mask of ones."""
+
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
@@ -60,7 +63,8 @@ class _Values:
 
     def follows(self, tensor: Tensor) -> bool:
         """Return whether values of tensors of this dtype are kept."""
-        return tensor.is_meta and (self.keeps_all or self.keeps_constants or _is_whole(tensor))
+        is_kept = self.keeps_all or self.keeps_constants or tensor.numel() <= KNOWN_CONSTANTS
+        return tensor.is_meta and (is_kept or _is_whole(tensor))
 
     def learn(self, tensor: Tensor, value: Tensor) -> None:
         """Store the value of a tensor that has a storage of its own."""

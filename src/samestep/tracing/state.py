@@ -70,6 +70,10 @@ class _Value:
     tensors: list[Tensor]
 
 
+_HOOKS = ("_forward", "_backward", "_state_dict", "_load_state", "_is_full")
+"""Beginnings of the names of a module's attributes that hold hooks."""
+
+
 class Snapshot:
     """The attributes, buffers and parameters of all modules at one moment."""
 
@@ -85,7 +89,10 @@ class Snapshot:
                 if name in ("_parameters", "_buffers", "_modules"):
                     self._undo.append((value, dict(value)))
                     self.values |= {(path, key): self._value(item) for key, item in value.items()}
-                elif not name.startswith(("_forward", "_backward", "_state_dict", "_load_state", "_is_full")):
+                elif name.startswith(_HOOKS):
+                    # A forward that installs hooks once notes that in an attribute: both go back, or hooks come twice.
+                    self._undo += [(value, dict(value))] if isinstance(value, dict) else []
+                else:
                     self.values[path, name] = self._value(value)
             for kind in type(part).__mro__:
                 if not kind.__module__.startswith(("torch", "transformers", "builtins", "abc", "typing")):
