@@ -175,7 +175,7 @@ TECHNIQUES = (
     ("packed documents", "datasets/documents.py"),
     ("mixtures of experts", "tracing/experts.py building/families.py"),
     ("expert parallelism", "strategies/expert.py runtime/axes/expert.py"),
-    ("dropout", "runtime/dropout/mode.py runtime/dropout/masks.py"),
+    ("dropout", "runtime/dropout/mode.py runtime/dropout/replacements.py runtime/dropout/masks.py"),
     ("resume", "runtime/checkpoint.py"),
     ("samestep verify", "proof/verify.py proof/sides.py proof/comparison.py proof/causes.py"),
     ("samestep plan", "planning/search.py planning/candidates.py planning/ranking.py planning/bounds/step_time.py"),

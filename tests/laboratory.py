@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.building.loss import loss_of
@@ -85,18 +86,26 @@ def source_of(model: str, layout: Layout, job: Job, dataset: type[Dataset] = Tok
 
 def make_run(rank: int, world: int, model: str, layout: str | Layout, job: Job, dataset: type[Dataset] = Tokens) -> Run:
     per_node = job.run.ranks_per_node or world
-    place = RankInfo(rank, rank % per_node, world, per_node, torch.device("cpu"))
+    place = RankInfo(rank, rank % per_node, world, per_node, device_of_ranks())
     where = Layout.parse(layout) if isinstance(layout, str) else layout
     return Run(source_of(model, where, job, dataset), where, job, place)
 
 
-def on_ranks(layout: str, function: Callable[..., Any], model: str, job: Job, *args: Any) -> list[Any]:
+def device_of_ranks() -> torch.device:
+    """Return where this process computes: on the CPU, but for the ranks of a pool on a simulated device."""
+    bound = dist.group.WORLD.bound_device_id if dist.is_initialized() and dist.group.WORLD else None
+    return bound or torch.device("cpu")
+
+
+def on_ranks(
+    layout: str, function: Callable[..., Any], model: str, job: Job, *args: Any, device: str = "cpu"
+) -> list[Any]:
     """Return what `function(rank, world, model, layout, job, *args)` returns on each rank; all inherit the traced model."""
     where = Layout.parse(layout)
     source_of(model, where, job)
-    if where.world_size == 1:
+    if where.world_size == 1 and device == "cpu":
         return [function(0, 1, model, layout, job, *args)]
-    return pool(where.world_size).run(function, model, layout, job, *args)
+    return pool(where.world_size, device).run(function, model, layout, job, *args)
 
 
 def perturbed(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -128,10 +137,10 @@ def _reference(model: str, job: str) -> Observed:
     return observe(0, 1, model, "dp=1", Job.model_validate_json(job))
 
 
-def prove(layout: str, model: str, job: Job | None = None) -> None:
-    """Hold the ranks of a layout against one device in float64, and what they sent against the program."""
+def prove(layout: str, model: str, job: Job | None = None, device: str = "cpu") -> None:
+    """Hold the ranks of a layout against one CPU in float64, and what they sent against the program."""
     job = job or clipped()
-    ranks = on_ranks(layout, observe, model, job, True)
+    ranks = on_ranks(layout, observe, model, job, True, device=device)
     assert_same(ranks, reference(model, job), TOLERANCE)
     assert_ledger(ranks, layout)
 
@@ -160,10 +169,10 @@ def follow(
         seen.norms.append(report.grad_norm)
         seen.notes.append(report.note)
         pieces = run.updater.pieces
-        seen.gradients.append([(p.name, *_place(run, p), p.gradient().detach().clone()) for p in pieces])
+        seen.gradients.append([(p.name, *_place(run, p), p.gradient().detach().cpu().clone()) for p in pieces])
         if each is not None:
             each(run)
-    seen.weights = [(p.name, *_place(run, p), p.value.detach().clone()) for p in run.updater.pieces]
+    seen.weights = [(p.name, *_place(run, p), p.value.detach().cpu().clone()) for p in run.updater.pieces]
     seen.index = run.assembly.parallel.mesh.index("tp")
     seen.cuts = {p.name: (p.cut, p.shape) for p in run.program.step.model.params if p.cut and run.layout.tp > 1}
     return seen

@@ -36,10 +36,10 @@ ECHO_GRACE_S = 1.0  # how long to wait for the cause when one rank only says tha
 
 
 class Pool:
-    """`ranks` processes that wait for jobs."""
+    """`ranks` processes that wait for jobs; on `cuda` each has a simulated device."""
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: int, device: str = "cpu") -> None:
+        self.ranks, self.device = ranks, device
         self.processes: list[Any] = []
         self.pipes: list[connection.Connection] = []
         self.folder = ""
@@ -83,7 +83,9 @@ class Pool:
             for rank in range(self.ranks):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=_serve, args=(rank, self.ranks, self.folder, theirs, os.getpid()), name=f"pool rank {rank}"
+                    target=_serve,
+                    args=(rank, self.ranks, self.device, self.folder, theirs, os.getpid()),
+                    name=f"pool rank {rank}",
                 )
                 process.start()
                 theirs.close()
@@ -133,9 +135,9 @@ def warm_up() -> None:
 
 
 @functools.cache
-def pool(ranks: int) -> Pool:
-    """Return the session's pool of so many ranks."""
-    made = Pool(ranks)
+def pool(ranks: int, device: str = "cpu") -> Pool:
+    """Return the session's pool of so many ranks on a device."""
+    made = Pool(ranks, device)
     _made.append(made)
     return made
 
@@ -154,7 +156,7 @@ def _is_echo(error: BaseException) -> bool:
     return is_torchs and workers._ECHO.search(str(error)) is not None
 
 
-def _serve(rank: int, world: int, folder: str, pipe: connection.Connection, parent_pid: int) -> None:
+def _serve(rank: int, world: int, device: str, folder: str, pipe: connection.Connection, parent_pid: int) -> None:
     workers.die_with_parent(parent_pid)
     gc.freeze()  # what was inherited stays: no collection looks through it, nor copies its pages
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest's Ctrl-C is pytest's affair, which then kills us
@@ -163,7 +165,10 @@ def _serve(rank: int, world: int, folder: str, pipe: connection.Connection, pare
     try:
         store = dist.FileStore(f"{folder}/store", world)
         timeout = datetime.timedelta(seconds=60)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+        if device == "cuda":
+            _join_on_simulated_device(store, rank, world, timeout)
+        else:
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         dist.barrier()  # a job that ends at once may not close the connection of who is still connecting
     except BaseException as error:
         pipe.recv_bytes()
@@ -182,6 +187,14 @@ def _serve(rank: int, world: int, folder: str, pipe: connection.Connection, pare
         except BaseException as error:
             answer = pickle.dumps((False, _told(error)))
         pipe.send_bytes(answer)
+
+
+def _join_on_simulated_device(store: dist.Store, rank: int, world: int, timeout: datetime.timedelta) -> None:
+    from tests.device import simulated_cuda
+
+    simulated_cuda.install()
+    place = torch.device("cuda", 0)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=timeout, device_id=place)
 
 
 def _told(error: BaseException) -> tuple[float, BaseException]:

@@ -75,8 +75,8 @@ def _allowed(model: str, precision: str) -> tuple[Observed, Limits]:
     return allowed(functools.partial(make_run, 0, 1, model, "dp=1", job), Tokens(), job)
 
 
-def prove(layout: str, model: str, precision: str) -> None:
+def prove(layout: str, model: str, precision: str, device: str = "cpu") -> None:
     """Hold the ranks of a layout against one device in a precision with roundings, and what they sent."""
-    ranks = on_ranks(layout, observe, model, clipped(precision), True)
+    ranks = on_ranks(layout, observe, model, clipped(precision), True, device=device)
     assert_within(ranks, _allowed(model, precision))
     assert_ledger(ranks, layout)

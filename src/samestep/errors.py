@@ -23,7 +23,12 @@ of our own code is an `assert`, never one of these.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import site
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class SamestepError(Exception):
@@ -94,3 +99,34 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ` (did you mean 'x'?)` for the known word nearest to `word`, or nothing when none is near."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+@contextmanager
+def failures_of(what: str, error: type[InputError]) -> Iterator[None]:
+    """Turn an exception of the user's own code into an error that says what failed, how, and in which line of theirs.
+
+    Raises:
+        error: the code in the context raised an exception that is none of ours.
+    """
+    try:
+        yield
+    except (SamestepError, MemoryError):
+        raise
+    except Exception as failed:
+        text = " ".join(str(failed).split()) or "no text"
+        raise error(f"{what} fails: {type(failed).__name__}: {text[:300]}{_line_of(failed)}") from failed
+
+
+def _line_of(failed: Exception) -> str:
+    """Return text with the innermost line of an exception that is neither ours nor of an installed library; empty if none."""
+    libraries = (str(Path(__file__).parent), sysconfig.get_paths()["stdlib"], *site.getsitepackages())
+    own = [
+        frame
+        for frame in traceback.extract_tb(failed.__traceback__)
+        if not frame.filename.startswith((*libraries, "<"))
+    ]
+    if not own:
+        return ""
+    path = Path(own[-1].filename)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f" ({shown}:{own[-1].lineno})"

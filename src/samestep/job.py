@@ -89,7 +89,9 @@ class DataTable(_Table):
     """The data, and how it becomes samples."""
 
     source: str = "topics"
-    """topics, stdlib, text:PATH, tokens:PATH, jsonl:PATH, hf:PATH, or `module:function`."""
+    """topics, stdlib, text:PATH, tokens:PATH, jsonl:PATH, parquet:PATH, hf:PATH, `module:function`, or mixture."""
+    mixture: dict[str, Annotated[float, Field(gt=0.0, le=MOST_SCALE)]] = {}
+    """With `source = "mixture"`: sources, and the share of the samples that each one gives, in any unit."""
     tokenizer: str = "bytes"
     """`bytes`, or a folder that holds a tokenizer."""
     sequence_length: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = 64
@@ -186,6 +188,8 @@ class RunTable(_Table):
     """Number of worker processes; by default the layout's ranks, and without a layout all GPUs or 2."""
     threads: Annotated[int, Field(ge=1, le=MOST_THREADS)] = 1
     """Number of CPU threads of one worker."""
+    data_workers: Annotated[int, Field(ge=0, le=MOST_THREADS)] = 0
+    """Processes of each rank that read samples ahead; with 0 a thread does where reading takes long."""
     ranks_per_node: Annotated[int, Field(ge=1, le=MOST_RANKS)] | None = None
     """Number of ranks on one machine, for reduce=hierarchical; without it the number that the launcher gives."""
     timeout_s: Annotated[float, Field(ge=0.001, le=MOST_SECONDS)] = 600.0
@@ -255,6 +259,11 @@ class Job(_Table):
             raise ValueError(
                 f"schedule.warmup_steps = {self.schedule.warmup_steps} is more than train.steps = {self.train.steps}; "
                 f"at most {self.train.steps} works, and so do more steps (--set schedule.warmup_steps=0 --set train.steps=...)"
+            )
+        if (self.data.source == "mixture") != bool(self.data.mixture):
+            raise ValueError(
+                f'data.source = "{self.data.source}" with {len(self.data.mixture)} sources in data.mixture: '
+                'source = "mixture" and a table [data.mixture] with a line such as "text:PATH" = 0.5 for each source work'
             )
         return self
 

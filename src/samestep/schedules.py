@@ -50,7 +50,7 @@ Everything that other modules know of a schedule is in its `ScheduleSpec`, and a
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -215,16 +215,51 @@ def needs(action: Action, stage: int, num_stages: int, num_chunks: int) -> Itera
         yield stage, Action(TaskKind.BACKWARD, microbatch, chunk)
 
 
-def check(orders: Sequence[Sequence[Action]], num_chunks: int) -> None:
+class Message(NamedTuple):
+    """What one stage sends to another: the result of an action of the sender."""
+
+    sender: int
+    receiver: int
+    action: Action
+
+
+def link_of(message: Message, num_stages: int) -> str:
+    """Return the name of the process groups, one for each pair of stages, in which a message is sent.
+
+    NCCL carries out the sends and receives of a rank in one group in the order in which they are issued, each as soon as
+    the other end has come to it. So a pair of stages has a group for each direction, in which one only sends and the
+    other only receives; the pairs with an even first stage and those with an odd one have groups of two names, as a stage
+    is in a pair with the stage before it and in one with the stage after it, and so has the pair around the end.
+    """
+    is_forward = message.action.kind is TaskKind.FORWARD
+    first = message.sender if is_forward else message.receiver
+    place = "around" if first == num_stages - 1 else "odd" if first % 2 else "even"
+    return f"pp {'forward' if is_forward else 'backward'} {place}"
+
+
+def links(num_stages: int, num_chunks: int) -> dict[str, tuple[tuple[int, int], ...]]:
+    """Return the pairs of stages, lower stage first, that the links of each name connect."""
+    found: dict[str, tuple[tuple[int, int], ...]] = {}
+    for first in range(num_stages if num_chunks > 1 else num_stages - 1):
+        second = (first + 1) % num_stages
+        for ends, kind in (((first, second), TaskKind.FORWARD), ((second, first), TaskKind.BACKWARD)):
+            name = link_of(Message(*ends, Action(kind, 0)), num_stages)
+            found[name] = (*found.get(name, ()), (min(first, second), max(first, second)))
+    return found
+
+
+def check(
+    orders: Sequence[Sequence[Action]], num_chunks: int, link_of: Callable[[Message, int], str] = link_of
+) -> None:
     """Check the orders of all stages by running them: a receive waits for its send, a send waits for nothing.
 
     The number of micro-batches is that of the largest one that any stage names; one W anywhere means that every B has a
-    W.
+    W. Then they run once more with the messages as NCCL carries them out in the process groups that `link_of` names.
 
     Raises:
         LayoutError: an action is missing, is repeated, runs before one it needs on its own stage, or breaks the order in
             which gradients are accumulated and reduced; or the stages deadlock, and then the text names the action at
-            which each one is stuck and what that waits for.
+            which each one is stuck and what that waits for; or the ends of a link issue its messages in two orders.
     """
     has_weight = any(action.kind is TaskKind.WEIGHT for actions in orders for action in actions)
     kinds = [TaskKind.FORWARD, TaskKind.BACKWARD, *([TaskKind.WEIGHT] if has_weight else [])]
@@ -235,6 +270,8 @@ def check(orders: Sequence[Sequence[Action]], num_chunks: int) -> None:
     for stage, actions in enumerate(orders):
         _check_stage(stage, actions, expected, len(orders), num_chunks)
     _check_ends(orders, num_chunks)
+    for are_shapes_known in (False, True):  # as in the first step, and as in the later ones
+        _Transport(orders, num_chunks, link_of, are_shapes_known).check()
 
 
 def _check_stage(
@@ -311,6 +348,137 @@ def _check_ends(orders: Sequence[Sequence[Action]], num_chunks: int) -> None:
     ]
     if stuck:
         raise LayoutError(f"these orders deadlock: {'; '.join(stuck)}")
+
+
+class _Transport:
+    """The messages of a step as NCCL carries them out: those of one stage and link in order, each when both ends issued it."""
+
+    def __init__(
+        self,
+        orders: Sequence[Sequence[Action]],
+        num_chunks: int,
+        link_of: Callable[[Message, int], str],
+        are_shapes_known: bool,
+    ) -> None:
+        self._orders, self._num_chunks, self._link_of = orders, num_chunks, link_of
+        self._are_shapes_known = are_shapes_known
+        self._issued: list[dict[str, deque[Message]]] = [{} for _ in orders]
+        """The messages of each stage and link that are not carried out, in the order of issue."""
+        self._arrived: set[Message] = set()
+
+    def check(self) -> None:
+        """Let each stage issue what it can, and carry out what both ends have come to, until all is done.
+
+        Raises:
+            LayoutError: nothing more can be carried out, or the two ends of a link have come to different messages.
+        """
+        stages = [
+            issues(self._orders, stage, self._num_chunks, self._are_shapes_known) for stage in range(len(self._orders))
+        ]
+        awaited: dict[int, Message] = {}
+        running = set(range(len(stages)))
+        moved = True
+        while moved:
+            moved = False
+            for stage in sorted(running):
+                if stage in awaited and awaited[stage] not in self._arrived:
+                    continue
+                moved = True
+                awaited.pop(stage, None)
+                for message, is_issued in stages[stage]:
+                    if not is_issued:
+                        awaited[stage] = message
+                        break
+                    self._issued[stage].setdefault(self._link_of(message, len(stages)), deque()).append(message)
+                else:
+                    running.remove(stage)
+            moved = self._carry_out() or moved
+        if running or any(queue for queues in self._issued for queue in queues.values()):
+            stuck = [f"stage {stage} waits for {self._named(message)}" for stage, message in sorted(awaited.items())]
+            raise LayoutError(
+                f"these orders deadlock where messages between two stages keep the order: {'; '.join(stuck)}"
+            )
+
+    def _carry_out(self) -> bool:
+        """Carry out the messages that are the first of their link at both ends; return whether there were any."""
+        any_carried = False
+        for stage, queues in enumerate(self._issued):
+            for link, queue in queues.items():
+                while queue and queue[0].sender == stage:
+                    other = self._issued[queue[0].receiver].get(link)
+                    if not other or other[0].sender != stage:
+                        break
+                    if other[0] != queue[0]:
+                        raise LayoutError(
+                            f"stage {stage} sends {self._named(queue[0])} where stage {queue[0].receiver} receives "
+                            f"{self._named(other[0])}: both ends of a link issue its messages in one order"
+                        )
+                    self._arrived.add(queue.popleft())
+                    other.popleft()
+                    any_carried = True
+        return any_carried
+
+    def _named(self, message: Message) -> str:
+        return f"{_label(message.action, self._num_chunks > 1)} of stage {message.sender}"
+
+
+def issues(
+    orders: Sequence[Sequence[Action]], stage: int, num_chunks: int, are_shapes_known: bool
+) -> Iterator[tuple[Message, bool]]:
+    """Yield the messages that one stage issues, its receives and its sends, and those for which it waits (False).
+
+    A stage posts the next receive of each link ahead of need: of an activation once the shapes of activations are known,
+    of a gradient once its forward has run.
+    """
+    num_stages, order = len(orders), orders[stage]
+    arriving = dict(_arrivals(order, stage, num_stages, num_chunks))
+    due: dict[str, list[Action]] = {}
+    for action in reversed(arriving):
+        due.setdefault(link_of(arriving[action], num_stages), []).append(action)
+    done: set[Action] = set()
+    posted: set[Action] = set()
+
+    def post_ahead() -> Iterator[tuple[Message, bool]]:
+        for action in [queue[-1] for queue in due.values() if queue and queue[-1] not in posted]:
+            if are_shapes_known if action.kind is TaskKind.FORWARD else action._replace(kind=TaskKind.FORWARD) in done:
+                posted.add(action)
+                yield arriving[action], True
+
+    for action in order:
+        message = arriving.get(action)
+        if action.kind is TaskKind.FORWARD or (action.kind is TaskKind.BACKWARD and message is None):
+            yield from post_ahead()
+        if message is not None:
+            due[link_of(message, num_stages)].pop()
+            if action not in posted:
+                yield message, True
+            yield message, False
+            yield from post_ahead()
+        done.add(action)
+        if (receiver := _receiver(action, stage, num_stages, num_chunks)) is not None:
+            yield Message(stage, receiver, action), True
+
+
+def _arrivals(
+    order: Sequence[Action], stage: int, num_stages: int, num_chunks: int
+) -> Iterator[tuple[Action, Message]]:
+    """Yield the actions of a stage that need a message, and the message."""
+    for action in order:
+        for sender, needed in needs(action, stage, num_stages, num_chunks):
+            if sender != stage:
+                yield action, Message(sender, stage, needed)
+
+
+def _receiver(action: Action, stage: int, num_stages: int, num_chunks: int) -> int | None:
+    """Return the stage to which the result of an action is sent; None where it is sent to none."""
+    virtual = action.chunk * num_stages + stage
+    if num_stages == 1:
+        return None
+    if action.kind is TaskKind.FORWARD and virtual + 1 < num_stages * num_chunks:
+        return (stage + 1) % num_stages
+    if action.kind is TaskKind.BACKWARD and virtual > 0:
+        return (stage - 1) % num_stages
+    return None
 
 
 def in_flight(actions: Sequence[Action]) -> int:

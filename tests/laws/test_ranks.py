@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep import Layout
-from samestep.program.ranks import LINKS, Ranks
+from samestep.program.ranks import Ranks
 
 DEGREE = st.integers(1, 4)
 ORDERS = (
@@ -64,7 +64,7 @@ def test_ranks_of_a_group_differ_in_its_coordinate_alone(layout: Layout) -> None
 @given(layouts())
 def test_a_stride_is_the_distance_of_neighbours(layout: Layout) -> None:
     ranks = Ranks.of(layout)
-    for axis in {"tie", *LINKS, *itertools.chain(*ORDERS)} & ranks.axes.keys():
+    for axis in {"tie", *itertools.chain(*ORDERS)} & ranks.axes.keys():
         for group in ranks.groups(axis):
             assert all(after - before == ranks.stride(axis) for before, after in itertools.pairwise(group))
 
@@ -96,14 +96,13 @@ def test_data_axes_make_up_all_whose_gradients_are_summed(layout: Layout) -> Non
 def test_ties_join_the_first_stage_and_the_last(layout: Layout) -> None:
     ranks = Ranks.of(layout)
     if layout.pp == 1:
-        assert not {"tie", *LINKS} & ranks.axes.keys()
+        assert "tie" not in ranks.axes
         return
     stages = [[r for r in range(layout.world_size) if ranks.coordinate(r, "pp") == stage] for stage in range(layout.pp)]
     assert ranks.groups("tie") == tuple(zip(stages[0], stages[-1], strict=True))
     assert [ranks.coordinate(rank, "tie") for rank in (*stages[0], *stages[-1])] == [0] * len(stages[0]) + [1] * len(
         stages[-1]
     )
-    assert all(ranks.groups(link) == ranks.groups("pp") for link in LINKS)
 
 
 @given(layouts(), st.data())

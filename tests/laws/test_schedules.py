@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import product
@@ -12,7 +13,19 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from samestep.errors import LayoutError
-from samestep.schedules import SCHEDULES, Action, Order, TaskKind, check, in_flight, needs, order, to_text
+from samestep.schedules import (
+    SCHEDULES,
+    Action,
+    Message,
+    Order,
+    TaskKind,
+    check,
+    in_flight,
+    links,
+    needs,
+    order,
+    to_text,
+)
 from tests.laws.models import LAW
 
 WHOLE = {"F": 1, "B": 2}
@@ -116,11 +129,51 @@ def test_gradients_add_up_in_ascending_order(shape: Shape) -> None:
 
 @pytest.mark.parametrize("num_stages", range(1, 9))
 def test_nothing_deadlocks(num_stages: int) -> None:
-    for m in range(1, 21):
+    for m in (1, 2, 3, 4, 5, 6, 7, 9, 13, 20):
         for shape in [Shape(schedule, num_stages, m) for schedule in SCHEDULES]:
             check(shape.orders, 1)
         for num_chunks in (2, 3, 4):
             check(Shape("interleaved", num_stages, m, num_chunks).orders, num_chunks)
+
+
+def one_group_for_a_direction(message: Message, num_stages: int) -> str:
+    return message.action.kind
+
+
+def one_group_for_all(message: Message, num_stages: int) -> str:
+    return "pp"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("num_stages", [4, 5, 8])
+def test_groups_of_all_stages_deadlock_on_nccl(schedule: str, num_stages: int) -> None:
+    """A stage between two others then receives and sends in one group, and its receive ahead holds up its sends."""
+    check(Shape(schedule, num_stages, 4).orders, 1, one_group_for_a_direction)
+    for m in (5, 6, 8, 12):
+        with pytest.raises(LayoutError, match="deadlock where messages between two stages keep the order"):
+            check(Shape(schedule, num_stages, m).orders, 1, one_group_for_a_direction)
+
+
+def test_one_group_for_both_directions_deadlocks_on_nccl() -> None:
+    for schedule in SCHEDULES:
+        with pytest.raises(LayoutError, match="deadlock where messages between two stages keep the order"):
+            check(Shape(schedule, 2, 2).orders, 1, one_group_for_all)
+
+
+@pytest.mark.parametrize("num_stages", range(2, 9))
+def test_a_stage_only_sends_or_only_receives_in_a_link(num_stages: int) -> None:
+    for num_chunks in (1, 2):
+        found = links(num_stages, num_chunks)
+        assert len(found) == (2 if num_stages == 2 else 4) + 2 * (num_chunks > 1)
+        for pairs in found.values():
+            assert len({*itertools.chain(*pairs)}) == 2 * len(pairs)
+
+
+def test_ends_of_a_link_with_two_orders_are_refused() -> None:
+    """Gloo would tell the messages apart by their tags; NCCL would give each receive the wrong one."""
+    backward = " 0B1 1B1 0B0 1B0"
+    with pytest.raises(LayoutError, match=r"stage 0 sends 0F1 of stage 0 where stage 1 receives 1F0 of stage 0"):
+        check(read("0F0 0F1 1F0 1F1" + backward + "\n0F0 1F0 0F1 1F1" + backward), 2)
 
 
 def is_ascending(orders: Sequence[Sequence[Action]]) -> bool:

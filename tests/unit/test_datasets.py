@@ -556,8 +556,9 @@ def test_bad_token_and_text_files_are_refused(tmp_path):
         word, _, name = source.partition(":")
         with pytest.raises(DataError, match=text):
             open_dataset(job_of(f"{word}:{tmp_path / name if name else ''}"))
-    with pytest.raises(DataError, match="is a folder"):
-        open_dataset(job_of(f"tokens:{tmp_path}"))
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match="the folder holds no file"):
+        open_dataset(job_of(f"tokens:{tmp_path / 'folder'}"))
 
 
 def test_nothing_of_ours_hides_the_library_datasets():

@@ -18,14 +18,14 @@ from samestep.errors import LayoutError, ModelError
 from samestep.models.spec import Cut, MaskSpec, ModelSpec, ParamSpec
 from samestep.runtime.dropout.masks import MaskSlice, drop_mask, hash_positions, mix, positions
 from samestep.runtime.dropout.mode import (
-    _HANDLERS,
     Draw,
     DropoutMode,
-    has_dropout,
     named_modules,
     recompute_contexts,
     track_modules,
 )
+from samestep.runtime.dropout.rates import has_dropout
+from samestep.runtime.dropout.replacements import HANDLERS
 
 
 def draw(samples: list[int], seed: int = 1, step: int = 3) -> Draw:
@@ -330,7 +330,7 @@ def test_every_random_operation_of_torch_is_known() -> None:
         if (function := getattr(home, name, None)) is not None
     ]
     assert len(found) > 40
-    assert [function for function in found if function not in _HANDLERS] == []
+    assert [function for function in found if function not in HANDLERS] == []
 
 
 def test_rrelu_outside_training_and_one_number_of_the_step() -> None:

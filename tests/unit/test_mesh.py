@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from samestep.datasets import batches
 from samestep.runtime.processes.join import RankInfo, leave
-from samestep.runtime.processes.mesh import group_over
+from samestep.runtime.processes.mesh import group_among
 from samestep.runtime.processes.workers import run_workers
 from tests.laboratory import clipped, make_run
 from tests.models import Tokens
@@ -40,9 +40,9 @@ def test_runs_of_one_process_share_their_groups() -> None:
 
 
 def groups_of_two_names(rank: int, world: int) -> tuple[bool, bool, bool]:
-    everyone = tuple(range(world))
-    plain, named = group_over(everyone), group_over(everyone, "cp")
-    return plain is dist.group.WORLD, named is plain, group_over(everyone, "cp") is named
+    everyone = [tuple(range(world))]
+    plain, named = group_among(everyone, "", 60.0), group_among(everyone, "cp", 60.0)
+    return plain is dist.group.WORLD, named is plain, group_among(everyone, "cp", 60.0) is named
 
 
 def test_a_name_asks_for_a_group_of_its_own() -> None:
@@ -51,7 +51,7 @@ def test_a_name_asks_for_a_group_of_its_own() -> None:
 
 def threads_after_leaving(place: RankInfo) -> tuple[int, int]:
     with_world = psutil.Process().num_threads()
-    group_over((0, 1), "cp")
+    group_among([(0, 1)], "cp", 60.0)
     dist.barrier()
     leave()
     return with_world, psutil.Process().num_threads()

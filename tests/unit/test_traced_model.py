@@ -14,7 +14,7 @@ from samestep.datasets import batches
 from samestep.layout import Layout
 from samestep.runtime import assembly
 from samestep.runtime.assembly import Source, prepare, with_new_blueprint, with_slices
-from samestep.runtime.dropout import mode as dropout
+from samestep.runtime.dropout import rates
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.tracing import experts, sequence_boundaries, slices, tensor_plan
@@ -28,7 +28,7 @@ EXAMINATIONS = [
     (tensor_plan, "shareable_heads"),
     (sequence_boundaries, "_parts"),
     (slices, "prove"),
-    (dropout, "has_dropout"),
+    (rates, "has_dropout"),
     (assembly, "trace"),
 ]
 """Functions that find something out about a model."""

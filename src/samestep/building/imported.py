@@ -23,13 +23,16 @@ def imported(source: str, key: str, error: type[InputError]) -> Callable[..., An
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
+    importlib.invalidate_caches()
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as missing:
         if missing.name is None or not f"{module_name}.".startswith(f"{missing.name}."):
             raise error(f"{key}: {module_name} needs the module {missing.name}, which is not installed") from missing
+        stem = module_name.removesuffix(".py").replace("/", ".")
+        works = f": {stem}:{name} works" if stem != module_name and Path(module_name).exists() else ""
         raise error(
-            f"{key}: there is no module {module_name!r}, neither in {here} nor among the installed ones"
+            f"{key}: there is no module {module_name!r}, neither in {here} nor among the installed ones{works}"
         ) from None
     except Exception as failed:
         raise error(f"{key}: importing {module_name} failed: {type(failed).__name__}: {failed}") from failed

@@ -6,18 +6,20 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from samestep.building.imported import imported
-from samestep.errors import JobError, did_you_mean
+from samestep.errors import JobError, ModelError, did_you_mean
 from samestep.job import Job
 
 IGNORED_LABEL = -100
 """The label value that losses do not count."""
 
-LossFunction = Callable[[Any, Any], tuple[Tensor, Tensor]]
+LossFunction = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
 
 
 # -- the loss --------------------------------------------------------------------------------------
@@ -45,16 +47,65 @@ def named_loss(name: str) -> LossFunction:
         raise JobError(
             f"train.loss = {name!r} is none of {', '.join(losses)}{did_you_mean(name, losses)}, nor module:function"
         )
-    return functools.partial(_checked_loss, imported(name, "train.loss", JobError), name)
+    return checked(imported(name, "train.loss", JobError))
 
 
-def _checked_loss(function: LossFunction, name: str, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    result = function(outputs, batch)
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
-        return result[0], torch.as_tensor(result[1], device=result[0].device)
-    raise JobError(
-        f"train.loss: {name} must return (sum, count): a tensor, and the number of tokens or samples that it sums over"
-    )
+def checked(loss: LossFunction) -> LossFunction:
+    """Return the loss, whose results must be a sum that is one number as a tensor, and a count.
+
+    Raises:
+        JobError: the returned function: the result is something else, such as a mean.
+    """
+
+    @functools.wraps(loss)
+    def called(outputs: Any, batch: Any) -> tuple[Tensor, Tensor | int]:
+        result = loss(outputs, batch)
+        if isinstance(result, (tuple, list)) and len(result) == 2:
+            total, count = result
+            if isinstance(total, Tensor) and total.numel() == 1 and _is_number(count):
+                return total.reshape(()), torch.as_tensor(count, device=total.device).reshape(())
+        raise JobError(
+            f"the loss {getattr(loss, '__qualname__', type(loss).__name__)} returned {_shown(result)}; (sum, count) works: a "
+            "tensor of one number, and the number of tokens or samples that it sums over"
+        )
+
+    return called
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float | np.number)
+
+
+def _shown(value: Any) -> str:
+    """Return text that shows of what form a value is."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_shown, value))})"
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def with_graph(total: Tensor, count: Tensor | int, outputs: Any) -> Tensor:
+    """Return the sum of a loss as a backward can begin at: a constant one, of a part without any label, adds no gradient.
+
+    Raises:
+        JobError: the sum does not depend on the outputs, though it counts something.
+        ModelError: no output depends on a parameter that is trained.
+    """
+    if total.requires_grad:
+        return total
+    roots = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not roots:
+        raise ModelError(
+            "no output of the model depends on a parameter that takes a gradient, so nothing is trained: "
+            "requires_grad_(True) on one that the forward uses works"
+        )
+    if float(count):
+        raise JobError(
+            "the sum that the loss returned has no gradient, so nothing is trained: a loss without .detach(), .item(), "
+            "argmax and torch.no_grad() works"
+        )
+    return total + sum(root.flatten()[:0].sum().to(total.dtype) for root in roots)
 
 
 def cross_entropy(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
@@ -90,7 +141,14 @@ def mse(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
             "equal shapes work"
         )
     total = F.mse_loss(prediction, target.to(prediction.dtype), reduction="sum")
-    return total, torch.tensor(target.numel(), device=total.device)
+    return total, torch.full((), target.numel(), device=total.device)
+
+
+def as_number(value: Tensor | int | float, like: Tensor) -> Tensor:
+    """Return a sum or a count as a scalar with the dtype and on the device of `like`."""
+    if isinstance(value, Tensor):
+        return value.to(like.device, like.dtype).reshape(())
+    return like.new_full((), value)  # which is no copy from the host
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

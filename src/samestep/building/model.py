@@ -47,14 +47,27 @@ def model_source(job: Job) -> Callable[[], nn.Module]:
         inspect.signature(function).bind(**config)
     except TypeError as error:
         raise ModelError(f"model.config does not fit {source}: {error}") from None
-    return functools.partial(_build_function, function, source, config)
+    return JobModel(function, source, config)
 
 
-def _build_function(function: Callable[..., Any], source: str, config: Mapping[str, Any]) -> nn.Module:
-    model = function(**config)
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"{source} returned a {type(model).__name__}; it must return an nn.Module")
-    return model
+@dataclass(frozen=True, slots=True)
+class JobModel:
+    """The build function that a job names, with the arguments that it gives."""
+
+    function: Callable[..., Any]
+    source: str
+    config: Mapping[str, Any]
+
+    def __call__(self) -> nn.Module:
+        """Return what the function builds.
+
+        Raises:
+            ModelError: it returns no module.
+        """
+        model = self.function(**self.config)
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"{self.source} returned a {type(model).__name__}; it must return an nn.Module")
+        return model
 
 
 # -- calling the model -----------------------------------------------------------------------------
@@ -109,8 +122,8 @@ class _Accepted:
 
 @functools.cache
 def _accepted(forward: Callable[..., Any]) -> _Accepted:
-    """Return the arguments of a forward, without the module itself."""
-    parameters = [one for one in inspect.signature(forward).parameters.values() if one.name != "self"]
+    """Return the arguments of a class's forward, without the module itself."""
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
     kinds = [one.kind for one in parameters]
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

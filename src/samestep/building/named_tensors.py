@@ -6,6 +6,7 @@ such as a first value, takes the name without it, so that a wrapped module compu
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,18 @@ def tensors_of(module: nn.Module) -> Iterator[NamedTensor]:
     for prefix, owner in modules:
         map_attributes(prefix, owner, find)
     yield from found
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """Return a deep copy of a module; tensors computed from parameters, as pruning and weight_norm keep them, are constants in it.
+
+    Raises:
+        RuntimeError, TypeError: an attribute cannot be copied.
+    """
+    memo: dict[int, Any] = {
+        id(one.tensor): one.tensor.detach().clone() for one in tensors_of(module) if not one.tensor.is_leaf
+    }
+    return copy.deepcopy(module, memo)
 
 
 def map_attributes(prefix: str, module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:

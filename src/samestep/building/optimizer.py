@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.building.imported import imported
-from samestep.errors import JobError, did_you_mean
+from samestep.errors import JobError, did_you_mean, failures_of
 from samestep.job import Job, OptimizerTable, ScheduleTable
 
 # -- the optimizer ---------------------------------------------------------------------------------
@@ -65,7 +65,8 @@ def _optimizer_class(name: str) -> type[Optimizer]:
 
 
 def _from_function(function: Callable[..., Any], source: str, named: list[tuple[str, Tensor]]) -> Optimizer:
-    optimizer = function([tensor for _, tensor in named])
+    with failures_of(f"optimizer.name: {source}", JobError):
+        optimizer = function([tensor for _, tensor in named])
     if isinstance(optimizer, Optimizer):
         return optimizer
     raise JobError(f"optimizer.name: {source} returned a {type(optimizer).__name__}, not a torch optimizer")

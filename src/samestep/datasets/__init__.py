@@ -10,7 +10,7 @@ There is no iterator state: to resume, `batches` takes another first step. Nothi
 
 from samestep.datasets.batch import Batch, BatchStream, Dataset, batches, checked_samples, read_samples, shares
 from samestep.datasets.order import permuted, sample_indices
-from samestep.datasets.source import open_dataset
+from samestep.datasets.source import first_tokens, is_text, open_dataset
 from samestep.datasets.tokenizers import Tokenizer, open_tokenizer
 
 __all__ = [
@@ -20,6 +20,8 @@ __all__ = [
     "Tokenizer",
     "batches",
     "checked_samples",
+    "first_tokens",
+    "is_text",
     "open_dataset",
     "open_tokenizer",
     "permuted",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import default_collate
 
 from samestep.datasets.order import Integers, sample_indices
-from samestep.errors import DataError, ModelError
+from samestep.datasets.read_ahead import ReadAhead
+from samestep.errors import DataError, ModelError, failures_of
 from samestep.job import Job
 
 
@@ -40,17 +42,49 @@ class BatchStream(Iterator["Batch"]):
     def __init__(self, dataset: Dataset, job: Job, first_step: int) -> None:
         self._dataset, self._job, self._next = dataset, job, first_step
         self._length, self._stopped = len(dataset), False
+        self._ahead: ReadAhead | None = None
+        self._ahead_in = first_step
+        """The step whose micro-batches are being taken."""
 
     def __next__(self) -> Batch:
-        train, step = self._job.train, self._next
-        if self._stopped or step >= train.steps:
+        if self._stopped or self._next >= self._job.train.steps:
+            self.stop()
             raise StopIteration
         self._next += 1
-        return Batch(step, sample_indices(step, train.global_batch, self._length, train.seed), self._dataset, self)
+        return Batch(self._next - 1, self._indices(self._next - 1), self._dataset, self)
 
     def stop(self) -> None:
         """End behind the batch that was yielded last."""
         self._stopped = True
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def __del__(self) -> None:
+        self.stop()
+
+    def read_ahead(self, step: int, rank: int, num_ranks: int, num_microbatches: int, *, pin: bool) -> None:
+        """Begin to read one data rank's micro-batches of `step` and of those after it, unless that has begun."""
+        if self._ahead is not None and step not in (self._ahead_in, self._ahead_in + 1):
+            self._ahead.close()
+            self._ahead = None
+        self._ahead_in = step
+        if self._ahead is None:
+            coming = (
+                indices
+                for later in range(step, self._job.train.steps)
+                for indices in shares(self._indices(later), rank, num_ranks, num_microbatches)
+                if len(indices)
+            )
+            read = functools.partial(read_samples, self._dataset)
+            self._ahead = ReadAhead(read, coming, num_workers=self._job.run.data_workers, pin=pin)
+
+    def read(self, indices: Integers) -> Any:
+        """Return samples of the data set, which may have been read ahead."""
+        return read_samples(self._dataset, indices) if self._ahead is None else self._ahead.take(indices)
+
+    def _indices(self, step: int) -> Integers:
+        train = self._job.train
+        return sample_indices(step, train.global_batch, self._length, train.seed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +114,16 @@ class Batch:
         Raises:
             DataError: the samples cannot be stacked into tensors.
         """
-        return read_samples(self.dataset, indices)
+        rows = np.asarray(indices, dtype=np.int64)
+        return read_samples(self.dataset, rows) if self.stream is None else self.stream.read(rows)
+
+    def read_ahead(self, rank: int, num_ranks: int, num_microbatches: int, *, pin: bool = False) -> None:
+        """Begin to read a data rank's micro-batches, of this step and the later ones, before `samples` is asked for them.
+
+        With `pin` their tensors lie in memory from which a GPU copies while the caller goes on.
+        """
+        if self.stream is not None:
+            self.stream.read_ahead(self.step, rank, num_ranks, num_microbatches, pin=pin)
 
 
 def batches(dataset: Dataset, job: Job, first_step: int = 0) -> BatchStream:
@@ -152,8 +195,12 @@ def read_samples(
     rows = np.asarray(indices, dtype=np.int64)
     read = getattr(dataset, "read", None)
     if read is not None:
-        return read(rows)
-    samples = [dataset[int(index)] for index in (rows if rows.size else [0])]
+        with failures_of(f"reading samples of a {type(dataset).__name__}", DataError):
+            return read(rows)
+    samples = []
+    for index in rows if rows.size else [0]:
+        with failures_of(f"reading sample {index} of a {type(dataset).__name__}", DataError):
+            samples.append(dataset[int(index)])
     try:
         stacked = default_collate(samples)
     except (RuntimeError, TypeError, KeyError) as error:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from samestep.errors import DataError, did_you_mean
+
+PART_BYTES = 2**20
+"""Bytes of a text file that are read, and turned into tokens, at a time."""
 
 
 def existing(path: str, source: str) -> Path:
@@ -50,17 +53,26 @@ def sorted_files(folder: Path, pattern: str) -> list[Path]:
     )
 
 
-def read_texts(paths: Iterable[Path]) -> Iterator[str]:
-    """Yield the text of each file.
+def texts_of(path: Path) -> Iterator[str]:
+    """Yield the text of a file in parts of whole lines, so that a large file is never in memory as a whole.
 
     Raises:
-        DataError: a file is not UTF-8.
+        DataError: the file is not UTF-8.
     """
-    for path in paths:
-        try:
-            yield path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{path} is not UTF-8 text (byte {error.start}); to train on its raw bytes, "
-                f"source = 'tokens:{path}' with data.dtype = 'uint8' works"
-            ) from None
+    with path.open("rb") as file:
+        while True:
+            offset = file.tell()
+            part = file.read(PART_BYTES)
+            is_last = len(part) < PART_BYTES
+            part += file.readline()
+            try:
+                text = part.decode()
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{path} is not UTF-8 text (byte {offset + error.start}); to train on its raw bytes, "
+                    f"source = 'tokens:{path}' with data.dtype = 'uint8' works"
+                ) from None
+            if text or not offset:
+                yield text.replace("\r\n", "\n").replace("\r", "\n")
+            if is_last:
+                return

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from samestep.datasets.batch import Dataset, read_samples
 from samestep.datasets.split import Split, named, part_of
-from samestep.errors import DataError, did_you_mean
+from samestep.errors import DataError, did_you_mean, failures_of
 from samestep.job import DataTable
 
 
@@ -49,7 +49,8 @@ def function_part(data: DataTable, split: Split) -> DatasetSlice:
         DataError: there is no such function, or it returns no map-style dataset.
     """
     source = data.source
-    dataset = _function(source)()
+    with failures_of(f"data.source: {source}", DataError):
+        dataset = _function(source)()
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
             f"{source} returned a {type(dataset).__name__} without __len__ and __getitem__; the samples of a step must "
@@ -72,7 +73,7 @@ def _function(source: str) -> Any:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module exists but imports one that does not: the traceback shows where
+            raise  # the module exists but imports one that does not: the error names it
         raise DataError(f"{source}: there is no module {name!r} in {here} or among the installed ones") from None
     function = getattr(module, attribute, None)
     if callable(function):

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from samestep.datasets.batch import Dataset
-from samestep.datasets.documents import hf_rows, jsonl_rows, packed_part
+from samestep.datasets.columns import Origin, Shards
+from samestep.datasets.documents import hf_rows, jsonl_rows, packed_part, parquet_rows
 from samestep.datasets.function import function_part
+from samestep.datasets.mixture import Mixture
 from samestep.datasets.split import Split
-from samestep.datasets.text import stdlib, text_files, tokens_of, topics
-from samestep.datasets.tokenizers import open_tokenizer
-from samestep.datasets.tokens import read_token_file, stream_part
+from samestep.datasets.text import stdlib, text_tokens, tokens_of, topics
+from samestep.datasets.tokenizers import open_tokenizer, tokenizer_key
+from samestep.datasets.tokens import TokenStream, read_tokens, stream_part
 from samestep.errors import DataError, did_you_mean
 from samestep.job import Job
 
@@ -18,11 +24,14 @@ SOURCES = {
     "topics": "the reference behind Python's help()",
     "stdlib": "the source code of Python's standard library",
     "text:PATH": "a text file or a folder of them",
-    "tokens:PATH": "a file of token ids",
+    "tokens:PATH": "a file of token ids, or a folder of them",
     "jsonl:PATH": "JSON lines with text or messages",
+    "parquet:PATH": "Parquet files with text or messages",
     "hf:PATH": "a Hugging Face dataset saved with save_to_disk",
     "module:function": "a function of yours that returns a map-style dataset",
+    "mixture": "several of these by their weights in data.mixture",
 }
+_TEXTS = ("topics", "stdlib", "text", "jsonl", "parquet", "hf")
 
 
 def open_dataset(job: Job, split: Split = "train") -> Dataset:
@@ -38,18 +47,21 @@ def open_dataset(job: Job, split: Split = "train") -> Dataset:
     data = job.data
     word, colon, rest = data.source.partition(":")
     match f"{word}{colon}":
-        case "topics":
-            return stream_part(tokens_of(topics(), open_tokenizer(job)), data, split)
-        case "stdlib":
-            return stream_part(tokens_of(stdlib(), open_tokenizer(job)), data, split)
+        case "mixture":
+            parts = {source: open_dataset(_of_part(job, source), split) for source in data.mixture}
+            return Mixture.of(parts, data.mixture)
+        case "topics" | "stdlib":
+            texts = topics() if word == "topics" else stdlib()
+            return stream_part(
+                tokens_of(((text,) for text in texts), open_tokenizer(job), Origin(word, 0)), data, split
+            )
         case "text:":
-            return stream_part(tokens_of(text_files(rest), open_tokenizer(job)), data, split)
+            return stream_part(text_tokens(rest, open_tokenizer(job), tokenizer_key(job)), data, split)
         case "tokens:":
-            return stream_part(read_token_file(rest, data), data, split)
-        case "jsonl:":
-            return packed_part(jsonl_rows(rest), open_tokenizer(job), data, split)
-        case "hf:":
-            return packed_part(hf_rows(rest), open_tokenizer(job), data, split)
+            return stream_part(read_tokens(rest, data), data, split)
+        case "jsonl:" | "parquet:" | "hf:":
+            rows = {"jsonl": jsonl_rows, "parquet": parquet_rows, "hf": hf_rows}[word](rest)
+            return packed_part(rows, open_tokenizer(job), tokenizer_key(job), data, split)
     if re.fullmatch(r"[\w.]+:\w+", data.source):
         return function_part(data, split)
     words = [name.partition(":")[0] for name in SOURCES if name != "module:function"]
@@ -57,3 +69,26 @@ def open_dataset(job: Job, split: Split = "train") -> Dataset:
         f"unknown data source {data.source!r}{did_you_mean(word, words)}; the sources are "
         + "; ".join(f"{name} ({about})" for name, about in SOURCES.items())
     )
+
+
+def is_text(job: Job) -> bool:
+    """Whether the samples of a job are text that its tokenizer encodes."""
+    sources = job.data.mixture or (job.data.source,)
+    return all(source.partition(":")[0] in _TEXTS for source in sources)
+
+
+def first_tokens(dataset: Dataset, count: int) -> npt.NDArray[Any]:
+    """Return up to `count` tokens of each file of token ids that a dataset reads; none of other datasets."""
+    if isinstance(dataset, Mixture):
+        return np.concatenate([first_tokens(part, count) for part in dataset.parts])
+    if not isinstance(dataset, TokenStream):
+        return np.empty(0, np.int64)
+    tokens = dataset.tokens[:count]
+    return np.concatenate(tokens.arrays) if isinstance(tokens, Shards) else tokens
+
+
+def _of_part(job: Job, source: str) -> Job:
+    """Return a job that trains on one source of its mixture alone."""
+    if source == "mixture":
+        raise DataError("data.mixture: a mixture cannot be a part of itself; its keys are other sources")
+    return job.model_copy(update={"data": job.data.model_copy(update={"source": source, "mixture": {}})})

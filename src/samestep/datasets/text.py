@@ -8,18 +8,17 @@ and topics are joined by a newline and are not kept apart; `documents.py` keeps 
 from __future__ import annotations
 
 import importlib
-import itertools
 import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
-from samestep.datasets.files import existing, files_at, read_texts, sorted_files
-from samestep.datasets.tokenizers import Tokenizer, encode_array
+from samestep.datasets.columns import Origin, Piece, columns, stamps
+from samestep.datasets.files import existing, files_at, sorted_files, texts_of
+from samestep.datasets.tokenizers import Tokenizer, encode_array, token_dtype
 
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
 
@@ -43,18 +42,27 @@ def stdlib() -> Iterator[str]:
             yield path.read_text(encoding="utf-8", errors="replace")
 
 
-def text_files(path: str) -> Iterator[str]:
-    """Return the texts of a file, or of all files below a folder in the order of their names.
+def text_tokens(path: str, tokenizer: Tokenizer, tokenizer_key: tuple[str, ...]) -> npt.NDArray[Any]:
+    """Return the tokens of a text file, or of all files below a folder in the order of their names.
 
     Raises:
         DataError: nothing is there, or a file is not UTF-8.
     """
     source = f"text:{path}" if path else "text:"
-    return read_texts(files_at(existing(path, source), source))
+    files = files_at(existing(path, source), source)
+    origin = Origin(source, sum(file.stat().st_size for file in files), ("text", *stamps(files), *tokenizer_key))
+    return tokens_of((texts_of(file) for file in files), tokenizer, origin)
 
 
-def tokens_of(texts: Iterable[str], tokenizer: Tokenizer) -> npt.NDArray[Any]:
-    """Return the tokens of the texts joined by newlines; each text is encoded on its own, which bounds the memory."""
-    newline = encode_array(tokenizer, "\n")
-    arrays = itertools.chain.from_iterable((newline, encode_array(tokenizer, text)) for text in texts)
-    return np.concatenate([newline[:0], *itertools.islice(arrays, 1, None)])
+def tokens_of(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, origin: Origin) -> npt.NDArray[Any]:
+    """Return the tokens of documents joined by newlines; each part of a document is encoded on its own."""
+
+    def pieces() -> Iterator[tuple[int, Piece]]:
+        newline = encode_array(tokenizer, "\n")
+        for number, parts in enumerate(documents):
+            if number:
+                yield 1, {"tokens": newline}
+            for text in parts:
+                yield len(text), {"tokens": encode_array(tokenizer, text)}
+
+    return columns(origin, {"tokens": token_dtype(tokenizer)}, pieces)["tokens"]

@@ -9,17 +9,20 @@ the usual end tokens is taken from the vocabulary. `add_bos_token = false` is re
 from __future__ import annotations
 
 import bisect
+import importlib.util
 import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from samestep.datasets.columns import stamps
 from samestep.datasets.files import existing
 from samestep.errors import DataError
 from samestep.job import Job
@@ -206,11 +209,29 @@ def open_tokenizer(job: Job) -> Tokenizer:
     return FileTokenizer(folder, core, begin, next((end for end in ends if end is not None), None))
 
 
+def tokenizer_key(job: Job) -> tuple[str, ...]:
+    """Return what names the tokenizer of a job: its files as they are now, and the library that reads them."""
+    if job.data.tokenizer == "bytes":
+        return ("bytes",)
+    folder = Path(job.data.tokenizer).expanduser()
+    versions = [f"{name} {metadata.version(name)}" for name in ("tokenizers", "transformers") if _is_installed(name)]
+    return (*versions, *stamps(sorted(file for file in folder.iterdir() if file.is_file())))
+
+
+def _is_installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
+    """Return the smallest unsigned dtype that holds the vocabulary."""
+    return np.min_scalar_type(max(0, tokenizer.vocab_size - 1))
+
+
 def encode_array(tokenizer: Tokenizer, text: str) -> npt.NDArray[Any]:
     """Return the token ids of a text as an array of the smallest unsigned dtype that holds the vocabulary."""
     if isinstance(tokenizer, ByteTokenizer):
         return np.frombuffer(text.encode(), dtype=np.uint8)  # a list of the bytes would take 8 times the memory
-    return np.array(tokenizer.encode(text), dtype=np.min_scalar_type(max(0, tokenizer.vocab_size - 1)))
+    return np.array(tokenizer.encode(text), dtype=token_dtype(tokenizer))
 
 
 def _settings(folder: Path) -> dict[str, Any]:

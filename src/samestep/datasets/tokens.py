@@ -3,12 +3,13 @@
 Sample i of a stream with sequence length T is made of its tokens iT .. iT + T: the first T are `input_ids`, the last T are
 `labels`, so that labels[t] is the token after input_ids[t]. Neighbouring samples share one token, and no token is predicted
 twice. A file of tokens holds plain numbers of `data.dtype` in this machine's byte order, as nanoGPT writes them, or is a
-one-dimensional `.npy` file, which names its own dtype.
+one-dimensional `.npy` file, which names its own dtype. A folder of such files is one stream, in the order of their names.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from samestep.datasets.files import existing
+from samestep.datasets.columns import Shards
+from samestep.datasets.files import existing, files_at
 from samestep.datasets.split import Split, named, part_of
 from samestep.errors import DataError
 from samestep.job import DataTable
@@ -26,7 +28,7 @@ from samestep.job import DataTable
 class TokenStream:
     """A dataset of consecutive samples of a stream of tokens; `tokens` may be a file mapped into memory."""
 
-    tokens: npt.NDArray[Any]
+    tokens: npt.NDArray[Any] | Shards
     sequence_length: int
 
     def __len__(self) -> int:
@@ -44,7 +46,7 @@ class TokenStream:
         return {"input_ids": windows[:, :-1].contiguous(), "labels": windows[:, 1:].contiguous()}
 
 
-def stream_part(tokens: npt.NDArray[Any], data: DataTable, split: Split) -> TokenStream:
+def stream_part(tokens: npt.NDArray[Any] | Shards, data: DataTable, split: Split) -> TokenStream:
     """Return the dataset of one part of a stream of tokens.
 
     Raises:
@@ -61,26 +63,31 @@ def stream_part(tokens: npt.NDArray[Any], data: DataTable, split: Split) -> Toke
     )
 
 
-def read_token_file(path: str, data: DataTable) -> npt.NDArray[Any]:
-    """Return a file of token ids, mapped into memory.
+def read_tokens(path: str, data: DataTable) -> npt.NDArray[Any] | Shards:
+    """Return a file of token ids, or a folder of them as one stream, mapped into memory.
 
     Raises:
-        DataError: the file is missing, empty, or not whole numbers in one dimension.
+        DataError: a file is missing, empty, or not whole numbers in one dimension.
     """
+    source = f"tokens:{path}" if path else "tokens:"
     place = existing(path, "tokens:")
     if place.is_dir():
-        raise DataError(f"tokens:{path} is a folder; give one file of tokens")
+        return Shards([_read_file(file, data.dtype) for file in files_at(place, source)])
+    return _read_file(place, data.dtype)
+
+
+def _read_file(place: Path, dtype: str) -> npt.NDArray[Any]:
     if place.suffix == ".npy":
         return _read_npy(str(place))
-    size_bytes, dtype = place.stat().st_size, np.dtype(data.dtype)
+    size_bytes = place.stat().st_size
     if not size_bytes:
-        raise DataError(f"tokens:{path} is empty")
-    if size_bytes % dtype.itemsize:
+        raise DataError(f"tokens:{place} is empty")
+    if size_bytes % np.dtype(dtype).itemsize:
         raise DataError(
-            f"tokens:{path} has {size_bytes} bytes, which is no whole number of {data.dtype} tokens; "
+            f"tokens:{place} has {size_bytes} bytes, which is no whole number of {dtype} tokens; "
             "data.dtype must be what the file was written with"
         )
-    return np.memmap(place, dtype=dtype, mode="r")
+    return np.memmap(place, dtype=np.dtype(dtype), mode="r")
 
 
 def _read_npy(path: str) -> npt.NDArray[Any]:

@@ -22,6 +22,9 @@ class ExpertModules:
     """Paths of the modules whose library offers several implementations of the experts."""
 
 
+StateKind = Literal["buffer", "weight", "attribute", "variable", "counts"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpec:
     """Something that a forward keeps, and that another forward may read."""
@@ -30,8 +33,9 @@ class StateSpec:
     """Path of the module that holds it."""
     name: str
     """Name of the buffer, the parameter or the attribute."""
-    kind: Literal["buffer", "weight", "attribute", "counts"]
-    """What it is; "counts" is a gradient that is divided by the tokens counted in a micro-batch."""
+    kind: StateKind
+    """What it is; "variable" is one outside of the modules, "counts" a gradient that is divided by the tokens counted in
+    a micro-batch."""
     of_samples: bool = False
     """Whether it depends on the samples of the forward, or on their number."""
     is_read: bool = True

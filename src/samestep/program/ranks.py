@@ -28,9 +28,6 @@ from typing import NamedTuple
 
 from samestep.layout import Layout
 
-LINKS = ("pp backward", "pp around", "pp backward around")
-"""Axes of messages between stages that do not go forward to the next one: the ranks of `pp`, in other groups."""
-
 
 class Axis(NamedTuple):
     """Number of ranks in a group of an axis, and the distance between neighbours in it, in ranks."""
@@ -115,7 +112,6 @@ def _ranks_of(
             axes |= _strides(order)
     if pp > 1:
         axes["tie"] = Axis(2, axes["pp"].stride * (pp - 1))  # the first and the last stage
-        axes |= dict.fromkeys(LINKS, axes["pp"])
     return Ranks(world_size, axes)
 
 

@@ -15,7 +15,6 @@ makes two runs comparable, no more: float64, the model's own float32 islands rai
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from samestep.building import plain_calls
 from samestep.building.families import facts_of
 from samestep.building.model import call_model
-from samestep.building.named_tensors import map_attributes, tensors_of
+from samestep.building.named_tensors import copied, map_attributes, tensors_of
 from samestep.datasets import Dataset, batches
 from samestep.proof import comparison
 from samestep.proof.comparison import Comparison, Limit
@@ -59,9 +58,7 @@ def _model(run: Run, source: Source, steps: PlainSteps) -> nn.Module:
     assert source.prepared is not None
     ours, job = source.prepared.blueprint, run.job
     model = (
-        copy.deepcopy(source.model)
-        if isinstance(source.model, nn.Module)
-        else plain_calls.call(source.model, job.train.seed)
+        copied(source.model) if isinstance(source.model, nn.Module) else plain_calls.call(source.model, job.train.seed)
     )
     for name, tensor in {one.name: one.tensor for one in tensors_of(model)}.items():
         if name not in ours.canonical:

@@ -37,9 +37,9 @@ from samestep.proof.comparison import Comparison
 from samestep.proof.observation import Observation, ObservedRun
 from samestep.proof.verdict import Cause, Check
 from samestep.runtime import checkpoint
-from samestep.runtime.assembly import Source
+from samestep.runtime.assembly import Source, prepare, with_slices
 from samestep.runtime.axes.precision import DTYPES
-from samestep.runtime.dropout import mode as dropout
+from samestep.runtime.dropout import rates
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.strategies import programs_of
@@ -65,6 +65,11 @@ class Subject:
     folder: Path
     """The folder that ranks write their observations into."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A traced module has hooks of its own, which cannot be sent: a spawned worker traces the model again.
+        source = dataclasses.replace(self.source, prepared=None)
+        return _traced_again, (source, self.dataset, self.example, self.job, self.layout, self.folder)
+
     @property
     def steps_by_sgd(self) -> Source:
         """The source with SGD as its optimizer; the learning rate is set once the first gradients are known."""
@@ -83,6 +88,12 @@ class Subject:
     def programs(self) -> list[Program]:
         """Return the program of every pipeline stage."""
         return list(programs_of(self.spec, self.job, self.layout, self.job.run.ranks_per_node))
+
+
+def _traced_again(source: Source, dataset: Dataset, example: Any, job: Job, layout: Layout, folder: Path) -> Subject:
+    """Return a subject in a worker that inherits nothing."""
+    prepared = with_slices(prepare(source, job, example), layout, example)
+    return Subject(dataclasses.replace(source, prepared=prepared), dataset, example, job, layout, folder)
 
 
 def _sgd(named: list[tuple[str, Tensor]]) -> Optimizer:
@@ -230,7 +241,7 @@ def _evidence(
         comparisons=comparisons,
         layers={param.name: param.layer for param in spec.params},
         aliases=aliases,
-        dropout=lambda path: dropout.has_dropout(model.get_submodule(path)),
+        dropout=lambda path: rates.has_dropout(model.get_submodule(path)),
         weighted=lambda path: any(True for _ in model.get_submodule(path).parameters()),
         positional=facts_of(model).is_positional,
         boundaries=[layers[chunk.start].modules for p in programs for chunk in p.chunks if chunk.start],

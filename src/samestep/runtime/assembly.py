@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -24,10 +24,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.building.families import facts_of
 from samestep.building.initial_values import Blueprint, blueprint, fill_rest
-from samestep.building.loss import cross_entropy
+from samestep.building.loss import checked, cross_entropy
+from samestep.building.model import JobModel
 from samestep.building.optimizer import learning_rate_factor
 from samestep.datasets import checked_samples
-from samestep.errors import LayoutError, ModelError
+from samestep.errors import LayoutError, ModelError, failures_of
 from samestep.job import Job, NumericsTable
 from samestep.layout import Layout
 from samestep.models.analysis import ExpertModules, ModelAnalysis, StateSpec
@@ -39,6 +40,7 @@ from samestep.runtime.axes import context, expert, pipeline, precision, recomput
 from samestep.runtime.axes.data import Replicated
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.dropout import mode as dropout
+from samestep.runtime.dropout import rates
 from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.first_state import FirstState
 from samestep.runtime.optimizer_source import WholeWeights, check_optimizer, couples_weights
@@ -50,7 +52,16 @@ from samestep.runtime.update_rule import OptimizerSource
 from samestep.runtime.weight_store import Materialize, WeightStore
 from samestep.strategies import program_of
 from samestep.strategies.tensor import refuse_degree
-from samestep.tracing import cut_proof, samples, sequence_boundaries, sequence_proof, slices, state, tensor_plan
+from samestep.tracing import (
+    cut_proof,
+    samples,
+    sequence_boundaries,
+    sequence_proof,
+    slices,
+    snapshot,
+    state,
+    tensor_plan,
+)
 from samestep.tracing import experts as experts_module
 from samestep.tracing.operations import Recorder
 from samestep.tracing.rank_trial import DiffersError
@@ -203,7 +214,7 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
             yield
         placed.extend(found)
 
-    with state.preserved(plan.module), recompute.record_checkpointed(plan.module):
+    with snapshot.preserved(plan.module), recompute.record_checkpointed(plan.module):
         found = samples.examine(
             plan.module, one, source.loss, experts, value_of, keeps_all=bool(spec.varies_at), around=placing
         )
@@ -217,7 +228,7 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
         sequence_parts=parts,
         experts=experts,
         expert_calls=expert_calls,
-        has_dropout=dropout.has_dropout(plan.module),
+        has_dropout=rates.has_dropout(plan.module),
         states=states,
         detached_checkpoints=checkpointed.detached,
         recomputes_blocks=any(
@@ -261,7 +272,7 @@ def _tried(
             cut_proof.run_forward(plan.module, sample, proof.styles, value_of, recorder)
 
     # Both forwards from one state: modules that record their outputs install their hooks at the first of them.
-    with state.preserved(plan.module):
+    with snapshot.preserved(plan.module):
         try:
             forward(recorder := Recorder())
             proof = cut_proof.with_degree(proof, plan.module, shared, recorder.operations, forward, degree)
@@ -277,7 +288,10 @@ def with_new_blueprint(source: Source, job: Job) -> TracedModel:
 
 
 def _built(source: Source, job: Job) -> Blueprint:
-    plan = blueprint(source.model, job.train.seed, functools.partial(job.run.waived, "build"))
+    # Whoever calls from Python wants the exceptions of their own function as they are.
+    named = isinstance(source.model, JobModel)
+    with failures_of(f"model.source: {source.name}", ModelError) if named else nullcontext():
+        plan = blueprint(source.model, job.train.seed, functools.partial(job.run.waived, "build"))
     if not plan.module.training:
         plan.module.train()  # a model loaded for inference; in one that trains, a part in evaluation mode is intended
     return plan
@@ -316,7 +330,7 @@ def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedMode
     value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
     one = _first_of(example, torch.float32)
     if not (analysis.parts_examined and spec.slice_refusal):
-        with state.preserved(traced.module):
+        with snapshot.preserved(traced.module):
             spec = slices.prove(traced.module, one, spec, value_of, analysis.experts, parts)
     analysis = replace(analysis, spec=spec, parts_examined=(*analysis.parts_examined, parts))
     return replace(traced, analysis=analysis)
@@ -378,7 +392,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     program = program_of(spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica)
     waived = kept_state.check(traced.analysis.states, program, job.run)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = job.numerics.tf32
-    mesh = meshes.build(program, place.device)
+    mesh = meshes.build(program, place.device, job.run.timeout_s)
     model = plan.module
     assert all(param.is_meta for param in model.parameters()), "a blueprint is cut and filled by one run alone"
     precision.apply(traced, program)
@@ -402,7 +416,9 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     store.hook_gradients(gradient_hooks(plan, program, mesh))
     fill_rest(plan, place.device, torch.float64 if job.numerics.precision == "float64" else None)
     of_tp, of_cp = ((mesh.size(axis), mesh.index(axis)) for axis in ("tp", "cp"))
-    own_loss = source.loss if source.loss is cross_entropy else given_instance.watching(source.loss, source.model)
+    own_loss = source.loss
+    if own_loss is not cross_entropy:
+        own_loss = checked(given_instance.watching(own_loss, source.model))
     return Assembly(
         parallel=Parallel(
             program=program,

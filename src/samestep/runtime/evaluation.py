@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from samestep.building.loss import as_number
 from samestep.runtime import microbatches
 from samestep.runtime.assembly import Assembly, set_modes
 from samestep.runtime.axes import precision, tensor
@@ -57,11 +58,6 @@ def outputs_of(assembly: Assembly, samples: Any) -> Any:
         if outputs is not None:
             outputs = tensor.whole_logits(outputs, parallel.program, parallel.mesh)
     return parallel.stage.from_last(outputs)
-
-
-def as_number(value: Tensor | int | float, like: Tensor) -> Tensor:
-    """Return a sum or a count as a scalar with the dtype and on the device of `like`."""
-    return torch.as_tensor(value, dtype=like.dtype, device=like.device).reshape(())
 
 
 def forward(assembly: Assembly, samples: Any, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Any:

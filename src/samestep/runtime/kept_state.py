@@ -68,6 +68,8 @@ def _repeats(state: StateSpec, model: ModelSpec, layout: Layout, num_microbatche
     """Return the word of the layout by which a module's forward runs several times a step; nothing if once."""
     if num_microbatches > 1:
         return f"microbatch={layout.microbatch}"
+    if state.kind == "variable":  # whichever module's code changes it
+        return f"recompute={layout.recompute}" if layout.recompute != "none" else f"pp={layout.pp}" * (layout.pp > 1)
     if layout.recompute != "none" and _is_in_block(state, model):
         return f"recompute={layout.recompute}"
     in_layer = any(is_below(state.owner, path) for layer in model.layers for path in layer.modules if path)

@@ -32,6 +32,8 @@ _KINDS = {
 }
 OWN_GROUPS = ("cp",)
 """Axes with a process group of their own, described by the axis' name; other axes over the same ranks share one."""
+LINK = "link of "
+"""What describes the group of a link between two stages, before the ranks of all stages: their messages are one list."""
 _FSDP_LABEL = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((?P<owner>.*)\))?$")
 
 
@@ -126,6 +128,8 @@ class Ledger(TorchDispatchMode):
 
 def _name_of(group: dist.ProcessGroup) -> str:
     """Return the name of a group in the form that `Mesh.group_of` uses."""
+    if group.group_desc.startswith(LINK):
+        return group.group_desc.removeprefix(LINK)
     ranks = ",".join(map(str, sorted(dist.get_process_group_ranks(group))))
     return f"{ranks} {group.group_desc}" if group.group_desc in OWN_GROUPS else ranks
 

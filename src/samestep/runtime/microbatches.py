@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
+from samestep.runtime.host_copies import to_device
 from samestep.runtime.step_observer import Indices
 
 
@@ -31,6 +33,10 @@ class StepBatch(Protocol):
         """Read samples into tensors with the batch dimension first."""
         ...
 
+    def read_ahead(self, rank: int, num_ranks: int, num_microbatches: int, *, pin: bool = False) -> None:
+        """Begin to read a rank's micro-batches before they are asked for; `pin` puts them where a GPU copies from."""
+        ...
+
     def end_stream(self) -> None:
         """End the stream of batches behind this one, since the ranks agreed to stop."""
         ...
@@ -45,7 +51,7 @@ def read(assembly: Assembly, batch: StepBatch, indices: Indices) -> tuple[Any, f
     with torch._C.DisableTorchFunction():
         samples = batch.samples(_never_empty(batch, indices))
     device = assembly.parallel.mesh.device
-    moved = tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), samples)
+    moved = tree_map_only(Tensor, lambda tensor: to_device(tensor, device), samples)
     return precision.cast_floating(moved, assembly.model.master_dtype), 1.0 if len(indices) else 0.0
 
 
@@ -62,8 +68,12 @@ class Microbatches:
         self.batch = batch
         self._reading = reading
         self._assembly = assembly
-        step = assembly.parallel.program.step
-        self._shares = batch.shares(assembly.parallel.mesh.index("dp"), step.layout.dp, step.num_microbatches)
+        step, mesh = assembly.parallel.program.step, assembly.parallel.mesh
+        mine = mesh.index("dp"), step.layout.dp, step.num_microbatches
+        self._shares = batch.shares(*mine)
+        batch.read_ahead(*mine, pin=mesh.device.type == "cuda")
+        self.wait_s = 0.0
+        """Seconds spent so far until samples were read and on their way to the device."""
         self._held: dict[int, tuple[Any, float]] = {}
         self._shapes: dict[int, tuple[torch.Size, ...]] = {}
 
@@ -78,8 +88,12 @@ class Microbatches:
     def samples(self, microbatch: int) -> tuple[Any, float]:
         """Return the samples of a micro-batch, and the weight of its loss."""
         if microbatch not in self._held:
+            began = time.perf_counter()
             with self._reading():
                 self._held[microbatch] = read(self._assembly, self.batch, self._shares[microbatch])
+            self.wait_s += time.perf_counter() - began
+            leaves = tree_leaves(self._held[microbatch][0])
+            self._shapes[microbatch] = tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
         return self._held[microbatch]
 
     def forget(self, microbatch: int) -> None:
@@ -89,6 +103,5 @@ class Microbatches:
     def shapes_of(self, microbatch: int) -> tuple[torch.Size, ...]:
         """Return the shapes of the tensors in a micro-batch."""
         if microbatch not in self._shapes:
-            samples, _ = self.samples(microbatch)
-            self._shapes[microbatch] = tuple(leaf.shape for leaf in tree_leaves(samples) if isinstance(leaf, Tensor))
+            self.samples(microbatch)
         return self._shapes[microbatch]

@@ -7,6 +7,7 @@ holds it against the layout.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -79,7 +80,7 @@ def optimizer_source(
             rebuilt.
     """
     if not isinstance(optimizer, Optimizer):
-        return lambda named: optimizer([tensor for _, tensor in named])
+        return functools.partial(_of_function, optimizer)
     # Adagrad has state from the start, with step 0.
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ModelError("the optimizer has stepped already: give one that has not, or a function of the parameters")
@@ -104,6 +105,16 @@ def optimizer_source(
             "the pieces of a layout: give a function of the parameters"
         )
     return GivenOptimizer(optimizer, dict(names or {}))
+
+
+def _of_function(function: Callable[[list[Tensor]], Optimizer], named: list[tuple[str, Tensor]]) -> Optimizer:
+    made = function([tensor for _, tensor in named])
+    if not hasattr(made, "param_groups") or not hasattr(made, "step"):
+        raise ModelError(
+            f"the optimizer function returned a {type(made).__name__}; it must return a torch.optim.Optimizer over the "
+            "list of parameters that it is given"
+        )
+    return made
 
 
 def _arguments(kind: type[Optimizer]) -> list[str]:

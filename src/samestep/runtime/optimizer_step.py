@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from samestep.errors import ModelError
 from samestep.job import NumericsTable
+from samestep.runtime import host_copies
 from samestep.runtime.first_state import optimizer_digests
 from samestep.runtime.optimizer_source import ALONE, GivenOptimizer, WholeWeights, built_over, check_step
 from samestep.runtime.update_rule import OptimizerSource
@@ -171,9 +172,10 @@ class Updater:
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)
         lent = [piece.value for piece in self.pieces if piece.value.grad is None]
+        gradients = host_copies.beside(gradients, [piece.value for piece in self.pieces])
         for piece, gradient in zip(self.pieces, gradients, strict=True):
             if piece.value.grad is not gradient:
-                piece.value.grad = gradient.to(piece.value.device).view_as(piece.value)
+                piece.value.grad = gradient.view_as(piece.value)
         self.optimizer.step()
         if self.given is not None:
             self.given._opt_called = True  # type: ignore[attr-defined]  # what a scheduler over the instance asks for
@@ -201,7 +203,7 @@ class Updater:
         """Copy updated values to the tensors that the forward reads."""
         for piece in self.pieces:
             if piece.target is not None:
-                piece.target.copy_(piece.value.view_as(piece.target))
+                host_copies.publish(piece.value, piece.target)
         self.published = self._targets()
 
     @torch.no_grad()
@@ -210,15 +212,24 @@ class Updater:
 
         Called before an update and before a checkpoint is saved. Elements that nobody wrote keep their master values.
         """
-        before, now = self.published, self._targets()
-        if before is None or now is None or (before[0] == now[0] and torch.equal(before[1], now[1])):
+        if self.published is None or not self.was_written(self.published[1].device).item():
             return
         for piece in self.pieces:
             if piece.target is not None:
                 value = piece.value.view_as(piece.target)
                 live = piece.target.to(value.device)
                 value.copy_(torch.where(value.to(live.dtype) == live, value, live.to(value.dtype)))
-        self.published = now
+        self.published = self._targets()
+
+    @torch.no_grad()
+    def was_written(self, device: torch.device) -> Tensor:
+        """Return 1 if a target was written since `publish`, else 0 (float64 []), which the host need not wait for."""
+        before, now = self.published, self._targets()
+        if before is None or now is None:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        if before[0] != now[0]:
+            return torch.ones((), dtype=torch.float64, device=device)
+        return (before[1] != now[1]).any().double()
 
     def _targets(self) -> tuple[list[int], Tensor] | None:
         """Return the versions and the norms of the pieces' targets; None if the optimizer updates the weights themselves.

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.building.loss import named_loss, target_of
+from samestep.building.loss import as_number, named_loss, target_of, with_graph
 from samestep.building.model import call_model
 from samestep.errors import DataError, LayoutError, NonFiniteError
 from samestep.job import Job
@@ -37,11 +37,11 @@ from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly, Loss, Source, assemble, set_modes
 from samestep.runtime.axes import precision, recompute, tensor
 from samestep.runtime.dropout import mode as dropout
-from samestep.runtime.evaluation import as_number
 from samestep.runtime.guards import data_trial, loss_trial, nonfinite, randomness
 from samestep.runtime.guards.canary import Canary
 from samestep.runtime.guards.drift import DriftMonitor
 from samestep.runtime.guards.refusals import Refusals
+from samestep.runtime.host_copies import to_device
 from samestep.runtime.ledger import owned
 from samestep.runtime.microbatches import Microbatches, StepBatch
 from samestep.runtime.optimizer_source import optimizer_source
@@ -69,6 +69,7 @@ class Run:
         self._has_stepped = False
         self._refusals = Refusals(job.run)
         self._loss_is_tried = self._data_is_tried = False
+        self._data_wait_s = 0.0
 
     @property
     def is_prepared(self) -> bool:
@@ -222,7 +223,7 @@ class Run:
             self._try_data(batch)
         running = nonfinite.saved(model.running_buffers)
         totals = self.forward_backward(batch)
-        agreed = self._agree(totals)
+        agreed, is_rewritten = self._agree(totals)
         self._observer.agreed(agreed)
         if agreed.stop > 0:
             batch.end_stream()
@@ -238,7 +239,7 @@ class Run:
         if skipped:
             nonfinite.put_back(running)
         else:
-            self._update(scale * clip_factor(norm, self.job.optimizer.clip_norm))
+            self._update(scale * clip_factor(norm, self.job.optimizer.clip_norm), is_rewritten)
         if math.isfinite(loss):
             updater.loss_scale.after(overflowed=not finite)
         self.steps_taken = batch.step + 1
@@ -251,6 +252,7 @@ class Run:
             tokens=int(agreed.count),
             step_s=step_s,
             tokens_per_s=agreed.count / step_s,
+            data_wait_s=self._data_wait_s,
             memory_bytes=peak_memory_bytes(self.place.device),
             skipped=skipped,
             stop=agreed.stop > 0,
@@ -285,6 +287,7 @@ class Run:
                     else:
                         self._backward(task, held.pop((task.microbatch, task.chunk)))
                     self._check_generators("the backward")
+        self._data_wait_s = microbatches.wait_s
         store.finish_gradients()
         if self._observer.dropout_mode() is None:
             self.assembly.model.dropout.end_step(self.model)
@@ -307,6 +310,7 @@ class Run:
             part = parallel.slicing.part(samples)
             loss_sum, count = objective.loss(precision.for_loss(outputs), part)
             self._check_generators("the loss")
+            loss_sum = with_graph(loss_sum, count, outputs)
             loss_sum = objective.balance.added_to(loss_sum, outputs, count, weight)
         if not self._loss_is_tried and weight:
             self._try_loss(outputs, part, len(microbatches.indices(task.microbatch)))
@@ -322,7 +326,7 @@ class Run:
             if make_mode is None and model.dropout.dropout is dropout.Dropout.ABSENT:
                 yield
                 return
-            samples = torch.as_tensor(microbatches.drawn(microbatch), device=self.place.device)
+            samples = to_device(torch.as_tensor(microbatches.drawn(microbatch)), self.place.device)
             draw = dropout.Draw(self.job.train.seed, microbatches.batch.step, samples)
             with (make_mode or dropout.DropoutMode)(model.module, draw, model.mask_part) as mode:
                 mode.allows_random = "random" in self.job.run.allow
@@ -382,24 +386,32 @@ class Run:
         one = "cp=1 works" if what == "tokens" else "one rank with the whole batch as its micro-batch works"
         self._refusals.add("loss", f"{text}; (sum over {what}, their number) works, and {one}")
 
-    def _agree(self, totals: Tensor) -> StepScalars:
-        """Sum the loss, the count, the squared gradient norm and the stop flag over all ranks."""
+    def _agree(self, totals: Tensor) -> tuple[StepScalars, bool]:
+        """Sum the loss, the count, the squared gradient norm and the stop flag over all ranks.
+
+        Returns them, and whether weights of this rank were written since its last update. The host waits here for the
+        whole backward, and nowhere else in a step.
+        """
         weights, device = self.assembly.weights, self.place.device
-        stop = torch.tensor([join.stop_requested() + self._refusals.flag], dtype=torch.float64, device=device)
+        flag = join.stop_requested() + self._refusals.flag
+        stop = torch.full((1,), flag, dtype=torch.float64, device=device)  # filled there, not copied from the host
         norm_squared = weights.store.norm_squared() + weights.updater.overflow(device)
         scalars = torch.cat([totals, norm_squared.view(1), stop])
         if self.layout.world_size > 1:
             with owned("scalars"):
                 dist.all_reduce(scalars, group=self.assembly.parallel.mesh.groups["world"])
-        agreed = StepScalars(*scalars.tolist())
+        weights.store.take_back()
+        *numbers, written = torch.cat([scalars, weights.updater.was_written(device).view(1)]).tolist()
+        agreed = StepScalars(*numbers)
         self._refusals.raise_agreed(agreed.stop, self.layout.world_size)
-        return agreed
+        return agreed, written > 0
 
-    def _update(self, factor: float) -> None:
+    def _update(self, factor: float, is_rewritten: bool) -> None:
         """Multiply the gradients by `factor`, update this rank's weights, and make them visible to the next forward."""
         weights = self.assembly.weights
         with self._observer.running(self.program.tasks[-1], _NO_SAMPLES):
-            weights.updater.reread()
+            if is_rewritten:
+                weights.updater.reread()
             self._generators.settle(whole=True)
             weights.updater.step(factor)
             self._check_generators("the optimizer")

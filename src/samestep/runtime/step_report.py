@@ -22,6 +22,8 @@ class StepReport:
     """Tokens or samples that the loss counted."""
     step_s: float
     tokens_per_s: float
+    data_wait_s: float = 0.0
+    """Seconds of the step in which this rank waited for samples."""
     memory_bytes: int
     """Peak bytes on this rank: allocated on its GPU, or the process's resident memory on a CPU."""
     skipped: bool = False

@@ -9,7 +9,6 @@ residual, a norm of the sum, rows that influence each other.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts
+from samestep.building.named_tensors import copied
 from samestep.errors import LayoutError
 from samestep.tracing.experts import call_again, called_with
 
@@ -91,7 +91,7 @@ def _real(
     drawn: Callable[..., Tensor],
 ) -> nn.Module:
     """Return a copy of a module on the meta device that holds a few experts, with values drawn."""
-    made = copy.deepcopy(module).eval()
+    made = copied(module).eval()
     facts.set_experts(made, some)
     for name, param in list(made.named_parameters()):
         owner, _, leaf = name.rpartition(".")

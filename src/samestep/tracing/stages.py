@@ -30,6 +30,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -373,5 +374,6 @@ class FlowRecorder(TorchFunctionMode):
 
 
 def _without_data(outcome: Any) -> Any:
-    """Return an outcome whose tensors keep no autograd graph alive."""
-    return mapped(outcome, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+    """Return an outcome whose tensors keep no autograd graph alive; a trace of costs does not see them made."""
+    with _disable_current_modes():
+        return mapped(outcome, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))

@@ -20,22 +20,18 @@ its own.
 
 from __future__ import annotations
 
-import random
-from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from samestep.errors import ModelError
-from samestep.models.analysis import StateSpec
+from samestep.models.analysis import StateKind, StateSpec
 from samestep.models.spec import ModelSpec
 from samestep.tracing.forward import (
     ForwardTracer,
@@ -46,173 +42,13 @@ from samestep.tracing.forward import (
     tensors_in,
     watch_forward,
 )
+from samestep.tracing.reachable import Variable
+from samestep.tracing.snapshot import OUTSIDE, Slot, Snapshot, Value
 
+_FEW = 16
+_MOST_JUMPS, _LARGEST_JUMP = 8, 10_000
 SAMPLES = -1
 """The label of what depends on the values of the samples; other labels are addresses of storages."""
-_DEPTH = 5
-_LARGEST_COPY = 2**24
-_LARGEST = 4096
-"""Containers of more items are compared by their length alone."""
-_UNCHANGING = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module, torch.dtype, torch.device)
-
-Slot = tuple[str, str]
-"""The path of a module, and the name of one of its attributes, buffers or parameters."""
-
-
-# -- the attributes of modules ---------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Value:
-    """The content of one attribute: its numbers and structure, and the tensors in it."""
-
-    skeleton: Any
-    tensors: list[Tensor]
-
-
-_HOOKS = ("_forward", "_backward", "_state_dict", "_load_state", "_is_full")
-"""Beginnings of the names of a module's attributes that hold hooks."""
-
-
-class Snapshot:
-    """The attributes, buffers and parameters of all modules at one moment."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._undo: list[tuple[Any, Any]] = []
-        """Each mutable container with a copy of its items."""
-        self._seen: dict[int, Any] = {}
-        self._kept: list[Any] = []  # so that no id is given to another object
-        self.values: dict[Slot, _Value] = {}
-        for path, part in module.named_modules():
-            self._undo.append((vars(part), dict(vars(part))))
-            for name, value in vars(part).items():
-                if name in ("_parameters", "_buffers", "_modules"):
-                    self._undo.append((value, dict(value)))
-                    self.values |= {(path, key): self._value(item) for key, item in value.items()}
-                elif name.startswith(_HOOKS):
-                    # A forward that installs hooks once notes that in an attribute: both go back, or hooks come twice.
-                    self._undo += [(value, dict(value))] if isinstance(value, dict) else []
-                else:
-                    self.values[path, name] = self._value(value)
-            for kind in type(part).__mro__:
-                if not kind.__module__.startswith(("torch", "transformers", "builtins", "abc", "typing")):
-                    for name, value in vars(kind).items():
-                        if isinstance(value, int | float | Tensor | list | deque | dict) and not name.startswith("__"):
-                            self.values[path, f"{kind.__name__}.{name}"] = self._value(value)
-
-    def restore(self) -> None:
-        """Set every module and container to what it held."""
-        for held, items in self._undo:
-            if isinstance(held, dict):
-                if len(held) != len(items) or any(held.get(key, self) is not item for key, item in items.items()):
-                    held.clear()
-                    held.update(items)
-            elif isinstance(held, set):
-                held.intersection_update(items)
-                held.update(items)
-            elif len(held) != len(items) or any(a is not b for a, b in zip(held, items, strict=True)):
-                held.clear()
-                held.extend(items)
-
-    def _value(self, value: Any) -> _Value:
-        tensors: list[Tensor] = []
-        return _Value(self._skeleton(value, tensors, _DEPTH), tensors)
-
-    def _skeleton(self, value: Any, tensors: list[Tensor], depth: int) -> Any:
-        """Return a value's numbers and structure in a form that can be compared, and collect its tensors."""
-        if isinstance(value, Tensor):
-            tensors.append(value)
-            return ("tensor", value.dtype)
-        if value is None or isinstance(value, str | bytes | bool | int | complex):
-            return value
-        if isinstance(value, float):
-            return repr(value)
-        self._kept.append(value)
-        if isinstance(value, _UNCHANGING):
-            return id(value)
-        if isinstance(value, np.ndarray):
-            return (value.shape, value.tobytes() if value.size <= _LARGEST else None)
-        if isinstance(value, torch.Generator):
-            return value.get_state().numpy().tobytes()
-        if isinstance(value, random.Random):
-            return value.getstate()
-        if isinstance(value, np.random.Generator):
-            return repr(value.bit_generator.state)
-        if id(value) in self._seen or depth == 0:
-            return self._seen.get(id(value), type(value).__name__)
-        self._seen[id(value)] = type(value).__name__  # for what contains itself
-        return self._items(value, tensors, depth)
-
-    def _items(self, value: Any, tensors: list[Tensor], depth: int) -> Any:
-        """Return the skeleton of a container, or of an object's attributes."""
-        if isinstance(value, list | tuple | deque):
-            if not isinstance(value, tuple):
-                self._undo.append((value, list(value)))
-            if len(value) > _LARGEST:
-                return (type(value).__name__, len(value))
-            return (type(value).__name__, *(self._skeleton(item, tensors, depth - 1) for item in value))
-        if isinstance(value, set | frozenset):
-            if isinstance(value, set):
-                self._undo.append((value, set(value)))
-            return sorted(map(repr, value)) if len(value) <= _LARGEST else len(value)
-        fields = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-        if not isinstance(fields, dict):
-            return type(value).__name__
-        self._undo.append((fields, dict(fields)))
-        if len(fields) > _LARGEST:
-            return len(fields)
-        return {repr(key): self._skeleton(item, tensors, depth - 1) for key, item in list(fields.items())}
-
-
-@contextmanager
-def preserved(module: nn.Module) -> Iterator[None]:
-    """Restore all modules after what runs inside, so that nothing of a trace stays in them."""
-    before = Snapshot(module)
-    try:
-        yield
-    finally:
-        before.restore()
-
-
-@contextmanager
-def preserved_function(function: Any) -> Iterator[None]:
-    """Restore what a function holds after calls inside: itself a module, a method, a partial, or values around it.
-
-    Weights are taken as read alone; other tensors that it holds are copied before, and set to their values afterwards.
-    """
-    holder = nn.Module()
-    for index, value in enumerate(_held_by(function)):
-        if isinstance(value, nn.Module):
-            holder.add_module(str(index), value)
-        else:
-            holder.__dict__[f"held_{index}"] = value
-    before = Snapshot(holder)
-    tensors = [t for value in before.values.values() for t in value.tensors if not isinstance(t, nn.Parameter)]
-    copies = [(tensor, tensor._version, tensor.clone()) for tensor in tensors if tensor.numel() <= _LARGEST_COPY]
-    try:
-        yield
-    finally:
-        before.restore()
-        with torch.no_grad():
-            for tensor, version, copy in copies:
-                if tensor._version != version:
-                    tensor.copy_(copy)
-
-
-def _held_by(function: Any) -> Iterator[Any]:
-    """Yield a function that is an object, and the objects that a partial, a method or a closure refers to."""
-    if isinstance(function, partial):
-        yield from _held_by(function.func)
-        yield from (*function.args, *function.keywords.values())
-    elif isinstance(function, MethodType):
-        yield function.__self__
-    elif isinstance(function, FunctionType):
-        for cell in function.__closure__ or ():
-            with suppress(ValueError):  # an empty cell
-                inner = cell.cell_contents
-                yield from _held_by(inner) if isinstance(inner, FunctionType | MethodType | partial) else (inner,)
-    else:
-        yield function
 
 
 # -- operations that write -------------------------------------------------------------------------
@@ -274,14 +110,10 @@ def record_changes(module: nn.Module) -> Iterator[Changes]:
 
 def _changed(before: Snapshot, after: Snapshot) -> set[Slot]:
     """Return the slots whose numbers, structure or tensors differ."""
-    none = _Value(None, [])
+    none = Value(None, [])
     slots = before.values.keys() | after.values.keys()
     pairs = ((slot, before.values.get(slot, none), after.values.get(slot, none)) for slot in slots)
-    return {slot for slot, old, new in pairs if old.skeleton != new.skeleton or _ids(old) != _ids(new)}
-
-
-def _ids(value: _Value) -> list[int]:
-    return [id(tensor) for tensor in value.tensors]
+    return {slot for slot, old, new in pairs if old.skeleton != new.skeleton or old.identities != new.identities}
 
 
 # -- dependence ------------------------------------------------------------------------------------
@@ -301,6 +133,17 @@ _SHAPES_ALONE = (
 _OVERWRITING = (torch.ops.aten.copy_, torch.ops.aten.zero_, torch.ops.aten.fill_)
 
 
+def _call_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return an operation with all it is given, tensors by their shapes, and those of a few real numbers by these."""
+
+    def seen(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return (leaf.shape, None if leaf.is_meta or leaf.numel() > _FEW else repr(leaf.tolist()))
+        return repr(leaf)
+
+    return str(func), [seen(leaf) for leaf in tree_leaves((args, kwargs))]
+
+
 class _StateTracer(ForwardTracer):
     """A forward tracer that carries, for each storage, the labels of what it was computed from."""
 
@@ -318,6 +161,8 @@ class _StateTracer(ForwardTracer):
         self.looked_at: set[int] = set()
         """Labels of values that the code has looked at."""
         self.counting: str | None = None
+        self.calls: list[Any] = []
+        """The operations, with their numbers and shapes."""
         self._func: Any = None
 
     def to_meta(self, real: Tensor) -> Tensor:
@@ -332,6 +177,7 @@ class _StateTracer(ForwardTracer):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self._func = func
+        self.calls.append(_call_of(func, args, kwargs or {}))
         if _counts_tokens(func, args):
             self.counting = self.innermost
         given = operands(*args, *(kwargs or {}).values())
@@ -405,21 +251,85 @@ def examine(
         reached = watch._labels_of({address(tensor) for tensor in tensors_in(outputs)}) | watch.looked_at
         return _Traced(watch, Snapshot(module), reached)
 
+    def follows(counters: list[_Counter], count: int) -> bool:
+        """Return whether two forwards with all counters near a number do something else than the first."""
+        start.restore()
+        for counter in counters:
+            counter.put(count)
+        try:
+            return any(run(num_samples).watch.calls != first.watch.calls for _ in range(2))
+        except (ModelError, NeedsValuesError, RuntimeError):
+            return True
+
     start = Snapshot(module)
     try:
         first = run(num_samples)
         again = run(num_samples)
         start.restore()
         wider = run(2 * num_samples)
+        acts = first.watch.calls != again.watch.calls
+        counters = [] if acts else list(_counters(start, first.after, again.after))
+        acts = acts or any(follows(counters, count - 1) for count in _jumps(start, counters))
     finally:
         start.restore()
     found = [
         *_written_in_place(module, start, first, again),
-        *_replaced(start, first, again, wider, bool(spec.varies_at)),
+        *_replaced(start, first, again, wider, looks=bool(spec.varies_at), acts=acts),
     ]
     if first.watch.counting is not None:
         found.append(StateSpec(owner=first.watch.counting, name="weight", kind="counts"))
     return tuple(state for state in found if not _is_known(module, state, spec))
+
+
+@dataclass(frozen=True, slots=True)
+class _Counter:
+    """A number that every forward changes: an item of a container, or a variable."""
+
+    holder: Any
+    key: Any
+
+    def put(self, value: int) -> None:
+        """Set the number."""
+        if isinstance(self.holder, Variable):
+            self.holder.put(value)
+        else:
+            self.holder[self.key] = value
+
+
+def _counters(start: Snapshot, first: Snapshot, again: Snapshot) -> Iterator[_Counter]:
+    """Yield the numbers that the first forward has changed, and the second one again."""
+    later = {id(held): items for held, items in first.containers}
+    latest = {id(held): items for held, items in again.containers}
+    for held, items in start.containers:
+        after, last = later.get(id(held)), latest.get(id(held))
+        if (
+            after is None
+            or last is None
+            or isinstance(held, set)
+            or len(items) != len(after)
+            or len(after) != len(last)
+        ):
+            continue
+        for key in items if isinstance(held, dict) else range(len(items)):
+            now = after.get(key) if isinstance(after, dict) else after[key]
+            if _is_number(items[key]) and _is_number(now) and items[key] != now:
+                yield _Counter(held, key)
+    for variable, after in zip(start.variables, first.variables, strict=False):
+        if _is_number(variable.value) and _is_number(after.value) and variable.value != after.value:
+            yield _Counter(variable, "")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _jumps(start: Snapshot, counters: list[_Counter]) -> list[int]:
+    """Return the numbers near which counters are tried: those of the attributes and of the code, and a large one."""
+    if not counters:
+        return []
+    known = {int(leaf) for value in start.values.values() for leaf in tree_leaves(value.skeleton) if _is_number(leaf)}
+    found = {count for count in (*known, *start.constants) if 1 < count < _LARGEST_JUMP}
+    return [*sorted(found)[-_MOST_JUMPS:], _LARGEST_JUMP]
 
 
 def _is_known(module: nn.Module, state: StateSpec, spec: ModelSpec) -> bool:
@@ -441,35 +351,46 @@ def _written_in_place(module: nn.Module, start: Snapshot, first: _Traced, again:
             listed.add(key)
             if SAMPLES in labels or key in again.watch.written:
                 yield StateSpec(
-                    owner=owner,
+                    owner=owner if owner != OUTSIDE else "",
                     name=name,
-                    kind="weight" if key in weights else "buffer",
+                    kind="weight" if key in weights else _kind(owner, "buffer"),
                     of_samples=SAMPLES in labels,
                     is_read=key in (first.reached | again.reached),
                 )
 
 
-def _replaced(start: Snapshot, first: _Traced, again: _Traced, wider: _Traced, looks: bool) -> Iterator[StateSpec]:
-    """Yield the attributes that forwards replace, and of which a later forward reads what an earlier one left."""
-    none = _Value(None, [])
+def _replaced(
+    start: Snapshot, first: _Traced, again: _Traced, wider: _Traced, *, looks: bool, acts: bool
+) -> Iterator[StateSpec]:
+    """Yield the attributes that forwards replace, and of which a later forward reads what an earlier one left.
+
+    `acts` tells whether forwards do something else once numbers that they keep have changed.
+    """
+    none = Value(None, [])
     for slot in sorted(_changed(start, first.after) | _changed(first.after, again.after)):
         old, new, newer, wide = (seen.values.get(slot, none) for seen in (start, first.after, again.after, wider.after))
-        made = [tensor for tensor in new.tensors if id(tensor) not in _ids(old)]
+        known = set(old.identities)
+        made = [tensor for tensor, where in zip(new.tensors, new.identities, strict=True) if where not in known]
         read = [tensor for tensor in made if address(tensor) in again.watch.used]
         of_samples = any(first.watch.depends(tensor) for tensor in read)
-        counts = newer.skeleton != new.skeleton and not (made and not read and _only_tensors(new, newer))
-        changes_again = _ids(newer) != _ids(new) or any(address(tensor) in again.watch.written for tensor in read)
-        if of_samples or counts or (read and changes_again):
+        counts = acts and newer.skeleton != new.skeleton and not (made and not read and _only_tensors(new, newer))
+        written = any(address(tensor) in again.watch.written for tensor in read)
+        is_weight = bool(old.tensors) and old.skeleton == new.skeleton and isinstance(old.tensors[0], nn.Parameter)
+        if of_samples or counts or (read and (written or newer.identities != new.identities)) or (is_weight and made):
             yield StateSpec(
-                owner=slot[0],
+                owner=slot[0] if slot[0] != OUTSIDE else "",
                 name=slot[1],
-                kind="attribute",
+                kind="weight" if is_weight else _kind(slot[0], "attribute"),
                 of_samples=of_samples or (counts and (looks or wide.skeleton != new.skeleton)),
                 is_read=True,
             )
 
 
-def _only_tensors(value: _Value, other: _Value) -> bool:
+def _kind(owner: str, kind: StateKind) -> StateKind:
+    return "variable" if owner == OUTSIDE else kind
+
+
+def _only_tensors(value: Value, other: Value) -> bool:
     """Return whether both are flat containers of tensors alone, as a log of activations is."""
     return all(
         isinstance(seen.skeleton, tuple) and len(seen.skeleton) == 1 + len(seen.tensors) for seen in (value, other)

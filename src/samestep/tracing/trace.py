@@ -48,7 +48,7 @@ from samestep.tracing.forward import (
     watch_forward,
 )
 from samestep.tracing.operations import Recorder
-from samestep.tracing.state import Snapshot
+from samestep.tracing.snapshot import Snapshot
 
 KNOWN_WEIGHTS = 2**26
 """Code that looks at floating values is run for real in models of at most so many weights."""

@@ -27,6 +27,10 @@ _LINES = 40
 """The approximate number of step lines that a run prints, besides the live line."""
 
 
+WORTH_A_WORD = 0.05
+"""The least share of a step spent waiting for data that its line names."""
+
+
 class _Numbers(ProgressColumn):
     def render(self, task: Task) -> Text:
         return Text(task.fields.get("numbers", ""))
@@ -61,7 +65,7 @@ class Screen:
         """Update the live line with one step, and print a permanent line where one is due."""
         numbers = (
             f"loss {report.loss:.4f}  norm {report.grad_norm:.3f}  lr {report.lr:.2e}  "
-            f"{report.tokens_per_s:,.0f} tok/s  {report.memory_bytes / 2**20:,.0f} MiB"
+            f"{report.tokens_per_s:,.0f} tok/s  {report.memory_bytes / 2**20:,.0f} MiB{_waited(report)}"
         )
         self._progress.update(self._task, completed=report.step, numbers=numbers)
         if report.step % self._every == 0 or report.step in (self._first, self._last) or report.stop:
@@ -74,6 +78,12 @@ class Screen:
     def say(self, text: str) -> None:
         """Print a permanent line."""
         self._console.print(text, markup=False)
+
+
+def _waited(report: StepReport) -> str:
+    """Return the share of a step that waited for data, where it is worth a word."""
+    share = report.data_wait_s / report.step_s if report.step_s else 0.0
+    return f"  {share:.0%} waiting for data" if share >= WORTH_A_WORD else ""
 
 
 class Metrics:
@@ -96,6 +106,7 @@ class Metrics:
             "tokens": report.tokens,
             "step_s": report.step_s,
             "tokens_per_s": report.tokens_per_s,
+            "data_wait_s": report.data_wait_s,
             "memory_bytes": report.memory_bytes,
         }
         row = {key: value if math.isfinite(value) else None for key, value in row.items()}
@@ -115,6 +126,7 @@ class Metrics:
                     "train/lr": report.lr,
                     "perf/tokens_per_s": report.tokens_per_s,
                     "perf/step_ms": report.step_s * 1e3,
+                    "perf/data_wait_ms": report.data_wait_s * 1e3,
                     "memory/peak_bytes": report.memory_bytes,
                 },
             )

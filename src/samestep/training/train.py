@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from samestep.datasets import Batch, Dataset, batches, sample_indices
+from samestep.datasets import Batch, Dataset, batches, is_text, sample_indices
 from samestep.errors import JobError, OutOfMemoryError, RunError, WorkerError
 from samestep.job import Job
 from samestep.layout import Layout
@@ -40,7 +40,7 @@ from samestep.training import out_of_memory, run_folder
 from samestep.training.check import Checked, check
 from samestep.training.metrics import Metrics, Screen
 from samestep.training.sampling import printable, sample_text
-from samestep.training.workload import Workload, is_text
+from samestep.training.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)

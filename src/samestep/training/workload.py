@@ -15,7 +15,7 @@ from samestep.building.families import facts_of
 from samestep.building.loss import loss_of
 from samestep.building.model import model_source
 from samestep.building.optimizer import optimizer_of
-from samestep.datasets import Batch, Dataset, batches, open_dataset, open_tokenizer
+from samestep.datasets import Batch, Dataset, batches, first_tokens, is_text, open_dataset, open_tokenizer
 from samestep.errors import ModelError, SamestepError
 from samestep.job import Job
 from samestep.layout import Layout
@@ -69,11 +69,6 @@ class Workload:
         return self.source.prepared.spec
 
 
-def is_text(job: Job) -> bool:
-    """Whether the samples of a job are text that its tokenizer encodes."""
-    return job.data.source.partition(":")[0] in ("topics", "stdlib", "text", "jsonl", "hf")
-
-
 def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any) -> None:
     """Refuse token ids and sequence lengths for which a transformers model has no embeddings."""
     facts = facts_of(model)
@@ -82,8 +77,8 @@ def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any)
         known, whose = 0, job.data.source
         if is_text(job):
             known, whose = open_tokenizer(job).vocab_size, "the tokenizer"
-        elif isinstance(tokens := getattr(dataset, "tokens", None), np.ndarray):
-            known = int(tokens[:_TOKENS_LOOKED_AT].max()) + 1
+        elif (tokens := first_tokens(dataset, _TOKENS_LOOKED_AT)).size:
+            known = int(tokens.max()) + 1
         if known > words:
             raise ModelError(
                 f"{whose} has token ids up to {known - 1}, but model.config.{facts.vocabulary_field} = {words}; "

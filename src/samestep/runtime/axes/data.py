@@ -30,6 +30,7 @@ from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.weight_gradients import is_postponed
 from samestep.runtime.codecs.codec import Codec, Pending, codec_of, own_part, send
+from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.ledger import owned
 from samestep.runtime.optimizer_step import Piece, squared_norm
 from samestep.runtime.parameter_hooks import GradientHooks
@@ -161,7 +162,7 @@ class Replicated:
         """Return a piece that updates the live weights, or a master copy in another dtype or on the host."""
         if live.dtype == value.dtype and not self._separate:
             return Piece(name, start, stop, live if isinstance(live, nn.Parameter) else live.detach(), gradient)
-        held = value.detach().to("cpu" if self._separate else live.device, copy=True)
+        held = master_on_host(value) if self._separate else value.detach().to(live.device, copy=True)
         return Piece(name, start, stop, held, gradient, target=live.detach())
 
     def hook_gradients(self, hooks: GradientHooks) -> None:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts
-from samestep.building.loss import at_least_float32
+from samestep.building.loss import as_number, at_least_float32
 from samestep.program.program import Program
 from samestep.runtime.axes.collectives import moved
 from samestep.runtime.ledger import owned
@@ -77,7 +77,7 @@ def _dispatch_and_combine(
     index = (
         torch.arange(received_sizes.shape[1], device=x.device)
         .repeat(len(received_sizes))
-        .repeat_interleave(received_sizes.flatten())
+        .repeat_interleave(received_sizes.flatten(), output_size=sum(received))
     )
     back = moved(_own(again, module, rows, index, chosen, weights.dtype), group, path, combine, dispatch)
     in_order = back[order.argsort()].view(*chosen.shape, -1)
@@ -116,12 +116,17 @@ class _Nothing(torch.autograd.Function):
 
 def _exchange_counts(picks: Tensor, num_experts: int, group: dist.ProcessGroup, path: str) -> tuple[Tensor, Tensor]:
     """Return the numbers of rows sent to each expert of each rank, and of rows received, both [ep, E / ep]."""
-    sizes = torch.bincount(picks, minlength=num_experts)
+    sizes = _counted(picks, num_experts)
     received_sizes = torch.empty_like(sizes)
     with owned(path):
         dist.all_to_all_single(received_sizes, sizes, group=group)
     degree = dist.get_world_size(group)
     return sizes.view(degree, -1), received_sizes.view(degree, -1)
+
+
+def _counted(picks: Tensor, num_experts: int) -> Tensor:
+    """Return how often each expert is chosen, int64 [E]; `bincount` would let the host wait for a GPU."""
+    return picks.new_zeros(num_experts, dtype=torch.int64).scatter_add_(0, picks, torch.ones_like(picks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +170,8 @@ class Balance:
         shares = [at_least_float32(logits).softmax(dim=-1) for logits in self.facts.router_scores(outputs)]
         picks = torch.cat([share.topk(self.top_k, dim=-1).indices.flatten() for share in shares])
         rows = sum(len(share) for share in shares)
-        known = torch.tensor([rows, float(count)], dtype=torch.float64, device=picks.device)
-        totals = weight * torch.cat([torch.bincount(picks, minlength=self.num_experts).double(), known])
+        chosen = _counted(picks, self.num_experts).double()
+        totals = weight * torch.cat([chosen, *(as_number(one, chosen).view(1) for one in (rows, count))])
         if self.group is not None:
             with owned("balance"):
                 dist.all_reduce(totals, group=self.group)

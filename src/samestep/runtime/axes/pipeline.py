@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -38,7 +37,7 @@ from samestep.runtime.axes.context import Slicing, WholeSequences
 from samestep.runtime.axes.precision import DTYPES, cast_floating
 from samestep.runtime.axes.stage_flow import Flows, StageForward, placeholder
 from samestep.runtime.axes.stage_messages import Awaited, Messages
-from samestep.runtime.processes.mesh import Mesh
+from samestep.runtime.processes.mesh import Mesh, broadcast_from
 from samestep.schedules import Action, TaskKind
 from samestep.strategies.pipeline import crossings_at
 from samestep.tracing.crossings import boundary_before, passes_one_tensor, with_crossings, with_exact_crossings
@@ -185,10 +184,9 @@ class Stage:
 
         Collective over `pp`: every stage calls it; if one does not, the others wait until the time limit.
         """
-        held = [getattr(outputs, "logits", outputs)]
-        ranks = self._mesh.members("pp")
-        dist.broadcast_object_list(held, src=ranks[-1], group=self._mesh.groups["pp"])
-        return held[0]
+        last = self._mesh.members("pp")[-1]
+        held = getattr(outputs, "logits", outputs)
+        return broadcast_from(last, held, self._mesh.groups["pp"], self._mesh.device)
 
     # -- a recorded flow ---------------------------------------------------------------------------
 

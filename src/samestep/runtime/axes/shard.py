@@ -56,6 +56,7 @@ from samestep.program.units import Unit, partial_sizes
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.whole_update import Lent, OwnedWeights
 from samestep.runtime.codecs.codec import Codec, codec_of, own_part
+from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.ledger import owned
 from samestep.runtime.optimizer_step import Piece, squared_norm
 from samestep.runtime.parameter_hooks import GradientHooks
@@ -122,7 +123,8 @@ class Sharded:
 
     def _owned_piece(self, together: OwnedWeights, spec: ParamSpec, value: Tensor) -> Piece:
         """Return the whole copy of a weight that this rank owns, to be updated here."""
-        copy = value.detach().to("cpu" if self.program.step.layout.offload else self.mesh.device, copy=True)
+        is_offloaded = self.program.step.layout.offload
+        copy = master_on_host(value) if is_offloaded else value.detach().to(self.mesh.device, copy=True)
         gradient = torch.zeros(spec.shape, dtype=value.dtype, device=self.mesh.device)
         together.values[spec.name], together.gradients[spec.name] = copy, gradient
         return Piece(spec.name, 0, spec.numel, copy, lambda: gradient)
@@ -134,7 +136,7 @@ class Sharded:
         local = param._local_tensor.detach()
         if not self.program.step.layout.offload:
             return Piece(name, start, stop, local, gradient)
-        return Piece(name, start, stop, local.to("cpu", copy=True), gradient, target=local)
+        return Piece(name, start, stop, master_on_host(local), gradient, target=local)
 
     def hook_gradients(self, hooks: GradientHooks) -> None:
         """Let the user's hooks change whole gradients, in front of their reduction."""

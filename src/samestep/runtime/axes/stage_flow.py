@@ -14,7 +14,6 @@ A forward that takes another way than the recorded one ends with an error.
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -28,6 +27,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from samestep.building.named_tensors import copied
 from samestep.errors import ModelError
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
@@ -226,7 +226,7 @@ class Flows:
     """The flow of every shape of samples, recorded on a copy of the model on the meta device in the run's dtypes."""
 
     def __init__(self, traced: TracedModel, step: StepSpec) -> None:
-        self._module = copy.deepcopy(traced.module)
+        self._module = copied(traced.module)
         self._value_of = functools.cache(functools.partial(traced.blueprint.materialize, device=torch.device("cpu")))
         self._program = Program(step=step, bodies={})
         self._name = step.model.name

@@ -1,10 +1,10 @@
 """The messages between the stages of a pipeline: activations in one direction, their gradients in the other.
 
 Sends leave while the stage goes on computing, and receives are posted ahead of need: gloo moves bytes only once both
-ends have asked for them. A *link* is all messages of one direction, forward or backward, between neighbours, or around
-the end of the axis between the last stage and the first. Each has a process group of its own: NCCL runs the messages
-between two ranks of a group one after the other, both directions alike, and would wait forever for a receive that was
-posted ahead. Both ends of a link issue its messages in one order, which the schedules keep.
+ends have asked for them. A *link* is all messages of one direction, forward or backward, between two neighbours, or around
+the end of the axis between the last stage and the first. Each has a process group of its own: NCCL runs the messages of a
+rank in one group one after the other, and would wait forever for a receive that was posted ahead of a send. That both
+ends of a link issue its messages in one order, and never wait in a circle, is checked before the first step.
 
 A buffer that was sent is kept until a message comes back that its receiver can only have sent after receiving it.
 """
@@ -23,8 +23,8 @@ from samestep import schedules
 from samestep.errors import LayoutError
 from samestep.program.program import Program
 from samestep.runtime.ledger import owned
-from samestep.runtime.processes.mesh import Mesh, link_name
-from samestep.schedules import Action, TaskKind
+from samestep.runtime.processes.mesh import Mesh
+from samestep.schedules import Action, Message, TaskKind, link_of
 from samestep.strategies.pipeline import crossings_at
 
 _FIRST_TAG = 2**29
@@ -152,7 +152,8 @@ class Messages:
         """Return the name of the link of an action's message, which is that of its process group."""
         _, step = self._boundary(action, sends=sends)
         pp, stage = self._program.step.layout.pp, self._program.step.stage
-        return link_name(is_forward=action.kind is TaskKind.FORWARD, is_around=not 0 <= stage + step < pp)
+        other = (stage + step) % pp
+        return link_of(Message(stage, other, action) if sends else Message(other, stage, action), pp)
 
     def _peer(self, step: int) -> int:
         """Return the global rank of the next or previous rank on the axis, around its end."""
@@ -174,10 +175,14 @@ def _arrivals_of(program: Program) -> dict[Action, list[Action]]:
     """Return this stage's actions that need a message, with those whose sends must have arrived by then.
 
     The sender of the message has executed its own order up to it, and so has received everything this needed.
+
+    Raises:
+        LayoutError: the messages of the schedule would wait in a circle.
     """
     layout, stage, count = program.step.layout, program.step.stage, program.step.num_microbatches
     chunks = layout.virtual_stages
     orders = [schedules.order(layout.schedule, s, layout.pp, count, chunks) for s in range(layout.pp)]
+    schedules.check(orders, chunks)
     known: dict[int, int] = {}  # by sender: how far it must have come in its order
     found: dict[Action, list[Action]] = {}
     for action in orders[stage]:

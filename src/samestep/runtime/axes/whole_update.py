@@ -76,7 +76,8 @@ class OwnedWeights:
         for member in self._mine():
             whole = self.values[member.name].detach().reshape(-1)
             for rank, (start, stop) in enumerate(self._parts(member)):
-                self._window(send, rank, member)[: stop - start] = whole[start:stop]
+                # The copies are on the host under offload; the next update waits for the device before it writes them.
+                self._window(send, rank, member)[: stop - start].copy_(whole[start:stop], non_blocking=True)
         received = self._exchange(send, WEIGHTS)
         for member in self.owners.members:
             part = self.lent[member.name].value

@@ -21,25 +21,22 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from samestep.building.families import FamilyFacts, facts_of
 from samestep.errors import ModelError
 from samestep.models.spec import MaskSpec, ModelSpec
 from samestep.runtime.dropout.masks import MaskCuts, MaskSlice, drop_mask, hash_positions, mix, positions
-from samestep.tracing.attention import AttentionCall, multi_head_attention
+from samestep.runtime.dropout.rates import rates_of
+from samestep.runtime.dropout.replacements import HANDLERS, MaskSource
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 """Components of a module's name that wrappers add; the names in a job do not have them."""
@@ -48,8 +45,6 @@ IN_ORDER = (0, 0)
 """Rows of a mask whose samples are in order along dimension 0, each with as many positions as there are for it."""
 OF_NO_SAMPLE = -1
 """The dimension of samples of a mask for a tensor that depends on none, such as a weight."""
-
-_SELU_ALPHA = 1.7580993408473766  # alpha * scale of SELU: what alpha_dropout puts in place of a dropped element
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +101,7 @@ class DropoutState:
         """Record the end of a whole step: a model that has drawn no mask has no dropout, and loses its hooks."""
         if self.dropout is Dropout.UNKNOWN:
             self.dropout = Dropout.ABSENT
-            self.rates = _rates_of(model)
+            self.rates = rates_of(model)
             untrack_modules(model)
 
 
@@ -186,7 +181,7 @@ def _hook(module: nn.Module, name: str, tracker: _Tracker) -> RemovableHandle:
     return handle
 
 
-class DropoutMode(TorchFunctionMode):
+class DropoutMode(MaskSource):
     """A function mode that replaces every dropout by one whose mask depends only on its position and on `draw`.
 
     One object serves one forward of one micro-batch (its counts of entries are never reset). Other random numbers in
@@ -201,7 +196,6 @@ class DropoutMode(TorchFunctionMode):
         if not (model in _TRACKERS and _TRACKERS[model].hooks):
             track_modules(model)
         self.allows_random = False
-        """Whether other random numbers are drawn from the process's generators instead of being refused."""
         self.num_draws = 0
         """Masks drawn so far, recomputed ones included; 0 after a forward means that this model has no dropout."""
         self._draw = draw
@@ -226,7 +220,7 @@ class DropoutMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        handler = _HANDLERS.get(func)
+        handler = HANDLERS.get(func)
         if handler is None:
             return func(*args, **(kwargs or {}))
         return handler(self, func, *args, **(kwargs or {}))
@@ -243,7 +237,8 @@ class DropoutMode(TorchFunctionMode):
     def _snapshot(self) -> tuple[list[_Frame], dict[str, int]]:
         return [dataclasses.replace(frame) for frame in self._frames], dict(self._entries)
 
-    def _refuse(self, reason: str) -> ModelError:
+    def refuse(self, reason: str) -> ModelError:
+        """Return the error that refuses what the innermost module does."""
         return ModelError(f"{self._frames[-1].name or 'the model itself'}: {reason}")
 
     def _next_draw(self) -> tuple[str, int, int]:
@@ -253,7 +248,7 @@ class DropoutMode(TorchFunctionMode):
         self.num_draws += 1
         return frame.name, frame.entry, frame.num_draws - 1
 
-    def _next_key(self) -> int:
+    def next_key(self) -> int:
         """Count a draw and return its key of 64 bits."""
         return self._key_of(self._next_draw())
 
@@ -261,7 +256,7 @@ class DropoutMode(TorchFunctionMode):
         text = "/".join(map(str, (self._draw.seed, self._draw.step, *mask)))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
-    def _drop(self, x: Tensor, shape: torch.Size, p: float, what: str) -> Tensor:
+    def drop(self, x: Tensor, shape: torch.Size, p: float, what: str) -> Tensor:
         """Return a mask for x of this shape, bool, True where an element is dropped.
 
         Raises:
@@ -271,12 +266,12 @@ class DropoutMode(TorchFunctionMode):
         dim, inner = self._tracker.rows.get(mask, IN_ORDER)
         num_samples = 1 if dim == OF_NO_SAMPLE else self._draw.samples.numel()
         if not shape or (dim != OF_NO_SAMPLE and (shape[dim] % (num_samples * max(inner, 1)) or not shape[dim])):
-            raise self._refuse(
+            raise self.refuse(
                 f"{what} of a tensor of shape {tuple(shape)}: dimension {dim} must hold the {num_samples} samples of the "
                 "micro-batch (or as many rows for each), or the mask would differ between layouts"
             )
         if not 0.0 <= p <= 1.0:
-            raise self._refuse(f"{what} with probability {p}; it is between 0 and 1")
+            raise self.refuse(f"{what} with probability {p}; it is between 0 and 1")
         whole = tuple(shape) if dim == OF_NO_SAMPLE else (*shape[:dim], shape[dim] // num_samples, *shape[dim + 1 :])
         each = whole
         cuts: MaskCuts = ()
@@ -320,7 +315,7 @@ class _MaskRecorder(DropoutMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        handler = _HANDLERS.get(func)
+        handler = HANDLERS.get(func)
         if handler is not None:
             # A step raises its own errors, so none is raised here; nor may a trace of costs see what is only tried here.
             unseen = _disable_current_modes() if self._rows_of is None else nullcontext()
@@ -333,7 +328,7 @@ class _MaskRecorder(DropoutMode):
                 )
         return func(*args, **(kwargs or {}))
 
-    def _drop(self, x: Tensor, shape: torch.Size, p: float, what: str) -> Tensor:
+    def drop(self, x: Tensor, shape: torch.Size, p: float, what: str) -> Tensor:
         owner, entry, draw = self._next_draw()
         rows = IN_ORDER if self._rows_of is None else self._rows_of(x)
         rows = rows if rows is None or rows[0] < len(shape) else None  # of a mask of channels
@@ -394,55 +389,6 @@ def recompute_contexts(model: nn.Module) -> tuple[AbstractContextManager[Any], A
     return nullcontext(), _Recompute(tracker.modes[-1])
 
 
-def has_dropout(model: nn.Module) -> bool:
-    """Return whether a module or a configuration in the model has a dropout probability above 0.
-
-    A probability is a number above 0 and up to 1 whose name contains "drop" (`dropout`, `attn_pdrop`, `layerdrop`), in
-    a module's attributes or in its configuration, or any such number of a module whose class name contains it
-    (`Dropout.p`). Fields of a configuration for heads (`classifier_dropout`, `summary_first_dropout`) count through
-    their `nn.Dropout` only. A number written in the code (`F.dropout(x, 0.1)`) cannot be seen: run the first
-    micro-batch under a `DropoutMode` whatever this returns, and keep the mode if its `num_draws` is not 0. That first
-    one also refuses random numbers.
-    """
-    seen: set[int] = set()
-    facts = facts_of(model)
-    for module in model.modules():
-        if _has_rate(vars(module), facts, everything="drop" in type(module).__name__.lower()):
-            return True
-        for config in facts.configurations_of(module):
-            if id(config) in seen:
-                continue
-            seen.add(id(config))
-            fields = config.to_dict() if hasattr(config, "to_dict") else config
-            if _has_rate(fields if isinstance(fields, Mapping) else getattr(fields, "__dict__", {}), facts):
-                return True
-    return False
-
-
-def _rates_of(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Return the attributes of modules that look like dropout probabilities, whatever their value."""
-    return [
-        (fields, name)
-        for module in model.modules()
-        for fields, named in [(vars(module), "drop" in type(module).__name__.lower())]
-        for name, value in fields.items()
-        if ((named and not name.startswith("_")) or "drop" in name.lower())
-        and not isinstance(value, bool)
-        and (value is None or (isinstance(value, int | float) and value == 0))
-    ]
-
-
-def _has_rate(fields: Mapping[str, Any], facts: FamilyFacts, everything: bool = False) -> bool:
-    """Return whether a field, or a field of a mapping in it, is a dropout probability above 0."""
-    for name, value in fields.items():
-        named = everything or ("drop" in str(name).lower() and not facts.is_head_dropout(str(name)))
-        if named and isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1:
-            return True
-        if isinstance(value, Mapping) and not str(name).startswith("_") and _has_rate(value, facts):
-            return True
-    return False
-
-
 def _refuse_sequence_first(model: nn.Module) -> None:
     """Refuse torch's transformer layers that put the sequence in dimension 0: their dropout cannot see the samples.
 
@@ -457,184 +403,3 @@ def _refuse_sequence_first(model: nn.Module) -> None:
                 f"{name or 'the model itself'}: dropout in a {type(module).__name__} with batch_first=False, whose "
                 "tensors hold no batch in dimension 0; batch_first=True works"
             )
-
-
-# Handlers: replacements of torch's functions, each called with the mode, the function, and its arguments. -------------
-
-
-@dataclass(frozen=True, slots=True)
-class _DropoutKind:
-    """A member of the family of dropouts."""
-
-    channels: bool = False
-    """Whether whole channels (dimension 1) are dropped instead of elements."""
-    alpha: bool = False
-    """Whether mean and variance of SELU's outputs are kept."""
-    min_dims: int = 1
-    """Least number of dimensions of an input with a batch."""
-
-
-def _dropped(mode: DropoutMode, what: str, kind: _DropoutKind, x: Tensor, p: float, inplace: bool) -> Tensor:
-    """Drop elements of `x` with probability p and scale the others; the backward is exact, and keeps the bool mask."""
-    if x.dim() < kind.min_dims:
-        raise mode._refuse(
-            f"{what} of a tensor with {x.dim()} dimensions has no batch; {kind.min_dims} or more dimensions work"
-        )
-    drop = mode._drop(x, x.shape[:2] if kind.channels else x.shape, p, what)
-    if kind.channels:
-        drop = drop.view(*x.shape[:2], *(1,) * (x.dim() - 2))
-    if not kind.alpha:
-        kept = x.masked_fill_(drop, 0.0) if inplace else torch.where(drop, 0.0, x)
-        return kept.mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
-    if p >= 1.0:
-        return x.masked_fill_(drop, 0.0) if inplace else x.masked_fill(drop, 0.0)
-    a = 1.0 / math.sqrt((_SELU_ALPHA**2 * p + 1.0) * (1.0 - p))
-    filled = x.masked_fill_(drop, -_SELU_ALPHA) if inplace else x.masked_fill(drop, -_SELU_ALPHA)
-    return filled.mul_(a).add_(_SELU_ALPHA * a * p)
-
-
-def _functional(kind: _DropoutKind) -> Callable[..., Tensor]:
-    """Return the handler of `torch.nn.functional.dropout` and similar functions."""
-
-    def handler(
-        mode: DropoutMode,
-        func: Callable[..., Tensor],
-        input: Tensor,
-        p: float = 0.5,
-        training: bool = True,
-        inplace: bool = False,
-    ) -> Tensor:
-        if not training or p == 0:
-            return input
-        return _dropped(mode, func.__name__, kind, input, p, inplace)
-
-    return handler
-
-
-def _native(kind: _DropoutKind, inplace: bool) -> Callable[..., Tensor]:
-    """Return the handler of `torch.dropout`, `torch.dropout_` and similar functions."""
-
-    def handler(mode: DropoutMode, func: Callable[..., Tensor], input: Tensor, p: float, train: bool) -> Tensor:
-        return input if not train or p == 0 else _dropped(mode, func.__name__, kind, input, p, inplace)
-
-    return handler
-
-
-def _attention(mode: DropoutMode, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Handle `scaled_dot_product_attention`: with dropout, compute the formula in at least float32.
-
-    Legend: B batch, H heads, L queries, S keys, D head width. Keeps the [B, H, L, S] weights that a fused kernel
-    would not; without dropout the fused kernel runs.
-    """
-    call = AttentionCall(*args, **kwargs)
-    if call.dropout_p == 0.0:
-        return call.run(func)
-    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
-    if is_causal and attn_mask is not None:
-        raise mode._refuse("attention with both attn_mask and is_causal; one of them works")
-    q_bhld, k_bhsd, v_bhsd = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key, value))
-    if enable_gqa:
-        k_bhsd = k_bhsd.repeat_interleave(q_bhld.size(-3) // k_bhsd.size(-3), -3)
-        v_bhsd = v_bhsd.repeat_interleave(q_bhld.size(-3) // v_bhsd.size(-3), -3)
-    scores_bhls = (q_bhld * (query.size(-1) ** -0.5 if scale is None else scale)) @ k_bhsd.transpose(-2, -1)
-    if is_causal:
-        future_ls = torch.ones(scores_bhls.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
-        scores_bhls = scores_bhls.masked_fill(future_ls, -math.inf)
-    if attn_mask is None:
-        weights_bhls = scores_bhls.softmax(-1)
-    else:
-        if attn_mask.dtype == torch.bool:
-            scores_bhls = scores_bhls.masked_fill(~attn_mask, -math.inf)
-        else:
-            scores_bhls = scores_bhls + attn_mask.to(scores_bhls.dtype)
-        # A query that may look at nothing gets zeros, forward and backward, as in torch.
-        blind_bhl1 = (scores_bhls == -math.inf).all(-1, keepdim=True)
-        weights_bhls = scores_bhls.masked_fill(blind_bhl1, 0.0).softmax(-1).masked_fill(blind_bhl1, 0.0)
-    weights_bhls = _dropped(mode, func.__name__, _DropoutKind(), weights_bhls, dropout_p, inplace=False)
-    return (weights_bhls @ v_bhsd).to(query.dtype)
-
-
-def _multi_head_attention(mode: DropoutMode, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Handle `F.multi_head_attention_forward`: run it with the mode active inside."""
-    return multi_head_attention(mode, *args, **kwargs)
-
-
-def _recurrent(mode: DropoutMode, func: Callable[..., Any], *args: Any) -> Any:
-    """Handle torch's recurrent layers: refuse those with dropout, which draw inside one native operation."""
-    # (input, [batch_sizes,] hx, weights, has_biases, num_layers, dropout, train, ...): has_biases is the first bool.
-    first = next(i for i, arg in enumerate(args) if isinstance(arg, bool))
-    num_layers, dropout, train = args[first + 1 : first + 4]
-    if train and dropout > 0 and num_layers > 1 and not mode.allows_random:
-        raise mode._refuse(
-            f"torch's {func.__name__} draws its dropout={dropout} inside one native operation, so its masks would "
-            "differ between layouts; dropout=0, or single layers with nn.Dropout between them, work"
-        )
-    return func(*args)
-
-
-def _one_number(mode: DropoutMode, func: Callable[..., Tensor], *size: Any, **kwargs: Any) -> Tensor:
-    """Handle `torch.rand`: draw a single number, equal for all samples of the step; refuse other sizes."""
-    shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else kwargs.pop("size", size)
-    if len(shape) or kwargs.keys() - {"dtype", "device"}:
-        return _refused(mode, func)
-    return torch.full((), (mode._next_key() >> 11) % 2**53 / 2**53, **kwargs)
-
-
-def _rrelu(mode: DropoutMode, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Handle `rrelu`: refuse it in training, where its slopes are random."""
-    if kwargs.get("training") or args[3:4] == (True,):
-        return _refused(mode, func)
-    return func(*args, **kwargs)
-
-
-def _refused(mode: DropoutMode, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Refuse random numbers that samestep cannot make the same in every layout, unless the user allows them."""
-    if mode.allows_random:
-        return func(*args, **kwargs)
-    name = "fractional_max_pool" if func.__name__ == "fn" else func.__name__
-    raise mode._refuse(
-        f"{name}: random numbers in a forward would differ between layouts; nn.Dropout, torch.nn.functional.dropout* "
-        "and the dropout_p of attention work"
-    )
-
-
-# Functions of torch, torch.Tensor, torch.nn.functional and torch.nn.init that a forward may not call.
-_REFUSED = """
-    bernoulli bernoulli_ binomial cauchy_ exponential_ geometric_ gumbel_softmax log_normal_ multinomial native_dropout
-    normal normal_ poisson rand_like randint randint_like randn randn_like random_ randperm rrelu_with_noise
-    rrelu_with_noise_ uniform_ kaiming_normal_ kaiming_uniform_ trunc_normal_ xavier_normal_ xavier_uniform_ orthogonal_
-    sparse_ fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices
-    fractional_max_pool3d_with_indices _sample_dirichlet _standard_gamma _fused_dropout
-    svd_lowrank pca_lowrank lobpcg
-"""
-
-
-def _handlers() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Return the handler of each function that the mode intercepts."""
-    homes = (torch, torch.Tensor, F, nn.init)
-    handlers: dict[Callable[..., Any], Callable[..., Any]] = {
-        getattr(home, name): _refused for home in homes for name in _REFUSED.split() if hasattr(home, name)
-    }
-    handlers |= {getattr(torch, name): _rrelu for name in ("rrelu", "rrelu_")} | {F.rrelu: _rrelu}
-    handlers |= {getattr(torch, name): _recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
-    for name, kind in {
-        "dropout": _DropoutKind(),
-        "alpha_dropout": _DropoutKind(alpha=True),
-        "feature_dropout": _DropoutKind(channels=True, min_dims=2),
-        "feature_alpha_dropout": _DropoutKind(channels=True, alpha=True, min_dims=2),
-        "dropout1d": _DropoutKind(channels=True, min_dims=3),
-        "dropout2d": _DropoutKind(channels=True, min_dims=3),
-        "dropout3d": _DropoutKind(channels=True, min_dims=5),
-    }.items():
-        if hasattr(F, name):
-            handlers[getattr(F, name)] = _functional(kind)
-        if hasattr(torch, name):
-            handlers[getattr(torch, name)] = _native(kind, inplace=False)
-            handlers[getattr(torch, f"{name}_")] = _native(kind, inplace=True)
-    handlers[torch.rand] = _one_number
-    handlers[F.scaled_dot_product_attention] = _attention
-    handlers[F.multi_head_attention_forward] = _multi_head_attention
-    return handlers
-
-
-_HANDLERS = _handlers()

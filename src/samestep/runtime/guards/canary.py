@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from samestep.building.loss import as_number
 from samestep.errors import RepeatError, SamestepError
 from samestep.job import Job, Waiver
 from samestep.program.bodies import Task
@@ -331,7 +332,7 @@ class Canary(StepObserver):
         like = torch.zeros((), dtype=torch.float64, device=self._assembly.parallel.mesh.device)
         with around():
             found = self._assembly.objective.loss(outputs, self._assembly.parallel.slicing.part(samples))
-        return torch.stack([evaluation.as_number(value, like) for value in found])
+        return torch.stack([as_number(value, like) for value in found])
 
     @contextmanager
     def _modes(self, indices: Indices) -> Iterator[None]:

@@ -32,7 +32,7 @@ from samestep.program.program import LedgerRow
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.ledger import Ledger, outside_step
 from samestep.runtime.optimizer_step import Piece
-from samestep.runtime.processes.mesh import Mesh, gather_objects, group_over
+from samestep.runtime.processes.mesh import Mesh, gather_objects, group_among
 from samestep.runtime.step_report import StepReport
 
 TOLERANCE = 1e-3
@@ -94,12 +94,13 @@ class DriftMonitor:
         names: list[str] = []
         values: list[Any] = []
         for pieces, group in self._replicas:
+            # Under offload the values are on the host, and ranks compare on their devices.
             prints = torch.stack([_fingerprint(piece.value) for piece in pieces]) if pieces else torch.zeros(0)
-            odd = _differing(prints, group)
+            odd = _differing(prints.to(self._mesh.device), group)
             names += [pieces[index].name for index in odd]
             values += prints[odd].tolist() if odd else []
         if self._cut_ranks is not None and not names and self._redundant:
-            sizes = torch.stack([_projected(piece.value) for piece in self._redundant])
+            sizes = torch.stack([_projected(piece.value) for piece in self._redundant]).to(self._mesh.device)
             diverged = _diverged(sizes, self._cut_ranks)
             names = [self._redundant[index].name for index in diverged]
             values = sizes[diverged].tolist() if diverged else []
@@ -202,11 +203,14 @@ def _groups_of_equals(mesh: Mesh, mine: Mapping[str, str]) -> dict[str, dist.Pro
     """
     reports: list[Mapping[str, str]] = gather_objects(mine, mesh.size("world"))
     found: dict[str, dist.ProcessGroup | None] = dict.fromkeys(mine)
-    for name, value in dict.fromkeys(item for one in reports for item in one.items()):
-        ranks = tuple(rank for rank, one in enumerate(reports) if one.get(name) == value)
-        if len(ranks) > 1:
-            group = group_over(ranks, "watch")
-            found |= {name: group} if mine.get(name) == value else {}
+    for name in dict.fromkeys(name for one in reports for name in one):
+        equals: dict[str, list[int]] = {}
+        for rank, one in enumerate(reports):
+            if name in one:
+                equals.setdefault(one[name], []).append(rank)
+        parts = [tuple(ranks) for ranks in equals.values() if len(ranks) > 1]
+        group = group_among(parts, "watch", mesh.timeout_s) if parts else None
+        found |= {name: group} if name in mine else {}
     return found
 
 

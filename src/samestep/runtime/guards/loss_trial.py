@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from samestep.runtime.axes.precision import RaiseIslands, cast_floating
-from samestep.tracing.state import preserved_function
+from samestep.tracing.snapshot import preserved_function
 
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
 

@@ -2,23 +2,30 @@
 
 `program/ranks.py` gives the order of ranks. Axes over the same ranks share one group, so that a communicator is never
 made twice. `cp` has a group of its own: compute waits for its exchanges, which must not wait for gradients or weights
-sent meanwhile. So has each link of `pp` but the first.
+sent meanwhile. So has each link between two stages of a pipeline (`schedules.link_of`).
+
+On NCCL all groups of an axis are made by one split of the world, in which every rank takes part; gloo makes each by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import datetime
+import io
+import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from samestep import schedules
 from samestep.errors import LayoutError
 from samestep.program.program import Program
-from samestep.program.ranks import LINKS, Ranks
-from samestep.runtime.ledger import OWN_GROUPS
+from samestep.program.ranks import Ranks
+from samestep.runtime.ledger import LINK, OWN_GROUPS
 
 # torch 2.13 renames these two; 2.11 has only the old names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -33,6 +40,9 @@ class Mesh:
     ranks: Ranks
     device: torch.device
     groups: Mapping[str, dist.ProcessGroup]
+    """The groups by axis, and of a pipeline by link."""
+    timeout_s: float
+    """Seconds that a call in any of the groups may take."""
 
     def size(self, axis: str) -> int:
         """Return the number of ranks in a group of an axis."""
@@ -48,7 +58,7 @@ class Mesh:
 
     def group_of(self, axis: str) -> str:
         """Return the name of an axis' group: its ranks, followed by the axis where it serves no other one."""
-        return ",".join(map(str, self.members(axis))) + (f" {axis}" if axis in OWN_GROUPS else "")
+        return _named(self.members(axis)) + (f" {axis}" if axis in OWN_GROUPS else "")
 
     def for_shards(self, axis: str) -> DeviceMesh:
         """Return the mesh that FSDP2 shards over: `dp_shard` or `dp_expert`, after `dp_replicate` if there is one."""
@@ -63,8 +73,8 @@ class Mesh:
         )
 
 
-def build(program: Program, device: torch.device) -> Mesh:
-    """Make the process groups of every axis of `program`.
+def build(program: Program, device: torch.device, timeout_s: float) -> Mesh:
+    """Make the process groups of every axis of `program`, whose calls may take `timeout_s`.
 
     Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
 
@@ -82,12 +92,14 @@ def build(program: Program, device: torch.device) -> Mesh:
         )
     ranks = program.step.ranks
     groups: dict[str, dist.ProcessGroup] = {}
-    for axis in sorted({*program.axes, *_links(program)}):
-        for members in ranks.groups(axis):
-            group = group_over(members, axis if axis in (*OWN_GROUPS, *LINKS) else "")
-            if rank in members:
-                groups[axis] = group
-    return Mesh(rank, ranks, device, groups)
+    for axis in sorted(program.axes):
+        name = axis if axis in OWN_GROUPS else ""
+        if (group := group_among(ranks.groups(axis), name, timeout_s)) is not None:
+            groups[axis] = group
+    for link, pairs in _links(program, ranks).items():
+        if (group := group_among(pairs, link, timeout_s, LINK + _named(ranks.group(rank, "pp")))) is not None:
+            groups[link] = group
+    return Mesh(rank, ranks, device, groups, timeout_s)
 
 
 def gather_objects(mine: Any, world_size: int) -> list[Any]:
@@ -102,26 +114,97 @@ def gather_objects(mine: Any, world_size: int) -> list[Any]:
     return given
 
 
-_made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-"""Process groups of this process by name and ranks, the world among them."""
-_WORLD = ("world", ())
+def broadcast_from(source: int, value: Any, group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return on every rank of a group what the global rank `source` passes, with its tensors on `device`.
+
+    A pickled tensor would be made on the sender's device again, so tensors are sent by themselves.
+
+    Collective over `group`: every rank of it calls it; if one does not, the others wait until the time limit.
+    """
+    tensors: list[Tensor] = []
+    message: list[Any] = [None]
+    if dist.get_rank() == source:
+        packed = io.BytesIO()
+        _WithoutTensors(packed, tensors).dump(value)
+        message = [(packed.getvalue(), [(tensor.shape, tensor.dtype) for tensor in tensors])]
+    dist.broadcast_object_list(message, src=source, group=group)
+    packed_bytes, described = message[0]
+    if dist.get_rank() != source:
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in described]
+    for tensor in tensors:
+        dist.broadcast(tensor, src=source, group=group)
+    return value if dist.get_rank() == source else _WithTensors(io.BytesIO(packed_bytes), tensors).load()
 
 
-def group_over(ranks: tuple[int, ...], name: str = "") -> dist.ProcessGroup:
-    """Return the process group of some ranks, made once for all runs of a process, since it has threads.
+class _WithoutTensors(pickle.Pickler):
+    """Pickles an object, and puts its tensors into a list instead."""
 
-    Collective over the world: every rank asks for all groups, also those of others, in one order; if one does not, the
-    others wait until the time limit.
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_id(self, value: Any) -> int | None:
+        """Return the place of a tensor in the list; None for what is pickled."""
+        if not isinstance(value, Tensor):
+            return None
+        self._tensors.append(value.detach().contiguous())
+        return len(self._tensors) - 1
+
+
+class _WithTensors(pickle.Unpickler):
+    """Makes an object again from what `_WithoutTensors` wrote, with the tensors of a list."""
+
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, place: int) -> Tensor:
+        """Return a tensor by its place in the list."""
+        return self._tensors[place]
+
+
+_made: dict[tuple[str, float, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {}
+"""Process groups of this process by name, time limit and ranks, the world among them."""
+_WORLD = ("world", 0.0, ())
+
+
+def group_among(
+    parts: Sequence[tuple[int, ...]], name: str, timeout_s: float, description: str | None = None
+) -> dist.ProcessGroup | None:
+    """Return the process group of that part which has this rank; None where none has.
+
+    No rank is in two parts. The groups are made once for all runs of a process, since each has threads or device memory.
+
+    Collective over the world: every rank asks for the same parts in one order; if one does not, the others wait until
+    the time limit.
     """
     world = dist.group.WORLD
     assert world is not None
     if _made.get(_WORLD) is not world:  # groups of a world that its user has destroyed
         forget_groups()
-        _made[_WORLD] = _made["", tuple(range(world.size()))] = world
-    key = (name, ranks)
-    if key not in _made:
-        _made[key] = dist.new_group(list(ranks), group_desc=name or None)
-    return _made[key]
+        _made[_WORLD] = world
+    if not name and [*parts] == [tuple(range(world.size()))]:
+        return world
+    described, limit = description or name or None, datetime.timedelta(seconds=timeout_s)
+    whole = (name, timeout_s, tuple(parts))
+    if _can_be_split(world):
+        if whole not in _made:
+            _made[whole] = dist.split_group(
+                split_ranks=[list(ranks) for ranks in parts], timeout=limit, group_desc=described
+            )
+        return _made[whole]
+    mine = None
+    for ranks in parts:
+        one = (name, timeout_s, (ranks,))
+        if one not in _made:
+            _made[one] = dist.new_group(list(ranks), timeout=limit, group_desc=described)
+        mine = _made[one] if world.rank() in ranks else mine
+    return mine
+
+
+def _can_be_split(world: dist.ProcessGroup) -> bool:
+    """Return whether groups are made by splitting: NCCL's that were made with a device, as a user's may not be."""
+    return dist.get_backend(world) == "nccl" and world.bound_device_id is not None
 
 
 def forget_groups() -> None:
@@ -129,11 +212,19 @@ def forget_groups() -> None:
     _made.clear()
 
 
-def link_name(*, is_forward: bool, is_around: bool) -> str:
-    """Return the name of the link for activations, or for gradients, to a neighbour or around the end of the axis."""
-    return "pp" + ("" if is_forward else " backward") + (" around" if is_around else "")
+def _named(ranks: Sequence[int]) -> str:
+    return ",".join(map(str, ranks))
 
 
-def _links(program: Program) -> tuple[str, ...]:
+def _links(program: Program, ranks: Ranks) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Return the pairs of ranks that the links of each name connect, in all pipelines."""
     layout = program.step.layout
-    return () if layout.pp == 1 else LINKS[:1] if layout.virtual_stages == 1 else LINKS
+    if layout.pp == 1:
+        return {}
+    pipelines = ranks.groups("pp")
+    return {
+        name: tuple(
+            tuple(sorted((members[first], members[second]))) for members in pipelines for first, second in pairs
+        )
+        for name, pairs in schedules.links(layout.pp, layout.virtual_stages).items()
+    }

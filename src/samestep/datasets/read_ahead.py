@@ -1,0 +1,190 @@
+"""Micro-batches that are read while earlier ones compute: in a thread of this process, or in processes of their own.
+
+The samples of a step are a function of (seed, step), so what a rank will read is known before it asks: the shares of this
+step's micro-batches, of the next step's, and so on. They are read in that order, a few ahead of the one in use:
+
+    run.data_workers = 0    a thread reads the next two micro-batches, once a read has taken a millisecond or more; before
+                            that, handing one over would take as long as reading it
+    run.data_workers = N    N processes read two micro-batches each, as torch's DataLoader distributes them
+
+Only where the work is done changes: a micro-batch that was not foreseen, as one that the canary reads again, is read at
+once by the caller. So a resumed run may have another number of workers and reads the same samples.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+
+from samestep.datasets.order import Integers
+from samestep.errors import SamestepError, WorkerError
+
+Read = Callable[[Integers], Any]
+"""Reads samples by their indices into tensors with the batch dimension first."""
+
+AHEAD = 2
+"""Micro-batches that the thread, or each process, holds ready."""
+WORTH_A_THREAD_S = 1e-3
+"""Seconds that one read must take before a thread reads ahead."""
+
+
+class ReadAhead:
+    """The micro-batches of one rank in the order in which its steps take them, read before they are taken."""
+
+    def __init__(self, read: Read, coming: Iterator[Integers], *, num_workers: int, pin: bool) -> None:
+        """Read `coming`, the indices of each micro-batch; `pin` puts tensors into memory that a GPU copies from."""
+        self._lock = threading.Lock()  # a data set is read by one thread at a time
+        self._read, self._pin = read, pin
+        self._coming = coming
+        self._next: Integers | None = next(coming, None)
+        self._ready: _InThread | _InProcesses | None = None
+        if num_workers:
+            self._ready = _InProcesses(read, self._foreseen(), num_workers, pin)
+
+    def take(self, indices: Integers) -> Any:
+        """Return the samples of these indices, which were read ahead if they are the next ones foreseen."""
+        if self._next is None or not np.array_equal(indices, self._next):
+            return self._read_here(indices)
+        if self._ready is not None:
+            samples, self._next = self._ready.take()
+            return samples
+        began = time.perf_counter()
+        self._next = next(self._coming, None)
+        samples = self._read_here(indices)
+        if time.perf_counter() - began >= WORTH_A_THREAD_S and self._next is not None:
+            self._ready = _InThread(self._read_here, self._foreseen())
+        return samples
+
+    def close(self) -> None:
+        """Stop reading."""
+        if self._ready is not None:
+            self._ready.close()
+        self._ready = self._next = None
+
+    def _foreseen(self) -> Iterator[Integers]:
+        """Yield the indices of every micro-batch that is still to be taken."""
+        assert self._next is not None
+        yield self._next
+        yield from self._coming
+
+    def _read_here(self, indices: Integers) -> Any:
+        with self._lock:
+            samples = self._read(indices)
+        return tree_map_only(Tensor, lambda tensor: tensor.pin_memory(), samples) if self._pin else samples
+
+
+class _InThread:
+    """The next micro-batches, read by a thread."""
+
+    def __init__(self, read: Read, foreseen: Iterator[Integers]) -> None:
+        self._read, self._foreseen = read, foreseen
+        self._pool = ThreadPoolExecutor(1, "samestep reads ahead")
+        self._held: deque[tuple[Integers, Future[Any]]] = deque()
+        self._fill()
+
+    def take(self) -> tuple[Any, Integers | None]:
+        """Return the next micro-batch, and the indices of the one after it."""
+        _, future = self._held.popleft()
+        self._fill()
+        return future.result(), self._held[0][0] if self._held else None
+
+    def _fill(self) -> None:
+        while len(self._held) < AHEAD and (indices := next(self._foreseen, None)) is not None:
+            self._held.append((indices, self._pool.submit(self._read, indices)))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _InProcesses:
+    """The next micro-batches, read by worker processes of torch's DataLoader."""
+
+    def __init__(self, read: Read, foreseen: Iterator[Integers], num_workers: int, pin: bool) -> None:
+        self._asked: deque[Integers] = deque()
+        loader: DataLoader[Any] = DataLoader(
+            _Reads(read),
+            batch_size=None,
+            sampler=_Asked(foreseen, self._asked),
+            collate_fn=_unchanged,
+            num_workers=num_workers,
+            prefetch_factor=AHEAD,
+            pin_memory=pin,
+            worker_init_fn=_begin_worker,
+            multiprocessing_context="fork",  # a data set need not be picklable, and is not copied
+            generator=torch.Generator(),  # its seeds for workers come from here, not from the process's generator
+        )
+        self._iterator: Iterator[Any] | None = iter(loader)
+
+    def take(self) -> tuple[Any, Integers | None]:
+        """Return the next micro-batch, and the indices of the one after it.
+
+        Raises:
+            WorkerError: a worker process ended.
+            SamestepError: the samples cannot be a batch; other errors of a data set carry the worker's traceback.
+        """
+        assert self._iterator is not None
+        self._asked.popleft()
+        try:
+            samples = next(self._iterator)
+        except (RuntimeError, EOFError, OSError) as error:
+            if str(error).startswith("Caught "):  # raised in the worker, by the data set
+                raise
+            why = (str(error).splitlines() or ["while it handed samples over"])[0]
+            raise WorkerError(
+                f"a process that reads data ended ({why}); it may have run out of memory: fewer run.data_workers, or "
+                "0, work"
+            ) from error
+        if isinstance(samples, SamestepError):
+            raise samples
+        return samples, self._asked[0] if self._asked else None
+
+    def close(self) -> None:
+        self._iterator = None  # whose end stops the workers
+
+
+class _Asked:
+    """The indices that a DataLoader asks for, kept until their samples are taken."""
+
+    def __init__(self, foreseen: Iterator[Integers], asked: deque[Integers]) -> None:
+        self._foreseen, self._asked = foreseen, asked
+
+    def __iter__(self) -> Iterator[Integers]:
+        for indices in self._foreseen:
+            self._asked.append(indices)
+            yield indices
+
+
+class _Reads(TorchDataset[Any]):
+    """A data set whose items are whole micro-batches."""
+
+    def __init__(self, read: Read) -> None:
+        self._read = read
+
+    def __getitem__(self, indices: Integers) -> Any:
+        try:
+            return self._read(indices)
+        except SamestepError as error:  # which a DataLoader would give another text
+            return error
+
+
+def _unchanged(samples: Any) -> Any:
+    return samples
+
+
+def _begin_worker(number: int) -> None:
+    """Leave Ctrl-C to the rank, which ends its workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for word in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(word, signal.SIG_DFL)

@@ -1,0 +1,219 @@
+"""Replacements of torch's functions that draw: dropouts take their masks from a `MaskSource`, other random numbers are refused.
+
+`HANDLERS` has the replacement of each function; it is called with the source of masks, the function, and its arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from samestep.errors import ModelError
+from samestep.tracing.attention import AttentionCall, multi_head_attention
+
+_SELU_ALPHA = 1.7580993408473766  # alpha * scale of SELU: what alpha_dropout puts in place of a dropped element
+
+
+class MaskSource(TorchFunctionMode):
+    """A function mode that makes the masks of one forward; `mode.DropoutMode` is the one that does."""
+
+    allows_random = False
+    """Whether other random numbers are drawn from the process's generators instead of being refused."""
+
+    def drop(self, x: Tensor, shape: torch.Size, p: float, what: str) -> Tensor:
+        """Return a mask for x of this shape, bool, True where an element is dropped."""
+        raise NotImplementedError
+
+    def next_key(self) -> int:
+        """Count a draw and return its key of 64 bits."""
+        raise NotImplementedError
+
+    def refuse(self, reason: str) -> ModelError:
+        """Return the error that refuses what the innermost module does."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class _DropoutKind:
+    """A member of the family of dropouts."""
+
+    channels: bool = False
+    """Whether whole channels (dimension 1) are dropped instead of elements."""
+    alpha: bool = False
+    """Whether mean and variance of SELU's outputs are kept."""
+    min_dims: int = 1
+    """Least number of dimensions of an input with a batch."""
+
+
+def _dropped(mode: MaskSource, what: str, kind: _DropoutKind, x: Tensor, p: float, inplace: bool) -> Tensor:
+    """Drop elements of `x` with probability p and scale the others; the backward is exact, and keeps the bool mask."""
+    if x.dim() < kind.min_dims:
+        raise mode.refuse(
+            f"{what} of a tensor with {x.dim()} dimensions has no batch; {kind.min_dims} or more dimensions work"
+        )
+    drop = mode.drop(x, x.shape[:2] if kind.channels else x.shape, p, what)
+    if kind.channels:
+        drop = drop.view(*x.shape[:2], *(1,) * (x.dim() - 2))
+    if not kind.alpha:
+        kept = x.masked_fill_(drop, 0.0) if inplace else torch.where(drop, 0.0, x)
+        return kept.mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
+    if p >= 1.0:
+        return x.masked_fill_(drop, 0.0) if inplace else x.masked_fill(drop, 0.0)
+    a = 1.0 / math.sqrt((_SELU_ALPHA**2 * p + 1.0) * (1.0 - p))
+    filled = x.masked_fill_(drop, -_SELU_ALPHA) if inplace else x.masked_fill(drop, -_SELU_ALPHA)
+    return filled.mul_(a).add_(_SELU_ALPHA * a * p)
+
+
+def _functional(kind: _DropoutKind) -> Callable[..., Tensor]:
+    """Return the handler of `torch.nn.functional.dropout` and similar functions."""
+
+    def handler(
+        mode: MaskSource,
+        func: Callable[..., Tensor],
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+    ) -> Tensor:
+        if not training or p == 0:
+            return input
+        return _dropped(mode, func.__name__, kind, input, p, inplace)
+
+    return handler
+
+
+def _native(kind: _DropoutKind, inplace: bool) -> Callable[..., Tensor]:
+    """Return the handler of `torch.dropout`, `torch.dropout_` and similar functions."""
+
+    def handler(mode: MaskSource, func: Callable[..., Tensor], input: Tensor, p: float, train: bool) -> Tensor:
+        return input if not train or p == 0 else _dropped(mode, func.__name__, kind, input, p, inplace)
+
+    return handler
+
+
+def _attention(mode: MaskSource, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Handle `scaled_dot_product_attention`: with dropout, compute the formula in at least float32.
+
+    Legend: B batch, H heads, L queries, S keys, D head width. Keeps the [B, H, L, S] weights that a fused kernel
+    would not; without dropout the fused kernel runs.
+    """
+    call = AttentionCall(*args, **kwargs)
+    if call.dropout_p == 0.0:
+        return call.run(func)
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
+    if is_causal and attn_mask is not None:
+        raise mode.refuse("attention with both attn_mask and is_causal; one of them works")
+    q_bhld, k_bhsd, v_bhsd = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key, value))
+    if enable_gqa:
+        k_bhsd = k_bhsd.repeat_interleave(q_bhld.size(-3) // k_bhsd.size(-3), -3)
+        v_bhsd = v_bhsd.repeat_interleave(q_bhld.size(-3) // v_bhsd.size(-3), -3)
+    scores_bhls = (q_bhld * (query.size(-1) ** -0.5 if scale is None else scale)) @ k_bhsd.transpose(-2, -1)
+    if is_causal:
+        future_ls = torch.ones(scores_bhls.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
+        scores_bhls = scores_bhls.masked_fill(future_ls, -math.inf)
+    if attn_mask is None:
+        weights_bhls = scores_bhls.softmax(-1)
+    else:
+        if attn_mask.dtype == torch.bool:
+            scores_bhls = scores_bhls.masked_fill(~attn_mask, -math.inf)
+        else:
+            scores_bhls = scores_bhls + attn_mask.to(scores_bhls.dtype)
+        # A query that may look at nothing gets zeros, forward and backward, as in torch.
+        blind_bhl1 = (scores_bhls == -math.inf).all(-1, keepdim=True)
+        weights_bhls = scores_bhls.masked_fill(blind_bhl1, 0.0).softmax(-1).masked_fill(blind_bhl1, 0.0)
+    weights_bhls = _dropped(mode, func.__name__, _DropoutKind(), weights_bhls, dropout_p, inplace=False)
+    return (weights_bhls @ v_bhsd).to(query.dtype)
+
+
+def _multi_head_attention(mode: MaskSource, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Handle `F.multi_head_attention_forward`: run it with the mode active inside."""
+    return multi_head_attention(mode, *args, **kwargs)
+
+
+def _recurrent(mode: MaskSource, func: Callable[..., Any], *args: Any) -> Any:
+    """Handle torch's recurrent layers: refuse those with dropout, which draw inside one native operation."""
+    # (input, [batch_sizes,] hx, weights, has_biases, num_layers, dropout, train, ...): has_biases is the first bool.
+    first = next(i for i, arg in enumerate(args) if isinstance(arg, bool))
+    num_layers, dropout, train = args[first + 1 : first + 4]
+    if train and dropout > 0 and num_layers > 1 and not mode.allows_random:
+        raise mode.refuse(
+            f"torch's {func.__name__} draws its dropout={dropout} inside one native operation, so its masks would "
+            "differ between layouts; dropout=0, or single layers with nn.Dropout between them, work"
+        )
+    return func(*args)
+
+
+def _one_number(mode: MaskSource, func: Callable[..., Tensor], *size: Any, **kwargs: Any) -> Tensor:
+    """Handle `torch.rand`: draw a single number, equal for all samples of the step; refuse other sizes."""
+    shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else kwargs.pop("size", size)
+    if len(shape) or kwargs.keys() - {"dtype", "device"}:
+        return _refused(mode, func)
+    return torch.full((), (mode.next_key() >> 11) % 2**53 / 2**53, **kwargs)
+
+
+def _rrelu(mode: MaskSource, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Handle `rrelu`: refuse it in training, where its slopes are random."""
+    if kwargs.get("training") or args[3:4] == (True,):
+        return _refused(mode, func)
+    return func(*args, **kwargs)
+
+
+def _refused(mode: MaskSource, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Refuse random numbers that samestep cannot make the same in every layout, unless the user allows them."""
+    if mode.allows_random:
+        return func(*args, **kwargs)
+    name = "fractional_max_pool" if func.__name__ == "fn" else func.__name__
+    raise mode.refuse(
+        f"{name}: random numbers in a forward would differ between layouts; nn.Dropout, torch.nn.functional.dropout* "
+        "and the dropout_p of attention work"
+    )
+
+
+# Functions of torch, torch.Tensor, torch.nn.functional and torch.nn.init that a forward may not call.
+_REFUSED = """
+    bernoulli bernoulli_ binomial cauchy_ exponential_ geometric_ gumbel_softmax log_normal_ multinomial native_dropout
+    normal normal_ poisson rand_like randint randint_like randn randn_like random_ randperm rrelu_with_noise
+    rrelu_with_noise_ uniform_ kaiming_normal_ kaiming_uniform_ trunc_normal_ xavier_normal_ xavier_uniform_ orthogonal_
+    sparse_ fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices
+    fractional_max_pool3d_with_indices _sample_dirichlet _standard_gamma _fused_dropout
+    svd_lowrank pca_lowrank lobpcg
+"""
+
+
+def _handlers() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Return the handler of each function that the mode intercepts."""
+    homes = (torch, torch.Tensor, F, nn.init)
+    handlers: dict[Callable[..., Any], Callable[..., Any]] = {
+        getattr(home, name): _refused for home in homes for name in _REFUSED.split() if hasattr(home, name)
+    }
+    handlers |= {getattr(torch, name): _rrelu for name in ("rrelu", "rrelu_")} | {F.rrelu: _rrelu}
+    handlers |= {getattr(torch, name): _recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
+    for name, kind in {
+        "dropout": _DropoutKind(),
+        "alpha_dropout": _DropoutKind(alpha=True),
+        "feature_dropout": _DropoutKind(channels=True, min_dims=2),
+        "feature_alpha_dropout": _DropoutKind(channels=True, alpha=True, min_dims=2),
+        "dropout1d": _DropoutKind(channels=True, min_dims=3),
+        "dropout2d": _DropoutKind(channels=True, min_dims=3),
+        "dropout3d": _DropoutKind(channels=True, min_dims=5),
+    }.items():
+        if hasattr(F, name):
+            handlers[getattr(F, name)] = _functional(kind)
+        if hasattr(torch, name):
+            handlers[getattr(torch, name)] = _native(kind, inplace=False)
+            handlers[getattr(torch, f"{name}_")] = _native(kind, inplace=True)
+    handlers[torch.rand] = _one_number
+    handlers[F.scaled_dot_product_attention] = _attention
+    handlers[F.multi_head_attention_forward] = _multi_head_attention
+    return handlers
+
+
+HANDLERS = _handlers()
+"""The replacement of each function that a mode intercepts."""

@@ -1,0 +1,57 @@
+"""Copies between the host and a device for which the host does not wait.
+
+A copy from or to ordinary host memory holds the host until it is done, and so until the device has done all that was asked
+before. From pinned memory it is one more entry in the device's queue. Torch keeps pinned memory that was freed for the
+next copy, and gives it away only once the copies from it are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device, whose copy from the host may still be under way there."""
+    return tensor.to(device) if is_near(tensor, device) else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def master_on_host(value: Tensor) -> Tensor:
+    """Return a copy of a value on the host, pinned if the value is on a GPU."""
+    copy = value.detach().to("cpu", copy=True)
+    return copy.pin_memory() if value.device.type == "cuda" else copy
+
+
+def beside(gradients: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+    """Return gradients where the values are: those that are copied to the host are waited for once, together."""
+    apart = [
+        gradient.device for gradient, value in zip(gradients, values, strict=True) if not _is_beside(gradient, value)
+    ]
+    found = [
+        gradient
+        if _is_beside(gradient, value)
+        else torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True).copy_(gradient, non_blocking=True)
+        for gradient, value in zip(gradients, values, strict=True)
+    ]
+    if apart:
+        torch.cuda.current_stream(apart[0]).synchronize()
+    return found
+
+
+def _is_beside(gradient: Tensor, value: Tensor) -> bool:
+    return gradient.device == value.device
+
+
+def publish(value: Tensor, target: Tensor) -> None:
+    """Copy a value into a target of the same number of elements, perhaps of another dtype or on another device."""
+    value = value.view_as(target)
+    if not is_near(value, target.device) and not (value.dtype == target.dtype and value.is_pinned()):
+        value = torch.empty(target.shape, dtype=target.dtype, pin_memory=True).copy_(value)
+    target.copy_(value, non_blocking=True)
+
+
+def is_near(tensor: Tensor, device: torch.device) -> bool:
+    """Return whether a tensor reaches a device without a copy from the host to a GPU."""
+    return tensor.device.type == device.type or device.type != "cuda"

@@ -1,0 +1,252 @@
+"""The attributes of modules, and the variables that their code reaches, at one moment: to be compared, and to be put back."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from samestep.tracing.forward import address
+from samestep.tracing.reachable import Variable, reached_from
+
+_DEPTH = 5
+_LARGEST_COPY = 2**24
+_LARGEST = 4096
+"""Containers of more items are compared by their length alone."""
+_UNCHANGING = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module, torch.dtype, torch.device)
+
+_MACHINERY = ("samestep", "torch.distributed", "torch.utils.hooks", "logging", "threading", "multiprocessing")
+"""Packages whose objects are no state of a model."""
+OUTSIDE = "outside of the modules"
+"""Stands for the path of a module in the slots of variables that no module holds."""
+Slot = tuple[str, str]
+"""The path of a module, and the name of one of its attributes, buffers or parameters."""
+
+
+@dataclass(slots=True)
+class Value:
+    """The content of one attribute: its numbers and structure, and the tensors in it."""
+
+    skeleton: Any
+    tensors: list[Tensor]
+    places: list[int] = field(default_factory=list)
+    """The storages of the tensors, by their addresses."""
+
+    @property
+    def identities(self) -> list[tuple[int, int]]:
+        """The tensors and their storages."""
+        return [(id(tensor), place) for tensor, place in zip(self.tensors, self.places, strict=True)]
+
+
+_HOOKS = ("_forward", "_backward", "_state_dict", "_load_state", "_is_full")
+"""Beginnings of the names of a module's attributes that hold hooks."""
+
+
+class Snapshot:
+    """The attributes, buffers and parameters of all modules, and the variables that code reaches, at one moment.
+
+    `root` is a model, or a function such as a loss.
+    """
+
+    def __init__(self, root: nn.Module | Callable[..., Any]) -> None:
+        self._undo: list[tuple[Any, Any]] = []
+        """Each mutable container with a copy of its items."""
+        self._put_back: list[Callable[[], Any]] = []
+        """Sets generators and arrays to what they were."""
+        self._seen: dict[int, Any] = {}
+        self._kept: list[Any] = []  # so that no id is given to another object
+        self.values: dict[Slot, Value] = {}
+        self._data: list[tuple[nn.Parameter, Tensor, int]] = []
+        self._reached = reached_from(root)
+        modules = list(root.named_modules()) if isinstance(root, nn.Module) else []
+        for name, part in self._reached.modules:
+            modules += [(f"{name}.{path}".rstrip("."), inner) for path, inner in part.named_modules()]
+        for path, part in modules:
+            self._module(path, part)
+        for variable in self._reached.variables:
+            self.values[OUTSIDE, variable.name] = self._value(variable.value)
+
+    @property
+    def containers(self) -> list[tuple[Any, Any]]:
+        """Mutable containers, each with a copy of its items."""
+        return self._undo
+
+    @property
+    def variables(self) -> list[Variable]:
+        """Variables outside of the modules, with their values."""
+        return self._reached.variables
+
+    @property
+    def constants(self) -> set[int]:
+        """The integers in the code that is reached."""
+        return self._reached.constants
+
+    def _module(self, path: str, part: nn.Module) -> None:
+        self._undo.append((vars(part), dict(vars(part))))
+        for name, value in vars(part).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                self._undo.append((value, dict(value)))
+                self.values |= {(path, key): self._value(item) for key, item in value.items()}
+            elif name.startswith(_HOOKS):
+                # A forward that installs hooks once notes that in an attribute: both go back, or hooks come twice.
+                self._undo += [(value, dict(value))] if isinstance(value, dict) else []
+            else:
+                self.values[path, name] = self._value(value)
+        self._data += [(param, param.data, address(param)) for param in part._parameters.values() if param is not None]
+
+    def restore(self) -> None:
+        """Set every module, variable and container to what it held; empty caches of functions that were filled since."""
+        for held, items in self._undo:
+            if isinstance(held, dict):
+                if len(held) != len(items) or any(held.get(key, self) is not item for key, item in items.items()):
+                    held.clear()
+                    held.update(items)
+            elif isinstance(held, set):
+                held.intersection_update(items)
+                held.update(items)
+            elif len(held) != len(items) or any(a is not b for a, b in zip(held, items, strict=True)):
+                held.clear()
+                held.extend(items)
+        for variable in self._reached.variables:
+            variable.put(variable.value)
+        for function, counted in self._reached.caches:
+            if function.cache_info().misses != counted.misses:
+                function.cache_clear()
+        for act in self._put_back:
+            act()
+        for param, data, where in self._data:
+            if address(param) != where:
+                param.data = data
+
+    def _value(self, value: Any) -> Value:
+        tensors: list[Tensor] = []
+        skeleton = self._skeleton(value, tensors, _DEPTH)
+        self._kept += [tensor.untyped_storage() for tensor in tensors]  # which keep their addresses
+        return Value(skeleton, tensors, list(map(address, tensors)))
+
+    def _skeleton(self, value: Any, tensors: list[Tensor], depth: int) -> Any:
+        """Return a value's numbers and structure in a form that can be compared, and collect its tensors."""
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            return ("tensor", value.dtype)
+        if value is None or isinstance(value, str | bytes | bool | int | complex):
+            return value
+        if isinstance(value, float):
+            return repr(value)
+        self._kept.append(value)
+        if isinstance(value, _UNCHANGING):
+            return id(value)
+        if isinstance(value, np.ndarray):
+            if value.size > _LARGEST or value.dtype.hasobject:
+                return value.shape
+            self._put_back.append(partial(_set_array, value, value.copy()))
+            return (value.shape, value.tobytes())
+        if isinstance(value, GENERATORS):
+            state, put = state_of_generator(value)
+            self._put_back.append(put)
+            return state
+        if id(value) in self._seen or depth == 0:
+            return self._seen.get(id(value), type(value).__name__)
+        self._seen[id(value)] = type(value).__name__  # for what contains itself
+        return self._items(value, tensors, depth)
+
+    def _items(self, value: Any, tensors: list[Tensor], depth: int) -> Any:
+        """Return the skeleton of a container, or of an object's attributes."""
+        if isinstance(value, list | tuple | deque):
+            if not isinstance(value, tuple):
+                self._undo.append((value, list(value)))
+            if len(value) > _LARGEST:
+                return (type(value).__name__, len(value))
+            return (type(value).__name__, *(self._skeleton(item, tensors, depth - 1) for item in value))
+        if isinstance(value, set | frozenset):
+            if isinstance(value, set):
+                self._undo.append((value, set(value)))
+            return sorted(map(repr, value)) if len(value) <= _LARGEST else len(value)
+        if type(value).__module__.startswith(_MACHINERY):
+            return type(value).__name__
+        fields = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+        if not isinstance(fields, dict):
+            return type(value).__name__
+        self._undo.append((fields, dict(fields)))
+        if len(fields) > _LARGEST:
+            return len(fields)
+        return {repr(key): self._skeleton(item, tensors, depth - 1) for key, item in list(fields.items())}
+
+
+class KeptValues:
+    """A snapshot with copies of the tensors, so that what was written into them in place is put back too."""
+
+    def __init__(self, root: nn.Module | Callable[..., Any], largest: float = math.inf) -> None:
+        self._before = Snapshot(root)
+        found = {id(t): t for value in self._before.values.values() for t in value.tensors}
+        kept = [t for t in found.values() if not isinstance(t, nn.Parameter) and not t.is_meta and t.numel() <= largest]
+        self._copies = [(tensor, tensor.detach().clone()) for tensor in kept]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back. A weight is taken as read alone."""
+        self._before.restore()
+        for tensor, copied in self._copies:
+            if tensor.shape != copied.shape:
+                tensor.data = copied.clone()
+            elif not _is_same(tensor, copied):
+                tensor.data.copy_(copied)
+
+
+@contextmanager
+def preserved(module: nn.Module) -> Iterator[None]:
+    """Restore all modules after what runs inside, so that nothing of a trace stays in them."""
+    before = Snapshot(module)
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+@contextmanager
+def preserved_function(function: Callable[..., Any]) -> Iterator[None]:
+    """Restore what a function reaches after calls inside: itself a module, a method, a partial, or variables around it."""
+    before = KeptValues(function, _LARGEST_COPY)
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+"""Generators of random numbers, as a module or a variable may hold one."""
+
+
+def state_of_generator(value: Any) -> tuple[Any, Callable[[], Any]]:
+    """Return the state of a generator in a form that can be compared, and a function that puts it back."""
+    if isinstance(value, torch.Generator):
+        state = value.get_state()
+        return state.numpy().tobytes(), partial(value.set_state, state)
+    if isinstance(value, random.Random):
+        kept = value.getstate()
+        return kept, partial(value.setstate, kept)
+    if isinstance(value, np.random.RandomState):
+        legacy: Any = value.get_state()
+        return (legacy[1].tobytes(), *legacy[2:]), partial(value.set_state, legacy)
+    own = value.bit_generator.state
+    return repr(own), partial(setattr, value.bit_generator, "state", own)
+
+
+def _is_same(tensor: Tensor, copied: Tensor) -> bool:
+    if tensor.dtype != copied.dtype:
+        return False
+    return bool(((tensor == copied) | ((tensor != tensor) & (copied != copied))).all())
+
+
+def _set_array(array: Any, copied: Any) -> None:
+    array[...] = copied

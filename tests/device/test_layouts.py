@@ -1,0 +1,51 @@
+"""Every strategy on the simulated device gives what one CPU gives, and sends what its program lists."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import rounding
+from tests.device.simulated_cuda import refusal
+from tests.laboratory import prove
+
+pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())
+
+CASES = [
+    ("dp=1", "llama"),
+    ("dp=2 zero=1 microbatch=2", "gpt2"),
+    ("dp=2 zero=2 recompute=full", "gpt2"),
+    ("dp=2 zero=3 microbatch=2", "llama"),
+    ("dp=2 zero=3 offload", "plain"),
+    ("tp=2 sequence_parallel recompute=full", "llama"),
+    ("cp=2", "llama"),
+    ("pp=2 microbatch=2 schedule=zero-bubble", "llama"),
+    ("dp=2 ep=2", "mixtral"),
+]
+NIGHTLY = [
+    ("dp=2", "llama"),
+    ("dp=2 offload", "llama"),
+    ("dp=2 reduce=root", "plain"),
+    ("dp=2 zero=3 microbatch=2 recompute=selective", "gpt2_with_dropout"),
+    ("tp=2", "llama"),
+    ("cp=2 recompute=full", "llama"),
+    ("pp=2 microbatch=2", "llama_tied"),
+    ("pp=2 microbatch=2 schedule=interleaved virtual_stages=2", "deep_gpt2"),
+    ("pp=4 microbatch=1", "deep_llama"),
+    ("dp=2 ep=2 zero=3", "mixtral"),
+]
+ROUNDED = [("dp=2 zero=3 microbatch=2", "llama", "bf16"), ("dp=2 zero=1", "plain", "fp16")]
+ROUNDED_NIGHTLY = [("dp=2 offload", "llama", "bf16"), ("tp=2", "llama", "bf16"), ("dp=2 zero=2", "gpt2", "fp16")]
+
+
+def nightly(cases: list[tuple[str, ...]]) -> list[object]:
+    return [pytest.param(*case, marks=pytest.mark.nightly) for case in cases]
+
+
+@pytest.mark.parametrize(("layout", "model"), [*CASES, *nightly(NIGHTLY)])
+def test_a_layout_gives_what_one_cpu_gives(layout: str, model: str) -> None:
+    prove(layout, model, device="cuda")
+
+
+@pytest.mark.parametrize(("layout", "model", "precision"), [*ROUNDED, *nightly(ROUNDED_NIGHTLY)])
+def test_a_layout_deviates_by_roundings_alone(layout: str, model: str, precision: str) -> None:
+    rounding.prove(layout, model, precision, device="cuda")

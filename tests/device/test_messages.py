@@ -1,0 +1,122 @@
+"""The messages of a pipeline are issued as the model of NCCL assumes, in groups with the run's time limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from samestep import schedules
+from samestep.datasets import batches
+from samestep.job import Job
+from samestep.runtime.axes.stage_messages import Messages
+from samestep.runtime.processes.mesh import broadcast_from
+from tests.laboratory import clipped, make_run, on_ranks
+from tests.models import Tokens
+from tests.pool import pool
+
+Event = tuple[str, schedules.Action]
+
+
+@contextmanager
+def noted(events: list[Event]) -> Iterator[None]:
+    """Note what the messages of this rank do, by the action that receives or has made them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, word in (("_post", "receive"), ("receive", "wait"), ("send", "send")):
+            inner = getattr(Messages, name)
+
+            def outer(
+                self: Messages, action: schedules.Action, *args: Any, inner: Any = inner, word: str = word
+            ) -> Any:
+                if word == "wait":
+                    result = inner(self, action, *args)
+                    events.append((word, action))
+                    return result
+                events.append((word, action))
+                return inner(self, action, *args)
+
+            patch.setattr(Messages, name, outer)
+        yield
+
+
+def issued(rank: int, world: int, model: str, layout: str, job: Job) -> list[list[Event]]:
+    """Return what this stage issued in each step, and the orders of the model in both cases."""
+    run, found = make_run(rank, world, model, layout, job), []
+    for batch in batches(Tokens(), job):
+        events: list[Event] = []
+        with noted(events):
+            run.step(batch)
+        found.append(events)
+    step = run.program.step
+    where = step.layout
+    orders = [
+        schedules.order(where.schedule, s, where.pp, step.num_microbatches, where.virtual_stages)
+        for s in range(where.pp)
+    ]
+    receiving = {
+        schedules.Message(sender, rank, needed): action
+        for action in orders[rank]
+        for sender, needed in schedules.needs(action, rank, where.pp, where.virtual_stages)
+        if sender != rank
+    }
+    for are_shapes_known in (False, True):
+        model_events: list[Event] = []
+        for message, is_issued in schedules.issues(orders, rank, where.virtual_stages, are_shapes_known):
+            if message in receiving:
+                model_events.append(("receive" if is_issued else "wait", receiving[message]))
+            else:
+                model_events.append(("send", message.action))
+        found.append(model_events)
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pp=2 microbatch=1 schedule=interleaved virtual_stages=2",
+        "pp=4 microbatch=1",
+        pytest.param("pp=4 microbatch=1 schedule=zero-bubble", marks=pytest.mark.nightly),
+    ],
+)
+def test_stages_issue_messages_as_the_model_of_nccl_does(layout: str) -> None:
+    for second, unknown, known in (found[1:] for found in on_ranks(layout, issued, "deep_llama", clipped())):
+        assert second == known
+        assert sorted(unknown) == sorted(known)
+
+
+def time_limits(rank: int, world: int, model: str, layout: str, job: Job) -> dict[str, float]:
+    run = make_run(rank, world, model, layout, job)
+    run.prepare(next(batches(Tokens(), job)).samples([0]))
+    groups = run.assembly.parallel.mesh.groups
+    device = torch.device("cpu")
+    return {
+        axis: group._get_backend(device).options._timeout.total_seconds()  # type: ignore[attr-defined]
+        for axis, group in groups.items()
+        if axis != "world"
+    }
+
+
+def test_groups_have_the_time_limit_of_the_run() -> None:
+    job = clipped()
+    job = job.model_copy(update={"run": job.run.model_copy(update={"timeout_s": 77.0})})
+    for limits in on_ranks("dp=2 pp=2 microbatch=2", time_limits, "llama", job):
+        assert {*limits.values()} == {77.0}
+        assert {"dp_replicate", "pp forward even", "pp backward even"} <= limits.keys()
+
+
+def sent_whole(rank: int, world: int) -> tuple[Any, list[str]]:
+    value = None
+    if rank == world - 1:
+        value = SimpleNamespace(logits=torch.arange(6.0).view(2, 3).t(), others=(torch.ones(()), "text"), none=None)
+    got = broadcast_from(world - 1, value, torch.distributed.group.WORLD, torch.device("cpu"))
+    return got.logits, [str(one) for one in got.others]
+
+
+def test_results_of_the_last_stage_arrive_whole() -> None:
+    for logits, others in pool(2).run(sent_whole):
+        assert torch.equal(logits, torch.arange(6.0).view(2, 3).t())
+        assert others == ["tensor(1.)", "text"]

@@ -1,0 +1,107 @@
+"""Mistakes that no CPU run shows are refused, or found, on the simulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.job import Job
+from samestep.runtime import host_copies, microbatches
+from samestep.runtime.run import Run
+from tests.device.simulated_cuda import refusal
+from tests.laboratory import clipped, observe, on_ranks
+
+pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())
+
+
+def batch_stays_on_the_host(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(microbatches, "to_device", lambda tensor, device: tensor)
+
+
+def scalars_are_sent_from_the_host(patch: pytest.MonkeyPatch) -> None:
+    agree = Run._agree
+
+    def from_host(self: Run, totals: Tensor) -> Any:
+        dist.all_reduce(totals.cpu())
+        return agree(self, totals)
+
+    patch.setattr(Run, "_agree", from_host)
+
+
+def generator_of_the_host_draws(patch: pytest.MonkeyPatch) -> None:
+    forward_backward = Run.forward_backward
+
+    def drawing(self: Run, batch: Any) -> Tensor:
+        torch.empty(3, device=self.place.device).normal_(generator=torch.Generator())
+        return forward_backward(self, batch)
+
+    patch.setattr(Run, "forward_backward", drawing)
+
+
+def gathered_weight_is_kept(patch: pytest.MonkeyPatch) -> None:
+    forward = Run._forward
+    kept: list[Tensor] = []
+
+    def keeping(self: Run, *args: Any) -> Any:
+        module = self.model.get_submodule("model.layers.0.self_attn.q_proj")
+        handle = module.register_forward_pre_hook(lambda m, a: kept.append(m.weight))
+        loss = forward(self, *args)
+        handle.remove()
+        return loss + 0 * kept[-1].detach().sum()
+
+    patch.setattr(Run, "_forward", keeping)
+
+
+def offload_does_not_wait(patch: pytest.MonkeyPatch) -> None:
+    beside = host_copies.beside
+
+    def hasty(gradients: Any, values: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(torch.cuda.current_stream(), "synchronize", lambda: None)
+            return beside(gradients, values)
+
+    patch.setattr(host_copies, "beside", hasty)
+
+
+def with_mistake(
+    rank: int, world: int, model: str, layout: str, job: Job, mistake: Callable[[pytest.MonkeyPatch], None]
+) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        mistake(patch)
+        try:
+            seen = observe(rank, world, model, layout, job)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "not finite" if any(not bool(one.isfinite().all()) for *_, one in seen.weights) else "nothing"
+
+
+@pytest.mark.parametrize(
+    ("mistake", "layout", "found"),
+    [
+        (batch_stays_on_the_host, "dp=1", "at least two devices"),
+        (scalars_are_sent_from_the_host, "dp=1", "No backend type associated with device type cpu"),
+        (generator_of_the_host_draws, "dp=1", "Expected a 'cuda' device type for generator"),
+        (gathered_weight_is_kept, "dp=2 zero=3", "used after its storage was freed"),
+        (offload_does_not_wait, "dp=1 offload", "not finite"),
+    ],
+)
+def test_a_mistake_is_found(mistake: Callable[[pytest.MonkeyPatch], None], layout: str, found: str) -> None:
+    for seen in on_ranks(layout, with_mistake, "llama", clipped(), mistake, device="cuda"):
+        assert found in seen
+
+
+def watched(rank: int, world: int, model: str, layout: str, job: Job) -> list[float]:
+    return observe(rank, world, model, layout, job).losses
+
+
+@pytest.mark.parametrize("layout", ["dp=2 offload", pytest.param("tp=2 offload", marks=pytest.mark.nightly)])
+def test_weights_on_the_host_are_compared_on_the_device(layout: str) -> None:
+    job = clipped()
+    job = job.model_copy(update={"train": job.train.model_copy(update={"watch_every": 1})})
+    one, other = on_ranks(layout, watched, "llama", job, device="cuda")
+    assert one == other

@@ -1,0 +1,94 @@
+"""The command line with workers that are spawned, as on GPUs: they inherit nothing, and no module is sent to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.proof import verify
+from samestep.proof.sides import Subject
+from tests.device.simulated_cuda import refusal
+
+needs_device = pytest.mark.skipif(bool(refusal()), reason=refusal())
+ROOT = Path(__file__).parents[2]
+SMALL: dict[str, Any] = {
+    "model.config.hidden_size": 16,
+    "model.config.intermediate_size": 40,
+    "model.config.num_hidden_layers": 2,
+    "model.config.num_attention_heads": 4,
+    "model.config.num_key_value_heads": 2,
+    "model.config.max_position_embeddings": 64,
+    "data.sequence_length": 16,
+    "train.global_batch": 8,
+    "train.evaluate_samples": 0,
+    "train.sample_tokens": 0,
+    "schedule.warmup_steps": 2,
+}
+
+
+def samestep(verb: str, *words: str, **settings: Any) -> str:
+    """Run the command line on simulated devices; return what it prints."""
+    sets = [word for key, value in {**SMALL, **settings}.items() for word in ("--set", f"{key}={value}")]
+    path = os.pathsep.join(map(str, (ROOT / "tests/device/site", ROOT, ROOT / "src")))
+    variables = {"PYTHONPATH": path, "SAMESTEP_TESTS_SIMULATE_A_DEVICE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "samestep", verb, *words, *sets]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@needs_device
+@pytest.mark.nightly
+def test_a_run_and_its_resume(tmp_path: Path) -> None:
+    on_device = {"run.device": "cuda", "checkpoint.every": 2}
+    samestep("train", "--layout", "dp=2 zero=3", "--out", f"{tmp_path}/whole", "--steps", "4", **on_device)
+    samestep("train", "--layout", "dp=2 zero=3", "--out", f"{tmp_path}/parts", "--steps", "2", **on_device)
+    samestep("train", "--layout", "dp=2 offload", "--out", f"{tmp_path}/parts", "--steps", "4", "--resume", **on_device)
+    samestep("train", "--layout", "dp=1", "--out", f"{tmp_path}/cpu", "--steps", "4", **{"run.device": "cpu"})
+    whole, parts, cpu = (losses(tmp_path / name) for name in ("whole", "parts", "cpu"))
+    assert whole == pytest.approx(cpu, rel=1e-5)
+    assert parts == pytest.approx(whole, rel=1e-5)
+
+
+@needs_device
+def test_a_watched_run_of_a_pipeline_with_samples(tmp_path: Path) -> None:
+    """Its text samples need the last stage's logits on every stage; its weights are compared while they are on the host."""
+    settings = {"run.device": "cuda", "train.sample_tokens": 4, "train.watch_every": 2, "checkpoint.every": 0}
+    printed = samestep("train", "--layout", "pp=2 offload", "--out", f"{tmp_path}/run", "--steps", "2", **settings)
+    assert len(losses(tmp_path / "run")) == 2, printed
+
+
+@needs_device
+@pytest.mark.nightly
+def test_a_proof_on_devices() -> None:
+    assert "the same result" in samestep("verify", "--layout", "dp=2 zero=1", **{"run.device": "cuda"})
+
+
+@pytest.mark.nightly
+def test_a_proof_with_two_threads() -> None:
+    assert "the same result" in samestep("verify", "--layout", "dp=2", **{"run.device": "cpu", "run.threads": 2})
+
+
+def test_a_proof_reaches_a_spawned_worker(tmp_path: Path) -> None:
+    """Its traced module stays behind, since it has hooks of its own; the worker traces the same shape."""
+    config = {key.rpartition(".")[2]: value for key, value in SMALL.items() if key.startswith("model.")}
+    job = Job(model={"config": config}, data={"sequence_length": 16}, train={"global_batch": 8})
+    layout = Layout.parse("tp=2")
+    source, data, example = verify._given(job, layout, None, None, None, None)
+    subject = Subject(source, data, example, job, layout, tmp_path)
+    arrived: Subject = pickle.loads(pickle.dumps(subject))
+    assert arrived.spec.to_json() == subject.spec.to_json()
+    assert arrived.source.prepared is not subject.source.prepared

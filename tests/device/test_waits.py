@@ -1,0 +1,97 @@
+"""A step waits for the device once, and every wait and copy beside it has a name and a reason.
+
+What is counted is the last step of a run, by function. A new wait, or one more of a known one, fails here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from torch import Tensor
+
+from samestep.datasets import batches
+from samestep.job import Job
+from tests.device import waits
+from tests.device.simulated_cuda import refusal
+from tests.laboratory import clipped, make_run, on_ranks
+from tests.models import Tokens
+
+pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())
+
+SCALARS = ("to host", "runtime/run.py:Run._agree")
+SAMPLES = ("to device pinned asynchronous", "runtime/host_copies.py:to_device")
+PACKED = ("item", "building/model.py:call_model < transformers/masking_utils.py:find_packed_sequence_indices")
+GRADIENTS = ("to host pinned asynchronous", "runtime/host_copies.py:beside")
+GRADIENTS_THERE = ("synchronize", "runtime/host_copies.py:beside")
+WEIGHTS = ("to device pinned asynchronous", "runtime/host_copies.py:publish")
+ROWS_OF_EXPERTS = ("to host", "runtime/axes/expert.py:_dispatch_and_combine")
+
+REASONS = {
+    SCALARS: "the count, the norm and the stop flag of all ranks decide on the update",
+    SAMPLES: "tokens, labels and, for dropout, indices of samples come from the host, which does not wait",
+    PACKED: "transformers looks for packed sequences in the positions that it makes",
+    GRADIENTS: "offload: the optimizer works on the host, which does not wait here",
+    GRADIENTS_THERE: "offload: all gradients are on their way, and the optimizer needs them",
+    WEIGHTS: "offload: updated weights go back, and the host does not wait",
+    ROWS_OF_EXPERTS: "how many rows an exchange sends depends on the experts that were chosen",
+}
+PIECES = 21
+"""Weights of the small Llama."""
+
+
+def counted(rank: int, world: int, model: str, layout: str, job: Job) -> Counter[waits.Place]:
+    """Return the waits and copies of the last step."""
+    run = make_run(rank, world, model, layout, job)
+    for batch in batches(Tokens(), job):
+        waits.clear()
+        run.step(batch)
+    return Counter(waits.counted)
+
+
+OFFLOADED = {GRADIENTS: PIECES, GRADIENTS_THERE: 1, WEIGHTS: PIECES}
+EXPECTED = [
+    ("dp=1", "plain", {SAMPLES: 2}),
+    ("dp=2", "llama", {SAMPLES: 2, PACKED: 1}),
+    ("dp=2 zero=1", "llama", {SAMPLES: 2, PACKED: 1}),
+    ("dp=2 zero=3 microbatch=2", "llama", {SAMPLES: 4, PACKED: 2}),
+    ("dp=2 microbatch=2", "gpt2_with_dropout", {SAMPLES: 6, PACKED: 2}),
+    ("dp=2 zero=3 offload", "llama", {SAMPLES: 2, PACKED: 1, **OFFLOADED}),
+    ("tp=2 sequence_parallel", "llama", {SAMPLES: 2, PACKED: 1}),
+    ("cp=2", "llama", {SAMPLES: 2, PACKED: 1}),
+    ("pp=2 microbatch=2", "llama", {SAMPLES: 8, PACKED: 4}),
+    ("dp=2 ep=2", "mixtral", {SAMPLES: 2, PACKED: 1, ROWS_OF_EXPERTS: 2}),
+]
+
+
+@pytest.mark.parametrize(("layout", "model", "others"), EXPECTED, ids=[row[0] for row in EXPECTED])
+def test_a_step_waits_once(layout: str, model: str, others: dict[tuple[str, str], int]) -> None:
+    for seen in on_ranks(layout, counted, model, clipped("bf16"), device="cuda"):
+        assert dict(seen) == {SCALARS: 1, **others}
+
+
+def test_every_wait_has_a_reason() -> None:
+    assert REASONS.keys() == {SCALARS, *(place for _, _, others in EXPECTED for place in others)}
+
+
+def hidden_waits(rank: int, world: int, model: str, layout: str, job: Job) -> Counter[waits.Place]:
+    """Count the waits of a run in which a wait was added to the loss, in a model and in a copy of samples."""
+    run = make_run(rank, world, model, layout, job)
+
+    def looks(module: object, args: object, output: Tensor) -> None:
+        if float(output.detach().sum()) == 0.5:
+            raise AssertionError
+
+    for step, batch in enumerate(batches(Tokens(), job)):
+        if step == 1:
+            next(iter(run.model.children())).register_forward_hook(looks)
+        waits.clear()
+        run.step(batch)
+    return Counter(waits.counted)
+
+
+def test_a_hidden_wait_is_found() -> None:
+    (seen,) = on_ranks("dp=1", hidden_waits, "plain", clipped("bf16"), device="cuda")
+    assert [place for place in seen if place not in REASONS] == [
+        ("item", "building/model.py:call_model < device/test_waits.py:hidden_waits")
+    ]

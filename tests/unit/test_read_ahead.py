@@ -1,0 +1,171 @@
+"""Reading ahead changes where samples are read, never which: in a thread, in processes, and after a jump."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from samestep.datasets import Batch, batches, read_ahead, shares
+from samestep.errors import DataError, WorkerError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.runtime.assembly import Source
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run import Run
+from tests.laboratory import job_of, source_of
+from tests.models import Tokens
+
+STEPS, RANKS, MICROBATCHES = 6, 2, 3
+
+
+class Squares:
+    """Samples that name their index and the process that read them; the fifth one is no tensor on demand."""
+
+    def __init__(self, delay_s: float = 0.0, broken: int = -1) -> None:
+        self.delay_s, self.broken = delay_s, broken
+        self.read_here: list[int] = []
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        time.sleep(self.delay_s)
+        self.read_here.append(index)
+        length = 2 if index == self.broken else 1
+        return {"x": torch.full((length,), float(index) ** 2), "process": torch.tensor([os.getpid()])}
+
+
+def job_with(workers: int) -> Job:
+    return Job(train={"global_batch": 10, "steps": STEPS, "seed": 7}, run={"data_workers": workers})
+
+
+@pytest.fixture(autouse=True)
+def _always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "WORTH_A_THREAD_S", 0.0)
+
+
+def taken(dataset: Squares, workers: int, first_step: int = 0) -> Iterator[tuple[Batch, np.ndarray, dict[str, Tensor]]]:
+    """Yield the micro-batches of rank 1 as its steps take them."""
+    for batch in batches(dataset, job_with(workers), first_step):
+        batch.read_ahead(1, RANKS, MICROBATCHES)
+        for indices in batch.shares(1, RANKS, MICROBATCHES):
+            yield batch, indices, batch.samples(indices)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("first_step", [0, 4])
+def test_every_microbatch_is_the_one_that_was_asked_for(workers: int, first_step: int) -> None:
+    seen = [(batch.step, indices, samples) for batch, indices, samples in taken(Squares(), workers, first_step)]
+    assert len(seen) == (STEPS - first_step) * MICROBATCHES
+    for step, indices, samples in seen:
+        assert samples["x"].flatten().tolist() == [float(index) ** 2 for index in indices]
+        if workers:
+            assert os.getpid() not in samples["process"]
+        assert step < STEPS
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_reads_that_were_not_foreseen_are_right_and_leave_the_others_foreseen(workers: int) -> None:
+    dataset = Squares()
+    for number, (batch, indices, samples) in enumerate(taken(dataset, workers)):
+        assert samples["x"].flatten().tolist() == [float(index) ** 2 for index in indices]
+        dataset.read_here.clear()
+        if number % 2:  # as the canary and the search for a module at fault do
+            again = batch.samples(indices[:1])
+            assert again["process"].item() == os.getpid()
+            assert again["x"].item() == float(indices[0]) ** 2
+    assert number == STEPS * MICROBATCHES - 1
+
+
+def test_a_loop_that_leaves_steps_out_is_read_ahead_again() -> None:
+    stream = batches(Squares(), job_with(1))
+    for step in (0, 3, 4):
+        batch = next(batch for batch in stream if batch.step == step)
+        batch.read_ahead(0, RANKS, MICROBATCHES)
+        for indices in batch.shares(0, RANKS, MICROBATCHES):
+            samples = batch.samples(indices)
+            assert samples["x"].flatten().tolist() == [float(index) ** 2 for index in indices]
+            assert os.getpid() not in samples["process"]
+
+
+def test_a_thread_reads_the_next_while_one_is_in_use() -> None:
+    dataset = Squares()
+    stream = taken(dataset, 0)
+    next(stream)
+    deadline = time.monotonic() + 60
+    expected = [
+        index for part in shares(next(batches(dataset, job_with(0))).indices, 1, RANKS, MICROBATCHES) for index in part
+    ]
+    while len(dataset.read_here) < len(expected) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert dataset.read_here == expected  # this one, and two ahead
+
+
+def test_a_quick_data_set_is_read_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "WORTH_A_THREAD_S", 1e9)
+    dataset = Squares()
+    stream = taken(dataset, 0)
+    _, indices, _ = next(stream)
+    assert dataset.read_here == list(indices)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_fits_no_batch_is_refused_as_without_workers(workers: int) -> None:
+    broken = Squares(broken=3)
+    with pytest.raises(DataError, match="samples of equal shapes, or a method read"):
+        for _ in taken(broken, workers):
+            pass
+
+
+def test_a_worker_that_dies_is_named() -> None:
+    stream = taken(Squares(), 1)
+    _, _, samples = next(stream)
+    os.kill(int(samples["process"][0]), signal.SIGKILL)
+    with pytest.raises(WorkerError, match="a process that reads data ended"):
+        for _ in stream:
+            pass
+
+
+def test_workers_leave_the_generators_of_the_process_alone_and_end_with_the_stream() -> None:
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]
+    stream = batches(Squares(), job_with(2))
+    batch = next(stream)
+    batch.read_ahead(0, 1, 1)
+    process = int(batch.samples(batch.shares(0, 1, 1)[0])["process"][0])
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1:] == (random.getstate(), np.random.get_state()[2])
+    stream.stop()
+    deadline = time.monotonic() + 60
+    while os.path.exists(f"/proc/{process}") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not os.path.exists(f"/proc/{process}")
+
+
+def losses(job: Job, first: int = 0, run: Run | None = None, until: int = 4) -> tuple[list[float], list[float], Run]:
+    layout = Layout.parse("microbatch=3")
+    source: Source = source_of("plain", layout, job)
+    run = run or Run(source, layout, job, RankInfo(0, 0, 1, 1, torch.device("cpu")))
+    reports = []
+    for batch in batches(Tokens(), job, first):
+        if batch.step >= until:
+            break
+        reports.append(run.step(batch))
+    return [report.loss for report in reports], [report.data_wait_s for report in reports], run
+
+
+def test_a_run_is_the_same_to_the_bit_with_any_number_of_workers() -> None:
+    plain, waited, _ = losses(job_of(steps=4))
+    assert all(wait > 0 for wait in waited)
+    with_workers, _, _ = losses(job_of(steps=4, run={"data_workers": 2}))
+    assert with_workers == plain
+    half, _, run = losses(job_of(steps=4, run={"data_workers": 1}), until=2)
+    rest, _, _ = losses(job_of(steps=4), first=2, run=run)
+    assert half + rest == plain
