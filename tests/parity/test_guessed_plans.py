@@ -74,7 +74,8 @@ def test_what_the_author_of_a_plan_asks_for_is_cut_or_refused() -> None:
     ("layout", "model"),
     [
         ("pp=2 microbatch=4", "camembert"),  # its head is registered before its embedding, whose weight it shares
-        ("pp=2 microbatch=4", "ctrl"),  # the model's code writes into the output of its embedding
+        # The model's code writes into the output of its embedding.
+        pytest.param("pp=2 microbatch=4", "ctrl", marks=pytest.mark.nightly),
     ],
 )
 def test_pipelines_of_found_families(layout: str, model: str) -> None:

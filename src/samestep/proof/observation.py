@@ -323,7 +323,7 @@ def observe(observed: ObservedRun, dataset: Dataset) -> Observation:
     mesh = run.assembly.parallel.mesh
     seen = Observation(
         rank=mesh.rank,
-        axes={axis: mesh.members(axis) for axis in mesh.groups},
+        axes={axis: mesh.members(axis) for axis in mesh.groups if axis in mesh.ranks.axes},  # no links of a pipeline
         indices={"dp": mesh.index("dp"), "tp": mesh.index("tp"), "stage": run.program.step.stage},
         start=held_weights(run),
     )
