@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -150,6 +151,18 @@ class Noisy(torch.optim.SGD):
                     param.add_(torch.as_tensor(NOISE.normal(size=param.shape), dtype=param.dtype), alpha=1e-3)
 
 
+class Normed(torch.optim.SGD):
+    """Treats every element by itself, until another hand says otherwise."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and NOISE_OF["update"]:
+                    param.grad /= param.grad.norm() + 1e-3
+        super().step()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _everything_is_traced_first(request: pytest.FixtureRequest) -> None:
     """Trace the models of the tests that were chosen before ranks are forked, once, to inherit them."""
@@ -275,6 +288,12 @@ def test_an_update_that_draws_is_named(layout):
     said = told(0, 1, "Harmless", layout, watched(2), optimizer=lambda params: Noisy(params, lr=0.1), later="update")
     assert "step 2, rank 0: the update of " in said
     assert "Noisy draws random numbers" in said
+
+
+@pytest.mark.parametrize("layout", ["dp=2 zero=1", "dp=2 zero=3"])
+def test_an_update_that_comes_to_look_at_whole_weights_is_named(layout):
+    said = on_ranks(layout, told, "Harmless", watched(2), Tokens, functools.partial(Normed, lr=0.1), "update")
+    assert all("Normed draws random numbers, looks at more than one element" in one for one in said)
 
 
 def test_what_is_allowed_is_noted_once():

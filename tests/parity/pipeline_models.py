@@ -280,6 +280,165 @@ class SharedBias(nn.Module):
         return self.head(x)
 
 
+# -- weights that the model itself reads -----------------------------------------------------------
+
+
+class Gains(Language):
+    """Weights of the model itself, read on the first stage, on the last, and on both (modded-nanogpt)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(0.1 * torch.randn(12, WIDTH))
+        self.gains = nn.ParameterList(nn.Parameter(torch.full((WIDTH,), 0.5)) for _ in range(2))
+        self.mix = nn.Parameter(torch.tensor([0.3, 0.7]))
+        self.scale = nn.Parameter(torch.tensor([0.2]))
+        self.spare = nn.Parameter(torch.ones(3))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = x0 = self.embed(input_ids) + self.positions[: input_ids.shape[1]]
+        skips = []
+        for block in self.blocks[:2]:
+            skips.append(x)
+            x = block(self.mix[0] * x + self.mix[1] * x0)
+        for gain, block in zip(self.gains, self.blocks[2:], strict=True):
+            x = block(x + gain * skips.pop() + self.mix[1] * x0)
+        return self.head(x) * self.scale.exp()
+
+
+class Weighted(Language):
+    """A learned mean of all hidden states (ELMo), whose weights are computed before the first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.bias = nn.Parameter(0.3 * torch.randn(5)), nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        weights = self.mix.softmax(0)
+        x = self.embed(input_ids)
+        total = weights[0] * x
+        for block, weight in zip(self.blocks, weights[1:], strict=True):
+            x = block(x) + self.bias
+            total = total + weight * x
+        return self.head(total)
+
+
+class SoftTokens(Language):
+    """The head's weight is read in front of the blocks, and the embedding's is the head of a second output."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        x = x + 0.1 * (x @ self.head.weight.T).softmax(-1) @ self.head.weight
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) + nn.functional.linear(x, self.embed.weight)
+
+
+class _Given(Block):
+    def forward(self, x: Tensor, gain: Tensor, shift: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * gain + (0.0 if shift is None else shift)
+
+
+class GivenWeights(Language):
+    """Blocks are given weights of the model."""
+
+    block = _Given
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains, self.shift = nn.Parameter(torch.rand(4, WIDTH)), nn.Parameter(0.1 * torch.randn(WIDTH))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block, gain in zip(self.blocks, self.gains, strict=True):
+            x = block(x, gain, shift=self.shift)
+        return self.head(x)
+
+
+class _Valued(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.mix = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.share = nn.Parameter(torch.tensor([0.6, 0.4]))
+
+    def forward(self, x: Tensor, first: Tensor | None, x0: Tensor) -> tuple[Tensor, Tensor]:
+        value = self.value(x)
+        first = value if first is None else first
+        return x + self.mix(torch.tanh(self.share[0] * value + self.share[1] * first)) + 0.1 * x0, first
+
+
+class FirstValues(Language):
+    """Blocks are given the embeddings and the values of the first block; weights of the model scale what they return."""
+
+    block = _Valued
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.gains = nn.Parameter(0.1 * torch.randn(12, WIDTH)), nn.Parameter(torch.ones(4))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = x0 = self.embed(input_ids) + self.positions
+        first = None
+        for block, gain in zip(self.blocks, self.gains, strict=True):
+            x, first = block(x * gain, first, x0)
+        return self.head(x)
+
+
+class _Alone(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.model[0].gain  # type: ignore[operator, index]
+
+
+class BehindBack(Language):
+    """Blocks reach a weight of the model through an attribute."""
+
+    block = _Alone
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(WIDTH))
+        for block in self.blocks:
+            block.__dict__["model"] = [self]
+
+
+class CalledTwice(Language):
+    """Every block is called twice in a row, and the blocks stand in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({f"layer {index}": Block() for index in range(4)})
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for name, block in self.blocks.items():
+            x = block(block(x)) * (0.5 if name.endswith("2") else 1.0)
+        return self.head(x)
+
+
+class _Seeing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.after = nn.MultiheadAttention(WIDTH, 2, batch_first=True), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(x + self.attention(x, x, x, need_weights=False)[0])
+
+
+class Vision(nn.Module):
+    """Patches, a class token, positions, blocks in an nn.Sequential, a scale of the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, WIDTH, 4, 4)
+        self.token, self.positions = nn.Parameter(torch.randn(1, 1, WIDTH)), nn.Parameter(torch.randn(1, 10, WIDTH))
+        self.blocks = nn.Sequential(*(_Seeing() for _ in range(4)))
+        self.head, self.scale = nn.Linear(WIDTH, 4), nn.Parameter(torch.ones(1))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = self.patches(pixels).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) + self.positions
+        return self.head(self.blocks(x)[:, 0]) * self.scale.exp()
+
+
 # -- widths, frozen starts, dtypes -----------------------------------------------------------------
 
 

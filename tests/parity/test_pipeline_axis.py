@@ -88,7 +88,6 @@ def test_the_ledger_holds_in_mixed_precision(layout: str, model: str) -> None:
         ("deep_llama", "pp=2 virtual_stages=2", "needs schedule=interleaved"),
         ("deep_llama", "dp=2 pp=2 zero=3 schedule=zero-bubble", "zero=1 works, and so does schedule=1f1b"),
         ("deep_llama", "pp=2 schedule=zero-bubble virtual_stages=2", "needs schedule=interleaved"),
-        ("deep_plain", "pp=2", "scale belongs to no layer"),
     ],
 )
 def test_what_cannot_be_is_refused(model: str, layout: str, text: str) -> None:

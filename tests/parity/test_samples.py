@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -193,15 +194,59 @@ def a_count_of_samples(net: Language, x: Tensor) -> Tensor:
     return net.mix(x) * torch.linspace(1.0, 2.0, x.shape[0], device=x.device, dtype=x.dtype)[:, None, None]
 
 
-TRIED = [an_operation_without_a_rule, a_branch_on_a_value]
-FOUND = [one_that_mixes, a_count_of_samples]
-MODELS |= {f"between {part.__name__}": lambda part=part: Language(part) for part in (*TRIED, *FOUND)}
+class Function(torch.autograd.Function):
+    """Its forward takes each sample by itself, and so does its backward for a limit of infinity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, limit: float) -> Tensor:
+        ctx.limit = limit
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient / (1 + gradient.norm() / ctx.limit), None
+
+
+class WithAuxiliary(torch.autograd.Function):
+    """Adds a loss of its own to whatever the model is trained with, by its gradient alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, auxiliary: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, torch.ones((), dtype=gradient.dtype)
+
+
+def a_backward_of_each(net: Language, x: Tensor) -> Tensor:
+    return Function.apply(net.mix(x), float("inf"))
+
+
+def a_backward_of_all(net: Language, x: Tensor) -> Tensor:
+    return Function.apply(net.mix(x), 1.0)
+
+
+def a_loss_by_its_gradient(net: Language, x: Tensor) -> Tensor:
+    return WithAuxiliary.apply(net.mix(x), net.other(x).square().mean())
+
+
+TRIED = [an_operation_without_a_rule, a_branch_on_a_value, a_backward_of_each]
+FOUND = [a_count_of_samples]
+MIXING = {one_that_mixes: "centred", a_backward_of_all: "Function", a_loss_by_its_gradient: "WithAuxiliary"}
+MODELS |= {f"between {part.__name__}": lambda part=part: Language(part) for part in (*TRIED, *FOUND, *MIXING)}
 
 
 @pytest.mark.parametrize("part", TRIED)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_passes_a_trial_is_equal(part: Callable[..., Tensor], layout: str) -> None:
     prove(layout, f"between {part.__name__}")
+
+
+@pytest.mark.parametrize("part", MIXING)
+def test_what_mixes_samples_in_a_trial_of_its_own_is_refused_before_the_first_step(part: Callable[..., Tensor]) -> None:
+    with pytest.raises(LayoutError, match=rf"lets the samples of a batch influence each other by .*{MIXING[part]}"):
+        prove("dp=2", f"between {part.__name__}")
 
 
 @pytest.mark.parametrize("part", FOUND)

@@ -147,6 +147,89 @@ class BufferedAlibi(Heads):
         return scores * self.slopes
 
 
+class NormedHeads(Heads):
+    """A norm over the features of all heads at once, before they are split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(part) for part in (self.norm(self.q(x)), self.k(x), self.v(x)))
+        return x + self.o(self.mix(q, k, v).transpose(1, 2).flatten(2))
+
+
+class TalkingHeads(Heads):
+    """Scores of each head are sums over those of all."""
+
+    def __init__(self) -> None:
+        super().__init__(by_hand=True)
+        self.talk = nn.Parameter(torch.eye(HEADS) + 0.1)
+
+    def change(self, scores: Tensor) -> Tensor:
+        return torch.einsum("bhqk,hg->bgqk", scores, self.talk)
+
+
+class Shared(Decoder):
+    """A weight of the model itself, used on whole tensors and, by the blocks' code, on cut ones."""
+
+    def __init__(self) -> None:
+        super().__init__(functools.partial(Mlp, lambda m, h, x: h * m.scale[0], 1, {}), MLP_PLAN, as_it_is)
+        self.scale = nn.Parameter(torch.ones(1))
+        for block in self.blocks:
+            block.scale = self.scale
+
+    def forward(self, input_ids: Tensor) -> Any:
+        x = self.embed(input_ids) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Clipped(torch.autograd.Function):
+    """Its forward takes each neuron by itself, its backward all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient / (1 + gradient.norm(dim=-1, keepdim=True))
+
+
+class Scaled(torch.autograd.Function):
+    """A product with a weight for each neuron."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, scale = ctx.saved_tensors
+        return gradient * scale, (gradient * x).sum((0, 1))
+
+
+def _operation(name: str, forward: Callable[[Tensor], Tensor], slope: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Define an operation of a library with its gradient, of which samestep has no rule."""
+    made = torch.library.custom_op(f"samestep_cut::{name}", forward, mutates_args=(), schema="(Tensor x) -> Tensor")
+    made.register_fake(torch.empty_like)
+    keep = lambda ctx, inputs, output: ctx.save_for_backward(inputs[0])  # noqa: E731
+    made.register_autograd(lambda ctx, gradient: slope(gradient, *ctx.saved_tensors), setup_context=keep)
+
+
+def _centred(x: Tensor, groups: int) -> Tensor:
+    parts = x.unflatten(-1, (groups, -1))
+    return (parts - parts.mean(-1, keepdim=True)).flatten(-2)
+
+
+_operation("sine", torch.sin, lambda gradient, x: gradient * x.cos())
+_operation("centred", lambda x: _centred(x, 1), lambda gradient, x: _centred(gradient, 1))
+_operation("grouped", lambda x: _centred(x, x.shape[-1] // 4), lambda gradient, x: _centred(gradient, x.shape[-1] // 4))
+
+
 class Latent(nn.Module):
     """Multi-head latent attention: a rotary key, the same for all heads, beside keys and values of each."""
 
@@ -224,18 +307,33 @@ LEGAL: dict[str, Callable[[], nn.Module]] = {
     "classes before tokens": behind(lambda logits: logits.transpose(1, 2)),
 }  # fmt: skip
 
-REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "normalize": (mlp(lambda m, h, x: F.normalize(h, dim=-1)), "blocks.0 computes linalg_vector_norm across"),
-    "softmax": (mlp(lambda m, h, x: h.softmax(-1)), "blocks.0 computes _softmax across"),
-    "layer norm": (mlp(lambda m, h, x: F.layer_norm(h, (NEURONS,))), "blocks.0 computes native_layer_norm across"),
-    "absmax": (mlp(lambda m, h, x: (h * 8 / h.abs().max()).tanh()), "blocks.0 computes max across"),
-    "neighbours": (mlp(lambda m, h, x: h + h.roll(1, -1)), "blocks.0 moves .* by roll"),
-    "the number of neurons": (mlp(lambda m, h, x: h.relu() / h.shape[-1]), "blocks.0 computes div with 32 .* and with 16"),
-    "the whole input": (mlp(lambda m, h, x: h * x.mean(-1, keepdim=True)), "its gradient would be partial"),
-    "heads side by side in a list": (heads(count="h", shape="stack"), "attends across"),
-    "alibi": (heads(Alibi, by_hand=True), "blocks.0 computes"),
-    "alibi in a buffer": (heads(BufferedAlibi), "blocks.0.slopes, with 4 elements"),
+GATHERED: dict[str, Callable[[], nn.Module]] = {
+    "normalize": mlp(lambda m, h, x: F.normalize(h, dim=-1)),
+    "softmax": mlp(lambda m, h, x: h.softmax(-1)),
+    "layer norm": mlp(lambda m, h, x: F.layer_norm(h, (NEURONS,))),
+    "absmax": mlp(lambda m, h, x: (h * 8 / h.abs().max()).tanh()),
+    "neighbours": mlp(lambda m, h, x: h + h.roll(1, -1)),
+    "the number of neurons": mlp(lambda m, h, x: h.relu() / h.shape[-1]),
+    "the whole input": mlp(lambda m, h, x: h * x.mean(-1, keepdim=True)),
+    "a mean by an operation without a rule": mlp(lambda m, h, x: h * torch.ops.samestep_cut.centred(h)),
+    "a gradient of all neurons": mlp(lambda m, h, x: Clipped.apply(h)),
+    "heads side by side in a list": heads(count="h", shape="stack"),
+    "alibi": heads(Alibi, by_hand=True),
+    "alibi in a buffer": heads(BufferedAlibi),
+    "a norm of all heads": heads(NormedHeads),
+    "talking heads": heads(TalkingHeads),
 }  # fmt: skip
+"""Code that computes with more than a rank's part: the outputs of the modules that it reads are gathered."""
+EVERY_NIGHT = {"softmax", "layer norm", "absmax", "the number of neurons", "alibi in a buffer", "talking heads"}
+LEGAL |= {
+    "an operation without a rule": mlp(lambda m, h, x: torch.ops.samestep_cut.sine(h)),
+    "an operation on groups of neurons": mlp(lambda m, h, x: torch.ops.samestep_cut.grouped(h)),
+    "a backward of its own": mlp(lambda m, h, x: Scaled.apply(h, m.scale), scale=(NEURONS,)),
+}
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a weight of several modules": (Shared, "by another module|only some of them|tensor that it leaves whole"),
+}
 
 
 class Between(nn.Module):
@@ -328,7 +426,7 @@ def test_blocks_that_mix_tokens_are_refused(name: str, monkeypatch: pytest.Monke
 def _traced() -> Iterator[None]:
     """Trace all models before the first pool of ranks is forked, which inherits them."""
     cut, sliced = Layout.parse("tp=2"), Layout.parse("tp=2 sequence_parallel")
-    models = [(name, build, cut) for name, build in LEGAL.items()]
+    models = [(name, build, cut) for name, build in (LEGAL | GATHERED).items() if name not in EVERY_NIGHT]
     models += [(f"between: {name}", build, sliced) for name, build in TOKENWISE.items()]
     for name, build, layout in models:
         MODELS[name] = build
@@ -341,6 +439,18 @@ def _traced() -> Iterator[None]:
 @pytest.mark.parametrize("name", LEGAL)
 def test_legal_code_is_equal(name: str) -> None:
     prove("tp=2", name)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.nightly) if n in EVERY_NIGHT else n for n in GATHERED]
+)
+def test_what_code_needs_whole_is_gathered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, name, GATHERED[name])
+    prove("tp=2", name)
+    found = source_of(name, Layout.parse("tp=2"), clipped()).prepared
+    assert found is not None
+    styles = found.analysis.cut_styles
+    assert {style for path, style in styles.items() if path != "head"} == {"gather"}
 
 
 def test_blocks_that_run_twice_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,14 +99,14 @@ def test_a_loop_that_leaves_steps_out_is_read_ahead_again() -> None:
 def test_a_thread_reads_the_next_while_one_is_in_use() -> None:
     dataset = Squares()
     stream = taken(dataset, 0)
-    next(stream)
+    next(stream), next(stream)
     deadline = time.monotonic() + 60
-    expected = [
-        index for part in shares(next(batches(dataset, job_with(0))).indices, 1, RANKS, MICROBATCHES) for index in part
-    ]
+    first, second = (batch.indices for _, batch in zip(range(2), batches(dataset, job_with(0)), strict=False))
+    microbatches = [*shares(first, 1, RANKS, MICROBATCHES), *shares(second, 1, RANKS, MICROBATCHES)][:4]
+    expected = [index for part in microbatches for index in part]
     while len(dataset.read_here) < len(expected) and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert dataset.read_here == expected  # this one, and two ahead
+    assert dataset.read_here == expected  # the first two, and two ahead
 
 
 def test_a_quick_data_set_is_read_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +115,19 @@ def test_a_quick_data_set_is_read_where_it_is_used(monkeypatch: pytest.MonkeyPat
     stream = taken(dataset, 0)
     _, indices, _ = next(stream)
     assert dataset.read_here == list(indices)
+
+
+def test_a_data_set_that_seeds_a_generator_of_the_process_is_read_where_it_is_used() -> None:
+    class Seeded(Squares):
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            random.seed(index)
+            return {**super().__getitem__(index), "drawn": torch.tensor([random.random()])}
+
+    dataset = Seeded()
+    for _, indices, samples in taken(dataset, 0):
+        assert samples["drawn"].flatten().tolist() == pytest.approx([random.Random(int(i)).random() for i in indices])
+        assert dataset.read_here == indices.tolist()
+        dataset.read_here.clear()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

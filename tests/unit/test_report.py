@@ -41,7 +41,7 @@ def test_a_line_has_the_plain_keys_even_where_they_are_nothing(tmp_path: Path) -
     assert _rows(tmp_path) == [
         {
             "step": 1, "loss": 2.5, "grad_norm": 0.0, "lr": 0.0, "tokens": 0, "step_s": 0.25, "tokens_per_s": 0.0,
-            "memory_bytes": 2**28,
+            "data_wait_s": 0.0, "memory_bytes": 2**28,
         }
     ]  # fmt: skip
 
@@ -170,3 +170,12 @@ def test_a_terminal_that_lacks_a_character_gets_another(monkeypatch: pytest.Monk
     Screen(0, 1).say("h\u00e9llo [bold] \ufffd")
     assert raw.getvalue() == b"h?llo [bold] ?\n"
     sys.stdout.detach()
+
+
+def test_a_step_that_waits_for_data_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen(0, 2)
+    screen.show(_report(1, step_s=1.0, data_wait_s=0.25))
+    screen.show(_report(2, step_s=1.0, data_wait_s=0.01))
+    first, second = capsys.readouterr().out.splitlines()
+    assert "25% waiting for data" in first
+    assert "waiting" not in second

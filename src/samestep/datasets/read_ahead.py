@@ -3,8 +3,9 @@
 The samples of a step are a function of (seed, step), so what a rank will read is known before it asks: the shares of this
 step's micro-batches, of the next step's, and so on. They are read in that order, a few ahead of the one in use:
 
-    run.data_workers = 0    a thread reads the next two micro-batches, once a read has taken a millisecond or more; before
-                            that, handing one over would take as long as reading it
+    run.data_workers = 0    a thread reads the next two micro-batches, once a read has taken a millisecond or more (before
+                            that, handing one over would take as long as reading it), unless reading moves a generator
+                            of the process, as `random.seed(index)` does: a forward meanwhile would be blamed for it
     run.data_workers = N    N processes read two micro-batches each, as torch's DataLoader distributes them
 
 Only where the work is done changes: a micro-batch that was not foreseen, as one that the canary reads again, is read at
@@ -13,12 +14,15 @@ once by the caller. So a resumed run may have another number of workers and read
 
 from __future__ import annotations
 
+import pickle
+import random
 import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -49,6 +53,7 @@ class ReadAhead:
         self._read, self._pin = read, pin
         self._coming = coming
         self._next: Integers | None = next(coming, None)
+        self._draws: bool | None = None  # whether reading moves a generator of the process; None before the first read
         self._ready: _InThread | _InProcesses | None = None
         if num_workers:
             self._ready = _InProcesses(read, self._foreseen(), num_workers, pin)
@@ -60,10 +65,16 @@ class ReadAhead:
         if self._ready is not None:
             samples, self._next = self._ready.take()
             return samples
-        began = time.perf_counter()
         self._next = next(self._coming, None)
+        if self._draws is None:
+            with _generators_watched() as moved:
+                samples = self._read_here(indices)
+            self._draws = bool(moved)
+            return samples
+        began = time.perf_counter()
         samples = self._read_here(indices)
-        if time.perf_counter() - began >= WORTH_A_THREAD_S and self._next is not None:
+        is_slow = time.perf_counter() - began >= WORTH_A_THREAD_S
+        if is_slow and self._next is not None and not self._draws:
             self._ready = _InThread(self._read_here, self._foreseen())
         return samples
 
@@ -125,7 +136,11 @@ class _InProcesses:
             multiprocessing_context="fork",  # a data set need not be picklable, and is not copied
             generator=torch.Generator(),  # its seeds for workers come from here, not from the process's generator
         )
+        # torch raises where the main thread is when a worker dies, which may be in a forward; here `take` tells.
+        before, is_main = signal.getsignal(signal.SIGCHLD), threading.current_thread() is threading.main_thread()
         self._iterator: Iterator[Any] | None = iter(loader)
+        if is_main and before is not None:
+            signal.signal(signal.SIGCHLD, before)
 
     def take(self) -> tuple[Any, Integers | None]:
         """Return the next micro-batch, and the indices of the one after it.
@@ -177,6 +192,30 @@ class _Reads(TorchDataset[Any]):
             return self._read(indices)
         except SamestepError as error:  # which a DataLoader would give another text
             return error
+
+
+@contextmanager
+def _generators_watched() -> Iterator[list[str]]:
+    """Yield a list that has an entry afterwards if a process-wide generator was moved, even to where it stood before."""
+    moved: list[str] = []
+    before = _generators()
+    random.random(), np.random.random(), torch.rand(1)  # where none stands that was seeded for the same samples before
+    drawn = _generators()
+    yield moved
+    if _bytes(_generators()) != _bytes(drawn):
+        moved.append("moved")
+    else:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+def _generators() -> tuple[Any, Any, Tensor]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _bytes(states: tuple[Any, Any, Tensor]) -> bytes:
+    return pickle.dumps((states[0], states[1], states[2].numpy().tobytes()))
 
 
 def _unchanged(samples: Any) -> Any:

@@ -27,8 +27,12 @@ _TRACERS = (
     *(
         f"tracing/{name}.py"
         for name in (
+            "arranging_rules",
+            "dependence_calls",
             "dependence_rules",
             "independence",
+            "operation_trial",
+            "picking_rules",
             "prover",
             "samples",
             "sequence_boundaries",

@@ -170,6 +170,14 @@ class Crossing:
     """Dtype of its elements; empty for the compute dtype."""
     takes_gradient: bool = True
     """Whether a gradient is sent back."""
+    is_sliced: bool = False
+    """Whether it has a row for each token between blocks, so that context parallelism leaves a rank a part of it."""
+
+    def sliced_by(self, degree: int) -> Crossing:
+        """Return one rank's part of the tensor under context parallelism."""
+        if not self.is_sliced:
+            return self
+        return replace(self, elements=-(-self.elements // degree), fixed_elements=-(-self.fixed_elements // degree))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,6 +377,7 @@ class LayerSpec:
             loss_elements=part(self.loss_elements),
             loss_working_elements=part(self.loss_working_elements),
             dispatches=tuple(replace(dispatch, rows=part(dispatch.rows)) for dispatch in self.dispatches),
+            crossings=tuple(crossing.sliced_by(degree) for crossing in self.crossings),
         )
 
 
@@ -506,3 +515,14 @@ def remembered(
         return known[key][1]
 
     return cached
+
+
+def is_moved(model: ModelSpec, param: ParamSpec) -> bool:
+    """Return whether a weight is in no module of the layer that uses it first."""
+    return not any(is_below(param.name, root) for root in model.layers[param.layer].modules if root)
+
+
+@remembered
+def read_by_own_code(model: ModelSpec) -> frozenset[str]:
+    """Return the names of the weights that code outside of their layer's modules reads, such as a class token."""
+    return frozenset(param.name for param in model.params if param.read_outside or is_moved(model, param))

@@ -93,8 +93,9 @@ def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
     order: dict[str, int] = {}
     roots_of = {param.name: _roots(step, param) for param in step.model.params}
     # One module's weights cannot be gathered at two times: those beside a weight that is read outside go with it.
+    tops = [root for layer in step.model.layers for root in layer.modules if root]
     with_root = {
-        (p.layer, roots_of[p.name][0]) for p in step.model.params if p.numel and p.read_outside and roots_of[p.name]
+        root for p in step.model.params if p.numel and p.read_outside for root in tops if is_below(p.name, root)
     }
     for param in step.model.params:
         owners = _owners(step, param)
@@ -110,7 +111,7 @@ def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
             met = [known for known in groups if known != ("",) and set(known) & set(owners)]
             together = [other for known in met for other in groups.pop(known)]
             groups[tuple(dict.fromkeys([*(m for known in met for m in known), *owners]))] = [*together, param]
-        elif not roots or param.read_outside or (param.layer, roots[0]) in with_root:
+        elif not roots or param.read_outside or roots[0] in with_root:
             groups.setdefault(("",), []).append(param)
         else:
             members.setdefault(param.layer, {})[roots[0]] = None
@@ -149,10 +150,13 @@ def _with_prefetch(units: list[Unit], chunks: tuple[range, ...]) -> tuple[Unit, 
     """Let the backward of each unit prefetch the unit that the forward of the same chunk uses before it.
 
     A unit that is called several times prefetches nothing: at its second backward that would have been used already.
+    The root's is not gathered again in a pipeline.
     """
     prefetch: dict[str, str] = {}
     for axis in dict.fromkeys(unit.shard_axis for unit in units):
-        by_use = sorted((unit for unit in units if unit.shard_axis == axis), key=last_use)
+        by_use = sorted(
+            (u for u in units if u.shard_axis == axis and not (chunks and u.modules == ("",))), key=last_use
+        )
         for before, unit in itertools.pairwise(by_use):
             together = not chunks or any({before.first_layer, unit.first_layer} <= {*chunk} for chunk in chunks)
             if together and not unit.is_called_again:
@@ -178,7 +182,7 @@ def _unit(
     layers = step.model.layers
     last = len(layers) - 1
     is_root = modules == ("",)
-    first_layer, last_layer = (0, last) if is_root else _span(step, modules, params)
+    first_layer, last_layer = _span_of_root(step, params, chunks) if is_root else _span(step, modules, params)
     # What takes a gradient, in a pipeline.
     receives = any(first_layer in chunk and chunk.start > 0 and layers[chunk.start].sends_gradient for chunk in chunks)
     # A frozen start of the model has no backward that would read its weights.
@@ -199,10 +203,11 @@ def _unit(
         # The last layer's backward follows at once, and a weight that first and last layer share is in use throughout.
         # A pipeline's other micro-batches may come between the two.
         keep_after_forward=step.zero == 2 or (last_layer == last and step.layout.pp == 1),
-        gather_in_backward=layers[last_layer].backward_reads_weights and has_backward,
-        called=(min(param.called[0] for param in params), max(param.called[1] for param in params)),
+        # A stage gives the model's own code copies of the weights that it reads itself.
+        gather_in_backward=layers[last_layer].backward_reads_weights and has_backward and not (is_root and chunks),
+        called=(0 if is_root else min(param.called[0] for param in params), max(param.called[1] for param in params)),
         is_called_again=any(param.calls > 1 for param in params),
-        input_takes_gradient=receives or (not is_root and all(param.takes_gradient for param in entered)),
+        input_takes_gradient=not is_root and (receives or all(param.takes_gradient for param in entered)),
         shard_axis=holding.data_axis,
         num_shards=holding.num_shards,
     )
@@ -216,6 +221,12 @@ def _first_root(step: StepSpec, params: list[ParamSpec], roots_of: Mapping[str, 
         return param.layer, step.model.layers[param.layer].modules.index(roots[0]) if roots else -1
 
     return roots_of[min(params, key=entered).name]
+
+
+def _span_of_root(step: StepSpec, params: list[ParamSpec], chunks: tuple[range, ...]) -> tuple[int, int]:
+    """Return the first and the last layer of the forwards that gather what the root module owns."""
+    chunk = next((chunk for chunk in chunks if params[0].layer in chunk), range(len(step.model.layers)))
+    return chunk[0], chunk[-1]
 
 
 def _span(step: StepSpec, modules: tuple[str, ...], params: list[ParamSpec]) -> tuple[int, int]:

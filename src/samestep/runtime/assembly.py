@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -180,7 +180,6 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
     experts = experts_module.experts_of(plan.module)
     planned = planned or tensor_plan.cuts_of(plan.module, experts.counts)
     expert_calls: dict[str, tuple[Any, Any]] = {}
-    shareable = {} if planned.refusal else tensor_plan.shareable_heads(plan.module, planned)
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
     recorder = Recorder()
     with checked_samples(example), ExitStack() as stack:
@@ -192,18 +191,27 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
         dispatches = stack.enter_context(experts_module.record_dispatches(plan.module, experts, expert_calls))
         checkpointed = stack.enter_context(recompute.record_checkpointed(plan.module))
         spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, recorder, source.loss)
+    proof, counts, shareable = _proven(spec, plan, planned, recorder, experts, one, source.loss is cross_entropy)
+    fewer, refusal = planned, proof.refusal
+    while refusal and not spec.varies_at and (smaller := tensor_plan.smaller(plan.module, fewer, refusal)):
+        cuts_loss = source.loss is cross_entropy
+        fewer, refusal = smaller, _proven(spec, plan, smaller, recorder, experts, one, cuts_loss)[0].refusal
+    if fewer is not planned and not refusal:
+        return prepare(source, job, example, fewer)  # costs are those of the cuts that are traced
+    if planned.gathered:  # what a rank holds and sends is that of the gathered modules
+        with ExitStack() as stack:
+            stack.enter_context(snapshot.preserved(plan.module))
+            seen = stack.enter_context(tensor_plan.record_cuts(plan.module, planned))
+            stack.enter_context(dropout.record_masks(plan.module, samples_traced(plan.module)))
+            stack.enter_context(experts_module.record_dispatches(plan.module, experts))
+            stack.enter_context(recompute.record_checkpointed(plan.module))
+            spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, None, source.loss)
     states: tuple[StateSpec, ...] = ()
     if changes.found:
         containers, num_samples = containers_of(plan.module), samples_traced(plan.module)
         with recompute.record_checkpointed(plan.module):
             states = state.examine(plan.module, one, spec, containers, num_samples, value_of)
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
-    proof, counts = _proven(spec, planned, plan, experts, recorder, one, source)
-    fewer, refusal = planned, proof.refusal
-    while refusal and not spec.varies_at and (smaller := tensor_plan.smaller(plan.module, fewer, refusal)):
-        fewer, refusal = smaller, _proven(spec, smaller, plan, experts, recorder, one, source)[0].refusal
-    if fewer is not planned and not refusal:
-        return prepare(source, job, example, fewer)  # costs are those of the cuts that are traced
     spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable, proof))
     spec, parts = sequence_boundaries.with_sequence(spec, plan.module, planned.styles, calls)
     placed: list[MaskSpec] = []
@@ -240,18 +248,32 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
 
 def _proven(
     spec: ModelSpec,
-    planned: tensor_plan.Cuts,
     plan: Blueprint,
-    experts: ExpertModules,
+    planned: tensor_plan.Cuts,
     recorder: Recorder,
+    experts: ExpertModules,
     sample: Any,
-    source: Source,
-) -> tuple[cut_proof.CutProof, dict[int, tuple[tuple[str, str, int], ...]]]:
-    """Return the proof of a plan, tried with the shapes of a rank, or why it fails, and the counts by module."""
-    shareable = {} if planned.refusal else tensor_plan.shareable_heads(plan.module, planned)
-    proof = tensor_plan.proof_of(spec, plan.module, planned, shareable, recorder, source.loss is cross_entropy)
-    degree = cut_proof.smallest_degree(proof)
-    return _tried(proof, plan, experts, shareable, sample, degree) if degree else (proof, {})
+    cuts_loss: bool,
+) -> tuple[cut_proof.CutProof, dict[int, tuple[tuple[str, str, int], ...]], dict[str, int]]:
+    """Return the proof of a plan, the counts of a rank, and the heads that ranks may share.
+
+    Where the code behind a cut needs more than a rank's part, the outputs of the modules that it reads are gathered.
+    """
+    first: cut_proof.CutProof | None = None
+    while True:
+        counts: dict[int, tuple[tuple[str, str, int], ...]] = {}
+        shareable = {} if planned.refusal else tensor_plan.shareable_heads(plan.module, planned)
+        proof = tensor_plan.proof_of(spec, plan.module, planned, shareable, recorder, cuts_loss)
+        if degree := cut_proof.smallest_degree(proof):
+            proof, counts = _tried(proof, plan, experts, shareable, sample, degree)
+        if not proof.refusal:
+            return proof, counts, shareable
+        first = first or proof
+        if not (paths := cut_proof.to_gather(plan.module, proof)):
+            planned.styles |= {path: first.styles[path] for path in planned.gathered}
+            planned.gathered.clear()
+            return first, {}, shareable
+        planned.gather(paths, proof.refusal)
 
 
 def _tried(
@@ -277,7 +299,7 @@ def _tried(
             forward(recorder := Recorder())
             proof = cut_proof.with_degree(proof, plan.module, shared, recorder.operations, forward, degree)
         except DiffersError as error:
-            return replace(proof, refusal=str(error)), {}
+            return replace(proof, refusal=str(error), refused_at=error.where), {}
     return proof, {degree: proof.divided(plan.module)}
 
 
@@ -322,6 +344,9 @@ def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedMode
         LayoutError: the forward of a rank of this tp does not compute its part of the whole model's.
     """
     traced = _with_degree(traced, layout.tp, example)
+    if layout.tp > 1:
+        spec = _with_tried(traced.spec, traced.cuts.tried)
+        traced = replace(traced, analysis=replace(traced.analysis, spec=spec))
     traced = _with_tokens_of_a_rank(traced, layout, example)
     analysis, spec = traced.analysis, traced.spec
     parts = layout.cp
@@ -336,6 +361,11 @@ def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedMode
     return replace(traced, analysis=analysis)
 
 
+def _with_tried(spec: ModelSpec, tried: Iterable[str]) -> ModelSpec:
+    """Return the spec with more of what is used because a trial has passed."""
+    return replace(spec, tried=tuple(dict.fromkeys((*spec.tried, *tried))))
+
+
 def _with_tokens_of_a_rank(traced: TracedModel, layout: Layout, example: Any) -> TracedModel:
     """Return the model with a proof that its blocks work token by token between the parts that tp cuts, or a refusal."""
     analysis, spec, degree = traced.analysis, traced.spec, layout.tp
@@ -344,10 +374,10 @@ def _with_tokens_of_a_rank(traced: TracedModel, layout: Layout, example: Any) ->
         return traced
     value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
     sample, parts = _first_of(example, torch.float32), analysis.sequence_parts
-    refusal = sequence_proof.refuse_slices(
+    refusal, tried = sequence_proof.refuse_slices(
         traced.module, sample, parts, spec.sequence, degree, value_of, analysis.experts
     )
-    spec = replace(spec, sequence_refusal=refusal, expert_refusal=refusal)
+    spec = replace(_with_tried(spec, tried), sequence_refusal=refusal, expert_refusal=refusal)
     return replace(traced, analysis=replace(analysis, spec=spec, slices_between=(*analysis.slices_between, degree)))
 
 

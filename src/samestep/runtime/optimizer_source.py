@@ -218,9 +218,9 @@ def check_optimizer(
     shapes = dict(WholeWeights.of(model, {}).shapes)
     parts = {param.name: found for param in params if (found := parts_of(param, layout))}
     marks = attributes or {}
-    optimizer, _ = skeleton(source, shapes, marks)
-    check_step(optimizer)
-    rule = read_rule(source, shapes, parts, marks)
+    made = skeleton(source, shapes, marks)
+    check_step(made[0])
+    rule = read_rule(source, shapes, parts, marks, made)
     if rule.draws and layout.world_size > 1:
         raise LayoutError(
             f"{rule.optimizer} draws random numbers ({rule.draws}), and every rank would draw others: one rank works"

@@ -1,93 +1,65 @@
-"""The steps that a trial of an optimizer takes: the first ones, and those around every integer in its options and code."""
+"""The steps that a trial of an optimizer takes: the first ones, and those around every number in its options and code.
+
+A counter is a number that has risen by as much in each of the first steps (by one, or by one for each weight), wherever
+the optimizer keeps it: its state, its groups, its attributes, a closure, a variable. It is set forward, so that a rule which changes at step 5,000 does so.
+
+    1 2 3 4      99 100 101 (a constant of the code is 100)      16 32 64 128 ... 16384
+"""
 
 from __future__ import annotations
 
-import inspect
-import math
-import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten
+
+from samestep.runtime.step_code import Place, StepCode, read, write
 
 _PLAIN_STEPS = 4
 _LARGEST_COUNT = 10_000
-_MOST_COUNTS = 32
+_MOST_COUNTS = 64
+_MOST_PLAIN_STEPS = 128
+"""Steps that are taken one by one where no counter is to be seen."""
+_GRID = [2**power for power in range(3, 15)]
+"""Steps at which a threshold shows that is none of the numbers, as 0.06 times one of them."""
 
 
 def march(optimizer: Optimizer, take: Callable[[], None]) -> None:
-    """Take the first steps, and those around every integer among the options and the constants of the code."""
-    counts = sorted(_counts(optimizer))[-_MOST_COUNTS:]
-    taken, before, rising = 0, _counters(optimizer), set[tuple[int, str]]()
-    for _ in range(_PLAIN_STEPS):
-        take()
-        taken += 1
-        after = _counters(optimizer)
-        rising = {key for key, (_, value) in after.items() if key in before and value == before[key][1] + 1}
-        before = after
-    for count in counts:
-        now = [value for key, (_, value) in _counters(optimizer).items() if key in rising]
-        if not now:
-            while taken <= count:
-                take()
-                taken += 1
-            continue
-        if count + 1 <= min(now):
-            continue
-        for key, (container, value) in _counters(optimizer).items():
-            if key in rising and value < count - 2:
-                _set(container, key[1], count - 2)
-        for _ in range(4):
+    """Take the first steps, those around every number among the options and in the code, and some at large."""
+    code = StepCode(optimizer)
+    with code.put_back():
+        counts = sorted({int(n) for n in code.numbers if n == n // 1 and 2 <= n <= _LARGEST_COUNT})[-_MOST_COUNTS:]
+        before = _numbers(optimizer, code)
+        rising: dict[tuple[int, str], float] = {}
+        for _ in range(_PLAIN_STEPS):
             take()
+            after = _numbers(optimizer, code)
+            risen = {key: now - before[key][1] for key, (_, now) in after.items() if key in before}
+            rising = {key: by for key, by in risen.items() if by >= 1 and by == rising.get(key, by) and by == by // 1}
+            before = after
+        if not rising:
+            for _ in range(min(counts[-1] + 1, _MOST_PLAIN_STEPS) - _PLAIN_STEPS if counts else 0):
+                take()
+            return
+        for count, steps in [*((count, 3) for count in counts), *((count, 1) for count in _GRID)]:
+            for key, (place, _) in _numbers(optimizer, code).items():
+                if key in rising:
+                    now = read(place)
+                    start = count - rising[key]
+                    write(place, start if isinstance(now, Tensor) else type(now)(start))
+            for _ in range(steps):
+                take()
 
 
-def _counts(optimizer: Optimizer) -> set[int]:
-    """Return the integers, from 2 to 10,000, among an optimizer's options, its attributes and its code's constants."""
-    found: set[int] = set()
-    own = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}
-    options = [
-        {k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups
-    ]
-    for leaf in tree_flatten([own, options])[0]:
-        if isinstance(leaf, int | float) and not isinstance(leaf, bool) and leaf == leaf // 1:
-            found.add(int(leaf))
-    functions = [f for kind in type(optimizer).__mro__ if kind not in (Optimizer, object) for f in vars(kind).values()]
-    if not type(optimizer).__module__.startswith("torch.optim"):
-        functions += [leaf for leaf in tree_flatten([own, options])[0] if isinstance(leaf, types.FunctionType)]
-        for function in functions:
-            code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
-            found |= set(_constants(code)) if isinstance(code, types.CodeType) else set()
-    return {count for count in found if 2 <= count <= _LARGEST_COUNT}
-
-
-def _constants(code: types.CodeType) -> Iterator[int]:
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _constants(constant)
-        elif isinstance(constant, int | float) and not isinstance(constant, bool) and math.isfinite(constant):
-            yield int(constant)
-
-
-def _counters(optimizer: Optimizer) -> dict[tuple[int, str], tuple[dict[str, Any], float]]:
-    """Return the numbers that an optimizer keeps, by the dictionary and the key that hold them."""
-    places: Iterable[dict[str, Any]] = [vars(optimizer), *optimizer.param_groups, *optimizer.state.values()]
+def _numbers(optimizer: Optimizer, code: StepCode) -> dict[tuple[int, str], tuple[Place, float]]:
+    """Return the numbers that an optimizer keeps, by the dictionary and the key, or the closure's cell, that hold them."""
+    own: Iterable[dict[str, Any]] = [vars(optimizer), *optimizer.param_groups, *optimizer.state.values()]
+    places = [(holder, key) for holder in own if isinstance(holder, dict) for key in holder]
     found = {}
-    for place in places:
-        if not isinstance(place, dict):
-            continue
-        for key, value in place.items():
-            if (isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta) or (
-                isinstance(value, int | float) and not isinstance(value, bool)
-            ):
-                found[id(place), str(key)] = (place, float(value))
+    for place in (*places, *code.places):
+        value = read(place)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta):
+            found[id(place[0]), str(place[1])] = (place, float(value))
     return found
-
-
-def _set(place: dict[str, Any], key: str, count: int) -> None:
-    value = place[key]
-    if isinstance(value, Tensor):
-        value.fill_(count)
-    else:
-        place[key] = type(value)(count)

@@ -17,10 +17,11 @@ rule is never taken for elementwise.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 from torch.utils._pytree import tree_leaves
 
 from samestep.errors import ModelError
@@ -62,13 +64,16 @@ def read_rule(
     shapes: Mapping[str, tuple[int, ...]],
     parts: Mapping[str, Sequence[tuple[int, ...]]],
     marks: Mapping[str, Mapping[str, Any]] = _NO_MARKS,
+    made: tuple[Optimizer, Mapping[str, Tensor]] | None = None,
 ) -> UpdateRule:
     """Return the rule of an optimizer over weights of these shapes, of which ranks hold parts of the shapes `parts`.
+
+    `made` is what `skeleton` returns for them, where the caller has it already.
 
     Raises:
         ModelError: it holds none of the weights, or fails at a step.
     """
-    optimizer, weights = skeleton(source, shapes, marks)
+    optimizer, weights = made or skeleton(source, shapes, marks)
     held = _options_of(optimizer, weights)
     kind = type(optimizer).__name__
     if not held:
@@ -76,28 +81,64 @@ def read_rule(
             f"{kind} holds none of the model's weights, so it would train nothing: build it over the parameters that the "
             "optimizer function is given"
         )
+    if is_torchs_own(optimizer):
+        return UpdateRule(kind, dict.fromkeys(held, _OF_TORCH[type(optimizer)]) if _OF_TORCH[type(optimizer)] else {})
     kinds: dict[str, list[str]] = {}
     for name, options in held.items():
         kinds.setdefault(repr((sorted(options), _told(options), shapes[name], marks.get(name))), []).append(name)
     some = {name: shapes[name] for names in kinds.values() for name in names[:2]}
     # What has one element cannot be cut, and its shape () asks for other operations of torch.
     some = {name: shape for name, shape in some.items() if math.prod(shape) > 1} or some
-    trial = _Trial(source, shapes, marks, kind)
-    cut = {name: tuple(parts[name]) for name in some if name in parts}
-    key = (kind, tuple(sorted(kinds)), tuple(sorted(some.items())), tuple(sorted(cut.items())))
-    is_torchs = type(optimizer).__module__.startswith("torch.optim.") and not vars(optimizer).get(
-        "_optimizer_step_pre_hooks"
+    return _read(_Trial(source, shapes, marks, kind), kinds, some, parts, held)
+
+
+_OF_TORCH: dict[type[Optimizer], str] = {
+    **dict.fromkeys(
+        (
+            torch.optim.SGD,
+            torch.optim.Adam,
+            torch.optim.AdamW,
+            torch.optim.Adagrad,
+            torch.optim.Adadelta,
+            torch.optim.Adamax,
+            torch.optim.NAdam,
+            torch.optim.RAdam,
+            torch.optim.RMSprop,
+            torch.optim.Rprop,
+            torch.optim.ASGD,
+        ),
+        "",
+    ),
+    torch.optim.Adafactor: "a mean over its elements",
+    torch.optim.Muon: "a product of matrices",
+}
+"""Torch's own rules, which treat every weight by itself: what couples its elements, empty if nothing does.
+
+`tests/unit/test_update.py` holds each against the trial.
+"""
+_STEPS = {kind: inspect.unwrap(kind.step) for kind in _OF_TORCH}
+
+
+def is_torchs_own(optimizer: Optimizer) -> bool:
+    """Return whether a trial would show what is known: it is one of torch's classes, and nothing was changed in it."""
+    kind = type(optimizer)
+    step = vars(optimizer).get("step", kind.step)  # a scheduler wraps it
+    if kind not in _OF_TORCH or not inspect.unwrap(step) is inspect.unwrap(kind.step) is _STEPS[kind]:
+        return False
+    if has_hooks(optimizer):
+        return False
+    options = [value for group in optimizer.param_groups for key, value in group.items() if key != "params"]
+    return all(
+        leaf.numel() == 1 if isinstance(leaf, Tensor) else isinstance(leaf, int | float | str | None)
+        for leaf in tree_leaves(options)
     )
-    if not is_torchs or key not in _KNOWN:
-        rule = _read(trial, kinds, some, parts, held)
-        if not is_torchs:
-            return rule
-        _KNOWN[key] = rule
-    return _KNOWN[key]
 
 
-_KNOWN: dict[Hashable, UpdateRule] = {}
-"""The rules of torch's own optimizers, by their options and the shapes tried."""
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Return whether code of a user's runs before or after each step."""
+    own = [vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
+    everywhere = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
+    return any([*own, *everywhere])
 
 
 def _read(

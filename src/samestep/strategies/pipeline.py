@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from samestep import schedules
-from samestep.models.spec import Crossing, ModelSpec, ParamSpec, remembered
+from samestep.models.spec import Crossing, ModelSpec, ParamSpec, read_by_own_code, remembered
 from samestep.program.bodies import UPDATE_BODY, BodyKey, Task, is_backward, position
 from samestep.program.holding import TIE, Holding
 from samestep.program.ops import Op, OpKind, Ops
@@ -68,20 +68,20 @@ def refusal(step: StepSpec) -> str | None:
         return f"pp={layout.pp} cuts the {what} into {chunks} {stages}: {works}" + (
             f" (no stage can begin with {closed})" if closed else ""
         )
-    return _refuse_weights(step.model, chunks) or _refuse_crossings(step)
+    moved = _refuse_moved(step.model, chunks, layout.recompute) if layout.recompute != "none" else None
+    return _refuse_weights(step.model, chunks) or moved or _refuse_crossings(step)
 
 
 def _refuse_crossings(step: StepSpec) -> str | None:
     """Return why what crosses the boundaries cannot be sent in a layout."""
     layout = step.layout
     crossed = next((layer for layer in step.model.layers if layer.crossings), None)
-    if crossed is None or (layout.cp == 1 and not layout.sequence_parallel):
+    if crossed is None or not layout.sequence_parallel:
         return None
-    cut = f"cp={layout.cp}" if layout.cp > 1 else "sequence_parallel"
     names = ", ".join(crossing.owner for crossing in crossed.crossings)
     return (
-        f"pp={layout.pp} with {cut}: a stage that begins with {crossed.name} is sent {names}, whose tokens nobody cuts: "
-        f"pp={layout.pp} without {cut} works, and so does pp=1"
+        f"pp={layout.pp} with sequence_parallel: a stage that begins with {crossed.name} is sent {names}, whose tokens "
+        f"nobody cuts: pp={layout.pp} without sequence_parallel works, and so does pp=1"
     )
 
 
@@ -99,17 +99,28 @@ def starts(model: ModelSpec) -> tuple[bool, ...]:
 
 @remembered
 def _refuse_weights(model: ModelSpec, num_chunks: int) -> str | None:
-    """Return which weight belongs to no stage, or is shared by stages other than the first and the last."""
+    """Return which weight is shared by layers on stages other than the first and the last."""
     chunks = chunks_of(model, num_chunks)
-    roots = _roots(model)
+    roots, passed = _roots(model), read_by_own_code(model)
     for param in model.params:
-        if _layer_at(roots, param.name) is None:
-            return f"{param.name} belongs to no layer, so no stage is known to use it: pp=1 works"
-    for param in model.params:
-        if param.read_outside:
-            return f"{param.name} is also read outside the layer that owns it, perhaps on another stage: pp=1 works"
-        if not _stays_on_stages(roots, chunks, param):
+        if param.name not in passed and not _stays_on_stages(roots, chunks, param):
             return f"{param.name} is shared by layers of several pipeline stages, not by first and last: pp=1 works"
+    return None
+
+
+@remembered
+def _refuse_moved(model: ModelSpec, num_chunks: int, recompute: str) -> str | None:
+    """Return which weight of a block is used first on an earlier stage: it is received, and not known when recomputed."""
+    chunks, roots = chunks_of(model, num_chunks), _roots(model)
+    for param in model.params:
+        own = _layer_at(roots, param.name)
+        if own is None or own == param.layer or not model.layers[own].is_block:
+            continue
+        if not any(own in chunk and param.layer in chunk for chunk in chunks):
+            return (
+                f"{param.name} is read before its block, on an earlier stage, and recompute={recompute} repeats that "
+                "block: recompute=none works, and so does pp=1"
+            )
     return None
 
 
@@ -170,7 +181,7 @@ def _hold(param: ParamSpec, holding: Holding) -> Holding:
 
 def _ties(model: ModelSpec, chunks: tuple[range, ...]) -> set[str]:
     """Return the names of the weights that the first and the last chunk share."""
-    shared = [param for param in model.params if param.aliases]
+    shared = [param for param in model.params if param.aliases and param.name not in read_by_own_code(model)]
     roots = _roots(model) if shared else {}
     users = {p.name: {_chunk_of(roots, chunks, name) for name in (p.name, *p.aliases)} for p in shared}
     return {name for name, owners in users.items() if len(owners) > 1}

@@ -25,7 +25,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from samestep.models.spec import ModelSpec, ParamSpec, is_below, remembered
+from samestep.models.spec import ModelSpec, ParamSpec, is_below, read_by_own_code, remembered
 from samestep.program.bodies import UPDATE_BODY, BodyKey, ends_step, is_forward, starts_step
 from samestep.program.codecs import CODECS
 from samestep.program.holding import REPLICAS, SHARDS, Holding
@@ -50,7 +50,32 @@ def refusal(step: StepSpec) -> str | None:
             f"zero={step.zero} reduces gradients behind each backward, and schedule={step.layout.schedule} computes those of "
             "weights later: zero=1 works, and so does schedule=1f1b"
         )
+    if step.layout.pp > 1 and (refusal := _refuse_own_code(step)):
+        return refusal
     return _refuse_weights(step.model)
+
+
+def _refuse_own_code(step: StepSpec) -> str | None:
+    """Refuse weights that the model's own code reads where a stage of a pipeline does not gather them once a forward."""
+    blocks = [path for layer in step.model.layers if layer.is_block for path in layer.modules]
+    for param in step.model.params:
+        if param.name not in read_by_own_code(step.model):
+            continue
+        if step.layout.virtual_stages > 1:
+            return (
+                f"zero={step.zero} gathers {param.name}, which the model's own code reads, with every virtual stage: "
+                "zero=1 works, and so does virtual_stages=1"
+            )
+        if param.shared:
+            return (
+                f"{param.name} is shared by modules, and read by the model's own code: zero=1 works, and so does pp=1"
+            )
+        if step.zero == 3 and step.layout.recompute != "none" and any(is_below(param.name, root) for root in blocks):
+            return (
+                f"{param.name} is also read outside its block, and zero={step.zero} does not gather it again for "
+                f"recompute={step.layout.recompute}: zero=1 works, and so does recompute=none"
+            )
+    return None
 
 
 @remembered

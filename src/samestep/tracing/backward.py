@@ -28,7 +28,8 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from samestep.tracing.forward import ForwardTracer, operands, run_on_meta, tensors_in
+from samestep.tracing.forward import ForwardTracer
+from samestep.tracing.meta_tensors import operands, run_on_meta, tensors_in
 
 
 class WorkingSet(NamedTuple):

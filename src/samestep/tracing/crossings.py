@@ -36,6 +36,29 @@ def with_exact_crossings(
     return _crossed(layers, one, more, compute)
 
 
+def with_slices_of(layers: Sequence[LayerSpec], whole: Flow, sliced: Flow) -> tuple[LayerSpec, ...]:
+    """Return layers of which each crossing says whether slices of sequences leave a rank a part of it.
+
+    `whole` and `sliced` are flows of one batch, of whole sequences and of a slice of each.
+    """
+    found = []
+    for index, layer in enumerate(layers):
+        if layer.crossings:
+            values = zip(
+                layer.crossings,
+                crossing_values(layers, index, whole),
+                crossing_values(layers, index, sliced),
+                strict=True,
+            )
+            parts = [
+                replace(crossing, is_sliced=whole.values[one].shape != sliced.values[other].shape)
+                for crossing, one, other in values
+            ]
+            layer = replace(layer, crossings=tuple(parts))
+        found.append(layer)
+    return tuple(found)
+
+
 def _crossed(
     layers: Sequence[LayerSpec], one: Sized, more: Sized | None, compute: torch.dtype | None
 ) -> tuple[LayerSpec, ...]:
@@ -84,9 +107,11 @@ def _crossings(
         CannotPassError: no stage can begin there, or what crosses depends on the number of samples.
     """
     before, (flow, few) = layers[index - 1].name, one
-    values = [flow.values[number] for number in crossing_values(layers, index, flow)]
+    numbers, weights = crossing_values(layers, index, flow), {number for _, number in flow.weights}
+    values = [flow.values[number] for number in numbers]
     sizes = [_numel(value) for value in values]
-    each, fixed = [size // few for size in sizes], [0] * len(sizes)
+    each = [0 if number in weights else size // few for number, size in zip(numbers, sizes, strict=True)]
+    fixed = [size - few * part for size, part in zip(sizes, each, strict=True)]
     if more is not None:
         others = [more[0].values[number] for number in crossing_values(layers, index, more[0])]
         if [(o.maker, len(o.shape), o.dtype) for o in others] != [(v.maker, len(v.shape), v.dtype) for v in values]:
@@ -117,13 +142,19 @@ def passes_one_tensor(
 ) -> bool:
     """Return whether embeddings come first, and each block makes one tensor of the one that the layer before has made.
 
-    Then a stage can let the layers of others return what they are given. With `dtype`, that tensor must be of it.
+    Then a stage can let the layers of others return what they are given, if no code but that of modules reads weights.
+    With `dtype`, that tensor must be of it.
     """
     blocks = [index for index, layer in enumerate(layers) if layer.is_block]
     if len(blocks) < 2:
         return True
+    if any(flow.last_reads[value] >= 0 for _, value in flow.weights):
+        return False
     starts = {path for layer in layers[: blocks[0]] for path in layer.modules}
     between = {path for layer in layers[blocks[0] : blocks[-1] + 1] for path in layer.modules}
+    called = [event.name for event in flow.events if event.is_call and event.name in between]
+    if len(called) > len(set(called)):  # a stage receives in front of a module's only call, and sends behind it
+        return False
     for event in flow.events:
         if event.is_call and event.name in starts and not isinstance(model.get_submodule(event.name), nn.Embedding):
             return False

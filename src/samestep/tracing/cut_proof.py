@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from samestep.building.families import facts_of
 from samestep.building.loss import prediction_of
 from samestep.errors import InputError
+from samestep.models.spec import is_below
 from samestep.tracing.feature_units import MixesError, UnitFlow, UnitRows, WeightCut
 from samestep.tracing.features import data_in, follow, owners_in
-from samestep.tracing.forward import ForwardTracer, NeedsValuesError, ValueOf, tensors_in, watch_forward
+from samestep.tracing.forward import ForwardTracer, ValueOf, watch_forward
+from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
 from samestep.tracing.operations import Operation, Recorder, view_of
 from samestep.tracing.partial_gradients import COPYING, PartialGradients, partial_gradients
 from samestep.tracing.rank_trial import Count, DiffersError, Forward, RankTrial, alike, having
@@ -46,11 +48,17 @@ class CutProof:
     """Modules at whose input `copy` sums a gradient: those cut by columns, and whole ones that lead to what is cut."""
     cuts_logits: bool = False
     """Whether the loss may get logits that are cut by vocabulary."""
+    tried: tuple[str, ...] = ()
+    """Operations without a rule, and custom backwards, of which a trial has passed."""
     degree: int = 1
     """Degree that was tried with the shapes of a rank."""
     counts: tuple[Count, ...] = ()
     """Attributes that are divided on a rank."""
     refusal: str = ""
+    refused_at: str = ""
+    """Path of the module whose code a refusal is about."""
+    refused: frozenset[str] = frozenset()
+    """Names of the cut weights that it is about."""
 
     def divided(self, model: nn.Module) -> tuple[tuple[str, str, int], ...]:
         """Return the path, the attribute and the divisor of every count of a rank of the model."""
@@ -77,7 +85,7 @@ def record_ends(model: nn.Module, styles: Mapping[str, str], recorder: Recorder)
 
     with ExitStack() as hooks:
         for path, style in styles.items():
-            if style in ("row", "vocab", "gather"):
+            if style != "sum":
                 hooks.enter_context(model.get_submodule(path).register_forward_hook(functools.partial(leave, path)))
         hooks.enter_context(model.register_forward_hook(end))
         for path, module in model.named_modules():
@@ -93,7 +101,8 @@ def weight_cuts(model: nn.Module, styles: Mapping[str, str], parts: Mapping[str,
         style = styles.get(path)
         if style in (None, "sum") or (style == "row" and leaf == "bias"):
             continue
-        across = 0 if facts.is_transposed(model.get_submodule(path)) and leaf == "weight" else 1
+        module = model.get_submodule(path)
+        across = 0 if (facts.is_transposed(module) and leaf == "weight") or isinstance(module, nn.Embedding) else 1
         dim = across if style == "row" else 0 if style == "vocab" else (1 - across) * (param.dim() > 1)
         fused = FUSED if style == "qkv" else parts.get(path, 1)
         if param.shape[dim] % fused == 0:
@@ -112,19 +121,37 @@ def prove(
     heads = [path for path, style in styles.items() if style == "vocab" and _is_linear(model, path)]
     gathered = {**styles, **dict.fromkeys(heads, "gather")}
     ways = [dict(styles), gathered] if cuts_loss and heads else [gathered]
-    refusal = ""
+    refusal, where, refused = "", "", frozenset[str]()
     for way in ways:
         cuts_logits = way is not gathered
         try:
             cuts, flow = _followed(model, way, whole, recorder.operations)
             partial = partial_gradients(recorder.operations, recorder.entered, flow)
         except MixesError as reason:
-            refusal = str(reason)
+            refusal, where, refused = str(reason), reason.where, reason.cut
             continue
         if not cuts_logits or _are_logits(flow, model, heads):
             uses = _uses(recorder.operations, flow, partial)
-            return CutProof(way, cuts, flow.groups, uses, _copied(flow, partial), cuts_logits)
-    return CutProof(styles, refusal=refusal)
+            tried = tuple(dict.fromkeys(flow.tried))
+            return CutProof(way, cuts, flow.groups, uses, _copied(flow, partial), cuts_logits, tried)
+    return CutProof(styles, refusal=refusal, refused_at=where, refused=refused)
+
+
+def to_gather(model: nn.Module, proof: CutProof) -> frozenset[str]:
+    """Return the modules whose outputs, gathered, may let a refused plan run: between them every rank computes the whole.
+
+    They are those whose parts the refused operation has met, in every block of the same kind; where these are gathered
+    already, or not known, all that are cut below the module whose code runs it.
+    """
+    cut = {path for path, style in proof.styles.items() if style in ("column", "qkv", "row")}
+    below = {path for path in cut if path == proof.refused_at or is_below(proof.refused_at, path)}
+    met = {_owner(name) for name in proof.refused} & cut | below
+    above = proof.refused_at
+    while not met and above:
+        met = {path for path in cut if is_below(path, above)}
+        above = _owner(above)
+    kinds = {(_leaf(path), type(model.get_submodule(_owner(path)))) for path in met}
+    return frozenset(path for path in cut if (_leaf(path), type(model.get_submodule(_owner(path)))) in kinds)
 
 
 def _copied(flow: UnitFlow, partial: PartialGradients) -> frozenset[str]:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from samestep.models.spec import is_below
-from samestep.tracing.feature_units import MixesError, UnitDim, UnitFlow, UnitRows, named, place
+from samestep.tracing.feature_units import MixesError, UnitDim, UnitFlow, UnitRows, met_by, named, place
+from samestep.tracing.operation_trial import Given, Rows, try_apart
 from samestep.tracing.operations import Operation, View
 
 _aten = torch.ops.aten
@@ -322,8 +323,84 @@ def _outputs(flow: UnitFlow, op: Operation) -> None:
     flow.others_cut = any(flow.along(view, op) is not None for view in others if view != prediction)
 
 
+def tried(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
+    """Rule of an operation that has none: its units stay where they are, if a trial on drawn values passes.
+
+    Raises:
+        MixesError: it does not.
+    """
+    given = [found for view in op.given if (found := flow.along(view, op)) is not None]
+    total = given[0] if given else None
+    for found in given:
+        total = _joined(total, found, op)
+    names = named(total.sources if total else ())
+    if total is None or any(
+        total.dim >= len(view.shape) or view.shape[total.dim] != total.outer * total.inner * total.units
+        for view in op.results
+    ):
+        raise MixesError(f"{place(op)} computes {op.name} of {names}, and nothing is known of this operation")
+    units = _tried_units(flow, op, op.func, op.args, total, len(op.results))
+    flow.tried.append(f"{place(op)} by {op.name}")
+    for name in total.sources:
+        flow.groups[name] = math.gcd(flow.groups[name], units)
+    for _ in op.results:
+        yield replace(total, units=units, inner=total.inner * total.units // units)
+
+
+def _tried_units(
+    flow: UnitFlow, op: Operation, compute: Any, args: tuple[Any, ...], total: UnitDim, num_results: int
+) -> int:
+    """Return the largest number of units that a trial shows to be computed apart, forward and backward.
+
+    Raises:
+        MixesError: there is none.
+    """
+    for units in (n for n in range(total.units, 1, -1) if total.units % n == 0):
+
+        def given(view: View, units: int = units) -> Given:
+            found = flow.along(view, op)
+            if found is None and view.shape and any(view.storage == result.storage for result in op.results):
+                found = total  # it is written
+            rows = None if found is None else Rows(found.dim, found.inner * found.units // units, units)
+            return Given(view.shape, view.dtype, view.takes_gradient, rows, values=view.values)
+
+        results = [Rows(total.dim, total.inner * total.units // units, units)] * num_results
+        named_args = tuple(sorted((name, _with_given(value, given)) for name, value in op.kwargs.items()))
+        if try_apart(compute, _with_given(args, given), named_args, results) == "same":
+            return units
+    name = compute.__self__.__name__ if op.func == "function" else op.name
+    raise MixesError(
+        f"{place(op)} computes {name} of {named(total.sources)}, and on a part of it, it does not compute that part of the "
+        "whole"
+    )
+
+
+def _with_given(value: Any, given: Callable[[View], Given]) -> Any:
+    """Return an argument with a description in the place of its tensors."""
+    if isinstance(value, View):
+        return given(value)
+    return tuple(_with_given(item, given) for item in value) if isinstance(value, tuple) else value
+
+
+def _function(flow: UnitFlow, op: Operation) -> None:
+    """A custom Function of autograd: its operations have been followed, and its backward is tried."""
+    given = [flow.along(view, op) for view in op.given]
+    results = [flow.along(view, op) for view in op.results]
+    known = [one for one in results if one is not None]
+    if not any(given):
+        return
+    if len(known) < len(results) or not known:
+        raise MixesError(
+            f"{place(op)} computes {op.args[0].__self__.__name__} of {named(met_by(flow, op))}: its backward is not known"
+        )
+    units = _tried_units(flow, op, op.args[0], op.args[1:], known[0], len(known))
+    for name in known[0].sources:
+        flow.groups[name] = math.gcd(flow.groups[name], units)
+    flow.tried.append(f"{place(op)} by the gradient of {op.args[0].__self__.__name__}")
+
+
 EVENTS: dict[str, Callable[[UnitFlow, Operation], None]] = {
-    "attention": _attention, "left": _left, "outputs": _outputs,
+    "attention": _attention, "function": _function, "left": _left, "outputs": _outputs,
 }  # fmt: skip
 
 FILLS = {

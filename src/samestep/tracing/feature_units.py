@@ -24,6 +24,15 @@ class MixesError(Exception):
         """Keep the weights whose output is taken apart, and the number of equal parts."""
         super().__init__(reason)
         self.sources, self.parts = sources, parts
+        self.where = ""
+        """Path of the module whose code runs the operation."""
+        self.cut: frozenset[str] = frozenset()
+        """Names of the cut weights whose units the operation meets."""
+
+    def at(self, where: str, cut: Iterable[str]) -> MixesError:
+        """Return the error with the module and the cut weights that it is about, unless it knows them."""
+        self.where, self.cut = self.where or where, self.cut | frozenset(cut)
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +148,8 @@ class UnitFlow:
     """Storages made element by element of one weight, by its name."""
     prediction: UnitDim | None = None
     """The units of the model's prediction."""
+    tried: list[str] = field(default_factory=list)
+    """Operations without a rule, and custom backwards, of which a trial has passed."""
     others_cut: bool = False
     """Whether another output has units."""
 
@@ -208,6 +219,12 @@ class UnitFlow:
             raise MixesError(f"{place(op)} writes {named(found.sources)} into a tensor that every rank has whole")
         else:
             self.states[view.storage] = rows
+
+
+def met_by(flow: UnitFlow, op: Operation) -> frozenset[str]:
+    """Return the names of the cut weights whose units an operation is given."""
+    states = [flow.states.get(view.storage) for view in op.given if view.values is None]
+    return frozenset(name for state in states if isinstance(state, UnitRows) for name in state.sources)
 
 
 class LikeError(Exception):

@@ -11,7 +11,7 @@ of `width` features, and may be cut between heads only. Every operation must the
     along dimensions            norms, softmax, sums, sorts: not along the units
     a product                   units of its rows, columns or batch; summed over units it is partial, until the module
                                 whose weight is cut by rows has left, where `reduce` sums it over the ranks
-    anything else               is refused by the name of the module and of the operation
+    anything else               is tried on drawn values, whole and on parts (`operation_trial.py`), or refused
 
 A whole tensor that meets units must not tell them apart: a weight with an element for each unit is cut like them, and
 a number for each unit that code has counted itself, as the slopes of ALiBi, is refused.
@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from samestep.tracing.feature_rules import COPIES, EVENTS, FILLS, RULES, pointwise
-from samestep.tracing.feature_units import LikeError, MixesError, UnitFlow, UnitRows, WeightCut, named, place
+from samestep.tracing.feature_rules import COPIES, EVENTS, FILLS, RULES, pointwise, tried
+from samestep.tracing.feature_units import LikeError, MixesError, UnitFlow, UnitRows, WeightCut, met_by
 from samestep.tracing.operations import Operation, View
 
 _aten = torch.ops.aten
@@ -109,10 +109,13 @@ def _carry_on(flow: UnitFlow, op: Operation) -> None:
     before = [flow.states.get(view.storage) if view.values is None else None for view in op.given]
     if op.func not in ("left", "outputs"):
         _follow_weights(flow, op)
-    if isinstance(op.func, str):
-        EVENTS[op.func](flow, op)
-    else:
-        _compute(flow, op)
+    try:
+        if isinstance(op.func, str):
+            EVENTS[op.func](flow, op)
+        else:
+            _compute(flow, op)
+    except MixesError as reason:
+        raise reason.at(op.where, met_by(flow, op)) from None
     flow.history.append((*before, *(flow.states.get(view.storage) for view in op.results)))
 
 
@@ -128,11 +131,7 @@ def _compute(flow: UnitFlow, op: Operation) -> None:
         return
     is_pointwise |= op.func._overloadname == "other"  # the larger of two tensors
     rule = pointwise if is_pointwise else RULES.get(packet)
-    if rule is None:
-        states = (flow.states.get(view.storage) for view in cut)
-        units = named({name for state in states if isinstance(state, UnitRows) for name in state.sources})
-        raise MixesError(f"{place(op)} computes {op.name} of {units}, and nothing is known of this operation")
-    for view, found in zip(op.results, rule(flow, op), strict=False):
+    for view, found in zip(op.results, (rule or tried)(flow, op), strict=False):
         flow.learn(view, found, op)
 
 

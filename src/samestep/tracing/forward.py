@@ -12,13 +12,12 @@ tokens takes the branch it would really take; on request all values of the sampl
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -32,108 +31,25 @@ from samestep.building.model import call_model
 from samestep.errors import ModelError, SamestepError
 from samestep.models.spec import Cutting, Exchange, Factors, Product, is_below
 from samestep.tracing.attention import AttentionCall
-from samestep.tracing.operations import Recorder
+from samestep.tracing.meta_tensors import (
+    GROUPED_PRODUCTS,
+    KNOWN_ELEMENTS,
+    KnownValues,
+    NeedsValuesError,
+    address,
+    is_whole,
+    operands,
+    run_on_meta,
+    storage_elements,
+    tensors_in,
+)
+from samestep.tracing.operations import Recorder, Region
 from samestep.tracing.stages import Flow, FlowRecorder
+
+_META = torch.device("meta")
 
 ValueOf = Callable[[str], Tensor]
 """Returns the value of the buffer or parameter of this name."""
-
-KNOWN_ELEMENTS = 2**20
-"""Integers are followed in tensors of at most so many elements: tokens and positions, not masks of pairs."""
-
-KNOWN_CONSTANTS = 2**16
-"""Floating values that follow from known ones are followed in tensors of at most so many elements: a mask of ones."""
-
-_META, _CPU = torch.device("meta"), torch.device("cpu")
-
-
-class NeedsValuesError(Exception):
-    """Code looked at a value that the trace does not have."""
-
-
-class _Values:
-    """Values of integer tensors on the meta device: each storage has a flat copy on the CPU, shared by its views."""
-
-    def __init__(self, keeps_all: bool, *, keeps_constants: bool = False) -> None:
-        self.keeps_all = keeps_all
-        """Whether the values of all tensors are kept, floating ones too."""
-        self.keeps_constants = keeps_constants
-        """Whether floating values are kept that follow from known ones, such as masks and rotary tables."""
-        self._twins: dict[int, Tensor] = {}
-
-    def follows(self, tensor: Tensor) -> bool:
-        """Return whether values of tensors of this dtype are kept."""
-        is_kept = self.keeps_all or self.keeps_constants or tensor.numel() <= KNOWN_CONSTANTS
-        return tensor.is_meta and (is_kept or _is_whole(tensor))
-
-    def learn(self, tensor: Tensor, value: Tensor) -> None:
-        """Store the value of a tensor that has a storage of its own."""
-        size = _storage_elements(tensor)
-        if self.follows(tensor) and (self.keeps_all or size <= KNOWN_ELEMENTS):
-            twin = torch.zeros(size, dtype=tensor.dtype)
-            twin.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(value)
-            self._twins[address(tensor)] = twin
-
-    def forget(self, tensor: Tensor) -> None:
-        """Drop the value of a tensor into which something unknown was written."""
-        self._twins.pop(address(tensor), None)
-
-    def knows(self, tensor: Tensor) -> bool:
-        """Return whether the value is known."""
-        if not tensor.is_meta:
-            return True
-        twin = self._twins.get(address(tensor))
-        return twin is not None and twin.dtype == tensor.dtype
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return the value; writing into it changes the stored value."""
-        if not tensor.is_meta:
-            return tensor
-        return self._twins[address(tensor)].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation on the values."""
-        args, kwargs = tree_map_only(Tensor, self.of, (args, kwargs))
-        return func(*args, **(kwargs | {"device": _CPU} if "device" in kwargs else kwargs))
-
-    def follow(
-        self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any
-    ) -> None:
-        """Repeat on the values an operation that ran on the meta device."""
-        kept = [tensor for tensor in operands(outcome) if self.follows(tensor)]
-        is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if not kept or (is_random and not self.keeps_all):
-            return
-        if not all(map(self.knows, given)):
-            for tensor in kept if func._schema.is_mutable else ():
-                self.forget(tensor)
-            return
-        try:
-            with torch.random.fork_rng(devices=[]) if is_random else nullcontext():
-                value = self.run(func, args, kwargs)
-        except NotImplementedError:  # an operation of other devices alone, as torch.histc of integers is
-            for tensor in kept:
-                self.forget(tensor)
-            return
-        if not func._schema.is_mutable:
-            for tensor, real in zip(operands(outcome), operands(value), strict=True):
-                if address(tensor) not in self._twins:
-                    self.learn(tensor, real)
-
-
-@dataclass(slots=True)
-class Region:
-    """The operations between the entry of one top-most module with weights and the next such entry."""
-
-    flops: int = 0
-    products: list[Product] = field(default_factory=list)
-    moved: int = 0
-    """Elements that operations other than products read and write."""
-    moved_cut: int = 0
-    kernels: int = 0
-    read: set[int] = field(default_factory=set)
-    results: set[int] = field(default_factory=set)
-    """Storages written by matrix products, convolutions and attention."""
 
 
 class ForwardTracer(TorchDispatchMode):
@@ -183,7 +99,7 @@ class ForwardTracer(TorchDispatchMode):
         self.returned: set[int] = set()
         self.sizes: dict[int, int] = {}
         """Number of elements of each storage."""
-        self.values = _Values(keeps_all)
+        self.values = KnownValues(keeps_all)
         self.varies = ""
         """Path of a module whose code may act differently, or make another shape, for other values."""
         self.has_looked = False
@@ -239,7 +155,7 @@ class ForwardTracer(TorchDispatchMode):
 
     def _is_grouped(self, func: Any) -> bool:
         """Return whether an operation multiplies rows with the matrix of their group."""
-        return func in _GROUPED_PRODUCTS or func._schema.name == self._grouped_fallback
+        return func in GROUPED_PRODUCTS or func._schema.name == self._grouped_fallback
 
     def _flops_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> int | None:
         """Return the FLOPs of a matrix product or convolution; None for other operations."""
@@ -358,6 +274,11 @@ class ForwardTracer(TorchDispatchMode):
             )
             self.exchanges.append((self.region, self.key(tensor), exchange))
 
+    def applied(self, function: Any, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
+        """Record the call of a custom Function of autograd, whose operations have been recorded before."""
+        if self.recorder is not None:
+            self.recorder.record("function", self.where, (function, *args), named, outcome)
+
     def save(self, tensor: Tensor) -> Tensor | None:
         """Record a tensor that autograd keeps, unless it is a weight; return it only if a backward follows."""
         self._on_keep(self.region)
@@ -386,7 +307,7 @@ class ForwardTracer(TorchDispatchMode):
         found = address(tensor)
         if found not in self._alive:
             self._alive[found] = tensor.untyped_storage()
-            self.sizes[found] = _storage_elements(tensor)
+            self.sizes[found] = storage_elements(tensor)
         return found
 
     @property
@@ -429,12 +350,12 @@ class ForwardTracer(TorchDispatchMode):
         """Make buffers of integers, or all weights and buffers, known while a forward runs inside."""
         known = (*module.named_parameters(), *module.named_buffers())
         for path, tensor in known:
-            is_wanted = self.values.keeps_all or (_is_whole(tensor) and tensor.numel() <= KNOWN_ELEMENTS)
+            is_wanted = self.values.keeps_all or (is_whole(tensor) and tensor.numel() <= KNOWN_ELEMENTS)
             if value_of is not None and is_wanted:
                 with suppress(ModelError):
                     self.values.learn(tensor, value_of(path))
         yield
-        self.values = _Values(keeps_all=False)
+        self.values = KnownValues(keeps_all=False)
 
 
 def watch_forward(
@@ -459,6 +380,7 @@ def watch_forward(
             stack.enter_context(watch.knowing(module, value_of))
             stack.enter_context(_hooks(module, containers, watch))
             stack.enter_context(_fused_attention(watch))
+            stack.enter_context(_custom_functions(watch))
             stack.enter_context(watch.flow_recorder.over(module, functools.partial(is_outside, containers=containers)))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, _given_back))
@@ -497,6 +419,25 @@ def _hooks(module: nn.Module, containers: tuple[str, ...], watch: ForwardTracer)
 def is_outside(path: str, containers: tuple[str, ...]) -> bool:
     """Return whether a module is the model itself, a container of blocks, or holds such a container."""
     return not path or any(is_below(container, path) for container in containers)
+
+
+@contextmanager
+def _custom_functions(watch: ForwardTracer) -> Iterator[None]:
+    """Report every custom Function of autograd that a forward applies to `watch`, which cannot see its backward."""
+    original, thread = torch.autograd.Function.__dict__["apply"], threading.get_ident()
+
+    def apply(function: type, *args: Any, **named: Any) -> Any:
+        plain = original.__get__(None, function)
+        outcome = plain(*args, **named)
+        if threading.get_ident() == thread and not function.__module__.startswith(("samestep.", "torch.")):
+            watch.applied(plain, args, named, outcome)
+        return outcome
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 class _Attention(torch.autograd.Function):
@@ -570,62 +511,9 @@ def _fused_attention(watch: ForwardTracer) -> Iterator[None]:
 _PICKING = (torch.ops.aten.index, torch.ops.aten.masked_select)
 """`tensor[picks]`: with integer picks the shape of the result is known without values, with a mask it is not."""
 
-_GROUPED_PRODUCTS = (torch.ops.aten._grouped_mm.default,)
-"""Products of rows with the matrix of their group (expert): torch does not count them, and on meta takes only bf16."""
-
 
 _PLAIN = (torch.ops.aten.mm, torch.ops.aten.addmm)
 _BATCHED = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 _ADDING = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
 """Products whose first operand is the tensor they are added to."""
 _BY_COLUMNS = ("column", "qkv", "gather", "vocab")
-
-
-def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on tensors of the meta device.
-
-    Raises:
-        NotImplementedError: a grouped product of other shapes than forward and backward of experts have.
-    """
-    if func not in _GROUPED_PRODUCTS:
-        return func(*args, **kwargs)
-    left, right, ends = *args[:2], args[2] if len(args) > 2 else kwargs.get("offs")
-    if left.dim() == 2 and right.dim() == 3:  # rows [N, K], sorted by group, with a matrix [K, M] for each group
-        return left.new_empty((left.shape[0], right.shape[-1]))
-    if left.dim() == 2 and right.dim() == 2 and ends is not None:  # backward: [K, N] with [N, M], one result per group
-        return left.new_empty((ends.numel(), left.shape[0], right.shape[1]))
-    raise NotImplementedError(f"a grouped product of {list(left.shape)} with {list(right.shape)}")
-
-
-def operands(*values: Any) -> list[Tensor]:
-    """Return the tensors among an operator's arguments or results, which are nested in one list at most."""
-    flat = (item for value in values for item in (value if isinstance(value, (list, tuple)) else (value,)))
-    return [item for item in flat if isinstance(item, Tensor)]
-
-
-def address(tensor: Tensor) -> int:
-    """Return a number that identifies a tensor's storage while it lives."""
-    return tensor.untyped_storage()._cdata
-
-
-def _storage_elements(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes() // tensor.element_size()
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    return tensor.is_meta and not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))

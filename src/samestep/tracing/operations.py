@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.models.spec import Product
+from samestep.tracing.meta_tensors import written_by
+
 FEW_ELEMENTS = 64
 """Constants of at most so many elements are recorded with their values."""
 
@@ -27,6 +30,7 @@ class View:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     takes_gradient: bool = False
+    dtype: torch.dtype = torch.float32
     values: tuple[Any, ...] | None = None
     """Elements of a small constant that is not on the meta device."""
 
@@ -41,7 +45,8 @@ class Operation:
     """An operation that computes, or the end of a module's forward."""
 
     func: Any
-    """An operator of torch, `"attention"`, `"left"` for the end of a module's forward, or `"outputs"` for the model's."""
+    """An operator of torch, `"attention"`, `"function"` for a custom Function of autograd, `"left"` for the end of a
+    module's forward, or `"outputs"` for the model's."""
     where: str
     """Path of the module whose code runs."""
     args: tuple[Any, ...] = ()
@@ -64,6 +69,21 @@ class Operation:
         return not isinstance(self.func, str) and self.func._schema.is_mutable
 
 
+@dataclass(slots=True)
+class Region:
+    """The operations between the entry of one top-most module with weights and the next such entry."""
+
+    flops: int = 0
+    products: list[Product] = field(default_factory=list)
+    moved: int = 0
+    """Elements that operations other than products read and write."""
+    moved_cut: int = 0
+    kernels: int = 0
+    read: set[int] = field(default_factory=set)
+    results: set[int] = field(default_factory=set)
+    """Storages written by matrix products, convolutions and attention."""
+
+
 class Recorder:
     """Records the operations of a forward, in order."""
 
@@ -81,6 +101,8 @@ class Recorder:
         if self.paused:
             return
         self.seen += 1
+        if not isinstance(func, str) and func._schema.is_mutable and not func._schema.returns:
+            outcome = written_by(func, args, kwargs)
         args, named = described(args), {name: described(value) for name, value in kwargs.items()}
         operation = Operation(func, where, args, named, tuple(views_in((described(outcome),))))
         storages = {view.storage for view in operation.given}
@@ -100,11 +122,13 @@ def view_of(tensor: Tensor) -> View:
     if not tensor.is_meta:
         few = tensor.numel() <= FEW_ELEMENTS and tensor.layout is torch.strided
         values = tuple(tensor.detach().flatten().tolist()) if few else None
-        return View(0, 0, tuple(tensor.shape), (1,) * tensor.dim(), values=values)
+        return View(0, 0, tuple(tensor.shape), (1,) * tensor.dim(), dtype=tensor.dtype, values=values)
     numbers = 2 if tensor.is_complex() else 1  # so that strides are those of the real tensor of the same storage
     strides = tuple(numbers * stride for stride in tensor.stride())
     offset = numbers * int(tensor.storage_offset())
-    return View(tensor.untyped_storage()._cdata, offset, tuple(tensor.shape), strides, tensor.requires_grad)
+    return View(
+        tensor.untyped_storage()._cdata, offset, tuple(tensor.shape), strides, tensor.requires_grad, tensor.dtype
+    )
 
 
 def views_in(value: Any) -> Iterator[View]:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from samestep.models.spec import is_below
-from samestep.tracing.feature_units import MixesError, UnitFlow, UnitRows
+from samestep.tracing.feature_units import MixesError, UnitFlow, UnitRows, met_by
 from samestep.tracing.operations import Operation, View
 
 COPYING = ("column", "qkv", "gather", "vocab")
@@ -102,7 +102,7 @@ class _Search:
         )
 
     def add(self, storage: int, op: Operation) -> None:
-        """Add a tensor with a partial gradient, which `op` reads."""
+        """Add a tensor whose gradient `op` makes partial."""
         if storage not in self.found.storages:
             self.found.storages.add(storage)
             self._open.append((storage, op))
@@ -122,19 +122,19 @@ class _Search:
                 raise MixesError(
                     f"{path} computes with its input both what meets what tp cuts and what does not: its gradient would be "
                     "partial in one use; a module of its own for each works"
-                )
+                ).at(path, met_by(self.flow, op))
 
     def close(self) -> None:
         """Add everything that must have partial gradients too."""
         while self._open:
-            storage, op = self._open.pop()
+            storage, meeting = self._open.pop()
             for index in self._makers.get(storage, ()):
-                self._made_by(index, storage)
+                self._made_by(index, storage, meeting)
             for index in self._readers.get(storage, ()):
-                self._read_by(index, op)
+                self._read_by(index, meeting)
 
-    def _made_by(self, index: int, storage: int) -> None:
-        """Follow a tensor back to what it is made of."""
+    def _made_by(self, index: int, storage: int, meeting: Operation) -> None:
+        """Follow a tensor back to what it is made of; `meeting` is the operation that makes its gradient partial."""
         op = self.operations[index]
         self.found.operations.add(index)
         for view in op.given:
@@ -144,24 +144,24 @@ class _Search:
                 raise MixesError(
                     f"{op.where or 'the model'} sums over what tp cuts, and its result meets what tp cuts in the same module: "
                     "its gradient would be partial"
-                )
+                ).at(meeting.where, met_by(self.flow, meeting))
             if self.is_copied_input(view, op):
                 continue
             if op.where in self.entered and view.storage in self.entered[op.where]:
                 self.found.copied.add(op.where)
             else:
-                self.add(view.storage, op)
+                self.add(view.storage, meeting)
 
-    def _read_by(self, index: int, reader: Operation) -> None:
+    def _read_by(self, index: int, meeting: Operation) -> None:
         """Follow a tensor to what is made of it."""
         op = self.operations[index]
         if self.meets(index):
             return
         if op.func == "outputs":
             raise MixesError(
-                f"{reader.where or 'the model'} computes {reader.name} of a whole tensor and of what tp cuts, and the "
+                f"{meeting.where or 'the model'} computes {meeting.name} of a whole tensor and of what tp cuts, and the "
                 "loss gets the whole tensor too: its gradient would be partial in one use alone"
-            )
+            ).at(meeting.where, met_by(self.flow, meeting))
         for view in op.results:
             if view.storage in self._taking:
-                self.add(view.storage, op)
+                self.add(view.storage, meeting)

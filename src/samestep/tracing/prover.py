@@ -13,9 +13,13 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from samestep.models.analysis import ExpertModules
 from samestep.tracing import experts as experts_module
-from samestep.tracing.dependence_rules import COPIES, FILLS, Call, Rule, attention, nothing_known, rule_of
-from samestep.tracing.forward import ForwardTracer, address, operands
-from samestep.tracing.independence import Dependence, Dependences, Mixed, joined
+from samestep.tracing.dependence_calls import Call, nothing_known
+from samestep.tracing.dependence_rules import COPIES, FILLS, assumed, attention, rule_of
+from samestep.tracing.forward import ForwardTracer
+from samestep.tracing.independence import Along, Dependence, Dependences, Mixed, joined
+from samestep.tracing.meta_tensors import address, operands, written_by
+from samestep.tracing.operation_trial import Given, Outcome, Rows, try_apart
+from samestep.tracing.operations import FEW_ELEMENTS
 
 
 class Prover(ForwardTracer):
@@ -30,6 +34,8 @@ class Prover(ForwardTracer):
         self.is_following = True
         self.reads: list[str] = []
         """Paths of modules whose code looked at a value that depends on rows."""
+        self.tried: list[str] = []
+        """What is used because a trial has passed, or is assumed, as text."""
         self.calls: list[tuple[str, ...]] = []
         """Elementwise operations that met rows, with the numbers that the code gave them."""
         self._of_rows: Dependence = None
@@ -42,9 +48,12 @@ class Prover(ForwardTracer):
         """Path of the module whose code runs."""
         return super().where or "the model itself"
 
-    def rule_without(self, func: Any) -> Rule:
-        """Return the rule of an operation that has none."""
-        return nothing_known
+    def untried(self, call: Call) -> list[Dependence]:
+        """Return the dependences of the results of an operation that has no rule and does not run on drawn values."""
+        return list(nothing_known(call))
+
+    def refuse_gradient(self, where: str) -> None:
+        """Receive the text of a custom Function whose backward does not compute each row by itself."""
 
     def on_constant(self, constant: Tensor, dim: int, inner: int, where: str) -> None:
         """Receive a constant with several positions along the dimension of rows that it meets."""
@@ -108,8 +117,73 @@ class Prover(ForwardTracer):
         outcome = super().__torch_dispatch__(func, types, args, kwargs)
         if self.is_following:
             with _disable_current_modes():
-                self._carry_on(func, args, kwargs, [t for t in operands(outcome) if t.is_meta])
+                results = operands(outcome) or written_by(func, args, kwargs)
+                self._carry_on(func, args, kwargs, [t for t in results if t.is_meta])
         return outcome
+
+    def applied(self, function: Any, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
+        """Try the backward of a custom Function, of which the forward alone is followed."""
+        super().applied(function, args, named, outcome)
+        if not self.is_following:
+            return
+        with _disable_current_modes():
+            found = [self._rows(tensor) for tensor in operands(outcome) if tensor.is_meta]
+            if not any(isinstance(self.known.of(tensor), Along) for tensor in operands(*args) if tensor.is_meta):
+                return
+            text = f"{self.where} by the gradient of {function.__self__.__name__}"
+            results = [rows for rows in found if rows is not None]
+            outcome = self._try(function, args, named, {}, results) if len(results) == len(found) else "fails"
+            if outcome == "differs":
+                self.refuse_gradient(text)
+            else:
+                self.tried.append(text)
+
+    def _rows(self, tensor: Tensor) -> Rows | None:
+        """Return where a tensor has the rows, all of them in order; None if it has not."""
+        found = self.known.of(tensor)
+        if not isinstance(found, Along) or not self.known.is_ordered(tensor):
+            return None
+        return Rows(found.dim, found.inner, self.num_rows)
+
+    def _try(self, compute: Any, args: Any, kwargs: Any, written: dict[int, Rows], results: list[Rows]) -> Outcome:
+        """Try an operation whose rows are known; `written` are the rows of operands that it writes, by identity."""
+
+        def described(tensor: Tensor) -> Any:
+            if not tensor.is_meta:
+                return tensor
+            found, rows = self.known.of(tensor), self._rows(tensor) or written.get(id(tensor))
+            if isinstance(found, Along) and rows is None:
+                raise _UnclearError
+            known = self.value_of(tensor) if not tensor.is_floating_point() and found is None else None
+            values = None if known is None or known.numel() > FEW_ELEMENTS else tuple(known.flatten().tolist())
+            shape, is_mixed = tuple(tensor.shape), isinstance(found, Mixed)
+            return Given(shape, tensor.dtype, tensor.requires_grad, rows, is_mixed, values)
+
+        try:
+            args, kwargs = tree_map_only(Tensor, described, (args, kwargs))
+        except _UnclearError:
+            return "fails"
+        args = tuple(tuple(one) if isinstance(one, list) else one for one in args)
+        return try_apart(compute, args, tuple(sorted(kwargs.items())), results)
+
+    def without_rule(self, call: Call) -> list[Dependence]:
+        """Return the dependences of the results of an operation that has no rule, and is tried on drawn values."""
+        found = list(assumed(call))
+        rows = [
+            Rows(one.dim, one.inner, self.num_rows)
+            for one, result in zip(found, call.results, strict=True)
+            if isinstance(one, Along) and one.start == 0 and result.shape[one.dim] % (self.num_rows * one.inner) == 0
+        ]
+        if not rows or len(rows) < len(found):
+            return self.untried(call)
+        written = {id(result): of_result for result, of_result in zip(call.results, rows, strict=True)}
+        outcome = self._try(call.func, call.args, call.kwargs, written, rows)
+        if outcome == "fails":
+            return self.untried(call)
+        if outcome == "differs":
+            return [Mixed(call.text, shown=True) for _ in found]
+        self.tried.append(call.text)
+        return found
 
     def _moved(self, constant: Tensor) -> Tensor:
         """Return a constant that the forward made on the CPU on the meta device."""
@@ -154,7 +228,8 @@ class Prover(ForwardTracer):
     def _follow(self, call: Call) -> None:
         """Set the dependences of the results of an operation that has met rows, by its rule."""
         try:
-            found = list((rule_of(call.func) or self.rule_without(call.func))(call))
+            rule = rule_of(call.func)
+            found = self.without_rule(call) if rule is None else list(rule(call))
         except (IndexError, KeyError, TypeError, ValueError):  # a form of the operation that its rule does not foresee
             found = list(nothing_known(call))
         for result, dependence in zip(call.results, found, strict=False):
@@ -172,6 +247,10 @@ class Prover(ForwardTracer):
             repr(one.item()) for one in given if isinstance(one, Tensor) and not one.is_meta and one.numel() == 1
         ]
         self.calls.append((self.where, str(func), *numbers))
+
+
+class _UnclearError(Exception):
+    """An operand's rows are not in order."""
 
 
 def _draws(func: Any, met: bool) -> bool:

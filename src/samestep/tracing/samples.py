@@ -5,7 +5,8 @@ A forward runs on the meta device on NUM_SAMPLES copies of a sample, and is foll
 dimension. Where a rule shows that samples are mixed on the way to such an output, splitting is refused, with the module
 and the operation. What is not clear is listed to be tried on the run's first batch, whole against one sample of it:
 
-    an operation without a rule, which is assumed to keep the samples where they are
+    an operation without a rule, which keeps the samples where they are on drawn values (`operation_trial.py`), or does not
+        run on them
     code that looks at a value, or at the number of samples, and may then act differently
     a constant with a row for each sample
 """
@@ -24,9 +25,11 @@ from torch.utils._pytree import tree_leaves
 
 from samestep.errors import ModelError
 from samestep.models.analysis import ExpertModules
-from samestep.tracing.dependence_rules import Rule, assumed
-from samestep.tracing.forward import NeedsValuesError, ValueOf, address, operands, tensors_in, watch_forward
-from samestep.tracing.independence import NO_DIM, Along, Mixed
+from samestep.tracing.dependence_calls import Call
+from samestep.tracing.dependence_rules import assumed
+from samestep.tracing.forward import ValueOf, watch_forward
+from samestep.tracing.independence import NO_DIM, Along, Dependence, Mixed
+from samestep.tracing.meta_tensors import NeedsValuesError, address, operands, tensors_in
 from samestep.tracing.prover import Prover
 from samestep.tracing.trace import containers_of
 
@@ -68,7 +71,7 @@ def examine(
         reason = str(error).removeprefix("the model cannot be traced: ") or f"{watch.where} looks at values"
         return Findings(tried=(f"the forward on several samples ({reason})",))
     read = watch.read_by(loss, outputs)
-    refusal, tried = "", list(watch.tried)
+    refusal, tried = watch.mixed_gradient, list(watch.tried)
     for tensor in tensors_in(outputs):
         if not tensor.is_floating_point() or (read is not None and address(tensor) not in read):
             continue
@@ -91,7 +94,8 @@ class _SampleProver(Prover):
     def __init__(self, module: nn.Module, *, keeps_all: bool) -> None:
         super().__init__(module, NUM_SAMPLES, keeps_all=keeps_all)
         self.values.keeps_constants = True
-        self.tried: list[str] = []
+        self.mixed_gradient = ""
+        """Where a custom backward mixes samples, as text."""
         self._batch: Any = None
         self._read: set[int] | None = None
 
@@ -114,10 +118,14 @@ class _SampleProver(Prover):
         is_whole = tensor.shape[found.dim] == NUM_SAMPLES * found.inner
         return (found.dim, 0 if is_whole else found.inner)
 
-    def rule_without(self, func: Any) -> Rule:
-        """Return the rule of an operation that has none: it is assumed to keep samples apart, and listed."""
-        self.tried.append(f"{self.where} by {func.overloadpacket.__name__}")
-        return assumed
+    def untried(self, call: Call) -> list[Dependence]:
+        """Return the dependences of the results of an operation that is assumed to keep samples apart, and listed."""
+        self.tried.append(call.text)
+        return list(assumed(call))
+
+    def refuse_gradient(self, where: str) -> None:
+        """Store the first Function whose backward mixes samples."""
+        self.mixed_gradient = self.mixed_gradient or where
 
     def on_constant(self, constant: Tensor, dim: int, inner: int, where: str) -> None:
         """List a constant whose rows may differ between samples."""

@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from samestep.building.families import facts_of
 from samestep.errors import InputError
 from samestep.models.analysis import ExpertModules
-from samestep.tracing.forward import NeedsValuesError, ValueOf, watch_forward
+from samestep.tracing.forward import ValueOf, watch_forward
 from samestep.tracing.independence import Along
+from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.tracing.sequence_boundaries import first_of, given_of, with_first, with_given
 from samestep.tracing.slices import SliceProver
 from samestep.tracing.trace import containers_of
@@ -34,20 +35,21 @@ def refuse_slices(
     degree: int,
     value_of: ValueOf,
     experts: ExpertModules,
-) -> str:
-    """Return why a rank may not work on one of `degree` slices of the tokens between the cut parts; empty if it may.
+) -> tuple[str, list[str]]:
+    """Return why a rank may not work on one of `degree` slices of the tokens between the cut parts, empty if it may, and
+    what was tried.
 
     `parts` are the cut parts of each block, in the order of the blocks.
     """
     watches = [_TokenProver(module, parts, size, tokens) for size in (tokens, tokens // degree)]
     for watch in watches:
         if refusal := _refusal_of(watch, module, sample, value_of, experts):
-            return refusal
+            return refusal, []
     first, second = (watch.calls for watch in watches)
     if first != second:
         path, *_ = next((a for a, b in zip(first, second, strict=False) if a != b), first[-1])
-        return f"{path} computes differently, or with other numbers, on a part of the tokens"
-    return ""
+        return f"{path} computes differently, or with other numbers, on a part of the tokens", []
+    return "", [text for watch in watches for text in watch.tried]
 
 
 def _refusal_of(watch: _TokenProver, module: nn.Module, sample: Any, value_of: ValueOf, experts: ExpertModules) -> str:

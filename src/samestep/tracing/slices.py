@@ -16,6 +16,7 @@ What cannot be shown is refused, with the operation at which it failed.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,8 +29,10 @@ from samestep.building.loss import target_of
 from samestep.errors import InputError
 from samestep.models.analysis import ExpertModules
 from samestep.models.spec import ModelSpec
-from samestep.tracing.forward import NeedsValuesError, ValueOf, watch_forward
+from samestep.tracing.crossings import with_slices_of
+from samestep.tracing.forward import ValueOf, watch_forward
 from samestep.tracing.independence import Along, Dependence, Mixed
+from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.tracing.prover import Prover
 from samestep.tracing.trace import containers_of
 
@@ -68,7 +71,13 @@ def prove(
         refusal = f"{path} computes differently, or with other numbers, on slices of another length"
         return _refused(spec, length, refusal)
     slices = {name: WHOLE if dim is None else dim for watch in watches for name, dim in watch.slices.items()}
-    return dataclasses.replace(_refused(spec, length, ""), slices=tuple(sorted(slices.items())))
+    whole, sliced = (watch.flow for watch in watches)
+    assert whole is not None
+    assert sliced is not None
+    layers = with_slices_of(spec.layers, whole, sliced)
+    tried = tuple(dict.fromkeys((*spec.tried, *(text for watch in watches for text in watch.tried))))
+    proven = _refused(spec, length, "")
+    return dataclasses.replace(proven, slices=tuple(sorted(slices.items())), layers=layers, tried=tried)
 
 
 def _refused(spec: ModelSpec, length: int, reason: str) -> ModelSpec:
@@ -98,7 +107,8 @@ def _refusal_of(
     ]
     handles.append(module.register_forward_hook(lambda _, args, outputs: watch.check_outputs(outputs)))
     try:
-        with _Reshaping(watch), watch.experts_by_row(module, experts):
+        reshaping = Reshaping(watch.whole, watch.size, lambda: bool(watch.slices))
+        with reshaping, watch.experts_by_row(module, experts):
             watch_forward(module, sample, 1, "the model", containers_of(module), watch, value_of)
     except NeedsValuesError:
         return f"{watch.where} looks at values of its slice"
@@ -188,6 +198,10 @@ class SliceProver(Prover):
                 f"{path} mixes tokens by {operation}, {self.between or f'and only attention is exchanged{works}'}"
             )
 
+    def refuse_gradient(self, where: str) -> None:
+        """Refuse a custom Function whose backward mixes tokens."""
+        self.refuse(f"{where} mixes tokens")
+
     def on_constant(self, constant: Tensor, dim: int, inner: int, where: str) -> None:
         """Refuse a constant with a row for each token."""
         if not self.is_uniform(constant):
@@ -212,16 +226,18 @@ def reshaped(func: Any, args: tuple[Any, ...], length: int, size: int) -> tuple[
     return args
 
 
-class _Reshaping(TorchFunctionMode):
-    def __init__(self, watch: SliceProver) -> None:
+class Reshaping(TorchFunctionMode):
+    """A function mode that adapts reshapes to slices of `size` of a sequence's `length` tokens, once blocks are given them."""
+
+    def __init__(self, length: int, size: int, has_begun: Callable[[], bool]) -> None:
         super().__init__()
-        self._watch = watch
+        self._length, self._size, self._has_begun = length, size, has_begun
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._watch.slices:
-            args = reshaped(func, args, self._watch.whole, self._watch.size)
+        if self._has_begun():
+            args = reshaped(func, args, self._length, self._size)
         return func(*args, **(kwargs or {}))
 
 

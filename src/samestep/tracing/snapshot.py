@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.tracing.forward import address
+from samestep.tracing.meta_tensors import address
 from samestep.tracing.reachable import Variable, reached_from
 
 _DEPTH = 5

@@ -7,6 +7,9 @@ is recorded as a series of *events*, each of which reads and makes *values*, ten
     call      a call of a top-most module with weights; all tensors that it returns are values
     function  a torch function outside of these modules that is given a value; its results are values
 
+A weight that such a function or call is given by the model's own code (a class token, a gain for each skip, the
+embedding that a head multiplies by) is a value too, made by the first event that uses it.
+
 ```
 x0 = embed(ids)        call 0    makes 0
 x = blocks[0](x0)      call 1    reads 0    makes 1
@@ -24,7 +27,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +38,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from samestep.building.families import FamilyFacts, facts_of
+from samestep.models.spec import is_below
 
 _SHAPE_ALONE = (
     frozenset(
@@ -97,6 +101,10 @@ class Flow:
     """Reads past the arguments: the event that made the tensor, the event that read it, and both as text."""
     last_reads: tuple[int, ...]
     """For each value the last event that reads it; the number of events if the outputs hold it, -1 if nothing does."""
+    weights: tuple[tuple[str, int], ...] = ()
+    """Weights that are values: the name and the value."""
+    first_uses: tuple[tuple[str, int], ...] = ()
+    """The first event that uses each weight, in a module of its own or not."""
 
     def crossing(self, boundary: int) -> tuple[int, ...]:
         """Return the values that are made before an event and read by it or later."""
@@ -121,6 +129,25 @@ class Flow:
         if text is not None:
             raise CannotPassError(text)
         return found
+
+    def layers_of_weights(self, layers: Sequence[Collection[str]]) -> dict[str, int]:
+        """Return the layer whose stage uses a weight first, for each weight that is a value or is in no layer's modules.
+
+        `layers` are the paths of each layer's modules. Code between two layers runs on the stage of the first of them.
+        """
+        calls = [(number, event.name) for number, event in enumerate(self.events) if event.is_call]
+        layer_of = {path: index for index, layer in enumerate(layers) for path in layer}
+        begins = [0] * len(layers)
+        found = len(self.events)
+        for index in reversed(range(1, len(layers))):
+            found = min([found, *(number for number, name in calls if layer_of.get(name) == index)])
+            begins[index] = found
+        values = {name for name, _ in self.weights}
+        return {
+            name: max(index for index, first in enumerate(begins) if first <= use)
+            for name, use in self.first_uses
+            if name in values or not any(is_below(name, path) for path in layer_of if path)
+        }
 
 
 class CannotPassError(Exception):
@@ -189,6 +216,17 @@ class _Running:
     name: str
     storages: set[int]
     """Storages of the tensors given."""
+    is_call: bool = False
+
+
+@dataclass(slots=True)
+class _Weight:
+    """A weight of the module, with its names and the events that read it."""
+
+    param: nn.Parameter
+    names: list[str] = field(default_factory=list)
+    uses: dict[int, str] = field(default_factory=dict)
+    """For each event that reads it, the reader if it reads past its arguments; empty otherwise."""
 
 
 class FlowRecorder(TorchFunctionMode):
@@ -205,6 +243,8 @@ class FlowRecorder(TorchFunctionMode):
         self._hidden: dict[tuple[int, int], str] = {}
         self._makers: dict[int, int] = {}
         """For each storage that an event has written, the first such event."""
+        self._weights: dict[int, _Weight] = {}
+        """The weights of the module, by their storage."""
         self._running: _Running | None = None
         self._last_call = ""
         self._depth = 0
@@ -217,6 +257,8 @@ class FlowRecorder(TorchFunctionMode):
     def over(self, module: nn.Module, is_outside: Callable[[str], bool]) -> Iterator[None]:
         """Record a forward of `module` inside; modules that are outside (they hold the blocks) make no calls."""
         facts = facts_of(module)
+        for name, param in module.named_parameters(remove_duplicate=False):
+            self._weights.setdefault(self._tracer.key(param), _Weight(param)).names.append(name)
         with ExitStack() as hooks:
             for path, part in module.named_modules():
                 if not is_outside(path) and any(True for _ in part.parameters()):
@@ -236,8 +278,31 @@ class FlowRecorder(TorchFunctionMode):
                 self._last_reads[number] = len(self._events)
             elif self._maker(tensor) is not None:
                 self._note_hidden(self._maker(tensor), len(self._events), "the model's outputs")
-        hidden = tuple((*ends, text) for ends, text in self._hidden.items())
-        return Flow(tuple(self._events), tuple(self._values), hidden, tuple(self._last_reads))
+        used = [weight for weight in self._weights.values() if weight.uses]
+        for weight in used:
+            self._end_weight(weight)
+        return Flow(
+            events=tuple(self._events),
+            values=tuple(self._values),
+            hidden=tuple((*ends, text) for ends, text in self._hidden.items()),
+            last_reads=tuple(self._last_reads),
+            weights=tuple(
+                (weight.names[0], self._numbers[weight.param]) for weight in used if weight.param in self._numbers
+            ),
+            first_uses=tuple((weight.names[0], min(weight.uses)) for weight in used),
+        )
+
+    def _end_weight(self, weight: _Weight) -> None:
+        """Let a weight that is a value be made where it is used first; note the uses past arguments and results."""
+        first, last = min(weight.uses), max(weight.uses)
+        number = self._numbers.get(weight.param)
+        if number is not None:
+            self._values[number] = replace(self._values[number], event=first)
+            self._last_reads[number] = last
+        for use, reader in weight.uses.items():
+            if use > first and (reader or weight.uses[first]):
+                text = f"{reader or weight.uses[first]} reads {weight.names[0]} past its arguments, and another layer uses it"
+                self._hidden.setdefault((first, use), text)
 
     def ran(self, read: Collection[int], written: Collection[int]) -> None:
         """Record the storages that one operation reads, and those that it makes or writes into."""
@@ -247,14 +312,25 @@ class FlowRecorder(TorchFunctionMode):
         now = running.number if running else len(self._events)
         allowed = running.storages if running else ()
         for key in read:
+            if key in self._weights:
+                self._use(self._weights[key], key, running)
             maker = self._makers.get(key)
             if maker is not None and maker != now and key not in allowed:
                 self._note_hidden(maker, now, running.name if running else "code that torch does not show")
         if running is None or running.number < 0:
             return
         for key in written:
-            if key not in allowed:
+            if key not in allowed and key not in self._weights:
                 self._makers.setdefault(key, now)
+
+    def _use(self, weight: _Weight, key: int, running: _Running | None) -> None:
+        """Note that an event reads a weight: one that it is given, one of the module called, or another."""
+        if running is None:
+            weight.uses.setdefault(len(self._events), "code that torch does not show")
+        elif running.number >= 0:
+            is_own = running.is_call and any(is_below(name, running.name) for name in weight.names)
+            is_known = is_own or key in running.storages
+            weight.uses.setdefault(running.number, "" if is_known else running.name)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -263,9 +339,8 @@ class FlowRecorder(TorchFunctionMode):
         if self._depth or self._running is not None:
             return func(*args, **kwargs)
         given = tensors_of((args, kwargs))
-        values = [self._numbers[tensor] for tensor in given if tensor in self._numbers]
         self._note_untracked(given, name_of(func))
-        if not values:
+        if not any(tensor in self._numbers or self._is_weight(tensor) for tensor in given):
             return func(*args, **kwargs)
         versions = [tensor._version for tensor in given]
         number = -1 if reads_shape_alone(func) else len(self._events)
@@ -278,9 +353,12 @@ class FlowRecorder(TorchFunctionMode):
             self._running = None
         return outcome
 
-    def _begin(self, number: int, name: str, given: Sequence[Tensor]) -> None:
-        self._running = _Running(number, name, {self._tracer.key(tensor) for tensor in given})
+    def _begin(self, number: int, name: str, given: Sequence[Tensor], *, is_call: bool = False) -> None:
+        self._running = _Running(number, name, {self._tracer.key(tensor) for tensor in given}, is_call)
         self.is_random = False
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, nn.Parameter) and tensor.is_meta and self._tracer.key(tensor) in self._weights
 
     def _note_untracked(self, given: Sequence[Tensor], name: str) -> None:
         """Note a tensor given past the values: one that a module keeps, or a view of what was written."""
@@ -305,7 +383,7 @@ class FlowRecorder(TorchFunctionMode):
                 given = tensors_of((args, kwargs))
                 self._note_untracked(given, path)
                 self._entered.append((given, [tensor._version for tensor in given]))
-                self._begin(len(self._events), path, given)
+                self._begin(len(self._events), path, given, is_call=True)
 
         return hook
 
@@ -326,6 +404,10 @@ class FlowRecorder(TorchFunctionMode):
         """Add the event that has just run."""
         number, running = len(self._events), self._running
         assert running is not None
+        for tensor in given:
+            if tensor not in self._numbers and self._is_weight(tensor):
+                name_of_weight = self._weights[self._tracer.key(tensor)].names[0]
+                self._new_value(tensor, number, f"the weight {name_of_weight}")
         reads = tuple(self._numbers[tensor] for tensor in given if tensor in self._numbers)
         for value in reads:
             self._last_reads[value] = number
@@ -359,7 +441,7 @@ class FlowRecorder(TorchFunctionMode):
         self._values.append(Value(event, maker, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
         self._last_reads.append(-1)
         self._numbers[tensor] = number
-        if tensor.is_meta and self._tracer.key(tensor) not in views:
+        if tensor.is_meta and self._tracer.key(tensor) not in views and self._tracer.key(tensor) not in self._weights:
             self._makers.setdefault(self._tracer.key(tensor), event)
         return number
 

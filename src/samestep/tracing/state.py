@@ -33,15 +33,8 @@ from torch.utils._pytree import tree_leaves
 from samestep.errors import ModelError
 from samestep.models.analysis import StateKind, StateSpec
 from samestep.models.spec import ModelSpec
-from samestep.tracing.forward import (
-    ForwardTracer,
-    NeedsValuesError,
-    ValueOf,
-    address,
-    operands,
-    tensors_in,
-    watch_forward,
-)
+from samestep.tracing.forward import ForwardTracer, ValueOf, watch_forward
+from samestep.tracing.meta_tensors import NeedsValuesError, address, operands, tensors_in
 from samestep.tracing.reachable import Variable
 from samestep.tracing.snapshot import OUTSIDE, Slot, Snapshot, Value
 

@@ -40,6 +40,13 @@ class Cuts:
     refusal: str = ""
     may_shrink: bool = False
     """Whether parts of it may be left whole, where a proof refuses them."""
+    gathered: dict[str, str] = field(default_factory=dict)
+    """Modules that the plan cuts otherwise, whose outputs are gathered, and why."""
+
+    def gather(self, paths: Collection[str], reason: str) -> None:
+        """Gather the outputs of modules, since the code behind them needs them whole."""
+        self.styles |= dict.fromkeys(paths, "gather")
+        self.gathered |= dict.fromkeys(sorted(paths), reason)
 
 
 def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
@@ -156,7 +163,10 @@ def proof_of(
     if refusal := cuts.refusal or varies:
         return CutProof(cuts.styles, refusal=refusal)
     whole = {path for path, heads in shareable.items() if heads == 1}
-    return cut_proof.prove(model, cuts.styles, whole, recorder, cuts_loss)
+    proof = cut_proof.prove(model, cuts.styles, whole, recorder, cuts_loss)
+    if not proof.refusal and (path := _unclear_use(spec, cuts, proof)) is not None:
+        return replace(proof, refusal=_use(spec, proof, path), refused_at=path)
+    return proof
 
 
 # -- the cost of a cut, seen in a forward on the meta device ---------------------------------------
@@ -228,9 +238,11 @@ def with_cuts(
     spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: CutCosts, shareable: Mapping[str, int], proof: CutProof
 ) -> ModelSpec:
     """Return the spec with the cuts of its weights and their costs; add to `cuts` the whole weights that need sums."""
-    refusal = cuts.refusal or proof.refusal or _unclear_use(spec, cuts, proof)
+    refusal = cuts.refusal or proof.refusal
     if refusal:
         return replace(spec, cut_refusal=refusal)
+    for path in [path for path, style in cuts.styles.items() if style == "sum"]:  # a plan may name too many
+        del cuts.styles[path]
     cuts.styles |= {path: "sum" for path, uses in proof.uses.items() if "cut" in uses and path not in cuts.styles}
     if name := _half_summed(spec, cuts):
         return replace(
@@ -249,20 +261,25 @@ def with_cuts(
     return replace(spec, params=params, layers=layers, cut_refusal="", logit_rows=rows)
 
 
-def _unclear_use(spec: ModelSpec, cuts: Cuts, proof: CutProof) -> str:
-    """Return which weight's gradient would be neither whole on every rank nor a part on each; empty if none."""
+def _unclear_use(spec: ModelSpec, cuts: Cuts, proof: CutProof) -> str | None:
+    """Return a module whose weight's gradient would be neither whole on every rank nor a part on each, if any."""
     blocks = [path for layer in spec.layers if layer.is_block for path in layer.modules]
     for path, uses in proof.uses.items():
-        if path in cuts.styles or uses == {"whole"}:
+        if cuts.styles.get(path, "sum") != "sum" or uses == {"whole"}:
             continue
-        where = f"a weight of {path or spec.name} is used on a tensor that tp cuts"
-        if "elsewhere" in uses:
-            return f"{where} by another module: use it in a module of its own"
-        if "whole" in uses:
-            return f"{where}, and on one that it leaves whole: give each use a module of its own"
-        if not any(is_below(path, block) for block in blocks):
-            return f"{where} behind the last block: use it before the head"
-    return ""
+        if uses != {"cut"} or not any(is_below(path, block) for block in blocks):
+            return path
+    return None
+
+
+def _use(spec: ModelSpec, proof: CutProof, path: str) -> str:
+    """Return why the gradient of a module's weight is not clear."""
+    where = f"a weight of {path or spec.name} is used on a tensor that tp cuts"
+    if "elsewhere" in proof.uses[path]:
+        return f"{where} by another module: use it in a module of its own"
+    if "whole" in proof.uses[path]:
+        return f"{where}, and on one that it leaves whole: give each use a module of its own"
+    return f"{where} behind the last block: use it before the head"
 
 
 def _half_summed(spec: ModelSpec, cuts: Cuts) -> str | None:

@@ -39,14 +39,8 @@ from samestep.job import Job
 from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec, Product, is_below
 from samestep.tracing.backward import Backward, WorkingSet, idle_weights, watch_backward, working_sets
 from samestep.tracing.crossings import with_crossings
-from samestep.tracing.forward import (
-    ForwardTracer,
-    NeedsValuesError,
-    ValueOf,
-    is_outside,
-    tensors_in,
-    watch_forward,
-)
+from samestep.tracing.forward import ForwardTracer, ValueOf, is_outside, watch_forward
+from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
 from samestep.tracing.operations import Recorder
 from samestep.tracing.snapshot import Snapshot
 
@@ -149,9 +143,12 @@ def _unseen(name: str, watch: ForwardTracer, module: nn.Module) -> str:
 def containers_of(module: nn.Module) -> tuple[str, ...]:
     """Return the paths of the containers whose children are the blocks: the most repeated one and others at its depth.
 
-    A head of a norm and a linear layer is an nn.Sequential too, but repeats nothing.
+    A head of a norm and a linear layer is an nn.Sequential too, but repeats nothing. A dictionary of modules counts only
+    where there are no lists: most of them hold a model's embeddings and its list of blocks.
     """
-    found = dict(_outermost("", module))
+    found = dict(_outermost("", module, _LISTS)) or {
+        path: part for path, part in _outermost("", module, (nn.ModuleDict,)) if _repeated_elements(part)
+    }
     if not found:
         return ()
     repeated = {path: _repeated_elements(container) for path, container in found.items()}
@@ -160,17 +157,20 @@ def containers_of(module: nn.Module) -> tuple[str, ...]:
     return tuple(path for path, size in sizes.items() if size and _depth(path) == _depth(best))
 
 
-def _outermost(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+_LISTS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.Sequential)
+
+
+def _outermost(path: str, module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost containers that hold weights, without those that mostly consist of another one."""
     total = _num_elements(module)
-    is_container = isinstance(module, (nn.ModuleList, nn.Sequential))
+    is_container = isinstance(module, kinds)
     children = [(_join(path, name), child) for name, child in module.named_children()]
-    inner = [c for _, c in children if isinstance(c, (nn.ModuleList, nn.Sequential)) and 2 * _num_elements(c) > total]
+    inner = [c for _, c in children if isinstance(c, kinds) and 2 * _num_elements(c) > total]
     if is_container and total and not inner:
         yield path, module
         return
     for child_path, child in children:
-        yield from _outermost(child_path, child)
+        yield from _outermost(child_path, child, kinds)
 
 
 def _repeated_elements(container: nn.Module) -> int:
@@ -348,14 +348,17 @@ def _param_specs(
             meeting |= owners
     layer_of = {path: index for index, layer in enumerate(layers) for path in layer.modules}
     region_layer = {path: index for index, layer in enumerate(layers) for path in layer.regions}
+    assert watch.flow is not None
+    read_first = watch.flow.layers_of_weights([layer.modules for layer in layers])
     specs = []
     for name, param in module.named_parameters():
         alike = names[id(param)]
         owners = {_owner(alias) for alias in alike}
-        layer = min(_layer_of(owner, layer_of, containers) for owner in owners)  # of a tied weight the first
+        own = _layer_of(_owner(name), layer_of, containers)
+        layer = read_first.get(name, own)
         # A module's weights are gathered together, so one shared weight makes all of them shared.
         shared = bool(owners & meeting)
-        roots = owners if shared else {root for root in layers[layer].modules if is_below(_owner(name), root)}
+        roots = owners if shared else {root for root in layers[own].modules if is_below(_owner(name), root)}
         entered = [path for path in watch.entries if path in roots]
         last = max([layer, *(region_layer[watch.newest[path]] for path in owners if path in watch.newest)])
         spec = ParamSpec(

@@ -13,7 +13,7 @@ Legend: B samples, A heads, T tokens, N ranks of `cp`, D features of a head.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,14 +25,14 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only, t
 
 from samestep.building.loss import target_of
 from samestep.errors import LayoutError
-from samestep.models.spec import LayerSpec
+from samestep.models.spec import LayerSpec, ModelSpec
 from samestep.program.program import Program
 from samestep.runtime.axes.collectives import moved
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.strategies.context import sent_heads
 from samestep.tracing.attention import AttentionCall, multi_head_attention
-from samestep.tracing.slices import reshaped, sequence_dim
+from samestep.tracing.slices import Reshaping, reshaped, sequence_dim
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -192,6 +192,34 @@ class Slicing:
         heads = part.shape[1]
         times = sent_heads(heads, query_heads, self.degree) // heads
         return part.repeat_interleave(times, dim=1) if times > 1 else part
+
+
+@contextmanager
+def on_meta(module: nn.Module, model: ModelSpec, samples: Any, degree: int) -> Iterator[None]:
+    """Give the blocks of a module on the meta device the slices of one rank of `degree` in a forward inside.
+
+    Attention is not exchanged: its output has the shape of the slice that its queries have.
+    """
+    if degree == 1:
+        yield
+        return
+    length = target_of(samples).shape[1]
+    size, dims, begun = length // degree, dict(model.slices), []
+
+    def cut(argument: str, leaf: Any) -> Any:
+        dim = dims.get(argument, -1) if isinstance(leaf, Tensor) else -1
+        return leaf.narrow(dim, 0, size).clone() if dim >= 0 and leaf.shape[dim] == length else leaf
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        begun.append(True)
+        leaves, tree = tree_flatten_with_path((args, kwargs))
+        return tree_unflatten([cut(keystr(argument), leaf) for argument, leaf in leaves], tree)
+
+    with ExitStack() as stack:
+        for path in (path for layer in model.layers if layer.is_block for path in layer.modules):
+            stack.enter_context(module.get_submodule(path).register_forward_pre_hook(enter, with_kwargs=True))
+        stack.enter_context(Reshaping(length, size, lambda: bool(begun)))
+        yield
 
 
 class _Exchanging(TorchFunctionMode):

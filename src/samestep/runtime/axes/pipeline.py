@@ -37,10 +37,17 @@ from samestep.runtime.axes.context import Slicing, WholeSequences
 from samestep.runtime.axes.precision import DTYPES, cast_floating
 from samestep.runtime.axes.stage_flow import Flows, StageForward, placeholder
 from samestep.runtime.axes.stage_messages import Awaited, Messages
+from samestep.runtime.axes.stage_weights import PassedWeights
 from samestep.runtime.processes.mesh import Mesh, broadcast_from
 from samestep.schedules import Action, TaskKind
 from samestep.strategies.pipeline import crossings_at
-from samestep.tracing.crossings import boundary_before, passes_one_tensor, with_crossings, with_exact_crossings
+from samestep.tracing.crossings import (
+    boundary_before,
+    passes_one_tensor,
+    with_crossings,
+    with_exact_crossings,
+    with_slices_of,
+)
 from samestep.tracing.sequence_boundaries import with_first
 from samestep.tracing.stages import CannotPassError, Flow
 from samestep.tracing.trace import samples_traced
@@ -110,6 +117,7 @@ class Stage:
         self._parents = {path: self._model.get_submodule(path.rpartition(".")[0]) for path in self._real}
         make = _Placeholders.of(traced, program.step, mesh.device)
         self._stand_ins = {path: _StandIn(real, self._facts, make) for path, real in self._real.items()}
+        self._weights = PassedWeights(traced, program, mesh.device)
         self._messages = Messages(program, mesh)
         self._inputs: dict[tuple[int, int], list[Tensor]] = {}
         """Received tensors, by micro-batch and chunk, in the order of what crosses the boundary."""
@@ -210,7 +218,8 @@ class Stage:
 
         start, stop = (boundary_at(self._layers, index, flow) for index in (layers.start, layers.stop))
         mode = StageForward(flow, start or 0, stop, self._mesh.device, receive, send)
-        with self._replaced(lambda path, _: _Reporting(self._stand_ins[path], path, mode)), mode:
+        reporting = self._replaced(lambda path, _: _Reporting(self._stand_ins[path], path, mode))
+        with reporting, self._weights.placed(flow, mode), mode:
             outputs = call_model(self._model, samples)
         mode.finish()
         if layers.start > 0 and torch.is_grad_enabled():
@@ -396,10 +405,7 @@ class _StandIn(nn.Module):
         return type(self.__dict__["_real"])
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            found = getattr(object.__getattribute__(self, "_real"), name)
+        found = getattr(object.__getattribute__(self, "_real"), name)
         if isinstance(found, Tensor):
             return self._placeholders.of_weight(found)
         if isinstance(found, nn.Module) and any(param.is_meta for param in found.parameters()):
@@ -456,7 +462,11 @@ def with_flows(traced: TracedModel, layout: Layout, job: Job, example: Any) -> t
     if passes_one_tensor(spec.layers, one, traced.module, compute):
         return _with_layers(traced, with_crossings(spec.layers, one, traced.module, few)), None
     more = flows.of(_repeated(example, few + 1, step), few + 1)
-    return _with_layers(traced, with_exact_crossings(spec.layers, (one, few), (more, few + 1), compute)), flows
+    layers = with_exact_crossings(spec.layers, (one, few), (more, few + 1), compute)
+    if layout.cp > 1 and not spec.slice_refusal:
+        flows = Flows(traced, step, layout.cp)
+        layers = with_slices_of(layers, one, flows.of(_repeated(example, few, step), few))
+    return _with_layers(traced, layers), flows
 
 
 def _repeated(example: Any, times: int, step: StepSpec) -> Any:

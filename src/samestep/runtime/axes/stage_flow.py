@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -31,9 +31,10 @@ from samestep.building.named_tensors import copied
 from samestep.errors import ModelError
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
-from samestep.runtime.axes import precision, recompute
+from samestep.runtime.axes import context, precision, recompute
 from samestep.tracing import experts
-from samestep.tracing.forward import ForwardTracer, NeedsValuesError, watch_forward
+from samestep.tracing.forward import ForwardTracer, watch_forward
+from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.tracing.stages import Event, Flow, mapped, name_of, reads_shape_alone, tensors_of
 from samestep.tracing.trace import containers_of
 from samestep.tracing.traced_model import TracedModel
@@ -100,6 +101,15 @@ class StageForward(TorchFunctionMode):
             raise self._differs(path)
         return self._follow(path, module, given, args, kwargs)
 
+    def is_own(self, value: int) -> bool:
+        """Return whether one of this stage's events makes a value."""
+        made = self._flow.values[value].event
+        return self._start <= made and (self._stop is None or made < self._stop)
+
+    def holds(self, tensor: Tensor, value: int) -> None:
+        """Let a tensor be the value of a weight, which no event makes."""
+        self._is(tensor, value)
+
     def finish(self) -> None:
         """Check that the forward has had all events.
 
@@ -127,8 +137,11 @@ class StageForward(TorchFunctionMode):
     ) -> Any:
         """Carry out the next event, or return stand-ins of its results; what runs meanwhile is no event."""
         self._depth += 1
+        # Off the stack, where it is on top: torch.compile would trace it.
+        is_active = _get_current_function_mode() is self
         try:
-            return self._carried_out(name, func, given, args, kwargs)
+            with _pop_mode_temporarily() if is_active else nullcontext():
+                return self._carried_out(name, func, given, args, kwargs)
         finally:
             self._depth -= 1
 
@@ -223,9 +236,13 @@ class StageForward(TorchFunctionMode):
 
 
 class Flows:
-    """The flow of every shape of samples, recorded on a copy of the model on the meta device in the run's dtypes."""
+    """The flow of every shape of samples, recorded on a copy of the model on the meta device in the run's dtypes.
 
-    def __init__(self, traced: TracedModel, step: StepSpec) -> None:
+    Blocks are given the slices of one rank of `parts`.
+    """
+
+    def __init__(self, traced: TracedModel, step: StepSpec, parts: int = 1) -> None:
+        self._parts = parts
         self._module = copied(traced.module)
         self._value_of = functools.cache(functools.partial(traced.blueprint.materialize, device=torch.device("cpu")))
         self._program = Program(step=step, bodies={})
@@ -258,8 +275,10 @@ class Flows:
             tracer = ForwardTracer(self._module, lambda block: None, {})
             try:
                 checkpointed = recompute.record_checkpointed(self._module)  # reentrant ones would hide gradients
+                sliced = context.on_meta(self._module, self._program.step.model, samples, self._parts)
                 followed = experts.grouped(self._module, self._experts)
-                with _without_modes(), checkpointed, followed, precision.raised_islands(self._program):
+                raised = precision.raised_islands(self._program)
+                with _without_modes(), checkpointed, followed, raised, sliced:
                     watch_forward(self._module, samples, 1, self._name, self._containers, tracer, self._value_of)
             except NeedsValuesError:
                 raise ModelError(

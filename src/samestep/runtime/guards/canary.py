@@ -51,7 +51,7 @@ from samestep.runtime.processes.mesh import gather_objects
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
 from samestep.runtime.step_report import StepReport
 from samestep.schedules import TaskKind
-from samestep.tracing.forward import tensors_in
+from samestep.tracing.meta_tensors import tensors_in
 
 PERTURBED_FORWARDS = 8
 """The number of forwards that measure what one rounding of every module's output does."""
@@ -155,7 +155,8 @@ class Canary(StepObserver):
             optimizer = type(self._assembly.weights.updater.optimizer).__name__
             text = (
                 f"the update of {watched.replay.piece.name}, made again from the same value, gradient and state, differs "
-                f"by {misfit:.1e} of the largest weight: {optimizer} draws random numbers, or something else writes weights"
+                f"by {misfit:.1e} of the largest weight: {optimizer} draws random numbers, looks at more than one element of a "
+                "weight that the layout divides, or something else writes weights"
             )
             watched.findings.append(Finding("optimizer", text))
 

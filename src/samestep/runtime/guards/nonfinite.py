@@ -30,7 +30,7 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.dropout.mode import named_modules
 from samestep.runtime.optimizer_step import LARGEST_SUM
 from samestep.runtime.processes.mesh import gather_objects
-from samestep.tracing.forward import tensors_in
+from samestep.tracing.meta_tensors import tensors_in
 
 LARGEST_FLOAT16 = 65504
 

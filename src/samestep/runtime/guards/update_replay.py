@@ -3,6 +3,9 @@
 The twin has the class, the options and the state of the run's optimizer, and holds that weight alone. Where the rule
 treats every weight by itself, both make the same update. They do not if the optimizer draws random numbers, keeps
 something of one weight for another, or if something else wrote the weight during the update.
+
+Of a weight that the layout divides, which a rule may update in parts only if it treats every element by itself, the twin
+holds one half. So a rule that comes to look at whole weights, in a step that no trial reached, makes another update.
 """
 
 from __future__ import annotations
@@ -10,16 +13,18 @@ from __future__ import annotations
 import copy
 import random
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from samestep.runtime.guards.model_state import unmoved_generators
 from samestep.runtime.optimizer_step import Piece, Updater
+from samestep.runtime.update_rule import has_hooks
 
 ROUNDINGS = 8
 """Roundings by which two updates may differ, in units of the largest weight: kernels for many tensors and for one."""
@@ -32,11 +37,11 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 class UpdateReplay:
     """A copy of one piece before its update, and the twin that will update the copy."""
 
-    def __init__(self, updater: Updater, piece: Piece, twin: Optimizer, copied: Tensor) -> None:
+    def __init__(self, updater: Updater, piece: Piece, twin: Optimizer, copied: Tensor, half: _Half) -> None:
         self.piece = piece
-        self._updater, self._twin, self._copy = updater, twin, copied
-        self._largest = float(copied.detach().abs().max())
-        self._gradient = piece.gradient().detach().clone()
+        self._updater, self._twin, self._copy, self._half = updater, twin, copied, half
+        self._largest = float(piece.value.detach().abs().max())
+        self._gradient = half.of(piece.gradient().view(piece.value.shape)).detach().clone()
 
     @classmethod
     def before(cls, updater: Updater, turn: int) -> UpdateReplay | None:
@@ -45,10 +50,12 @@ class UpdateReplay:
         if not small or updater.optimizer is None:
             return None
         piece = small[turn % len(small)]
-        copied = piece.value.detach().clone().requires_grad_(True)
+        is_divided = piece.value.shape != updater.whole.shapes.get(piece.name, piece.value.shape)
+        half = _Half.of_shape(piece.value.shape) if is_divided else _Half()
+        copied = half.of(piece.value.detach()).clone().requires_grad_(True)
         vars(copied).update(vars(piece.value))  # tags that the rule may read
-        twin = _twin_of(updater.optimizer, piece.value, copied)
-        return None if twin is None else cls(updater, piece, twin, copied)
+        twin = _twin_of(updater.optimizer, piece.value, copied, half)
+        return None if twin is None else cls(updater, piece, twin, copied, half)
 
     def misfit(self) -> float:
         """Update the copy too; return by how much the update differs, over the largest weight, or 0 within rounding."""
@@ -56,21 +63,39 @@ class UpdateReplay:
         held = [vars(self._twin), *self._twin.param_groups]
         with unmoved_generators(value for values in held for value in values.values()):
             self._twin.step()
-        ours, theirs = self._copy.detach(), self.piece.value.detach()
+        ours, theirs = self._copy.detach(), self._half.of(self.piece.value.detach())
         largest = max(self._largest, float(theirs.abs().max()), torch.finfo(theirs.dtype).tiny)
         found = float((ours - theirs).abs().max()) / largest
         return 0.0 if found <= ROUNDINGS * torch.finfo(theirs.dtype).eps else found
 
 
-def _twin_of(optimizer: Optimizer, value: Tensor, copied: Tensor) -> Optimizer | None:
-    """Return an optimizer with the class, options and state of another, over the copy of one of its weights.
+@dataclass(frozen=True, slots=True)
+class _Half:
+    """The first half of a tensor along one dimension; the whole of it where there is none to halve."""
+
+    dim: int = 0
+    length: int | None = None
+
+    @classmethod
+    def of_shape(cls, shape: Sequence[int]) -> _Half:
+        """Return the half along the first dimension that has two elements."""
+        dim = next((dim for dim, size in enumerate(shape) if size > 1), None)
+        return cls() if dim is None else cls(dim, shape[dim] // 2)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the half of a tensor."""
+        return tensor if self.length is None else tensor.narrow(self.dim, 0, self.length)
+
+
+def _twin_of(optimizer: Optimizer, value: Tensor, copied: Tensor, half: _Half) -> Optimizer | None:
+    """Return an optimizer with the class, options and state of another, over the copy of (half of) one of its weights.
 
     None where its `step` is not the class's own, has hooks, or keeps objects that a copy would share with it.
     """
     group = next((g for g in optimizer.param_groups if any(param is value for param in g["params"])), None)
     apart = ("state", "param_groups", "defaults", *(name for name in vars(optimizer) if name.endswith("_hooks")))
     own = {name: kept for name, kept in vars(optimizer).items() if name not in apart}
-    if group is None or "step" in own or _has_hooks(optimizer) or not all(map(_is_plain, own.values())):
+    if group is None or "step" in own or has_hooks(optimizer) or not all(map(_is_plain, own.values())):
         return None
     options = {name: kept for name, kept in group.items() if name not in ("params", "param_names")}
     state = dict(optimizer.state.get(value, {}))
@@ -83,14 +108,11 @@ def _twin_of(optimizer: Optimizer, value: Tensor, copied: Tensor) -> Optimizer |
     twin.param_groups = [{**{name: _copied(kept) for name, kept in options.items()}, "params": [copied]}]
     twin.state = defaultdict(dict)
     if state:
-        twin.state[copied] = {name: _copied(kept) for name, kept in state.items()}
+        twin.state[copied] = {
+            name: _copied(half.of(kept) if isinstance(kept, Tensor) and kept.shape == value.shape else kept)
+            for name, kept in state.items()
+        }
     return twin
-
-
-def _has_hooks(optimizer: Optimizer) -> bool:
-    hooks = [vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
-    everywhere = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
-    return any([*hooks, *everywhere])
 
 
 def _is_plain(value: Any) -> bool:

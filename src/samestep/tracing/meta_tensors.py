@@ -1,0 +1,157 @@
+"""Tensors of the meta device: what tells them apart, operations on them, and the values of those that are known."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+KNOWN_ELEMENTS = 2**20
+"""Integers are followed in tensors of at most so many elements: tokens and positions, not masks of pairs."""
+
+KNOWN_CONSTANTS = 2**16
+"""Floating values that follow from known ones are followed in tensors of at most so many elements: a mask of ones."""
+
+_CPU = torch.device("cpu")
+
+
+class NeedsValuesError(Exception):
+    """Code looked at a value that the trace does not have."""
+
+
+class KnownValues:
+    """Values of integer tensors on the meta device: each storage has a flat copy on the CPU, shared by its views."""
+
+    def __init__(self, keeps_all: bool, *, keeps_constants: bool = False) -> None:
+        self.keeps_all = keeps_all
+        """Whether the values of all tensors are kept, floating ones too."""
+        self.keeps_constants = keeps_constants
+        """Whether floating values are kept that follow from known ones, such as masks and rotary tables."""
+        self._twins: dict[int, Tensor] = {}
+
+    def follows(self, tensor: Tensor) -> bool:
+        """Return whether values of tensors of this dtype are kept."""
+        is_kept = self.keeps_all or self.keeps_constants or tensor.numel() <= KNOWN_CONSTANTS
+        return tensor.is_meta and (is_kept or is_whole(tensor))
+
+    def learn(self, tensor: Tensor, value: Tensor) -> None:
+        """Store the value of a tensor that has a storage of its own."""
+        size = storage_elements(tensor)
+        if self.follows(tensor) and (self.keeps_all or size <= KNOWN_ELEMENTS):
+            twin = torch.zeros(size, dtype=tensor.dtype)
+            twin.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(value)
+            self._twins[address(tensor)] = twin
+
+    def forget(self, tensor: Tensor) -> None:
+        """Drop the value of a tensor into which something unknown was written."""
+        self._twins.pop(address(tensor), None)
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Return whether the value is known."""
+        if not tensor.is_meta:
+            return True
+        twin = self._twins.get(address(tensor))
+        return twin is not None and twin.dtype == tensor.dtype
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the value; writing into it changes the stored value."""
+        if not tensor.is_meta:
+            return tensor
+        return self._twins[address(tensor)].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on the values."""
+        args, kwargs = tree_map_only(Tensor, self.of, (args, kwargs))
+        return func(*args, **(kwargs | {"device": _CPU} if "device" in kwargs else kwargs))
+
+    def follow(
+        self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any
+    ) -> None:
+        """Repeat on the values an operation that ran on the meta device."""
+        kept = [tensor for tensor in operands(outcome) if self.follows(tensor)]
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if not kept or (is_random and not self.keeps_all):
+            return
+        if not all(map(self.knows, given)):
+            for tensor in kept if func._schema.is_mutable else ():
+                self.forget(tensor)
+            return
+        try:
+            with torch.random.fork_rng(devices=[]) if is_random else nullcontext():
+                value = self.run(func, args, kwargs)
+        except NotImplementedError:  # an operation of other devices alone, as torch.histc of integers is
+            for tensor in kept:
+                self.forget(tensor)
+            return
+        if not func._schema.is_mutable:
+            for tensor, real in zip(operands(outcome), operands(value), strict=True):
+                if address(tensor) not in self._twins:
+                    self.learn(tensor, real)
+
+
+GROUPED_PRODUCTS = (torch.ops.aten._grouped_mm.default,)
+"""Products of rows with the matrix of their group (expert): torch does not count them, and on meta takes only bf16."""
+
+
+def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on tensors of the meta device.
+
+    Raises:
+        NotImplementedError: a grouped product of other shapes than forward and backward of experts have.
+    """
+    if func not in GROUPED_PRODUCTS:
+        return func(*args, **kwargs)
+    left, right, ends = *args[:2], args[2] if len(args) > 2 else kwargs.get("offs")
+    if left.dim() == 2 and right.dim() == 3:  # rows [N, K], sorted by group, with a matrix [K, M] for each group
+        return left.new_empty((left.shape[0], right.shape[-1]))
+    if left.dim() == 2 and right.dim() == 2 and ends is not None:  # backward: [K, N] with [N, M], one result per group
+        return left.new_empty((ends.numel(), left.shape[0], right.shape[1]))
+    raise NotImplementedError(f"a grouped product of {list(left.shape)} with {list(right.shape)}")
+
+
+def operands(*values: Any) -> list[Tensor]:
+    """Return the tensors among an operator's arguments or results, which are nested in one list at most."""
+    flat = (item for value in values for item in (value if isinstance(value, (list, tuple)) else (value,)))
+    return [item for item in flat if isinstance(item, Tensor)]
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the operands into which an operation that returns nothing writes."""
+    given = zip(func._schema.arguments, args, strict=False)
+    pairs = [*given, *((one, kwargs[one.name]) for one in func._schema.arguments if one.name in kwargs)]
+    return operands(*(value for one, value in pairs if one.alias_info is not None and one.alias_info.is_write))
+
+
+def address(tensor: Tensor) -> int:
+    """Return a number that identifies a tensor's storage while it lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def storage_elements(tensor: Tensor) -> int:
+    """Return the number of elements of a tensor's storage."""
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+def is_whole(tensor: Tensor) -> bool:
+    """Return whether a tensor of the meta device holds whole numbers."""
+    return tensor.is_meta and not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))

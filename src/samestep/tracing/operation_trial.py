@@ -1,0 +1,252 @@
+"""A trial of one operation without a rule: on each part of its operands it must compute its part of the whole.
+
+The operation alone runs on values drawn at the shapes of the trace, whole and on parts, along the rows (samples or
+tokens) or units (heads, neurons) that a layout splits:
+
+    whole     op(x, w) = y           gradients of x and w for a drawn gradient of y
+    part      op(x[p], w) = y[p]     the gradient of x[p] is that of x at p, and those of w add up to that of the whole
+
+A part is the first half, the second half, and half of the rows in any order. What passes is used, and is listed as tried,
+not proven. A custom Function of autograd, whose forward the trace can read and whose backward it cannot, is tried alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+LARGEST = 2**22
+"""Elements of the operands of the largest trial; larger ones are tried with smaller sizes."""
+
+Outcome = Literal["same", "differs", "fails"]
+"""Whether the parts are those of the whole; "fails" where the operation does not run on drawn values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where a tensor has its rows: index k along `dim` belongs to row (k // inner) % count."""
+
+    dim: int
+    inner: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """An operand of a trial."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    takes_gradient: bool = False
+    rows: Rows | None = None
+    is_mixed: bool = False
+    """Whether it depends on several rows, so that it may get no gradient."""
+    values: tuple[Any, ...] | None = None
+    """Its elements, where they are known."""
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether its elements are whole numbers that are not known, so that an operation may mean others."""
+        return self.values is None and not (
+            self.dtype.is_floating_point or self.dtype.is_complex or self.dtype is torch.bool
+        )
+
+
+def try_apart(
+    compute: Callable[..., Any], args: tuple[Any, ...], named: tuple[tuple[str, Any], ...], results: Sequence[Rows]
+) -> Outcome:
+    """Return whether an operation computes each row by itself, forward and backward.
+
+    `args` and `named` hold a `Given` in the place of each tensor; `results` are the rows of the tensors that it returns or
+    writes into.
+    """
+    try:
+        return _remembered(compute, args, named, tuple(results))
+    except TypeError:  # arguments that cannot be compared
+        return _remembered.__wrapped__(compute, args, named, tuple(results))
+
+
+@functools.lru_cache(maxsize=512)
+def _remembered(
+    compute: Callable[..., Any], args: tuple[Any, ...], named: tuple[tuple[str, Any], ...], results: tuple[Rows, ...]
+) -> Outcome:
+    # A thread of its own runs outside of the modes of the trace, and with autograd.
+    with ThreadPoolExecutor(1) as thread:
+        outcome = thread.submit(_tried, compute, args, named, results).result()
+    is_guess = any(isinstance(one, Given) and one.is_guess for one in tree_flatten((args, named))[0])
+    return "fails" if outcome == "differs" and is_guess else outcome
+
+
+def _tried(compute: Callable[..., Any], args: Any, named: Any, results: tuple[Rows, ...]) -> Outcome:
+    leaves, tree = tree_flatten((args, dict(named)), is_leaf=lambda leaf: isinstance(leaf, Given))
+    given = _smaller([leaf for leaf in leaves if isinstance(leaf, Given)])
+    places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Given)]
+    counts = {one.rows.count for one in given if one.rows is not None}
+    if (given and math.prod(max(given, key=lambda one: math.prod(one.shape)).shape) > 2 * LARGEST) or len(counts) != 1:
+        return "fails"
+
+    def run(tensors: list[Tensor]) -> list[Tensor]:
+        filled = list(leaves)
+        for at, tensor in zip(places, tensors, strict=True):
+            filled[at] = tensor
+        args, named = tree_unflatten(filled, tree)
+        outcome = compute(*args, **named)
+        found = [one for one in tree_flatten(outcome)[0] if isinstance(one, Tensor)]
+        return found or [tensors[at] for at in _written(compute, leaves, places)]
+
+    (count,) = counts
+    for wide in (True, False):  # in double precision where the operation takes that
+        try:
+            with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+                warnings.simplefilter("ignore")
+                return _compared(run, given, results, count, wide)
+        except Exception:  # the user's own code
+            continue
+    return "fails"
+
+
+def _written(compute: Any, leaves: list[Any], places: list[int]) -> list[int]:
+    """Return the positions among the tensors of those that an operation writes into."""
+    schema = getattr(compute, "_schema", None)
+    if schema is None:
+        return []
+    flags = [bool(one.alias_info is not None and one.alias_info.is_write) for one in schema.arguments]
+    return [at for at, place in enumerate(places) if place < len(flags) and flags[place]]
+
+
+def _smaller(given: list[Given]) -> list[Given]:
+    """Return operands of at most `LARGEST` elements: sizes are halved, equal ones alike, the largest first."""
+    while sum(math.prod(one.shape) for one in given) > LARGEST:
+        sizes = {size for one in given for size in one.shape}
+        fixed = {one.rows.inner for one in given if one.rows is not None}
+        largest = max((size for size in sizes if size % 2 == 0 and size >= 16 and size not in fixed), default=0)
+        if not largest:
+            break
+        given = [_halved(one, largest) for one in given]
+    return given
+
+
+def _halved(one: Given, size: int) -> Given:
+    shape = tuple(at // 2 if at == size else at for at in one.shape)
+    rows, changed = one.rows, shape != one.shape
+    if rows is not None and shape[rows.dim] != one.shape[rows.dim]:
+        rows = replace(rows, count=rows.count // 2)
+    return replace(one, shape=shape, rows=rows, values=None if changed else one.values)
+
+
+def _drawn(one: Given, high: int, wide: bool, generator: torch.Generator) -> Tensor:
+    if one.values is not None:
+        return torch.tensor(one.values, dtype=one.dtype).reshape(one.shape)
+    if one.dtype is torch.bool:
+        return torch.rand(one.shape, generator=generator) > 0.5
+    if not one.dtype.is_floating_point and not one.dtype.is_complex:
+        return torch.randint(0, high, one.shape, generator=generator).to(one.dtype)
+    value = torch.randn(one.shape, dtype=torch.float64, generator=generator)
+    return value if wide and one.dtype.is_floating_point else value.to(one.dtype)
+
+
+def _compared(
+    run: Callable[[list[Tensor]], list[Tensor]], given: list[Given], results: tuple[Rows, ...], count: int, wide: bool
+) -> Outcome:
+    """Run the operation whole and on parts, and compare them."""
+    generator = torch.Generator().manual_seed(0)
+    high = max(2, min((size for one in given for size in one.shape if size > 1), default=2))
+    whole = [_drawn(one, high, wide, generator) for one in given]
+    outputs, gradients, upstream = _with_gradients(run, given, whole, None, generator)
+    again, _, _ = _with_gradients(run, given, whole, upstream, generator)
+    is_random = not all(_is_same(a, b, 0.0) for a, b in zip(outputs, again, strict=True))
+    if is_random or len(outputs) != len(results):
+        return "fails"
+    results = tuple(replace(rows, count=count) for rows in results)
+    halves = [list(range(count // 2)), list(range(count // 2, count))]
+    shuffled = torch.randperm(count, generator=generator)[: max(1, count // 2)].tolist()
+    tolerance = 1e-9 if wide else 1e-4 if all(t.dtype is not torch.bfloat16 for t in whole) else 3e-2
+    sums: list[Tensor | None] = [None] * len(given)
+    for turn, part in enumerate([*halves, shuffled]):
+        if any(
+            out.dim() <= rows.dim or out.shape[rows.dim] % (rows.count * rows.inner)
+            for out, rows in zip(outputs, results, strict=True)
+        ):
+            return "differs"
+        mine = [_part(t, one.rows, part, count) for t, one in zip(whole, given, strict=True)]
+        above = [
+            None if up is None else _part(up, rows, part, count) for up, rows in zip(upstream, results, strict=True)
+        ]
+        found, found_gradients, _ = _with_gradients(run, given, mine, above, generator)
+        expected = [_part(out, rows, part, count) for out, rows in zip(outputs, results, strict=True)]
+        if not all(_is_same(a, b, tolerance) for a, b in zip(found, expected, strict=True)):
+            return "differs"
+        for at, (one, own, of_whole) in enumerate(zip(given, found_gradients, gradients, strict=True)):
+            if of_whole is None or own is None:
+                continue
+            if one.rows is not None and not _is_same(own, _part(of_whole, one.rows, part, count), tolerance):
+                return "differs"
+            if one.is_mixed and bool(own.abs().max() > 0):
+                return "differs"
+            if one.rows is None and turn < len(halves):
+                before = sums[at]
+                sums[at] = own if before is None else before + own
+    pairs = [(total, of_whole) for total, of_whole in zip(sums, gradients, strict=True) if total is not None]
+    return (
+        "same"
+        if all(of_whole is not None and _is_same(total, of_whole, tolerance) for total, of_whole in pairs)
+        else "differs"
+    )
+
+
+def _with_gradients(
+    run: Callable[[list[Tensor]], list[Tensor]],
+    given: list[Given],
+    tensors: list[Tensor],
+    upstream: list[Tensor | None] | None,
+    generator: torch.Generator,
+) -> tuple[list[Tensor], list[Tensor | None], list[Tensor | None]]:
+    """Return an operation's outputs, the gradients of its operands, and those of its outputs, drawn if none are given."""
+    takes = [one.takes_gradient and tensor.is_floating_point() for one, tensor in zip(given, tensors, strict=True)]
+    own = [t.detach().clone().requires_grad_(take) for t, take in zip(tensors, takes, strict=True)]
+    # A clone: operations write into no leaf that takes a gradient.
+    outputs = run([tensor.clone() if take else tensor for tensor, take in zip(own, takes, strict=True)])
+    if upstream is None:
+        upstream = [_upstream(out, generator) for out in outputs]
+    pairs = [(out, up) for out, up in zip(outputs, upstream, strict=True) if up is not None and out.grad_fn is not None]
+    leaves = [tensor for tensor, take in zip(own, takes, strict=True) if take]
+    found: Iterator[Tensor | None] = iter([None] * len(leaves))
+    if pairs and leaves:
+        outs, ups = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(outs, leaves, ups, allow_unused=True))
+    return [out.detach() for out in outputs], [next(found) if take else None for take in takes], upstream
+
+
+def _upstream(out: Tensor, generator: torch.Generator) -> Tensor | None:
+    if not out.is_floating_point() or out.grad_fn is None:
+        return None
+    return torch.randn(out.shape, dtype=torch.float64, generator=generator).to(out.dtype)
+
+
+def _part(tensor: Tensor, rows: Rows | None, part: list[int], count: int) -> Tensor:
+    """Return a tensor's rows that a part has."""
+    if rows is None:
+        return tensor
+    outer = tensor.shape[rows.dim] // (count * rows.inner)
+    index = torch.arange(tensor.shape[rows.dim]).view(outer, count, rows.inner)[:, part].flatten()
+    return tensor.index_select(rows.dim, index)
+
+
+def _is_same(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.numel():
+        return True
+    if not a.is_floating_point() and not a.is_complex():
+        return torch.equal(a, b)
+    scale = float(b.detach().abs().nan_to_num(0, 0, 0).max())
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * max(scale, 1e-30), equal_nan=True)
