@@ -1,10 +1,11 @@
 """Every causal family of transformers, tiny, proven in each layout as `samestep verify` proves a job in float64.
 
-    python benchmarks/families.py [NAME ...] [--rows FILE] [--again]        or    make families [FAMILY=NAME]
+    python benchmarks/families.py [NAME ...] [--layout TEXT] [--rows FILE] [--again]     or    make families [FAMILY=NAME]
 
 A family is built from a configuration whose sizes are small, with random weights; it is traced once, and run once on one
-device. Workers forked from this process, which has imported everything, take the steps of each layout, and the two sides
-are compared to 1e-9. Each (family, layout) is one line of the file of rows, which a second call continues:
+device. A process for each family is forked from this one, which has imported everything, and its workers take the steps
+of each layout; the two sides are compared to 1e-9. Each (family, layout) is one line of the file of rows, which a second
+call continues:
 
     proven      the layout computes what one device computes
     refused     an InputError, before the first step or by name
@@ -13,7 +14,8 @@ are compared to 1e-9. Each (family, layout) is one line of the file of rows, whi
     absent      the family has nothing that the layout distributes
     unbuilt     transformers does not build the family from small sizes, or not without a configuration of its own
 
-Exits 1 if a row is `different` or `failed`.
+The rows are then kept in `benchmarks/rows/families.json`, from which `docs/tables.py` writes `docs/families.md`. Exits 1 if a
+row is `different` or `failed`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import functools
 import importlib
 import inspect
 import json
+import multiprocessing
 import os
 import shutil
 import sys
@@ -39,7 +42,9 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: a fork with a used pool of threads hangs
 
+import family_table
 import torch
+from family_table import LAYOUTS, OUTCOMES
 from torch import Tensor, nn
 
 from samestep.building.families import family_source
@@ -57,14 +62,12 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.workers import run_workers
 
 ROWS = Path(__file__).parent / "results" / "families.jsonl"
-LAYOUTS = (
-    "dp=2", "dp=2 zero=3", "dp=1 tp=2", "dp=1 tp=2 sequence_parallel", "dp=1 pp=2 microbatch=4", "dp=1 cp=2", "dp=2 ep=2",
-)  # fmt: skip
-OUTCOMES = ("proven", "refused", "different", "failed", "absent", "unbuilt")
 LARGEST = 3_000_000
 """The most weights of a tiny model: more are those of a part whose sizes were not found."""
 LIMIT_S = 120.0
 """Seconds that a collective of a layout may take."""
+FAMILY_S = 900.0
+"""Seconds that a family may take."""
 SMALL: Mapping[str, Any] = {
     "vocab_size": 64, "max_position_embeddings": 32, "n_positions": 32, "n_ctx": 32, "max_seq_len": 32,
     "hidden_size": 16, "n_embd": 16, "d_model": 16, "word_embed_proj_dim": 16, "embedding_size": 16,
@@ -77,7 +80,10 @@ SMALL: Mapping[str, Any] = {
     "first_k_dense_replace": 1, "n_shared_experts": 1, "moe_layer_start_index": 1,
     "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_head_dim": 16,
     "rotary_dim": 4, "sliding_window": 8, "state_size": 8, "mamba_d_state": 8, "ssm_state_size": 8, "time_step_rank": 4,
-    "mamba_dt_rank": 4, "conv_kernel": 3, "bos_token_id": 0, "eos_token_id": 0,
+    "mamba_dt_rank": 4, "conv_kernel": 3, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1,
+    "emb_dim": 16, "expert_ffn_hidden_size": 8, "zero_expert_num": 1, "laurel_rank": 4, "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "pronunciation_vocab_size": 64,
+    "pronunciation_embed_dim": 8, "shape_vocab_size": 64, "shape_embed_dim": 8,
 }  # fmt: skip
 """Small values of the fields of configurations; a family has some of them."""
 OF_FAMILY: Mapping[str, Mapping[str, Any]] = {
@@ -87,7 +93,27 @@ OF_FAMILY: Mapping[str, Mapping[str, Any]] = {
     },
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 16, "attention_window_size": 8},
     "gptj": {"rotary_dim": 4}, "codegen": {"rotary_dim": 4}, "mamba2": {"num_heads": 4, "head_dim": 8, "n_groups": 1},
-    "modernbert-decoder": {"pad_token_id": 1}, "emu3": {"pad_token_id": 1},
+    "hunyuan_v1_dense": {"head_dim": 8}, "hunyuan_v1_moe": {"head_dim": 8}, "ministral": {"head_dim": 8},
+    "nemotron": {"num_key_value_heads": 2}, "zaya": {"num_experts_per_tok": 1},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "cohere_compass_text": {
+        "rope_parameters": {kind: {"rope_theta": 1e4, "rope_type": "default"} for kind in ("full_attention", "sliding_attention")},
+    },
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"], "activation_sparsity_pattern": [0.0, 0.0],
+        "intermediate_size": [40, 40],
+    },
+    "zamba": {
+        "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 2,
+        "attention_hidden_size": 32, "attention_head_dim": 8,
+    },
+    "reformer": {
+        "axial_pos_embds_dim": [8, 8], "axial_pos_shape": [4, 4], "is_decoder": True, "attn_layers": ["local", "lsh"],
+        "attention_head_size": 8, "feed_forward_size": 40, "num_buckets": 2, "lsh_attn_chunk_length": 8,
+        "local_attn_chunk_length": 8,
+    },
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "attn_layer_indices": [1]},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "layer_types": ["mamba", "attention"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
@@ -271,32 +297,55 @@ def families() -> list[str]:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", nargs="*", help="only these")
+    parser.add_argument("--layout", action="append", choices=LAYOUTS, help="only this layout; may be given again")
     parser.add_argument("--rows", type=Path, default=ROWS, help="the file of rows, which is continued")
     parser.add_argument("--again", action="store_true", help="prove the chosen families anew")
     chosen = parser.parse_args(words)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     chosen.rows.parent.mkdir(parents=True, exist_ok=True)
-    known = read(chosen.rows)
+    known = {} if chosen.again else read(chosen.rows)
     for family in chosen.family or families():
-        layouts = [one for one in LAYOUTS if chosen.again or (family, one) not in known]
-        if not layouts:
-            continue
-        folder = Path(tempfile.mkdtemp(prefix="samestep-families-"))
-        try:
-            for row in rows_of(family, layouts, folder):
-                known[family, row.layout] = row
-                with chosen.rows.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(dataclasses.asdict(row)) + "\n")
-                print(
-                    f"{row.family:24} {row.layout:28} {row.outcome:9} {row.seconds:5.1f} s  {row.text[:110]}",
-                    flush=True,
-                )
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-    shown = [row for row in known.values() if not chosen.family or row.family in chosen.family]
+        layouts = [one for one in chosen.layout or LAYOUTS if (family, one) not in known]
+        if layouts:
+            _in_a_process(family, layouts, chosen.rows)
+    rows = read(chosen.rows)
+    shown = [row for row in rows.values() if not chosen.family or row.family in chosen.family]
     print(summary(shown))
+    if chosen.rows == ROWS:
+        family_table.keep({**family_table.kept(), **{key: (row.outcome, row.text) for key, row in rows.items()}})
     return int(any(row.outcome in ("different", "failed") for row in shown))
+
+
+def _in_a_process(family: str, layouts: Sequence[str], rows: Path) -> None:
+    """Prove a family in a process of its own, whose end, whatever the cause, ends no other family's proofs."""
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=_write_rows, args=(family, layouts, rows), name=family)
+    process.start()
+    process.join(FAMILY_S)
+    if process.exitcode != 0:
+        why = f"it took more than {FAMILY_S:.0f} s" if process.is_alive() else f"it ended with {process.exitcode}"
+        process.kill()
+        process.join()
+        known = read(rows)
+        for layout in layouts:
+            if (family, layout) not in known:
+                _write(Row(family, layout, "failed", why), rows)
+
+
+def _write_rows(family: str, layouts: Sequence[str], rows: Path) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="samestep-families-"))
+    try:
+        for row in rows_of(family, layouts, folder):
+            _write(row, rows)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(row: Row, rows: Path) -> None:
+    with rows.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+    print(f"{row.family:24} {row.layout:28} {row.outcome:9} {row.seconds:5.1f} s  {row.text[:110]}", flush=True)
 
 
 def read(path: Path) -> dict[tuple[str, str], Row]:

@@ -139,6 +139,18 @@ def silent() -> str:
     return "\n".join(lines)
 
 
+def family_counts() -> str:
+    """How many causal families of transformers are equal to one device, or refused, in each layout: `make families`."""
+    sys.path.insert(0, str(ROOT))
+    return str(importlib.import_module("benchmarks.family_table").counts())
+
+
+def families() -> str:
+    """Every causal family of transformers with what each layout makes of it, as `make families` has found it."""
+    sys.path.insert(0, str(ROOT))
+    return str(importlib.import_module("benchmarks.family_table").table())
+
+
 def reproductions() -> str:
     """Code that people write, with what each layout makes of it: `tests/proof/reproductions.py` runs every row."""
     sys.path.insert(0, str(ROOT))
@@ -219,6 +231,8 @@ TABLES = {
     "reverted": reverted,
     "silent": silent,
     "reproductions": reproductions,
+    "family_counts": family_counts,
+    "families": families,
     "where": where,
     "a_step": a_step,
 }

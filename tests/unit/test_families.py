@@ -60,6 +60,8 @@ OWN_WORDS = {
     "config", "args",  # of a job's [model] table, and of any function
     "column", "row", "qkv", "sum", "gather", "vocab", "whole",  # the styles of tracing/tensor_plan.py
     "norm", "dropout", "identity", "linear", "activation", "position", "depth",  # English
+    "query", "key", "value", "output", "dense",  # of attentions in general, and English
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "intermediate",  # of the torch-free Decoder
     "head_dim",  # of the torch-free Decoder
 }  # fmt: skip
 """Words of the facts that are the package's own too."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -177,6 +177,17 @@ class _DigestingDataset:
         return samples
 
 
+def _unseen(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook whose operations no mode of the run takes for the model's own."""
+
+    @functools.wraps(hook)
+    def apart(*given: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            hook(*given)
+
+    return apart
+
+
 class ObservedRun(StepObserver):
     """A run that records the samples it reads and the output of every module for each of them."""
 
@@ -246,6 +257,7 @@ class ObservedRun(StepObserver):
         updater.first_lr = [self.learning_rate or 0.0] * len(updater.first_lr)
 
     @torch.no_grad()
+    @_unseen
     def _note(self, path: str, _: nn.Module, args: Any, output: Any) -> None:
         if not self._samples:
             return
@@ -255,6 +267,7 @@ class ObservedRun(StepObserver):
             self._project(path, call, found)
 
     @torch.no_grad()
+    @_unseen
     def _note_given(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Record a block's arguments without gradients, which no block before it computed: rotary angles, positions."""
         for place, leaf in tree_flatten_with_path((args, kwargs))[0] if self._samples else ():
@@ -310,7 +323,7 @@ def observe(observed: ObservedRun, dataset: Dataset) -> Observation:
     mesh = run.assembly.parallel.mesh
     seen = Observation(
         rank=mesh.rank,
-        axes={axis: mesh.members(axis) for axis in mesh.groups},
+        axes={axis: mesh.members(axis) for axis in mesh.groups if axis in mesh.ranks.axes},  # no links of a pipeline
         indices={"dp": mesh.index("dp"), "tp": mesh.index("tp"), "stage": run.program.step.stage},
         start=held_weights(run),
     )

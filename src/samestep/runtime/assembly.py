@@ -168,8 +168,10 @@ class Assembly:
         return replace(self, objective=replace(self.objective, balance=expert.NoBalance()))
 
 
-def prepare(source: Source, job: Job, example: Any) -> TracedModel:
+def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | None = None) -> TracedModel:
     """Build the model on the meta device and trace it on one sample of `example`; nothing else examines it.
+
+    `planned` is the plan of tensor parallelism, if not the one that is found for the model.
 
     Raises:
         ModelError: the model cannot be built or traced.
@@ -178,7 +180,7 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
     dtype = next((param.dtype for param in plan.module.parameters() if param.is_floating_point()), torch.float32)
     one = _first_of(example, dtype)
     experts = experts_module.experts_of(plan.module)
-    planned = tensor_plan.cuts_of(plan.module, experts.counts)
+    planned = planned or tensor_plan.cuts_of(plan.module, experts.counts)
     expert_calls: dict[str, tuple[Any, Any]] = {}
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
     recorder = Recorder()
@@ -192,6 +194,12 @@ def prepare(source: Source, job: Job, example: Any) -> TracedModel:
         checkpointed = stack.enter_context(recompute.record_checkpointed(plan.module))
         spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, recorder, source.loss)
     proof, counts, shareable = _proven(spec, plan, planned, recorder, experts, one, source.loss is cross_entropy)
+    fewer, refusal = planned, proof.refusal
+    while refusal and not spec.varies_at and (smaller := tensor_plan.smaller(plan.module, fewer, refusal)):
+        cuts_loss = source.loss is cross_entropy
+        fewer, refusal = smaller, _proven(spec, plan, smaller, recorder, experts, one, cuts_loss)[0].refusal
+    if fewer is not planned and not refusal:
+        return prepare(source, job, example, fewer)  # costs are those of the cuts that are traced
     if planned.gathered:  # what a rank holds and sends is that of the gathered modules
         with ExitStack() as stack:
             stack.enter_context(snapshot.preserved(plan.module))

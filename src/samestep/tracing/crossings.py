@@ -160,6 +160,8 @@ def passes_one_tensor(
             return False
         if event.is_call and event.name in between and not _keeps_shape(event, flow):
             return False
+        if event.writes and not event.is_call:  # what stands in for an embedding's output cannot be written into
+            return False
     return all(_passes_one(layers, index, flow, dtype) for index in blocks[1:])
 
 

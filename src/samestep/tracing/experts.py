@@ -51,6 +51,17 @@ def _compute(model: nn.Module, experts: ExpertModules, way: str) -> dict[int, tu
     return before
 
 
+@contextmanager
+def grouped(model: nn.Module, experts: ExpertModules) -> Iterator[None]:
+    """Compute experts inside by grouped products, whose shapes do not depend on the choice: what a trace can follow."""
+    before = _compute(model, experts, facts_of(model).grouped_way)
+    try:
+        yield
+    finally:
+        for config, way in before.values():
+            setattr(config, facts_of(model).expert_way, way)
+
+
 # -- dispatches, seen in a forward on the meta device ----------------------------------------------
 
 
@@ -58,12 +69,8 @@ def _compute(model: nn.Module, experts: ExpertModules, way: str) -> dict[int, tu
 def record_dispatches(
     model: nn.Module, experts: ExpertModules, calls: dict[str, tuple[Any, Any]] | None = None
 ) -> Iterator[list[ExpertDispatch]]:
-    """Record the dispatches of the modules of experts, in a forward of one sample that runs inside, and how each is called.
-
-    Inside, experts are computed by grouped products, whose shapes do not depend on the choice.
-    """
+    """Record the dispatches of the modules of experts, in a forward of one sample that runs inside, and how each is called."""
     seen: list[ExpertDispatch] = []
-    facts = facts_of(model)
 
     def note(path: str, module: nn.Module, args: Any, named: Any) -> None:
         x, chosen, _ = called_with(args, named)
@@ -75,12 +82,10 @@ def record_dispatches(
         model.get_submodule(path).register_forward_pre_hook(functools.partial(note, path), with_kwargs=True)
         for path in experts.counts
     ]
-    before = _compute(model, experts, facts.grouped_way)
     try:
-        yield seen
+        with grouped(model, experts):
+            yield seen
     finally:
-        for config, way in before.values():
-            setattr(config, facts.expert_way, way)
         for handle in handles:
             handle.remove()
 

@@ -14,6 +14,9 @@ from torch.utils._pytree import tree_map_only
 KNOWN_ELEMENTS = 2**20
 """Integers are followed in tensors of at most so many elements: tokens and positions, not masks of pairs."""
 
+KNOWN_CONSTANTS = 2**16
+"""Floating values that follow from known ones are followed in tensors of at most so many elements: a mask of ones."""
+
 _CPU = torch.device("cpu")
 
 
@@ -33,7 +36,8 @@ class KnownValues:
 
     def follows(self, tensor: Tensor) -> bool:
         """Return whether values of tensors of this dtype are kept."""
-        return tensor.is_meta and (self.keeps_all or self.keeps_constants or is_whole(tensor))
+        is_kept = self.keeps_all or self.keeps_constants or tensor.numel() <= KNOWN_CONSTANTS
+        return tensor.is_meta and (is_kept or is_whole(tensor))
 
     def learn(self, tensor: Tensor, value: Tensor) -> None:
         """Store the value of a tensor that has a storage of its own."""
@@ -77,8 +81,13 @@ class KnownValues:
             for tensor in kept if func._schema.is_mutable else ():
                 self.forget(tensor)
             return
-        with torch.random.fork_rng(devices=[]) if is_random else nullcontext():
-            value = self.run(func, args, kwargs)
+        try:
+            with torch.random.fork_rng(devices=[]) if is_random else nullcontext():
+                value = self.run(func, args, kwargs)
+        except NotImplementedError:  # an operation of other devices alone, as torch.histc of integers is
+            for tensor in kept:
+                self.forget(tensor)
+            return
         if not func._schema.is_mutable:
             for tensor, real in zip(operands(outcome), operands(value), strict=True):
                 if address(tensor) not in self._twins:

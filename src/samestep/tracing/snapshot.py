@@ -53,6 +53,10 @@ class Value:
         return [(id(tensor), place) for tensor, place in zip(self.tensors, self.places, strict=True)]
 
 
+_HOOKS = ("_forward", "_backward", "_state_dict", "_load_state", "_is_full")
+"""Beginnings of the names of a module's attributes that hold hooks."""
+
+
 class Snapshot:
     """The attributes, buffers and parameters of all modules, and the variables that code reaches, at one moment.
 
@@ -112,9 +116,10 @@ class Snapshot:
             if name == "_buffers" or (self._weights and name in ("_parameters", "_modules")):
                 self._undo.append((value, dict(value)))
                 self.values |= {(path, key): self._value(item) for key, item in value.items()}
-            elif name not in kept and not name.startswith(
-                ("_forward", "_backward", "_state_dict", "_load_state", "_is_full")
-            ):
+            elif name.startswith(_HOOKS):
+                # A forward that installs hooks once notes that in an attribute: both go back, or hooks come twice.
+                self._undo += [(value, dict(value))] if isinstance(value, dict) else []
+            elif name not in kept:
                 self.values[path, name] = self._value(value)
         weights = part._parameters.values() if self._weights else ()
         self._data += [(param, param.data, address(param)) for param in weights if param is not None]

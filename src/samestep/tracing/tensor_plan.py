@@ -23,7 +23,7 @@ from samestep.models.spec import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSu
 from samestep.tracing import cut_proof
 from samestep.tracing.cut_proof import CutProof
 from samestep.tracing.operations import Recorder
-from samestep.tracing.trace import samples_traced
+from samestep.tracing.trace import containers_of, samples_traced
 
 Plan = Mapping[str, str]
 """Patterns of module paths, each with one of `STYLES`."""
@@ -38,6 +38,8 @@ class Cuts:
     styles: dict[str, str] = field(default_factory=dict)
     """Style of each module in the plan, by its path."""
     refusal: str = ""
+    may_shrink: bool = False
+    """Whether parts of it may be left whole, where a proof refuses them."""
     gathered: dict[str, str] = field(default_factory=dict)
     """Modules that the plan cuts otherwise, whose outputs are gathered, or which stay whole, and why."""
 
@@ -49,9 +51,10 @@ class Cuts:
 
 
 def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
-    """Return how a model may be cut: by its own `tensor_plan`, or by the plan that transformers has for its family.
+    """Return how a model may be cut: by its own `tensor_plan`, by the plan of transformers for its family, or by a guess.
 
-    `experts` are the paths of modules of experts, which a family's plan may name and which are not cut.
+    `experts` are the paths of modules of experts, which a family's plan may name and which are not cut. A guess, by the
+    names of the layers in its blocks, is made for a family whose plan leaves its blocks whole.
 
     Raises:
         ModelError: the model's own plan has an unknown style.
@@ -60,17 +63,12 @@ def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
     if own is not None:
         return _matched(model, dict(own))
     facts = facts_of(model)
-    plan = facts.plan_of(model)
-    if plan is None:
-        return Cuts(refusal="it has no tensor_plan, and transformers has none for it")
-    plan = {pattern: style for pattern, style in plan.items() if not _is_of_experts(model, experts, pattern)}
+    given = facts.plan_of(model) or {}
+    plan = {pattern: style for pattern, style in given.items() if not _is_of_experts(model, experts, pattern)}
     names = [*(path for path, _ in model.named_modules()), *(name for name, _ in model.named_parameters())]
     plan = {pattern: style for pattern, style in plan.items() if fnmatch.filter(names, pattern)}
-    if not plan:
-        return Cuts(refusal="its plan names experts alone, which ep distributes, or modules that it does not have")
     unknown = sorted({style for style in plan.values() if style not in facts.plan_styles})
-    if unknown:
-        return Cuts(refusal=f"its plan asks for {', '.join(unknown)}, which samestep does not support")
+    plan = {pattern: style for pattern, style in plan.items() if style in facts.plan_styles}
     # What is gathered, and split again for a row cut beside it, may stay cut in between.
     split = {pattern.rpartition(".")[0] for pattern, style in plan.items() if style == facts.split_style}
     styles = {pattern: facts.plan_styles[style] for pattern, style in plan.items()}
@@ -78,12 +76,48 @@ def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
         pattern for pattern, style in styles.items() if style == "gather" and pattern.rpartition(".")[0] in split
     ]
     styles |= dict.fromkeys(rejoined, "column")
-    cuts = _matched(model, {pattern: style for pattern, style in styles.items() if style != "whole"})
+    styles = {pattern: style for pattern, style in styles.items() if style != "whole"}
+    if "row" not in styles.values():
+        styles |= facts.guess_of(model, _linears_in_blocks(model))
+    if "row" not in styles.values():
+        if unknown:
+            return Cuts(refusal=f"its plan asks for {', '.join(unknown)}, which samestep does not support")
+        if given:
+            return Cuts(refusal="its plan names experts alone, which ep distributes, or modules that it does not have")
+        return Cuts(refusal="it has no tensor_plan, and transformers has none for it")
+    cuts = replace(_matched(model, styles), may_shrink=True)
     for part in facts.vocabulary_parts(model):
         path = next((path for path, module in model.named_modules() if module is part), None)
         if path is not None:
             cuts.styles[path] = "vocab"
     return cuts
+
+
+def _linears_in_blocks(model: nn.Module) -> list[str]:
+    facts, containers = facts_of(model), containers_of(model)
+    return [
+        path
+        for path, part in model.named_modules()
+        if (isinstance(part, nn.Linear) or facts.is_transposed(part))
+        and any(path != one and is_below(path, one) for one in containers)
+    ]
+
+
+def smaller(model: nn.Module, cuts: Cuts, refusal: str) -> Cuts | None:
+    """Return the plan that leaves whole the part of each block that a refusal names first; if it names none, the vocabulary.
+
+    None if that leaves no cut within blocks, or where the plan is the model's own: what its author asks for is cut, or refused.
+    """
+    parts: dict[str, set[str]] = {}
+    for path in cuts.styles if cuts.may_shrink else ():
+        container = next((one for one in containers_of(model) if path != one and is_below(path, one)), None)
+        below = path[len(container) + 1 :].split(".") if container else []
+        parts.setdefault(f".{below[0]}.{below[1]}" if len(below) > 1 else "", set()).add(path)
+    found = {part: refusal.find(part) for part in parts if part and part in refusal}
+    named = min(found, key=found.__getitem__).rpartition(".")[2] if found else ""
+    whole = {path for part, paths in parts.items() if part.rpartition(".")[2] == named for path in paths}
+    styles = {path: style for path, style in cuts.styles.items() if path not in whole}
+    return Cuts(styles, may_shrink=True) if whole and "row" in styles.values() else None
 
 
 def _is_of_experts(model: nn.Module, experts: Collection[str], pattern: str) -> bool:

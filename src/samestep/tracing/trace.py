@@ -355,7 +355,8 @@ def _param_specs(
         alike = names[id(param)]
         owners = {_owner(alias) for alias in alike}
         own = _layer_of(_owner(name), layer_of, containers)
-        layer = read_first.get(name, own)
+        # Of a tied weight the first layer, also where its first name is that of the head.
+        layer = min(read_first.get(one, _layer_of(_owner(one), layer_of, containers)) for one in alike)
         # A module's weights are gathered together, so one shared weight makes all of them shared.
         shared = bool(owners & meeting)
         roots = owners if shared else {root for root in layers[own].modules if is_below(_owner(name), root)}

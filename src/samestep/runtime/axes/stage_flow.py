@@ -32,6 +32,7 @@ from samestep.errors import ModelError
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.runtime.axes import context, precision, recompute
+from samestep.tracing import experts
 from samestep.tracing.forward import ForwardTracer, watch_forward
 from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.tracing.stages import Event, Flow, mapped, name_of, reads_shape_alone, tensors_of
@@ -246,6 +247,7 @@ class Flows:
         self._value_of = functools.cache(functools.partial(traced.blueprint.materialize, device=torch.device("cpu")))
         self._program = Program(step=step, bodies={})
         self._name = step.model.name
+        self._experts = traced.analysis.experts
         self._containers = containers_of(self._module)
         self._known: dict[Hashable, Flow] = {}
         double = torch.float64 if step.compute_dtype == "float64" else None
@@ -274,7 +276,9 @@ class Flows:
             try:
                 checkpointed = recompute.record_checkpointed(self._module)  # reentrant ones would hide gradients
                 sliced = context.on_meta(self._module, self._program.step.model, samples, self._parts)
-                with _without_modes(), checkpointed, precision.raised_islands(self._program), sliced:
+                followed = experts.grouped(self._module, self._experts)
+                raised = precision.raised_islands(self._program)
+                with _without_modes(), checkpointed, followed, raised, sliced:
                     watch_forward(self._module, samples, 1, self._name, self._containers, tracer, self._value_of)
             except NeedsValuesError:
                 raise ModelError(
