@@ -518,8 +518,9 @@ def remembered(
 
 
 def is_moved(model: ModelSpec, param: ParamSpec) -> bool:
-    """Return whether a weight is in no module of the layer that uses it first."""
-    return not any(is_below(param.name, root) for root in model.layers[param.layer].modules if root)
+    """Return whether a weight is in no module of the layer that uses it first, by any of its names."""
+    roots = [root for root in model.layers[param.layer].modules if root]
+    return not any(is_below(name, root) for name in (param.name, *param.aliases) for root in roots)
 
 
 @remembered
