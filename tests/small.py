@@ -34,7 +34,7 @@ SMALL = {
     "schedule.warmup_steps": 2,
     "checkpoint.every": 0,
 }
-TIMINGS = ("step_s", "tokens_per_s", "memory_bytes")
+TIMINGS = ("data_wait_s", "step_s", "tokens_per_s", "memory_bytes")
 
 
 def settings(**changes: Any) -> list[str]:

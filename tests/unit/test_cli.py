@@ -90,11 +90,6 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     ),
     "optimizer": ([], {"optimizer.name": "adamx"}, "optimizer.name = 'adamx' is none of"),
     "optimizer's values": ([], {"optimizer.options.betas": [2, 3]}, "optimizer: AdamW refuses its settings: Invalid beta"),
-    "optimizer and tp": (
-        ["--layout", "tp=2"],
-        {"optimizer.name": "adafactor", "optimizer.options": {}},
-        "would get another update: tp=1 works, and zero=1 to 3 update it whole on one rank",
-    ),
     "loss": ([], {"train.loss": "cross_entrpy"}, "(did you mean 'cross_entropy'?)"),
     "device": ([], {"run.device": "gpu"}, "run.device: input should be 'auto', 'cpu' or 'cuda', got 'gpu'"),
     "resume nothing": (["--resume"], {}, "there is no run below runs/ to resume; --out names another folder"),
