@@ -460,9 +460,10 @@ class Canary(StepObserver):
 
     def _versions(self) -> list[Any]:
         """Return the versions and the norms of the weights: writing through `.data` leaves no version."""
-        params = list(self._model.parameters())
+        params = [param for param in self._model.parameters() if not param.is_meta]  # those of other stages are
         values = [getattr(param, "_local_tensor", param).detach() for param in params]
-        norms = torch.stack(torch._foreach_norm([v.double() for v in values if v.numel()])).tolist() if values else []
+        values = [value for value in values if value.numel()]
+        norms = torch.stack(torch._foreach_norm(values, 2.0, torch.float64)).tolist() if values else []
         return [*(param._version for param in params), *norms]
 
     def _has_other_inputs(self) -> bool:
