@@ -167,7 +167,7 @@ def write(place: Place, value: Any) -> None:
 
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return float(value) if not value.is_meta else 0.0
+        return float(value) if value.numel() == 1 and not value.is_meta else value
     return value.copy() if isinstance(value, list | dict | set | collections.deque) else value
 
 

@@ -132,6 +132,7 @@ class Canary(StepObserver):
         `replays` makes a weight's update again too.
         """
         share = Microbatches(self._assembly, batch)
+        self._assembly.model.dropout.begin_step(self._model)  # its hooks are part of the state that is kept below
         turn, self._num_watched, self._replays = self._num_watched, self._num_watched + 1, replays
         chosen = -(turn + 1) % self._assembly.parallel.program.step.num_microbatches  # the last one first, too
         indices = share.drawn(chosen)
