@@ -191,6 +191,8 @@ def _unseen(hook: Callable[..., None]) -> Callable[..., None]:
 class ObservedRun(StepObserver):
     """A run that records the samples it reads and the output of every module for each of them."""
 
+    is_proof = True
+
     def __init__(self, source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> None:
         """Prepare the run. Every rank must call it: process groups are made; if one does not, the others wait for it."""
         self.shares: list[Share] = []

@@ -144,7 +144,7 @@ class Run:
         regularly = self._is_watched(batch.step)
         if not regularly and not self._is_watched_early():
             return self._step(batch)
-        if self._observer.dropout_mode() is not None:  # a proof, which compares more
+        if self._observer.is_proof:  # which compares more
             return self._compared_step(batch) if regularly else self._step(batch)
         self._loss_is_tried &= not regularly  # again: a loss may come to couple samples later
         with self._canary.watching(batch, self._observer, replays=regularly) as canary, self._observed_by(canary):

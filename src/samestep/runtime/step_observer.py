@@ -47,6 +47,9 @@ class StepScalars:
 class StepObserver:
     """Observes the steps of a run, on each rank separately. Every method of this base class does nothing."""
 
+    is_proof = False
+    """Whether it compares the steps with those of another run, so that the run need not try samples again."""
+
     def running(self, task: Task, samples: Indices) -> AbstractContextManager[None]:
         """Return the context in which a task runs; `samples` are those of its micro-batch, none for the update."""
         return _NOTHING
