@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from samestep.errors import LayoutError
+from samestep.errors import LayoutError, UnprovenError
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.dropout.masks import MaskSlice
 from tests.laboratory import TOLERANCE, Observed, assert_same, clipped, combinations, observe, prove, reference
@@ -75,7 +75,7 @@ def observe_faulty(rank: int, world: int, fault: str, model: str, layout: str) -
 )
 def test_masks_of_another_rank_are_found_out(fault: str, layout: str) -> None:
     assert_same(pool(2).run(observe_faulty, "none", "dropping_gpt2", layout), reference("dropping_gpt2"), TOLERANCE)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, UnprovenError)):  # by the proof, or by the sample that is run again before it
         assert_same(pool(2).run(observe_faulty, fault, "dropping_gpt2", layout), reference("dropping_gpt2"), TOLERANCE)
 
 

@@ -36,7 +36,7 @@ Slot = tuple[str, str]
 
 
 @dataclass(slots=True)
-class Value:
+class Content:
     """The content of one attribute: its numbers and structure, and the tensors in it."""
 
     skeleton: Any
@@ -74,7 +74,7 @@ class Snapshot:
         """Generators of random numbers, each with a function that puts it back."""
         self._seen: dict[int, Any] = {}
         self._kept: list[Any] = []  # so that no id is given to another object
-        self.values: dict[Slot, Value] = {}
+        self.values: dict[Slot, Content] = {}
         self._data: list[tuple[nn.Parameter, Tensor, int]] = []
         self._reached = reached_from(root)
         modules = list(root.named_modules()) if isinstance(root, nn.Module) else []
@@ -139,13 +139,13 @@ class Snapshot:
             if address(param) != where:
                 param.data = data
 
-    def _value(self, value: Any) -> Value:
+    def _value(self, value: Any) -> Content:
         tensors: list[Tensor] = []
         known = len(self.generators)
         skeleton = self._skeleton(value, tensors, _DEPTH)
         self._kept += [tensor.untyped_storage() for tensor in tensors]  # which keep their addresses
         found = {id(generator) for generator, _ in self.generators[known:]}
-        return Value(skeleton, tensors, list(map(address, tensors)), found)
+        return Content(skeleton, tensors, list(map(address, tensors)), found)
 
     def _skeleton(self, value: Any, tensors: list[Tensor], depth: int) -> Any:
         """Return a value's numbers and structure in a form that can be compared, and collect its tensors."""

@@ -36,7 +36,7 @@ from samestep.models.spec import ModelSpec
 from samestep.tracing.forward import ForwardTracer, ValueOf, watch_forward
 from samestep.tracing.meta_tensors import NeedsValuesError, address, operands, tensors_in
 from samestep.tracing.reachable import Variable
-from samestep.tracing.snapshot import OUTSIDE, Slot, Snapshot, Value
+from samestep.tracing.snapshot import OUTSIDE, Content, Slot, Snapshot
 
 _FEW = 16
 _MOST_JUMPS, _LARGEST_JUMP = 8, 10_000
@@ -103,7 +103,7 @@ def record_changes(module: nn.Module) -> Iterator[Changes]:
 
 def _changed(before: Snapshot, after: Snapshot) -> set[Slot]:
     """Return the slots whose numbers, structure or tensors differ."""
-    none = Value(None, [])
+    none = Content(None, [])
     slots = before.values.keys() | after.values.keys()
     pairs = ((slot, before.values.get(slot, none), after.values.get(slot, none)) for slot in slots)
     return {slot for slot, old, new in pairs if old.skeleton != new.skeleton or old.identities != new.identities}
@@ -359,7 +359,7 @@ def _replaced(
 
     `acts` tells whether forwards do something else once numbers that they keep have changed.
     """
-    none = Value(None, [])
+    none = Content(None, [])
     for slot in sorted(_changed(start, first.after) | _changed(first.after, again.after)):
         old, new, newer, wide = (seen.values.get(slot, none) for seen in (start, first.after, again.after, wider.after))
         known = set(old.identities)
@@ -383,7 +383,7 @@ def _kind(owner: str, kind: StateKind) -> StateKind:
     return "variable" if owner == OUTSIDE else kind
 
 
-def _only_tensors(value: Value, other: Value) -> bool:
+def _only_tensors(value: Content, other: Content) -> bool:
     """Return whether both are flat containers of tensors alone, as a log of activations is."""
     return all(
         isinstance(seen.skeleton, tuple) and len(seen.skeleton) == 1 + len(seen.tensors) for seen in (value, other)
