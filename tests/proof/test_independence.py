@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from samestep.models.analysis import ExpertModules
 from samestep.tracing.dependence_rules import DECLARED, independent
-from samestep.tracing.operation_trial import LARGEST, Given, Rows, try_apart
+from samestep.tracing.operation_trial import LARGEST, Given, RowsAlong, try_apart
 from samestep.tracing.samples import NUM_SAMPLES, Findings, examine
 
 NO_EXPERTS = ExpertModules({}, ())
@@ -240,7 +240,7 @@ class Held(torch.autograd.Function):
         return gradient * weight, (gradient * x).mean(0)
 
 
-ROWS = Rows(0, 2, 6)
+ROWS = RowsAlong(0, 2, 6)
 """Six rows of two elements side by side, and the same once more."""
 X = Given((24, 4), torch.float32, True, ROWS)
 WEIGHT = Given((4,), torch.float32, True)
@@ -275,6 +275,6 @@ def test_a_trial_of_a_large_operation_runs_on_smaller_sizes() -> None:
         sizes.append(x.shape)
         return x.cos()
 
-    rows = Rows(1, 1, 8192)
+    rows = RowsAlong(1, 1, 8192)
     assert try_apart(noted, (Given((4, 8192, 4096), torch.bfloat16, True, rows),), (), [rows]) == "same"
     assert sizes[0].numel() <= LARGEST

@@ -14,7 +14,7 @@ import torch
 
 from samestep.models.spec import is_below
 from samestep.tracing.feature_units import MixesError, UnitDim, UnitFlow, UnitRows, met_by, named, place
-from samestep.tracing.operation_trial import Given, Rows, try_apart
+from samestep.tracing.operation_trial import Given, RowsAlong, try_apart
 from samestep.tracing.operations import Operation, View
 
 _aten = torch.ops.aten
@@ -361,10 +361,10 @@ def _tried_units(
             found = flow.along(view, op)
             if found is None and view.shape and any(view.storage == result.storage for result in op.results):
                 found = total  # it is written
-            rows = None if found is None else Rows(found.dim, found.inner * found.units // units, units)
+            rows = None if found is None else RowsAlong(found.dim, found.inner * found.units // units, units)
             return Given(view.shape, view.dtype, view.takes_gradient, rows, values=view.values)
 
-        results = [Rows(total.dim, total.inner * total.units // units, units)] * num_results
+        results = [RowsAlong(total.dim, total.inner * total.units // units, units)] * num_results
         named_args = tuple(sorted((name, _with_given(value, given)) for name, value in op.kwargs.items()))
         if try_apart(compute, _with_given(args, given), named_args, results) == "same":
             return units

@@ -32,7 +32,7 @@ Outcome = Literal["same", "differs", "fails"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowsAlong:
     """Where a tensor has its rows: index k along `dim` belongs to row (k // inner) % count."""
 
     dim: int
@@ -47,7 +47,7 @@ class Given:
     shape: tuple[int, ...]
     dtype: torch.dtype
     takes_gradient: bool = False
-    rows: Rows | None = None
+    rows: RowsAlong | None = None
     is_mixed: bool = False
     """Whether it depends on several rows, so that it may get no gradient."""
     values: tuple[Any, ...] | None = None
@@ -62,7 +62,7 @@ class Given:
 
 
 def try_apart(
-    compute: Callable[..., Any], args: tuple[Any, ...], named: tuple[tuple[str, Any], ...], results: Sequence[Rows]
+    compute: Callable[..., Any], args: tuple[Any, ...], named: tuple[tuple[str, Any], ...], results: Sequence[RowsAlong]
 ) -> Outcome:
     """Return whether an operation computes each row by itself, forward and backward.
 
@@ -77,7 +77,10 @@ def try_apart(
 
 @functools.lru_cache(maxsize=512)
 def _remembered(
-    compute: Callable[..., Any], args: tuple[Any, ...], named: tuple[tuple[str, Any], ...], results: tuple[Rows, ...]
+    compute: Callable[..., Any],
+    args: tuple[Any, ...],
+    named: tuple[tuple[str, Any], ...],
+    results: tuple[RowsAlong, ...],
 ) -> Outcome:
     # A thread of its own runs outside of the modes of the trace, and with autograd.
     with ThreadPoolExecutor(1) as thread:
@@ -86,7 +89,7 @@ def _remembered(
     return "fails" if outcome == "differs" and is_guess else outcome
 
 
-def _tried(compute: Callable[..., Any], args: Any, named: Any, results: tuple[Rows, ...]) -> Outcome:
+def _tried(compute: Callable[..., Any], args: Any, named: Any, results: tuple[RowsAlong, ...]) -> Outcome:
     leaves, tree = tree_flatten((args, dict(named)), is_leaf=lambda leaf: isinstance(leaf, Given))
     given = _smaller([leaf for leaf in leaves if isinstance(leaf, Given)])
     places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Given)]
@@ -155,7 +158,11 @@ def _drawn(one: Given, high: int, wide: bool, generator: torch.Generator) -> Ten
 
 
 def _compared(
-    run: Callable[[list[Tensor]], list[Tensor]], given: list[Given], results: tuple[Rows, ...], count: int, wide: bool
+    run: Callable[[list[Tensor]], list[Tensor]],
+    given: list[Given],
+    results: tuple[RowsAlong, ...],
+    count: int,
+    wide: bool,
 ) -> Outcome:
     """Run the operation whole and on parts, and compare them."""
     generator = torch.Generator().manual_seed(0)
@@ -232,7 +239,7 @@ def _upstream(out: Tensor, generator: torch.Generator) -> Tensor | None:
     return torch.randn(out.shape, dtype=torch.float64, generator=generator).to(out.dtype)
 
 
-def _part(tensor: Tensor, rows: Rows | None, part: list[int], count: int) -> Tensor:
+def _part(tensor: Tensor, rows: RowsAlong | None, part: list[int], count: int) -> Tensor:
     """Return a tensor's rows that a part has."""
     if rows is None:
         return tensor

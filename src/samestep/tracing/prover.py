@@ -18,7 +18,7 @@ from samestep.tracing.dependence_rules import COPIES, FILLS, assumed, attention,
 from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.independence import Along, Dependence, Dependences, Mixed, joined
 from samestep.tracing.meta_tensors import address, operands, written_by
-from samestep.tracing.operation_trial import Given, Outcome, Rows, try_apart
+from samestep.tracing.operation_trial import Given, Outcome, RowsAlong, try_apart
 from samestep.tracing.operations import FEW_ELEMENTS
 
 
@@ -138,14 +138,16 @@ class Prover(ForwardTracer):
             else:
                 self.tried.append(text)
 
-    def _rows(self, tensor: Tensor) -> Rows | None:
+    def _rows(self, tensor: Tensor) -> RowsAlong | None:
         """Return where a tensor has the rows, all of them in order; None if it has not."""
         found = self.known.of(tensor)
         if not isinstance(found, Along) or not self.known.is_ordered(tensor):
             return None
-        return Rows(found.dim, found.inner, self.num_rows)
+        return RowsAlong(found.dim, found.inner, self.num_rows)
 
-    def _try(self, compute: Any, args: Any, kwargs: Any, written: dict[int, Rows], results: list[Rows]) -> Outcome:
+    def _try(
+        self, compute: Any, args: Any, kwargs: Any, written: dict[int, RowsAlong], results: list[RowsAlong]
+    ) -> Outcome:
         """Try an operation whose rows are known; `written` are the rows of operands that it writes, by identity."""
 
         def described(tensor: Tensor) -> Any:
@@ -170,7 +172,7 @@ class Prover(ForwardTracer):
         """Return the dependences of the results of an operation that has no rule, and is tried on drawn values."""
         found = list(assumed(call))
         rows = [
-            Rows(one.dim, one.inner, self.num_rows)
+            RowsAlong(one.dim, one.inner, self.num_rows)
             for one, result in zip(found, call.results, strict=True)
             if isinstance(one, Along) and one.start == 0 and result.shape[one.dim] % (self.num_rows * one.inner) == 0
         ]

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -328,7 +329,8 @@ class _RunningUnit:
         gathered = [weight._unsharded_param for weight in self._group.fsdp_params]
         versions: list[Any] = [param._version for param in gathered]
         if self.compares and gathered:
-            versions += torch.stack(torch._foreach_norm([param.detach().float() for param in gathered])).tolist()
+            norms = torch.stack(torch._foreach_norm([param.detach() for param in gathered], 2.0, torch.float64))
+            versions += norms.nan_to_num(math.inf).tolist()  # what is no number equals itself here
         return versions
 
     def _leave(self, *_: Any) -> None:
