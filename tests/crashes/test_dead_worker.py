@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import LayoutError, NonFiniteError, WorkerError
-from samestep.runtime.processes import workers
+from samestep.runtime.processes import worker, workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.workers import run_workers
 
@@ -104,7 +104,7 @@ def test_a_worker_that_never_joins_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         if rank == 1:
             time.sleep(600)
 
-    monkeypatch.setattr(workers, "_write_to_files", write_to_files)
+    monkeypatch.setattr(worker, "_write_to_files", write_to_files)
     with pytest.raises(WorkerError, match=r"^rank 1 of 2 did not (join within 2 s|answer; rank 0)"):
         run_workers(_hang, ranks=2, timeout_s=2)
 

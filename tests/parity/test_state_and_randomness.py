@@ -979,11 +979,16 @@ def allowing(word: str) -> Job:
         ("the forward draws .* numpy", NumpyNoise),
         ("the forward draws .* Python", PythonNoise),
         ("the forward draws .* Python", MultipleOf624),
-        ("the backward draws .* torch", BackwardNoise),
     ],
 )
 def test_random_numbers_that_no_function_mode_sees_are_refused(words: str, build: type[Net]) -> None:
     assert_refused(f"step 1: .*{words}", "random", build, "dp=1", "dp=2")
+
+
+def test_noise_of_a_backward_is_refused() -> None:
+    assert_refused("step 1: .*the backward draws .* torch", "random", BackwardNoise, "dp=1")
+    with pytest.raises(LayoutError, match=r"by the gradient of NoisyGradient.*run\.allow = \[\"samples\"\]"):
+        in_layout(BackwardNoise, "dp=2")
 
 
 def test_noise_after_warm_up_is_refused_at_its_step() -> None:

@@ -165,7 +165,9 @@ def proof_of(
         return CutProof(cuts.styles, refusal=refusal)
     whole = {path for path, heads in shareable.items() if heads == 1}
     proof = cut_proof.prove(model, cuts.styles, whole, recorder, cuts_loss)
-    if proof.cuts_logits and _unclear_use(spec, cuts, proof) is not None:  # weights behind the head then meet whole logits
+    if (
+        proof.cuts_logits and _unclear_use(spec, cuts, proof) is not None
+    ):  # weights behind the head then meet whole logits
         proof = cut_proof.prove(model, cuts.styles, whole, recorder, False)
     if not proof.refusal and (path := _unclear_use(spec, cuts, proof)) is not None:
         return replace(proof, refusal=_use(spec, proof, path), refused_at=path)

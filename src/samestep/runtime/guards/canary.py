@@ -464,7 +464,9 @@ class Canary(StepObserver):
         params = [param for param in self._model.parameters() if not param.is_meta]  # those of other stages are
         values = [getattr(param, "_local_tensor", param).detach() for param in params]
         values = [value for value in values if value.numel()]
-        norms = torch.stack(torch._foreach_norm(values, 2.0, torch.float64)).nan_to_num(math.inf).tolist() if values else []
+        norms = (
+            torch.stack(torch._foreach_norm(values, 2.0, torch.float64)).nan_to_num(math.inf).tolist() if values else []
+        )
         return [*(param._version for param in params), *norms]
 
     def _has_other_inputs(self) -> bool:
