@@ -84,7 +84,7 @@ def with_mistake(
     ("mistake", "layout", "found"),
     [
         (batch_stays_on_the_host, "dp=1", "at least two devices"),
-        (scalars_are_sent_from_the_host, "dp=1", "No backend type associated with device type cpu"),
+        (scalars_are_sent_from_the_host, "dp=2", "No backend type associated with device type cpu"),
         (generator_of_the_host_draws, "dp=1", "Expected a 'cuda' device type for generator"),
         (gathered_weight_is_kept, "dp=2 zero=3", "used after its storage was freed"),
         (offload_does_not_wait, "dp=1 offload", "not finite"),

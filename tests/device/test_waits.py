@@ -75,7 +75,7 @@ EXPECTED: list[tuple[str, str, dict[tuple[str, str], int]]] = [
     ],
 )
 def test_a_step_waits_once(layout: str, model: str, others: dict[tuple[str, str], int]) -> None:
-    for seen in on_ranks(layout, counted, model, clipped("bf16"), device="cuda"):
+    for seen in on_ranks(layout, counted, model, clipped("bf16", watch_every=0), device="cuda"):
         assert dict(seen) == {SCALARS: 1, **others}
 
 
@@ -113,7 +113,7 @@ def hidden_waits(rank: int, world: int, model: str, layout: str, job: Job) -> Co
 
 
 def test_a_hidden_wait_is_found() -> None:
-    (seen,) = on_ranks("dp=1", hidden_waits, "plain", clipped("bf16"), device="cuda")
+    (seen,) = on_ranks("dp=1", hidden_waits, "plain", clipped("bf16", watch_every=0), device="cuda")
     assert [place for place in seen if place not in REASONS] == [
         ("item", "building/model.py:call_model < device/test_waits.py:hidden_waits")
     ]
