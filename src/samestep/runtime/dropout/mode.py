@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -125,6 +126,15 @@ class _Tracker:
     """Where each mask has its samples, where they are not in order along dimension 0."""
     hooked: WeakKeyDictionary[nn.Module, RemovableHandle] = field(default_factory=WeakKeyDictionary)
     hooks: list[RemovableHandle] = field(default_factory=list)
+    num_removed: int = 0
+    """How often the hooks were removed; a state of the model that is put back may bring removed ones back, which do nothing."""
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the hooks are on the modules, judged by one of them: a state that is put back may lack all."""
+        return any(
+            handle.id in module._forward_pre_hooks for module, handle in itertools.islice(self.hooked.items(), 1)
+        )
 
 
 _TRACKERS: WeakKeyDictionary[nn.Module, _Tracker] = WeakKeyDictionary()
@@ -163,17 +173,20 @@ def untrack_modules(model: nn.Module) -> None:
         hook.remove()
     tracker.hooks.clear()
     tracker.hooked.clear()
+    tracker.num_removed += 1
 
 
 def _hook(module: nn.Module, name: str, tracker: _Tracker) -> RemovableHandle:
     """Install the hooks that report the forwards of one module to the active mode; return the handle of the first."""
 
+    round_ = tracker.num_removed
+
     def enter(module: nn.Module, args: Any) -> None:
-        if tracker.modes:
+        if tracker.modes and tracker.num_removed == round_:
             tracker.modes[-1]._enter_module(name)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if tracker.modes:
+        if tracker.modes and tracker.num_removed == round_:
             tracker.modes[-1]._leave_module(name)
 
     handle = module.register_forward_pre_hook(enter, prepend=True)
@@ -193,7 +206,7 @@ class DropoutMode(MaskSource):
 
     def __init__(self, model: nn.Module, draw: Draw, part: MaskSlice | None = None) -> None:
         super().__init__()
-        if not (model in _TRACKERS and _TRACKERS[model].hooks):
+        if not (model in _TRACKERS and _TRACKERS[model].is_installed):
             track_modules(model)
         self.allows_random = False
         self.num_draws = 0
