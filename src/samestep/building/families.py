@@ -44,6 +44,9 @@ class FamilyFacts:
     positional_words: tuple[str, ...] = ("rotary", "position", "wpe", "pos_emb")
     """Words in the last name of modules that depend on positions alone."""
 
+    installed_flag: str = "_output_capturing_hooks_installed"
+    """A model's attribute that says whether it has installed its hooks, which are no state of its training."""
+
     plan_field: str = "base_model_tp_plan"
     """The configuration's field for a plan of tensor parallelism, with paths relative to the base model."""
     base_prefix: str = "base_model_prefix"

@@ -21,6 +21,8 @@ import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samestep.building.families import facts_of
+
 _OF_MODULES = frozenset(vars(nn.Module()))
 _PLAIN = (type(None), bool, int, float, str)
 _WORDS = 1 << 24
@@ -52,10 +54,14 @@ class FirstState:
 
 
 def attributes_of(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Yield path, name and value of every attribute of a module that is neither a weight, a buffer nor a module."""
+    """Yield path, name and value of every attribute of a module that is neither a weight, a buffer nor a module.
+
+    Whether a model has installed its hooks is left out: another process has not, and would believe that it had.
+    """
+    left_out = _OF_MODULES | {facts_of(model).installed_flag}
     for path, module in model.named_modules():
         for key, value in vars(module).items():
-            if key not in _OF_MODULES and not isinstance(value, nn.Module | types.FunctionType | types.MethodType):
+            if key not in left_out and not isinstance(value, nn.Module | types.FunctionType | types.MethodType):
                 yield path, key, value
 
 
