@@ -121,7 +121,7 @@ class _Follower:
         self.follow(type(part).__name__, type(part))
         for name, value in vars(part).items():
             if name.endswith("hooks"):
-                for hook in (value or {}).values():
+                for hook in value.values() if isinstance(value, dict) else ():
                     self.follow(f"{path}.{name}", hook)
             elif not name.startswith("_") or isinstance(value, FunctionType):
                 self._held(f"{path}.{name}".lstrip("."), value)
