@@ -288,11 +288,16 @@ class Canary(StepObserver):
         assembly, watched = self._assembly, self._watched
         assert watched is not None
         samples, _ = microbatches.read(assembly, watched.batch, indices)
-        around = functools.partial(self._modes, indices)
+        modes = functools.partial(self._modes, indices)
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            with modes(), assembly.parallel.slicing.of(samples):  # inside, as in a step: masks are for exchanged heads
+                yield
+
         shaken = _nudged(self._model, *nudge) if nudge else nullcontext()
-        sliced = assembly.parallel.slicing.of(samples)
         try:
-            with watched.state.restored(), precision.raised_islands(assembly.parallel.program), sliced, shaken:
+            with watched.state.restored(), precision.raised_islands(assembly.parallel.program), shaken:
                 outputs = evaluation.forward(assembly, samples, around)
                 with preserved_function(self._loss_of_user):
                     return None if outputs is None else self._loss(outputs, samples, around)
@@ -390,15 +395,20 @@ class Canary(StepObserver):
                 return []
             samples = tree_map_only(Tensor, lambda leaf: leaf[watched.row : watched.row + 1], samples)
             indices = indices[watched.row : watched.row + 1]
-        around = functools.partial(self._modes, indices)
+        modes = functools.partial(self._modes, indices)
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            with modes(), assembly.parallel.slicing.of(samples):  # inside, as in a step: masks are for exchanged heads
+                yield
+
         shaken = _nudged(self._model, *nudge) if nudge else nullcontext()
-        sliced = assembly.parallel.slicing.of(samples)
         try:
-            with watched.state.restored(), precision.raised_islands(assembly.parallel.program), sliced, shaken:
+            with watched.state.restored(), precision.raised_islands(assembly.parallel.program), shaken:
                 outputs = evaluation.forward(assembly, samples, around)
                 if outputs is not None and nudge is None:
                     with preserved_function(self._loss_of_user):
-                        watched.losses = [self._loss(outputs, samples, around) for _ in range(2)]
+                        watched.losses = [self._loss(outputs, samples, modes) for _ in range(2)]
         except (SamestepError, RuntimeError, ValueError, IndexError, TypeError, AssertionError):
             if not alone or len(watched.indices) == 1:
                 raise
