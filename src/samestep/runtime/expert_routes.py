@@ -26,12 +26,20 @@ _CHOOSING = (torch.topk, Tensor.topk)
 
 
 class RouteMode(DropoutMode):
-    """A dropout mode that also replays the choices in `routes`, or records them there while `routes` is empty."""
+    """A dropout mode that also replays the choices in `routes`, or records them there: by default while it is empty."""
 
-    def __init__(self, model: nn.Module, draw: Draw, part: MaskSlice | None, routes: Routes, slice_index: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        draw: Draw,
+        part: MaskSlice | None,
+        routes: Routes,
+        slice_index: int,
+        replays: bool | None = None,
+    ) -> None:
         super().__init__(model, draw, part)
         self._routes = routes
-        self._replays = bool(routes)
+        self._replays = bool(routes) if replays is None else replays
         self._slice_index = slice_index
 
     def __torch_function__(

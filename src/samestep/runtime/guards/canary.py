@@ -182,7 +182,7 @@ class Canary(StepObserver):
         if make is not None or not (self._routed and self._is_chosen()):
             return make
         assert self._watched is not None
-        return functools.partial(RouteMode, routes=self._watched.routes, slice_index=0)
+        return functools.partial(RouteMode, routes=self._watched.routes, slice_index=0, replays=False)
 
     def agreed(self, scalars: StepScalars) -> None:
         """Run the sample again, before the weights change, unless the step is not finite."""
@@ -450,7 +450,7 @@ class Canary(StepObserver):
         assert watched is not None
         make: Callable[..., dropout.DropoutMode] | None = self._inner.dropout_mode()
         if make is None and self._routed and watched.routes:
-            make = functools.partial(RouteMode, routes=watched.routes, slice_index=0)
+            make = functools.partial(RouteMode, routes=watched.routes, slice_index=0, replays=True)
         if make is None and model.dropout.dropout is dropout.Dropout.ABSENT:
             yield
             return
