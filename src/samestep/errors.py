@@ -114,10 +114,10 @@ def failures_of(what: str, error: type[InputError]) -> Iterator[None]:
         raise
     except Exception as failed:
         text = " ".join(str(failed).split()) or "no text"
-        raise error(f"{what} fails: {type(failed).__name__}: {text[:300]}{_line_of(failed)}") from failed
+        raise error(f"{what} fails: {type(failed).__name__}: {text[:300]}{line_of(failed)}") from failed
 
 
-def _line_of(failed: Exception) -> str:
+def line_of(failed: Exception) -> str:
     """Return text with the innermost line of an exception that is neither ours nor of an installed library; empty if none."""
     libraries = (str(Path(__file__).parent), sysconfig.get_paths()["stdlib"], *site.getsitepackages())
     own = [

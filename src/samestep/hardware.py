@@ -131,6 +131,8 @@ class Hardware:
     """Factor by which compute is slower while communication runs."""
     reserved_bytes: Annotated[int, Field(ge=0)] = 0
     """Memory that tensors cannot use: context, communicators, libraries."""
+    device_names: tuple[str, ...] = ()
+    """Names that CUDA or ROCm gives a device of this data sheet."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Origin of each number, by its key."""
 
@@ -174,13 +176,27 @@ def own_path() -> Path:
     return Path.home() / ".cache" / "samestep" / f"{OWN}.toml"
 
 
+def own() -> Hardware | None:
+    """Return the measured profile of this machine; None if there is none.
+
+    Raises:
+        InputError: the profile has mistakes; each is named.
+    """
+    return load(OWN) if _is_measured() else None
+
+
 def own_or(name: str) -> Hardware:
     """Return the measured profile of this machine, or the named profile if there is none.
 
     Raises:
         InputError: the profile that is read has mistakes; each is named.
     """
-    return load(OWN if _is_measured() else name)
+    return own() or load(name)
+
+
+def of_device(device_name: str) -> Hardware | None:
+    """Return the profile of a GPU by the name that its driver gives it; None if no profile has that name."""
+    return next((one for one in map(load, profiles()) if device_name in one.device_names), None)
 
 
 def resolve_hardware(given: Hardware | str | Path | None) -> Hardware:

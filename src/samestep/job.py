@@ -48,6 +48,11 @@ MOST_SCALE = 3e37
 """The largest learning rate and weight decay: Adam's first step, ten times as large, is still a float32."""
 
 
+NO_MPS = "torch has no process groups on MPS devices and no float64, in which layouts are proven; cpu works"
+"""Why Apple's GPUs are refused."""
+_STEPS = re.compile(r"[1-9][0-9]{0,11}:[1-9][0-9]{0,11}")
+
+
 class _Table(BaseModel):
     # Infinite numbers are refused in keys, and written as such in free tables, so that a spec's subprocess reads them.
     model_config = ConfigDict(
@@ -162,6 +167,8 @@ class NumericsTable(_Table):
     """Precision of weights and activations; bf16 and fp16 keep float32 master weights, gradients and reductions."""
     tf32: bool = False
     """Whether float32 matrix products on GPUs may use TF32."""
+    deterministic: bool = False
+    """Whether only kernels run that give the same bits each time; an operation that has none is refused by its name."""
     on_nonfinite: OnNonFinite = "stop"
     """Action when the loss or a gradient is not finite, after the module at fault has been named."""
     loss_scale: Annotated[float, Field(ge=1e-30, le=1e30)] = 65536.0
@@ -196,6 +203,39 @@ class RunTable(_Table):
     """Seconds that one collective may take before the run is aborted."""
     allow: tuple[Waiver, ...] = ()
     """Refusals that are waived, by the word at the end of their text; every summary of the run lists them."""
+    report: tuple[str, ...] = ()
+    """Receivers of each step besides the run folder: `wandb`, `mlflow`, or `module:function` of (StepReport)."""
+    log_every: Annotated[int, Field(ge=1, le=MOST_STEPS)] | None = None
+    """Steps between logged steps; by default every step is logged, and about 40 are printed."""
+    profile: str = ""
+    """Steps that are profiled, as `FIRST:LAST`: torch's trace of every rank, and on GPUs the history of its memory."""
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _device_is_no_mps(cls, word: Any) -> Any:
+        if word == "mps":
+            raise ValueError(NO_MPS)
+        return word
+
+    @field_validator("report", mode="before")
+    @classmethod
+    def _report_may_be_one(cls, words: Any) -> Any:
+        return (words,) if isinstance(words, str) and words else words or ()
+
+    @field_validator("profile")
+    @classmethod
+    def _profile_is_a_range(cls, text: str) -> str:
+        if text and not _STEPS.fullmatch(text):
+            raise ValueError(f"{text!r} names no steps: FIRST:LAST works, such as 10:12, counted from 1")
+        if text and int(text.partition(":")[2]) < int(text.partition(":")[0]):
+            raise ValueError(f"{text!r} ends before it begins: FIRST:LAST works, such as 10:12")
+        return text
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps that are profiled, counted from 1."""
+        first, _, last = self.profile.partition(":")
+        return range(int(first), int(last) + 1) if self.profile else range(0)
 
     _met: list[str] = PrivateAttr(default_factory=list)
 

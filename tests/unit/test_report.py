@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
+import importlib.machinery
+import importlib.util
 import io
 import json
 import math
 import sys
+import types
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from samestep import hardware
+from samestep.errors import JobError
+from samestep.job import Job
+from samestep.models.spec import LayerSpec, ModelSpec, Product
 from samestep.output import output_file
 from samestep.runtime.step_report import StepReport
-from samestep.training.metrics import Metrics, Screen
+from samestep.training import trackers
+from samestep.training.metrics import Metrics, Screen, scalars_of
+from samestep.training.speed import Speed, flops_of_sample
+from tests import small
 
 
 def _report(step: int, **changes: Any) -> StepReport:
@@ -25,7 +38,7 @@ def _report(step: int, **changes: Any) -> StepReport:
 
 
 def _write(folder: Path, first: int, *reports: StepReport) -> Metrics:
-    metrics = Metrics(folder, first)
+    metrics = Metrics(folder, first, trackers.opened(Job(), folder, first))
     for one in reports:
         metrics.write(one)
     metrics.close()
@@ -90,7 +103,8 @@ def test_the_events_have_the_names_of_the_design(tmp_path: Path) -> None:
 
 
 def test_a_run_without_tensorboard_has_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboardX" else found(name))
     _write(tmp_path, 0, _report(1))
     assert len(_rows(tmp_path)) == 1
     assert not (tmp_path / "tensorboard").exists()
@@ -179,3 +193,143 @@ def test_a_step_that_waits_for_data_says_so(capsys: pytest.CaptureFixture[str]) 
     first, second = capsys.readouterr().out.splitlines()
     assert "25% waiting for data" in first
     assert "waiting" not in second
+
+
+SPEED = Speed(flops=10**12, devices=2, peak_flops_per_s=4e12)
+
+
+def test_utilisation_is_a_fraction_of_the_peak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = Metrics(tmp_path, 0, speed=SPEED)
+    metrics.write(_report(1))  # in a quarter of a second
+    metrics.close()
+    (row,) = _rows(tmp_path)
+    assert (row["tflops_per_device"], row["mfu"]) == (2.0, 0.5)
+    Screen(0, 1, SPEED).show(_report(1))
+    assert "2.0 TFLOP/s (50.0%)  256 MiB" in capsys.readouterr().out
+    assert "perf/mfu" not in scalars_of(_report(1), Speed(10**12, 2, None))
+
+
+def test_masked_positions_of_a_causal_attention_are_no_flops() -> None:
+    linear = Product(rows=4, inner=3, columns=5)
+    causal = Product(rows=4, inner=6, columns=4, factors="causal")
+    frozen = Product(rows=4, inner=2, columns=2, factors="frozen")
+    products = (linear, causal, frozen)
+    layer = LayerSpec(name="a", modules=("a",), products=products, forward_flops=sum(one.flops for one in products))
+    spec = ModelSpec(name="one", layers=(layer,), params=())
+    assert flops_of_sample(spec) == 3 * linear.flops + 3 * causal.flops // 2 + 2 * frozen.flops
+
+
+def test_a_gpu_is_known_by_the_name_of_its_driver() -> None:
+    known = hardware.of_device("NVIDIA H100 80GB HBM3")
+    assert known is not None
+    assert known.name == "h100x8"
+    assert hardware.of_device("NVIDIA H100 PCIe") is None  # another peak
+
+
+def test_some_steps_are_logged(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, 0, log_every=4)
+    for step in range(1, 11):
+        metrics.write(_report(step, note="overflow" if step == 6 else ""), is_last=step == 10)
+    metrics.close()
+    assert [row["step"] for row in _rows(tmp_path)] == [1, 4, 6, 8, 10]
+
+
+class _Service(types.ModuleType):
+    """A stand-in for wandb and for mlflow, which keeps what it is told."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        self.started: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.ended = 0
+        self.info = types.SimpleNamespace(run_id="entry")
+
+    def init(self, **words: Any) -> _Service:
+        self.started.append(words)
+        return self
+
+    start_run = init
+
+    def log(self, scalars: dict[str, float], step: int) -> None:
+        self.logged.append((step, scalars))
+
+    log_metrics = log
+
+    def log_params(self, params: dict[str, Any]) -> None:
+        assert params["train.seed"] == 0
+
+    def finish(self) -> None:
+        self.ended += 1
+
+    end_run = finish
+
+
+@pytest.mark.parametrize("word", trackers.SERVICES)
+def test_a_resumed_run_continues_its_entry(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, service = Job(run={"report": word}), _Service(word)
+    with pytest.raises(JobError, match=f"{word} is not installed here; pip install {word} works"):
+        trackers.check(job)
+    monkeypatch.setitem(sys.modules, word, service)
+    trackers.check(job)
+    for first in (0, 1):
+        metrics = Metrics(tmp_path, first, trackers.opened(job, tmp_path, first))
+        metrics.write(_report(first + 1))
+        metrics.sync()
+        metrics.close()
+    assert [step for step, _ in service.logged] == [1, 2]
+    assert service.logged[0][1]["train/loss"] == 2.5
+    ids = [words.get("id", words.get("run_id")) for words in service.started]
+    assert ids[1] == (ids[0] or "entry")
+    assert service.ended == 2
+
+
+def test_a_function_of_the_user_is_given_each_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_reports.py").write_text(
+        "seen = []\n\ndef keep(report):\n    seen.append(report.loss)\n\ndef fail(report):\n    return {}['speed']\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    job = Job(run={"report": ["own_reports:keep"]})
+    trackers.check(job)
+    _write_to(tmp_path, job, _report(1), _report(2, loss=1.5))
+    assert sys.modules.pop("own_reports").seen == [2.5, 1.5]
+    with pytest.raises(JobError, match=r"step 1: run.report = \"own_reports:fail\" fails: KeyError: 'speed' .*:7"):
+        _write_to(tmp_path, Job(run={"report": "own_reports:fail"}), _report(1))
+    with pytest.raises(JobError, match=r"own_reports has no function 'kep'.*did you mean 'keep'"):
+        trackers.check(Job(run={"report": "own_reports:kep"}))
+    sys.modules.pop("own_reports")
+
+
+def _write_to(folder: Path, job: Job, *reports: StepReport) -> None:
+    with contextlib.closing(Metrics(folder, 0, trackers.opened(job, folder, 0))) as metrics:
+        for one in reports:
+            metrics.write(one)
+
+
+def test_a_profile_has_the_names_of_the_program(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = {"run__profile": "2:3", "train__steps": 4, "run__log_every": 2, "train__watch_every": 0}
+    assert small.train("--layout", "dp=2 microbatch=2", "--out", out, **words) == 0
+    for rank in range(2):
+        with gzip.open(out / "profile" / f"steps-2-3.rank{rank}.json.gz", "rt") as file:
+            names = Counter(event.get("name") for event in json.load(file)["traceEvents"])
+        assert names["samestep::task F0"] == names["samestep::task B1"] == 2
+        assert names["samestep::op forward:model.layers.1"] == 4
+        assert names["samestep::owner scalars"] == 2
+    rows = small.metrics(out, timings=True)
+    assert [row["step"] for row in rows] == [1, 2, 4]
+    assert all(row["tflops_per_device"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("run.profile", "12:10", "ends before it begins"),
+        ("run.profile", "ten", "names no steps: FIRST:LAST works"),
+        ("run.device", "mps", "no process groups on MPS"),
+        ("run.log_every", "0", "greater than or equal to 1"),
+    ],
+)
+def test_wrong_words_are_refused(key: str, value: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert small.train("--set", f"{key}={value}", "--dry-run") == 2
+    assert text in capsys.readouterr().err

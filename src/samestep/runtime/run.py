@@ -17,7 +17,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ from samestep.runtime import evaluation, kept_state
 from samestep.runtime.assembly import Assembly, Loss, Source, assemble, set_modes
 from samestep.runtime.axes import precision, recompute, tensor
 from samestep.runtime.dropout import mode as dropout
-from samestep.runtime.guards import data_trial, loss_trial, nonfinite, randomness
+from samestep.runtime.guards import data_trial, deterministic, loss_trial, nonfinite, randomness
 from samestep.runtime.guards.canary import Canary
 from samestep.runtime.guards.drift import DriftMonitor
 from samestep.runtime.guards.refusals import Refusals
@@ -65,6 +65,8 @@ class Run:
         self.job, self.layout, self.place = job, layout, place
         self.steps_taken = 0
         self._source, self._observer = source, observer
+        if job.numerics.deterministic:
+            deterministic.reserve_workspace()
         self._assembly: Assembly | None = None
         self._num_taken = 0
         self._refusals = Refusals(job.run)
@@ -140,6 +142,11 @@ class Run:
             RepeatError: a sample that is run again in such a step, or a weight's update, gives something else.
         """
         self._prepare_from(batch)
+        with self._kernels():
+            return self._checked_step(batch)
+
+    def _checked_step(self, batch: StepBatch) -> StepReport:
+        """Take a step, and where one is due, do a part of it once more and compare what ranks hold."""
         self._num_taken += 1
         regularly = self._is_watched(batch.step)
         if not regularly and not self._is_watched_early():
@@ -157,7 +164,8 @@ class Run:
         time limit.
         """
         self._prepare_from(batch)
-        return evaluation.evaluate(self.assembly, batch)
+        with self._kernels():
+            return evaluation.evaluate(self.assembly, batch)
 
     def all_waived(self) -> tuple[str, ...]:
         """Return the refusals that any rank met and `run.allow` waived; `job.run.waived` notes each.
@@ -178,6 +186,9 @@ class Run:
         """
         self.prepare(samples)
         return evaluation.outputs_of(self.assembly, samples)
+
+    def _kernels(self) -> AbstractContextManager[None]:
+        return deterministic.kernels(self.place.device) if self.job.numerics.deterministic else nullcontext()
 
     def _prepare_from(self, batch: StepBatch) -> None:
         if self._assembly is None:

@@ -31,7 +31,7 @@ from samestep.runtime.processes import workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.simulation import memory
 from samestep.strategies import program_of
-from samestep.training import run_folder
+from samestep.training import run_folder, trackers
 from samestep.training.workload import Workload
 
 T = TypeVar("T")
@@ -93,6 +93,7 @@ def check(
             f"--steps {until} is beyond train.steps = {job.train.steps}, where the learning-rate schedule ends: "
             f"--set train.steps={until} works"
         )
+    trackers.check(job)
     folder = _agreed(lambda: run_folder.chosen(out, resume), place)
     resume_from = _resume_from(folder, job, until) if resume else None
     workload = Workload(job)

@@ -1,7 +1,8 @@
-"""The numbers of each step: on the terminal, in `metrics.jsonl`, and as TensorBoard events.
+"""The numbers of each step: on the terminal, in `metrics.jsonl`, and in trackers such as TensorBoard.
 
-`metrics.jsonl` has one JSON object for each step; a number that is not finite is written as null, since JSON has no
-word for it. When a run resumes, the lines after the resumed step are removed first, so that every step has exactly one line.
+`metrics.jsonl` has one JSON object for each logged step; a number that is not finite is written as null, since JSON has no
+word for it. When a run resumes, the lines after the resumed step are removed first, so that every step has at most one line.
+Every step is logged, or those that `run.log_every` divides, the first and the last; a step with a note always is.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from rich.text import Text
 
 from samestep.output.output_file import write_whole
 from samestep.runtime.step_report import StepReport
+from samestep.training.speed import Speed
+from samestep.training.trackers import Tracker
 
 _LINES = 40
 """The approximate number of step lines that a run prints, besides the live line."""
@@ -39,11 +42,14 @@ class _Numbers(ProgressColumn):
 class Screen:
     """A run's progress on standard output: a live line where it is a terminal, and a permanent line every few steps."""
 
-    def __init__(self, first_step: int, last_step: int) -> None:
+    def __init__(
+        self, first_step: int, last_step: int, speed: Speed | None = None, log_every: int | None = None
+    ) -> None:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a sample holds any character, a terminal may not
         self._console = Console(file=sys.stdout, highlight=False, emoji=False, soft_wrap=True)
-        self._every = max(1, (last_step - first_step) // _LINES)
+        self._every = log_every or max(1, (last_step - first_step) // _LINES)
+        self._speed = speed
         self._first, self._last = first_step + 1, last_step
         columns = (
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
@@ -65,7 +71,8 @@ class Screen:
         """Update the live line with one step, and print a permanent line where one is due."""
         numbers = (
             f"loss {report.loss:.4f}  norm {report.grad_norm:.3f}  lr {report.lr:.2e}  "
-            f"{report.tokens_per_s:,.0f} tok/s  {report.memory_bytes / 2**20:,.0f} MiB{_waited(report)}"
+            f"{report.tokens_per_s:,.0f} tok/s  {_rate(self._speed, report)}{report.memory_bytes / 2**20:,.0f} MiB"
+            f"{_waited(report)}"
         )
         self._progress.update(self._task, completed=report.step, numbers=numbers)
         if report.step % self._every == 0 or report.step in (self._first, self._last) or report.stop:
@@ -80,24 +87,61 @@ class Screen:
         self._console.print(text, markup=False)
 
 
+def _rate(speed: Speed | None, report: StepReport) -> str:
+    """Return the FLOP/s of a device and, where its peak is known, the fraction of it, as a part of a line."""
+    if speed is None:
+        return ""
+    rate, share = speed.tflops_per_device(report.step_s), speed.mfu(report.step_s)
+    text = f"{rate:,.1f} TFLOP/s" if rate >= 1 else f"{rate * 1e3:,.1f} GFLOP/s"
+    return f"{text}  " if share is None else f"{text} ({share:.1%})  "
+
+
 def _waited(report: StepReport) -> str:
     """Return the share of a step that waited for data, where it is worth a word."""
     share = report.data_wait_s / report.step_s if report.step_s else 0.0
     return f"  {share:.0%} waiting for data" if share >= WORTH_A_WORD else ""
 
 
-class Metrics:
-    """`metrics.jsonl` and TensorBoard events of a run folder."""
+def scalars_of(report: StepReport, speed: Speed | None) -> dict[str, float]:
+    """Return the numbers of one step under their names in trackers."""
+    scalars = {
+        "train/loss": report.loss,
+        "train/grad_norm": report.grad_norm,
+        "train/lr": report.lr,
+        "perf/tokens_per_s": report.tokens_per_s,
+        "perf/step_ms": report.step_s * 1e3,
+        "perf/data_wait_ms": report.data_wait_s * 1e3,
+        "memory/peak_bytes": report.memory_bytes,
+    }
+    if speed is not None:
+        scalars["perf/tflops_per_device"] = speed.tflops_per_device(report.step_s)
+        if (share := speed.mfu(report.step_s)) is not None:
+            scalars["perf/mfu"] = share
+    return scalars
 
-    def __init__(self, folder: Path, first_step: int) -> None:
+
+class Metrics:
+    """`metrics.jsonl` of a run folder, and the trackers that are given the same steps."""
+
+    def __init__(
+        self,
+        folder: Path,
+        first_step: int,
+        trackers: Sequence[Tracker] = (),
+        speed: Speed | None = None,
+        log_every: int | None = None,
+    ) -> None:
         path = folder / "metrics.jsonl"
         self.last_loss = _cut_after(path, first_step)
         """The loss of the last step in the file; None where there is none, or where it was not finite."""
         self._file = path.open("a", encoding="utf-8")
-        self._board = _board(folder / "tensorboard", first_step)
+        self._first, self._every, self._speed, self._trackers = first_step + 1, log_every or 1, speed, trackers
 
-    def write(self, report: StepReport) -> None:
-        """Append one step to both."""
+    def write(self, report: StepReport, is_last: bool = False) -> None:
+        """Append one step, unless `log_every` leaves it out."""
+        is_due = is_last or report.step == self._first or report.step % self._every == 0
+        if not is_due and not report.note:
+            return
         row: dict[str, Any] = {
             "step": report.step,
             "loss": report.loss,
@@ -109,6 +153,8 @@ class Metrics:
             "data_wait_s": report.data_wait_s,
             "memory_bytes": report.memory_bytes,
         }
+        scalars = scalars_of(report, self._speed)
+        row |= {name: scalars[f"perf/{name}"] for name in ("tflops_per_device", "mfu") if f"perf/{name}" in scalars}
         row = {key: value if math.isfinite(value) else None for key, value in row.items()}
         if report.skipped:
             row["skipped"] = True
@@ -117,31 +163,20 @@ class Metrics:
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
         self.last_loss = row["loss"]
-        if self._board is not None:
-            self._board.add(
-                report.step,
-                {
-                    "train/loss": report.loss,
-                    "train/grad_norm": report.grad_norm,
-                    "train/lr": report.lr,
-                    "perf/tokens_per_s": report.tokens_per_s,
-                    "perf/step_ms": report.step_s * 1e3,
-                    "perf/data_wait_ms": report.data_wait_s * 1e3,
-                    "memory/peak_bytes": report.memory_bytes,
-                },
-            )
+        for tracker in self._trackers:
+            tracker.add(report, scalars)
 
     def sync(self) -> None:
         """Return once every line is on disk."""
         os.fsync(self._file.fileno())
-        if self._board is not None:
-            self._board.writer.flush()
+        for tracker in self._trackers:
+            tracker.flush()
 
     def close(self) -> None:
-        """Flush and close both files."""
+        """Close the file, and end the entries of the trackers."""
         self._file.close()
-        if self._board is not None:
-            self._board.writer.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def _cut_after(path: Path, step: int) -> float | None:
@@ -161,30 +196,3 @@ def _cut_after(path: Path, step: int) -> float | None:
             loss = row.get("loss")
     write_whole(path, "".join(f"{line}\n" for line in kept))
     return loss
-
-
-class _Board:
-    """A writer of TensorBoard events, one event a step with all its scalars.
-
-    That takes 0.1 ms a step; one `add_scalar` for each scalar takes 0.6 ms together.
-    """
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        from tensorboardX import SummaryWriter  # noqa: PLC0415 - an extra
-        from tensorboardX.proto.summary_pb2 import Summary  # noqa: PLC0415
-
-        self.writer: Any = SummaryWriter(str(folder), purge_step=first_step + 1)
-        self._summary: Any = Summary
-
-    def add(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Append the scalars of one step."""
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self.writer.file_writer.add_summary(self._summary(value=values), step)
-
-
-def _board(folder: Path, first_step: int) -> _Board | None:
-    """Open a writer of TensorBoard events; return None where tensorboardX is not installed."""
-    try:
-        return _Board(folder, first_step)
-    except ImportError:
-        return None

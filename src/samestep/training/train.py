@@ -39,7 +39,10 @@ from samestep.runtime.step_report import StepReport
 from samestep.training import out_of_memory, run_folder
 from samestep.training.check import Checked, check
 from samestep.training.metrics import Metrics, Screen
+from samestep.training.profiling import Profiler
 from samestep.training.sampling import printable, sample_text
+from samestep.training.speed import speed_of
+from samestep.training.trackers import opened
 from samestep.training.workload import Workload
 
 
@@ -154,15 +157,19 @@ def _proven(checked: Checked) -> ProofRecord:
     return record.record_of(job, verdict)
 
 
-def steps_of(run: Run, dataset: Dataset, until: int) -> Iterator[StepReport]:
+def steps_of(run: Run, dataset: Dataset, until: int, profiler: Profiler | None = None) -> Iterator[StepReport]:
     """Take the steps that are left up to step `until`, and yield the report of each; end early when a rank must stop.
+
+    A profiler surrounds each step.
 
     Collective over the world: every rank iterates; if one does not, the others wait for it in the next step.
     """
     for batch in batches(dataset, run.job, first_step=run.steps_taken):
         if batch.step >= until:
             return
-        yield run.step(batch)
+        with profiler.step(batch.step + 1, run) if profiler else contextlib.nullcontext():
+            report = run.step(batch)
+        yield report
 
 
 def _work(place: RankInfo, checked: Checked) -> Summary | None:
@@ -171,9 +178,11 @@ def _work(place: RankInfo, checked: Checked) -> Summary | None:
     Raises:
         OutOfMemoryError: memory ran out on this rank.
     """
-    run = Run(checked.workload.source, checked.layout, checked.workload.job, place)
+    job = checked.workload.job
+    profiler = Profiler(job.run.profiled_steps, checked.folder, place)
+    run = Run(checked.workload.source, checked.layout, job, place, profiler)
     try:
-        return _trained(run, place, checked)
+        return _trained(run, place, checked, profiler)
     except Exception as error:
         if not out_of_memory.is_shortage(error):
             raise
@@ -182,7 +191,7 @@ def _work(place: RankInfo, checked: Checked) -> Summary | None:
     raise OutOfMemoryError(f"{text}\n{out_of_memory.less_memory(checked, place.device.type)}")
 
 
-def _trained(run: Run, place: RankInfo, checked: Checked) -> Summary | None:
+def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) -> Summary | None:
     """Prepare or resume the run, take its remaining steps, and print and write its progress and its result."""
     workload, folder, until = checked.workload, checked.folder, checked.until
     run.prepare(workload.example)
@@ -192,14 +201,16 @@ def _trained(run: Run, place: RankInfo, checked: Checked) -> Summary | None:
     screen = metrics = None
     if place.rank == 0:
         _write_head(checked)
-        screen, metrics = Screen(first, until), Metrics(folder, first)
+        speed, every = speed_of(workload.spec, run.job, run.layout, place.device), run.job.run.log_every
+        trackers = opened(run.job, folder, first)
+        screen, metrics = Screen(first, until, speed, every), Metrics(folder, first, trackers, speed, every)
         words = f"{workload.spec.name}: {workload.spec.num_params:,} weights, layout {str(checked.layout)!r}, {folder}"
         screen.say(words if checked.resume_from is None else f"{words}, resumes after step {first}")
         if first == until:
             screen.say(f"step {first} was the last step: nothing is left to train")
     if first < until:
         _print_sample(run, workload, screen, "before training" if first == 0 else "resumed")
-    _loop(run, workload, folder, until, screen, metrics)
+    _loop(run, workload, folder, until, profiler, screen, metrics)
     stopped = run.steps_taken < until
     held_out = None if stopped else _held_out_loss(run, workload)
     if not stopped:
@@ -242,19 +253,26 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _loop(
-    run: Run, workload: Workload, folder: Path, until: int, screen: Screen | None, metrics: Metrics | None
+    run: Run,
+    workload: Workload,
+    folder: Path,
+    until: int,
+    profiler: Profiler,
+    screen: Screen | None,
+    metrics: Metrics | None,
 ) -> None:
     """Take the remaining steps and log each; save a checkpoint every `checkpoint.every` steps and after the last."""
     every = run.job.checkpoint.every
     with screen.live() if screen else contextlib.nullcontext():
-        for report in steps_of(run, workload.dataset, until):
+        for report in steps_of(run, workload.dataset, until, profiler):
             if screen is not None and metrics is not None:
-                metrics.write(report)
+                metrics.write(report, is_last=report.stop or report.step == until)
                 screen.show(report)
             if report.stop or report.step == until or (every and report.step % every == 0):
                 if metrics is not None:
                     metrics.sync()  # before the checkpoint, which must never be ahead of the log
                 checkpoint.save(run, folder / "checkpoints", run.job.checkpoint.keep)
+    profiler.close()  # a run that was stopped
 
 
 def _held_out_loss(run: Run, workload: Workload) -> float | None:

@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from samestep.errors import JobError, WorkerError
+from samestep.job import NO_MPS
+from samestep.runtime.processes.binding import bind_near
 from samestep.runtime.processes.launchers import LaunchInfo, by_srun, by_torchrun, launch_info_from
 from samestep.runtime.processes.mesh import forget_groups
 
@@ -91,6 +93,8 @@ def join(
         info = _info_in_existing_group(info)
     per_node = checked_ranks_per_node(ranks_per_node or info.ranks_per_node, info.world_size)
     where = _device_of(info, resolve_device(device))
+    if info.world_size > 1:
+        bind_near(where)
     borrowed: tuple[str, ...] = ()
     if made_group:
         # A run of one rank opens no port to the network: gloo listens even then, on the interface of this variable.
@@ -182,6 +186,8 @@ def resolve_device(device: str) -> str:
     Raises:
         JobError: there is no such device.
     """
+    if device == "mps":
+        raise JobError(f"device={device!r}: {NO_MPS}")
     if device not in ("auto", "cpu", "cuda"):
         raise JobError(f"device={device!r} is not a device; cpu, cuda and auto are")
     if device == "cpu":
