@@ -60,7 +60,9 @@ def test_kernels_are_deterministic_within_a_step_alone(monkeypatch: pytest.Monke
 
 def test_an_operation_without_a_deterministic_kernel_is_named() -> None:
     run, batch = _run(puts=True)
-    with pytest.raises(JobError, match=r"deterministic = true: put_ has no deterministic kernel on cpu.*test_determ.*:\d+"):
+    with pytest.raises(
+        JobError, match=r"deterministic = true: put_ has no deterministic kernel on cpu.*test_determ.*:\d+"
+    ):
         run.step(batch)
     assert not torch.are_deterministic_algorithms_enabled()
 
