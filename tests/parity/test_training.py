@@ -87,7 +87,8 @@ def test_a_run_leaves_its_files(tmp_path: Path, capfd: pytest.CaptureFixture[str
     rows = small.metrics(out, timings=True)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     keys = ["step", "loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s", "data_wait_s", "memory_bytes"]
-    assert all(list(row) == keys for row in rows)
+    keys += ["tflops_per_device"]
+    assert all([key for key in row if key != "mfu"] == keys for row in rows)  # which a measured machine has
     assert all(row["tokens"] == 8 * 16 and row["memory_bytes"] > 0 for row in rows)
     assert [row["lr"] for row in rows[:2]] == pytest.approx([3e-3, 6e-3])
 
