@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,17 +18,18 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from samestep import job as jobs
 from samestep.building import plain_calls
 from samestep.building.initial_values import Blueprint, blueprint, fill_rest
 from samestep.building.loss import cross_entropy
-from samestep.datasets import batches
+from samestep.datasets import batches, open_dataset
 from samestep.errors import ModelError, UnprovenError
 from samestep.job import Job, RunTable
 from samestep.layout import Layout
 from samestep.runtime.assembly import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from tests import traced
+from tests import small, traced
 from tests.laboratory import combinations
 from tests.models import Tokens
 from tests.pool import pool
@@ -441,3 +443,45 @@ def test_a_fine_tune_through_a_function_is_a_plain_loop(family, layout):
     expected = losses_of_a_plain_loop(family)
     for losses in pool(2).run(losses_of, family, layout):
         assert losses == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "layout", [LAYOUTS[1], *(pytest.param(one, marks=pytest.mark.nightly) for one in (LAYOUTS[0], *LAYOUTS[2:]))]
+)
+def test_a_fine_tune_by_a_job_file_is_a_plain_loop(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_model.py").write_text(
+        "from transformers import AutoModelForCausalLM\n\n"
+        "def build(path):\n    return AutoModelForCausalLM.from_pretrained(path)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    np.random.default_rng(SEED).integers(0, 64, 4096, dtype=np.uint8).tofile(tmp_path / "tokens.bin")
+    path = tmp_path / "job.toml"
+    path.write_text(
+        f'[model]\nsource = "own_model:build"\nconfig = {{ path = "{saved("llama")}" }}\n'
+        f'[data]\nsource = "tokens:{tmp_path}/tokens.bin"\ndtype = "uint8"\nsequence_length = 32\n'
+        "[train]\nglobal_batch = 8\nsteps = 6\nevaluate_samples = 0\nsample_tokens = 0\n"
+        '[optimizer]\nname = "adamw"\nlr = 0.01\nclip_norm = 1.0\n[schedule]\nwarmup_steps = 2\n'
+    )
+    assert small.main("train", path, "--layout", layout, "--out", tmp_path / "run") == 0
+    expected = _adamw_losses(jobs.load(path), fine_tuned("llama"))
+    sys.modules.pop("own_model")
+    assert small.losses(tmp_path / "run") == pytest.approx(expected, rel=1e-6)
+
+
+def _adamw_losses(job: Job, model: nn.Module) -> list[float]:
+    """The losses of the job's steps, taken as torch's own documentation would."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 2))
+    found = []
+    for batch in itertools.islice(batches(open_dataset(job, "train"), job), job.train.steps):
+        samples = batch.samples(batch.indices)
+        loss = F.cross_entropy(model(samples["input_ids"]).logits.flatten(0, 1), samples["labels"].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        warm_up.step()
+        found.append(float(loss.detach()))
+    return found
