@@ -166,6 +166,25 @@ class TwoEmbeddings(Transformer):
         return self.head(self.both(source, target))
 
 
+class _Positions(nn.Embedding):
+    def forward(self, shape: tuple[int, int]) -> Tensor:  # type: ignore[override]
+        return super().forward(torch.arange(shape[1], device=self.weight.device))
+
+
+class PositionsByShape(Language):
+    """An embedding that is given a shape, no tensor (Bart, Blenderbot)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = _Positions(64, WIDTH)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids) + self.positions(tuple(input_ids.shape))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 # -- other results than one tensor -----------------------------------------------------------------
 
 

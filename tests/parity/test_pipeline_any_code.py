@@ -59,6 +59,7 @@ EQUAL = {
     "conditioned": Case(models.Conditioned),
     "two_lists": Case(models.TwoLists),
     "two_embeddings": Case(models.TwoEmbeddings),
+    "positions_by_shape": Case(models.PositionsByShape),
     "pairs": Case(models.Pairs),
     "lists": Case(models.Lists),
     "states": Case(models.States),

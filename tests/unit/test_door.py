@@ -28,6 +28,7 @@ from samestep.proof.verdict import Check, Verdict
 from samestep.runtime.processes import join, workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.workers import run_workers
+from tests import small
 from tests.models import LLAMA, Plain, Tokens
 from tests.small import main
 
@@ -381,3 +382,21 @@ def test_a_waived_refusal_is_noted_once_and_another_raised() -> None:
     assert run.model_copy(update={"device": "cpu"}).met == run.met
     with pytest.raises(UnprovenError, match=r'run.allow = \["samples"\] lets it run unproven'):
         run.waived("samples", "samples influence each other")
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        (
+            "model.config.num_key_value_heads=3",
+            r"queries \(1, 4, 16, 4\) with keys \(1, 3, 16, 4\).* heads .* do not fit",
+        ),
+        ("model.config.vocab_size=-5", "model.config does not fit hf:llama: .*negative dimension -5"),
+        ("optimizer.options.betas=[0.9]", "AdamW refuses its settings: tuple index out of range"),
+    ],
+)
+def test_settings_that_torch_refuses_are_one_line(setting: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert small.train("--dry-run", "--layout", "dp=2", "--set", setting) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert re.search(says, said[0]), said

@@ -271,7 +271,7 @@ def _build_family(family: str, config: Any) -> nn.Module:
     with _quiet():
         try:
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-        except (ValueError, TypeError, AssertionError, ArithmeticError, LookupError) as error:
+        except (ValueError, TypeError, AssertionError, ArithmeticError, LookupError, RuntimeError) as error:
             # Some families check in their modules what others check in their configuration.
             raise ModelError(f"model.config does not fit hf:{family}: {' '.join(str(error).split())}") from None
     return model.train()

@@ -101,7 +101,7 @@ def _make_optimizer(kind: type[Optimizer], table: OptimizerTable, named: list[tu
     try:
         # A rank may have nothing to update; torch takes an empty group, though not an empty list.
         return kind([group for group in groups if group["params"]] or groups[:1], **options)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError) as error:
         raise JobError(f"optimizer: {kind.__name__} refuses its settings: {error}") from None
 
 

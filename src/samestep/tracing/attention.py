@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -26,6 +27,23 @@ class AttentionCall(NamedTuple):
     def run(self, func: Callable[..., Tensor]) -> Tensor:
         """Call `func`, an attention of this signature, with the arguments."""
         return func(*self[:6], scale=self.scale, enable_gqa=self.enable_gqa)
+
+    def check(self) -> None:
+        """Raise a RuntimeError, as the kernels do, where the shapes of queries, keys, values and mask do not fit."""
+        query, key, value = (tuple(tensor.shape) for tensor in self[:3])
+        if query[-1] != key[-1] or key[-2] != value[-2]:
+            raise RuntimeError(f"attention of queries {query}, keys {key} and values {value}: their sizes do not fit")
+        heads, of_keys = query[:-2], key[:-2]
+        if self.enable_gqa and heads and query[-3] % key[-3] == 0:
+            of_keys = (*of_keys[:-1], query[-3])
+        try:
+            whole = torch.broadcast_shapes(heads, of_keys)
+            if self.attn_mask is not None:
+                torch.broadcast_shapes(self.attn_mask.shape, (*whole, query[-2], key[-2]))
+        except RuntimeError:
+            mask = "" if self.attn_mask is None else f" and a mask {tuple(self.attn_mask.shape)}"
+            text = f"attention of queries {query} with keys {key}{mask}: their heads or masks do not fit"
+            raise RuntimeError(text) from None
 
 
 def multi_head_attention(mode: TorchFunctionMode, *args: Any, **kwargs: Any) -> Any:

@@ -469,6 +469,7 @@ def _fused_attention(watch: ForwardTracer) -> Iterator[None]:
             return query.new_empty((*query.shape[:-1], value.shape[-1]))
         watch = held()
         assert watch is not None, "it watches this forward"
+        call.check()
         output: Tensor = _Attention.apply(watch, query, key, value, mask, call.is_causal)
         if watch.recorder is not None:
             watch.recorder.record("attention", watch.where, tuple(call), {}, output)

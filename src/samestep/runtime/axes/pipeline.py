@@ -417,10 +417,14 @@ class _StandIn(nn.Module):
         given = args[0] if args else kwargs[self._facts.name_of_hidden(kwargs)]
         if not any(True for _ in real.parameters()):
             return real(*args, **kwargs)  # rotary angles and the like, which every stage computes for itself
-        if isinstance(real, nn.Embedding):
+        if isinstance(real, nn.Embedding) and isinstance(given, Tensor):
             dtype = self._placeholders.of_weight(real.weight).dtype
             return torch.zeros((), dtype=dtype, device=given.device).expand(*given.shape, real.embedding_dim)
-        return given
+        if isinstance(given, Tensor):
+            return given
+        on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))  # it is given a shape, say
+        with torch.no_grad():
+            return tree_map_only(Tensor, self._placeholders.of_weight, real(*on_meta[0], **on_meta[1]))
 
 
 class _Reporting(_StandIn):
