@@ -92,11 +92,8 @@ def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
     own: dict[int, list[ParamSpec]] = {}
     order: dict[str, int] = {}
     roots_of = {param.name: _roots(step, param) for param in step.model.params}
-    # One module's weights cannot be gathered at two times: those beside a weight that is read outside go with it.
-    tops = [root for layer in step.model.layers for root in layer.modules if root]
-    with_root = {
-        root for p in step.model.params if p.numel and p.read_outside for root in tops if is_below(p.name, root)
-    }
+    with_root = _gathered_with_root(step)
+    shared = _sharing(step, with_root)
     for param in step.model.params:
         owners = _owners(step, param)
         for owner in owners:
@@ -107,11 +104,13 @@ def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
         if step.holding(param).data_axis != SHARDS:  # sharded over other ranks than the rest of its layer
             groups.setdefault(owners, []).append(param)
             continue
-        if param.shared and not _moves_with_layer(step, param.layer):
-            met = [known for known in groups if known != ("",) and set(known) & set(owners)]
-            together = [other for known in met for other in groups.pop(known)]
-            groups[tuple(dict.fromkeys([*(m for known in met for m in known), *owners]))] = [*together, param]
-        elif not roots or param.read_outside or roots[0] in with_root:
+        is_of_root = param.name in with_root
+        together = next(
+            (modules for modules in shared if any(is_below(owner, m) for owner in owners for m in modules)), None
+        )
+        if together is not None and not is_of_root:
+            groups.setdefault(together, []).append(param)
+        elif not roots or is_of_root:
             groups.setdefault(("",), []).append(param)
         else:
             members.setdefault(param.layer, {})[roots[0]] = None
@@ -125,6 +124,44 @@ def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
     ]
     units.sort(key=lambda unit: order.get(unit.modules[0], -1) if unit.modules != ("",) else -1)
     return _with_prefetch(units, chunks)
+
+
+def _gathered_with_root(step: StepSpec) -> set[str]:
+    """Return the names of weights that are gathered with the root: those that its code reads, under their own name or
+    another, and those that cannot be gathered at another time.
+
+    One module's weights are gathered at one time, and a weight that modules share with all of them.
+    """
+    tops = [root for layer in step.model.layers for root in layer.modules if root]
+    places = {
+        param.name: {next((root for root in tops if is_below(owner, root)), owner) for owner in _owners(step, param)}
+        for param in step.model.params
+        if param.numel
+    }
+    outside = {param.name for param in step.model.params if param.numel and param.read_outside}
+    roots: set[str] = {""}
+    while True:
+        found = outside | {name for name, above in places.items() if above & roots and above != {""}}
+        reached = roots | {root for name in found for root in places[name]}
+        if reached == roots:
+            return found
+        roots = reached
+
+
+def _sharing(step: StepSpec, with_root: set[str]) -> list[tuple[str, ...]]:
+    """Return the sets of modules that share weights: what is below one of them is gathered with it, at the same time."""
+    found: list[tuple[str, ...]] = []
+    for param in step.model.params:
+        if not param.shared or not param.numel or param.name in with_root or step.holding(param).data_axis != SHARDS:
+            continue
+        if _moves_with_layer(step, param.layer):
+            continue
+        modules = dict.fromkeys(_owners(step, param))
+        for known in [one for one in found if any(is_below(a, b) or is_below(b, a) for a in one for b in modules)]:
+            found.remove(known)
+            modules = dict.fromkeys([*known, *modules])
+        found.append(tuple(m for m in modules if not any(m != other and is_below(m, other) for other in modules)))
+    return found
 
 
 def _moves_with_layer(step: StepSpec, layer: int) -> bool:
@@ -188,7 +225,9 @@ def _unit(
     # A frozen start of the model has no backward that would read its weights.
     has_backward = receives or any(param.trainable and param.layer <= last_layer for param in step.model.params)
     first_root = _first_root(step, params, roots_of)
-    entered = params if params[0].aliases else [p for p in params if roots_of[p.name] == first_root]
+    entered = (
+        params if any(param.aliases for param in params) else [p for p in params if roots_of[p.name] == first_root]
+    )
     holding = step.holding(params[0])
     return Unit(
         name=", ".join(modules),  # FSDP2's own label of it
@@ -231,7 +270,7 @@ def _span_of_root(step: StepSpec, params: list[ParamSpec], chunks: tuple[range, 
 
 def _span(step: StepSpec, modules: tuple[str, ...], params: list[ParamSpec]) -> tuple[int, int]:
     """Return the first and the last layer that use the weights of a unit."""
-    if not params[0].shared:
+    if not any(param.shared for param in params):
         return params[0].layer, params[0].layer
     roots = [(root, index) for index, layer in enumerate(step.model.layers) for root in layer.modules]
     used = [index for root, index in roots for module in modules if is_below(module, root)]

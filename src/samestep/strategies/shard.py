@@ -88,10 +88,6 @@ def _refuse_weights(model: ModelSpec) -> str | None:
             return (
                 f"{param.name} has sparse gradients, which cannot be cut: sparse=False gives the same step, or zero=0"
             )
-        if param.read_outside and param.shared:
-            return f"{param.name} is shared by modules, and also read outside them: zero=1 works"
-    if mixed := _mixed_owner(model):
-        return f"{mixed} shares a weight and holds modules with others, which cannot be gathered apart: zero=1 works"
     return None
 
 
@@ -254,10 +250,3 @@ def _with_buffers(ops: Iterable[Op], step: StepSpec, units: tuple[Unit, ...], le
             changes["allocates"] = (whole[op.owner]._replace(name=_PENDING),)
             changes["frees"] = (whole[op.owner].name,)
         yield op.but(**changes) if changes else op
-
-
-def _mixed_owner(model: ModelSpec) -> str | None:
-    """Return a module that owns a shared weight, and below it modules whose weights are not shared; None if there is none."""
-    sharing = {name.rpartition(".")[0] for p in model.params if p.shared for name in (p.name, *p.aliases)}
-    others = {param.name.rpartition(".")[0] for param in model.params if not param.shared}
-    return next((s for s in sorted(sharing) if any(o == s or (s and is_below(o, s)) for o in others)), None)
