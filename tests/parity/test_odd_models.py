@@ -241,6 +241,51 @@ class Tied(Plain):
         self.head.weight = self.embed.weight
 
 
+class NamedAtRoot(nn.Module):
+    """A block's weight has a second name at the root, whose code reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.gain = self.blocks[1].norm.weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x) * self.gain
+        return self.head(x)
+
+
+class TiedAndRead(Tied):
+    """The embedding is the head's weight, and read by the model's own code too."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) + self.embed(input_ids) @ self.embed.weight.T
+
+
+class _Predictions(nn.Module):
+    """A head whose bias is that of the linear layer in it (BERT)."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.transform, self.decoder = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.decoder.weight = weight
+        self.bias = self.decoder.bias = nn.Parameter(torch.randn(VOCABULARY))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(torch.tanh(self.transform(x)))
+
+
+class TiedWithin(Plain):
+    """A module that shares a weight holds one that shares another, and one that shares none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = _Predictions(self.embed.weight)
+
+
 class OwnedByRoot(nn.Module):
     """Every weight but the blocks' belongs to the root: embedding, positions, head."""
 
@@ -550,6 +595,9 @@ ODD: dict[str, Odd] = {
     "read_outside": Odd(ReadOutside),
     "empty": Odd(Empty),
     "tied": Odd(Tied),
+    "named_at_root": Odd(NamedAtRoot),
+    "tied_and_read": Odd(TiedAndRead),
+    "tied_within": Odd(TiedWithin),
     "owned_by_root": Odd(OwnedByRoot),
     "narrow": Odd(narrow),
     "recurrent": Odd(Recurrent),
@@ -614,8 +662,8 @@ def test_every_layout_computes_what_one_device_computes(name: str, layouts: list
 
 @pytest.mark.parametrize(
     "name",
-    ["branching", "encoder_decoder", "buffered"]
-    + [pytest.param(name, marks=pytest.mark.nightly) for name in ("recurrent_blocks", "repeated")],
+    ["branching", "encoder_decoder", "buffered", "tied_within"]
+    + [pytest.param(name, marks=pytest.mark.nightly) for name in ("recurrent_blocks", "repeated", "tied_and_read")],
 )
 def test_blocks_of_any_kind_can_be_repeated_for_their_backward(name: str) -> None:
     layouts = ["dp=2 zero=3 recompute=full", "dp=2 zero=2 microbatch=1 accumulate=full recompute=selective"]

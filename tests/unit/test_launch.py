@@ -89,6 +89,7 @@ def _nothing(place: RankInfo) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ({"ranks": 2, "args": "dp=2"}, r"args='dp=2' is a str, .* args=\('dp=2',\) works"),
         ({"ranks": 0}, "ranks=0: a run needs at least 1"),
         ({"ranks": 1, "device": "tpu"}, "device='tpu' is not a device; cpu, cuda and auto are"),
         pytest.param(

@@ -168,6 +168,8 @@ def run_workers(
         WorkerError: a worker died or failed otherwise; the text names it and ends with the last lines of its stderr.
         JobError: the arguments do not fit each other or this machine.
     """
+    if not isinstance(args, tuple | list):
+        raise JobError(f"args={args!r} is a {type(args).__name__}, not the arguments behind the rank: args=({args!r},) works")
     if ranks < 1:
         raise JobError(f"ranks={ranks}: a run needs at least 1")
     device_type = resolve_device(device)
