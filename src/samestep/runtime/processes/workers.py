@@ -169,7 +169,9 @@ def run_workers(
         JobError: the arguments do not fit each other or this machine.
     """
     if not isinstance(args, tuple | list):
-        raise JobError(f"args={args!r} is a {type(args).__name__}, not the arguments behind the rank: args=({args!r},) works")
+        raise JobError(
+            f"args={args!r} is a {type(args).__name__}, not the arguments behind the rank: args=({args!r},) works"
+        )
     if ranks < 1:
         raise JobError(f"ranks={ranks}: a run needs at least 1")
     device_type = resolve_device(device)
