@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import json
 import warnings
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime import checkpoint
 from samestep.runtime.assembly import Source
+from samestep.runtime.first_state import digest
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import traced
@@ -385,6 +387,14 @@ def test_a_checkpoint_without_these_records_is_read(tmp_path):
         del manifest[key]
     path.write_text(json.dumps(manifest))
     checkpoint.load(_prepared(0, 1, "sgd", "dp=1"), path.parent)
+
+
+def test_a_partial_function_that_was_looked_at_has_not_changed():
+    activation = functools.partial(torch.nn.functional.gelu, approximate="tanh")  # of Gemma and GPT-BigCode
+    before = digest(activation)
+    assert vars(activation) == {}
+    assert digest(activation) == before
+    assert digest(functools.partial(torch.nn.functional.gelu, approximate="none")) != before
 
 
 def test_what_cannot_be_kept_is_named_when_it_is_saved(tmp_path):
