@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import hashlib
 import importlib
 import inspect
 import json
@@ -47,6 +48,7 @@ import torch
 from family_table import LAYOUTS, OUTCOMES
 from torch import Tensor, nn
 
+import samestep
 from samestep.building.families import family_source
 from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import optimizer_of
@@ -130,6 +132,8 @@ class Row:
     outcome: str
     text: str = ""
     seconds: float = 0.0
+    code: str = ""
+    """The state of samestep's code that found it: `code_state`."""
 
 
 class Tokens:
@@ -313,7 +317,9 @@ def main(words: Sequence[str] | None = None) -> int:
     shown = [row for row in rows.values() if not chosen.family or row.family in chosen.family]
     print(summary(shown))
     if chosen.rows == ROWS:
-        family_table.keep({**family_table.kept(), **{key: (row.outcome, row.text) for key, row in rows.items()}})
+        family_table.keep(
+            {**family_table.kept(), **{key: (row.outcome, row.text, row.code) for key, row in rows.items()}}
+        )
     return int(any(row.outcome in ("different", "failed") for row in shown))
 
 
@@ -342,7 +348,16 @@ def _write_rows(family: str, layouts: Sequence[str], rows: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@functools.cache
+def code_state() -> str:
+    """Return a short digest of samestep's source files, which says of two rows whether the same code found them."""
+    folder = Path(samestep.__file__).parent
+    files = sorted(folder.rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:8]
+
+
 def _write(row: Row, rows: Path) -> None:
+    row = replace(row, code=code_state())
     with rows.open("a", encoding="utf-8") as file:
         file.write(json.dumps(dataclasses.asdict(row)) + "\n")
     print(f"{row.family:24} {row.layout:28} {row.outcome:9} {row.seconds:5.1f} s  {row.text[:110]}", flush=True)

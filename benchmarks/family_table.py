@@ -19,13 +19,13 @@ LAYOUTS = (
 OUTCOMES = ("proven", "refused", "different", "failed", "absent", "unbuilt")
 SHOWN = {"proven": "equal", "absent": "", "different": "**different**", "failed": "**failed**", "": "not tried"}
 
-Outcomes = Mapping[tuple[str, str], tuple[str, str]]
-"""The outcome, and its text, of each family in each layout."""
+Outcomes = Mapping[tuple[str, str], tuple[str, str, str]]
+"""The outcome of each family in each layout, its text, and the state of the code that found it."""
 
 
 def keep(found: Outcomes) -> None:
     """Write the outcomes to the file that is kept."""
-    table: dict[str, dict[str, tuple[str, str]]] = {}
+    table: dict[str, dict[str, tuple[str, str, str]]] = {}
     for (family, layout), outcome in sorted(found.items()):
         table.setdefault(family, {})[layout] = outcome
     lines = [f"{json.dumps(family)}: {json.dumps(row, sort_keys=True)}" for family, row in table.items()]
@@ -35,17 +35,22 @@ def keep(found: Outcomes) -> None:
 def kept() -> Outcomes:
     """Return the outcomes that are kept."""
     table = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.is_file() else {}
-    return {(family, layout): (kind, text) for family, row in table.items() for layout, (kind, text) in row.items()}
+    return {(family, layout): tuple(found) for family, row in table.items() for layout, found in row.items()}
 
 
 def counts() -> str:
     """Return how many families are equal to one device, refused or not built, in each layout."""
-    found = Counter((layout, kind) for (_, layout), (kind, _) in kept().items())
+    found = Counter((layout, kind) for (_, layout), (kind, _, _) in kept().items())
     lines = ["| layout | " + " | ".join(("equal", *OUTCOMES[1:4], "without experts", "not built")) + " |"]
     lines.append("| --- |" + " ---: |" * len(OUTCOMES))
     lines += [
         f"| `{_short(layout)}` | " + " | ".join(str(found[layout, kind]) for kind in OUTCOMES) + " |"
         for layout in LAYOUTS
+    ]
+    codes = Counter(code for _, _, code in kept().values()).most_common()
+    lines += [
+        "",
+        "States of the code that found them: " + ", ".join(f"`{code}` {count} rows" for code, count in codes) + ".",
     ]
     return "\n".join(lines)
 
@@ -53,7 +58,7 @@ def counts() -> str:
 def table() -> str:
     """Return the table of all families, with the reasons of refusals as notes."""
     found = kept()
-    reasons = Counter(_reason(family, text) for (family, _), (kind, text) in found.items() if kind == "refused")
+    reasons = Counter(_reason(family, text) for (family, _), (kind, text, _) in found.items() if kind == "refused")
     numbers = {reason: number for number, (reason, _) in enumerate(reasons.most_common(), 1)}
     lines = [
         "| family | " + " | ".join(f"`{_short(layout)}`" for layout in LAYOUTS) + " |",
@@ -61,13 +66,13 @@ def table() -> str:
     ]
     unbuilt = []
     for family in sorted({family for family, _ in found}):
-        row = [found.get((family, layout), ("", "")) for layout in LAYOUTS]
-        if all(kind == "unbuilt" for kind, _ in row):
+        row = [found.get((family, layout), ("", "", "")) for layout in LAYOUTS]
+        if all(kind == "unbuilt" for kind, _, _ in row):
             unbuilt.append(family)
             continue
         cells = [
             f"refused {numbers[_reason(family, text)]}" if kind == "refused" else SHOWN.get(kind, kind)
-            for kind, text in row
+            for kind, text, _ in row
         ]
         lines.append(f"| {family} | " + " | ".join(cells) + " |")
     lines += ["", f"Not built from small sizes alone: {', '.join(unbuilt) or 'none'}.", "", "Reasons of refusals:", ""]
