@@ -95,6 +95,17 @@ class Compiled(nn.Module):
         return self.head(self.embed(input_ids))
 
 
+class Spare(nn.Module):
+    """A layer that takes no part, which weight decay leaves alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.spare, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 8), nn.Linear(8, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.embed(input_ids))
+
+
 JOB = job_of(optimizer={"name": "adamw", "lr": 1e-2, "options": {}, "weight_decay": 0.1, "clip_norm": 0.5})
 
 
@@ -119,6 +130,7 @@ CLEAN: dict[str, Case] = {
     "third parts": Case(Weighted, Triples),
     "batch norm": Case(Normed, layout="dp=1"),
     "wrapped": Case(Compiled),
+    "a spare layer": Case(Spare),
 }
 
 
@@ -141,7 +153,7 @@ def verdict_of(case: Case, folder: Path, install: Callable[[Patch], None] | None
         return sides.judge(ONE, subject(where))
 
 
-DAILY = ("dropout", "loaded", "loaded, in part", "experts, balanced", "third parts", "wrapped")
+DAILY = ("dropout", "loaded", "loaded, in part", "experts, balanced", "third parts", "wrapped", "a spare layer")
 
 
 @pytest.mark.parametrize(

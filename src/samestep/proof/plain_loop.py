@@ -48,6 +48,8 @@ def follow(run: Run, source: Source, dataset: Dataset, seen: Observation) -> Pla
         start = {name: param.detach().clone() for name, param in _trained(model).items()}
         unused = _take_steps(model, run, source, dataset, seen, steps)
         _update(model, start, source, seen, steps, unused)
+        idle = {param.name for param in run.assembly.model.spec.params if param.is_idle}
+        _leave_out(steps, idle.intersection(*unused))
     except Exception as error:  # the user's own code, in which anything may fail
         return PlainSteps(hindrance=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
     return steps
@@ -113,6 +115,12 @@ def _loss(model: nn.Module, run: Run, source: Source, samples: Any, step: int, i
         loss_sum, count = source.loss(outputs, moved)
         loss_sum = run.assembly.objective.balance.added_to(loss_sum, outputs, count, 1.0)
     return loss_sum / count
+
+
+def _leave_out(steps: PlainSteps, names: set[str]) -> None:
+    """Remove weights from what is compared: those that had no gradient in any step, and that a run does not update."""
+    for tensors in (*steps.gradients, *steps.weights, *steps.updated):
+        tensors[:] = [one for one in tensors if one.name not in names]
 
 
 def _gradient(param: Tensor) -> Tensor:
