@@ -211,10 +211,16 @@ class ObservedRun(StepObserver):
         self._hook_modules()
 
     def _hook_modules(self) -> None:
-        """Register forward hooks on every module that this rank computes: in a pipeline those of its own layers."""
+        """Register forward hooks on every module that this rank computes: in a pipeline those of its own layers.
+
+        Modules within experts see the tokens that chose them, and no samples: what the experts give is recorded.
+        """
         program, model = self.run.program, self.run.model
+        experts = [dispatch.owner for layer in program.step.model.layers for dispatch in layer.dispatches]
         mine = [path for chunk in program.chunks for i in chunk for path in program.step.model.layers[i].modules]
         for path, module in model.named_modules():
+            if any(path.startswith(f"{holder}.") for holder in experts):
+                continue
             if path and (not program.chunks or any(f"{path}.".startswith(f"{root}.") for root in mine)):
                 module.register_forward_hook(functools.partial(self._note, path))
         blocks = [path for layer in program.step.model.layers if layer.is_block for path in layer.modules]
