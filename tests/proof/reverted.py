@@ -210,6 +210,14 @@ def weights_written_in_a_forward_are_waived(patch: Patch) -> None:
     """The job waives the refusal."""
 
 
+# -- what tp cuts ----------------------------------------------------------------------------------
+
+
+@reverted("A5", "heads counted by another name", "dp=1 tp=2", Cause.FORWARD)
+def heads_are_not_counted_on_a_rank(patch: Patch) -> None:
+    patch.setattr(assembly, "_tried", lambda proof, *rest: (proof, dict.fromkeys(range(1, 9), ())))
+
+
 # -- tokens, experts -------------------------------------------------------------------------------
 
 
@@ -218,10 +226,15 @@ def no_module_mixes_tokens(patch: Patch) -> None:
     _without(patch, "sequence_refusal")
 
 
-def _without(patch: Patch, field: str) -> None:
+@reverted("A14", "factor by length", "dp=1 cp=2", Cause.FORWARD, is_refused=True)
+def no_module_counts_tokens(patch: Patch) -> None:
+    _without(patch, "slice_refusal", slices=(("[0][0]", 1),))
+
+
+def _without(patch: Patch, field: str, **fields: Any) -> None:
     def sliced(original: Any, *args: Any) -> Any:
         traced = original(*args)
-        spec = replace(traced.spec, **{field: ""})
+        spec = replace(traced.spec, **{field: ""}, **fields)
         return replace(traced, analysis=replace(traced.analysis, spec=spec))
 
     around(patch, verify, "with_slices", sliced)
@@ -286,10 +299,8 @@ def resume(rank: int, world: int, name: str, is_mended: bool) -> float:
 
 
 HELD = {
-    "A5": "heads counted by another name",
     "A6": "norm of hidden neurons",
     "A7": "log_softmax behind a cut head",
-    "A14": "factor by length",
     "A23": "optimizer over other weights",
     "D2": "weight used twice",
     "D5": "unused layer in bf16",
