@@ -35,6 +35,7 @@ from samestep.tracing.meta_tensors import (
     GROUPED_PRODUCTS,
     KNOWN_ELEMENTS,
     KnownValues,
+    ListIndices,
     NeedsValuesError,
     address,
     is_whole,
@@ -385,6 +386,7 @@ def watch_forward(
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, _given_back))
             stack.enter_context(watch)
+            stack.enter_context(ListIndices())
             outputs = call_model(module, watch.given(batch))
     except (SamestepError, NeedsValuesError):
         raise

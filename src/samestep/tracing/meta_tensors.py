@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 KNOWN_ELEMENTS = 2**20
@@ -92,6 +93,28 @@ class KnownValues:
             for tensor, real in zip(operands(outcome), operands(value), strict=True):
                 if address(tensor) not in self._twins:
                     self.learn(tensor, real)
+
+
+class ListIndices(TorchFunctionMode):
+    """Gives lists of numbers in an index, as in `tokens[:, [-1, 0]]`, as tensors of the host, whose values are known.
+
+    Torch makes a tensor of such a list on the device of what is indexed, where no mode sees its numbers.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.__getitem__, Tensor.__setitem__):
+            tensor, index, *rest = args
+            parts = index if isinstance(index, tuple) else (index,)
+            if any(_is_numbers(part) for part in parts):
+                made = tuple(torch.tensor(part) if _is_numbers(part) else part for part in parts)
+                args = tensor, made if isinstance(index, tuple) else made[0], *rest
+        return func(*args, **(kwargs or {}))
+
+
+def _is_numbers(part: Any) -> bool:
+    return isinstance(part, list) and bool(part) and all(isinstance(one, bool | int) for one in part)
 
 
 GROUPED_PRODUCTS = (torch.ops.aten._grouped_mm.default,)
