@@ -74,7 +74,7 @@ class Run:
         self._is_rewritten = False
         self._data_wait_s = 0.0
         self._lone: tuple[Any, Any] | None = None
-        """Outputs and labels of the micro-batch before, of one sample, until the loss is tried."""
+        """Outputs and labels of the micro-batch before, if it alone could not show what the loss is."""
 
     @property
     def is_prepared(self) -> bool:
@@ -402,10 +402,12 @@ class Run:
         loss = objective.loss if tensor.cuts_logits(parallel.program) else self._source.loss
         given = precision.for_loss(outputs)
         trial = loss_trial.tried(loss, given, samples, num_samples)
-        before, self._lone = self._lone, loss_trial.detached((given, samples)) if num_samples == 1 else None
-        if before is not None and num_samples == 1 and not trial.reason:  # two samples say more than one and its copy
-            both = loss_trial.joined(before, (given, samples))
-            trial = loss_trial.tried(loss, *both, 2) if both is not None else trial
+        # Two micro-batches say more than one sample and its copy, or than samples whose loss is zero among themselves.
+        says_little = num_samples == 1 or not trial.judged
+        before, self._lone = self._lone, loss_trial.detached((given, samples)) if says_little else None
+        if before is not None and says_little and not trial.reason:
+            both = loss_trial.joined(before, (given, samples), num_samples)
+            trial = loss_trial.tried(loss, *both, 2 * num_samples) if both is not None else trial
         what, is_split = "samples", self.layout.dp > 1 or parallel.program.step.num_microbatches > 1
         if self.layout.cp > 1 and trial.judged and not trial.reason:
             length = target_of(samples).shape[1]

@@ -30,7 +30,7 @@ from samestep.building.model import call_model
 from samestep.errors import ModelError, SamestepError
 from samestep.models.spec import Cutting, Exchange, Factors, Product, is_below
 from samestep.tracing.attention import AttentionCall
-from samestep.tracing.custom_functions import reported
+from samestep.tracing.custom_functions import report_module_hooks, reported
 from samestep.tracing.meta_tensors import (
     GROUPED_PRODUCTS,
     KNOWN_ELEMENTS,
@@ -340,8 +340,14 @@ class ForwardTracer(TorchDispatchMode):
                 self.marks.append((torch._C._autograd._get_sequence_nr(), path))
         self._depth += 1
 
-    def leave(self, outside: bool) -> None:
+    def hooked(
+        self, name: str, hook: Callable[..., Any], given: list[Tensor], results: list[Tensor]
+    ) -> None:
+        """Receive a hook on gradients: a function of those of `given` tensors that returns those of `results`."""
+
+    def leave(self, outside: bool, part: nn.Module, given: tuple[Any, ...], output: Any) -> None:
         """Record that a module's forward ends."""
+        report_module_hooks(part, given, output, self.hooked)
         self._events += 1
         self.left[self._running.pop()] = self._events
         self._depth -= not outside
@@ -381,7 +387,7 @@ def watch_forward(
             stack.enter_context(watch.knowing(module, value_of))
             stack.enter_context(_hooks(module, containers, watch))
             stack.enter_context(_fused_attention(watch))
-            stack.enter_context(reported(watch.applied))
+            stack.enter_context(reported(watch.applied, watch.hooked))
             stack.enter_context(watch.flow_recorder.over(module, functools.partial(is_outside, containers=containers)))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, _given_back))
@@ -412,7 +418,9 @@ def _hooks(module: nn.Module, containers: tuple[str, ...], watch: ForwardTracer)
             enter = functools.partial(
                 lambda path, outside, part, *given: watch.enter(path, part, outside, given), path, outside
             )
-            leave = functools.partial(lambda outside, part, args, output: watch.leave(outside), outside)
+            leave = functools.partial(
+                lambda outside, part, given, output: watch.leave(outside, part, given, output), outside
+            )
             hooks.enter_context(part.register_forward_pre_hook(enter, with_kwargs=True))
             hooks.enter_context(part.register_forward_hook(leave))
         yield

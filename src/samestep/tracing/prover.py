@@ -138,6 +138,23 @@ class Prover(ForwardTracer):
             else:
                 self.tried.append(text)
 
+    def hooked(self, name: str, hook: Any, given: list[Tensor], results: list[Tensor]) -> None:
+        """Try a hook on gradients, which no forward shows."""
+        if not self.is_following:
+            return
+        with _disable_current_modes(), torch.no_grad():
+            rows = [self._rows(tensor) for tensor in results]
+            if not any(isinstance(self.known.of(tensor), Along) for tensor in given):
+                return
+            text = f"{self.where} by {name}"
+            known = [found for found in rows if found is not None]
+            gradients = tuple(tensor.detach() for tensor in given)
+            outcome = self._try(hook, gradients, {}, {}, known) if len(known) == len(rows) else "fails"
+            if outcome == "differs":
+                self.refuse_gradient(text)
+            else:
+                self.tried.append(text)
+
     def _rows(self, tensor: Tensor) -> RowsAlong | None:
         """Return where a tensor has the rows, all of them in order; None if it has not."""
         found = self.known.of(tensor)

@@ -16,6 +16,7 @@ What cannot be shown is refused, with the operation at which it failed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
 
 from samestep.building.loss import target_of
 from samestep.errors import InputError
@@ -107,7 +108,7 @@ def _refusal_of(
     ]
     handles.append(module.register_forward_hook(lambda _, args, outputs: watch.check_outputs(outputs)))
     try:
-        reshaping = Reshaping(watch.whole, watch.size, lambda: bool(watch.slices))
+        reshaping = Reshaping(watch.whole, watch.size, lambda: bool(watch.slices), watch.slice_of)
         with reshaping, watch.experts_by_row(module, experts):
             watch_forward(module, sample, 1, "the model", containers_of(module), watch, value_of)
     except NeedsValuesError:
@@ -147,12 +148,14 @@ class SliceProver(Prover):
     def _sliced(self, argument: str, leaf: Tensor) -> Tensor:
         if self.known.of(leaf) is not None:
             return leaf
-        dim = sequence_dim(leaf.shape, self.whole)
+        dim = None if _is_bias(leaf.shape) else sequence_dim(leaf.shape, self.whole)
         if self.slices.setdefault(argument, dim) != dim:
             self.refuse(f"{argument} has rows of tokens in one block and not in another")
-        if dim is None:
-            return leaf
-        part = leaf.narrow(dim, self.whole - self.size, self.size).clone()
+        return leaf if dim is None else self.slice_of(leaf, dim)
+
+    def slice_of(self, whole: Tensor, dim: int = 1) -> Tensor:
+        """Return the slice of a tensor that has a row for each token of the whole sequence."""
+        part = whole.narrow(dim, self.whole - self.size, self.size).clone()
         with _disable_current_modes():
             self.learn(part, Along(dim, 1, 0))
         return part
@@ -203,8 +206,8 @@ class SliceProver(Prover):
         self.refuse(f"{where} mixes tokens")
 
     def on_constant(self, constant: Tensor, dim: int, inner: int, where: str) -> None:
-        """Refuse a constant with a row for each token."""
-        if not self.is_uniform(constant):
+        """Refuse a constant with a row for each token of a slice; one of the whole sequence is sliced before it meets any."""
+        if self.size < self.whole and not self.is_uniform(constant):
             self.refuse(f"{where} counts the tokens of a slice itself; positions made before the blocks work")
 
 
@@ -226,18 +229,60 @@ def reshaped(func: Any, args: tuple[Any, ...], length: int, size: int) -> tuple[
     return args
 
 
-class Reshaping(TorchFunctionMode):
-    """A function mode that adapts reshapes to slices of `size` of a sequence's `length` tokens, once blocks are given them."""
+_BY_ELEMENT = frozenset(
+    "add radd iadd sub rsub isub subtract mul rmul imul multiply div rdiv truediv rtruediv itruediv divide true_divide "
+    "where lerp addcmul addcdiv maximum minimum pow rpow cat concat concatenate stack".split()
+)
 
-    def __init__(self, length: int, size: int, has_begun: Callable[[], bool]) -> None:
+
+@functools.lru_cache(maxsize=4096)
+def _is_by_element(func: Any) -> bool:
+    return getattr(func, "__name__", "").strip("_") in _BY_ELEMENT
+
+
+def met_by_slices(
+    func: Any, args: tuple[Any, ...], length: int, size: int, slice_of: Callable[[Tensor], Tensor]
+) -> tuple[Any, ...]:
+    """Return the arguments of an operation by elements, with slices of those that have rows for the whole sequence.
+
+    What the model made before the blocks and adds to what they return, as `x = x0 + block(x)` between blocks, is whole.
+    """
+    if size == length or not _is_by_element(func):
+        return args
+    given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim() > 1]
+    if {size, length} - {leaf.shape[1] for leaf in given}:
+        return args
+
+    def sliced(leaf: Tensor) -> Tensor:
+        return slice_of(leaf) if leaf.dim() > 1 and leaf.shape[1] == length else leaf
+
+    found: tuple[Any, ...] = tree_map_only(Tensor, sliced, args)
+    return found
+
+
+class Reshaping(TorchFunctionMode):
+    """A function mode that adapts the code between blocks to slices of `size` of a sequence's `length` tokens.
+
+    It acts once blocks are given slices.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        size: int,
+        has_begun: Callable[[], bool],
+        slice_of: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         super().__init__()
         self._length, self._size, self._has_begun = length, size, has_begun
+        self._slice_of = slice_of or (lambda whole: whole.narrow(1, 0, size))
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self._has_begun():
             args = reshaped(func, args, self._length, self._size)
+            args = met_by_slices(func, args, self._length, self._size, self._slice_of)
         return func(*args, **(kwargs or {}))
 
 
@@ -246,6 +291,11 @@ def sequence_dim(shape: torch.Size, length: int) -> int | None:
     if length not in shape or (len(shape) in (2, 4) and shape[-1] == shape[-2]):
         return None
     return list(shape).index(length) if len(shape) < 2 or shape[1] != length else 1
+
+
+def _is_bias(shape: torch.Size) -> bool:
+    """Return whether an argument of one sample is a bias of attention [A, T, T], for each head and pair of tokens."""
+    return len(shape) == 3 and shape[0] > 1 and shape[1] == shape[2]
 
 
 def _fits(shape: torch.Size, whole: int) -> bool:

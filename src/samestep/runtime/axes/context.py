@@ -32,7 +32,7 @@ from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.strategies.context import sent_heads
 from samestep.tracing.attention import AttentionCall, multi_head_attention
-from samestep.tracing.slices import Reshaping, reshaped, sequence_dim
+from samestep.tracing.slices import Reshaping, met_by_slices, reshaped, sequence_dim
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -116,6 +116,10 @@ class Slicing:
             Tensor, lambda t: self._rows(t, 1, length) if t.dim() > 1 and t.shape[1] == length else t, samples
         )
 
+    def rows_of(self, whole: Tensor) -> Tensor:
+        """Return this rank's tokens of a tensor [B, T, ...] that has a row for each token of the whole sequence."""
+        return self._rows(whole, 1, self.length)
+
     def shape_of(self, shape: torch.Size) -> torch.Size:
         """Return the shape of sliced hidden states between blocks, given `shape` of whole ones."""
         return torch.Size([shape[0], shape[1] // self.degree, *shape[2:]]) if self.length else shape
@@ -183,6 +187,8 @@ class Slicing:
             for part, role in ((call.query, "query"), (call.key, "key"), (call.value, "value"))
         )
         mask = call.attn_mask
+        if mask is not None and mask.dim() == 3:  # for each head
+            mask = mask.unsqueeze(0)
         if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
             mask = mask.chunk(self.degree, dim=1)[self.index]
         output = call._replace(query=query, key=key, value=value, attn_mask=mask).run(func)
@@ -238,7 +244,9 @@ class _Exchanging(TorchFunctionMode):
                 return slicing.attend(func, AttentionCall(*args, **kwargs))
             if func is F.multi_head_attention_forward:
                 return multi_head_attention(self, *args, **kwargs)
-            args = reshaped(func, args, slicing.length, slicing.length // slicing.degree)
+            size = slicing.length // slicing.degree
+            args = reshaped(func, args, slicing.length, size)
+            args = met_by_slices(func, args, slicing.length, size, slicing.rows_of)
         return func(*args, **kwargs)
 
 

@@ -317,13 +317,18 @@ def detached(value: Any) -> Any:
     return _mapped(value, Tensor.detach)
 
 
-def joined(first: tuple[Any, Any], second: tuple[Any, Any]) -> tuple[Any, Any] | None:
-    """Return outputs and batch of two samples, from those of each; None if their tensors have different shapes."""
+def joined(first: tuple[Any, Any], second: tuple[Any, Any], size: int = 1) -> tuple[Any, Any] | None:
+    """Return outputs and batch of two micro-batches of `size` samples, from those of each.
+
+    None if their tensors have different shapes, or several rows for each sample.
+    """
     ones, others = tensors_in(first), tensors_in(second)
     if [one.shape for one in ones] != [other.shape for other in others]:
         return None
+    if size > 1 and any(one.dim() and one.shape[0] > size and one.shape[0] % size == 0 for one in ones):
+        return None
     pairs = zip(ones, others, strict=True)
-    both = [torch.cat(pair).detach() if pair[0].shape[:1] == (1,) else pair[1].detach() for pair in pairs]
+    both = [torch.cat(pair).detach() if pair[0].shape[:1] == (size,) else pair[1].detach() for pair in pairs]
     outputs, batch = with_tensors(second, both)
     return outputs, batch
 
@@ -336,7 +341,11 @@ def with_tensors(value: Any, tensors: list[Tensor]) -> Any:
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
-        return change(value)
+        twin: Any = change(value)
+        for name, item in vars(value).items():  # of the user: `logits.aux = ...`
+            if isinstance(item, Tensor):
+                setattr(twin, name, _mapped(item, change))
+        return twin
     if isinstance(value, (tuple, list)):
         items = [_mapped(item, change) for item in value]
         if hasattr(value, "_fields"):
@@ -345,7 +354,7 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if type(value) is dict:
         return {key: _mapped(item, change) for key, item in value.items()}
     if isinstance(value, Mapping):
-        twin: Any = copy.copy(value)
+        twin = copy.copy(value)
         for key in list(value):
             twin[key] = _mapped(value[key], change)
         return twin
