@@ -22,7 +22,10 @@ from tests.pool import pool
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())
 
-SCALARS = ("to host", "runtime/run.py:Run._agree")
+SCALARS = ("to host pinned asynchronous", "runtime/run.py:Run._step")
+STEP_BEFORE = ("synchronize", "runtime/run.py:Run._closed")
+WRITTEN = ("to host pinned asynchronous", "runtime/optimizer_step.py:LiveWeights.begin_step")
+WRITTEN_THERE = ("synchronize", "runtime/optimizer_step.py:LiveWeights.was_written_early")
 SAMPLES = ("to device pinned asynchronous", "runtime/host_copies.py:to_device")
 PACKED = ("item", "building/model.py:call_model < transformers/masking_utils.py:find_packed_sequence_indices")
 GRADIENTS = ("to host pinned asynchronous", "runtime/host_copies.py:beside")
@@ -31,7 +34,10 @@ WEIGHTS = ("to device pinned asynchronous", "runtime/host_copies.py:publish")
 ROWS_OF_EXPERTS = ("to host", "runtime/axes/expert.py:_dispatch_and_combine")
 
 REASONS = {
-    SCALARS: "the count, the norm and the stop flag of all ranks decide on the update",
+    SCALARS: "the count, the norm and the stop flag of all ranks, for which the host does not wait in the step",
+    STEP_BEFORE: "before a step the host waits for the sums of the one before, whose update the device then makes",
+    WRITTEN: "weights beside masters: whether the user has written them between two steps",
+    WRITTEN_THERE: "weights beside masters: the host waits until the device begins the step, all of which it has launched",
     SAMPLES: "tokens, labels and, for dropout, indices of samples come from the host, which does not wait",
     PACKED: "transformers looks for packed sequences in the positions that it makes",
     GRADIENTS: "offload: the optimizer works on the host, which does not wait here",
@@ -46,9 +52,10 @@ PIECES = 21
 def counted(rank: int, world: int, model: str, layout: str, job: Job) -> Counter[waits.Place]:
     """Return the waits and copies of the last step."""
     run = make_run(rank, world, model, layout, job)
-    for batch in batches(Tokens(), job):
+    stream = batches(Tokens(), job)
+    for _ in range(job.train.steps):
         waits.clear()
-        run.step(batch)
+        run.step(next(stream))  # where the step before is closed
     return Counter(waits.counted)
 
 
@@ -76,11 +83,11 @@ EXPECTED: list[tuple[str, str, dict[tuple[str, str], int]]] = [
 )
 def test_a_step_waits_once(layout: str, model: str, others: dict[tuple[str, str], int]) -> None:
     for seen in on_ranks(layout, counted, model, clipped("bf16", watch_every=0), device="cuda"):
-        assert dict(seen) == {SCALARS: 1, **others}
+        assert dict(seen) == {SCALARS: 1, STEP_BEFORE: 1, **others}
 
 
 def test_every_wait_has_a_reason() -> None:
-    assert REASONS.keys() == {SCALARS, *(place for _, _, others in EXPECTED for place in others)}
+    assert REASONS.keys() == {SCALARS, STEP_BEFORE, *(place for _, _, others in EXPECTED for place in others)}
 
 
 def counting_in_python(rank: int, world: int) -> Counter[waits.Place]:
