@@ -263,7 +263,7 @@ class Run:
             self._refusals.add(
                 "state", f"step {batch.step + 1}: {kept_state.lost_write(name, f'zero={self.layout.zero}')}"
             )
-        sums = self._sum(totals, unseen=self._runs_ahead and not is_ahead)
+        sums = self._agree(totals, is_ahead)
         numerator = self.assembly.objective.nominal_count / weights.updater.loss_scale.scale
         decision = decide(sums, numerator, self.job.optimizer.clip_norm) if is_ahead else None
         left = decision.held_back if decision is not None else torch.ones((), device=sums.device)
@@ -485,14 +485,14 @@ class Run:
         one = "cp=1 works" if what == "tokens" else "one rank with the whole batch as its micro-batch works"
         self._refusals.add("loss", f"{text}; (sum over {what}, their number) works, and {one}")
 
-    def _sum(self, totals: Tensor, *, unseen: bool) -> Tensor:
+    def _agree(self, totals: Tensor, is_ahead: bool = False) -> Tensor:
         """Sum the loss, the count, the squared gradient norm and the flags over all ranks (float64 [4]), waiting for none."""
         weights, device = self.assembly.weights, self.place.device
         norm_squared = weights.store.norm_squared() + weights.updater.overflow(device)
         weights.store.take_back()
         flag = join.stop_requested() + self._refusals.flag
         stop = torch.full((1,), flag, dtype=torch.float64, device=device)  # filled there, not copied from the host
-        if unseen:
+        if self._runs_ahead and not is_ahead:
             stop += weights.updater.live.was_written_unseen(device) * WRITTEN
         sums = torch.cat([totals, norm_squared.view(1), stop])
         if self.layout.world_size > 1:
