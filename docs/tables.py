@@ -104,6 +104,21 @@ def held() -> str:
     return "\n".join(lines)
 
 
+def waits() -> str:
+    """The waits and copies of one step for each layout of tests/device, which count them on a simulated GPU."""
+    sys.path.insert(0, str(ROOT))
+    module = importlib.import_module("tests.device.test_waits")
+    places = [place for place in module.REASONS if any(place in module.expected(row) for row in module.EXPECTED)]
+    lines = ["| operation | in | why |", "| --- | --- | --- |"]
+    lines += [f"| {kind} | `{where}` | {module.REASONS[kind, where]} |" for kind, where in places]
+    lines += ["", "| layout | model | " + " | ".join(f"`{where.rpartition('.')[2]}`" for _, where in places) + " |"]
+    lines.append("| --- | --- |" + " ---: |" * len(places))
+    for layout, model, others in module.EXPECTED:
+        counts = module.expected((layout, model, others))
+        lines.append(f"| `{layout}` | {model} | " + " | ".join(str(counts.get(place, "")) for place in places) + " |")
+    return "\n".join(lines)
+
+
 def faults() -> str:
     """The deliberate faults of tests/proof, with the name that `verify` must give each: the suite proves every row."""
     sys.path.insert(0, str(ROOT))
@@ -227,6 +242,7 @@ TABLES = {
     "presets": presets,
     "memory": memory,
     "held": held,
+    "waits": waits,
     "faults": faults,
     "reverted": reverted,
     "silent": silent,

@@ -26,9 +26,9 @@ def batch_stays_on_the_host(patch: pytest.MonkeyPatch) -> None:
 def scalars_are_sent_from_the_host(patch: pytest.MonkeyPatch) -> None:
     agree = Run._agree
 
-    def from_host(self: Run, totals: Tensor) -> Any:
+    def from_host(self: Run, totals: Tensor, *rest: bool) -> Tensor:
         dist.all_reduce(totals.cpu())
-        return agree(self, totals)
+        return agree(self, totals, *rest)
 
     patch.setattr(Run, "_agree", from_host)
 

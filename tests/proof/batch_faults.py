@@ -20,9 +20,8 @@ from samestep.runtime.axes.expert import Balance
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.optimizer_step import Updater
 from samestep.runtime.run import Run
-from samestep.runtime.step_observer import StepScalars
 from tests.models import Tokens
-from tests.proof.planting import Patch, around, fault, rank, unless
+from tests.proof.planting import Patch, around, changed, fault, rank, unless
 
 # -- loss and division -----------------------------------------------------------------------------
 
@@ -73,9 +72,9 @@ def gradients_are_not_divided_by_the_microbatches(patch: Patch) -> None:
 
 @fault(Cause.LOSS_SCALE, "dp=2")
 def loss_is_divided_twice(patch: Patch) -> None:
-    def agree(original: Any, self: Run, totals: Tensor) -> StepScalars:
-        found = original(self, totals)
-        return replace(found, count=2 * found.count)
+    def agree(original: Any, self: Run, totals: Tensor, *rest: bool) -> Tensor:
+        found = original(self, totals, *rest)
+        return changed(found, count=2 * float(found[1]))
 
     around(patch, Run, "_agree", agree)
 
@@ -92,9 +91,9 @@ def experts_are_balanced_within_each_rank(patch: Patch) -> None:
 
 @fault(Cause.MISSING_REDUCTION, "dp=2")
 def loss_is_that_of_the_rank(patch: Patch) -> None:
-    def agree(original: Any, self: Run, totals: Tensor) -> StepScalars:
-        found = original(self, totals)
-        return replace(found, loss_sum=float(totals[0] / totals[1]) * found.count)
+    def agree(original: Any, self: Run, totals: Tensor, *rest: bool) -> Tensor:
+        found = original(self, totals, *rest)
+        return changed(found, loss_sum=float(totals[0] / totals[1] * found[1]))
 
     around(patch, Run, "_agree", agree)
 
@@ -324,9 +323,9 @@ def a_running_statistic_is_that_of_the_rank(patch: Patch) -> None:
 
 @fault(Cause.CLIP_NORM, "dp=2 zero=1", optimizer={"clip_norm": 0.05})
 def the_norm_is_that_of_the_shard(patch: Patch) -> None:
-    def agree(original: Any, self: Run, totals: Tensor) -> StepScalars:
+    def agree(original: Any, self: Run, totals: Tensor, *rest: bool) -> Tensor:
         mine = float(self.assembly.weights.store.norm_squared())
-        return replace(original(self, totals), norm_squared=mine)
+        return changed(original(self, totals, *rest), norm_squared=mine)
 
     around(patch, Run, "_agree", agree)
 
@@ -341,9 +340,9 @@ def the_norm_counts_whole_weights_once_a_tp_rank(patch: Patch) -> None:
 
 @fault(Cause.CLIP_NORM, "dp=1 pp=2 microbatch=4", "deep_llama", optimizer={"clip_norm": 0.05})
 def the_norm_lacks_the_other_stages(patch: Patch) -> None:
-    def agree(original: Any, self: Run, totals: Tensor) -> StepScalars:
+    def agree(original: Any, self: Run, totals: Tensor, *rest: bool) -> Tensor:
         mine = float(self.assembly.weights.store.norm_squared())
-        return replace(original(self, totals), norm_squared=mine)
+        return changed(original(self, totals, *rest), norm_squared=mine)
 
     around(patch, Run, "_agree", agree)
 

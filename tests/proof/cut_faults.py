@@ -19,10 +19,9 @@ from samestep.runtime.axes import context, pipeline, sequence, tensor
 from samestep.runtime.axes.data import Replicated
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.run import Run
-from samestep.runtime.step_observer import StepScalars
 from samestep.schedules import Action, TaskKind
 from samestep.tracing.attention import AttentionCall
-from tests.proof.planting import Patch, around, fault, rank, unless
+from tests.proof.planting import Patch, around, changed, fault, rank, unless
 
 # -- tensor cuts -----------------------------------------------------------------------------------
 
@@ -215,9 +214,9 @@ FP16 = {"precision": "fp16", "loss_scale": 2.0**10}
 
 @fault(Cause.SKIP, "dp=2", own_precision=True, numerics=FP16)
 def a_rank_skips_by_itself(patch: Patch) -> None:
-    def agree(original: Any, self: Run, totals: Tensor) -> StepScalars:
-        found = original(self, totals)
-        return replace(found, norm_squared=float("inf")) if rank() == 1 and self.steps_taken == 1 else found
+    def agree(original: Any, self: Run, totals: Tensor, *rest: bool) -> Tensor:
+        found = original(self, totals, *rest)
+        return changed(found, norm_squared=float("inf")) if rank() == 1 and self.steps_taken == 1 else found
 
     around(patch, Run, "_agree", agree)
     patch.setattr(Run, "_diagnose", lambda self, batch: "overflow")
@@ -225,10 +224,10 @@ def a_rank_skips_by_itself(patch: Patch) -> None:
 
 @fault(Cause.SKIP, "dp=1 pp=2 microbatch=4", "llama", own_precision=True, numerics=FP16)
 def a_stage_skips_by_itself(patch: Patch) -> None:
-    def agree(original: Any, self: Run, totals: Tensor) -> StepScalars:
-        found = original(self, totals)
+    def agree(original: Any, self: Run, totals: Tensor, *rest: bool) -> Tensor:
+        found = original(self, totals, *rest)
         overflows = self.assembly.parallel.stage.is_last(0) and self.steps_taken == 1
-        return replace(found, norm_squared=float("inf")) if overflows else found
+        return changed(found, norm_squared=float("inf")) if overflows else found
 
     around(patch, Run, "_agree", agree)
     patch.setattr(Run, "_diagnose", lambda self, batch: "overflow")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 from samestep.proof.verdict import Cause
 
@@ -53,3 +54,14 @@ def rank() -> int:
 def unless(axis: str) -> Callable[..., Any]:
     """Return a stand-in for the sending of gradients that sends nothing over an axis."""
     return lambda send, self, flat, op, whole: None if op.axis == axis else send(self, flat, op, whole)
+
+
+_SUMS = ("loss_sum", "count", "norm_squared", "flags")
+
+
+def changed(sums: Tensor, **values: float) -> Tensor:
+    """Return the sums of a step with other values of some, named as in `StepScalars`."""
+    sums = sums.clone()
+    for name, value in values.items():
+        sums[_SUMS.index(name)] = value
+    return sums

@@ -31,7 +31,7 @@ from samestep.runtime.run import Run
 from tests.laboratory import job_of, perturbed
 from tests.models import MODELS, VOCABULARY, Tokens
 from tests.parity.test_loaded_weights import fine_tuned
-from tests.proof.planting import around
+from tests.proof.planting import around, changed
 from tests.traced import copied
 
 Patch = pytest.MonkeyPatch
@@ -198,9 +198,9 @@ def nothing_is_clipped(patch: Patch) -> None:
 
 
 def the_mean_is_over_another_count(patch: Patch) -> None:
-    def agree(original: Any, self: Run, totals: Tensor) -> Any:
-        found = original(self, totals)
-        return replace(found, count=found.count + 1)
+    def agree(original: Any, self: Run, totals: Tensor, *rest: bool) -> Tensor:
+        found = original(self, totals, *rest)
+        return changed(found, count=float(found[1]) + 1)
 
     around(patch, Run, "_agree", agree)
 

@@ -21,6 +21,7 @@ from torch import nn
 from samestep.building.families import family_source, near_family
 from samestep.building.imported import imported
 from samestep.building.named_tensors import unwrapped
+from samestep.building.packed_positions import asked_once
 from samestep.errors import ModelError
 from samestep.job import Job
 
@@ -87,7 +88,10 @@ def call_model(model: nn.Module, batch: Any) -> Any:
         given = {name: value for name, value in batch.items() if accepted.takes(name) and name != "labels"}
         if not given or ("position_ids" in batch and "position_ids" not in given):
             raise ModelError(_unfit(model, batch, accepted.names))
-        return model(**given)
+        if "position_ids" in given:
+            return model(**given)
+        with asked_once(unwrapped(model)):
+            return model(**given)
     if isinstance(batch, (tuple, list)):
         inputs = (batch[0], *batch[2:])
         return model(*inputs[: max(1, accepted.num_positional)])

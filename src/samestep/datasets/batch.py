@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -45,8 +45,12 @@ class BatchStream(Iterator["Batch"]):
         self._ahead: ReadAhead | None = None
         self._ahead_in = first_step
         """The step whose micro-batches are being taken."""
+        self.before_next: Callable[[], None] | None = None
+        """Called before the next batch is yielded: a step that is still under way may end the stream."""
 
     def __next__(self) -> Batch:
+        if self.before_next is not None:
+            self.before_next()
         if self._stopped or self._next >= self._job.train.steps:
             self.stop()
             raise StopIteration
@@ -107,6 +111,11 @@ class Batch:
         """End the stream that yielded this batch: it yields no other one."""
         if self.stream is not None:
             self.stream.stop()
+
+    def before_next(self, function: Callable[[], None]) -> None:
+        """Call a function before the stream that yielded this batch yields the next one, or ends."""
+        if self.stream is not None:
+            self.stream.before_next = function
 
     def samples(self, indices: npt.NDArray[np.int64] | Sequence[int]) -> dict[str, Tensor] | tuple[Tensor, ...]:
         """Return the samples of the given dataset indices as tensors with the batch dimension first.

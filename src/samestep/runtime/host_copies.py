@@ -24,6 +24,25 @@ def master_on_host(value: Tensor) -> Tensor:
     return copy.pin_memory() if value.device.type == "cuda" else copy
 
 
+class Reading:
+    """Numbers of a device on their way to the host, which waits for nothing that was asked of the device afterwards."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._held, self._arrived = numbers, None
+        if numbers.device.type == "cuda":
+            self._held = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._held.copy_(numbers, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def numbers(self) -> list[float]:
+        """Wait until the numbers are on the host, and return them."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        found: list[float] = self._held.tolist()
+        return found
+
+
 def beside(gradients: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
     """Return gradients where the values are: those that are copied to the host are waited for once, together."""
     apart = [
@@ -44,10 +63,19 @@ def _is_beside(gradient: Tensor, value: Tensor) -> bool:
     return gradient.device == value.device
 
 
-def publish(value: Tensor, target: Tensor) -> None:
-    """Copy a value into a target of the same number of elements, perhaps of another dtype or on another device."""
-    value = value.view_as(target)
-    if not is_near(value, target.device) and not (value.dtype == target.dtype and value.is_pinned()):
+def publish(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy values into targets of as many elements, perhaps of another dtype or on another device."""
+    near = [(value.view_as(target), target) for value, target in pairs if is_near(value, target.device)]
+    if near:
+        torch._foreach_copy_([target for _, target in near], [value for value, _ in near])
+    for value, target in pairs:
+        if not is_near(value, target.device):
+            _send(value.view_as(target), target)
+
+
+def _send(value: Tensor, target: Tensor) -> None:
+    """Copy a value of the host into a target on a GPU, while the host goes on."""
+    if not (value.dtype == target.dtype and value.is_pinned()):
         value = torch.empty(target.shape, dtype=target.dtype, pin_memory=True).copy_(value)
     target.copy_(value, non_blocking=True)
 

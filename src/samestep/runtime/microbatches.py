@@ -37,6 +37,10 @@ class StepBatch(Protocol):
         """Begin to read a rank's micro-batches before they are asked for; `pin` puts them where a GPU copies from."""
         ...
 
+    def before_next(self, function: Callable[[], None]) -> None:
+        """Call a function before the next batch of the stream."""
+        ...
+
     def end_stream(self) -> None:
         """End the stream of batches behind this one, since the ranks agreed to stop."""
         ...

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,9 @@ from samestep.errors import ModelError
 from samestep.job import NumericsTable
 from samestep.runtime import host_copies
 from samestep.runtime.first_state import optimizer_digests
+from samestep.runtime.host_copies import Reading
 from samestep.runtime.optimizer_source import ALONE, GivenOptimizer, WholeWeights, built_over, check_step
-from samestep.runtime.update_rule import OptimizerSource
+from samestep.runtime.update_rule import OptimizerSource, has_hooks
 
 _ROW = 4096
 LARGEST_SUM = torch.finfo(torch.float16).max / 2
@@ -50,14 +52,14 @@ class LiveWeights:
 
     def __init__(self, pieces: list[Piece]) -> None:
         self._pieces = [piece for piece in pieces if piece.target is not None]
+        self._early: Tensor | None = None
+        self._early_there: Reading | None = None
         self._published = self._state()
 
     @torch.no_grad()
     def publish(self) -> None:
         """Copy updated values to the tensors that the forward reads."""
-        for piece in self._pieces:
-            assert piece.target is not None
-            host_copies.publish(piece.value, piece.target)
+        host_copies.publish([(piece.value, piece.target) for piece in self._pieces if piece.target is not None])
         self._published = self._state()
 
     @torch.no_grad()
@@ -66,8 +68,12 @@ class LiveWeights:
 
         Elements that nobody wrote keep their master values.
         """
-        if self._published is None or not self.was_written(self._published[1].device).item():
-            return
+        if self._published is not None and self.was_written(self._published[1].device).item():
+            self.take_over()
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Set the elements of master values whose weights differ from what `publish` wrote."""
         for piece in self._pieces:
             assert piece.target is not None
             value = piece.value.view_as(piece.target)
@@ -84,6 +90,31 @@ class LiveWeights:
         if before[0] != now[0]:
             return torch.ones((), dtype=torch.float64, device=device)
         return (before[1] != now[1]).any().double()
+
+    def begin_step(self, device: torch.device) -> None:
+        """Ask the device whether a target was written since `publish`, for `was_written_early`."""
+        self._early = self.was_written(device)
+        self._early_there = Reading(self._early.view(1)) if self._pieces else None
+
+    def was_written_early(self) -> bool:
+        """Return whether a target was written before the step, or in it by an operation that torch counts.
+
+        The host waits until the device begins the step, while the rest of the step is still before the device.
+        """
+        if self._early_there is None:
+            return False
+        return self._is_counted() or self._early_there.numbers()[0] > 0.0
+
+    def was_written_unseen(self, device: torch.device) -> Tensor:
+        """Return 1 if a target was written in the step and `was_written_early` does not say so, else 0 (float64 [])."""
+        if self._early is None or self._is_counted():
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return self.was_written(device) * (1.0 - self._early)
+
+    def _is_counted(self) -> bool:
+        """Return whether torch has counted an operation that wrote a target since `publish`."""
+        versions = [piece.target._version for piece in self._pieces if piece.target is not None]
+        return self._published is not None and versions != self._published[0]
 
     def _state(self) -> tuple[list[int], Tensor] | None:
         """Return the versions and the norms of the targets; None if the optimizer updates the weights themselves.
@@ -214,6 +245,21 @@ class Updater:
                 group["lr"] = first * factor
         self._set_lr = _rates(self.optimizer)
 
+    @property
+    def can_hold_back(self) -> bool:
+        """Whether the device can leave an update out by a number that the host has not read, as torch's fused kernels do.
+
+        Other optimizers, and hooks on one, would see gradients that are not finite.
+        """
+        optimizer = self.optimizer
+        return optimizer is None or (
+            type(optimizer).__module__.startswith("torch.optim.")
+            and getattr(optimizer, "_step_supports_amp_scaling", False)
+            and "step" not in vars(optimizer)
+            and not has_hooks(optimizer)
+            and all(piece.value.device.type == "cuda" for piece in self.pieces)
+        )
+
     @torch.no_grad()
     def step(self, factor: float) -> None:
         """Multiply the gradients by `factor` and update the pieces."""
@@ -223,6 +269,32 @@ class Updater:
         gradients = [piece.gradient() for piece in self.pieces]
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)
+        self._update(gradients)
+
+    @torch.no_grad()
+    def step_unless(self, held_back: Tensor, factor: Tensor) -> None:
+        """Multiply the gradients by `factor` and update the pieces; change neither where `held_back` is 1.
+
+        The host waits for neither number, which `can_hold_back` must allow.
+        """
+        if self.optimizer is None:
+            return
+        gradients = [piece.gradient() for piece in self.pieces]
+        scaling: Any = self.optimizer
+        scaling.found_inf = held_back
+        if all(gradient.dtype == torch.float32 for gradient in gradients):
+            scaling.grad_scale = (1.0 / factor).float()  # the kernel divides by it, in float32
+        else:
+            torch._foreach_mul_(gradients, torch.where(held_back > 0, 1.0, factor))
+        try:
+            self._update(gradients)
+        finally:
+            scaling.__dict__.pop("grad_scale", None)
+            del scaling.found_inf
+
+    def _update(self, gradients: list[Tensor]) -> None:
+        """Lend the gradients to the pieces, and let the optimizer update them."""
+        assert self.optimizer is not None
         lent = [piece.value for piece in self.pieces if piece.value.grad is None]
         gradients = host_copies.beside(gradients, [piece.value for piece in self.pieces])
         for piece, gradient in zip(self.pieces, gradients, strict=True):

@@ -41,15 +41,17 @@ from samestep.runtime.guards import data_trial, deterministic, loss_trial, nonfi
 from samestep.runtime.guards.canary import Canary
 from samestep.runtime.guards.drift import DriftMonitor
 from samestep.runtime.guards.refusals import Refusals
-from samestep.runtime.host_copies import to_device
-from samestep.runtime.ledger import owned
+from samestep.runtime.host_copies import Reading, to_device
+from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.microbatches import Microbatches, StepBatch
 from samestep.runtime.optimizer_source import optimizer_source
 from samestep.runtime.optimizer_step import Updater, clip_factor
 from samestep.runtime.processes import join
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.step_observer import Indices, StepObserver, StepScalars
+from samestep.runtime.processes.mesh import gather_objects
+from samestep.runtime.step_observer import Indices, StepObserver
 from samestep.runtime.step_report import StepReport, peak_memory_bytes
+from samestep.runtime.step_sums import WRITTEN, OpenStep, decide, scalars_of
 from samestep.schedules import TaskKind
 
 _NOBODY = StepObserver()
@@ -71,7 +73,9 @@ class Run:
         self._num_taken = 0
         self._refusals = Refusals(job.run)
         self._loss_is_tried = self._data_is_tried = False
-        self._is_rewritten = False
+        self._open: OpenStep | None = None
+        """The step whose update was launched, and whose sums the host has not read."""
+        self._writes_unseen = False
         self._data_wait_s = 0.0
         self._lone: tuple[Any, Any] | None = None
         """Outputs and labels of the micro-batch before, if it alone could not show what the loss is."""
@@ -88,6 +92,7 @@ class Run:
         Raises:
             LayoutError: the run is not prepared yet.
         """
+        self._close()
         if self._assembly is None:
             raise LayoutError("the run is not prepared yet: call run.prepare(batch.samples([0])), or take a step")
         return self._assembly
@@ -229,8 +234,8 @@ class Run:
     def _compared_step(self, batch: StepBatch) -> StepReport:
         """Take a step, and compare what several ranks must hold alike."""
         if self.layout.world_size == 1:
-            return self._step(batch)
-        return self._drift_monitor.watch(lambda: self._step(batch), batch.shares(0, 1, 1)[0])
+            return self._step(batch, may_run_ahead=False)
+        return self._drift_monitor.watch(lambda: self._step(batch, may_run_ahead=False), batch.shares(0, 1, 1)[0])
 
     @contextmanager
     def _observed_by(self, observer: StepObserver) -> Iterator[None]:
@@ -242,49 +247,105 @@ class Run:
 
     # -- inside a step -----------------------------------------------------------------------------
 
-    def _step(self, batch: StepBatch) -> StepReport:
+    def _step(self, batch: StepBatch, *, may_run_ahead: bool = True) -> StepReport:
+        """Take a step; on a GPU return before the device has done it, if that is possible and allowed."""
         began = time.perf_counter()
         model, weights = self.assembly.model, self.assembly.weights
-        updater = weights.updater
         set_modes(model.training_modes)
         if not self._data_is_tried:
             self._try_data(batch)
         running = nonfinite.saved(model.running_buffers)
+        if self._runs_ahead:
+            weights.updater.live.begin_step(self.place.device)
+        is_ahead = may_run_ahead and self._num_taken > 1 and self._observer is _NOBODY and self._runs_ahead
         totals = self.forward_backward(batch)
         for name in weights.store.written():
             self._refusals.add(
                 "state", f"step {batch.step + 1}: {kept_state.lost_write(name, f'zero={self.layout.zero}')}"
             )
-        agreed = self._agree(totals)
+        sums = self._agree(totals, is_ahead)
+        numerator = self.assembly.objective.nominal_count / weights.updater.loss_scale.scale
+        decision = decide(sums, numerator, self.job.optimizer.clip_norm) if is_ahead else None
+        left = decision.held_back if decision is not None else torch.ones((), device=sums.device)
+        written = torch.zeros_like(left) if is_ahead else weights.updater.was_written(sums.device)
+        opened = OpenStep(
+            batch=batch,
+            began_s=began,
+            running_buffers=running,
+            sums=Reading(torch.cat([sums, torch.stack([left.double(), written.double()])])),
+            numerator=numerator,
+            lr_factor=weights.lr_factor(batch.step),
+            data_wait_s=self._data_wait_s,
+        )
+        if decision is None:
+            return self._closed(opened)
+        weights.updater.set_lr(opened.lr_factor)
+        if weights.updater.live.was_written_early():
+            weights.updater.live.take_over()
+        self._update(lambda: weights.updater.step_unless(decision.held_back, decision.factor))
+        self.steps_taken = batch.step + 1
+        opened.report = StepReport.late(self.steps_taken, self._close)
+        self._open = opened
+        batch.before_next(self._close)
+        return opened.report
+
+    def _close(self) -> None:
+        """Read the sums of a step whose update was launched before, if there is one, and do what they ask for.
+
+        Collective over the world where the step is not finite or is refused: every rank calls it, at the latest before
+        its next step; if one does not, the others wait until the time limit.
+        """
+        opened, self._open = self._open, None
+        if opened is None:
+            return
+        assert opened.report is not None
+        self.steps_taken = opened.batch.step
+        try:
+            opened.report.fill(self._closed(opened))
+        except BaseException as error:
+            opened.report.fail(error)
+            raise
+
+    def _closed(self, opened: OpenStep) -> StepReport:
+        """Wait for a step's sums, decide on its update unless the device has made it, and return the report."""
+        batch, updater = opened.batch, self.assembly.weights.updater
+        *sums, is_left, is_written = opened.sums.numbers()
+        agreed, is_written_unseen = scalars_of(sums)
+        self._refusals.raise_agreed(agreed.stop, self.layout.world_size)
+        if is_written_unseen:
+            self._wait_from_now_on(batch)
         self._observer.agreed(agreed)
         if agreed.stop > 0:
             batch.end_stream()
         if agreed.count == 0:
             raise DataError(f"step {batch.step + 1} counts no token: every label of its batch is masked")
-        scale = self.assembly.objective.nominal_count / agreed.count / updater.loss_scale.scale
+        scale = opened.numerator / agreed.count
         loss, norm = agreed.loss_sum / agreed.count, math.sqrt(agreed.norm_squared) * scale
         finite = math.isfinite(loss) and math.isfinite(norm)
         note = "" if finite else self._diagnose(batch)
         skipped = not finite and self._skips(note, math.isfinite(loss))
-        lr_factor = weights.lr_factor(batch.step)
-        updater.set_lr(lr_factor)
+        if opened.report is None:
+            updater.set_lr(opened.lr_factor)
         if skipped:
-            nonfinite.put_back(running)
-        else:
-            self._update(scale * clip_factor(norm, self.job.optimizer.clip_norm))
+            nonfinite.put_back(opened.running_buffers)
+        elif is_left:
+            if is_written:
+                updater.reread()
+            factor = scale * clip_factor(norm, self.job.optimizer.clip_norm)
+            self._update(lambda: updater.step(factor))
         if math.isfinite(loss):
             updater.loss_scale.after(overflowed=not finite)
         self.steps_taken = batch.step + 1
-        step_s = time.perf_counter() - began
+        step_s = time.perf_counter() - opened.began_s
         return StepReport(
             step=self.steps_taken,
             loss=loss,
             grad_norm=norm,
-            lr=updater.first_lr[0] * lr_factor if updater.first_lr else math.nan,
+            lr=updater.first_lr[0] * opened.lr_factor if updater.first_lr else math.nan,
             tokens=int(agreed.count),
             step_s=step_s,
             tokens_per_s=agreed.count / step_s,
-            data_wait_s=self._data_wait_s,
+            data_wait_s=opened.data_wait_s,
             memory_bytes=peak_memory_bytes(self.place.device),
             skipped=skipped,
             stop=agreed.stop > 0,
@@ -426,34 +487,52 @@ class Run:
         one = "cp=1 works" if what == "tokens" else "one rank with the whole batch as its micro-batch works"
         self._refusals.add("loss", f"{text}; (sum over {what}, their number) works, and {one}")
 
-    def _agree(self, totals: Tensor) -> StepScalars:
-        """Sum the loss, the count, the squared gradient norm and the stop flag over all ranks.
-
-        The host waits here for the whole backward, and nowhere else in a step; so it also learns here whether weights of
-        this rank were written since its last update.
-        """
+    def _agree(self, totals: Tensor, is_ahead: bool = False) -> Tensor:
+        """Sum the loss, the count, the squared gradient norm and the flags over all ranks (float64 [4]), waiting for none."""
         weights, device = self.assembly.weights, self.place.device
+        norm_squared = weights.store.norm_squared() + weights.updater.overflow(device)
+        weights.store.take_back()
         flag = join.stop_requested() + self._refusals.flag
         stop = torch.full((1,), flag, dtype=torch.float64, device=device)  # filled there, not copied from the host
-        norm_squared = weights.store.norm_squared() + weights.updater.overflow(device)
-        scalars = torch.cat([totals, norm_squared.view(1), stop])
+        if self._runs_ahead and not is_ahead:
+            stop += weights.updater.live.was_written_unseen(device) * WRITTEN
+        sums = torch.cat([totals, norm_squared.view(1), stop])
         if self.layout.world_size > 1:
             with owned("scalars"):
-                dist.all_reduce(scalars, group=self.assembly.parallel.mesh.groups["world"])
-        weights.store.take_back()
-        *numbers, written = torch.cat([scalars, weights.updater.was_written(device).view(1)]).tolist()
-        agreed, self._is_rewritten = StepScalars(*numbers), written > 0
-        self._refusals.raise_agreed(agreed.stop, self.layout.world_size)
-        return agreed
+                dist.all_reduce(sums, group=self.assembly.parallel.mesh.groups["world"])
+        return sums
 
-    def _update(self, factor: float) -> None:
-        """Multiply the gradients by `factor`, update this rank's weights, and make them visible to the next forward."""
+    @property
+    def _runs_ahead(self) -> bool:
+        """Whether updates may be launched before the host knows the sums: on a GPU, where the optimizer allows it."""
+        return self.place.device.type == "cuda" and not self._writes_unseen and self._updaters_hold_back
+
+    @functools.cached_property
+    def _updaters_hold_back(self) -> bool:
+        """Whether the optimizer of every rank can; every rank asks in its first step."""
+        with outside_step():
+            return all(gather_objects(self.assembly.weights.updater.can_hold_back, self.layout.world_size))
+
+    def _wait_from_now_on(self, batch: StepBatch) -> None:
+        """Run ahead no more, since a step writes weights as no count of torch shows.
+
+        Raises:
+            UnprovenError: the first step did not, so the steps that ran ahead since may have lost what was written.
+        """
+        self._writes_unseen = True
+        if self._num_taken > 1:
+            reason = (
+                f"step {batch.step + 1}: a forward or backward writes weights through .data, and the first one did not, so "
+                "what was written in the steps between may be lost; to write them under torch.no_grad() works"
+            )
+            self._refusals.remark(self.job.run.waived("state", reason))
+
+    def _update(self, update: Callable[[], None]) -> None:
+        """Update this rank's weights, and make them visible to the next forward."""
         weights = self.assembly.weights
         with self._observer.running(self.program.tasks[-1], _NO_SAMPLES):
-            if self._is_rewritten:
-                weights.updater.reread()
             self._generators.settle(whole=True)
-            weights.updater.step(factor)
+            update()
             self._check_generators("the optimizer")
             self._refusals.raise_own()
             weights.updater.publish()

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import resource
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 
+class _Late:
+    """The place of the function that completes a report, beside the fields of the report."""
+
+    __slots__ = ("_complete",)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """The result of one step: equal on every rank except for seconds and bytes."""
+class StepReport(_Late):
+    """The result of one step: equal on every rank except for seconds and bytes.
+
+    On a GPU the report may be returned before the device has done the step. Who reads one of its numbers then waits for
+    them, and meets what the step raises: every rank that does not read meets it before its next step.
+    """
 
     step: int
     """Steps taken so far, this one included."""
@@ -33,6 +45,37 @@ class StepReport:
     """Why the step is not finite, or what a repetition of it showed that `run.allow` waives; mostly empty."""
     remarks: tuple[str, ...] = ()
     """What this rank noticed in this step and did not refuse: refusals that `run.allow` waives, a loss that couples samples."""
+
+    @classmethod
+    def late(cls, step: int, complete: Callable[[], None]) -> StepReport:
+        """Return the report of a step whose numbers are not known; reading one calls `complete`, which fills them in."""
+        made = object.__new__(cls)
+        object.__setattr__(made, "step", step)
+        object.__setattr__(made, "_complete", complete)
+        return made
+
+    def fill(self, known: StepReport) -> None:
+        """Complete a late report with the values of another one."""
+        for field in fields(self):
+            object.__setattr__(self, field.name, getattr(known, field.name))
+        object.__delattr__(self, "_complete")
+
+    def fail(self, error: BaseException) -> None:
+        """Let a late report raise what its step has raised, whenever it is read."""
+
+        def again() -> None:
+            raise error
+
+        object.__setattr__(self, "_complete", again)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Complete the report, where a field has no value yet."""
+            if name.startswith("_") or name not in self.__dataclass_fields__:
+                raise AttributeError(f"a StepReport has no {name!r}")
+            self._complete()
+            return object.__getattribute__(self, name)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

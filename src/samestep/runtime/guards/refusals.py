@@ -11,7 +11,7 @@ from samestep.errors import UnprovenError
 from samestep.job import RunTable, Waiver
 from samestep.runtime.processes.mesh import gather_objects
 
-_REFUSED = 2.0**20
+REFUSED = 2.0**20
 """Added to the stop flag by a rank with a reason: more than the ranks that can ask to stop, exact in a sum."""
 
 
@@ -46,7 +46,7 @@ class Refusals:
     @property
     def flag(self) -> float:
         """The number that this rank adds to the sum of stop flags."""
-        return 0.0 if self._pending is None else _REFUSED
+        return 0.0 if self._pending is None else REFUSED
 
     def raise_own(self) -> None:
         """Raise this rank's reason, if it has one, where no collective of the step follows.
@@ -65,7 +65,7 @@ class Refusals:
         Raises:
             UnprovenError: some rank refuses the step.
         """
-        if stop < _REFUSED:
+        if stop < REFUSED:
             return
         found = [reason for reason in gather_objects(self._pending, world_size) if reason is not None]
         raise UnprovenError(*found[0])

@@ -1,0 +1,74 @@
+"""The sums of a step over all ranks, and what follows from them: on the device at once, on the host when it reads them.
+
+```
+loss, count, norm², flags ─ all_reduce ─┬─► decision on the device: factor on the gradients, and whether to hold back
+                                        └─► copy on its way to the host, which reads it when it closes the step
+```
+On a GPU the update is launched before the host has read the sums. It changes nothing where they are unusual (a number is
+not finite, no token counts, or a rank refuses the step); then the host decides, from the same weights and gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from samestep.runtime.guards.refusals import REFUSED
+from samestep.runtime.host_copies import Reading
+from samestep.runtime.step_observer import StepScalars
+
+if TYPE_CHECKING:
+    from samestep.runtime.microbatches import StepBatch
+    from samestep.runtime.step_report import StepReport
+
+
+WRITTEN = 2.0**-22
+"""Added to the stop flag by a rank whose weights a step wrote unseen: all ranks add up to less than 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What follows from a step's sums, as tensors on the device."""
+
+    factor: Tensor
+    """What the gradients are multiplied by: the division by the count, and the clipping (float64 [])."""
+    held_back: Tensor
+    """1 where the update must change nothing, since the host has to decide, else 0 (float32 [])."""
+
+
+@dataclass(slots=True)
+class OpenStep:
+    """A step whose sums the host has not read."""
+
+    batch: StepBatch
+    began_s: float
+    running_buffers: list[tuple[Tensor, Tensor]]
+    """Buffers that the forwards wrote, with their values before the step."""
+    sums: Reading
+    """The four sums; 1 where the update is left to the host; 1 where this rank's weights were written in the step."""
+    numerator: float
+    """The scale of the gradients is this over the count."""
+    lr_factor: float
+    data_wait_s: float
+    report: StepReport | None = None
+    """What the caller holds already, and is completed when the step is closed."""
+
+
+def decide(sums: Tensor, numerator: float, clip_norm: float | None) -> Decision:
+    """Return what follows from the summed scalars (float64 [4]); gradients are scaled by the count over `numerator`."""
+    loss_sum, count, norm_squared, flags = sums.unbind()
+    scale = numerator / count
+    norm = norm_squared.sqrt() * scale
+    factor = scale if clip_norm is None else scale * (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+    is_usual = (loss_sum / count).isfinite() & norm.isfinite() & (flags < REFUSED)
+    return Decision(factor, (~is_usual).float())
+
+
+def scalars_of(numbers: list[float]) -> tuple[StepScalars, bool]:
+    """Return the scalars that the ranks summed, and whether the step wrote weights of one of them unseen."""
+    loss_sum, count, norm_squared, flags = numbers
+    written, stop = math.modf(flags)
+    return StepScalars(loss_sum, count, norm_squared, stop), written > 0.0

@@ -1,0 +1,154 @@
+"""An update that is launched before the host knows the step's sums ends as one for which the host has waited."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from samestep.datasets import batches
+from samestep.errors import NonFiniteError
+from samestep.job import Job
+from samestep.runtime.run import Run
+from samestep.runtime.step_report import StepReport
+from tests.device.simulated_cuda import refusal
+from tests.laboratory import job_of, make_run, on_ranks
+from tests.models import Tokens
+
+pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())
+
+BAD_STEP = 3
+"""Neither the first step, for which the host waits, nor the last."""
+LAYOUTS = ("dp=1", "dp=2 zero=1")
+TWO_ROUNDINGS = 1e-6
+"""Of the factor on the gradients, by whose inverse torch's fused kernels divide in float32."""
+
+
+def job(policy: str = "skip", precision: str = "bf16") -> Job:
+    return job_of(
+        precision,
+        6,
+        numerics={"on_nonfinite": policy},
+        optimizer={"name": "adamw", "lr": 1e-2, "clip_norm": 0.5, "options": {}},
+        train={"watch_every": 0},
+    )
+
+
+def weights(run: Run) -> list[Tensor]:
+    return [piece.value.detach().cpu().clone() for piece in run.updater.pieces]
+
+
+class Faulty:
+    """A run whose model makes an infinite output in one step, until it is removed."""
+
+    def __init__(self, rank: int, world: int, model: str, layout: str, job: Job) -> None:
+        self.run, self.job = make_run(rank, world, model, layout, job), job
+        self.step = -1
+
+    def take(self, waits: bool = False, leave_out: int | None = None) -> list[StepReport]:
+        reports = []
+        for batch in batches(Tokens(), self.job):
+            self.step = batch.step
+            if batch.step == leave_out:
+                continue
+            reports.append(self.run.step(batch))
+            if batch.step == 0:
+                first = next(iter(self.run.model.children()))
+                first.register_forward_hook(self._fail)
+                self.run._writes_unseen = waits
+        return reports
+
+    def _fail(self, module: object, args: object, output: Tensor) -> Tensor:
+        return output * torch.inf if self.step == BAD_STEP else output
+
+
+def skipped(rank: int, world: int, model: str, layout: str, job: Job) -> dict[str, Any]:
+    """Return weights and reports of a run that skips a step, running ahead, waiting, and without the step's data."""
+    ahead, waiting = Faulty(rank, world, model, layout, job), Faulty(rank, world, model, layout, job)
+    reports, expected = ahead.take(), waiting.take(waits=True)
+    spared = Faulty(rank, world, model, layout, job)
+    spared.take(leave_out=BAD_STEP)
+    return {
+        "skipped": [report.skipped for report in reports],
+        "notes": ([report.note for report in reports], [report.note for report in expected]),
+        "losses": ([report.loss for report in reports], [report.loss for report in expected]),
+        "weights": [weights(one.run) for one in (ahead, spared, waiting)],
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_that_is_not_finite_is_skipped_and_named(layout: str) -> None:
+    for seen in on_ranks(layout, skipped, "plain", job(), device="cuda"):
+        assert seen["skipped"] == [step == BAD_STEP for step in range(6)]
+        ours, theirs = seen["notes"]
+        assert ours == theirs
+        assert "not finite" in ours[BAD_STEP]
+        assert seen["losses"][0] == pytest.approx(seen["losses"][1], rel=1e-2, nan_ok=True)
+        ahead, spared, waiting = seen["weights"]
+        for one, other, third in zip(ahead, spared, waiting, strict=True):
+            assert torch.equal(one, other)
+            assert torch.allclose(one, third, rtol=0, atol=1e-2)
+
+
+def stopped(rank: int, world: int, model: str, layout: str, job: Job) -> tuple[list[str], int, list[bool]]:
+    """Return the errors of a run that stops, where it stands, and whether its weights are those before the step."""
+    faulty, errors = Faulty(rank, world, model, layout, job), []
+    taken: list[StepReport] = []
+    before: list[Tensor] = []
+    for batch in batches(Tokens(), job):
+        faulty.step = batch.step
+        if batch.step == BAD_STEP:
+            before = weights(faulty.run)
+        taken.append(faulty.run.step(batch))
+        if batch.step == 0:
+            next(iter(faulty.run.model.children())).register_forward_hook(faulty._fail)
+        if batch.step == BAD_STEP:
+            break
+    for read in (lambda: taken[-1].loss, lambda: taken[-1].note):
+        with pytest.raises(NonFiniteError) as error:
+            read()
+        errors.append(str(error.value))
+    same = [torch.equal(one, other) for one, other in zip(before, weights(faulty.run), strict=True)]
+    return errors, faulty.run.steps_taken, same
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_stop_is_said_when_the_report_is_read_and_leaves_the_weights(layout: str) -> None:
+    for errors, steps_taken, same in on_ranks(layout, stopped, "plain", job("stop"), device="cuda"):
+        assert errors[0] == errors[1]
+        assert errors[0].startswith(f"step {BAD_STEP + 1}: ")
+        assert "not finite" in errors[0]
+        assert steps_taken == BAD_STEP
+        assert same
+        assert all(same)
+
+
+def written(rank: int, world: int, model: str, layout: str, job: Job) -> list[list[Tensor]]:
+    """Return the weights of runs in which the user halves the weights between two steps, running ahead and waiting."""
+    found = []
+    for waits in (False, True):
+        faulty = Faulty(rank, world, model, layout, job)
+        parameters: list[Tensor] = []
+        for batch in batches(Tokens(), job):
+            faulty.run.step(batch)
+            if batch.step == 0:
+                faulty.run._writes_unseen = waits
+                parameters = list(faulty.run.model.parameters())
+            if batch.step == 2:
+                for parameter in parameters:
+                    parameter.data.mul_(0.5)
+            if batch.step == 4:
+                with torch.no_grad():
+                    parameters[0].add_(1.0)
+        found.append(weights(faulty.run))
+    return found
+
+
+@pytest.mark.parametrize(("layout", "precision"), [("dp=1", "float32"), ("dp=1", "bf16"), ("dp=2 zero=1", "bf16")])
+def test_what_a_user_writes_between_steps_is_kept(layout: str, precision: str) -> None:
+    for ahead, waiting in on_ranks(layout, written, "plain", job(precision=precision), device="cuda"):
+        for one, other in zip(ahead, waiting, strict=True):
+            assert torch.allclose(one, other, rtol=0, atol=TWO_ROUNDINGS if precision == "float32" else 1e-2)
+            assert float((one - other).abs().mean()) < 1e-4
