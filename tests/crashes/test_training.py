@@ -137,16 +137,16 @@ def _after_the_log_line(patch: pytest.MonkeyPatch) -> None:
     """Step 5 is in the log, and in no checkpoint."""
     write = metrics.Metrics.write
 
-    def and_die(self: metrics.Metrics, step: Any) -> None:
-        write(self, step)
+    def and_die(self: metrics.Metrics, step: Any, **named: Any) -> None:
+        write(self, step, **named)
         _die_when(lambda: step.step == 5)
 
     patch.setattr(metrics.Metrics, "write", and_die)
 
 
 def _within_a_log_line(patch: pytest.MonkeyPatch) -> None:
-    def half(self: metrics.Metrics, step: Any) -> None:
-        write(self, step)
+    def half(self: metrics.Metrics, step: Any, **named: Any) -> None:
+        write(self, step, **named)
         if step.step == 5:
             self._file.flush()
             os.truncate(self._file.name, os.path.getsize(self._file.name) - 20)

@@ -340,9 +340,11 @@ class ForwardTracer(TorchDispatchMode):
                 self.marks.append((torch._C._autograd._get_sequence_nr(), path))
         self._depth += 1
 
-    def hooked(
-        self, name: str, hook: Callable[..., Any], given: list[Tensor], results: list[Tensor]
-    ) -> None:
+    def check_attention(self, call: AttentionCall) -> None:
+        """Raise a RuntimeError where the shapes of an attention's arguments do not fit."""
+        call.check()
+
+    def hooked(self, name: str, hook: Callable[..., Any], given: list[Tensor], results: list[Tensor]) -> None:
         """Receive a hook on gradients: a function of those of `given` tensors that returns those of `results`."""
 
     def leave(self, outside: bool, part: nn.Module, given: tuple[Any, ...], output: Any) -> None:
@@ -479,7 +481,7 @@ def _fused_attention(watch: ForwardTracer) -> Iterator[None]:
             return query.new_empty((*query.shape[:-1], value.shape[-1]))
         watch = held()
         assert watch is not None, "it watches this forward"
-        call.check()
+        watch.check_attention(call)
         output: Tensor = _Attention.apply(watch, query, key, value, mask, call.is_causal)
         if watch.recorder is not None:
             watch.recorder.record("attention", watch.where, tuple(call), {}, output)

@@ -30,6 +30,7 @@ from samestep.building.loss import target_of
 from samestep.errors import InputError
 from samestep.models.analysis import ExpertModules
 from samestep.models.spec import ModelSpec
+from samestep.tracing.attention import AttentionCall
 from samestep.tracing.crossings import with_slices_of
 from samestep.tracing.forward import ValueOf, watch_forward
 from samestep.tracing.independence import Along, Dependence, Mixed
@@ -160,6 +161,11 @@ class SliceProver(Prover):
             self.learn(part, Along(dim, 1, 0))
         return part
 
+    def check_attention(self, call: AttentionCall) -> None:
+        """Leave the shapes of an attention that will be exchanged: `attend` says which of them fit."""
+        if not self.is_following:
+            super().check_attention(call)
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
         """Check an attention that will be exchanged: it is given slices, and a mask of the whole sequence."""
         if not self.is_following:
@@ -230,8 +236,38 @@ def reshaped(func: Any, args: tuple[Any, ...], length: int, size: int) -> tuple[
 
 
 _BY_ELEMENT = frozenset(
-    "add radd iadd sub rsub isub subtract mul rmul imul multiply div rdiv truediv rtruediv itruediv divide true_divide "
-    "where lerp addcmul addcdiv maximum minimum pow rpow cat concat concatenate stack".split()
+    (
+        "add",
+        "radd",
+        "iadd",
+        "sub",
+        "rsub",
+        "isub",
+        "subtract",
+        "mul",
+        "rmul",
+        "imul",
+        "multiply",
+        "div",
+        "rdiv",
+        "truediv",
+        "rtruediv",
+        "itruediv",
+        "divide",
+        "true_divide",
+        "where",
+        "lerp",
+        "addcmul",
+        "addcdiv",
+        "maximum",
+        "minimum",
+        "pow",
+        "rpow",
+        "cat",
+        "concat",
+        "concatenate",
+        "stack",
+    )
 )
 
 
