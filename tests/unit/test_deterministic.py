@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,14 @@ from samestep.datasets import Batch
 from samestep.errors import JobError
 from samestep.job import Job
 from samestep.runtime.processes import binding
+from samestep.runtime.processes.join import leave
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    """`parallelize` joins a group of one process; it is left behind."""
+    yield
+    leave()
 
 
 class Rows:
