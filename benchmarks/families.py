@@ -85,7 +85,8 @@ SMALL: Mapping[str, Any] = {
     "mamba_dt_rank": 4, "conv_kernel": 3, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1,
     "emb_dim": 16, "expert_ffn_hidden_size": 8, "zero_expert_num": 1, "laurel_rank": 4, "num_kv_shared_layers": 0,
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "pronunciation_vocab_size": 64,
-    "pronunciation_embed_dim": 8, "shape_vocab_size": 64, "shape_embed_dim": 8,
+    "pronunciation_embed_dim": 8, "shape_vocab_size": 64, "shape_embed_dim": 8, "hidden_size_global": 16,
+    "moe_topk": 2, "encoder_hash_byte_group_vocab": 64,
 }  # fmt: skip
 """Small values of the fields of configurations; a family has some of them."""
 OF_FAMILY: Mapping[str, Mapping[str, Any]] = {
@@ -118,6 +119,9 @@ OF_FAMILY: Mapping[str, Mapping[str, Any]] = {
     },
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "attn_layer_indices": [1]},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "layer_types": ["mamba", "attention"]},
+    "big_bird": {"attention_type": "original_full"},  # it turns to this one for sequences as short as ours
+    "helium": {"head_dim": 4},
+    "xmod": {"default_language": "en_XX"},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
 }  # fmt: skip
 """What a family needs beside small sizes."""
@@ -212,7 +216,9 @@ def rows_of(family: str, layouts: Sequence[str], folder: Path) -> Iterator[Row]:
     try:
         traced = prepare(source, job, example)
     except InputError as error:
-        yield from (Row(family, layout, "refused", str(error), time.perf_counter() - began) for layout in layouts)
+        reason = _reason_without_us(build, example)
+        kind = "unbuilt" if reason else "refused"
+        yield from (Row(family, layout, kind, reason or str(error), time.perf_counter() - began) for layout in layouts)
         return
     except Exception as error:
         kind = "unbuilt" if _in_transformers(error) else "failed"

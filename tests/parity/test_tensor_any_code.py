@@ -369,10 +369,13 @@ class Gelu(nn.Module):
 BETWEEN_PLAN = {f"{part}.{at}": cut for part in ("first", "second") for at, cut in ((0, "column"), (2, "row"))}
 
 
+IDLE_PLAN = {"idle.0": "column", "idle.1": "row"}
+
+
 def between(code: Callable[[Any, Tensor], Tensor], **modules: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def built() -> nn.Module:
         block = lambda: Between(code, **{name: module() for name, module in modules.items()})  # noqa: E731
-        return Decoder(block, BETWEEN_PLAN, as_it_is)
+        return Decoder(block, BETWEEN_PLAN | (IDLE_PLAN if "idle" in modules else {}), as_it_is)
 
     return built
 
@@ -388,6 +391,7 @@ TOKENWISE: dict[str, Callable[[], nn.Module]] = {
     "a softmax of features": between(lambda m, x: x.unflatten(-1, (4, -1)).softmax(-1).flatten(2)),
     "an odd name": between(lambda m, x: m.mix(x), mix=functools.partial(LinearAttention, WIDTH, WIDTH)),
     "an operation without a rule": between(lambda m, x: torch.ops.samestep_cut.sine(x)),
+    "a part that never runs": between(lambda m, x: x, idle=lambda: nn.Sequential(nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH))),
     "a convolution of single tokens": between(lambda m, x: m.mix(x.mT).mT, mix=functools.partial(nn.Conv1d, WIDTH, WIDTH, 1)),
 }  # fmt: skip
 MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {

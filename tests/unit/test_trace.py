@@ -358,6 +358,51 @@ def test_whole_numbers_keep_their_values() -> None:
         trace(blueprint(Looks, 0).module, sample, "no buffers")
 
 
+class Indexing(nn.Module):
+    """Reads its tokens through a list of numbers or of booleans, and looks at what it has found."""
+
+    def __init__(self, index: Any) -> None:
+        super().__init__()
+        self.index, self.linear = index, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        found = tokens[:, self.index]
+        tokens = tokens.clone()
+        tokens[:, [0]] = 7
+        return self.linear(x) if found.tolist() == [[5, 3]] and tokens[0, 0] == 7 else x.sum() + found.sum()
+
+
+@pytest.mark.parametrize("index", [[-1, 0], [True, False, True], torch.tensor([2, 0]), slice(0, 2)])
+def test_lists_of_numbers_in_an_index_keep_their_values(index: Any) -> None:
+    sample = {"x": torch.zeros(1, 4), "tokens": torch.tensor([[3, 4, 5]])}
+    found = Indexing(index)(**sample)
+    spec = spec_of(lambda: Indexing(index), sample)
+    assert bool(spec.forward_flops) == (found.dim() == 2)
+    assert spec.varies_at == ""
+
+
+class Splitting(nn.Module):
+    """Sorts its rows by scores and splits them by counts that it reads, as lists of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores, self.parts = nn.Linear(4, 2), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        best = self.scores(x).argmax(-1)
+        counts = torch.bincount(best, minlength=2).tolist()
+        parts = x[best.argsort()].split(counts)
+        return torch.cat([part(rows) for part, rows in zip(self.parts, parts, strict=True)])
+
+
+def test_a_list_of_numbers_is_read_where_values_are_known() -> None:
+    spec = spec_of(Splitting, torch.randn(6, 4, generator=torch.Generator().manual_seed(1)))
+    assert spec.forward_flops == 2 * 6 * 4 * (2 + 4)
+    assert spec.varies_at
+    with pytest.raises(ModelError, match="looks at the values"):
+        trace(blueprint(Splitting, 0).module, torch.zeros(6, 4), "no values")
+
+
 def test_code_that_looks_at_other_values_is_run_for_real() -> None:
     sample = {"x": torch.zeros(1, 4), "counts": torch.tensor([1, 0, 5])}
     state = torch.get_rng_state()

@@ -237,6 +237,16 @@ class ParamSpec:
         """Number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def rows(self) -> int:
+        """Number of indices of its first dimension, which ZeRO divides; a single number is one row."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_numel(self) -> int:
+        """Number of elements of a row."""
+        return math.prod(self.shape[1:])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:

@@ -280,16 +280,14 @@ def _span(step: StepSpec, modules: tuple[str, ...], params: list[ParamSpec]) -> 
 
 def padded_rows(param: ParamSpec, multiple: int) -> int:
     """Return the elements of `param` with its first dimension padded to a multiple, as FSDP2 cuts it."""
-    if not param.shape:
-        return multiple
-    return padded(param.shape[0], multiple) * (param.numel // param.shape[0] if param.shape[0] else 0)
+    return padded(param.rows, multiple) * param.row_numel
 
 
 def partial_sizes(step: StepSpec, unit: Unit, axis: str) -> dict[str, int]:
     """Return the elements, row padding included, of a rank's shards of a unit's gradients that are partial over `axis`."""
     mine = {*unit.params}
     return {
-        param.name: padded(param.shape[0], unit.num_shards) // unit.num_shards * (param.numel // param.shape[0])
+        param.name: padded_rows(param, unit.num_shards) // unit.num_shards
         for param in step.model.params
         if param.name in mine and param.trainable and param.numel and axis in step.holding(param).partial_over
     }

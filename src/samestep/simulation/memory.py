@@ -294,10 +294,8 @@ def _cut_numel(step: StepSpec, param: ParamSpec, rank: int) -> int:
     """Return the elements without padding that FSDP2 gives a rank: dim 0 in equal chunks, the last ones short."""
     holding = step.holding(param)
     shard = step.ranks.coordinate(rank, holding.data_axis)
-    rows = param.shape[0] if param.shape else 1
-    if rows == 0:
-        return 0
-    return _chunk_numel(rows, -(-rows // holding.num_shards), shard) * (param.numel // rows)
+    each = -(-param.rows // holding.num_shards)
+    return _chunk_numel(param.rows, each, shard) * param.row_numel
 
 
 class _Peak(NamedTuple):

@@ -22,13 +22,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from samestep.program.bodies import UPDATE_BODY, BodyKey, is_backward
-from samestep.program.buckets import Bucket, finish_reductions, make_buckets, padded, start_reductions
+from samestep.program.buckets import Bucket, finish_reductions, make_buckets, start_reductions
 from samestep.program.codecs import CODECS, PLAIN
 from samestep.program.holding import REPLICAS, TIE
 from samestep.program.ops import REDUCING, STEP_SCALARS, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
-from samestep.program.units import Unit, partial_sizes
+from samestep.program.units import Unit, padded_rows, partial_sizes
 
 AXIS = REPLICAS
 
@@ -209,10 +209,8 @@ def _tied_units(step: StepSpec, units: tuple[Unit, ...]) -> Iterator[Op]:
         for name in unit.params:
             if name in params:
                 op = Op(kind=OpKind.ALL_REDUCE, owner=name, axis=TIE, dtype=step.master_dtype)
-                rows = padded(params[name].shape[0], unit.num_shards) // unit.num_shards
-                yield replace(op, after=(f"{reduced}:{unit.name}",)).sized(
-                    rows * params[name].numel // params[name].shape[0]
-                )
+                numel = padded_rows(params[name], unit.num_shards) // unit.num_shards
+                yield replace(op, after=(f"{reduced}:{unit.name}",)).sized(numel)
 
 
 def _partial_sums(program: Program, buckets: tuple[Bucket, ...]) -> Iterator[Op]:

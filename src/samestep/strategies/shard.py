@@ -82,8 +82,6 @@ def _refuse_own_code(step: StepSpec) -> str | None:
 def _refuse_weights(model: ModelSpec) -> str | None:
     """Refuse weights that FSDP2 cannot cut, or gather apart from others."""
     for param in model.params:
-        if not param.shape:
-            return f"{param.name} has no dimension to cut: give it shape (1,), or use zero=1"
         if param.sparse_gradient and param.trainable:
             return (
                 f"{param.name} has sparse gradients, which cannot be cut: sparse=False gives the same step, or zero=0"

@@ -55,7 +55,7 @@ def _over_data(step: StepSpec, params: list[ParamSpec]) -> Iterator[Owners]:
     for axis in sorted({step.holding(param).data_axis for param in params}):
         mine = [p for p in params if step.holding(p).data_axis == axis and step.holding(p).num_shards > 1]
         ranks = step.ranks.size(axis)
-        parts = {p.name: -(-p.shape[0] // ranks) * (p.numel // p.shape[0]) for p in mine}
+        parts = {p.name: -(-p.rows // ranks) * p.row_numel for p in mine}
         wholes = {p.name: p.numel for p in mine}
         if mine:
             yield _owned(axis, ranks, parts, wholes, dict.fromkeys(parts), axis, is_cut=False)

@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from samestep.building.families import facts_of
 from samestep.building.model import call_model
+from samestep.building.named_tensors import tensors_of
 from samestep.errors import ModelError, SamestepError
 from samestep.models.spec import Cutting, Exchange, Factors, Product, is_below
 from samestep.tracing.attention import AttentionCall
@@ -201,7 +202,9 @@ class ForwardTracer(TorchDispatchMode):
         Raises:
             NeedsValuesError: its result depends on values that are not known.
         """
-        looks, sizes = torch.Tag.data_dependent_output in func.tags, torch.Tag.dynamic_output_shape in func.tags
+        leaves = func is torch.ops.aten._to_copy.default and kwargs.get("device") not in (None, _META)
+        looks = leaves or torch.Tag.data_dependent_output in func.tags
+        sizes = torch.Tag.dynamic_output_shape in func.tags
         if (looks or sizes) and any(tensor.is_meta for tensor in given):
             self.has_looked = True
             if all(map(self.values.knows, given)):
@@ -356,13 +359,12 @@ class ForwardTracer(TorchDispatchMode):
 
     @contextmanager
     def knowing(self, module: nn.Module, value_of: ValueOf | None) -> Iterator[None]:
-        """Make buffers of integers, or all weights and buffers, known while a forward runs inside."""
-        known = (*module.named_parameters(), *module.named_buffers())
-        for path, tensor in known:
-            is_wanted = self.values.keeps_all or (is_whole(tensor) and tensor.numel() <= KNOWN_ELEMENTS)
+        """Make the module's tensors of integers, or all of its tensors, known while a forward runs inside."""
+        for one in tensors_of(module):
+            is_wanted = self.values.keeps_all or (is_whole(one.tensor) and one.tensor.numel() <= KNOWN_ELEMENTS)
             if value_of is not None and is_wanted:
                 with suppress(ModelError):
-                    self.values.learn(tensor, value_of(path))
+                    self.values.learn(one.tensor, value_of(one.name))
         yield
         self.values = KnownValues(keeps_all=False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -109,10 +109,10 @@ def _with_boundaries(
 ) -> tuple[LayerSpec, set[str]]:
     """Return a block with its boundaries, and the names of the weights used between its cut parts."""
     path = layer.modules[0]
-    order = sorted(parts, key=lambda part: list(calls.entered).index(part))
+    ran = [module for module in calls.entered if module in parts]
     boundaries: list[Boundary] = []
     last: Tensor | None = None
-    for part in order:
+    for part in ran:
         given = _one_call(part, calls, calls.entered[path][0])
         if given is not last:
             boundaries.append(
@@ -122,7 +122,7 @@ def _with_boundaries(
         for inner in calls.entered:
             if is_below(inner, part) and inner in styles:
                 boundaries += _inner_boundary(inner, styles[inner], given, calls)
-    _check_weights(model, parts, styles)
+    _check_weights(model, ran, styles)
     between = [
         param
         for param in spec.params
@@ -173,7 +173,7 @@ def _inner_boundary(path: str, style: str, given: Tensor, calls: Calls) -> list[
     return [Boundary(owner=path, elements=output.numel(), kind="scatter")]
 
 
-def _check_weights(model: nn.Module, parts: tuple[str, ...], styles: Styles) -> None:
+def _check_weights(model: nn.Module, parts: Sequence[str], styles: Styles) -> None:
     """Refuse a weight that is whole within a cut part: its gradient would be that of one rank alone.
 
     Raises:

@@ -132,7 +132,24 @@ def raised_islands(program: Program) -> AbstractContextManager[Any]:
 
 
 class RaiseIslands(TorchFunctionMode):
-    """A function mode that raises a model's own float32 islands to float64, for training in float64 and for proofs."""
+    """A function mode that raises a model's own float32 islands to float64, for training in float64 and for proofs.
+
+    A tensor that is made without a dtype is an island too: inside, torch's default dtype is float64.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._defaults: list[torch.dtype] = []
+
+    def __enter__(self) -> RaiseIslands:
+        self._defaults.append(torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.set_default_dtype(self._defaults.pop())
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -73,7 +73,7 @@ class Sharded:
         self.model = model
         slots = _reshape(model, program)
         self._units = [_RunningUnit(model, unit, program, slots) for unit in program.units]
-        _wrap(model, self._units, program, mesh)
+        _wrap(model, self._units, slots, program, mesh)
         _keep_order(self._units)
         self.pieces: list[Piece] = []
         self.frozen: list[Piece] = []
@@ -106,8 +106,8 @@ class Sharded:
             holding = step.holding(spec)
             rows = _rows(spec, holding.num_shards, self.mesh.index(holding.data_axis))
             local = param._local_tensor
-            local.copy_(value[rows])
-            start = rows.start * (spec.numel // spec.shape[0])
+            local.copy_(value.view(_shape(spec))[rows])
+            start = rows.start * spec.row_numel
             if not spec.trainable:
                 self.frozen_params[spec.name] = param
                 self.frozen.append(Piece(spec.name, start, start + local.numel(), local, lambda: torch.zeros(0)))
@@ -261,6 +261,8 @@ class _RunningUnit:
         self.unit = unit
         self.params = {_param_at(slots[name][0]) for name in unit.params}
         """The unit's parameters, still on the meta device, before FSDP2 shards them."""
+        self.names: list[str] = []
+        """Names of these in FSDP2's order."""
         self._path = unit.modules[0]
         self._zero = program.step.zero
         self.chunk = next((i for i, layers in enumerate(program.chunks) if unit.first_layer in layers), 0)
@@ -286,7 +288,8 @@ class _RunningUnit:
         return module
 
     @property
-    def _group(self) -> FSDPParamGroup:
+    def group(self) -> FSDPParamGroup:
+        """What FSDP2 gathers and reduces for the unit."""
         group = self.fsdp._get_fsdp_state()._fsdp_param_group
         assert group is not None
         return group
@@ -326,7 +329,7 @@ class _RunningUnit:
 
     def _versions(self) -> list[Any]:
         """Return the versions of the gathered weights, and their norms where values are compared."""
-        gathered = [weight._unsharded_param for weight in self._group.fsdp_params]
+        gathered = [weight._unsharded_param for weight in self.group.fsdp_params]
         versions: list[Any] = [param._version for param in gathered]
         if self.compares and gathered:
             norms = torch.stack(torch._foreach_norm([param.detach() for param in gathered], 2.0, torch.float64))
@@ -337,17 +340,21 @@ class _RunningUnit:
         if torch._C._current_graph_task_id() == -1:
             self._compare()
 
+    def gather_again(self, _: nn.Module, args: Any, outputs: Any) -> Any:
+        """Let a gradient of any of the unit's modules gather the weights; FSDP2 waits for one of the last module."""
+        return self.fsdp._get_fsdp_state()._register_pre_backward_hook(outputs)
+
     def _compare(self) -> None:
         """Note the weights that were written since the step gathered them first: to gather them again writes none."""
-        now, count = self._versions(), len(self._group.fsdp_params)
+        now, count = self._versions(), len(self.group.fsdp_params)
         for index, (old, new) in enumerate(zip(self._known or now, now, strict=True)):
             if old != new:
-                self.written.add(self.unit.params[index % count])
+                self.written.add(self.names[index % count])
         self._known = now
 
     def _watch_idle(self) -> None:
         """Let the gradient of a weight that took no part in the trace be noticed, once it has been gathered."""
-        for weight in self._group.fsdp_params if self.idle else ():
+        for weight in self.group.fsdp_params if self.idle else ():
             hook, whole = self.idle.get(id(weight.sharded_param)), weight._unsharded_param
             if hook is not None and not whole.requires_grad:
                 whole.requires_grad_(True).register_post_accumulate_grad_hook(hook)
@@ -382,7 +389,7 @@ class _RunningUnit:
         if not self._in_backward:
             return
         self._in_backward = False
-        weights = [weight for weight in self._group.fsdp_params if weight.sharded_param.requires_grad]
+        weights = [weight for weight in self.group.fsdp_params if weight.sharded_param.requires_grad]
         # The second one is the gradient of a half-precision weight, where FSDP2's own hook has already cast it.
         missing = [w for w in weights if w._unsharded_param.grad is None and w.unsharded_accumulated_grad is None]
         self._left_out |= bool(missing) and len(missing) == len(weights) and self._path != ""
@@ -413,7 +420,9 @@ class _RunningUnit:
         self.fsdp.set_requires_gradient_sync(self._reduces, recurse=False)
         self.fsdp.set_requires_all_reduce(self._all_reduces, recurse=False)
         self.fsdp.set_reshard_after_backward(self._frees, recurse=False)
-        self._group.post_backward()
+        for weight in self.group.fsdp_params if self._reduces else ():
+            _give_row(weight)
+        self.group.post_backward()
         _keep_still(self.fsdp)
 
     # -- units that every rank must run ------------------------------------------------------------
@@ -476,7 +485,7 @@ def _reshape(model: nn.Module, program: Program) -> dict[str, _ParamSlots]:
         if program.step.holding(spec).tied_over:  # the weight's other name is on another stage
             names = [name for name in names if name[0] in mine[spec.name]]
         slots[spec.name] = [(model.get_submodule(path), leaf) for path, _, leaf in names]
-        empty = torch.empty(spec.shape, dtype=dtype, device="meta")
+        empty = torch.empty(_shape(spec), dtype=dtype, device="meta")
         _put(slots[spec.name], nn.Parameter(empty, requires_grad=spec.trainable))
     return slots
 
@@ -492,18 +501,23 @@ def _put(slots: _ParamSlots, param: nn.Parameter) -> None:
         setattr(owner, leaf, param)
 
 
-def _wrap(model: nn.Module, units: list[_RunningUnit], program: Program, mesh: Mesh) -> None:
+def _wrap(
+    model: nn.Module, units: list[_RunningUnit], slots: dict[str, _ParamSlots], program: Program, mesh: Mesh
+) -> None:
     """Make an FSDP2 group of each unit, inner modules first and the root last."""
     # FSDP2 warns of units that return a view; those whose weights are gathered again return a copy (_whole_outputs).
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     axes = {"dp_shard", *(running.unit.shard_axis for running in units)}
     meshes = {axis: mesh.for_shards(axis) for axis in sorted(axes)}
     everything = set(model.parameters())
+    single = {param.name for param in program.step.model.params if not param.shape}
     for running in sorted(units, key=lambda u: -max(path.count(".") + bool(path) for path in u.unit.modules)):
         unit, modules = running.unit, list(running.modules)
         if not unit.keep_after_forward:
             for module in modules:
                 module.register_forward_hook(_whole_outputs)
+                if len(modules) > 1:
+                    module.register_forward_hook(running.gather_again)
         master, dtype = DTYPES[program.step.master_dtype], DTYPES[unit.dtype]
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == master else dtype,
@@ -517,6 +531,11 @@ def _wrap(model: nn.Module, units: list[_RunningUnit], program: Program, mesh: M
             mp_policy=policy,
             ignored_params=everything - running.params,
         )
+        named = {id(_param_at(slots[name][0])): name for name in unit.params}
+        running.names = [named[id(weight.sharded_param)] for weight in running.group.fsdp_params]
+        for name, weight in zip(running.names, running.group.fsdp_params, strict=True):
+            if name in single:  # gathered in its own shape, so that the forward sees what the model has
+                weight._orig_size, weight._contiguous_orig_stride = torch.Size(), ()
         running.fsdp.set_gradient_divide_factor(1.0)
         running.fsdp.set_force_sum_reduction_for_comms(True)
         if unit.codec != PLAIN:
@@ -528,10 +547,10 @@ def _wrap(model: nn.Module, units: list[_RunningUnit], program: Program, mesh: M
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _keep_name(type(module))
-    named = {running.unit.name: running.fsdp for running in units}
+    handles = {running.unit.name: running.fsdp for running in units}
     for running in units:
         # Without another unit, the unit itself, which is gathered already: else FSDP2 would gather the last that ran.
-        running.fsdp.set_modules_to_backward_prefetch([named[running.unit.prefetch or running.unit.name]])
+        running.fsdp.set_modules_to_backward_prefetch([handles[running.unit.prefetch or running.unit.name]])
 
 
 def _keep_name(made: type[nn.Module]) -> None:
@@ -566,6 +585,17 @@ class _EncodedScatter(ReduceScatter):
         output_tensor.copy_(own_part(input_tensor, group))
 
 
+def _give_row(weight: FSDPParam) -> None:
+    """Give the gradient of a single number the dimension along which FSDP2 divides gradients."""
+    whole = weight._unsharded_param
+    if whole.dim():
+        return
+    if weight.unsharded_accumulated_grad is None:
+        weight.unsharded_accumulated_grad, whole.grad = whole.grad, None
+    if weight.unsharded_accumulated_grad is not None:
+        weight.unsharded_accumulated_grad = weight.unsharded_accumulated_grad.view(1)
+
+
 def _keep_still(module: FSDPModule) -> None:
     """Keep FSDP2 from reducing or freeing by itself after a backward."""
     module.set_requires_gradient_sync(False, recurse=False)
@@ -578,8 +608,13 @@ def _whole_outputs(_: nn.Module, args: Any, outputs: Any) -> Any:
 
 def _rows(spec: ParamSpec, num_shards: int, index: int) -> slice:
     """Return the rows of a parameter that FSDP2 gives to a rank: equal runs, the last ones shorter."""
-    each = -(-spec.shape[0] // num_shards)
-    return slice(min(index * each, spec.shape[0]), min((index + 1) * each, spec.shape[0]))
+    each = -(-spec.rows // num_shards)
+    return slice(min(index * each, spec.rows), min((index + 1) * each, spec.rows))
+
+
+def _shape(spec: ParamSpec) -> tuple[int, ...]:
+    """Return the shape of a parameter as FSDP2 is given it, which has a first dimension."""
+    return spec.shape or (1,)
 
 
 def _gradient(param: DTensor) -> Tensor:

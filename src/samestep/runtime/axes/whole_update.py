@@ -229,8 +229,8 @@ class _Level:
 
 def _rows_of(spec: ParamSpec, ranks: int) -> list[WeightSlice]:
     """Return the rows that each rank holds: equal runs, the last ones shorter, as FSDP2 divides them."""
-    each = -(-spec.shape[0] // ranks)
-    ends = [min(rank * each, spec.shape[0]) for rank in range(ranks + 1)]
+    each = -(-spec.rows // ranks)
+    ends = [min(rank * each, spec.rows) for rank in range(ranks + 1)]
     return [
         WeightSlice(spec.shape, 0, ((start, stop),) if start < stop else ()) for start, stop in itertools.pairwise(ends)
     ]

@@ -137,7 +137,7 @@ def _multi_head_attention(mode: MaskSource, func: Callable[..., Any], *args: Any
     return multi_head_attention(mode, *args, **kwargs)
 
 
-def _recurrent(mode: MaskSource, func: Callable[..., Any], *args: Any) -> Any:
+def _recurrent(mode: MaskSource, func: Callable[..., Any], /, *args: Any) -> Any:
     """Handle torch's recurrent layers: refuse those with dropout, which draw inside one native operation."""
     # (input, [batch_sizes,] hx, weights, has_biases, num_layers, dropout, train, ...): has_biases is the first bool.
     first = next(i for i, arg in enumerate(args) if isinstance(arg, bool))
@@ -150,7 +150,7 @@ def _recurrent(mode: MaskSource, func: Callable[..., Any], *args: Any) -> Any:
     return func(*args)
 
 
-def _one_number(mode: MaskSource, func: Callable[..., Tensor], *size: Any, **kwargs: Any) -> Tensor:
+def _one_number(mode: MaskSource, func: Callable[..., Tensor], /, *size: Any, **kwargs: Any) -> Tensor:
     """Handle `torch.rand`: draw a single number, equal for all samples of the step; refuse other sizes."""
     shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else kwargs.pop("size", size)
     if len(shape) or kwargs.keys() - {"dtype", "device"}:
@@ -158,14 +158,14 @@ def _one_number(mode: MaskSource, func: Callable[..., Tensor], *size: Any, **kwa
     return torch.full((), (mode.next_key() >> 11) % 2**53 / 2**53, **kwargs)
 
 
-def _rrelu(mode: MaskSource, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def _rrelu(mode: MaskSource, func: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
     """Handle `rrelu`: refuse it in training, where its slopes are random."""
     if kwargs.get("training") or args[3:4] == (True,):
         return _refused(mode, func)
     return func(*args, **kwargs)
 
 
-def _refused(mode: MaskSource, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _refused(mode: MaskSource, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Refuse random numbers that samestep cannot make the same in every layout, unless the user allows them."""
     if mode.allows_random:
         return func(*args, **kwargs)
