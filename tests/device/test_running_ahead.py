@@ -13,7 +13,7 @@ from samestep.errors import NonFiniteError
 from samestep.job import Job
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
-from tests.device.simulated_cuda import refusal
+from tests.device.real_gpu import refusal
 from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import Tokens
 
