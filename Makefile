@@ -25,8 +25,8 @@ families: $(READY)
 
 gpu: HERE = PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(or $(wildcard $(BIN)/python),$(PYTHON))
 gpu:
-	$(HERE) benchmarks/gpu.py correctness
-	SAMESTEP_TESTS_ON_A_GPU=1 $(HERE) -m pytest -q -W default tests/device/test_layouts.py tests/device/test_waits.py tests/device/test_running_ahead.py
+	$(HERE) benchmarks/gpu.py correctness; status=$$?; \
+	SAMESTEP_TESTS_ON_A_GPU=1 $(HERE) -m pytest -q -W default $(addprefix tests/device/test_,layouts.py waits.py running_ahead.py) && exit $$status
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -157,10 +157,16 @@ def parsed(words: Sequence[str] | None) -> Given:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", nargs="?", choices=PARTS)
     parser.add_argument("--toy", action="store_true", help="tiny sizes; no rows are written without --rows")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one")
-    parser.add_argument("--rows", type=Path, metavar="FILE", help="default: rows/gpu.json; predict writes gpu-profile.toml beside")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
+    )
+    parser.add_argument(
+        "--rows", type=Path, metavar="FILE", help="default: rows/gpu.json; predict writes gpu-profile.toml beside"
+    )
     parser.add_argument("--sizes", nargs="+", default=[], metavar="SIZE", help="of throughput: 0.5B 1B 3B 8B-layers")
-    parser.add_argument("--trials", nargs="+", default=[], metavar="NAME", help="of correctness: nccl waits resume verify")
+    parser.add_argument(
+        "--trials", nargs="+", default=[], metavar="NAME", help="of correctness: nccl waits resume verify"
+    )
     parser.add_argument("--limit-s", type=float, default=100.0, metavar="S", help="seconds of a part; default: 100")
     said = parser.parse_args(words)
     rows = said.rows or (None if said.toy else gpu_rows.KEPT)

@@ -162,7 +162,10 @@ def wrong_collectives(place: RankInfo) -> list[str]:
     right["objects"] = mesh.gather_objects({"rank": rank}, ranks) == [{"rank": one} for one in everyone]
     if ranks > 1:
         came = torch.empty_like(mine)
-        calls = [lambda: dist.isend(mine, (rank + 1) % ranks, split), lambda: dist.irecv(came, (rank - 1) % ranks, split)]
+        calls = [
+            lambda: dist.isend(mine, (rank + 1) % ranks, split),
+            lambda: dist.irecv(came, (rank - 1) % ranks, split),
+        ]
         for work in [call() for call in (calls if rank % 2 == 0 else reversed(calls))]:
             work.wait()
         holds("messages", came, float((rank - 1) % ranks + 1))

@@ -322,7 +322,13 @@ def rows(
 
 
 def _row(
-    place: RankInfo, setting: Setting, traced: Source, loop: str, losses: dict[str, tuple[float, ...]], groups: int, of: int
+    place: RankInfo,
+    setting: Setting,
+    traced: Source,
+    loop: str,
+    losses: dict[str, tuple[float, ...]],
+    groups: int,
+    of: int,
 ) -> dict[str, Any]:
     """Time one contestant, and hold its losses against those of the one before."""
     if setting.compiled:

@@ -44,13 +44,17 @@ def wrong(rank: int, world: int) -> list[str]:
     return gpu_correctness.wrong_collectives(place) + gpu_correctness.waits_of_a_step(place)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(bool(refusal()), reason=refusal()))])
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(bool(refusal()), reason=refusal()))]
+)
 def test_jobs_are_predicted_and_timed(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "gpu.json"
     [(codes, printed)] = pool(1, device).run(toy, device, str(file))
     assert codes == [0, 0], printed
     rows = json.loads(file.read_text())
-    assert [row["part"] for row in rows] == ["predict"] * 2 + ["throughput"] * (4 if gpu_throughput.can_compile() else 2)
+    assert [row["part"] for row in rows] == ["predict"] * 2 + ["throughput"] * (
+        4 if gpu_throughput.can_compile() else 2
+    )
     assert all(row["step_s"] > 0 and row["date"] and row["torch"] == torch.__version__ for row in rows)
     ours, theirs, *_ = rows[2:]
     assert ours["losses"] == theirs["losses"], "in bf16, to the bit"
@@ -95,7 +99,9 @@ def test_what_fails_is_a_row_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatc
     assert ["left out" in row["note"] for row in late] == [True] * 3
 
 
-def test_a_trial_that_finds_something_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trial_that_finds_something_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     trials = {"broken": broken, "wrong": lambda kind: iter(["a difference"]), "right": lambda kind: iter(())}
     monkeypatch.setattr(gpu_correctness, "TRIALS", trials)
     assert gpu.main(["correctness", "--toy"]) == 1

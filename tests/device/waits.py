@@ -21,7 +21,18 @@ import torch
 TOLD = "told by torch"
 """The kind of a wait that torch has warned of."""
 WAITS = frozenset(
-    {TOLD, "item", "nonzero", "masked_select", "unique", "equal", "bincount", "x[mask]", "repeat_interleave", "synchronize"}
+    {
+        TOLD,
+        "item",
+        "nonzero",
+        "masked_select",
+        "unique",
+        "equal",
+        "bincount",
+        "x[mask]",
+        "repeat_interleave",
+        "synchronize",
+    }
 )
 """Kinds of operations after which the host has waited until the device had done all that was asked before."""
 
