@@ -1,6 +1,7 @@
 # make train   train the default job, with two worker processes       make check   format, lint, types, import rules
 # make test    the test suite                                         make bench   step time and memory beside peers
 # make families   prove every causal family of transformers; FAMILY=NAME proves one, and what is proven is not proven again
+# make gpu     where there is a GPU: is samestep right on it? Takes what is installed, and no network
 # Each does the set-up it needs; the second call starts at once.
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test parity families check format bench setup clean
+.PHONY: train test parity families gpu check format bench setup clean
 
 train: $(READY)
 	$(BIN)/samestep train jobs/default.toml
@@ -21,6 +22,11 @@ parity: $(READY)
 
 families: $(READY)
 	$(BIN)/python benchmarks/families.py $(FAMILY)
+
+gpu: HERE = PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(or $(wildcard $(BIN)/python),$(PYTHON))
+gpu:
+	$(HERE) benchmarks/gpu.py correctness; status=$$?; \
+	SAMESTEP_TESTS_ON_A_GPU=1 $(HERE) -m pytest -q -W default $(addprefix tests/device/test_,layouts.py waits.py running_ahead.py) && exit $$status
 
 check: $(READY)
 	$(BIN)/ruff format --check .

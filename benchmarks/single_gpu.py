@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import csv
 import gc
-import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 import torch
 from live import Live
+from step_times import Losses, timed
 
 from samestep import Job, Layout
 from samestep.datasets import batches
 from samestep.hardware import Hardware
 from samestep.models.spec import ModelSpec
+from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.processes import workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
@@ -34,8 +35,8 @@ SEQUENCE = 2048
 VOCAB = 32000
 MICROBATCHES = (1, 4, 16)
 RECOMPUTES = ("none", "selective", "full")
-UNTIMED = 3
-"""Steps before the timed ones: kernels are chosen, the allocator's memory grows."""
+GROUPS = 3
+"""Groups into which the timed steps are divided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +112,11 @@ def measured(chosen: Sequence[Setting], steps: int, device: str, sequence: int =
 
 
 def _work(place: RankInfo, chosen: Sequence[Setting], steps: int, sequence: int) -> list[Seen]:
-    return [_run(place, setting, steps, sequence) for setting in chosen]
+    return [run(place, setting, steps, sequence) for setting in chosen]
 
 
-def _run(place: RankInfo, setting: Setting, steps: int, sequence: int) -> Seen:
+def run(place: RankInfo, setting: Setting, steps: int, sequence: int) -> Seen:
+    """Run one setting on a rank; one that runs out of memory is no error."""
     workload = Workload(setting.job(sequence))
     try:
         seen = _steps(place, setting, workload, steps)
@@ -133,24 +135,22 @@ def _steps(place: RankInfo, setting: Setting, workload: Workload, steps: int) ->
     before = 0 if on_gpu else Live().count_all()  # a worker on CPUs begins as a copy of this process, with its tensors
     run = Run(workload.source, setting.layout, workload.job, place)
     run.prepare(workload.example)
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(place.device)
-    times = []
-    for batch in batches(workload.dataset, workload.job):
-        if batch.step == UNTIMED + steps:
-            break
-        times.append(run.step(batch).step_s)
-    if on_gpu:
-        most, reserved = (
-            torch.cuda.max_memory_allocated(place.device), torch.cuda.max_memory_reserved(place.device)
-        )  # fmt: skip
-    else:  # no allocator tells: one more step is watched
+    stream = batches(workload.dataset, workload.job)
+    found = timed(place.device, _losses(run, stream), GROUPS, max(1, steps // GROUPS))
+    most, reserved = found.allocated_bytes, found.reserved_bytes
+    if not on_gpu:  # no allocator tells: one more step is watched
         live = Live()
         live.count_all()
         with live.watching():
-            run.step(batch)
+            run.step(next(stream))
         most = reserved = live.most - before
-    return Seen(setting, workload.spec, statistics.median(times[UNTIMED:]), most, reserved)
+    return Seen(setting, workload.spec, found.step_s, most, reserved)
+
+
+def _losses(run: Run, stream: Iterator[StepBatch]) -> Losses:
+    for batch in stream:
+        report = run.step(batch)
+        yield lambda report=report: report.loss
 
 
 HEAD = ("size", "micro-batch", "recompute", "predicted ms", "measured ms", "error %", "predicted GiB", "GiB", "error %", "reserved GiB")  # fmt: skip

@@ -1,6 +1,6 @@
 """Writes the tables of the documents, between the markers `<!-- table: NAME -->` and `<!-- end -->`.
 
-    python docs/tables.py           rewrites README.md and docs/*.md
+    python docs/tables.py           rewrites README.md, benchmarks/README.md and docs/*.md
     python docs/tables.py --check   exits 1 where a table is not what its command prints today
 
 Each table is what the command named in its marker's function prints; nothing is typed by hand.
@@ -166,6 +166,12 @@ def families() -> str:
     return str(importlib.import_module("benchmarks.family_table").table())
 
 
+def gpu() -> str:
+    """What `benchmarks/gpu.py` has measured on GPUs: nothing where none was at hand."""
+    sys.path.insert(0, str(ROOT))
+    return str(importlib.import_module("benchmarks.gpu_rows").tables())
+
+
 def reproductions() -> str:
     """Code that people write, with what each layout makes of it: `tests/proof/reproductions.py` runs every row."""
     sys.path.insert(0, str(ROOT))
@@ -247,6 +253,7 @@ TABLES = {
     "reverted": reverted,
     "silent": silent,
     "reproductions": reproductions,
+    "gpu": gpu,
     "family_counts": family_counts,
     "families": families,
     "where": where,
@@ -256,7 +263,7 @@ TABLES = {
 
 def main() -> int:
     stale = []
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for path in (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = path.read_text(encoding="utf-8")
         fresh = BLOCK.sub(lambda block: f"{block[1]}{TABLES[block['name']]()}\n{block[3]}", text)
         if fresh != text:

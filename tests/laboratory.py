@@ -30,6 +30,7 @@ from samestep.runtime.optimizer_step import Piece
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import traced
+from tests.device import real_gpu
 from tests.models import MODELS, Tokens
 from tests.pool import pool
 
@@ -102,6 +103,8 @@ def on_ranks(
 ) -> list[Any]:
     """Return what `function(rank, world, model, layout, job, *args)` returns on each rank; all inherit the traced model."""
     where = Layout.parse(layout)
+    if device == "cuda" and (reason := real_gpu.shortage(where.world_size)):
+        pytest.skip(reason)
     source_of(model, where, job)
     if where.world_size == 1 and device == "cpu":
         return [function(0, 1, model, layout, job, *args)]

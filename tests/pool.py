@@ -31,12 +31,13 @@ import torch.distributed as dist
 from samestep.errors import SamestepError
 from samestep.runtime.processes import join, worker
 from tests import traced
+from tests.device import real_gpu
 
 ECHO_GRACE_S = 1.0  # how long to wait for the cause when one rank only says that its peer has gone
 
 
 class Pool:
-    """`ranks` processes that wait for jobs; on `cuda` each has a simulated device."""
+    """`ranks` processes that wait for jobs; on `cuda` each has a simulated device, or a real one (`device/real_gpu.py`)."""
 
     def __init__(self, ranks: int, device: str = "cpu") -> None:
         self.ranks, self.device = ranks, device
@@ -45,10 +46,12 @@ class Pool:
         self.folder = ""
         self.num_traced = 0
         """Models that the ranks have inherited."""
+        self.inherits = device == "cpu" or not real_gpu.is_asked()
+        """Whether the ranks are forked."""
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Return what `function(rank, world, *args)` returns on every rank, or raise what one of them raised first."""
-        if self.processes and self.num_traced < traced.num_traced():
+        if self.inherits and self.processes and self.num_traced < traced.num_traced():
             self.close()
         if not self.processes:
             self._start()
@@ -74,9 +77,10 @@ class Pool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> None:
-        warm_up()
+        if self.inherits:
+            warm_up()
         self.num_traced = traced.num_traced()
-        context = multiprocessing.get_context("fork")
+        context: Any = multiprocessing.get_context("fork" if self.inherits else "spawn")
         self.folder = tempfile.mkdtemp(prefix="samestep-pool-")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
@@ -166,7 +170,7 @@ def _serve(rank: int, world: int, device: str, folder: str, pipe: connection.Con
         store = dist.FileStore(f"{folder}/store", world)
         timeout = datetime.timedelta(seconds=60)
         if device == "cuda":
-            _join_on_simulated_device(store, rank, world, timeout)
+            real_gpu.join(store, rank, world, timeout)
         else:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         dist.barrier()  # a job that ends at once may not close the connection of who is still connecting
@@ -175,7 +179,8 @@ def _serve(rank: int, world: int, device: str, folder: str, pipe: connection.Con
         pipe.send_bytes(pickle.dumps((False, _told(error))))
         return
     warnings.resetwarnings()
-    warnings.simplefilter("error")  # as in the pytest process
+    # As in the pytest process; a torch that was never tried with its GPU may warn of what the tests do not know.
+    warnings.simplefilter("default" if device == "cuda" and real_gpu.is_asked() else "error")
     while True:
         try:
             job = pipe.recv_bytes()
@@ -187,14 +192,6 @@ def _serve(rank: int, world: int, device: str, folder: str, pipe: connection.Con
         except BaseException as error:
             answer = pickle.dumps((False, _told(error)))
         pipe.send_bytes(answer)
-
-
-def _join_on_simulated_device(store: dist.Store, rank: int, world: int, timeout: datetime.timedelta) -> None:
-    from tests.device import simulated_cuda
-
-    simulated_cuda.install()
-    place = torch.device("cuda", 0)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=timeout, device_id=place)
 
 
 def _told(error: BaseException) -> tuple[float, BaseException]:

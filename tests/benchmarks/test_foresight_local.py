@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import foresight
 import foresight_local
 import single_gpu
+import step_times
 
 from samestep import hardware
 
@@ -39,7 +40,8 @@ def test_states_are_exact_and_peaks_near(
 
 def test_a_device_alone_makes_rows_that_the_record_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = torch.ones(1 << 20)  # what this process holds is nobody's peak
-    monkeypatch.setattr(single_gpu, "UNTIMED", 1)
+    monkeypatch.setattr(step_times, "FIRST_STEPS", 1)
+    monkeypatch.setattr(single_gpu, "GROUPS", 1)
     monkeypatch.setattr(single_gpu, "SIZES", {"tiny": single_gpu.Size(2, 64, 4, 176)})
     chosen = [single_gpu.Setting("tiny", 2, recompute) for recompute in ("none", "full")]
     seen = single_gpu.measured(chosen, 1, "cpu", sequence=64)

@@ -157,8 +157,8 @@ def _replace_names() -> None:
         "synchronize": lambda device=None: waits.note("synchronize"),
         "memory_allocated": lambda device=None: memory.allocated,
         "max_memory_allocated": lambda device=None: memory.peak,
-        "memory_reserved": lambda device=None: memory.allocated,
-        "max_memory_reserved": lambda device=None: memory.peak,
+        "memory_reserved": lambda device=None: _in_segments(memory.allocated),
+        "max_memory_reserved": lambda device=None: _in_segments(memory.peak),
         "reset_peak_memory_stats": reset_peak,
         "empty_cache": nothing,
     }
@@ -203,6 +203,11 @@ def _replace_names() -> None:
         for name, value in values.items():
             setattr(where, name, value if isinstance(value, (type, tuple)) else _alone(value))
     torch.cuda.nccl.version = _alone(lambda: (2, 27, 3))  # which the text of a failed collective names
+
+
+def _in_segments(size: int) -> int:
+    """Return the bytes of the segments, of 2 MiB, that hold so many bytes."""
+    return -(-size // 2**21) * 2**21
 
 
 def _alone(function: Any) -> Any:

@@ -1,11 +1,11 @@
-"""Every strategy on the simulated device gives what one CPU gives, and sends what its program lists."""
+"""Every strategy on the simulated device, or on a real one, gives what one CPU gives, and sends what its program lists."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests import rounding
-from tests.device.simulated_cuda import refusal
+from tests.device.real_gpu import refusal
 from tests.laboratory import prove
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())
@@ -33,6 +33,14 @@ NIGHTLY = [
     ("pp=4 microbatch=1", "deep_llama"),
     ("dp=2 ep=2 zero=3", "mixtral"),
 ]
+ALONE = [
+    ("dp=1 microbatch=2 recompute=full", "gpt2"),
+    ("dp=1 microbatch=2 recompute=selective", "gpt2_with_dropout"),
+    ("dp=1 offload", "plain"),
+    ("dp=1", "mixtral"),
+]
+"""What one real GPU can run; on the simulated one the layouts above run the same code."""
+ROUNDED_ALONE = [("dp=1 microbatch=2", "plain", "bf16"), ("dp=1 offload", "llama", "bf16"), ("dp=1", "plain", "fp16")]
 ROUNDED = [("dp=2 zero=3 microbatch=2", "plain", "bf16"), ("dp=2 zero=1", "plain", "fp16")]
 ROUNDED_NIGHTLY = [
     ("dp=2 zero=3 microbatch=2", "llama", "bf16"),
@@ -46,11 +54,17 @@ def nightly(cases: list[tuple[str, ...]]) -> list[object]:
     return [pytest.param(*case, marks=pytest.mark.nightly) for case in cases]
 
 
-@pytest.mark.parametrize(("layout", "model"), [*CASES, *nightly(NIGHTLY)])
+def on_a_gpu(cases: list[tuple[str, ...]]) -> list[object]:
+    return [pytest.param(*case, marks=pytest.mark.gpu) for case in cases]
+
+
+@pytest.mark.parametrize(("layout", "model"), [*CASES, *nightly(NIGHTLY), *on_a_gpu(ALONE)])
 def test_a_layout_gives_what_one_cpu_gives(layout: str, model: str) -> None:
     prove(layout, model, device="cuda")
 
 
-@pytest.mark.parametrize(("layout", "model", "precision"), [*ROUNDED, *nightly(ROUNDED_NIGHTLY)])
+@pytest.mark.parametrize(
+    ("layout", "model", "precision"), [*ROUNDED, *nightly(ROUNDED_NIGHTLY), *on_a_gpu(ROUNDED_ALONE)]
+)
 def test_a_layout_deviates_by_roundings_alone(layout: str, model: str, precision: str) -> None:
     rounding.prove(layout, model, precision, device="cuda")

@@ -13,7 +13,7 @@ from samestep.errors import NonFiniteError
 from samestep.job import Job
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
-from tests.device.simulated_cuda import refusal
+from tests.device.real_gpu import refusal
 from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import Tokens
 
@@ -22,6 +22,8 @@ pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())
 BAD_STEP = 3
 """Neither the first step, for which the host waits, nor the last."""
 LAYOUTS = ("dp=1", "dp=2 zero=1")
+LARGE = 2**26
+"""Bytes, more than a step of the model takes."""
 TWO_ROUNDINGS = 1e-6
 """Of the factor on the gradients, by whose inverse torch's fused kernels divide in float32."""
 
@@ -90,6 +92,23 @@ def test_a_step_that_is_not_finite_is_skipped_and_named(layout: str) -> None:
         for one, other, third in zip(ahead, spared, waiting, strict=True):
             assert torch.equal(one, other)
             assert torch.allclose(one, third, rtol=0, atol=1e-2)
+
+
+def peaks(rank: int, world: int, model: str, layout: str, job: Job) -> list[tuple[int, int | None]]:
+    """Return the peaks of each step; between two of them this process holds much for a moment."""
+    faulty, found = Faulty(rank, world, model, layout, job), []
+    for batch in batches(Tokens(), job):
+        if batch.step == 4:
+            torch.zeros(LARGE, dtype=torch.uint8, device="cuda")
+        report = faulty.run.step(batch)
+        found.append((report.memory_bytes, report.reserved_bytes))
+    return found
+
+
+def test_the_peak_of_memory_is_that_of_one_step() -> None:
+    for found in on_ranks("dp=1", peaks, "plain", job(), device="cuda"):
+        assert all(reserved is not None and allocated <= reserved < LARGE for allocated, reserved in found)
+        assert found[-1] == found[-2] == found[-3]
 
 
 def stopped(rank: int, world: int, model: str, layout: str, job: Job) -> tuple[list[str], int, list[bool]]:

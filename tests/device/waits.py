@@ -1,18 +1,38 @@
 """Where a host waits for the simulated device, and what it copies: counted by kind and by function.
 
+On a real GPU `on_a_gpu` counts waits alone: those that torch itself warns of, whose kind it does not tell, and calls by name.
+
 A function of samestep counts for everything below it, so that a line that moves changes no table; what stands below it
 outside torch (a model's own code) is named behind it.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
+import warnings
 from collections import Counter
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
+import torch
+
+TOLD = "told by torch"
+"""The kind of a wait that torch has warned of."""
 WAITS = frozenset(
-    {"item", "nonzero", "masked_select", "unique", "equal", "bincount", "x[mask]", "repeat_interleave", "synchronize"}
+    {
+        TOLD,
+        "item",
+        "nonzero",
+        "masked_select",
+        "unique",
+        "equal",
+        "bincount",
+        "x[mask]",
+        "repeat_interleave",
+        "synchronize",
+    }
 )
 """Kinds of operations after which the host has waited until the device had done all that was asked before."""
 
@@ -41,6 +61,58 @@ def note(kind: str) -> None:
 def is_wait(kind: str) -> bool:
     """Return whether the host waits: an asynchronous copy waits too, unless its host memory is pinned."""
     return kind in WAITS or (kind.startswith(("to device", "to host")) and not kind.endswith("pinned asynchronous"))
+
+
+def by_function(counts: Counter[Place]) -> Counter[str]:
+    """Return how often the host waited in each function, whatever for: so waits of a real GPU compare with simulated ones."""
+    found: Counter[str] = Counter()
+    for place, count in counts.items():
+        found[place.where] += count * is_wait(place.kind)
+    return +found
+
+
+def counting() -> AbstractContextManager[None]:
+    """Return a context in which waits are counted; on the simulated device they always are."""
+    return on_a_gpu() if torch.version.cuda is not None else nullcontext()
+
+
+@contextmanager
+def on_a_gpu() -> Iterator[None]:
+    """Count the waits of a real GPU, as far as torch knows them."""
+    said = "called a synchronizing CUDA operation"
+    named = [(torch.cuda, "synchronize"), (torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize")]
+    before = [getattr(owner, name) for owner, name in named]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("warn")  # which itself warns, that it does not know every operation
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message=said)
+        show = warnings.showwarning
+
+        def shown(message: Warning | str, *rest: Any, **named: Any) -> None:
+            if str(message).startswith(said):
+                note(TOLD)
+            else:
+                show(message, *rest, **named)
+
+        warnings.showwarning = shown
+        for (owner, name), function in zip(named, before, strict=True):
+            setattr(owner, name, _noting(function))
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            for (owner, name), function in zip(named, before, strict=True):
+                setattr(owner, name, function)
+
+
+def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        note("synchronize")
+        return function(*args, **kwargs)
+
+    return noted
 
 
 def land() -> None:

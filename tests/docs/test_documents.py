@@ -25,7 +25,7 @@ DOCUMENTS = [
 ]
 FOLDERS = (ROOT, ROOT / "src" / "samestep")
 """Paths in a document are below one of these, or below the document's own folder."""
-WRITTEN = {".venv/bin/python", "results/single-gpu.csv"}
+WRITTEN = {".venv/bin/python", "results/single-gpu.csv", "benchmarks/rows/gpu.json"}
 """Paths that a command writes."""
 
 STATUS = {"planted_bug.py": 1}

@@ -74,6 +74,24 @@ def test_more_threads_are_spawned() -> None:
         run_workers(lambda place: None, ranks=1, threads=2)
 
 
+def test_workers_on_gpus_grow_the_memory_they_have_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+    def seen(device: str, **given: str) -> list[str | None]:
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        with workers._environment({}, joining.allocator_variables(device)):
+            return [os.environ.get(name) for name in names]
+
+    assert seen("cuda") == ["expandable_segments:True", None]
+    assert names[0] not in os.environ  # of the process that starts them
+    assert seen("cpu") == [None, None]
+    assert seen("cuda", PYTORCH_ALLOC_CONF="max_split_size_mb:64") == ["max_split_size_mb:64", None]
+    assert seen("cuda", PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64") == [None, "max_split_size_mb:64"]
+
+
 def test_fork_only_where_it_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert workers._start_method("cpu", 1) == "fork"
     assert workers._start_method("cpu", 2) == "spawn"

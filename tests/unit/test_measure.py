@@ -159,7 +159,7 @@ def test_a_gpu_profile_loads_too(tmp_path: Path) -> None:
         products={dtype: {4096: 5e14} for dtype in microbenchmarks.DTYPES}, copied_bytes_per_s=2e12, kernel_launch_s=5e-6, kernel_s=2e-6,
         attention_flops_per_s=2.5e14,
     )  # fmt: skip
-    (tmp_path / "gpu.toml").write_text(profile._as_toml(device, found, 1))
+    (tmp_path / "gpu.toml").write_text(profile.as_toml(device, found, 1))
     machine = load(tmp_path / "gpu.toml")
     assert machine.num_units == 132
     assert machine.efficiency["bfloat16"] == 1.0

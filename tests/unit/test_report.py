@@ -59,6 +59,20 @@ def test_a_line_has_the_plain_keys_even_where_they_are_nothing(tmp_path: Path) -
     ]  # fmt: skip
 
 
+def test_what_the_allocator_of_a_gpu_has_taken_is_shown_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = _report(1, memory_bytes=2**28, reserved_bytes=2**29)
+    _write(tmp_path, 0, report)
+    assert list(_rows(tmp_path)[0].items())[-2:] == [("memory_bytes", 2**28), ("reserved_bytes", 2**29)]
+    assert scalars_of(report, None)["memory/reserved_bytes"] == 2**29
+    Screen(0, 2).show(report)
+    Screen(0, 2).show(_report(2))
+    on_gpu, on_cpu = capsys.readouterr().out.splitlines()
+    assert on_gpu.endswith("256 MiB (512 reserved)")
+    assert on_cpu.endswith("256 MiB")
+
+
 def test_what_is_not_finite_is_null_and_told(tmp_path: Path) -> None:
     _write(tmp_path, 0, _report(1, loss=math.nan, grad_norm=math.inf, skipped=True, note="layer 3 is at fault"))
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()

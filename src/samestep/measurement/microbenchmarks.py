@@ -66,7 +66,8 @@ TINY = 200  # the number of operations on one element, one after the other
 UNITS = 4  # the number of blocks that FSDP2 gathers and scatters
 WIDTH = 16  # the width of the blocks in which operations are counted and timed
 _BETWEEN_S = 4e-3  # the seconds of compute before each collective
-_FULL_QUEUE_EDGE = 8192
+FULL_QUEUE_EDGE = 8192  # the size of the product that keeps a GPU busy while operations are queued behind it
+ATTENDED_TOKENS = 4096  # the length of the samples in the benchmark of attention on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,8 @@ def _products(dtype: torch.dtype, edges: tuple[int, ...], place: RankInfo) -> di
     for edge in edges:
         if found and 2 * edge**3 / max(found.values()) > _TOO_LONG_S:
             break
-        a, b = (torch.ones(edge, edge, dtype=dtype, device=place.device) for _ in range(2))
+        # Equal numbers draw less power, at which a GPU is a tenth faster than with those of a model.
+        a, b = (torch.randn(edge, edge, dtype=dtype, device=place.device) for _ in range(2))
         result = torch.empty_like(a)
         found[edge] = 2 * edge**3 / _taken_s(functools.partial(torch.mm, a, b, out=result), place)
     return found
@@ -225,7 +227,7 @@ def _copied_bytes_per_s(place: RankInfo) -> float:
 
 def _kernel_s(tiny: Callable[[], None], device: torch.device) -> float:
     """Return the seconds of the shortest kernel in a row of them, queued behind a long product so that the host is ahead."""
-    a = torch.ones(_FULL_QUEUE_EDGE, _FULL_QUEUE_EDGE, device=device)
+    a = torch.ones(FULL_QUEUE_EDGE, FULL_QUEUE_EDGE, device=device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     found: list[float] = []
     for _ in range(5):
@@ -333,9 +335,9 @@ def _unit_s(place: RankInfo) -> float:
 
 
 def _attention_flops_per_s(place: RankInfo) -> float:
-    """Return the FLOP/s of a causal attention of 16 heads of 128 over 4,096 tokens."""
-    length, heads, width = 4096, 16, 128
-    q, k, v = (torch.ones(1, heads, length, width, dtype=torch.bfloat16, device=place.device) for _ in range(3))
+    """Return the FLOP/s of a causal attention of 16 heads of 128 over `ATTENDED_TOKENS` tokens."""
+    length, heads, width = ATTENDED_TOKENS, 16, 128
+    q, k, v = (torch.randn(1, heads, length, width, dtype=torch.bfloat16, device=place.device) for _ in range(3))
     taken_s = _taken_s(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), place)
     return 2 * length * length * width * heads / taken_s
 

@@ -80,7 +80,7 @@ def measure(
     check_writable(path)
     count = _default_ranks(device) if ranks is None else ranks
     device_found, found = workers.run_workers(_measured, ranks=count, device=device, quiet=True)
-    write_whole(path, _as_toml(device_found, found, count))
+    write_whole(path, as_toml(device_found, found, count))
     return hardware.load(path)
 
 
@@ -117,7 +117,7 @@ def _measured(place: RankInfo) -> tuple[Device, Figures]:
     return microbenchmarks.device_of(place), microbenchmarks.measured(place)
 
 
-def _as_toml(device: Device, found: Figures, ranks: int) -> str:
+def as_toml(device: Device, found: Figures, ranks: int) -> str:
     """Return the profile of the figures as TOML, with a source for every number."""
     best = {name: max(rates.values()) for name, rates in found.products.items()}
     on_gpu = device.num_units > 0

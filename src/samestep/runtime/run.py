@@ -50,7 +50,7 @@ from samestep.runtime.processes import join
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.mesh import gather_objects
 from samestep.runtime.step_observer import Indices, StepObserver
-from samestep.runtime.step_report import StepReport, peak_memory_bytes
+from samestep.runtime.step_report import StepReport, forget_peak, peak_memory_bytes, peak_reserved_bytes
 from samestep.runtime.step_sums import WRITTEN, OpenStep, decide, scalars_of
 from samestep.schedules import TaskKind
 
@@ -249,8 +249,9 @@ class Run:
 
     def _step(self, batch: StepBatch, *, may_run_ahead: bool = True) -> StepReport:
         """Take a step; on a GPU return before the device has done it, if that is possible and allowed."""
-        began = time.perf_counter()
         model, weights = self.assembly.model, self.assembly.weights
+        began = time.perf_counter()
+        forget_peak(self.place.device)
         set_modes(model.training_modes)
         if not self._data_is_tried:
             self._try_data(batch)
@@ -347,6 +348,7 @@ class Run:
             tokens_per_s=agreed.count / step_s,
             data_wait_s=opened.data_wait_s,
             memory_bytes=peak_memory_bytes(self.place.device),
+            reserved_bytes=peak_reserved_bytes(self.place.device),
             skipped=skipped,
             stop=agreed.stop > 0,
             note=note,

@@ -1,4 +1,4 @@
-"""The report of one step, and the measurement of peak memory."""
+"""The report of one step, and the measurement of its peak memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ class StepReport(_Late):
     data_wait_s: float = 0.0
     """Seconds of the step in which this rank waited for samples."""
     memory_bytes: int
-    """Peak bytes on this rank: allocated on its GPU, or the process's resident memory on a CPU."""
+    """Peak bytes on this rank since the step began: allocated on its GPU; on a CPU the process's resident memory so far."""
+    reserved_bytes: int | None = None
+    """Peak bytes that torch's allocator has taken from this rank's GPU since the step began; None on a CPU."""
     skipped: bool = False
     stop: bool = False
     """Whether some rank was asked to stop."""
@@ -76,6 +78,17 @@ class StepReport(_Late):
                 raise AttributeError(f"a StepReport has no {name!r}")
             self._complete()
             return object.__getattribute__(self, name)
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let peaks count from now on, where the device keeps them."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_reserved_bytes(device: torch.device) -> int | None:
+    """Return the peak bytes that torch's allocator has taken from a GPU; None on a CPU, where nobody counts them."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
 
 
 def peak_memory_bytes(device: torch.device) -> int:

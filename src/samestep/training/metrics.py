@@ -72,7 +72,7 @@ class Screen:
         numbers = (
             f"loss {report.loss:.4f}  norm {report.grad_norm:.3f}  lr {report.lr:.2e}  "
             f"{report.tokens_per_s:,.0f} tok/s  {_rate(self._speed, report)}{report.memory_bytes / 2**20:,.0f} MiB"
-            f"{_waited(report)}"
+            f"{_reserved(report)}{_waited(report)}"
         )
         self._progress.update(self._task, completed=report.step, numbers=numbers)
         if report.step % self._every == 0 or report.step in (self._first, self._last) or report.stop:
@@ -96,6 +96,11 @@ def _rate(speed: Speed | None, report: StepReport) -> str:
     return f"{text}  " if share is None else f"{text} ({share:.1%})  "
 
 
+def _reserved(report: StepReport) -> str:
+    """Return the memory that the allocator holds beyond what it has given out, as a part of a line."""
+    return "" if report.reserved_bytes is None else f" ({report.reserved_bytes / 2**20:,.0f} reserved)"
+
+
 def _waited(report: StepReport) -> str:
     """Return the share of a step that waited for data, where it is worth a word."""
     share = report.data_wait_s / report.step_s if report.step_s else 0.0
@@ -113,6 +118,8 @@ def scalars_of(report: StepReport, speed: Speed | None) -> dict[str, float]:
         "perf/data_wait_ms": report.data_wait_s * 1e3,
         "memory/peak_bytes": report.memory_bytes,
     }
+    if report.reserved_bytes is not None:
+        scalars["memory/reserved_bytes"] = report.reserved_bytes
     if speed is not None:
         scalars["perf/tflops_per_device"] = speed.tflops_per_device(report.step_s)
         if (share := speed.mfu(report.step_s)) is not None:
@@ -153,6 +160,8 @@ class Metrics:
             "data_wait_s": report.data_wait_s,
             "memory_bytes": report.memory_bytes,
         }
+        if report.reserved_bytes is not None:
+            row["reserved_bytes"] = report.reserved_bytes
         scalars = scalars_of(report, self._speed)
         row |= {name: scalars[f"perf/{name}"] for name in ("tflops_per_device", "mfu") if f"perf/{name}" in scalars}
         row = {key: value if math.isfinite(value) else None for key, value in row.items()}

@@ -117,7 +117,7 @@ def held(run: Run) -> dict[str, int]:
 
 
 def most_bytes(device: torch.device) -> int:
-    """Return the largest number of bytes that this process has held so far, on its device."""
+    """Return the largest number of bytes that this process has held: on a GPU since the step began, else so far."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_reserved(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -99,6 +99,7 @@ def join(
     if made_group:
         # A run of one rank opens no port to the network: gloo listens even then, on the interface of this variable.
         borrowed = set_defaults(loopback_variables()) if info.world_size == 1 and not info.path else ()
+        borrowed += set_defaults(allocator_variables(where.type))
         per_node = _init_process_group(info, where, timeout_s, per_node)
     # A process of the user's own keeps its signal handlers: its code may never ask stop_requested().
     handlers = _listen_for_stop() if info.launcher in ("torchrun", "srun") else {}
@@ -158,6 +159,15 @@ def restore_signals(handlers: Mapping[int, Any]) -> None:
     """Restore earlier signal handlers."""
     for number, handler in handlers.items():
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def allocator_variables(device_type: str) -> dict[str, str]:
+    """Return the variable by which torch's allocator grows the memory that it has taken, so that less of it lies unused.
+
+    Torch reads it when a process first uses a GPU. It is left alone where the user has set it, under either name.
+    """
+    is_given = "PYTORCH_CUDA_ALLOC_CONF" in os.environ  # the old name, which torch reads where the new one is not set
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if device_type == "cuda" and not is_given else {}
 
 
 def loopback_variables() -> dict[str, str]:

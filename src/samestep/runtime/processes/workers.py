@@ -42,6 +42,7 @@ from samestep import errors
 from samestep.errors import JobError, SamestepError, WorkerError
 from samestep.runtime.processes.join import (
     STOP_SIGNALS,
+    allocator_variables,
     checked_ranks_per_node,
     join,
     launched_from_outside,
@@ -280,7 +281,8 @@ class _WorkerPool:
         """
         options = self.options
         context: Any = multiprocessing.get_context(_start_method(options.device_type, options.threads))
-        with _environment({"OMP_NUM_THREADS": str(options.threads)}, loopback_variables()), warnings.catch_warnings():
+        defaults = loopback_variables() | allocator_variables(options.device_type)
+        with _environment({"OMP_NUM_THREADS": str(options.threads)}, defaults), warnings.catch_warnings():
             # Python 3.12 warns of threads at a fork; those of an imported torch are idle.
             warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
             for rank in range(options.ranks):
