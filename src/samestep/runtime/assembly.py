@@ -76,6 +76,7 @@ from samestep.tracing import experts as experts_module
 from samestep.tracing.forward import outputs_on_meta
 from samestep.tracing.operations import Recorder
 from samestep.tracing.rank_trial import DiffersError
+from samestep.tracing.structural_plan import structural_plan
 from samestep.tracing.trace import containers_of, samples_traced, trace
 from samestep.tracing.traced_model import TracedModel
 
@@ -206,6 +207,8 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
         dispatches = stack.enter_context(experts_module.record_dispatches(plan.module, experts, expert_calls))
         checkpointed = stack.enter_context(recompute.record_checkpointed(plan.module))
         spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, recorder, source.loss)
+    if planned.is_open and (found_plan := structural_plan(plan.module, recorder.operations, experts.counts)):
+        return prepare(source, job, example, tensor_plan.Cuts(found_plan, may_shrink=True))
     proof, counts, shareable = _proven(spec, plan, planned, recorder, experts, one, source.loss is cross_entropy)
     fewer, refusal = planned, proof.refusal
     while refusal and not spec.varies_at and (smaller := tensor_plan.smaller(plan.module, fewer, refusal)):
