@@ -217,7 +217,7 @@ class ObservedRun(StepObserver):
         """
         program, model = self.run.program, self.run.model
         experts = [dispatch.owner for layer in program.step.model.layers for dispatch in layer.dispatches]
-        mine = [path for chunk in program.chunks for i in chunk for path in program.step.model.layers[i].modules]
+        mine = [path for chunk in program.chunks for i in chunk for path in program.step.model.layers[i].called]
         for path, module in model.named_modules():
             if any(path.startswith(f"{holder}.") for holder in experts):
                 continue
@@ -331,7 +331,7 @@ def observe(observed: ObservedRun, dataset: Dataset) -> Observation:
     mesh = run.assembly.parallel.mesh
     seen = Observation(
         rank=mesh.rank,
-        axes={axis: mesh.members(axis) for axis in mesh.groups if axis in mesh.ranks.axes},  # no links of a pipeline
+        axes={axis: mesh.members(axis) for axis in mesh.groups},
         indices={"dp": mesh.index("dp"), "tp": mesh.index("tp"), "stage": run.program.step.stage},
         start=held_weights(run),
     )
