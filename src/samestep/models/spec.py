@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Literal, TypeVar
@@ -476,6 +477,10 @@ class ModelSpec:
     def params_of(self, layer: int) -> tuple[ParamSpec, ...]:
         """Return the parameters that a layer owns, by its index, in the module's order."""
         return tuple(param for param in self.params if param.layer == layer)
+
+    def entered_before(self, start: int) -> Counter[str]:
+        """Return how often the layers before one enter the modules that several layers enter, by path."""
+        return sum((Counter(dict(layer.entered)) for layer in self.layers[:start]), Counter())
 
     def to_json(self) -> str:
         """Return the spec as JSON, with its format version."""

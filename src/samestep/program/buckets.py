@@ -204,18 +204,19 @@ def start_reductions(ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...], redu
     return tuple(written)
 
 
-def finish_reductions(step: StepSpec, buckets: tuple[Bucket, ...], reduction: Reduction) -> Iterator[Op]:
+def finish_reductions(
+    step: StepSpec, chunks: tuple[range, ...], buckets: tuple[Bucket, ...], reduction: Reduction
+) -> Iterator[Op]:
     """Yield the collectives of each bucket that follow the step's last backward: all but its first, or all.
 
     Each waits for the one before it; issued any earlier, they would make compute wait as well.
     """
-    layer_of = {param.name: param.layer for param in step.model.params}
     kind = OpKind.WEIGHT if step.splits_backward else OpKind.BACKWARD
+    last = step.model.layers[chunks[0].start if chunks else 0].name  # which the last backward of a step ends with
     for bucket in buckets:
         parts = reduction(bucket)
         if bucket.is_late and parts:
-            first = min(layer_of[member.name] for member in bucket.members)
-            yield parts[0].but(after=(*parts[0].after, f"{kind}:{step.model.layers[first].name}"))
+            yield parts[0].but(after=(*parts[0].after, f"{kind}:{last}"))
         for before, part in itertools.pairwise(parts):
             yield part.but(after=(*part.after, before.name))
 

@@ -77,7 +77,7 @@ def apply(program: Program) -> Program:
         buckets = make_buckets(step, program.chunks)  # mixed precision accumulates in their buffers on one rank too
     if step.layout.num_replicas > 1:
         axes |= _axes(step)
-    program = program.with_bodies(lambda key, ops: _reduced(key, ops, step, buckets, program.units))
+    program = program.with_bodies(lambda key, ops: _reduced(key, ops, program, buckets))
     if program.units and tied:
         ties = tuple(_tied_units(step, program.units))
         program = program.with_bodies(lambda key, ops: (*ties, *ops) if key == UPDATE_BODY else ops)
@@ -91,8 +91,9 @@ def apply(program: Program) -> Program:
     return replace(program, buckets=buckets, axes=axes)
 
 
-def _reduced(key: BodyKey, ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...], units: tuple[Unit, ...]) -> Ops:
+def _reduced(key: BodyKey, ops: Ops, program: Program, buckets: tuple[Bucket, ...]) -> Ops:
     """Return the ops of a body with the reductions of the gradients that the step's last backward leaves."""
+    step, chunks, units = program.step, program.chunks, program.units
 
     def reduction(bucket: Bucket) -> tuple[Op, ...]:
         return _reductions(step, bucket)
@@ -110,7 +111,7 @@ def _reduced(key: BodyKey, ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...]
         return ops
     if key != UPDATE_BODY:
         return ops
-    return (*finish_reductions(step, buckets, reduction), *ops, *_gathered_weights(buckets))
+    return (*finish_reductions(step, chunks, buckets, reduction), *ops, *_gathered_weights(buckets))
 
 
 def _gathered_weights(buckets: tuple[Bucket, ...]) -> Iterator[Op]:

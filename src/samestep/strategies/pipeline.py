@@ -75,7 +75,17 @@ def refusal(step: StepSpec) -> str | None:
         return f"pp={layout.pp} cuts the {what} into {chunks} {stages}: {works}" + (
             f" (no stage can begin with {closed})" if closed else ""
         )
-    return _refuse_crossings(step)
+    return _refuse_statistics(step.model, layout.pp) or _refuse_crossings(step)
+
+
+@remembered
+def _refuse_statistics(model: ModelSpec, pp: int) -> str | None:
+    """Return which module of several layers keeps statistics of its calls, which stages would keep apart."""
+    entered = {path for layer in model.layers for path, _ in layer.entered}
+    kept = next((path for path in model.coupled_modules if path in entered), None)
+    if kept is None:
+        return None
+    return f"pp={pp}: {kept} keeps statistics (batch norm), and several layers call it: pp=1 works, and so does a module for each"
 
 
 def _refuse_crossings(step: StepSpec) -> str | None:

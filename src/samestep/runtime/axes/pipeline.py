@@ -16,7 +16,6 @@ Where later layers read more than that (`LayerSpec.crossings`), the forward foll
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -115,7 +114,7 @@ class Stage:
         self.num_chunks = len(program.chunks)
         self._layers = program.step.model.layers
         self._slots = [(index, path) for index, layer in enumerate(self._layers) for path in layer.modules if path]
-        self._entered = [_entered_before(self._layers, layers.start) for layers in program.chunks]
+        self._entered = [program.step.model.entered_before(layers.start) for layers in program.chunks]
         """How often modules have been entered where each chunk begins."""
         self._real = {path: self._model.get_submodule(path) for _, path in self._slots}
         self._parents = {path: self._model.get_submodule(path.rpartition(".")[0]) for path in self._real}
@@ -352,11 +351,6 @@ class Stage:
 
     def _put(self, path: str, module: nn.Module) -> None:
         self._parents[path]._modules[path.rpartition(".")[2]] = module
-
-
-def _entered_before(layers: Sequence[LayerSpec], start: int) -> Counter[str]:
-    """Return how often the layers before one enter modules that several layers enter."""
-    return sum((Counter(dict(layer.entered)) for layer in layers[:start]), Counter())
 
 
 def boundary_at(layers: Sequence[LayerSpec], index: int, flow: Flow) -> int | None:
