@@ -44,6 +44,11 @@ class Deferred:
             return
         facts = traced.facts
         shared = {name for p in program.step.model.params if p.shared for name in (p.name, *p.aliases)}
+        head = program.step.model.layers[-1].head
+        if (
+            program.step.layout.loss_chunk is not None and head is not None
+        ):  # whose gradient comes with that of the loss
+            shared.add(f"{head.owner}.weight")
         for path, module in traced.module.named_modules():
             if _is_linear(module, facts) and f"{path}.weight" not in shared:
                 module.forward = self._around(module, module.forward, facts.is_transposed(module))
