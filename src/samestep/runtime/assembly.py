@@ -53,7 +53,12 @@ from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.dropout import rates
 from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.first_state import FirstState
-from samestep.runtime.optimizer_source import WholeWeights, check_optimizer, couples_weights
+from samestep.runtime.optimizer_source import (
+    WholeWeights,
+    check_optimizer,
+    couples_weights,
+    updates_in_chunks,
+)
 from samestep.runtime.optimizer_step import Updater
 from samestep.runtime.parameter_hooks import attributes_of, gradient_hooks
 from samestep.runtime.processes import mesh as meshes
@@ -451,7 +456,10 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     # Asked now, for the canary: the optimizer that is used must be the last one that the function makes.
     is_watched = 0 < job.train.watch_every <= job.train.steps or bool(spec.tried)
     couples = is_watched and couples_weights(source.optimizer, spec, whole.attributes)
-    program = program_of(spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica)
+    in_chunks = job.numerics.precision == "bf16" and updates_in_chunks(source.optimizer, whole)
+    program = program_of(
+        spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica, in_chunks
+    )
     waived = kept_state.check(traced.analysis.states, program, job.run)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = job.numerics.tf32
     mesh = meshes.build(program, place.device, job.run.timeout_s)
@@ -523,7 +531,14 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
         ),
         weights=Weights(
             store=store,
-            updater=Updater.over(store.pieces, source.optimizer, job.numerics, whole, couples_weights=couples),
+            updater=Updater.over(
+                store.pieces,
+                source.optimizer,
+                job.numerics,
+                whole,
+                couples_weights=couples,
+                splits_masters=program.step.splits_masters,
+            ),
             lr_factor=learning_rate_factor(job.schedule, job.train.steps),
         ),
     )
