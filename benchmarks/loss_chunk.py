@@ -26,6 +26,7 @@ from live import Live
 import samestep
 from samestep.building.loss import cross_entropy
 from samestep.output.text_table import aligned
+from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.run import Run
 from samestep.simulation.memory import during_step
 
@@ -99,7 +100,7 @@ def contestants(turns: int) -> list[Contestant]:
     return every
 
 
-def _peak(one: Contestant, batch: samestep.datasets.StepBatch) -> int:
+def _peak(one: Contestant, batch: StepBatch) -> int:
     """Take a step; return the bytes that are alive at most, without what other contestants hold."""
     live = Live()
     others = live.count_all() - sum(
