@@ -36,7 +36,17 @@ from samestep.models.spec import MaskSpec, ModelSpec
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
 from samestep.runtime import given_instance, kept_state, placement
-from samestep.runtime.axes import context, expert, pipeline, precision, recompute, tensor, whole_update
+from samestep.runtime.axes import (
+    context,
+    expert,
+    pending_logits,
+    pipeline,
+    precision,
+    recompute,
+    tensor,
+    whole_update,
+)
+from samestep.runtime.axes.chunked_loss import Chunking
 from samestep.runtime.axes.data import Replicated
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.dropout import mode as dropout
@@ -63,6 +73,7 @@ from samestep.tracing import (
     tensor_plan,
 )
 from samestep.tracing import experts as experts_module
+from samestep.tracing.forward import outputs_on_meta
 from samestep.tracing.operations import Recorder
 from samestep.tracing.rank_trial import DiffersError
 from samestep.tracing.structural_plan import structural_plan
@@ -100,6 +111,8 @@ class Parallel:
     """The slice of every sequence that this rank runs."""
     deferred: Deferred
     """Weight gradients that a split backward has postponed."""
+    pending: Callable[[], AbstractContextManager[None]]
+    """Returns the context of a forward whose loss makes the logits, in chunks."""
     checkpoints: Callable[[], AbstractContextManager[None]]
     """Returns the context of a step, in which checkpointed forwards are repeated as they ran."""
 
@@ -227,6 +240,16 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
             yield
         placed.extend(found)
 
+    with (
+        snapshot.preserved(plan.module),
+        recompute.record_checkpointed(plan.module),
+        dropout.record_masks(plan.module, samples_traced(plan.module)),
+        experts_module.record_dispatches(plan.module, experts),
+    ):
+        run_on_meta = functools.partial(
+            outputs_on_meta, plan.module, one, samples_traced(plan.module), value_of, bool(spec.varies_at)
+        )
+        spec = replace(spec, chunk_refusal=pending_logits.refusal_of(plan.module, spec, source.loss, run_on_meta))
     with snapshot.preserved(plan.module), recompute.record_checkpointed(plan.module):
         found = samples.examine(
             plan.module, one, source.loss, experts, value_of, keeps_all=bool(spec.varies_at), around=placing
@@ -470,6 +493,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
             else pipeline.WholeModel(model),
             slicing=slicing,
             deferred=deferred,
+            pending=_pending(model, program, mesh),
             checkpoints=functools.partial(
                 recompute.in_our_modes,
                 functools.partial(_recompute_contexts, model, program, slicing),
@@ -490,7 +514,10 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
             mask_part=MaskSlice(spec, *of_tp, layout.sequence_parallel, *of_cp) if layout.tp * layout.cp > 1 else None,
         ),
         objective=Objective(
-            loss=functools.partial(tensor.cut_loss, mesh) if tensor.cuts_logits(program) else own_loss,
+            # In chunks each part of the logits knows that it is cut.
+            loss=functools.partial(tensor.cut_loss, mesh)
+            if tensor.cuts_logits(program) and layout.loss_chunk is None
+            else own_loss,
             balance=expert.Balance.of(traced, program, mesh),
             nominal_count=_nominal_count(example, job.train.global_batch),
         ),
@@ -500,6 +527,18 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
             lr_factor=learning_rate_factor(job.schedule, job.train.steps),
         ),
     )
+
+
+def _pending(model: nn.Module, program: Program, mesh: meshes.Mesh) -> Callable[[], AbstractContextManager[None]]:
+    """Return what makes the context of a forward without logits, on the stage that has the head."""
+    head, chunk = program.step.model.layers[-1].head, program.step.layout.loss_chunk
+    is_here = not program.chunks or program.chunks[-1].stop == len(program.step.model.layers)
+    if head is None or chunk is None or not is_here:
+        return nullcontext
+    group = mesh.groups["tp"] if tensor.cuts_logits(program) else None
+    module = model.get_submodule(head.owner)
+    assert isinstance(module, nn.Linear), "another head is refused"
+    return pending_logits.PendingHead(module, Chunking(chunk, group)).pending
 
 
 def _mark(model: nn.Module, spec: ModelSpec, whole: WholeWeights, store: WeightStore) -> None:

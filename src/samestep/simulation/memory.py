@@ -478,7 +478,6 @@ class Saved(NamedTuple):
 def saved_bytes(step: StepSpec, layer: LayerSpec) -> Saved:
     """Return what a layer keeps and works on for a micro-batch; the loss stands behind the last one."""
     one = step.microbatch_samples * BYTES_OF[step.compute_dtype]
-    of_loss = step.microbatch_samples * BYTES_OF[step.master_dtype]
     whole = layer.saved_elements + layer.saved_norm_elements * step.is_mixed
     recompute = step.layout.recompute if layer.is_block else "none"
     kept = {"none": whole, "selective": layer.saved_selective_elements, "full": layer.input_elements}[recompute]
@@ -487,11 +486,31 @@ def saved_bytes(step: StepSpec, layer: LayerSpec) -> Saved:
         whole=max(kept, whole) * one,
         working=layer.working_elements * one,
         boundaries=min(layer.working_elements, layer.input_elements + layer.output_elements) * one,
-        # Behind the forward the output is there too, and its copy in master precision.
-        loss_made=layer.loss_elements * (one + of_loss * step.is_mixed),
-        loss=layer.loss_elements * of_loss,
-        loss_working=layer.loss_working_elements * of_loss,
+        **_of_loss(step, layer),
     )
+
+
+def _of_loss(step: StepSpec, layer: LayerSpec) -> dict[str, int]:
+    """Return what the loss behind a layer keeps and works on."""
+    samples, compute, master = step.microbatch_samples, BYTES_OF[step.compute_dtype], BYTES_OF[step.master_dtype]
+    head, chunk = layer.head, step.layout.loss_chunk
+    if head is None or chunk is None:
+        return {
+            # Behind the forward the output is there too, and its copy in master precision.
+            "loss_made": layer.loss_elements * samples * (compute + master * step.is_mixed),
+            "loss": layer.loss_elements * samples * master,
+            "loss_working": layer.loss_working_elements * samples * master,
+        }
+    tokens = head.rows * samples
+    logits = min(chunk, tokens) * head.columns * (master + compute * step.is_mixed)
+    weight = 0 if head.is_frozen else head.columns * head.inner
+    # Several chunks' gradients of a weight in half precision are added up in master precision.
+    adds_up = tokens > chunk and step.is_mixed
+    return {
+        "loss_made": logits,
+        "loss": tokens * master,
+        "loss_working": logits + tokens * head.inner * compute + weight * (compute + master * adds_up),
+    }
 
 
 def _gradient_bytes(step: StepSpec, layer: int) -> list[int]:

@@ -22,6 +22,7 @@ from samestep.program.program import Program
 from samestep.program.step import MOST_MICROBATCHES, StepSpec
 from samestep.schedules import TaskKind
 from samestep.strategies import (
+    chunked_loss,
     context,
     data,
     expert,
@@ -34,12 +35,13 @@ from samestep.strategies import (
     whole_update,
 )
 
-# The order matters. `context` leaves a rank a slice of the sequence, whose heads and neurons `tensor` cuts; `sequence` cuts
+# The order matters. `chunked_loss` leaves the last layer a chunk of its logits; `context` leaves a rank a slice of the sequence, whose heads and neurons `tensor` cuts; `sequence` cuts
 # the parts between; `expert` leaves a rank its experts; `recompute` repeats forwards together with their collectives;
 # `pipeline` leaves a stage its layers; `shard` adds gathers and scatters; `data` reduces what they leave replicated; `whole_update`
 # brings to one rank what it must update whole.
 STACK: tuple[ModuleType, ...] = (
     precision,
+    chunked_loss,
     context,
     tensor,
     sequence,

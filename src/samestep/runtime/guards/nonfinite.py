@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from samestep.runtime.assembly import Assembly
+from samestep.runtime.axes.pending_logits import PendingLogits
 from samestep.runtime.dropout.mode import named_modules
 from samestep.runtime.optimizer_step import LARGEST_SUM
 from samestep.runtime.processes.mesh import gather_objects
@@ -305,7 +306,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's own part, without communication."""
+    """Return this rank's own part, without communication; of logits that are not made, what shows whether they are finite."""
+    if isinstance(tensor, PendingLogits):
+        return tensor.log_sums_of_own_classes()
     tensor = tensor.detach()
     tensor = tensor._local_tensor if _is_cut(tensor) else tensor  # type: ignore[attr-defined]
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
