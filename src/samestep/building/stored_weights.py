@@ -67,6 +67,7 @@ class StoredWeights:
     """Where the values of a model's tensors lie in the files of a folder, and which tensors have none there."""
 
     module: nn.Module
+    """The model that conversions ask for shapes; no run cuts it."""
     files: Mapping[str, StoredTensor]
     canonical: Mapping[str, str]
     missing: tuple[str, ...]
@@ -192,6 +193,8 @@ def stored_weights(module: nn.Module, canonical: Mapping[str, str], files: Mappi
     missing = dict.fromkeys(canonical[name] for name in held if canonical[name] not in origins)
     ignored = [re.compile(pattern) for pattern in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()]
     unread = [name for name in unread if not any(pattern.search(name) for pattern in ignored)]
+    if any(origin.conversion is not None for origin in found):
+        module = copy.deepcopy(module)
     return StoredWeights(module, files, canonical, tuple(missing), tuple(sorted(unread)), origins)
 
 

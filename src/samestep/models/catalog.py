@@ -24,6 +24,7 @@ from samestep.models.weight_files import digest_of
 
 _TRACERS = (
     "models/spec.py",
+    "runtime/axes/pending_logits.py",
     *(f"building/{name}.py" for name in ("model", "initial_values", "pretrained")),
     *(
         f"tracing/{name}.py"

@@ -53,7 +53,12 @@ from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.dropout import rates
 from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.first_state import FirstState
-from samestep.runtime.optimizer_source import WholeWeights, check_optimizer, couples_weights
+from samestep.runtime.optimizer_source import (
+    WholeWeights,
+    check_optimizer,
+    couples_weights,
+    updates_in_chunks,
+)
 from samestep.runtime.optimizer_step import Updater
 from samestep.runtime.parameter_hooks import attributes_of, gradient_hooks
 from samestep.runtime.processes import mesh as meshes
@@ -73,6 +78,7 @@ from samestep.tracing import (
     tensor_plan,
 )
 from samestep.tracing import experts as experts_module
+from samestep.tracing.arranged_layers import spread_over_calls
 from samestep.tracing.forward import outputs_on_meta
 from samestep.tracing.operations import Recorder
 from samestep.tracing.rank_trial import DiffersError
@@ -230,7 +236,8 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
         with recompute.record_checkpointed(plan.module):
             states = state.examine(plan.module, one, spec, containers, num_samples, value_of)
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
-    spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable, proof))
+    spec = spread_over_calls(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable, proof))
+    spec = _with_loss(spec)
     spec, parts = sequence_boundaries.with_sequence(spec, plan.module, planned.styles, calls)
     placed: list[MaskSpec] = []
 
@@ -449,15 +456,16 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     # Asked now, for the canary: the optimizer that is used must be the last one that the function makes.
     is_watched = 0 < job.train.watch_every <= job.train.steps or bool(spec.tried)
     couples = is_watched and couples_weights(source.optimizer, spec, whole.attributes)
-    program = program_of(spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica)
+    in_chunks = job.numerics.precision == "bf16" and updates_in_chunks(source.optimizer, whole)
+    program = program_of(
+        spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica, in_chunks
+    )
     waived = kept_state.check(traced.analysis.states, program, job.run)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = job.numerics.tf32
     mesh = meshes.build(program, place.device, job.run.timeout_s)
     model = plan.module
     assert all(param.is_meta for param in model.parameters()), "a blueprint is cut and filled by one run alone"
     precision.apply(traced, program)
-    if layout.pp > 1:
-        pipeline.check(model, program)
     for twin in TWINS:
         twin.apply(traced, program, mesh)
     slicing = context.Slicing(model, program, mesh) if layout.cp > 1 else context.WholeSequences()
@@ -525,7 +533,14 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
         ),
         weights=Weights(
             store=store,
-            updater=Updater.over(store.pieces, source.optimizer, job.numerics, whole, couples_weights=couples),
+            updater=Updater.over(
+                store.pieces,
+                source.optimizer,
+                job.numerics,
+                whole,
+                couples_weights=couples,
+                splits_masters=program.step.splits_masters,
+            ),
             lr_factor=learning_rate_factor(job.schedule, job.train.steps),
         ),
     )

@@ -62,15 +62,17 @@ def program_of(
     cuts_loss: bool | None = None,
     stage: int = 0,
     replica: int = 0,
+    updates_in_chunks: bool | None = None,
 ) -> Program:
     """Return the program of one pipeline stage and one data rank: one step of `job` with `model` in `layout`.
 
-    `cuts_loss` is whether the loss can work on logits cut by vocabulary; None takes it from the job's loss.
+    `cuts_loss` is whether the loss can work on logits cut by vocabulary, and `updates_in_chunks` whether the optimizer
+    may update some weights before others; None takes them from the job's loss and optimizer.
 
     Raises:
         LayoutError: a strategy refuses the layout; the text says why and what would work.
     """
-    step = StepSpec.of(model, job, layout, ranks_per_node, cuts_loss, stage, replica)
+    step = StepSpec.of(model, job, layout, ranks_per_node, cuts_loss, stage, replica, updates_in_chunks)
     if reason := refusal_of(step):
         raise LayoutError(reason)
     return _of_all_sizes(step, _program_for)

@@ -79,7 +79,7 @@ def cause_of_nonfinite(assembly: Assembly, run_forward_backward: Callable[[], Te
     masters: dict[str, float] = {}
     if weights.updater.loss_scale.is_dynamic:
         for piece in weights.store.pieces:
-            masters[piece.name] = max(masters.get(piece.name, 0.0), float(piece.value.detach().abs().max()))
+            masters[piece.name] = max(masters.get(piece.name, 0.0), float(piece.master().abs().max()))
         for others in gather_objects(masters, world_size):  # a rank may hold a part of a weight only
             masters |= {name: max(most, masters.get(name, 0.0)) for name, most in others.items()}
     buffers = saved(module.buffers())
