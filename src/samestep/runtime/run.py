@@ -275,7 +275,9 @@ class Run:
         running = nonfinite.saved(model.running_buffers)
         if self._runs_ahead:
             weights.updater.live.begin_step(self.place.device)
-        is_ahead = may_run_ahead and self._num_taken > 1 and not self._observer.hears_scalars and self._runs_ahead
+        is_usual = may_run_ahead and self._num_taken > 1 and not self._observer.hears_scalars
+        is_ahead = is_usual and self._runs_ahead
+        is_sent = is_usual and weights.updater.is_apart(self.place.device)
         totals = self.forward_backward(batch)
         for name in weights.store.written():
             self._refusals.add(
@@ -283,19 +285,21 @@ class Run:
             )
         sums = self._agree(totals, is_ahead)
         numerator = self._held.objective.nominal_count / weights.updater.loss_scale.scale
-        decision = decide(sums, numerator, self.job.optimizer.clip_norm) if is_ahead else None
-        left = decision.held_back if decision is not None else torch.ones((), device=sums.device)
-        written = torch.zeros_like(left) if is_ahead else weights.updater.was_written(sums.device)
+        decision = decide(sums, numerator, self.job.optimizer.clip_norm) if is_ahead or is_sent else None
+        held_back = decision.held_back if decision is not None else torch.ones((), device=sums.device)
+        if decision is not None and is_sent:
+            weights.updater.send_unless(decision.held_back, decision.factor)
+        written = torch.zeros_like(held_back) if is_ahead else weights.updater.was_written(sums.device)
         opened = OpenStep(
             batch=batch,
             began_s=began,
             running_buffers=running,
-            sums=Reading(torch.cat([sums, torch.stack([left.double(), written.double()])])),
+            sums=Reading(torch.cat([sums, torch.stack([held_back.double(), written.double()])])),
             numerator=numerator,
             lr_factor=weights.lr_factor(batch.step),
             data_wait_s=self._data_wait_s,
         )
-        if decision is None:
+        if decision is None or not is_ahead:
             return self._closed(opened)
         weights.updater.set_lr(opened.lr_factor)
         if weights.updater.live.was_written_early():
@@ -327,7 +331,7 @@ class Run:
     def _closed(self, opened: OpenStep) -> StepReport:
         """Wait for a step's sums, decide on its update unless the device has made it, and return the report."""
         batch, updater = opened.batch, self._held.weights.updater
-        *sums, is_left, is_written = opened.sums.numbers()
+        *sums, was_held_back, is_written = opened.sums.numbers()
         agreed, is_written_unseen = scalars_of(sums)
         self._refusals.raise_agreed(agreed.stop, self.layout.world_size)
         if is_written_unseen:
@@ -346,11 +350,12 @@ class Run:
             updater.set_lr(opened.lr_factor)
         if skipped:
             nonfinite.put_back(opened.running_buffers)
-        elif is_left:
+            updater.forget_sent()
+        elif was_held_back or opened.report is None:
             if is_written:
                 updater.reread()
             factor = scale * clip_factor(norm, self.job.optimizer.clip_norm)
-            self._update(lambda: updater.step(factor))
+            self._update(lambda: updater.step(factor, was_held_back=was_held_back > 0))
         if math.isfinite(loss):
             updater.loss_scale.after(overflowed=not finite)
         self.steps_taken = batch.step + 1
