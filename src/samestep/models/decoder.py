@@ -26,6 +26,7 @@ from samestep.models.spec import (
     Cutting,
     Exchange,
     ExpertDispatch,
+    HeadSpec,
     LayerSpec,
     ModelSpec,
     ParamSpec,
@@ -198,6 +199,7 @@ def spec(decoder: Decoder, name: str) -> ModelSpec:
         params=tuple(params),
         cut_refusal="",
         logit_rows=decoder.sequence,
+        chunk_refusal="",
         sequence=decoder.sequence,
         sequence_refusal="",
         length=decoder.sequence,
@@ -278,6 +280,7 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
         working_cut_elements=round(made.working_cut),
         loss_elements=loss,
         loss_working_elements=2 * loss,
+        head=_head_spec(decoder, made) if is_head else None,
         saved_selective_elements=round(min(given + made.results, made.saved)),
         saved_selective_cut_elements=round(min(made.results_cut, made.saved_cut)),
         input_elements=given,
@@ -291,6 +294,18 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
         kernels=made.kernels + len(made.products),
         exchanges=tuple(_exchanges(decoder)) if is_block else (),
         dispatches=made.dispatches,
+    )
+
+
+def _head_spec(decoder: Decoder, made: _Block) -> HeadSpec:
+    return HeadSpec(
+        owner="lm_head",
+        rows=decoder.sequence,
+        inner=decoder.hidden,
+        columns=decoder.vocab,
+        saved_elements=round(made.saved),
+        working_elements=decoder.sequence * decoder.hidden,
+        is_frozen=decoder.adapter_rank > 0,
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Literal, TypeVar
 from typing import ParamSpec as ParamSpecification
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 
 Cutting = Literal["", "columns", "inner", "count"]
 """The size of a product that a tensor cut divides; empty for none."""
@@ -47,13 +47,15 @@ class Product:
     """Largest number of parts of a tensor cut: heads of keys and values, shared by more ranks; 0 for any number."""
     owner: str = ""
     """Path of the module that runs it."""
+    chunk_rows: int = 0
+    """Rows of a chunk, if it makes logits in chunks with their loss, and once more in the backward; 0 if at once."""
     is_between: bool = False
     """Whether it runs between the tensor-cut parts of a block, under sequence parallelism on a rank's tokens."""
 
     @property
     def is_deferrable(self) -> bool:
         """Whether its weight gradient can be deferred: it needs only the input and the gradient of the output."""
-        return self.factors == "weight" and self.groups == 1 and self.taps == 1
+        return self.factors == "weight" and self.groups == 1 and self.taps == 1 and not self.chunk_rows
 
     @property
     def flops(self) -> int:
@@ -249,6 +251,40 @@ class ParamSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSpec:
+    """The linear module that makes the logits, and what its layer needs without them; counts are those of one sample."""
+
+    owner: str
+    """Path of the module."""
+    rows: int
+    """Rows of logits."""
+    inner: int
+    """Elements of a row of its input."""
+    columns: int
+    """Classes."""
+    saved_elements: int = 0
+    """Elements that the layer keeps for its backward, without logits and what is made of them."""
+    working_elements: int = 0
+    """Largest number of elements alive in the layer's backward besides these, without gradients of logits and weights."""
+    is_frozen: bool = False
+    """Whether its weight is not trained."""
+
+    @property
+    def logits(self) -> int:
+        """Elements of the logits."""
+        return self.rows * self.columns
+
+    def cut_by(self, degree: int) -> HeadSpec:
+        """Return one rank's part where a tensor cut divides the classes."""
+        return replace(self, columns=-(-self.columns // degree))
+
+    def sliced_by(self, degree: int) -> HeadSpec:
+        """Return one rank's part under context parallelism."""
+        parts = {name: -(-getattr(self, name) // degree) for name in ("rows", "saved_elements", "working_elements")}
+        return replace(self, **parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer: a block, or everything before, between or after the blocks. Counts are those of one sample."""
 
@@ -279,6 +315,8 @@ class LayerSpec:
     """Elements that the loss keeps of the last layer's output, in float32 at least; 0 for other layers."""
     loss_working_elements: int = 0
     """Elements alive in the loss's backward besides those; 0 for other layers."""
+    head: HeadSpec | None = None
+    """The module of the last layer that makes the logits, if it is known; None of other layers."""
     products: tuple[Product, ...] = ()
     """Its matrix products; empty if only their FLOPs are known."""
     moved_elements: int = 0
@@ -321,8 +359,9 @@ class LayerSpec:
 
     @property
     def backward_flops(self) -> int:
-        """FLOPs of one sample's backward: gradients of inputs and of weights that are not frozen."""
-        return 2 * self.forward_flops - sum(product.flops for product in self.products if product.factors == "frozen")
+        """FLOPs of one sample's backward: gradients of inputs and of weights that are not frozen, logits made once more."""
+        frozen = sum(product.flops for product in self.products if product.factors == "frozen")
+        return 2 * self.forward_flops - frozen + sum(product.flops for product in self.products if product.chunk_rows)
 
     @property
     def deferred_flops(self) -> int:
@@ -342,6 +381,7 @@ class LayerSpec:
             self,
             forward_flops=self.forward_flops * mine // whole if whole else self.forward_flops // degree,
             products=products,
+            head=self.head.cut_by(degree) if self.head else None,
             saved_elements=self.saved_elements - elsewhere(self.saved_cut_elements),
             saved_selective_elements=self.saved_selective_elements - elsewhere(self.saved_selective_cut_elements),
             working_elements=self.working_elements - elsewhere(self.working_cut_elements),
@@ -388,6 +428,7 @@ class LayerSpec:
             loss_working_elements=part(self.loss_working_elements),
             dispatches=tuple(replace(dispatch, rows=part(dispatch.rows)) for dispatch in self.dispatches),
             crossings=tuple(crossing.sliced_by(degree) for crossing in self.crossings),
+            head=self.head.sliced_by(degree) if self.head else None,
         )
 
 
@@ -415,6 +456,8 @@ class ModelSpec:
     """Why tensor parallelism cannot cut the model; empty if it can."""
     logit_rows: int = 0
     """Rows of logits of one sample, if the head is cut by vocabulary."""
+    chunk_refusal: str = "it is not proven that its loss needs logits row by row"
+    """Why logits and loss cannot be computed in chunks of tokens; empty if they can."""
     sequence: int = 0
     """Tokens of one sample between blocks, if they can be cut."""
     sequence_refusal: str = "nothing says where its sequence may be cut"
@@ -488,7 +531,9 @@ def _layer_from(fields: dict[str, Any]) -> LayerSpec:
         "products": products,
         "sequence_boundaries": boundaries,
     }
+    head = fields.get("head")
     given |= {"exchanges": exchanges, "dispatches": dispatches, "crossings": crossings}
+    given["head"] = HeadSpec(**head) if head else None
     return LayerSpec(**{**fields, **given, **sums})
 
 

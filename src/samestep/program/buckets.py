@@ -58,11 +58,12 @@ class Bucket:
         """Number of elements without padding."""
         return sum(member.numel for member in self.members)
 
-    def elements_at(self, index: int) -> int:
-        """Return how many elements lie in the chunk with an index, of those that ZeRO divides the buffer into."""
+    def parts_at(self, index: int) -> Iterator[tuple[Member, int]]:
+        """Yield each member, with how many of its elements lie in a chunk of those that ZeRO divides the buffer into."""
         size = self.padded_numel // self.holding.num_shards
         first, last = index * size, (index + 1) * size
-        return sum(max(0, min(m.offset + m.numel, last) - max(m.offset, first)) for m in self.members)
+        for member in self.members:
+            yield member, max(0, min(member.offset + member.numel, last) - max(member.offset, first))
 
 
 def padded(numel: int, multiple: int) -> int:

@@ -52,6 +52,8 @@ class Unit:
     is_called_again: bool = False
     """Its modules are called several times in a forward: held from the first call to the end of the task, and reduced
     once, after the last of their backwards."""
+    is_read_by_loss: bool = False
+    """The loss multiplies by its weights: held from its forward to the end of the task."""
     input_takes_gradient: bool = True
     """The gradient of its first module's input shows that its backward is over; without one it is over when the task is."""
     keep_after_forward: bool
@@ -246,6 +248,7 @@ def _unit(
         gather_in_backward=layers[last_layer].backward_reads_weights and has_backward and not (is_root and chunks),
         called=(0 if is_root else min(param.called[0] for param in params), max(param.called[1] for param in params)),
         is_called_again=any(param.calls > 1 for param in params),
+        is_read_by_loss=step.layout.loss_chunk is not None and last_layer == last,
         input_takes_gradient=not is_root and (receives or all(param.takes_gradient for param in entered)),
         shard_axis=holding.data_axis,
         num_shards=holding.num_shards,

@@ -260,7 +260,7 @@ class ObservedRun(StepObserver):
             norm = math.sqrt(scalars.norm_squared) * nominal_count / max(1.0, scalars.count)
             norm /= updater.loss_scale.scale
             norm = min(norm, self.run.job.optimizer.clip_norm or norm)
-            size = math.sqrt(sum(float(piece.value.detach().double().square().sum()) for piece in updater.pieces))
+            size = math.sqrt(sum(float(piece.master().double().square().sum()) for piece in updater.pieces))
             self.learning_rate = FIRST_MOVE * size / norm if norm > 0.0 else FIRST_MOVE
         updater.first_lr = [self.learning_rate or 0.0] * len(updater.first_lr)
 
@@ -371,7 +371,7 @@ def _one_step(observed: ObservedRun, batch: Batch, watched: _DigestingDataset) -
 
 def held_weights(run: Run) -> list[HeldTensor]:
     """Return a copy of the weights that this rank updates, as the forward uses them."""
-    return _kept((piece.name, piece.value, _places(run, piece)) for piece in run.updater.pieces)
+    return _kept((piece.name, piece.master(), _places(run, piece)) for piece in run.updater.pieces)
 
 
 def held_state(run: Run) -> list[HeldTensor]:
@@ -451,12 +451,13 @@ def restart(run: Run, start: Sequence[Tensor], buffers: Sequence[Tensor]) -> Non
 
     Collective over the world: every rank must call it; if one does not, the others wait for it when weights are gathered.
     """
-    for piece, value in zip(run.updater.pieces, start, strict=True):
-        piece.value.copy_(value.view_as(piece.value))
+    updater = run.updater
+    for piece, value in zip(updater.pieces, start, strict=True):
+        piece.set_master(value)
     for buffer, value in zip(run.model.buffers(), buffers, strict=True):
         buffer.copy_(value)
-    if run.updater.optimizer is not None:
-        run.updater.optimizer.state.clear()
-    run.updater.publish()
+    if updater.optimizer is not None:
+        updater.optimizer.state.clear()
+    updater.publish()
     run.assembly.weights.store.publish()
     run.steps_taken = 0

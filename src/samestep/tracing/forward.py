@@ -369,6 +369,21 @@ class ForwardTracer(TorchDispatchMode):
         self.values = KnownValues(keeps_all=False)
 
 
+def outputs_on_meta(module: nn.Module, sample: Any, num_samples: int, value_of: ValueOf | None, keeps_all: bool) -> Any:
+    """Run the forward on the meta device, on copies of a sample, and return the outputs and the batch; nothing is recorded.
+
+    `keeps_all` follows the values of all tensors, for models whose code looks at them.
+
+    Raises:
+        NeedsValuesError: it looks at values that are not known.
+    """
+    watch = ForwardTracer(module, lambda block: None, {}, keeps_all=keeps_all)
+    copies = tree_map_only(Tensor, lambda t: torch.cat([t] * num_samples) if t.dim() else t, sample)
+    batch = tree_map_only(Tensor, watch.to_meta, copies)
+    with watch.knowing(module, value_of), _fused_attention(watch), torch.enable_grad(), watch, ListIndices():
+        return call_model(module, batch), batch
+
+
 def watch_forward(
     module: nn.Module,
     sample: Any,

@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ from samestep.building.initial_values import blueprint
 from samestep.building.model import model_source
 from samestep.errors import ModelError
 from samestep.job import Job
-from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec, Product, is_below
+from samestep.models.spec import HeadSpec, LayerSpec, ModelSpec, ParamSpec, Product, is_below
 from samestep.tracing.backward import Backward, WorkingSet, idle_weights, watch_backward, working_sets
 from samestep.tracing.crossings import with_crossings
 from samestep.tracing.forward import ForwardTracer, ValueOf, is_outside, watch_forward
@@ -319,7 +319,29 @@ def _layer_specs(
             ),
         )
         specs.append(spec)
+    if head := _head_of(specs[-1], {watch.sizes[key] // num_samples for key in outputs[-1]}):
+        logits = head.logits * num_samples
+        kept = {key for key in saved[-1] if watch.sizes[key] != logits}
+        works_on = working_sets(backward, layer_of, watch, logits).get(len(layers) - 1, WorkingSet()).elements
+        head = dataclasses.replace(head, saved_elements=elements(kept), working_elements=works_on // num_samples)
+        specs[-1] = dataclasses.replace(specs[-1], head=head)
     return tuple(specs)
+
+
+def _head_of(last: LayerSpec, sizes: Collection[int]) -> HeadSpec | None:
+    """Return the module that makes the logits: that of the last product with a weight, if they are as large; else None."""
+    product = next((one for one in reversed(last.products) if one.factors in ("weight", "frozen")), None)
+    if product is None or product.groups * product.count * product.taps > 1 or not product.owner:
+        return None
+    if product.rows * product.columns not in sizes:
+        return None
+    return HeadSpec(
+        owner=product.owner,
+        rows=product.rows,
+        inner=product.inner,
+        columns=product.columns,
+        is_frozen=product.factors == "frozen",
+    )
 
 
 def _of_one(product: Product, num_samples: int) -> Product:

@@ -363,13 +363,13 @@ class _RunningUnit:
                 whole.requires_grad_(True).register_post_accumulate_grad_hook(hook)
 
     def end_forward(self) -> None:
-        """Reshard a unit that stayed gathered over several calls.
+        """Reshard a unit that stayed gathered over several calls, or for the loss.
 
         Raises:
             LayoutError: the unit did not run.
         """
         self.check_ran()
-        if self.unit.is_called_again and not self.unit.keep_after_forward:
+        if (self.unit.is_called_again or self.unit.is_read_by_loss) and not self.unit.keep_after_forward:
             self.fsdp.reshard()
 
     # -- backward ----------------------------------------------------------------------------------
@@ -530,7 +530,7 @@ def _wrap(
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=meshes[unit.shard_axis],
-            reshard_after_forward=not (unit.keep_after_forward or unit.is_called_again),
+            reshard_after_forward=not (unit.keep_after_forward or unit.is_called_again or unit.is_read_by_loss),
             mp_policy=policy,
             ignored_params=everything - running.params,
         )
