@@ -78,6 +78,7 @@ from samestep.tracing import (
     tensor_plan,
 )
 from samestep.tracing import experts as experts_module
+from samestep.tracing.arranged_layers import spread_over_calls
 from samestep.tracing.forward import outputs_on_meta
 from samestep.tracing.operations import Recorder
 from samestep.tracing.rank_trial import DiffersError
@@ -235,7 +236,8 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
         with recompute.record_checkpointed(plan.module):
             states = state.examine(plan.module, one, spec, containers, num_samples, value_of)
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
-    spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable, proof))
+    spec = spread_over_calls(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable, proof))
+    spec = _with_loss(spec)
     spec, parts = sequence_boundaries.with_sequence(spec, plan.module, planned.styles, calls)
     placed: list[MaskSpec] = []
 
@@ -464,8 +466,6 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     model = plan.module
     assert all(param.is_meta for param in model.parameters()), "a blueprint is cut and filled by one run alone"
     precision.apply(traced, program)
-    if layout.pp > 1:
-        pipeline.check(model, program)
     for twin in TWINS:
         twin.apply(traced, program, mesh)
     slicing = context.Slicing(model, program, mesh) if layout.cp > 1 else context.WholeSequences()
