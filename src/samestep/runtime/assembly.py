@@ -490,6 +490,8 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
         held = placement.part_of(shapes[name], cut, holding, mesh)
         if held.dim == 0 and len(held.shape) > 2 and held.intervals:  # a stack of experts, which no rank holds whole
             return plan.materialize(name, place.device, dtype, held.intervals)
+        if held.numel and plan.makes_parts(name):
+            return plan.materialize(name, place.device, dtype, held.intervals, held.dim)
         return placement.local_part(plan.materialize(name, place.device, dtype), cut, holding, mesh)
 
     shapes = {param.name: param for param in spec.params}
