@@ -18,6 +18,7 @@ and so they do while they are searched for one at fault. What the compiler canno
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Set
@@ -46,21 +47,58 @@ _CHANGES = 8
 """How often code may be compiled anew because what it is given has changed, before torch runs it uncompiled."""
 
 
+Structure = tuple[object, ...]
+"""The classes of a module and of all modules in it, their code where it is an instance's own, and which are islands."""
+
+
+class _Compiler:
+    """Compiles the graphs of this run. torch keeps it as long as it keeps the code, so it holds no module."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._backends: dict[Structure, Callable[..., Any]] = {}
+        self.running = ""
+        """The path of the module whose graph runs."""
+        self.num_graphs = self.num_again = 0
+        """All graphs, and those of code that had been compiled before."""
+        self.uncompiled: dict[str, str] = {}
+        """Why a block, or a module in one, runs uncompiled, by its path."""
+        self._codes: set[int | None] = set()
+
+    def backend_for(self, structure: Structure) -> Callable[..., Any]:
+        """Return the backend for modules of a structure; torch uses a graph again for the same backend alone."""
+        return self._backends.setdefault(structure, functools.partial(self._compile))
+
+    def _compile(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        """Compile one graph; where the backend cannot, return what runs its operations one by one."""
+        backend = torch._dynamo.lookup_backend(self.name)
+        self.num_graphs += 1
+        compilation = torch._guards.CompileContext.current_compile_id()
+        code = None if compilation is None else compilation.frame_id
+        self.num_again += code in self._codes
+        self._codes.add(code)
+        try:
+            made: Callable[..., Any] = backend(graph, inputs)
+            return made
+        except torch._dynamo.exc.TorchDynamoException:
+            raise  # by which the compiler begins anew
+        except Exception as error:
+            self.uncompiled[self.running] = f"{self.name} fails: {_first_line(error)}"
+            return graph.forward
+
+
 class CompiledBlocks:
     """The blocks of this rank that run as graphs, and what the compiler has made of them."""
 
     def __init__(self, backend: str = "") -> None:
         self.in_graph: Set[nn.Module] = set()
         """Modules whose calls a graph contains, so that a hook on them would not run."""
-        self.num_blocks = self.num_graphs = self.num_again = 0
-        """Blocks that run as graphs, all graphs, and those of code that had been compiled before."""
+        self.num_blocks = 0
+        """Blocks that run as graphs."""
+        self.compiler = _Compiler(backend)
         self.seconds = 0.0
         """The time of all calls in which something was compiled."""
-        self.uncompiled: dict[str, str] = {}
-        """Why a block, or a module in one, runs uncompiled, by its path."""
-        self._backend = backend
         self._num_reported = (0, 0)
-        self._running = ""
         self._is_off = False
         self._num_islands = 0
         """Calls that have left a graph."""
@@ -78,19 +116,20 @@ class CompiledBlocks:
 
     def news(self) -> list[str]:
         """Return lines on what was compiled, or left uncompiled, since the last call."""
-        now = self.num_graphs, len(self.uncompiled)
+        made = self.compiler
+        now = made.num_graphs, len(made.uncompiled)
         if now == self._num_reported:
             return []
         (graphs, left), self._num_reported = self._num_reported, now
         lines = []
-        if self.num_graphs > graphs:
-            again = f", {self.num_again} of them anew for other shapes or values" if self.num_again else ""
+        if made.num_graphs > graphs:
+            again = f", {made.num_again} of them anew for other shapes or values" if made.num_again else ""
             lines.append(
-                f"run.compile: {self.num_blocks} blocks run as {self.num_graphs} graphs of {self._backend}{again}, "
-                f"{self.seconds:.1f} s in all"
+                f"run.compile: {_counted(self.num_blocks, 'block')} as {_counted(made.num_graphs, 'graph')} of {made.name}"
+                f"{again}, compiled in {self.seconds:.1f} s"
             )
         reasons: dict[str, list[str]] = {}
-        for path, reason in [*self.uncompiled.items()][left:]:
+        for path, reason in [*made.uncompiled.items()][left:]:
             reasons.setdefault(reason, []).append(path)
         for reason, paths in reasons.items():
             others = f" and {len(paths) - 1} more run" if len(paths) > 1 else " runs"
@@ -99,18 +138,19 @@ class CompiledBlocks:
 
     # -- a call ------------------------------------------------------------------------------------
 
-    def compiled(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs a module's forward as a graph."""
-        graph = torch.compile(forward, backend=self._with_backend)
+    def compiled(self, path: str, forward: Callable[..., Any], structure: Structure) -> Callable[..., Any]:
+        """Return a function that runs a module's forward as a graph, which modules of one structure may share."""
+        graph = torch.compile(forward, backend=self.compiler.backend_for(structure))
+        compiler = self.compiler
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._is_off or not torch.is_grad_enabled() or path in self.uncompiled:
+            if self._is_off or not torch.is_grad_enabled() or path in compiler.uncompiled:
                 return forward(*args, **kwargs)
             modes = _get_current_function_mode_stack()
             if any(isinstance(mode, MaskSource) and mode.sees_all for mode in modes):
                 return forward(*args, **kwargs)
-            outer, self._running = self._running, path
-            began, graphs, islands = time.perf_counter(), self.num_graphs, self._num_islands
+            outer, compiler.running = compiler.running, path
+            began, graphs, islands = time.perf_counter(), compiler.num_graphs, self._num_islands
             try:
                 with self._without_masks(modes):
                     return graph(*args, **kwargs)
@@ -118,11 +158,11 @@ class CompiledBlocks:
                 reason = f"it cannot be compiled: {_first_line(error)}"
                 if self._num_islands > islands:  # to run it once more would communicate twice
                     raise ModelError(f'{path}: {reason}: run.compile = "none" works') from None
-                self.uncompiled[path] = reason
+                compiler.uncompiled[path] = reason
                 return forward(*args, **kwargs)
             finally:
-                self._running = outer
-                if not outer and self.num_graphs > graphs:
+                compiler.running = outer
+                if not outer and compiler.num_graphs > graphs:
                     self.seconds += time.perf_counter() - began
 
         return call
@@ -139,21 +179,6 @@ class CompiledBlocks:
                 return call(*args, **kwargs)
 
         module._compiled_call_impl = torch.compiler.disable(island, reason=_ISLAND)
-
-    def _with_backend(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        """Compile one graph; where the backend cannot, return what runs its operations one by one."""
-        backend = torch._dynamo.lookup_backend(self._backend)
-        self.num_graphs += 1
-        compilation = torch._guards.CompileContext.current_compile_id()
-        self.num_again += compilation is not None and bool(compilation.frame_compile_id)
-        try:
-            made: Callable[..., Any] = backend(graph, inputs)
-            return made
-        except torch._dynamo.exc.TorchDynamoException:
-            raise  # by which the compiler begins anew
-        except Exception as error:
-            self.uncompiled[self._running] = f"{self._backend} fails: {_first_line(error)}"
-            return graph.forward
 
     @contextmanager
     def _without_masks(self, modes: list[TorchFunctionMode]) -> Iterator[None]:
@@ -189,6 +214,10 @@ def _replace_modes(modes: list[TorchFunctionMode]) -> None:
         _push_mode(mode)
 
 
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
@@ -210,7 +239,9 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
         return CompiledBlocks()
     check(settings)
     # The compiler asks each input for its gradient; torch warns of that once, where it is no weight's.
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning)
+    warnings.filterwarnings(
+        "ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning
+    )
     blocks = CompiledBlocks(settings.compile_backend)
     model, layers = traced.module, program.step.model.layers
     experts = traced.analysis.experts.counts
@@ -223,35 +254,39 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
     def enter(path: str, module: nn.Module) -> None:
         """Compile a module's forward, but for the islands in it."""
         seen.add(module)
-        inside(path, module)
-        module.forward = blocks.compiled(path, module.forward)
+        structure = (type(module), *inside(path, module))
+        module.forward = blocks.compiled(path, module.forward, structure)
 
-    def inside(path: str, module: nn.Module) -> None:
+    def inside(path: str, module: nn.Module) -> Iterator[object]:
+        """Put the modules in a module into its graph, or make islands of them; yield what distinguishes them."""
         for name, child in module.named_children():
             inner = f"{path}.{name}"
             _refuse_compiled(inner, child)
-            precision.fold_casts(child)
+            own = vars(child).get("forward")
+            yield inner.count("."), name, type(child), getattr(own, "__code__", own), *precision.fold_casts(child)
             if inner in uncompiled or inner in units or _has_hooks(child):
                 has_graph = inner not in uncompiled and any(True for _ in child.children())
                 if has_graph and child not in seen:
                     enter(inner, child)
                 blocks.outside(child)
-            elif child not in in_graph:
+                yield "island"
+            else:
                 in_graph.add(child)
-                inside(inner, child)
+                yield from inside(inner, child)
 
     chunks = program.chunks or (range(len(layers)),)
     for path in (path for chunk in chunks for i in chunk if layers[i].is_block for path in layers[i].modules):
         block = model.get_submodule(path)
         _refuse_compiled(path, block)
         if path in uncompiled:
-            blocks.uncompiled[path] = uncompiled[path]
+            blocks.compiler.uncompiled[path] = uncompiled[path]
         elif block not in seen:
             blocks.num_blocks += 1
             enter(path, block)
     blocks.in_graph = in_graph - seen
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, blocks.num_blocks + _CHANGES)
+    config = torch._dynamo.config  # whose limits count what earlier runs of this process have compiled, too
+    config.recompile_limit += blocks.num_blocks + _CHANGES
+    config.accumulated_recompile_limit += blocks.num_blocks + _CHANGES
     return blocks
 
 

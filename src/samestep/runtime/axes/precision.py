@@ -127,14 +127,14 @@ def _register(module: nn.Module, before: Callable[..., Any], after: Callable[...
         module.register_forward_hook(after, always_call=True)
 
 
-def fold_casts(module: nn.Module) -> None:
-    """Make the casts of a module a part of its forward, unless other hooks run around it too.
+def fold_casts(module: nn.Module) -> tuple[object, ...]:
+    """Make the casts of a module a part of its forward, unless other hooks run around it too; return their code.
 
     Hooks have numbers that differ from block to block, so a compiler would compile each block anew.
     """
     before, after = [*module._forward_pre_hooks.values()], [*module._forward_hooks.values()]
     if not before or not all(hasattr(hook, _MARK) for hook in (*before, *after)):
-        return
+        return ()
     for held in (
         module._forward_pre_hooks,
         module._forward_pre_hooks_with_kwargs,
@@ -143,6 +143,7 @@ def fold_casts(module: nn.Module) -> None:
     ):
         held.clear()
     module.forward = _casting(module, before, module.forward, after)
+    return tuple(hook.__code__ for hook in (*before, *after))
 
 
 def _casting(
