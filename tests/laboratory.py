@@ -175,7 +175,7 @@ def follow(
         seen.gradients.append([(p.name, *_place(run, p), p.gradient().detach().cpu().clone()) for p in pieces])
         if each is not None:
             each(run)
-    seen.weights = [(p.name, *_place(run, p), p.value.detach().cpu().clone()) for p in run.updater.pieces]
+    seen.weights = [(p.name, *_place(run, p), p.master().cpu().clone()) for p in run.updater.pieces]
     seen.index = run.assembly.parallel.mesh.index("tp")
     uncut = {member.name for owners in run.program.owners if owners.is_cut for member in owners.members}
     cut = [p for p in run.program.step.model.params if p.cut and run.layout.tp > 1 and p.name not in uncut]

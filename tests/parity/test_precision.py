@@ -209,7 +209,9 @@ def spied_step(rank: int, world: int, layout: str, precision: str) -> tuple[set[
     run.step(batch)
     wrong = [name for name, param in run.model.named_parameters() if not isinstance(param, nn.Parameter)]
     tensors = [
-        t for p in run.updater.pieces for t in (p.value, p.gradient(), *run.updater.optimizer.state[p.value].values())
+        t
+        for p in run.updater.pieces
+        for t in (p.master(), p.gradient(), *run.updater.optimizer.state[p.value].values())
     ]
     wrong += [str(tensor.dtype) for tensor in tensors if tensor.dtype is not torch.float32]
     return set(SPIED), fits, wrong

@@ -271,8 +271,7 @@ def _plain_loop(name: str) -> Observed:
     run = _run(0, 1, replace(case, optimizer=odd.sgd), "dp=1")
     run.prepare(next(batches(data, job)).samples([0]))
     first = {
-        piece.name: piece.value.detach().clone().view_as(run.model.get_parameter(piece.name))
-        for piece in run.updater.pieces
+        piece.name: piece.master().clone().view_as(run.model.get_parameter(piece.name)) for piece in run.updater.pieces
     }
     model = case.build().double()
     model.load_state_dict(first, strict=False)

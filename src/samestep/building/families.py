@@ -12,7 +12,7 @@ import functools
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,18 +68,6 @@ class FamilyFacts:
     """The style of a row cut whose whole input each rank cuts for itself."""
     tensor_plan: Mapping[str, str] | None = None
     """A plan for a family that has none in transformers."""
-    column_words: tuple[str, ...] = (
-        "q_proj", "k_proj", "v_proj", "query", "key", "value", "query_proj", "key_proj", "value_proj", "q_lin", "k_lin",
-        "v_lin", "Wq", "Wk", "Wv", "project_q", "project_k", "project_v", "q_proj.linear", "k_proj.linear", "v_proj.linear",
-        "query_key_value", "qkv_proj", "Wqkv", "gate_proj", "up_proj", "gate_up_proj", "Wi", "w1", "w3", "w_0", "w_1", "fc1",
-        "fc_in", "lin1", "dense_h_to_4h", "c_attn", "c_fc", "layer_1", "intermediate", "intermediate.dense", "ffn.0",
-    )  # fmt: skip
-    """Last names of linear layers in blocks that are tried as cut by columns, in a family without a plan."""
-    row_words: tuple[str, ...] = (
-        "o_proj", "out_proj", "out_lin", "attention_out", "o_proj.linear", "dense", "output.dense", "Wo", "w2", "w_out",
-        "down_proj", "fc2", "fc_out", "lin2", "dense_4h_to_h", "c_proj", "layer_2", "output", "ffn.2",
-    )  # fmt: skip
-    """Last names of those that are tried as cut by rows."""
 
     expert_form: str = "is_transposed"
     """An attribute that modules of experts have, whatever its value."""
@@ -154,14 +142,6 @@ class FamilyFacts:
         if not plan or not prefix:
             return None
         return {f"{prefix}.{pattern}": style for pattern, style in plan.items()}
-
-    def guess_of(self, model: nn.Module, paths: Iterable[str]) -> dict[str, str]:
-        """Return a plan of these modules by their last names, for a family without one; a proof must confirm it."""
-        if not getattr(model, self.base_prefix, ""):
-            return {}
-        words = {**dict.fromkeys(self.row_words, "row"), **dict.fromkeys(self.column_words, "column")}
-        ends = {path: (path.rpartition(".")[2], ".".join(path.split(".")[-2:])) for path in paths}
-        return {path: words[end] for path, both in ends.items() for end in both if end in words}
 
     def vocabulary_parts(self, model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
         """Return the embedding of tokens and the head of a model that has a plan."""

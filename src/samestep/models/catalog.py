@@ -23,6 +23,7 @@ from samestep.models.spec import FORMAT_VERSION, ModelSpec
 
 _TRACERS = (
     "models/spec.py",
+    "runtime/axes/pending_logits.py",
     *(f"building/{name}.py" for name in ("model", "initial_values")),
     *(
         f"tracing/{name}.py"

@@ -275,7 +275,7 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
                 yield from inside(inner, child)
 
     chunks = program.chunks or (range(len(layers)),)
-    for path in (path for chunk in chunks for i in chunk if layers[i].is_block for path in layers[i].modules):
+    for path in (path for chunk in chunks for i in chunk if layers[i].is_block for path in layers[i].called):
         block = model.get_submodule(path)
         _refuse_compiled(path, block)
         if path in uncompiled:
