@@ -113,6 +113,7 @@ def test_a_backend_that_fails_leaves_blocks_uncompiled_with_the_same_result(monk
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch.compile imports what warns
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_a_model_that_compiles_its_blocks_is_refused():
     with pytest.raises(ModelError, match=r"blocks\.0, which the model compiles itself"):
         stepped(CompilesItself)
