@@ -209,6 +209,10 @@ class RunTable(_Table):
     """Number of ranks on one machine, for reduce=hierarchical; without it the number that the launcher gives."""
     timeout_s: Annotated[float, Field(ge=0.001, le=MOST_SECONDS)] = 600.0
     """Seconds that one collective may take before the run is aborted."""
+    compile: Literal["none", "blocks"] = "none"
+    """`blocks` runs each block as a graph of `torch.compile` in training forwards; the first step compiles them."""
+    compile_backend: str = "inductor"
+    """Backend of `torch.compile` that makes the graphs: inductor, which fuses kernels, or another such as aot_eager."""
     allow: tuple[Waiver, ...] = ()
     """Refusals that are waived, by the word at the end of their text; every summary of the run lists them."""
     report: tuple[str, ...] = ()

@@ -43,6 +43,8 @@ class StepSpec:
     """Samples of the micro-batch that the ops are written for; None for the largest of the step."""
     cuts_loss: bool = True
     """Whether the loss works on logits that are cut by vocabulary; if not, they are gathered for it."""
+    compiles_blocks: bool = False
+    """Whether blocks run as graphs of `torch.compile`."""
     tf32: bool = False
     """Whether float32 matrix products may run in `TF32`."""
     updates_in_chunks: bool = False
@@ -75,6 +77,7 @@ class StepSpec:
             stage=stage,
             replica=replica,
             cuts_loss=job.train.loss == "cross_entropy" if cuts_loss is None else cuts_loss,
+            compiles_blocks=job.run.compile == "blocks",
             tf32=job.numerics.tf32,
             updates_in_chunks=":" not in job.optimizer.name if updates_in_chunks is None else updates_in_chunks,
             allow=job.run.allow,

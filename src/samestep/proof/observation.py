@@ -215,13 +215,15 @@ class ObservedRun(StepObserver):
     def _hook_modules(self) -> None:
         """Register forward hooks on every module that this rank computes: in a pipeline those of its own layers.
 
-        Modules within experts see the tokens that chose them, and no samples: what the experts give is recorded.
+        Modules within experts see the tokens that chose them, and no samples: what the experts give is recorded. Modules
+        within a graph have none: what the graph gives is recorded.
         """
         program, model = self.run.program, self.run.model
         experts = [dispatch.owner for layer in program.step.model.layers for dispatch in layer.dispatches]
         mine = [path for chunk in program.chunks for i in chunk for path in program.step.model.layers[i].called]
+        in_graph = self.run.assembly.model.compiled.in_graph
         for path, module in model.named_modules():
-            if any(path.startswith(f"{holder}.") for holder in experts):
+            if module in in_graph or any(path.startswith(f"{holder}.") for holder in experts):
                 continue
             if path and (not program.chunks or any(f"{path}.".startswith(f"{root}.") for root in mine)):
                 module.register_forward_hook(functools.partial(self._note, path))

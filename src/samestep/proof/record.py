@@ -117,7 +117,8 @@ def key_of(job: Job, layout: Layout) -> str:
         tables["model"]["source"] = digest_of(job.model.folder)
     versions = {name: _version(name) for name in _VERSIONS}
     files = sorted(xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in _files_of(job))
-    parts = [tables, str(layout), versions, _own_sources(), files]
+    compiled = job.run.compile_backend if job.run.compile != "none" else ""
+    parts = [tables, str(layout), compiled, versions, _own_sources(), files]
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
 
 

@@ -76,6 +76,11 @@ class Subject:
         return dataclasses.replace(self.source, optimizer=_sgd)
 
     @property
+    def job_of_one_device(self) -> Job:
+        """The job as one device runs it: no block is compiled."""
+        return self.job.model_copy(update={"run": self.job.run.model_copy(update={"compile": "none"})})
+
+    @property
     def spec(self) -> ModelSpec:
         """The shape of the traced model."""
         assert self.source.prepared is not None
@@ -105,7 +110,7 @@ def _sgd(named: list[tuple[str, Tensor]]) -> Optimizer:
 
 def one_device(place: RankInfo, subject: Subject) -> None:
     """Run one device's side, and the plain torch loop that it is held against, and write the observation of both."""
-    observed = ObservedRun(subject.steps_by_sgd, Layout(), subject.job, place, subject.example)
+    observed = ObservedRun(subject.steps_by_sgd, Layout(), subject.job_of_one_device, place, subject.example)
     seen = _noted(observed, subject, None)
     seen.plain = plain_loop.follow(observed.run, subject.source, subject.dataset, seen)
     torch.save(seen, subject.note("one"))
@@ -168,7 +173,7 @@ Judgement = tuple[tuple[Check, ...], Cause | None, str]
 def judge(place: RankInfo, subject: Subject) -> Judgement:
     """Compare the observations, read the layout's checkpoint on one device, and find the cause of the first difference."""
     one, ranks = _observations(subject)
-    run = Run(subject.source, Layout(), subject.job, place)
+    run = Run(subject.source, Layout(), subject.job_of_one_device, place)
     run.prepare(subject.example)
     start = [piece.master().clone() for piece in run.updater.pieces]
     limit = comparison.constant(FLOAT64_ALLOWANCE)
@@ -312,7 +317,7 @@ def measure_rounding(place: RankInfo, subject: Subject) -> None:
 
     Several workers, each a world of its own, share the perturbed runs; the first one writes the unperturbed observation.
     """
-    observed = ObservedRun(subject.steps_by_sgd, Layout(), subject.job, place, subject.example)
+    observed = ObservedRun(subject.steps_by_sgd, Layout(), subject.job_of_one_device, place, subject.example)
     run = observed.run
     start = [piece.master().clone() for piece in run.updater.pieces]
     buffers = [buffer.clone() for buffer in run.model.buffers()]

@@ -49,6 +49,7 @@ from samestep.runtime.axes import (
 from samestep.runtime.axes.chunked_loss import Chunking
 from samestep.runtime.axes.data import Replicated
 from samestep.runtime.axes.weight_gradients import Deferred
+from samestep.runtime.compiled_blocks import CompiledBlocks, compile_blocks
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.dropout import rates
 from samestep.runtime.dropout.masks import MaskSlice
@@ -134,6 +135,7 @@ class PreparedModel:
     """Dtype of master weights and gradients, and of a batch's floating tensors."""
     training_modes: Mapping[nn.Module, bool]
     """Whether each module trains: a batch norm that was built frozen stays frozen."""
+    compiled: CompiledBlocks
     running_buffers: Sequence[Tensor]
     """Running statistics, which a skipped step restores."""
     first_state: FirstState
@@ -478,6 +480,8 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     for twin in TWINS:
         twin.apply(traced, program, mesh)
     slicing = context.Slicing(model, program, mesh) if layout.cp > 1 else context.WholeSequences()
+    compiled = compile_blocks(traced, program, job.run)
+    dropout.leave_out(model, compiled.in_graph)
     dropout.track_modules(model)
     dropout.place_samples(model, spec.masks)
     deferred = Deferred(traced, program)
@@ -524,6 +528,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
             module=model,
             spec=spec,
             master_dtype=precision.DTYPES[program.step.master_dtype],
+            compiled=compiled,
             training_modes={module: module.training for module in model.modules()},
             running_buffers=[buffer for path in spec.coupled_modules for buffer in model.get_submodule(path).buffers()],
             first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),

@@ -28,6 +28,8 @@ _CHOOSING = (torch.topk, Tensor.topk)
 class RouteMode(DropoutMode):
     """A dropout mode that also replays the choices in `routes`, or records them there: by default while it is empty."""
 
+    sees_all = True
+
     def __init__(
         self,
         model: nn.Module,

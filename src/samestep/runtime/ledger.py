@@ -91,6 +91,11 @@ class Ledger(TorchDispatchMode):
         self._group_of = group_of or _name_of
         self._labels: list[str | None] = []
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled blocks run compiled: nothing in a graph communicates."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -405,6 +405,8 @@ class Run:
                         self._backward(task, held.pop((task.microbatch, task.chunk)))
                     self._check_generators("the backward")
         self._data_wait_s = microbatches.wait_s
+        for line in self.assembly.model.compiled.news():
+            self._refusals.remark(line)
         store.finish_gradients()
         if self._observer.dropout_mode() is None:
             self._held.model.dropout.end_step(self._held.model.module)
@@ -462,7 +464,8 @@ class Run:
             return
         layout, model = self.layout, self._held.model.module
         if samples is not None and layout.model_ranks == 1 and (layout.num_shards == 1 or layout.zero < 2):
-            path = randomness.first_module_that_draws(model, lambda: call_model(model, samples), self.place.device)
+            with self.assembly.model.compiled.off():
+                path = randomness.first_module_that_draws(model, lambda: call_model(model, samples), self.place.device)
             who = f"{path} in {who}" if path else who
         reason = f"step {self.steps_taken + 1}: {randomness.refusal(who, generator)}"
         if who == "the optimizer" and layout.world_size == 1:  # other layouts refuse it by their own rule

@@ -41,6 +41,11 @@ def refusal(step: StepSpec) -> str | None:
         return None
     if step.layout.sequence_parallel:
         return f"cp={degree} and sequence_parallel both cut the sequence: cp={degree} alone works, and so does cp=1"
+    if step.compiles_blocks:
+        return (
+            f"cp={degree} exchanges heads for tokens in the middle of a block, and run.compile = 'blocks' makes one graph "
+            "of a block: cp=1 works, and so does run.compile = 'none'"
+        )
     if model.varies_at:
         return f"cp={degree}: shapes or branches at {model.varies_at} depend on values: cp=1 works"
     if model.slice_refusal:

@@ -19,7 +19,12 @@ from samestep.schedules import TaskKind
 
 
 def refusal(step: StepSpec) -> str | None:
-    """Return that the model has no blocks to recompute, if that is so."""
+    """Return that the model has no blocks to recompute, or that its blocks are graphs, of which no results can be kept."""
+    if step.layout.recompute == "selective" and step.compiles_blocks:
+        return (
+            "recompute=selective keeps results within a block, and run.compile = 'blocks' makes one graph of it: "
+            "recompute=full works, and so does run.compile = 'none'"
+        )
     if step.layout.recompute != "none" and not any(layer.is_block for layer in step.model.layers):
         return (
             f"recompute={step.layout.recompute} drops what blocks saved, and {step.model.name} has none "

@@ -24,7 +24,7 @@ from samestep.errors import (
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.planning import ranking, search
-from samestep.runtime import checkpoint, kept_state
+from samestep.runtime import checkpoint, compiled_blocks, kept_state
 from samestep.runtime.axes import recompute
 from samestep.runtime.optimizer_source import check_optimizer
 from samestep.runtime.processes import workers
@@ -94,6 +94,7 @@ def check(
             f"--set train.steps={until} works"
         )
     trackers.check(job)
+    compiled_blocks.check(job.run)
     folder = _agreed(lambda: run_folder.chosen(out, resume), place)
     resume_from = _resume_from(folder, job, until) if resume else None
     workload = Workload(job)

@@ -212,6 +212,10 @@ def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) ->
             screen.say(f"{run.job.model.source}: {remark}")
         if first == until:
             screen.say(f"step {first} was the last step: nothing is left to train")
+        elif run.job.run.compile != "none":
+            screen.say(
+                f"run.compile: step {first + 1} compiles the blocks by {run.job.run.compile_backend}, which takes a while"
+            )
     if first < until:
         _print_sample(run, workload, screen, "before training" if first == 0 else "resumed")
     _loop(run, workload, folder, until, profiler, screen, metrics)

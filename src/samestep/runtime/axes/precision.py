@@ -84,7 +84,7 @@ def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
             return None  # most often
         return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
-    module.register_forward_pre_hook(cast, with_kwargs=True)
+    _register(module, cast)
 
 
 def _compute_in(module: nn.Module, dtype: torch.dtype, *, cast_inputs: bool) -> None:
@@ -111,9 +111,60 @@ def _compute_in(module: nn.Module, dtype: torch.dtype, *, cast_inputs: bool) -> 
         dtype_given = given.pop() if given else None
         return cast_floating(output, dtype_given) if dtype_given and output is not None else None
 
+    _register(module, before, after)
+
+
+_MARK = "casts_for_precision"
+
+
+def _register(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any] | None = None) -> None:
+    """Install the hooks of a module that cast, marked as such."""
+    setattr(before, _MARK, True)
     module.register_forward_pre_hook(before, with_kwargs=True)
-    # always_call: a recomputed forward ends with an exception once it has what backward needs.
-    module.register_forward_hook(after, always_call=True)
+    if after is not None:
+        setattr(after, _MARK, True)
+        # always_call: a recomputed forward ends with an exception once it has what backward needs.
+        module.register_forward_hook(after, always_call=True)
+
+
+def fold_casts(module: nn.Module) -> tuple[object, ...]:
+    """Make the casts of a module a part of its forward, unless other hooks run around it too; return their code.
+
+    Hooks have numbers that differ from block to block, so a compiler would compile each block anew.
+    """
+    before, after = [*module._forward_pre_hooks.values()], [*module._forward_hooks.values()]
+    if not before or not all(hasattr(hook, _MARK) for hook in (*before, *after)):
+        return ()
+    for held in (
+        module._forward_pre_hooks,
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks,
+        module._forward_hooks_always_called,
+    ):
+        held.clear()
+    module.forward = _casting(module, before, module.forward, after)
+    return tuple(hook.__code__ for hook in (*before, *after))
+
+
+def _casting(
+    module: nn.Module, before: list[Callable[..., Any]], forward: Callable[..., Any], after: list[Callable[..., Any]]
+) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for hook in before:
+            changed = hook(module, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+        output = None
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            for hook in after:
+                changed = hook(module, args, output)
+                if changed is not None:
+                    output = changed
+        return output
+
+    return call
 
 
 def _relist(module: nn.Module) -> None:

@@ -22,7 +22,7 @@ import dataclasses
 import enum
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,6 +124,8 @@ class _Tracker:
     modes: list[DropoutMode] = field(default_factory=list)
     rows: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)
     """Where each mask has its samples, where they are not in order along dimension 0."""
+    in_graph: Set[nn.Module] = frozenset()
+    """Modules that get no hooks, since a graph contains their calls; they draw nothing."""
     hooked: WeakKeyDictionary[nn.Module, RemovableHandle] = field(default_factory=WeakKeyDictionary)
     hooks: list[RemovableHandle] = field(default_factory=list)
     num_removed: int = 0
@@ -161,9 +163,16 @@ def track_modules(model: nn.Module) -> None:
     _refuse_sequence_first(model)
     tracker = _TRACKERS.setdefault(model, _Tracker())
     for name, module in named_modules(model).items():
+        if module in tracker.in_graph:
+            continue
         handle = tracker.hooked.get(module)
         if handle is None or handle.id not in module._forward_pre_hooks:  # or a trace has taken its hooks away
             tracker.hooked[module] = _hook(module, name, tracker)
+
+
+def leave_out(model: nn.Module, in_graph: Set[nn.Module]) -> None:
+    """Install no hooks on modules whose calls a graph contains."""
+    _TRACKERS.setdefault(model, _Tracker()).in_graph = in_graph
 
 
 def untrack_modules(model: nn.Module) -> None:

@@ -24,6 +24,8 @@ _SELU_ALPHA = 1.7580993408473766  # alpha * scale of SELU: what alpha_dropout pu
 class MaskSource(TorchFunctionMode):
     """A function mode that makes the masks of one forward; `mode.DropoutMode` is the one that does."""
 
+    sees_all = False
+    """Whether it must be shown every function of the model, those of compiled blocks too."""
     allows_random = False
     """Whether other random numbers are drawn from the process's generators instead of being refused."""
 

@@ -83,7 +83,8 @@ def cause_of_nonfinite(assembly: Assembly, run_forward_backward: Callable[[], Te
         for others in gather_objects(masters, world_size):  # a rank may hold a part of a weight only
             masters |= {name: max(most, masters.get(name, 0.0)) for name, most in others.items()}
     buffers = saved(module.buffers())
-    text = first_nonfinite(run_forward_backward, module, masters)
+    with assembly.model.compiled.off():
+        text = first_nonfinite(run_forward_backward, module, masters)
     put_back(buffers)
     named = [f"{text} (rank {rank})" for rank, text in enumerate(gather_objects(text, world_size)) if text]
     if named:

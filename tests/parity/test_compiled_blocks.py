@@ -1,0 +1,128 @@
+"""Blocks that run as graphs: the result, the masks and what is sent are those of a run without.
+
+Most run on torch's backend `aot_eager`, which makes the graphs of forward and backward and needs no compiler; where a block
+has no islands it computes the same bits. `inductor`, which fuses kernels, is for `make parity`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from samestep.datasets import batches
+from samestep.job import Job
+from samestep.runtime import checkpoint
+from tests.laboratory import (
+    TOLERANCE,
+    Observed,
+    assert_ledger,
+    assert_same,
+    clipped,
+    follow,
+    make_run,
+    on_ranks,
+    reference,
+)
+from tests.models import Tokens
+
+Case = tuple[Observed, list[str], int]
+"""What a rank has observed, its run's remarks, and the number of its graphs."""
+
+
+def job_of(backend: str, precision: str = "float64", **train: Any) -> Job:
+    """The job of `clipped`, with compiled blocks unless the backend is empty."""
+    run = {"compile": "blocks", "compile_backend": backend} if backend else {}
+    return Job(**{**clipped(precision, **train).model_dump(), "run": run})
+
+
+def observed(rank: int, world: int, model: str, layout: str, job: Job) -> Case:
+    run = make_run(rank, world, model, layout, job)
+    seen = follow(run, Tokens(), job, record=True)
+    remarks = [line for line in run._refusals.remarks if line.startswith("run.compile")]
+    return seen, remarks, run.assembly.model.compiled.compiler.num_graphs
+
+
+def prove_compiled(layout: str, model: str, backend: str, **train: Any) -> None:
+    """Hold a layout with compiled blocks against one device without, and what is sent against the program."""
+    seen: list[Case] = on_ranks(layout, observed, model, job_of(backend, **train))
+    assert_same([one for one, _, _ in seen], reference(model, job_of("", **train)), TOLERANCE)
+    assert_ledger([one for one, _, _ in seen], layout)
+    for _, remarks, graphs in seen:
+        assert graphs
+        assert len(remarks) == 1, remarks  # all in the first step, each once, and nothing is left uncompiled
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        ("dp=2 zero=3 microbatch=2", "plain_with_dropout"),
+        ("tp=2 sequence_parallel recompute=full", "llama"),
+        ("dp=1 pp=2 microbatch=2", "plain"),
+        *(
+            pytest.param(layout, model, marks=pytest.mark.nightly)
+            for layout, model in [
+                ("dp=2", "llama"),
+                ("dp=2 zero=1 offload", "plain"),
+                ("dp=2 zero=2 microbatch=2", "gpt2_with_dropout"),
+                ("dp=2 zero=3 recompute=full", "gpt2_with_dropout"),
+                ("tp=2", "gpt2_with_dropout"),
+                ("tp=2 dp=1 pp=2 microbatch=2", "llama"),
+            ]
+        ),
+    ],
+)
+def test_a_layout_of_graphs_is_one_device_without(layout, model):
+    prove_compiled(layout, model, "aot_eager")
+
+
+def test_experts_run_outside_of_graphs():
+    # Without the canary, whose steps record the experts that routers choose, and run uncompiled.
+    prove_compiled("dp=2 ep=2", "mixtral_balanced", "aot_eager", watch_every=0)
+
+
+@pytest.mark.nightly
+@pytest.mark.time_limit(900)
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs g++ or clang++")
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=3", "tp=2", "dp=1 pp=2 microbatch=4"])
+def test_a_layout_of_fused_kernels_is_one_device_without(layout):
+    prove_compiled(layout, "llama", "inductor")
+
+
+# -- one device ------------------------------------------------------------------------------------
+
+
+def bits(seen: Observed) -> list[torch.Tensor]:
+    return [run[3] for runs in (*seen.gradients, seen.weights) for run in runs]
+
+
+@pytest.mark.parametrize(("model", "precision"), [("llama", "bf16"), ("gpt2_with_dropout", "bf16")])
+def test_graphs_without_fusion_give_the_same_bits(model, precision):
+    with_graphs, remarks, graphs = observed(0, 1, model, "dp=1", job_of("aot_eager", precision))
+    without, _, none = observed(0, 1, model, "dp=1", job_of("", precision))
+    assert none == 0
+    assert with_graphs.losses == without.losses
+    assert all(torch.equal(a, b) for a, b in zip(bits(with_graphs), bits(without), strict=True))
+    # Two equal blocks: one graph where nothing draws masks, for all that casts to bf16 run in it.
+    assert remarks[0].startswith(f"run.compile: 2 blocks as {graphs} graph")
+    assert graphs == 1 or model == "gpt2_with_dropout"
+
+
+def test_a_run_with_graphs_resumes_one_without_and_evaluates_alike(tmp_path: Path):
+    plainly, compiled = job_of("", steps=2), job_of("aot_eager", steps=2)
+    first, *rest = batches(Tokens(), plainly)
+    run = make_run(0, 1, "plain", "dp=1", plainly)
+    run.step(first)
+    checkpoint.save(run, tmp_path, keep=1)
+    resumed = make_run(0, 1, "plain", "dp=1", compiled)
+    resumed.prepare(first.samples([0]))
+    checkpoint.load(resumed, checkpoint.newest(tmp_path))
+    assert resumed.step(rest[0]).loss == run.step(rest[0]).loss
+    assert [name for name, _ in run.model.named_parameters()] == [name for name, _ in resumed.model.named_parameters()]
+    graphs = resumed.assembly.model.compiled.compiler.num_graphs
+    assert graphs
+    assert resumed.evaluate(first) == run.evaluate(first)
+    assert resumed.assembly.model.compiled.compiler.num_graphs == graphs  # evaluation compiles nothing

@@ -1,0 +1,138 @@
+"""What becomes a graph, what does not, and what a run says of it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import samestep
+from samestep.building.loss import loss_of
+from samestep.building.optimizer import optimizer_of
+from samestep.errors import JobError, LayoutError, ModelError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.runtime.assembly import Source
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run import Run
+from samestep.strategies import program_of
+from tests.laboratory import clipped, make_run
+from tests.models import Block, Plain, Tokens
+
+JOB = Job(**{**clipped("float32").model_dump(), "run": {"compile": "blocks", "compile_backend": "aot_eager"}})
+
+
+def run_of(model: type[nn.Module], job: Job = JOB) -> Run:
+    source = Source(model, loss_of(job), optimizer_of(job))
+    return Run(source, Layout(), job, RankInfo(0, 0, 1, 1, torch.device("cpu")))
+
+
+def stepped(model: type[nn.Module], job: Job = JOB) -> tuple[Run, list[str]]:
+    """Take the steps of a job; return the run and what its steps remarked."""
+    run = run_of(model, job)
+    said = [line for batch in samestep.batches(Tokens(), job) for line in run.step(batch).remarks]
+    return run, [line for line in said if line.startswith("run.compile")]
+
+
+def with_backend(name: str) -> Job:
+    return JOB.model_copy(update={"run": JOB.run.model_copy(update={"compile_backend": name})})
+
+
+class DrawsInItsOwnCode(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.forward = lambda x, own=block.forward: torch.nn.functional.dropout(own(x), 0.3)
+
+
+class Hooked(Plain):
+    """A user's hook within a block, which must run in each step."""
+
+    calls: ClassVar[list[str]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].up.register_forward_hook(lambda *_: self.calls.append("up"))
+
+
+class CompilesItself(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].compile()
+
+
+class OfTwoKinds(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(nn.Sequential(Block(10, 0.0)))
+
+
+def test_equal_blocks_share_one_graph():
+    run, said = stepped(Plain)
+    assert run.assembly.model.compiled.compiler.num_graphs == 1
+    assert len(said) == 1
+    assert said[0].startswith("run.compile: 3 blocks as 1 graph of aot_eager, compiled in ")
+
+
+def test_a_batch_of_another_size_is_said_to_compile_anew():
+    torch._dynamo.reset()  # it remembers the sizes that other tests have changed
+    job = JOB.model_copy(update={"train": JOB.train.model_copy(update={"global_batch": 7})})
+    run = make_run(0, 1, "plain", "dp=1 microbatch=4", job)
+    batch = next(iter(samestep.batches(Tokens(), job)))
+    (said,) = [line for line in run.step(batch).remarks if line.startswith("run.compile")]
+    assert "2 graphs of aot_eager, 1 of them anew for other shapes or values" in said
+
+
+def test_a_block_that_draws_masks_itself_runs_uncompiled_and_says_so():
+    _, said = stepped(DrawsInItsOwnCode)
+    assert said == ["run.compile: blocks.0 and 2 more run uncompiled: it draws dropout masks"]
+
+
+def test_a_hook_within_a_block_runs_as_often_as_without():
+    Hooked.calls.clear()
+    run, _ = stepped(Hooked)
+    with_graphs = len(Hooked.calls)
+    Hooked.calls.clear()
+    stepped(Hooked, clipped("float32"))
+    assert with_graphs == len(Hooked.calls) > 0
+    assert run.assembly.model.compiled.compiler.num_graphs > 1
+
+
+def test_a_backend_that_fails_leaves_blocks_uncompiled_with_the_same_result(monkeypatch):
+    def failing(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        raise RuntimeError("no compiler here\nand much more")
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: failing)
+    run, said = stepped(Plain)
+    assert "run.compile: blocks.0 runs uncompiled: aot_eager fails: no compiler here" in said
+    plainly, _ = stepped(Plain, clipped("float32"))
+    pairs = zip(run.model.parameters(), plainly.model.parameters(), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch.compile imports what warns
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_a_model_that_compiles_its_blocks_is_refused():
+    with pytest.raises(ModelError, match=r"blocks\.0, which the model compiles itself"):
+        stepped(CompilesItself)
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(JobError, match=r"'inducter' is no backend .*did you mean 'inductor'"):
+        stepped(Plain, with_backend("inducter"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "works"),
+    [
+        ("dp=1 pp=2 schedule=zero-bubble microbatch=2", "schedule=1f1b works"),
+        ("dp=1 cp=2", "cp=1 works"),
+        ("dp=1 recompute=selective", "recompute=full works"),
+    ],
+)
+def test_layouts_that_work_within_a_block_are_refused_by_name(layout, works):
+    spec = make_run(0, 1, "llama", "dp=1", clipped())._source.prepared.spec
+    with pytest.raises(LayoutError, match=rf"run\.compile = 'blocks'.*{works}, and so does run\.compile = 'none'"):
+        program_of(spec, JOB, Layout.parse(layout))
