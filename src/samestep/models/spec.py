@@ -84,7 +84,8 @@ def is_below(path: str, root: str) -> bool:
 class Cut:
     """The tensor cut that a weight allows: along `dim`, between `groups` (heads, columns, vocabulary tokens)."""
 
-    style: Literal["column", "row", "vocab"]
+    style: Literal["column", "row", "vocab", "gather"]
+    """gather: by columns, and the output is gathered. A vocabulary and what is gathered may also stay whole."""
     dim: int
     groups: int
     parts: int = 1

@@ -330,16 +330,15 @@ def _tried(
 
     def forward(recorder: Recorder) -> None:
         masks = dropout.record_masks(plan.module, samples_traced(plan.module))
-        with masks, experts_module.record_dispatches(plan.module, experts):
+        # Every forward from one state: at their first, modules make tables, and install hooks that record their outputs.
+        with snapshot.preserved(plan.module), masks, experts_module.record_dispatches(plan.module, experts):
             cut_proof.run_forward(plan.module, sample, proof.styles, value_of, recorder)
 
-    # Both forwards from one state: modules that record their outputs install their hooks at the first of them.
-    with snapshot.preserved(plan.module):
-        try:
-            forward(recorder := Recorder())
-            proof = cut_proof.with_degree(proof, plan.module, shared, recorder.operations, forward, degree)
-        except DiffersError as error:
-            return replace(proof, refusal=str(error), refused_at=error.where), {}
+    try:
+        forward(recorder := Recorder())
+        proof = cut_proof.with_degree(proof, plan.module, shared, recorder.operations, forward, degree)
+    except DiffersError as error:
+        return replace(proof, refusal=str(error), refused_at=error.where), {}
     return proof, {degree: proof.divided(plan.module)}
 
 
