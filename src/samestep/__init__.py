@@ -8,7 +8,7 @@ for batch in samestep.batches(dataset, job):
     report = run.step(batch)
 ```
 Each verb of the command line is a function of the same name: `plan`, `simulate`, `train`, `verify`, `measure`,
-`layouts`. Names that need torch are imported on first use.
+`layouts`, `export`. Names that need torch are imported on first use.
 """
 
 from __future__ import annotations
@@ -47,10 +47,12 @@ if TYPE_CHECKING:
     from samestep.runtime.run import parallelize
     from samestep.simulation.simulate import simulate
     from samestep.tracing.dependence_rules import independent
+    from samestep.training.export import export
     from samestep.training.train import train
 
 _LAZY = {
     "batches": ("samestep.datasets", "batches"),
+    "export": ("samestep.training.export", "export"),
     "independent": ("samestep.tracing.dependence_rules", "independent"),
     "launch": ("samestep.runtime.processes.workers", "launch"),
     "layouts": ("samestep.planning.legality", "layouts"),
@@ -80,6 +82,7 @@ __all__ = [
     "UnprovenError",
     "WorkerError",
     "batches",
+    "export",
     "independent",
     "launch",
     "layouts",

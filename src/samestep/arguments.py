@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from samestep.errors import did_you_mean
-from samestep.job import MOST_STEPS, Waiver
+from samestep.job import MOST_STEPS, Precision, Waiver
 from samestep.layout import MOST_RANKS
 
 
@@ -91,6 +91,20 @@ def add_verify(parser: ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help=about)
     parser.add_argument("--devices", type=_ranks, metavar="N", help="with --all: the number of devices")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict to a file")
+
+
+def add_export(parser: ArgumentParser) -> None:
+    """Add the arguments of `export`."""
+    _add_run(parser)
+    about = "the new folder, for transformers' from_pretrained"
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=about)
+    about = "the dtype of the weights; default: that of the master weights"
+    parser.add_argument("--dtype", choices=get_args(Precision), help=about)
+
+
+def _add_run(parser: ArgumentParser) -> None:
+    about = "a run folder, whose newest checkpoint is read, or one checkpoint; default: the newest run below runs/"
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help=about)
 
 
 def add_plan(parser: ArgumentParser) -> None:

@@ -63,6 +63,8 @@ def _parser() -> ArgumentParser:
     about = "prove that a layout computes what one device computes: exit 0 proven, 1 differs, 2 could not be tried"
     arguments.add_train(verb("train", _train, "train a job on this machine, or as a rank of torchrun or srun"))
     arguments.add_verify(verb("verify", _verify, about))
+    about = "write the model of a run as a folder that transformers loads; needs no workers"
+    arguments.add_export(verb("export", _export, about))
     about = "find the fastest layout that fits, and say why the others are not; needs no torch"
     arguments.add_plan(verb("plan", _plan, about))
     about = "predict the time and memory of a step from its program; needs no torch"
@@ -150,6 +152,13 @@ def _verify(words: Namespace) -> int:
     records = [verdict.to_record() for verdict in verdicts]
     _write_json(words.json, records if words.all else records[0])
     return 0 if all(verdict.proven for verdict in verdicts) else 1
+
+
+def _export(words: Namespace) -> None:
+    _limit_threads(1)
+    from samestep.training.export import export
+
+    print(export(words.run, words.out, dtype=words.dtype).to_text())
 
 
 def _plan(words: Namespace) -> int:

@@ -192,6 +192,8 @@ class CheckpointTable(_Table):
     """Steps between checkpoints; 0 writes only the last one."""
     keep: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 2
     """Number of newest checkpoints that are kept."""
+    save_pretrained: bool = False
+    """Whether each checkpoint also has a folder `pretrained`, which transformers' from_pretrained loads as it is."""
 
 
 class RunTable(_Table):

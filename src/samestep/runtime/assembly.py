@@ -27,6 +27,7 @@ from samestep.building.initial_values import Blueprint, blueprint, fill_rest
 from samestep.building.loss import checked, cross_entropy
 from samestep.building.model import JobModel
 from samestep.building.optimizer import learning_rate_factor
+from samestep.building.pretrained_form import PretrainedForm
 from samestep.datasets import checked_samples
 from samestep.errors import LayoutError, ModelError, failures_of
 from samestep.job import Job, NumericsTable
@@ -145,6 +146,8 @@ class PreparedModel:
     """The slice of each dropout mask that this rank draws; None where no axis cuts a mask."""
     remarks: tuple[str, ...] = ()
     """Refusals of this model that `run.allow` waives."""
+    form: PretrainedForm | None = None
+    """The form in which checkpoints write the model for transformers too; None where they do not."""
     gathered: Mapping[str, str] = field(default_factory=dict)
     """Modules whose outputs tp gathers although a plan cuts them otherwise, or which it leaves whole, and why."""
 
@@ -476,6 +479,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     mesh = meshes.build(program, place.device, job.run.timeout_s)
     model = plan.module
     assert all(param.is_meta for param in model.parameters()), "a blueprint is cut and filled by one run alone"
+    form = PretrainedForm.of(plan, job) if job.checkpoint.save_pretrained else None  # before the model is cut
     precision.apply(traced, program)
     for twin in TWINS:
         twin.apply(traced, program, mesh)
@@ -534,6 +538,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
             first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),
             dropout=dropout.DropoutState.of(traced.analysis.has_dropout, spec),
             remarks=tuple(waived),
+            form=form,
             gathered=traced.analysis.gathered if layout.tp > 1 else {},
             mask_part=MaskSlice(spec, *of_tp, layout.sequence_parallel, *of_cp) if layout.tp * layout.cp > 1 else None,
         ),

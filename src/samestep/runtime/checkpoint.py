@@ -4,6 +4,7 @@
 checkpoints/step-000500/
     manifest.json             written last: step, loss scale, the job, shapes, and which elements lie in which file
     rank-0000.safetensors     runs of elements: value/NAME/START, state/NAME/START/KEY; buffers, and tensors that are kept besides
+    pretrained/               with checkpoint.save_pretrained: a folder that transformers loads (`runtime/pretrained_folder.py`)
 ```
 A rank writes the pieces it updates (only the first of several replicas does), and reads the runs that overlap the
 pieces of its own layout. For a weight that is sharded over tp or ep a file holds runs of a part, NAME@0of2; the
@@ -17,16 +18,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import xxhash
 from safetensors import SafetensorError, safe_open
@@ -37,9 +35,10 @@ from samestep.errors import CheckpointError
 from samestep.job import Job
 from samestep.models.spec import ParamSpec
 from samestep.models.weight_files import digest_of
-from samestep.runtime import checkpoint_state
+from samestep.runtime import checkpoint_state, pretrained_folder
+from samestep.runtime.checkpoint_files import OpenCheckpoint, PlainValue, sync
 from samestep.runtime.optimizer_step import Piece, Updater
-from samestep.runtime.placement import Runs, WeightSlice, copy_shared, part_index, part_of, whole
+from samestep.runtime.placement import Runs, WeightSlice, part_index, part_of, whole
 from samestep.runtime.processes.mesh import gather_objects
 from samestep.runtime.run import Run
 
@@ -73,16 +72,22 @@ def save(run: Run, folder: Path, keep: int) -> Path:
     tensors |= more
     if tensors:
         save_file(tensors, draft / file)
-        _sync(draft / file)
+        sync(draft / file)
     digest = _digest(draft / file) if tensors else ""
     part = {"file": file, "tensors": sorted(tensors), "plain": plain, "cuts": _parts(run, frozen), "digest": digest}
     part |= {"record": record, "frozen": sorted({piece.name for piece in frozen})}
     parts = gather_objects(part, run.layout.world_size)
     if rank == 0:
         _write_manifest(run, draft / "manifest.json", parts)
+    if (form := run.assembly.model.form) is not None:
+        _barrier(run)  # every rank reads what all of them have written
+        share = (rank, run.place.world_size)
+        pretrained_folder.write(form, draft, read_manifest(draft), draft / pretrained_folder.NAME, share=share)
+        _barrier(run)
+    if rank == 0:
         _remove(final)
         draft.rename(final)
-        _sync(folder)
+        sync(folder)
         for old in list_checkpoints(folder)[:-keep]:
             _remove(old)
     _barrier(run)
@@ -103,17 +108,17 @@ def load(run: Run, folder: Path) -> None:
     checkpoint_state.refuse_unsaved(run, manifest, folder)
     _check_files(manifest, run, folder)
     with ExitStack() as stack:
-        stored = _OpenCheckpoint.open(folder, manifest, stack)
+        stored = OpenCheckpoint.open(folder, manifest, stack)
         updater = run.updater
         for piece in updater.pieces:
             mine = _part(run, piece).runs(piece.start, piece.stop)
-            piece.set_master(stored.read("value", piece, mine))
+            piece.set_master(stored.read("value", piece.name, mine))
             _load_state(updater, stored, piece, mine)
         updater.publish()  # else what was read looks like what somebody has written into the weights
         for piece in run.assembly.weights.store.frozen:
             if piece.name in stored.values:
                 mine = _part(run, piece).runs(piece.start, piece.stop)
-                piece.value.data.copy_(stored.read("value", piece, mine).view_as(piece.value))
+                piece.value.data.copy_(stored.read("value", piece.name, mine).view_as(piece.value))
         buffers = dict(run.model.named_buffers())
         for name, file in stored.buffers.items():
             buffers[name].copy_(file.get_tensor(f"buffer/{name}"))
@@ -279,7 +284,7 @@ def _write_manifest(run: Run, path: Path, parts: list[Any]) -> None:
         "ranks": [part["record"] for part in parts],
     }
     path.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    _sync(path)
+    sync(path)
 
 
 def _shapes(run: Run) -> dict[str, list[int]]:
@@ -298,113 +303,17 @@ def _remove(checkpoint: Path) -> None:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _StoredRun:
-    """A run of elements of a weight or of its part, in a file; or a plain value."""
-
-    part: str
-    """Name in the files: the weight's own, or that of a part of it."""
-    start: int
-    name: str
-    file: Any
-
-
-@dataclass(slots=True)
-class _OpenCheckpoint:
-    """The open files of a checkpoint, indexed by their contents."""
-
-    folder: Path
-    shapes: Mapping[str, list[int]]
-    cuts: dict[str, WeightSlice] = field(default_factory=dict)
-    """Slice of the weight that each name with an @ stands for."""
-    values: dict[str, list[_StoredRun]] = field(default_factory=dict)
-    """Runs of each parameter's values, in order."""
-    states: dict[str, dict[str, list[_StoredRun]]] = field(default_factory=dict)
-    """Runs of each parameter's optimizer state, by parameter and key."""
-    buffers: dict[str, Any] = field(default_factory=dict)
-    kept: dict[str, Any] = field(default_factory=dict)
-    """Files of the tensors in values that are kept besides, by their names."""
-
-    @classmethod
-    def open(cls, folder: Path, manifest: Mapping[str, Any], stack: ExitStack) -> _OpenCheckpoint:
-        """Open every file of the checkpoint once."""
-        stored = cls(folder, {**manifest["shapes"], **manifest.get("frozen", {})})
-        for part in manifest["parts"]:
-            file = stack.enter_context(safe_open(folder / part["file"], "pt"))
-            for name in part["tensors"]:
-                stored._add(name, file)
-            for name, value in part["plain"].items():
-                stored._add(name, _Plain(value))
-            for name, (dim, intervals) in part["cuts"].items():
-                shape = tuple(stored.shapes[name.rpartition("@")[0]])
-                stored.cuts[name] = WeightSlice(shape, dim, tuple((start, stop) for start, stop in intervals))
-        for runs in (*stored.values.values(), *(runs for keys in stored.states.values() for runs in keys.values())):
-            runs.sort(key=lambda run: (run.part, run.start))
-        return stored
-
-    def _add(self, name: str, file: Any) -> None:
-        kind, _, rest = name.partition("/")
-        if kind == "buffer":
-            self.buffers[rest] = file
-        elif kind == "kept":
-            self.kept[name] = file
-        elif kind == "value":
-            part, start = rest.rsplit("/", 1)
-            self.values.setdefault(_weight_of(part), []).append(_StoredRun(part, int(start), name, file))
-        else:
-            part, start, key = rest.rsplit("/", 2)
-            runs = self.states.setdefault(_weight_of(part), {}).setdefault(key, [])
-            runs.append(_StoredRun(part, int(start), name, file))
-
-    def read(self, what: str, piece: Piece, mine: Runs) -> Tensor:
-        """Assemble the elements of a piece's `value` or state from the stored runs that overlap it.
-
-        Raises:
-            CheckpointError: the files lack some of the elements.
-        """
-        stored = self.values.get(piece.name, []) if what == "value" else self.states[piece.name][what]
-        numel = int(mine.lengths.sum())
-        found: Tensor | None = None
-        covered = 0
-        for run in stored:
-            window = run.file.get_slice(run.name)
-            part = self.cuts.get(run.part) or whole(self.shapes[piece.name])
-            theirs = part.runs(run.start, run.start + window.get_shape()[0])
-            _, there = mine.shared(theirs)
-            if not len(there.starts):
-                continue
-            first, last = int(there.starts[0]), int(there.starts[-1] + there.lengths[-1])
-            values = window[first:last]
-            if found is None:
-                found = torch.empty(numel, dtype=values.dtype)
-            covered += copy_shared(found, mine, values, theirs.part(first, last))
-        if covered < numel or found is None:
-            raise CheckpointError(f"{self.folder} lacks {numel - covered} of {numel} elements of {piece.name} ({what})")
-        return found
-
-
-def _weight_of(part: str) -> str:
-    """Return the weight's name, given a name in the files of it or of a part of it."""
-    match = re.fullmatch(r"(.*)@\d+of\d+", part)
-    return match[1] if match else part
-
-
-@dataclass(frozen=True, slots=True)
-class _Plain:
-    value: Any
-
-
-def _load_state(updater: Updater, stored: _OpenCheckpoint, piece: Piece, mine: Runs) -> None:
+def _load_state(updater: Updater, stored: OpenCheckpoint, piece: Piece, mine: Runs) -> None:
     """Set the optimizer's state of one piece: runs of elements, and values that are kept whole (counts)."""
     optimizer = updater.optimizer
     assert optimizer is not None
     state: dict[str, Any] = {}
     for key, runs in stored.states.get(piece.name, {}).items():
         name, file = runs[0].name, runs[0].file
-        if isinstance(file, _Plain):
+        if isinstance(file, PlainValue):
             state[key] = file.value
         elif len(file.get_slice(name).get_shape()) == 1:
-            state[key] = stored.read(key, piece, mine).view_as(piece.value).to(piece.value.device, copy=True)
+            state[key] = stored.read(key, piece.name, mine).view_as(piece.value).to(piece.value.device, copy=True)
         else:
             # torch's own rule: fused and capturable optimizers keep the count on the device, others on the host.
             group = next(g for g in optimizer.param_groups if any(p is piece.value for p in g["params"]))
@@ -429,8 +338,25 @@ def _check_model(manifest: Mapping[str, Any], run: Run, folder: Path) -> None:
 
 def _check_files(manifest: Mapping[str, Any], run: Run, folder: Path) -> None:
     """Refuse damaged files. Each rank reads some of them, and all ranks raise the same error."""
-    bad = []
-    for part in manifest["parts"][run.place.rank :: run.place.world_size]:
+    bad = [_damaged(path) for path in _broken(manifest["parts"][run.place.rank :: run.place.world_size], folder)]
+    if found := [text for texts in gather_objects(bad, run.layout.world_size) for text in texts]:
+        raise CheckpointError(found[0])
+
+
+def check_digests(manifest: Mapping[str, Any], folder: Path) -> None:
+    """Refuse a checkpoint of which a file is damaged.
+
+    Raises:
+        CheckpointError: it names the file.
+    """
+    if broken := _broken(manifest["parts"], folder):
+        raise CheckpointError(_damaged(broken[0]))
+
+
+def _broken(parts: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
+    """Return the files of a checkpoint that are missing or damaged."""
+    found = []
+    for part in parts:
         path = folder / part["file"]
         try:
             is_whole = _digest(path) == part["digest"]
@@ -439,9 +365,8 @@ def _check_files(manifest: Mapping[str, Any], run: Run, folder: Path) -> None:
         except (OSError, SafetensorError):
             is_whole = False
         if not is_whole:
-            bad.append(_damaged(path))
-    if found := [text for texts in gather_objects(bad, run.layout.world_size) for text in texts]:
-        raise CheckpointError(found[0])
+            found.append(path)
+    return found
 
 
 def _damaged(path: Path) -> str:
@@ -459,15 +384,6 @@ def _digest(path: Path) -> str:
         while chunk := file.read(1 << 24):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file or folder is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _barrier(run: Run) -> None:

@@ -1,0 +1,169 @@
+"""The form in which transformers stores a model: its configuration, the names and tensors of its files, and who makes them.
+
+A model of transformers may hold its tensors in another form than its files do: fused experts are stored one by one, parts
+are renamed. Transformers' own mapping, reversed, makes the tensors of the files, some from each group of the model's tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.building import families
+from samestep.building.initial_values import Blueprint
+from samestep.errors import ModelError
+from samestep.job import Job
+
+_LOADING, _MAPPING = "transformers.core_model_loading", "transformers.conversion_mapping"
+_OF_TOKENIZERS = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
+    "chat_template*", "*processor_config.json",
+)  # fmt: skip
+"""Files of a folder that belong to a tokenizer or another processor of inputs."""
+GENERATION = "generation_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedGroup:
+    """Tensors of a model from which some tensors of the files are made together."""
+
+    sources: tuple[str, ...]
+    numel: int
+    """Number of elements that it writes."""
+    make: Callable[[Sequence[Tensor]], Mapping[str, Tensor]]
+    """Returns tensors of the files by name."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PretrainedForm:
+    """What transformers' files of a model hold, and where each value comes from."""
+
+    plan: Blueprint
+    """The model, with the values of what no checkpoint holds."""
+    module: nn.Module
+    """The model on the meta device, which no run cuts."""
+    groups: tuple[SavedGroup, ...]
+    beside: tuple[Path, ...]
+    """Files to copy: those of the tokenizer, and the settings of generation in the folder that the run started from."""
+
+    @classmethod
+    def of(cls, plan: Blueprint, job: Job) -> PretrainedForm:
+        """Return the form of a model that is on the meta device and whole.
+
+        Raises:
+            ModelError: it is no model of transformers.
+        """
+        if not hasattr(plan.module, "_tied_weights_keys") or not hasattr(plan.module, "config"):
+            raise ModelError(
+                f"a folder for transformers holds a model of transformers, and {job.model.source} is a "
+                f"{type(plan.module).__name__}; the checkpoint's own files are safetensors too"
+            )
+        module = copy.deepcopy(plan.module)
+        return cls(plan, module, tuple(_groups(module, _saved_names(module, plan.canonical))), tuple(_beside(job)))
+
+    def value(self, name: str) -> Tensor:
+        """Return the first value of a tensor of the model."""
+        return self.plan.materialize(name, torch.device("cpu"))
+
+    def write_configuration(self, folder: Path, dtype: torch.dtype) -> None:
+        """Write the configuration, the settings of generation and the files of the tokenizer into a folder.
+
+        Raises:
+            ModelError: transformers refuses to write them.
+        """
+        config: Any = copy.deepcopy(self.module.config)
+        for part in {id(part): part for part in (config, config.get_text_config(decoder=True))}.values():
+            part.use_cache = getattr(type(part), "use_cache", True)  # off in training alone
+        config.dtype = dtype
+        config.architectures = [type(self.module).__name__]
+        can_generate: Callable[[], bool] = self.module.can_generate  # type: ignore[assignment]
+        with families.quiet():
+            try:
+                config.save_pretrained(folder)
+                if can_generate() and not any(path.name == GENERATION for path in self.beside):
+                    settings: Any = self.module.generation_config
+                    settings.save_pretrained(folder)
+            except (ValueError, TypeError, OSError) as error:
+                raise ModelError(
+                    f"transformers cannot write the configuration: {' '.join(str(error).split())}"
+                ) from None
+
+
+def _saved_names(module: nn.Module, canonical: Mapping[str, str]) -> list[str]:
+    """Return the names of the tensors that are saved: of tied ones the one to which the others are tied."""
+    ignored = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
+    tied = set(getattr(module, "all_tied_weights_keys", None) or ())
+    chosen: dict[str, str] = {}
+    for name in module.state_dict():
+        if name not in ignored and (canonical[name] not in chosen or chosen[canonical[name]] in tied):
+            chosen[canonical[name]] = name
+    return list(chosen.values())
+
+
+def _groups(module: nn.Module, names: Sequence[str]) -> Iterator[SavedGroup]:
+    """Yield the groups of a model's tensors, by transformers' own mapping in reverse."""
+    loading: Any = importlib.import_module(_LOADING)
+    held = module.state_dict()
+    transforms = [one.reverse_transform() for one in reversed(_conversions(module))]
+    renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
+    collected: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+    for name in sorted(names, key=loading.dot_natural_key):
+        target, conversion, pattern = name, None, None
+        for converter in converters:
+            target, pattern = converter.rename_source_key(name)
+            if pattern is not None:
+                conversion = next(one for one in converters if pattern in one.source_patterns)
+                break
+        collected.setdefault(target, (conversion, []))[1].append((name, pattern or ""))
+
+    def renamed(name: str) -> str:
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
+
+    def maker(conversion: Any, target: str, sources: Sequence[tuple[str, str]]) -> Callable[..., Mapping[str, Tensor]]:
+        def make(tensors: Sequence[Tensor]) -> Mapping[str, Tensor]:
+            if conversion is None:
+                return {renamed(target): tensors[0]}
+            one = copy.deepcopy(conversion)
+            for (name, pattern), tensor in zip(sources, tensors, strict=True):
+                one.add_tensor(target, name, pattern, tensor)
+            made = one.convert(target, model=module, config=module.config)
+            return {renamed(name): each[0] if isinstance(each, list) else each for name, each in made.items()}
+
+        return make
+
+    for target, (conversion, sources) in collected.items():
+        numel = sum(held[name].numel() for name, _ in sources)
+        yield SavedGroup(tuple(name for name, _ in sources), numel, maker(conversion, target, sources))
+
+
+def _conversions(module: nn.Module) -> list[Any]:
+    """Return the transforms by which the files were loaded, or those of the class where there were none."""
+    used = getattr(module, "_weight_conversions", None)
+    if used is not None:
+        return list(used)
+    loading: Any = importlib.import_module(_LOADING)
+    found = importlib.import_module(_MAPPING).get_model_conversion_mapping(module, add_legacy=False)
+    # Whether a prefix stood in files that do not exist is not known; transformers leaves it as it is too.
+    return [one for one in found if not isinstance(one, loading.PrefixChange)]
+
+
+def _beside(job: Job) -> Iterator[Path]:
+    """Yield the files that are copied: of the tokenizer's folder, or else of the folder that the run started from."""
+    source = job.model.folder
+    tokens = source if job.data.tokenizer == "bytes" and not job.data.source.startswith("text:") else None
+    if job.data.tokenizer != "bytes":
+        tokens = Path(job.data.tokenizer).expanduser()
+    if tokens is not None:
+        yield from sorted({path for pattern in _OF_TOKENIZERS for path in tokens.glob(pattern) if path.is_file()})
+    if source is not None and (source / GENERATION).is_file():
+        yield source / GENERATION

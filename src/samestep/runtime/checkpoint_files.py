@@ -1,0 +1,125 @@
+"""The files of a checkpoint, opened and indexed by their contents: any elements of any weight, whoever wrote them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from samestep.errors import CheckpointError
+from samestep.runtime.placement import Runs, WeightSlice, copy_shared, whole
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredRun:
+    """A run of elements of a weight or of its part, in a file; or a plain value."""
+
+    part: str
+    """Name in the files: the weight's own, or that of a part of it."""
+    start: int
+    name: str
+    file: Any
+
+
+@dataclass(slots=True)
+class OpenCheckpoint:
+    """The open files of a checkpoint, indexed by their contents."""
+
+    folder: Path
+    shapes: Mapping[str, list[int]]
+    cuts: dict[str, WeightSlice] = field(default_factory=dict)
+    """Slice of the weight that each name with an @ stands for."""
+    values: dict[str, list[_StoredRun]] = field(default_factory=dict)
+    """Runs of each parameter's values, in order."""
+    states: dict[str, dict[str, list[_StoredRun]]] = field(default_factory=dict)
+    """Runs of each parameter's optimizer state, by parameter and key."""
+    buffers: dict[str, Any] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
+    """Files of the tensors in values that are kept besides, by their names."""
+
+    @classmethod
+    def open(cls, folder: Path, manifest: Mapping[str, Any], stack: ExitStack) -> OpenCheckpoint:
+        """Open every file of the checkpoint once."""
+        stored = cls(folder, {**manifest["shapes"], **manifest.get("frozen", {})})
+        for part in manifest["parts"]:
+            file = stack.enter_context(safe_open(folder / part["file"], "pt"))
+            for name in part["tensors"]:
+                stored._add(name, file)
+            for name, value in part["plain"].items():
+                stored._add(name, PlainValue(value))
+            for name, (dim, intervals) in part["cuts"].items():
+                shape = tuple(stored.shapes[name.rpartition("@")[0]])
+                stored.cuts[name] = WeightSlice(shape, dim, tuple((start, stop) for start, stop in intervals))
+        for runs in (*stored.values.values(), *(runs for keys in stored.states.values() for runs in keys.values())):
+            runs.sort(key=lambda run: (run.part, run.start))
+        return stored
+
+    def _add(self, name: str, file: Any) -> None:
+        kind, _, rest = name.partition("/")
+        if kind == "buffer":
+            self.buffers[rest] = file
+        elif kind == "kept":
+            self.kept[name] = file
+        elif kind == "value":
+            part, start = rest.rsplit("/", 1)
+            self.values.setdefault(_weight_of(part), []).append(_StoredRun(part, int(start), name, file))
+        else:
+            part, start, key = rest.rsplit("/", 2)
+            runs = self.states.setdefault(_weight_of(part), {}).setdefault(key, [])
+            runs.append(_StoredRun(part, int(start), name, file))
+
+    def read(self, what: str, weight: str, mine: Runs) -> Tensor:
+        """Assemble some elements of a weight's `value` or state from the stored runs that overlap them.
+
+        Raises:
+            CheckpointError: the files lack some of the elements.
+        """
+        stored = self.values.get(weight, []) if what == "value" else self.states[weight][what]
+        numel = int(mine.lengths.sum())
+        found: Tensor | None = None
+        covered = 0
+        for run in stored:
+            window = run.file.get_slice(run.name)
+            part = self.cuts.get(run.part) or whole(self.shapes[weight])
+            theirs = part.runs(run.start, run.start + window.get_shape()[0])
+            _, there = mine.shared(theirs)
+            if not len(there.starts):
+                continue
+            first, last = int(there.starts[0]), int(there.starts[-1] + there.lengths[-1])
+            values = window[first:last]
+            if found is None:
+                found = torch.empty(numel, dtype=values.dtype)
+            covered += copy_shared(found, mine, values, theirs.part(first, last))
+        if covered < numel or found is None:
+            raise CheckpointError(f"{self.folder} lacks {numel - covered} of {numel} elements of {weight} ({what})")
+        return found
+
+
+def _weight_of(part: str) -> str:
+    """Return the weight's name, given a name in the files of it or of a part of it."""
+    match = re.fullmatch(r"(.*)@\d+of\d+", part)
+    return match[1] if match else part
+
+
+@dataclass(frozen=True, slots=True)
+class PlainValue:
+    """A value that stands in the manifest itself."""
+
+    value: Any
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,122 @@
+"""A folder that transformers' from_pretrained loads as it is, written from the files of a checkpoint.
+
+```
+pretrained/
+    config.json, generation_config.json       and the files of the tokenizer, where there is one
+    model.safetensors                         or several files of at most 5 GB with model.safetensors.index.json
+```
+Several ranks write different files of it; each holds one file in memory at a time, and reads only what belongs into it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from samestep.building.pretrained_form import PretrainedForm, SavedGroup
+from samestep.models.weight_files import INDEX, ONE_FILE
+from samestep.runtime.checkpoint_files import OpenCheckpoint, sync
+from samestep.runtime.placement import whole
+
+NAME = "pretrained"
+"""The name of the folder in a checkpoint."""
+LARGEST_FILE_BYTES = 5 * 10**9
+
+
+def write(
+    form: PretrainedForm,
+    checkpoint: Path,
+    manifest: Mapping[str, Any],
+    out: Path,
+    dtype: torch.dtype | None = None,
+    share: tuple[int, int] = (0, 1),
+) -> None:
+    """Write the weights of a checkpoint as a folder for transformers; without a dtype in that of the master weights.
+
+    `share` is this writer's number and the number of writers. Each of them calls it once; the folder is whole when all
+    have returned.
+    """
+    writer, num_writers = share
+    cast = dtype or (torch.float64 if manifest["job"]["numerics"]["precision"] == "float64" else torch.float32)
+    out.mkdir(exist_ok=True)
+    files = _files(form.groups, LARGEST_FILE_BYTES // cast.itemsize)
+    names = [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))]
+    names = names if len(files) > 1 else [ONE_FILE]
+    with ExitStack() as stack:
+        value = _values(form, OpenCheckpoint.open(checkpoint, manifest, stack))
+        for number in range(writer, len(files), num_writers):
+            tensors = {name: _cast(one, cast) for group in files[number] for name, one in _made(group, value).items()}
+            save_file(tensors, out / names[number], {"format": "pt"})
+            sync(out / names[number])
+    if writer:
+        return
+    if len(files) > 1:
+        _write_index(files, names, out, cast, form)
+    form.write_configuration(out, cast)
+    for path in form.beside:
+        shutil.copyfile(path, out / path.name)
+    sync(out)
+
+
+def _files(groups: Sequence[SavedGroup], most: int) -> list[list[SavedGroup]]:
+    """Return the groups of each file; a file has at most `most` elements, unless one group has more."""
+    files: list[list[SavedGroup]] = [[]]
+    for group in groups:
+        if files[-1] and sum(one.numel for one in files[-1]) + group.numel > most:
+            files.append([])
+        files[-1].append(group)
+    return files
+
+
+def _values(form: PretrainedForm, stored: OpenCheckpoint) -> Callable[[str], Tensor]:
+    """Return the function of a tensor's value: the checkpoint's, or the first one of what has not changed."""
+    canonical = form.plan.canonical
+    names_of: dict[str, list[str]] = {}
+    for name, first in canonical.items():
+        names_of.setdefault(first, []).append(name)
+
+    def value(name: str) -> Tensor:
+        first = canonical[name]
+        if first in stored.values and (numel := math.prod(stored.shapes[first])):
+            shape = stored.shapes[first]
+            return stored.read("value", first, whole(shape).runs(0, numel)).view(shape)
+        for alias in names_of[first]:
+            if alias in stored.buffers:
+                buffer: Tensor = stored.buffers[alias].get_tensor(f"buffer/{alias}")
+                return buffer
+        return form.value(name)
+
+    return value
+
+
+def _made(group: SavedGroup, value: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
+    return group.make([value(name) for name in group.sources])
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in memory of its own, in `dtype` if it has floating numbers."""
+    kind = dtype if tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to(kind, copy=True, memory_format=torch.contiguous_format)
+
+
+def _write_index(
+    files: Sequence[Sequence[SavedGroup]], names: Sequence[str], out: Path, dtype: torch.dtype, form: PretrainedForm
+) -> None:
+    held = form.module.state_dict()
+    weight_map, size_bytes = {}, 0
+    for groups, name in zip(files, names, strict=True):
+        for group in groups:
+            for made, tensor in group.make([held[source] for source in group.sources]).items():
+                weight_map[made] = name
+                size_bytes += tensor.numel() * (dtype if tensor.is_floating_point() else tensor.dtype).itemsize
+    index = {"metadata": {"total_size": size_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

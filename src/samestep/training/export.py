@@ -1,0 +1,108 @@
+"""The verb `export`: the model of a checkpoint, as a folder that transformers loads, written by one process without a run."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samestep.building.initial_values import Blueprint, blueprint
+from samestep.building.model import model_source
+from samestep.building.pretrained_form import PretrainedForm
+from samestep.errors import CheckpointError, JobError
+from samestep.job import Job, Precision
+from samestep.runtime import checkpoint, pretrained_folder
+from samestep.training import run_folder
+
+_DTYPES: dict[Precision, torch.dtype] = {
+    "float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A folder that was written, and the checkpoint that it holds."""
+
+    folder: Path
+    checkpoint: Path
+    step: int
+    size_bytes: int
+    """Bytes of all its files."""
+
+    def to_text(self) -> str:
+        """Return one line for the screen."""
+        return f"{self.folder}: the weights after step {self.step}, {self.size_bytes:,} bytes, from {self.checkpoint}"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """A checkpoint, and the job that wrote it."""
+
+    checkpoint: Path
+    manifest: Mapping[str, Any]
+    job: Job
+
+
+def export(run: str | Path | None, out: str | Path, *, dtype: Precision | None = None) -> Exported:
+    """Write the model of a run's newest checkpoint, or of one checkpoint, as a new folder for transformers.
+
+    Without a run, that is the newest run below `runs`; without a dtype, weights keep that of the master weights.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, or it holds the weights of another model.
+        JobError: the folder exists already.
+        ModelError: the model is none of transformers.
+    """
+    folder = Path(out)
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise JobError(f"--out {folder} exists: a new folder works")
+    stored = stored_run(run)
+    job = stored.job
+    plan = blueprint(model_source(job), job.train.seed, functools.partial(job.run.waived, "build"))
+    _check_shapes(plan, stored)
+    checkpoint.check_digests(stored.manifest, stored.checkpoint)
+    form = PretrainedForm.of(plan, job)
+    draft = folder.with_name(f".{folder.name}.draft")
+    try:
+        if draft.exists():
+            shutil.rmtree(draft)
+        draft.mkdir(parents=True)
+        cast = _DTYPES[dtype] if dtype else None
+        pretrained_folder.write(form, stored.checkpoint, stored.manifest, draft, cast)
+        if folder.is_dir():
+            folder.rmdir()
+        draft.rename(folder)
+    except OSError as error:
+        raise JobError(f"--out {folder} cannot be written: {error.strerror} ({error.filename})") from None
+    size_bytes = sum(path.stat().st_size for path in folder.iterdir())
+    return Exported(folder, stored.checkpoint, stored.manifest["step"], size_bytes)
+
+
+def stored_run(run: str | Path | None) -> StoredRun:
+    """Return the newest checkpoint of a run folder, or one checkpoint; without a run, of the newest one below `runs`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = Path(run) if run is not None else run_folder.newest()
+    is_checkpoint = (folder / "manifest.json").exists()
+    found = folder if is_checkpoint else checkpoint.newest(folder / "checkpoints")
+    if found is None:
+        raise CheckpointError(f"{folder} holds no checkpoint; a run folder works, and so does a checkpoint in it")
+    manifest = checkpoint.read_manifest(found)
+    return StoredRun(found, manifest, Job(lambda key: str(found), **manifest["job"]))
+
+
+def _check_shapes(plan: Blueprint, stored: StoredRun) -> None:
+    """Refuse the weights of another model: the folder or the user's own code may have changed."""
+    held = {name: list(param.shape) for name, param in plan.module.named_parameters()}
+    for name, shape in stored.manifest["shapes"].items():
+        if held.get(name) != shape:
+            raise CheckpointError(
+                f"{stored.checkpoint} holds another model's weights: {name} {shape}, here {held.get(name, 'missing')}"
+            )

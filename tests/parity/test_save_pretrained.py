@@ -1,0 +1,102 @@
+"""What a run leaves for transformers is what it has trained: to the bit, in every layout, and again as a start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import samestep
+from samestep.building.families import quiet
+from samestep.building.initial_values import blueprint
+from samestep.building.model import model_source
+from samestep.building.pretrained_form import PretrainedForm
+from samestep.errors import JobError, ModelError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.runtime import checkpoint, pretrained_folder
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run import Run
+from tests.folders import FAMILIES, saved
+from tests.laboratory import follow, job_of
+from tests.models import Tokens
+from tests.parity.test_pretrained import source_of
+from tests.pool import pool
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def loaded(folder: Path) -> dict[str, Tensor]:
+    with quiet():
+        return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict())
+
+
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_that_is_read_and_written_is_the_same(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = saved(tmp_path / "first", family, torch.bfloat16), tmp_path / "second"
+    job = job_of("float32", model={"source": f"hf:{folder}"})
+    form = PretrainedForm.of(blueprint(model_source(job), 0), job)
+    monkeypatch.setattr(pretrained_folder, "LARGEST_FILE_BYTES", 8_000)
+    manifest = {"job": job.model_dump(mode="json"), "parts": [], "shapes": {}}  # every value is the first one
+    out.mkdir()
+    for writer in (1, 0):
+        pretrained_folder.write(form, tmp_path, manifest, out, torch.bfloat16, (writer, 2))
+    assert len(list(out.glob("model-*.safetensors"))) > 1
+    assert_equal(stored(out), stored(folder))
+    assert_equal(loaded(out), loaded(folder))
+    first, second = (json.loads((path / "config.json").read_text()) for path in (folder, out))
+    assert first == second
+    assert (out / "generation_config.json").read_text() == (folder / "generation_config.json").read_text()
+
+
+def steps(rank: int, world: int, layout: str, job: Job, out: Path) -> None:
+    where = Layout.parse(layout)
+    run = Run(source_of(job, where), where, job, RankInfo(rank, rank, world, world, torch.device("cpu")))
+    follow(run, Tokens(), job)
+    checkpoint.save(run, out / "checkpoints", 1)
+
+
+@pytest.mark.parametrize(("family", "layout"), [("mixtral", "dp=2 ep=2 zero=1"), ("qwen3", "pp=2 microbatch=4")])
+def test_a_checkpoint_has_a_folder_for_transformers(family: str, layout: str, tmp_path: Path) -> None:
+    model = {"source": f"hf:{saved(tmp_path / 'first', family)}"}
+    job = job_of("float32", 2, model=model, checkpoint={"save_pretrained": True})
+    source_of(job, Layout.parse(layout))
+    pool(2).run(steps, layout, job, tmp_path / "run")
+    steps(0, 1, "dp=1", job, tmp_path / "alone")
+    written, alone = (
+        loaded(tmp_path / name / "checkpoints" / "step-000002" / "pretrained") for name in ("run", "alone")
+    )
+    assert written.keys() == alone.keys()
+    before = loaded(tmp_path / "first")
+    for name, tensor in alone.items():
+        assert torch.allclose(written[name], tensor, rtol=1e-5, atol=1e-6), name
+        assert not torch.equal(tensor, before[name]), name
+    exported = samestep.export(tmp_path / "run", tmp_path / "out")
+    assert exported.step == 2
+    assert_equal(loaded(tmp_path / "out"), written)
+    samestep.export(exported.checkpoint, tmp_path / "half", dtype="bf16")
+    assert {tensor.dtype for tensor in stored(tmp_path / "half").values()} == {torch.bfloat16}
+    with pytest.raises(JobError, match="exists: a new folder works"):
+        samestep.export(tmp_path / "run", tmp_path / "out")
+
+
+def test_a_model_of_your_own_has_no_form_of_transformers() -> None:
+    job = Job(model={"source": "tests.models:plain"})
+    with pytest.raises(ModelError, match=r"tests.models:plain is a Plain; the checkpoint's own files are safetensors"):
+        PretrainedForm.of(blueprint(model_source(job), 0), job)
