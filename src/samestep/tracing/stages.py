@@ -33,6 +33,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
@@ -68,6 +69,7 @@ class Value:
     shape: tuple[int, ...]
     dtype: torch.dtype
     takes_gradient: bool
+    """Whether a gradient flows back to it: not if the loss is known not to depend on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +240,9 @@ class FlowRecorder(TorchFunctionMode):
         self._hidden: dict[tuple[int, int], str] = {}
         self._makers: dict[int, int] = {}
         """For each storage that an event has written, the first such event."""
+        self._nodes: dict[int, Node | None] = {}
+        """The node of autograd that made each value."""
+        self._finished: Flow | None = None
         self._weights: dict[int, _Weight] = {}
         """The weights of the module, by their storage."""
         self._running: _Running | None = None
@@ -276,7 +281,7 @@ class FlowRecorder(TorchFunctionMode):
         used = [weight for weight in self._weights.values() if weight.uses]
         for weight in used:
             self._end_weight(weight)
-        return Flow(
+        self._finished = Flow(
             events=tuple(self._events),
             values=tuple(self._values),
             hidden=tuple((*ends, text) for ends, text in self._hidden.items()),
@@ -287,6 +292,17 @@ class FlowRecorder(TorchFunctionMode):
             uses=tuple((weight.names[0], tuple(sorted(weight.uses))) for weight in used),
             behind=tuple(weight.names[0] for weight in used if any(weight.uses.values())),
         )
+        return self._finished
+
+    def with_idle(self, nodes: Collection[Node]) -> Flow:
+        """Return the flow with values that take no gradient if the loss depends on these nodes alone."""
+        assert self._finished is not None, "the forward has ended"
+        idle = {number for number, node in self._nodes.items() if node is not None and node not in nodes}
+        values = (
+            replace(value, takes_gradient=value.takes_gradient and number not in idle)
+            for number, value in enumerate(self._finished.values)
+        )
+        return replace(self._finished, values=tuple(values)) if nodes else self._finished
 
     def _end_weight(self, weight: _Weight) -> None:
         """Let a weight that is a value be made where it is used first; note the uses that are not seen to be of a stage."""
@@ -436,6 +452,7 @@ class FlowRecorder(TorchFunctionMode):
         number = len(self._values)
         self._values.append(Value(event, maker, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
         self._last_reads.append(-1)
+        self._nodes[number] = tensor.grad_fn
         self._numbers[tensor] = number
         if tensor.is_meta and self._tracer.key(tensor) not in views and self._tracer.key(tensor) not in self._weights:
             self._makers.setdefault(self._tracer.key(tensor), event)

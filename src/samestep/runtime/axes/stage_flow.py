@@ -33,6 +33,7 @@ from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.runtime.axes import context, precision, recompute
 from samestep.tracing import experts
+from samestep.tracing.backward import nodes_of_loss
 from samestep.tracing.forward import ForwardTracer, watch_forward
 from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.tracing.stages import Event, Flow, mapped, name_of, reads_shape_alone, tensors_of
@@ -267,8 +268,8 @@ class Flows:
         """Return the flow of samples of these shapes, if it has been recorded."""
         return self._known.get((shapes, self._module.training))
 
-    def of(self, samples: Any, shapes: Hashable) -> Flow:
-        """Return the flow of samples of these shapes."""
+    def of(self, samples: Any, shapes: Hashable, loss: Callable[[Any, Any], Any] | None = None) -> Flow:
+        """Return the flow of samples of these shapes; with `loss`, what that does not depend on takes no gradient."""
         key = (shapes, self._module.training)
         if key not in self._known:
             tracer = ForwardTracer(self._module, lambda block: None, {})
@@ -278,7 +279,11 @@ class Flows:
                 followed = experts.grouped(self._module, self._experts)
                 raised = precision.raised_islands(self._program)
                 with _without_modes(), checkpointed, followed, raised, sliced:
-                    watch_forward(self._module, samples, 1, self._name, self._containers, tracer, self._value_of)
+                    outputs = watch_forward(
+                        self._module, samples, 1, self._name, self._containers, tracer, self._value_of
+                    )
+                    if loss is not None and not (tracer.varies or tracer.has_looked):
+                        tracer.flow = tracer.flow_recorder.with_idle(nodes_of_loss(outputs, samples, loss))
             except NeedsValuesError:
                 raise ModelError(
                     f"{self._name} looks at the values of a tensor at {tracer.reached}, so what the stages of a pipeline "
