@@ -460,7 +460,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
         InputError: the model, the optimizer or the number of processes does not fit the layout.
     """
     traced = with_slices(source.prepared or prepare(source, job, example), layout, example)
-    traced, flows = pipeline.with_flows(traced, layout, job, example)
+    traced, flows = pipeline.with_flows(traced, layout, job, example, source.loss)
     plan, spec = traced.blueprint, traced.spec
     layout = recompute.layout_for(layout, traced.analysis)
     ranks = Ranks.of(layout)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -83,10 +83,8 @@ def watch_backward(module: nn.Module, outputs: Iterable[Tensor], watch: ForwardT
     return found
 
 
-def idle_weights(
-    module: nn.Module, outputs: Any, sample: Any, loss: Callable[[Any, Any], Any] | None
-) -> frozenset[int]:
-    """Return the ids of the weights on which the loss, or if it cannot run on meta any output, does not depend."""
+def nodes_of_loss(outputs: Any, sample: Any, loss: Callable[[Any, Any], Any] | None) -> set[Node]:
+    """Return the nodes of autograd's graph on which the loss, or if it cannot run on meta any output, depends."""
     roots = [leaf for leaf in tensors_in(outputs) if leaf.requires_grad]
     if loss is not None and roots:
         try:
@@ -97,8 +95,13 @@ def idle_weights(
             total = None
         if isinstance(total, Tensor) and total.requires_grad:
             roots = [total]
-    reached = {id(node.variable) for node in _nodes(roots) if _is_weight(node)}  # type: ignore[attr-defined]
-    reached |= {id(root) for root in roots}
+    return _nodes(roots)
+
+
+def idle_weights(module: nn.Module, outputs: Any, nodes: Collection[Node]) -> frozenset[int]:
+    """Return the ids of the weights of which the loss, that depends on these nodes, takes no part."""
+    reached = {id(node.variable) for node in nodes if _is_weight(node)}  # type: ignore[attr-defined]
+    reached |= {id(leaf) for leaf in tensors_in(outputs)}
     weights = {id(param) for param in module.parameters() if param.requires_grad}
     return frozenset(weights - reached) if reached & weights else frozenset()
 

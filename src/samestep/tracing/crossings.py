@@ -181,7 +181,7 @@ def passes_one_tensor(
 
 def _keeps_shape(event: Event, flow: Flow) -> bool:
     """Return whether a call makes one tensor, as large as its first argument."""
-    if event.first is None or not isinstance(event.outcome, Tensor) or event.makes[0] is None:
+    if event.first is None or not isinstance(event.outcome, Tensor) or event.makes[0] is None or event.changes:
         return False
     given, made = flow.values[event.first], flow.values[event.makes[0]]
     return given.shape == made.shape and given.dtype == made.dtype and made.takes_gradient

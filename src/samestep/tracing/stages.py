@@ -4,7 +4,8 @@ Pipeline stages are runs of layers. Outside of their modules runs the model's ow
 reads the batch alone (masks, positions, rotary angles), but not where it reads what other stages compute. So the forward
 is recorded as a series of *events*, each of which reads and makes *values*, tensors that depend on weights:
 
-    call      a call of a top-most module with weights; all tensors that it returns are values
+    call      a call of a top-most module with weights; all tensors that it returns, or puts into lists and dictionaries
+              that it is given, are values
     function  a torch function outside of these modules that is given a value; its results are values
 
 A weight that such a function or call is given by the model's own code (a class token, a gain for each skip, the
@@ -29,10 +30,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
@@ -40,6 +42,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from samestep.building.families import FamilyFacts, facts_of
 from samestep.models.spec import is_below
+from samestep.tracing.changed_containers import (
+    Change,
+    Container,
+    Contents,
+    changes_of,
+    containers_in,
+    contents_of,
+)
 
 _SHAPE_ALONE = (
     frozenset(
@@ -68,6 +78,7 @@ class Value:
     shape: tuple[int, ...]
     dtype: torch.dtype
     takes_gradient: bool
+    """Whether a gradient flows back to it: not if the loss is known not to depend on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +92,12 @@ class Event:
     """Values among its arguments, in their order."""
     outcome: Any
     """What it returned, with tensors on the meta device."""
+    changes: tuple[Change, ...]
+    """How a call has changed lists and dictionaries that it was given."""
     makes: tuple[int | None, ...]
-    """For each tensor of the outcome the value that it is, or None if it is an argument."""
+    """For each tensor of the outcome and of the changes the value that it is, or None if it is an argument."""
     given: tuple[int, ...]
-    """For each tensor of the outcome that is an argument, its place among the tensors given; -1 for the others."""
+    """For each of them that is an argument, its place among the tensors given; -1 for the others."""
     writes: tuple[tuple[int, int], ...]
     """Arguments that it writes into: the place among the tensors given, and the value that the tensor is afterwards."""
     is_random: bool = False
@@ -180,6 +193,11 @@ def tensors_of(value: Any) -> list[Tensor]:
     return found
 
 
+def made_by(outcome: Any, changes: Sequence[Change]) -> list[Tensor]:
+    """Return the tensors that a call returns, and those that it puts into its arguments."""
+    return [*tensors_of(outcome), *(tensor for change in changes for tensor in tensors_of(change.items))]
+
+
 def name_of(function: Any) -> str:
     """Return the name of a torch function; that of a property is the name of the attribute."""
     if getattr(function, "__name__", "") == "__get__":
@@ -214,6 +232,15 @@ class _Running:
     is_call: bool = False
 
 
+class _Given(NamedTuple):
+    """What a call is given."""
+
+    tensors: list[Tensor]
+    versions: list[int]
+    containers: list[Container]
+    contents: Contents
+
+
 @dataclass(slots=True)
 class _Weight:
     """A weight of the module, with its names and the events that read it."""
@@ -238,12 +265,15 @@ class FlowRecorder(TorchFunctionMode):
         self._hidden: dict[tuple[int, int], str] = {}
         self._makers: dict[int, int] = {}
         """For each storage that an event has written, the first such event."""
+        self._nodes: dict[int, Node | None] = {}
+        """The node of autograd that made each value."""
+        self._finished: Flow | None = None
         self._weights: dict[int, _Weight] = {}
         """The weights of the module, by their storage."""
         self._running: _Running | None = None
         self._last_call = ""
         self._depth = 0
-        self._entered: list[tuple[list[Tensor], list[int]]] = []
+        self._entered: list[_Given] = []
         self._is_active = False
         self.is_random = False
         """Whether the event that runs has drawn random numbers."""
@@ -276,7 +306,7 @@ class FlowRecorder(TorchFunctionMode):
         used = [weight for weight in self._weights.values() if weight.uses]
         for weight in used:
             self._end_weight(weight)
-        return Flow(
+        self._finished = Flow(
             events=tuple(self._events),
             values=tuple(self._values),
             hidden=tuple((*ends, text) for ends, text in self._hidden.items()),
@@ -287,6 +317,17 @@ class FlowRecorder(TorchFunctionMode):
             uses=tuple((weight.names[0], tuple(sorted(weight.uses))) for weight in used),
             behind=tuple(weight.names[0] for weight in used if any(weight.uses.values())),
         )
+        return self._finished
+
+    def with_idle(self, nodes: Collection[Node]) -> Flow:
+        """Return the flow with values that take no gradient if the loss depends on these nodes alone."""
+        assert self._finished is not None, "the forward has ended"
+        idle = {number for number, node in self._nodes.items() if node is not None and node not in nodes}
+        values = (
+            replace(value, takes_gradient=value.takes_gradient and number not in idle)
+            for number, value in enumerate(self._finished.values)
+        )
+        return replace(self._finished, values=tuple(values)) if nodes else self._finished
 
     def _end_weight(self, weight: _Weight) -> None:
         """Let a weight that is a value be made where it is used first; note the uses that are not seen to be of a stage."""
@@ -378,7 +419,9 @@ class FlowRecorder(TorchFunctionMode):
             if self._depth == 1 and self._running is None:
                 given = tensors_of((args, kwargs))
                 self._note_untracked(given, path)
-                self._entered.append((given, [tensor._version for tensor in given]))
+                containers = containers_in((args, kwargs))
+                versions = [tensor._version for tensor in given]
+                self._entered.append(_Given(given, versions, containers, contents_of(containers)))
                 self._begin(len(self._events), path, given, is_call=True)
 
         return hook
@@ -387,15 +430,24 @@ class FlowRecorder(TorchFunctionMode):
         def hook(_: nn.Module, args: Any, kwargs: Any, outcome: Any) -> None:
             self._depth -= 1
             if self._depth == 0 and self._entered:
-                given, versions = self._entered.pop()
+                given, versions, containers, contents = self._entered.pop()
                 first = args[0] if args else kwargs[facts.name_of_hidden(kwargs)] if kwargs else None
-                self._append(path, given, versions, outcome, is_call=True, first=first)
+                changes = changes_of(containers, contents)
+                self._append(path, given, versions, outcome, is_call=True, first=first, changes=changes)
                 self._running, self._last_call = None, path
 
         return hook
 
     def _append(
-        self, name: str, given: list[Tensor], versions: list[int], outcome: Any, *, is_call: bool, first: Any = None
+        self,
+        name: str,
+        given: list[Tensor],
+        versions: list[int],
+        outcome: Any,
+        *,
+        is_call: bool,
+        first: Any = None,
+        changes: tuple[Change, ...] = (),
     ) -> None:
         """Add the event that has just run."""
         number, running = len(self._events), self._running
@@ -419,7 +471,7 @@ class FlowRecorder(TorchFunctionMode):
         makes: list[int | None] = []
         aliases: list[int] = []
         made: dict[int, int] = {}
-        for tensor in tensors_of(outcome):
+        for tensor in made_by(outcome, changes):
             aliases.append(places.get(id(tensor), -1))
             if aliases[-1] < 0 and id(tensor) not in made:
                 made[id(tensor)] = self._new_value(tensor, number, maker, views)
@@ -427,7 +479,7 @@ class FlowRecorder(TorchFunctionMode):
         self._events.append(
             Event(
                 name=name, is_call=is_call, reads=reads, outcome=_without_data(outcome), makes=tuple(makes),
-                given=tuple(aliases), writes=tuple(writes), is_random=self.is_random, first=begins_with,
+                changes=tuple(replace(one, items=_without_data(one.items)) for one in changes), given=tuple(aliases), writes=tuple(writes), is_random=self.is_random, first=begins_with,
             )
         )  # fmt: skip
 
@@ -436,6 +488,7 @@ class FlowRecorder(TorchFunctionMode):
         number = len(self._values)
         self._values.append(Value(event, maker, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
         self._last_reads.append(-1)
+        self._nodes[number] = tensor.grad_fn
         self._numbers[tensor] = number
         if tensor.is_meta and self._tracer.key(tensor) not in views and self._tracer.key(tensor) not in self._weights:
             self._makers.setdefault(self._tracer.key(tensor), event)

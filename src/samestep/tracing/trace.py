@@ -37,7 +37,14 @@ from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.models.spec import HeadSpec, LayerSpec, ModelSpec, ParamSpec, Product, is_below
 from samestep.tracing.arranged_layers import Layer, UsesOfWeights, arrange, entered_again
-from samestep.tracing.backward import Backward, WorkingSet, idle_weights, watch_backward, working_sets
+from samestep.tracing.backward import (
+    Backward,
+    WorkingSet,
+    idle_weights,
+    nodes_of_loss,
+    watch_backward,
+    working_sets,
+)
 from samestep.tracing.crossings import with_crossings
 from samestep.tracing.forward import ForwardTracer, ValueOf, is_outside, watch_forward
 from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
@@ -97,7 +104,11 @@ def trace(
             outputs = watch_forward(module, sample, num_samples, name, containers, watch, value_of)
         except NeedsValuesError:
             raise ModelError(_unseen(name, watch, module)) from None
-    idle = frozenset[int]() if watch.varies or watch.has_looked else idle_weights(module, outputs, sample, loss)
+    idle = frozenset[int]()
+    if not (watch.varies or watch.has_looked):
+        nodes = nodes_of_loss(outputs, sample, loss)
+        idle = idle_weights(module, outputs, nodes)
+        watch.flow = watch.flow_recorder.with_idle(nodes)
     backward = watch_backward(module, tensors_in(getattr(outputs, "logits", outputs)), watch)
     layers = arrange(module, name, containers, watch)
     assert watch.flow is not None

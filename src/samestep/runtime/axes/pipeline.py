@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.building.families import FamilyFacts
 from samestep.building.model import call_model
-from samestep.errors import LayoutError
+from samestep.errors import LayoutError, ModelError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import LayerSpec
@@ -176,7 +176,10 @@ class Stage:
         else:
             del self._outputs[microbatch, chunk]
         given = self._inputs.pop((microbatch, chunk), None)
-        if given is not None and (given := self._taking_gradient(layers.start, given)):
+        if given is not None:
+            self._check_idle(layers.start, given)
+            given = self._taking_gradient(layers.start, given)
+        if given:
             gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in given]
             self._messages.send(action, gradients, self._awaited(layers.start, given, backward=True))
 
@@ -211,8 +214,8 @@ class Stage:
             """Return what crosses the boundary before the chunk."""
             found = self._received(action, awaited)
             dropout.begin_after(self._model, self._entered[action.chunk])
-            for tensor, crossing in zip(found, crossings_at(self._program.step.model, layers.start), strict=True):
-                tensor.requires_grad_(crossing.takes_gradient and torch.is_grad_enabled())
+            for tensor, value in zip(found, flow.crossing(start or 0), strict=True):
+                tensor.requires_grad_(flow.values[value].takes_gradient and torch.is_grad_enabled())
             return found
 
         def send(tensors: Sequence[Tensor]) -> None:
@@ -330,6 +333,16 @@ class Stage:
         """Return those of the tensors that cross a boundary of which a gradient is sent back."""
         crossings = crossings_at(self._program.step.model, boundary)
         return [tensor for tensor, one in zip(tensors, crossings, strict=True) if one.takes_gradient]
+
+    def _check_idle(self, boundary: int, tensors: Sequence[Tensor]) -> None:
+        """Check that the loss has no gradient for what it did not depend on in the trace."""
+        crossings = crossings_at(self._program.step.model, boundary)
+        for tensor, one in zip(tensors, crossings, strict=True):
+            if not one.takes_gradient and tensor.grad is not None:
+                raise ModelError(
+                    f"{one.owner}, which passes from one stage of the pipeline to the next, took no part in the loss when the "
+                    "model was traced, and it does now: pp=1 works, and so does to add 0 * tensor.sum() to the output"
+                )
 
     def _awaited(self, boundary: int, tensors: Sequence[Tensor], *, backward: bool = False) -> list[Awaited]:
         """Describe the tensors that cross a boundary, or the gradients that do."""
@@ -451,7 +464,9 @@ class _Reporting(_StandIn):
 # -- what passes in the run's dtypes ---------------------------------------------------------------
 
 
-def with_flows(traced: TracedModel, layout: Layout, job: Job, example: Any) -> tuple[TracedModel, Flows | None]:
+def with_flows(
+    traced: TracedModel, layout: Layout, job: Job, example: Any, loss: Callable[[Any, Any], Any]
+) -> tuple[TracedModel, Flows | None]:
     """Return the model with what passes between stages in the job's precision, and the flows that stages follow.
 
     There are no flows where each block passes one tensor in the compute dtype to the next.
@@ -466,7 +481,7 @@ def with_flows(traced: TracedModel, layout: Layout, job: Job, example: Any) -> t
     flows = Flows(traced, step)
     compute = DTYPES[step.compute_dtype]
     few = samples_traced(traced.module)
-    one = flows.of(_repeated(example, few, step), few)
+    one = flows.of(_repeated(example, few, step), few, loss)
     if passes_one_tensor(spec.layers, one, traced.module, compute):
         return _with_layers(traced, with_crossings(spec.layers, one, traced.module, few)), None
     more = flows.of(_repeated(example, few + 1, step), few + 1)

@@ -33,9 +33,11 @@ from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.runtime.axes import context, precision, recompute
 from samestep.tracing import experts
+from samestep.tracing.backward import nodes_of_loss
+from samestep.tracing.changed_containers import Container, changes_of, containers_in, contents_of
 from samestep.tracing.forward import ForwardTracer, watch_forward
 from samestep.tracing.meta_tensors import NeedsValuesError
-from samestep.tracing.stages import Event, Flow, mapped, name_of, reads_shape_alone, tensors_of
+from samestep.tracing.stages import Event, Flow, made_by, mapped, name_of, reads_shape_alone, tensors_of
 from samestep.tracing.trace import containers_of
 from samestep.tracing.traced_model import TracedModel
 
@@ -153,15 +155,23 @@ class StageForward(TorchFunctionMode):
         if number == self._start > 0:
             self._fill()
         self._next += 1
+        containers = containers_in((args, kwargs)) if event.is_call else []
+        before = contents_of(containers)
         if number < self._start or (self._stop is not None and number >= self._stop):
-            outcome = self._stand_in(event, func, given, args, kwargs)
+            outcome = self._stand_in(event, func, given, args, kwargs, containers)
         else:
             outcome = self._apart(event, given, func(*args, **kwargs))
-        self._number(event, given, outcome, name)
+        self._number(event, given, made_by(outcome, changes_of(containers, before)), name)
         return outcome
 
     def _stand_in(
-        self, event: Event, func: Callable[..., Any], given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        event: Event,
+        func: Callable[..., Any],
+        given: list[Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        containers: Sequence[Container],
     ) -> Any:
         if event.is_random and not event.is_call:  # so that later draws of the same module have the same numbers
             zeros = tree_map_only(Tensor, self._whole_zeros, (args, kwargs))
@@ -173,7 +183,10 @@ class StageForward(TorchFunctionMode):
             place = next(places)
             return given[place] if place >= 0 else placeholder(recorded.shape, recorded.dtype, self._device)
 
-        return mapped(event.outcome, stand_in)
+        outcome = mapped(event.outcome, stand_in)
+        for change in event.changes:
+            change.make(containers, mapped(change.items, stand_in))
+        return outcome
 
     def _whole_zeros(self, tensor: Tensor) -> Tensor:
         return (
@@ -194,11 +207,10 @@ class StageForward(TorchFunctionMode):
         )
         return outcome if is_apart else mapped(outcome, apart)
 
-    def _number(self, event: Event, given: list[Tensor], outcome: Any, name: str) -> None:
-        """Note which values the results of an event are, and the arguments that it has written into."""
+    def _number(self, event: Event, given: list[Tensor], made: Sequence[Tensor], name: str) -> None:
+        """Note which values the tensors that an event has made are, and the arguments that it has written into."""
         for place, value in event.writes:
             self._is(given[place], value)
-        made = tensors_of(outcome)
         if len(made) != len(event.makes):
             raise self._differs(f"other results of {name}")
         for tensor, made_value, place in zip(made, event.makes, event.given, strict=True):
@@ -267,8 +279,8 @@ class Flows:
         """Return the flow of samples of these shapes, if it has been recorded."""
         return self._known.get((shapes, self._module.training))
 
-    def of(self, samples: Any, shapes: Hashable) -> Flow:
-        """Return the flow of samples of these shapes."""
+    def of(self, samples: Any, shapes: Hashable, loss: Callable[[Any, Any], Any] | None = None) -> Flow:
+        """Return the flow of samples of these shapes; with `loss`, what that does not depend on takes no gradient."""
         key = (shapes, self._module.training)
         if key not in self._known:
             tracer = ForwardTracer(self._module, lambda block: None, {})
@@ -278,7 +290,11 @@ class Flows:
                 followed = experts.grouped(self._module, self._experts)
                 raised = precision.raised_islands(self._program)
                 with _without_modes(), checkpointed, followed, raised, sliced:
-                    watch_forward(self._module, samples, 1, self._name, self._containers, tracer, self._value_of)
+                    outputs = watch_forward(
+                        self._module, samples, 1, self._name, self._containers, tracer, self._value_of
+                    )
+                    if loss is not None and not (tracer.varies or tracer.has_looked):
+                        tracer.flow = tracer.flow_recorder.with_idle(nodes_of_loss(outputs, samples, loss))
             except NeedsValuesError:
                 raise ModelError(
                     f"{self._name} looks at the values of a tensor at {tracer.reached}, so what the stages of a pipeline "
