@@ -68,6 +68,11 @@ def refusal(step: StepSpec) -> str | None:
         return f"pp={layout.pp} cuts the {what} into {chunks} {stages}: {works}" + (
             f" (no stage can begin with {closed})" if closed else ""
         )
+    if step.splits_backward and step.model.differentiates_at:
+        return (
+            f"schedule={layout.schedule} postpones gradients of weights, and the forward at {step.model.differentiates_at} "
+            "takes gradients itself: schedule=1f1b works"
+        )
     moved = _refuse_moved(step.model, chunks, layout.recompute) if layout.recompute != "none" else None
     return _refuse_weights(step.model, chunks) or moved or _refuse_crossings(step)
 
@@ -100,6 +105,9 @@ def starts(model: ModelSpec) -> tuple[bool, ...]:
 @remembered
 def _refuse_weights(model: ModelSpec, num_chunks: int) -> str | None:
     """Return which weight is shared by layers on stages other than the first and the last."""
+    replaced = next((param.name for param in model.params if param.is_replaced), None)
+    if replaced is not None:
+        return f"the forward puts another tensor in the place of {replaced}, which no stage would see: pp=1 works"
     chunks = chunks_of(model, num_chunks)
     roots, passed = _roots(model), read_by_own_code(model)
     for param in model.params:

@@ -19,11 +19,16 @@ from samestep.schedules import TaskKind
 
 
 def refusal(step: StepSpec) -> str | None:
-    """Return that the model has no blocks to recompute, if that is so."""
+    """Return that the model has no blocks to recompute, or goes back through them more than once, if that is so."""
     if step.layout.recompute != "none" and not any(layer.is_block for layer in step.model.layers):
         return (
             f"recompute={step.layout.recompute} drops what blocks saved, and {step.model.name} has none "
             "(a ModuleList or Sequential of blocks): recompute=none works"
+        )
+    if step.layout.recompute == "selective" and step.model.differentiates_at:
+        return (
+            f"recompute=selective keeps results for one backward, and the forward at {step.model.differentiates_at} takes "
+            "gradients itself: recompute=full works, and so does none"
         )
     return None
 
