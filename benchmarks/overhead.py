@@ -78,6 +78,8 @@ THOROUGH = Effort(
 QUICK = Effort(generations=1, two_ranks_s=3, one_rank_s=1, scaling_s=0, control=False, warms_up=False, least_rounds=2)
 TURN = 3
 """Timed steps of a turn; one more before them is not timed."""
+WATCH_EVERY = 100
+"""Steps between two regular checks of samestep, the default; `canary.py` tells what a check costs."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,11 @@ class Crew:
         return Turn(seconds, sum(facts["cpu_s"] for facts in heard) / steps, tuple(losses))
 
     def take(self, steps: int, warm_up: int = 0) -> Turn:
-        """Take steps, the first ones untimed."""
+        """Take steps, the first ones untimed, as are the steps before one in which samestep checks itself."""
+        first = len(self.losses) + warm_up
+        while any(_is_checked(first + index) for index in range(1, steps + 1)):
+            first += 1
+        warm_up = first - len(self.losses)
         if warm_up:
             self.ask(warm_up)
             self.hear(warm_up)
@@ -202,6 +208,11 @@ class Crew:
     def _last_words(self) -> str:
         self._log.seek(0)
         return "".join(self._log.readlines()[-30:])
+
+
+def _is_checked(step: int) -> bool:
+    """Return whether samestep runs samples again in a step, counted from 1: early at powers of two, then regularly."""
+    return step % WATCH_EVERY == 0 or (step < WATCH_EVERY and step & (step - 1) == 0)
 
 
 def _rank_means(facts: Sequence[dict[str, Any]]) -> list[float]:

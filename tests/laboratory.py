@@ -65,8 +65,8 @@ def job_of(precision: str = "float64", steps: int = 3, **tables: Any) -> Job:
 
 
 def clipped(precision: str = "float64", **train: Any) -> Job:
-    """A small job of two steps that clips, so that the norm has an effect; with `watch_every=0` no sample runs again."""
-    return job_of(precision, 2, optimizer={"clip_norm": 0.5}, train=train)
+    """A small job of two steps that clips, so that the norm has an effect; no sample runs again unless `watch_every` says so."""
+    return job_of(precision, 2, optimizer={"clip_norm": 0.5}, train={"watch_every": 0, **train})
 
 
 def combinations(layouts: Sequence[str], models: Sequence[str]) -> list[Any]:
@@ -175,7 +175,7 @@ def follow(
         seen.gradients.append([(p.name, *_place(run, p), p.gradient().detach().cpu().clone()) for p in pieces])
         if each is not None:
             each(run)
-    seen.weights = [(p.name, *_place(run, p), p.value.detach().cpu().clone()) for p in run.updater.pieces]
+    seen.weights = [(p.name, *_place(run, p), p.master().cpu().clone()) for p in run.updater.pieces]
     seen.index = run.assembly.parallel.mesh.index("tp")
     uncut = {member.name for owners in run.program.owners if owners.is_cut for member in owners.members}
     cut = [p for p in run.program.step.model.params if p.cut and run.layout.tp > 1 and p.name not in uncut]

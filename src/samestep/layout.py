@@ -29,6 +29,8 @@ Reduce = Literal["ring", "hierarchical", "root"]
 
 MOST_RANKS = 2**20
 """The largest number of ranks: no machine has more, and the divisors of larger numbers take long to find."""
+MOST_TOKENS = 2**30
+"""The largest number of tokens of a chunk of the loss, more than any micro-batch has."""
 MOST_SAMPLES = 2**24
 """The largest number of samples of a batch: their indices are an array on every rank."""
 
@@ -65,6 +67,8 @@ class Layout:
     virtual_stages: int = degree()
     zero: int = 0
     microbatch: int | None = None
+    loss_chunk: int | None = None
+    """Tokens of a chunk in which logits and cross entropy are computed; None makes the logits of a micro-batch at once."""
     recompute: Recompute = "none"
     accumulate: Accumulate = "sharded"
     reduce: Reduce = "ring"
@@ -78,6 +82,9 @@ class Layout:
         if self.microbatch is not None and not 1 <= self.microbatch <= MOST_SAMPLES:
             bound = "at least 1 sample" if self.microbatch < 1 else f"at most {MOST_SAMPLES} samples"
             raise LayoutError(f"microbatch={self.microbatch}: a micro-batch holds {bound}")
+        if self.loss_chunk is not None and not 1 <= self.loss_chunk <= MOST_TOKENS:
+            bound = "at least 1 token" if self.loss_chunk < 1 else f"at most {MOST_TOKENS} tokens"
+            raise LayoutError(f"loss_chunk={self.loss_chunk}: a chunk of the loss holds {bound}")
         if self.world_size > MOST_RANKS:
             raise LayoutError(f"the degrees multiply to {self.world_size} ranks; at most {MOST_RANKS} work")
         if self.zero not in (0, 1, 2, 3):
@@ -128,9 +135,9 @@ class Layout:
         return {**self.model_axes, "ep": self.ep}
 
     @property
-    def cuts(self) -> tuple[int, ...]:
-        """Degrees and switches that determine the part of a layer that a rank computes."""
-        return *self.model_axes.values(), self.sequence_parallel, self.cp, self.ep
+    def cuts(self) -> tuple[int | None, ...]:
+        """Degrees and switches that determine the part of a layer that a rank computes, and how the head computes it."""
+        return *self.model_axes.values(), self.sequence_parallel, self.cp, self.ep, self.loss_chunk
 
     @property
     def borrows_data_ranks(self) -> bool:

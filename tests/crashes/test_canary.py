@@ -314,7 +314,7 @@ def kept(rank: int, world: int, model: str, layout: str, job: Job) -> list[Any]:
         report = run.step(batch)
         found.append((report.loss, report.grad_norm, report.lr, report.tokens, report.note, report.skipped))
         run.model.is_late = True
-    tensors = [piece.value.detach().clone() for piece in run.updater.pieces]
+    tensors = [piece.master().clone() for piece in run.updater.pieces]
     tensors += [buffer.clone() for buffer in run.model.buffers()]
     if run.updater.optimizer is not None:
         for state in run.updater.optimizer.state.values():

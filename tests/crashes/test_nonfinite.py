@@ -158,7 +158,7 @@ def take(rank: int, world: int, kind: str, layout: str, job: Job, leave_out: int
             seen.scales.append(run.updater.loss_scale.scale)
             states = run.updater.optimizer.state.values()
             seen.updates.append(max((float(state["step"]) for state in states), default=0.0))
-    seen.weights = [(p.name, p.start, p.stop, p.value.detach().clone()) for p in run.updater.pieces]
+    seen.weights = [(p.name, p.start, p.stop, p.master().clone()) for p in run.updater.pieces]
     if run.program.step.zero < 2:
         seen.model = [param.detach().clone() for param in run.model.parameters()]
     return seen

@@ -39,7 +39,7 @@ def job(policy: str = "skip", precision: str = "bf16") -> Job:
 
 
 def weights(run: Run) -> list[Tensor]:
-    return [piece.value.detach().cpu().clone() for piece in run.updater.pieces]
+    return [piece.master().cpu().clone() for piece in run.updater.pieces]
 
 
 class Faulty:

@@ -19,9 +19,10 @@ def trainable_numel(case: Case) -> int:
     return sum(param.numel for param in case.model.params if param.trainable)
 
 
-def master_copies_numel(case: Case) -> int:
+def master_copies_bytes(case: Case) -> int:
     step = case.program.step
-    return sum(p.numel for p in case.model.params if p.trainable and step.working_dtype(p) != step.master_dtype)
+    each = {"bf16": 2, "fp16": 4}.get(step.precision, 0)  # of bf16 the weight is the other half
+    return sum(p.numel for p in case.model.params if p.trainable and step.working_dtype(p) != step.master_dtype) * each
 
 
 # -- the tables --------------------------------------------------------------------------------------------------------
@@ -39,15 +40,15 @@ def test_the_limits_of_many_ranks() -> None:
     assert classic_bytes_per_param(0, n) / classic_bytes_per_param(1, n) == pytest.approx(4, rel=1e-5)
     assert classic_bytes_per_param(0, n) / classic_bytes_per_param(2, n) == pytest.approx(8, rel=1e-5)
     assert classic_bytes_per_param(0, n) / classic_bytes_per_param(3, n) == n
-    assert held_bytes_per_param(0, n) / held_bytes_per_param(1, n) == pytest.approx(3, rel=1e-5)
-    assert held_bytes_per_param(0, n) / held_bytes_per_param(2, n) == pytest.approx(9, rel=1e-5)
-    assert held_bytes_per_param(0, n) / held_bytes_per_param(3, n) == pytest.approx(18 / 16 * n)
+    assert held_bytes_per_param(0, n) / held_bytes_per_param(1, n) == pytest.approx(16 / 6, rel=1e-5)
+    assert held_bytes_per_param(0, n) / held_bytes_per_param(2, n) == pytest.approx(8, rel=1e-5)
+    assert held_bytes_per_param(0, n) / held_bytes_per_param(3, n) == n
 
 
 @pytest.mark.parametrize("zero", range(4))
 def test_one_rank_holds_all_of_it(zero: int) -> None:
     assert classic_bytes_per_param(zero, 1) == 16
-    assert held_bytes_per_param(zero, 1) == (16 if zero == 3 else 18)
+    assert held_bytes_per_param(zero, 1) == (18 if zero == 2 else 16)
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
@@ -59,7 +60,7 @@ def test_a_rank_holds_what_the_table_says(zero: int, n: int) -> None:
 
 
 @pytest.mark.parametrize("layout", ["", "dp=4"])
-@pytest.mark.parametrize(("precision", "each"), [("float32", 16), ("float64", 32), ("bf16", 18), ("fp16", 18)])
+@pytest.mark.parametrize(("precision", "each"), [("float32", 16), ("float64", 32), ("bf16", 16), ("fp16", 18)])
 def test_replicas_hold_everything(layout: str, precision: str, each: int) -> None:
     one = case(blocks(3), layout, precision=precision)
     assert at_rest(one.program).total == each * one.model.num_params
@@ -77,16 +78,16 @@ def test_zero_0_by_hand(case: Case, states: int) -> None:
     padded = sum(b.padded_numel for b in case.program.buckets) if case.layout.dp > 1 else trainable_numel(case)
     assert rest.weights == sum(p.numel * BYTES_OF[step.working_dtype(p)] for p in case.model.params)
     assert rest.gradients == padded * master
-    assert rest.optimizer == (states * trainable_numel(case) + master_copies_numel(case)) * master
+    assert rest.optimizer == states * trainable_numel(case) * master + master_copies_bytes(case)
     assert (rest.activations, rest.buffers, rest.peak_at) == (0, case.model.buffer_bytes, "at rest")
 
 
 @LAW
 @given(data_cases(1, 2, 3), st.integers(0, 3))
 def test_shards_add_up_to_the_whole_state_without_padding(case: Case, states: int) -> None:
-    copies = master_copies_numel(case) if case.layout.zero == 1 else 0
+    copies = master_copies_bytes(case) if case.layout.zero == 1 else 0
     held = [at_rest(case.program, states, rank).optimizer for rank in range(case.layout.dp_shard)]
-    assert sum(held) == (states * trainable_numel(case) + copies) * BYTES_OF[case.program.step.master_dtype]
+    assert sum(held) == states * trainable_numel(case) * BYTES_OF[case.program.step.master_dtype] + copies
     assert held == sorted(held, reverse=True)
 
 
@@ -172,7 +173,9 @@ def test_activations_stand_highest_between_forward_and_backward(case: Case) -> N
     one = step.microbatch_samples * BYTES_OF[step.compute_dtype]
     most = during_step(case.program)
     whole = sum(layer.saved_elements for layer in case.model.layers) * one
-    if case.layout.recompute == "none" and case.program.buckets:  # a gradient may be larger than what is freed for it
+    if most.peak_at == "update:optimizer":  # the masters that it joins are more than the activations
+        assert not case.program.buckets or most.total - at_rest(case.program).total >= whole
+    elif case.layout.recompute == "none" and case.program.buckets:  # a gradient may be larger than what is freed for it
         assert most.activations + most.gradients - at_rest(case.program).gradients >= whole
     assert most.activations <= whole
 
@@ -258,8 +261,8 @@ def test_a_backward_works_on_gradients_beside_what_is_kept() -> None:
 
 
 def test_norms_keep_twice_the_bytes_where_weights_are_of_half_precision() -> None:
-    plain = blocks(4, saved_elements=1000)
-    raised = blocks(4, saved_elements=1000, saved_norm_elements=100)
+    plain = blocks(4, saved_elements=10_000)
+    raised = blocks(4, saved_elements=10_000, saved_norm_elements=100)
     for precision, more in (("float32", 0), ("bf16", 4 * 100 * 2)):
         held = [
             during_step(case(model, "dp=2", global_batch=2, precision=precision).program).activations

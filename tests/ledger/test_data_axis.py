@@ -41,7 +41,10 @@ def _held(rank: int, world: int, model: str, layout: str, job: Any) -> tuple[dic
             for value in run.updater.optimizer.state[piece.value].values()
             if value.shape == piece.value.shape
         )
-        if piece.target is not None:
+        if piece.split is not None:
+            remainders, _ = piece.split[0].tensors
+            states += piece.value.numel() * remainders.element_size()
+        elif piece.target is not None:
             states += piece.value.numel() * piece.value.element_size()
     held["gradients"], held["optimizer"] = sum(gradients.values()), states
     use = at_rest(run.program, rank=rank)

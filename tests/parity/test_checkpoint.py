@@ -412,7 +412,7 @@ def _broken_and_whole(rank: int, world: int, model: str, layout: str, job: Job, 
                     run.step(batch)
             if stop == 2:
                 checkpoint.save(run, Path(folder), 2)
-        found.append([(p.name, p.start, p.value.detach().tolist()) for p in run.updater.pieces])
+        found.append([(p.name, p.start, p.master().tolist()) for p in run.updater.pieces])
     return found[0], found[1]
 
 

@@ -776,7 +776,7 @@ def parallel(rank: int, world: int, layout: str, clip: float) -> tuple[list[floa
     run = samestep.parallelize(model, own_loss, grouped(model), layout=layout, job=job)
     losses = [run.step(batch).loss for batch in samestep.batches(Pairs(), job)]
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), regressor().parameters(), strict=True))
-    return losses, [(p.name, p.start, p.stop, p.value.detach().clone()) for p in run.updater.pieces]
+    return losses, [(p.name, p.start, p.stop, p.master().clone()) for p in run.updater.pieces]
 
 
 @pytest.mark.parametrize("layout", ["", "dp=2 zero=1 microbatch=1", "dp=2 zero=2 microbatch=2", "dp=2 zero=3"])

@@ -78,6 +78,7 @@ SOME = [
     "dp=2 zero=1 microbatch=2",
     "dp=2 zero=2 microbatch=1",
     "dp=2 zero=3 recompute=selective",
+    "dp=2 zero=3 loss_chunk=7",
 ]
 FEW = ["dp=2", "dp=2 zero=1 microbatch=1", "dp=2 zero=3 microbatch=2"]
 CASES = [("plain", "bf16", EVERY), ("gpt2", "bf16", SOME), ("llama", "bf16", FEW), ("gpt2", "fp16", SOME)]
@@ -209,7 +210,9 @@ def spied_step(rank: int, world: int, layout: str, precision: str) -> tuple[set[
     run.step(batch)
     wrong = [name for name, param in run.model.named_parameters() if not isinstance(param, nn.Parameter)]
     tensors = [
-        t for p in run.updater.pieces for t in (p.value, p.gradient(), *run.updater.optimizer.state[p.value].values())
+        t
+        for p in run.updater.pieces
+        for t in (p.master(), p.gradient(), *run.updater.optimizer.state[p.value].values())
     ]
     wrong += [str(tensor.dtype) for tensor in tensors if tensor.dtype is not torch.float32]
     return set(SPIED), fits, wrong

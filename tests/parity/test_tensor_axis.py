@@ -135,8 +135,3 @@ def test_gradients_of_parts_are_summed_once_a_step(layout: str) -> None:
 def test_parts_of_gradients_that_are_computed_later(model: str) -> None:
     prove("tp=4 pp=2 schedule=zero-bubble microbatch=2", model)
     prove("dp=2 tp=2 pp=2 schedule=zero-bubble sequence_parallel microbatch=2", model)
-
-
-def test_a_module_without_a_plan_is_refused() -> None:
-    with pytest.raises(LayoutError, match="plain cannot be cut, it has no tensor_plan"):
-        pool(2).run(observe, "plain", "tp=2", clipped())

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -74,6 +75,18 @@ def test_more_threads_are_spawned() -> None:
         run_workers(lambda place: None, ranks=1, threads=2)
 
 
+def _has_imported(place: RankInfo, name: str) -> bool:
+    return name in sys.modules
+
+
+def test_forked_workers_have_what_steps_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "imported_by_the_parent"
+    (tmp_path / f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(workers, "_IMPORTED_BY_STEPS", (name,))
+    assert run_workers(_has_imported, (name,), ranks=1, timeout_s=60)
+
+
 def test_workers_on_gpus_grow_the_memory_they_have_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -90,6 +103,21 @@ def test_workers_on_gpus_grow_the_memory_they_have_unless_told_otherwise(monkeyp
     assert seen("cpu") == [None, None]
     assert seen("cuda", PYTORCH_ALLOC_CONF="max_split_size_mb:64") == ["max_split_size_mb:64", None]
     assert seen("cuda", PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64") == [None, "max_split_size_mb:64"]
+
+
+def test_whoever_joins_by_itself_grows_memory_before_a_gpu_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+
+    def used(device: torch.device) -> None:
+        assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+        raise KeyError("used")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", used)
+    with pytest.raises(KeyError, match="used"):
+        join("cuda", timeout_s=60)
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
 def test_fork_only_where_it_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:

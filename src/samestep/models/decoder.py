@@ -26,12 +26,14 @@ from samestep.models.spec import (
     Cutting,
     Exchange,
     ExpertDispatch,
+    HeadSpec,
     LayerSpec,
     ModelSpec,
     ParamSpec,
     Partial,
     PartialSum,
     Product,
+    Use,
 )
 
 
@@ -167,6 +169,12 @@ class _Block:
         self.results_cut += cut
 
 
+def _tied(embedding: ParamSpec, head: int) -> ParamSpec:
+    """Return the weight of an embedding that the layer `head` uses too."""
+    uses = (Use(layer=0, owner=embedding.name.rpartition(".")[0]), Use(layer=head, owner="lm_head"))
+    return replace(embedding, shared=True, aliases=("lm_head.weight",), uses=uses)
+
+
 def spec(decoder: Decoder, name: str) -> ModelSpec:
     """Return the shape of a decoder: layers, weights, work and activations of one sample."""
     embedding, head = _embedding(decoder), _head(decoder)
@@ -185,10 +193,7 @@ def spec(decoder: Decoder, name: str) -> ModelSpec:
     layers.append(_layer(decoder, head, "norm+lm_head", ("model.norm", "lm_head"), False))
     params += _params(head, decoder.layers + 1, "")
     if decoder.tied:
-        params = [
-            replace(p, shared=True, aliases=("lm_head.weight",)) if p.name.endswith("tokens.weight") else p
-            for p in params
-        ]
+        params = [_tied(p, decoder.layers + 1) if p.name.endswith("tokens.weight") else p for p in params]
     if decoder.adapter_rank:
         params = [p if ".lora_" in p.name else replace(p, trainable=False) for p in params]
         layers = [replace(layer, products=tuple(map(_frozen, layer.products))) for layer in layers]
@@ -198,6 +203,7 @@ def spec(decoder: Decoder, name: str) -> ModelSpec:
         params=tuple(params),
         cut_refusal="",
         logit_rows=decoder.sequence,
+        chunk_refusal="",
         sequence=decoder.sequence,
         sequence_refusal="",
         length=decoder.sequence,
@@ -278,6 +284,7 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
         working_cut_elements=round(made.working_cut),
         loss_elements=loss,
         loss_working_elements=2 * loss,
+        head=_head_spec(decoder, made) if is_head else None,
         saved_selective_elements=round(min(given + made.results, made.saved)),
         saved_selective_cut_elements=round(min(made.results_cut, made.saved_cut)),
         input_elements=given,
@@ -291,6 +298,18 @@ def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], 
         kernels=made.kernels + len(made.products),
         exchanges=tuple(_exchanges(decoder)) if is_block else (),
         dispatches=made.dispatches,
+    )
+
+
+def _head_spec(decoder: Decoder, made: _Block) -> HeadSpec:
+    return HeadSpec(
+        owner="lm_head",
+        rows=decoder.sequence,
+        inner=decoder.hidden,
+        columns=decoder.vocab,
+        saved_elements=round(made.saved),
+        working_elements=decoder.sequence * decoder.hidden,
+        is_frozen=decoder.adapter_rank > 0,
     )
 
 

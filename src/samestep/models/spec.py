@@ -11,12 +11,13 @@ import dataclasses
 import functools
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Literal, TypeVar
 from typing import ParamSpec as ParamSpecification
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 10
 
 Cutting = Literal["", "columns", "inner", "count"]
 """The size of a product that a tensor cut divides; empty for none."""
@@ -47,13 +48,15 @@ class Product:
     """Largest number of parts of a tensor cut: heads of keys and values, shared by more ranks; 0 for any number."""
     owner: str = ""
     """Path of the module that runs it."""
+    chunk_rows: int = 0
+    """Rows of a chunk, if it makes logits in chunks with their loss, and once more in the backward; 0 if at once."""
     is_between: bool = False
     """Whether it runs between the tensor-cut parts of a block, under sequence parallelism on a rank's tokens."""
 
     @property
     def is_deferrable(self) -> bool:
         """Whether its weight gradient can be deferred: it needs only the input and the gradient of the output."""
-        return self.factors == "weight" and self.groups == 1 and self.taps == 1
+        return self.factors == "weight" and self.groups == 1 and self.taps == 1 and not self.chunk_rows
 
     @property
     def flops(self) -> int:
@@ -81,7 +84,8 @@ def is_below(path: str, root: str) -> bool:
 class Cut:
     """The tensor cut that a weight allows: along `dim`, between `groups` (heads, columns, vocabulary tokens)."""
 
-    style: Literal["column", "row", "vocab"]
+    style: Literal["column", "row", "vocab", "gather"]
+    """gather: by columns, and the output is gathered. A vocabulary and what is gathered may also stay whole."""
     dim: int
     groups: int
     parts: int = 1
@@ -195,13 +199,26 @@ class MaskSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """The use of a weight in one layer, by a module that owns it or by other code."""
+
+    layer: int
+    owner: str = ""
+    """Path of the module that owns the weight and is called in the layer; empty where other code reads it."""
+    calls: int = 1
+    """Number of these calls."""
+    called: tuple[int, int] = (0, 0)
+    """First and last event of the forward, as `ParamSpec.called`, among these calls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
     """One parameter of the model, and how the forward uses it."""
 
     name: str
     shape: tuple[int, ...]
     layer: int
-    """Index of the layer that owns it."""
+    """Index of the layer that uses it first."""
     aliases: tuple[str, ...] = ()
     """Other full names of the same tensor, for a tied weight."""
     shared: bool = False
@@ -210,8 +227,8 @@ class ParamSpec:
     """Largest number of calls of the module that owns it in one forward."""
     called: tuple[int, int] = (0, 0)
     """First and last event of the forward at which its unit's module is entered or left, as indices of such events."""
-    last_layer: int | None = None
-    """Index of the last layer that uses it; None if that is the layer that owns it."""
+    uses: tuple[Use, ...] = ()
+    """Its uses in the order of layers, if several layers use it; empty if one does."""
     read_outside: bool = False
     """Whether code outside the layer that owns it reads it, such as a model that multiplies by its embedding."""
     is_replaced: bool = False
@@ -231,13 +248,18 @@ class ParamSpec:
     """Why its gradient is partial over `tp`, though the weight is replicated; empty if it is not partial."""
     experts: int = 0
     """Number of experts along its first dimension; 0 if it belongs to none."""
-    tied_stages: bool = False
-    """Whether two pipeline stages hold it, tied, and sum its gradients."""
+    stages: tuple[int, ...] = ()
+    """Pipeline stages that hold it, tied, and sum its gradients, if there are several; empty if one does."""
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def last_layer(self) -> int:
+        """Index of the last layer that uses it."""
+        return self.uses[-1].layer if self.uses else self.layer
 
     @property
     def rows(self) -> int:
@@ -251,12 +273,54 @@ class ParamSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSpec:
+    """The linear module that makes the logits, and what its layer needs without them; counts are those of one sample."""
+
+    owner: str
+    """Path of the module."""
+    rows: int
+    """Rows of logits."""
+    inner: int
+    """Elements of a row of its input."""
+    columns: int
+    """Classes."""
+    saved_elements: int = 0
+    """Elements that the layer keeps for its backward, without logits and what is made of them."""
+    working_elements: int = 0
+    """Largest number of elements alive in the layer's backward besides these, without gradients of logits and weights."""
+    is_frozen: bool = False
+    """Whether its weight is not trained."""
+
+    @property
+    def logits(self) -> int:
+        """Elements of the logits."""
+        return self.rows * self.columns
+
+    def cut_by(self, degree: int) -> HeadSpec:
+        """Return one rank's part where a tensor cut divides the classes."""
+        return replace(self, columns=-(-self.columns // degree))
+
+    def sliced_by(self, degree: int) -> HeadSpec:
+        """Return one rank's part under context parallelism."""
+        parts = {name: -(-getattr(self, name) // degree) for name in ("rows", "saved_elements", "working_elements")}
+        return replace(self, **parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer: a block, or everything before, between or after the blocks. Counts are those of one sample."""
 
     name: str
     modules: tuple[str, ...]
-    """Paths of its modules; no two layers share one."""
+    """Paths of the modules that it is the first to call; no two layers share one."""
+    again: tuple[str, ...] = ()
+    """Paths of modules with weights that an earlier layer has called before."""
+    repeats: str = ""
+    """Name of the earlier layer whose block it calls again; empty if it is the first to call its own."""
+    calls: int = 0
+    """Number of calls of top-most modules with weights."""
+    entered: tuple[tuple[str, int], ...] = ()
+    """Modules that other layers enter too, and how often it does."""
     is_block: bool = False
     forward_flops: int = 0
     output_elements: int = 0
@@ -281,6 +345,8 @@ class LayerSpec:
     """Elements that the loss keeps of the last layer's output, in float32 at least; 0 for other layers."""
     loss_working_elements: int = 0
     """Elements alive in the loss's backward besides those; 0 for other layers."""
+    head: HeadSpec | None = None
+    """The module of the last layer that makes the logits, if it is known; None of other layers."""
     products: tuple[Product, ...] = ()
     """Its matrix products; empty if only their FLOPs are known."""
     moved_elements: int = 0
@@ -312,6 +378,11 @@ class LayerSpec:
     """Why no stage can begin with it; empty if one can."""
 
     @property
+    def called(self) -> tuple[str, ...]:
+        """Paths of all modules that it calls."""
+        return *self.modules, *self.again
+
+    @property
     def sends_gradient(self) -> bool:
         """Whether a stage that begins with it sends a gradient to the stage before."""
         return not self.crossings or any(crossing.takes_gradient for crossing in self.crossings)
@@ -323,8 +394,9 @@ class LayerSpec:
 
     @property
     def backward_flops(self) -> int:
-        """FLOPs of one sample's backward: gradients of inputs and of weights that are not frozen."""
-        return 2 * self.forward_flops - sum(product.flops for product in self.products if product.factors == "frozen")
+        """FLOPs of one sample's backward: gradients of inputs and of weights that are not frozen, logits made once more."""
+        frozen = sum(product.flops for product in self.products if product.factors == "frozen")
+        return 2 * self.forward_flops - frozen + sum(product.flops for product in self.products if product.chunk_rows)
 
     @property
     def deferred_flops(self) -> int:
@@ -344,6 +416,7 @@ class LayerSpec:
             self,
             forward_flops=self.forward_flops * mine // whole if whole else self.forward_flops // degree,
             products=products,
+            head=self.head.cut_by(degree) if self.head else None,
             saved_elements=self.saved_elements - elsewhere(self.saved_cut_elements),
             saved_selective_elements=self.saved_selective_elements - elsewhere(self.saved_selective_cut_elements),
             working_elements=self.working_elements - elsewhere(self.working_cut_elements),
@@ -390,6 +463,7 @@ class LayerSpec:
             loss_working_elements=part(self.loss_working_elements),
             dispatches=tuple(replace(dispatch, rows=part(dispatch.rows)) for dispatch in self.dispatches),
             crossings=tuple(crossing.sliced_by(degree) for crossing in self.crossings),
+            head=self.head.sliced_by(degree) if self.head else None,
         )
 
 
@@ -419,6 +493,8 @@ class ModelSpec:
     """Why tensor parallelism cannot cut the model; empty if it can."""
     logit_rows: int = 0
     """Rows of logits of one sample, if the head is cut by vocabulary."""
+    chunk_refusal: str = "it is not proven that its loss needs logits row by row"
+    """Why logits and loss cannot be computed in chunks of tokens; empty if they can."""
     sequence: int = 0
     """Tokens of one sample between blocks, if they can be cut."""
     sequence_refusal: str = "nothing says where its sequence may be cut"
@@ -449,6 +525,10 @@ class ModelSpec:
     def params_of(self, layer: int) -> tuple[ParamSpec, ...]:
         """Return the parameters that a layer owns, by its index, in the module's order."""
         return tuple(param for param in self.params if param.layer == layer)
+
+    def entered_before(self, start: int) -> Counter[str]:
+        """Return how often the layers before one enter the modules that several layers enter, by path."""
+        return sum((Counter(dict(layer.entered)) for layer in self.layers[:start]), Counter())
 
     def to_json(self) -> str:
         """Return the spec as JSON, with its format version."""
@@ -489,17 +569,22 @@ def _layer_from(fields: dict[str, Any]) -> LayerSpec:
     crossings = tuple(Crossing(**crossing) for crossing in fields.get("crossings", ()))
     given: dict[str, Any] = {
         "modules": tuple(fields["modules"]),
+        "again": tuple(fields.get("again", ())),
+        "entered": tuple((path, count) for path, count in fields.get("entered", ())),
         "products": products,
         "sequence_boundaries": boundaries,
     }
+    head = fields.get("head")
     given |= {"exchanges": exchanges, "dispatches": dispatches, "crossings": crossings}
+    given["head"] = HeadSpec(**head) if head else None
     return LayerSpec(**{**fields, **given, **sums})
 
 
 def _param_from(fields: dict[str, Any]) -> ParamSpec:
     cut = Cut(**fields["cut"]) if fields["cut"] else None
-    tuples = {name: tuple(fields[name]) for name in ("shape", "aliases", "called")}
-    return ParamSpec(**{**fields, **tuples, "cut": cut})
+    tuples = {name: tuple(fields[name]) for name in ("shape", "aliases", "called", "stages")}
+    uses = tuple(Use(**{**use, "called": tuple(use["called"])}) for use in fields["uses"])
+    return ParamSpec(**{**fields, **tuples, "cut": cut, "uses": uses})
 
 
 _Rest = ParamSpecification("_Rest")
@@ -533,7 +618,7 @@ def remembered(
 
 def is_moved(model: ModelSpec, param: ParamSpec) -> bool:
     """Return whether a weight is in no module of the layer that uses it first, by any of its names."""
-    roots = [root for root in model.layers[param.layer].modules if root]
+    roots = [root for root in model.layers[param.layer].called if root]
     return not any(is_below(name, root) for name in (param.name, *param.aliases) for root in roots)
 
 

@@ -7,7 +7,7 @@ collects the part of each weight that the rank holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -17,7 +17,7 @@ from samestep.models.spec import ModelSpec, ParamSpec
 from samestep.program.bodies import BodyKey, ends_step
 from samestep.program.codecs import CODECS, PLAIN
 from samestep.program.holding import WHOLE, Holding
-from samestep.program.ops import COMPUTE_DTYPE, TF32
+from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, TF32
 from samestep.program.ranks import Ranks, data_ranks_per_node
 from samestep.schedules import SCHEDULES, TaskKind
 
@@ -45,6 +45,8 @@ class StepSpec:
     """Whether the loss works on logits that are cut by vocabulary; if not, they are gathered for it."""
     tf32: bool = False
     """Whether float32 matrix products may run in `TF32`."""
+    updates_in_chunks: bool = False
+    """Whether the optimizer may update some weights before others, as torch's own may."""
     allow: tuple[Waiver, ...] = ()
     """Refusals that the job waives."""
     holdings: Mapping[str, Holding] = field(default_factory=dict, hash=False)
@@ -60,8 +62,9 @@ class StepSpec:
         cuts_loss: bool | None = None,
         stage: int = 0,
         replica: int = 0,
+        updates_in_chunks: bool | None = None,
     ) -> StepSpec:
-        """Return the step of a job in a layout; the job gives the ranks of a node and `cuts_loss` if they are None."""
+        """Return the step of a job in a layout; the job gives what is None."""
         per_node = ranks_per_node or job.run.ranks_per_node or layout.world_size
         return cls(
             model=model,
@@ -73,6 +76,7 @@ class StepSpec:
             replica=replica,
             cuts_loss=job.train.loss == "cross_entropy" if cuts_loss is None else cuts_loss,
             tf32=job.numerics.tf32,
+            updates_in_chunks=":" not in job.optimizer.name if updates_in_chunks is None else updates_in_chunks,
             allow=job.run.allow,
         )
 
@@ -143,6 +147,19 @@ class StepSpec:
         return self.layout.zero if self.layout.num_shards > 1 else 0
 
     @property
+    def splits_masters(self) -> bool:
+        """Whether a master is held in two halves, of which the bfloat16 weight is the upper one.
+
+        Under offload the host holds masters, and under zero=2 and 3 a rank's shard of the weights is its master.
+        """
+        return self.precision == "bf16" and self.zero < 2 and self.updates_in_chunks and not self.layout.offload
+
+    @property
+    def master_copy_bytes(self) -> int:
+        """Bytes of what is held, beside a weight of another dtype, for one element of its master."""
+        return 2 if self.splits_masters else BYTES_OF[self.master_dtype]
+
+    @property
     def splits_backward(self) -> bool:
         """Whether the gradients of weights are tasks of their own."""
         return self.layout.pp > 1 and SCHEDULES[self.layout.schedule].splits_backward
@@ -172,6 +189,26 @@ class StepSpec:
         precision.
         """
         return self.master_dtype if param.shared else self.compute_dtype
+
+
+LARGEST_CHUNK = 2**24
+"""Elements of a chunk of an update, unless a single piece has more."""
+SMALLEST_CHUNK = 2**20
+"""Elements below which an update is not divided further: each chunk takes launches of its own."""
+
+
+def update_chunks(numels: Sequence[int]) -> list[range]:
+    """Return the indices of the pieces that are updated together: runs of pieces with about an eighth of all elements."""
+    limit = min(max(sum(numels) // 8, SMALLEST_CHUNK), LARGEST_CHUNK)
+    chunks: list[range] = []
+    size = 0
+    for index, numel in enumerate(numels):
+        if chunks and size + numel <= limit:
+            chunks[-1], size = range(chunks[-1].start, index + 1), size + numel
+        else:
+            chunks.append(range(index, index + 1))
+            size = numel
+    return chunks
 
 
 def _even_part(count: int, parts: int, index: int) -> int:

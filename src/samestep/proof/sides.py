@@ -129,7 +129,7 @@ def in_layout(place: RankInfo, subject: Subject) -> None:
 def _noted(observed: ObservedRun, subject: Subject, one: Observation | None) -> Observation:
     """Take the steps with SGD, then the job's own optimizer on one device's gradients; return the observation of both."""
     run = observed.run
-    start = [piece.value.detach().clone() for piece in run.updater.pieces]
+    start = [piece.master().clone() for piece in run.updater.pieces]
     buffers = [buffer.clone() for buffer in run.model.buffers()]
     observed.learning_rate = one.learning_rate if one else None
     if subject.job.numerics.precision != "float64" and any(layer.dispatches for layer in subject.spec.layers):
@@ -170,7 +170,7 @@ def judge(place: RankInfo, subject: Subject) -> Judgement:
     one, ranks = _observations(subject)
     run = Run(subject.source, Layout(), subject.job, place)
     run.prepare(subject.example)
-    start = [piece.value.detach().clone() for piece in run.updater.pieces]
+    start = [piece.master().clone() for piece in run.updater.pieces]
     limit = comparison.constant(FLOAT64_ALLOWANCE)
     steps = comparison.compare(one, ranks, limit)
     updates = comparison.compare_updates(one, ranks, limit)
@@ -314,7 +314,7 @@ def measure_rounding(place: RankInfo, subject: Subject) -> None:
     """
     observed = ObservedRun(subject.steps_by_sgd, Layout(), subject.job, place, subject.example)
     run = observed.run
-    start = [piece.value.detach().clone() for piece in run.updater.pieces]
+    start = [piece.master().clone() for piece in run.updater.pieces]
     buffers = [buffer.clone() for buffer in run.model.buffers()]
     seen = _noted(observed, subject, None)
     if place.local_rank == 0:

@@ -36,14 +36,29 @@ from samestep.models.spec import MaskSpec, ModelSpec
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
 from samestep.runtime import given_instance, kept_state, placement
-from samestep.runtime.axes import context, expert, pipeline, precision, recompute, tensor, whole_update
+from samestep.runtime.axes import (
+    context,
+    expert,
+    pending_logits,
+    pipeline,
+    precision,
+    recompute,
+    tensor,
+    whole_update,
+)
+from samestep.runtime.axes.chunked_loss import Chunking
 from samestep.runtime.axes.data import Replicated
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.dropout import rates
 from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.first_state import FirstState
-from samestep.runtime.optimizer_source import WholeWeights, check_optimizer, couples_weights
+from samestep.runtime.optimizer_source import (
+    WholeWeights,
+    check_optimizer,
+    couples_weights,
+    updates_in_chunks,
+)
 from samestep.runtime.optimizer_step import Updater
 from samestep.runtime.parameter_hooks import attributes_of, gradient_hooks
 from samestep.runtime.processes import mesh as meshes
@@ -63,8 +78,11 @@ from samestep.tracing import (
     tensor_plan,
 )
 from samestep.tracing import experts as experts_module
+from samestep.tracing.arranged_layers import spread_over_calls
+from samestep.tracing.forward import outputs_on_meta
 from samestep.tracing.operations import Recorder
 from samestep.tracing.rank_trial import DiffersError
+from samestep.tracing.structural_plan import structural_plan
 from samestep.tracing.trace import containers_of, samples_traced, trace
 from samestep.tracing.traced_model import TracedModel
 
@@ -99,6 +117,8 @@ class Parallel:
     """The slice of every sequence that this rank runs."""
     deferred: Deferred
     """Weight gradients that a split backward has postponed."""
+    pending: Callable[[], AbstractContextManager[None]]
+    """Returns the context of a forward whose loss makes the logits, in chunks."""
     checkpoints: Callable[[], AbstractContextManager[None]]
     """Returns the context of a step, in which checkpointed forwards are repeated as they ran."""
 
@@ -193,6 +213,8 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
         dispatches = stack.enter_context(experts_module.record_dispatches(plan.module, experts, expert_calls))
         checkpointed = stack.enter_context(recompute.record_checkpointed(plan.module))
         spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, recorder, source.loss)
+    if planned.is_open and (found_plan := structural_plan(plan.module, recorder.operations, experts.counts)):
+        return prepare(source, job, example, tensor_plan.Cuts(found_plan, may_shrink=True))
     proof, counts, shareable = _proven(spec, plan, planned, recorder, experts, one, source.loss is cross_entropy)
     fewer, refusal = planned, proof.refusal
     while refusal and not spec.varies_at and (smaller := tensor_plan.smaller(plan.module, fewer, refusal)):
@@ -214,7 +236,8 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
         with recompute.record_checkpointed(plan.module):
             states = state.examine(plan.module, one, spec, containers, num_samples, value_of)
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
-    spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable, proof))
+    spec = spread_over_calls(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable, proof))
+    spec = _with_loss(spec)
     spec, parts = sequence_boundaries.with_sequence(spec, plan.module, planned.styles, calls)
     placed: list[MaskSpec] = []
 
@@ -224,6 +247,16 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
             yield
         placed.extend(found)
 
+    with (
+        snapshot.preserved(plan.module),
+        recompute.record_checkpointed(plan.module),
+        dropout.record_masks(plan.module, samples_traced(plan.module)),
+        experts_module.record_dispatches(plan.module, experts),
+    ):
+        run_on_meta = functools.partial(
+            outputs_on_meta, plan.module, one, samples_traced(plan.module), value_of, bool(spec.varies_at)
+        )
+        spec = replace(spec, chunk_refusal=pending_logits.refusal_of(plan.module, spec, source.loss, run_on_meta))
     with snapshot.preserved(plan.module), recompute.record_checkpointed(plan.module):
         found = samples.examine(
             plan.module, one, source.loss, experts, value_of,
@@ -295,16 +328,15 @@ def _tried(
 
     def forward(recorder: Recorder) -> None:
         masks = dropout.record_masks(plan.module, samples_traced(plan.module))
-        with masks, experts_module.record_dispatches(plan.module, experts):
+        # Every forward from one state: at their first, modules make tables, and install hooks that record their outputs.
+        with snapshot.preserved(plan.module), masks, experts_module.record_dispatches(plan.module, experts):
             cut_proof.run_forward(plan.module, sample, proof.styles, value_of, recorder)
 
-    # Both forwards from one state: modules that record their outputs install their hooks at the first of them.
-    with snapshot.preserved(plan.module):
-        try:
-            forward(recorder := Recorder())
-            proof = cut_proof.with_degree(proof, plan.module, shared, recorder.operations, forward, degree)
-        except DiffersError as error:
-            return replace(proof, refusal=str(error), refused_at=error.where), {}
+    try:
+        forward(recorder := Recorder())
+        proof = cut_proof.with_degree(proof, plan.module, shared, recorder.operations, forward, degree)
+    except DiffersError as error:
+        return replace(proof, refusal=str(error), refused_at=error.where), {}
     return proof, {degree: proof.divided(plan.module)}
 
 
@@ -424,15 +456,16 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     # Asked now, for the canary: the optimizer that is used must be the last one that the function makes.
     is_watched = 0 < job.train.watch_every <= job.train.steps or bool(spec.tried)
     couples = is_watched and couples_weights(source.optimizer, spec, whole.attributes)
-    program = program_of(spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica)
+    in_chunks = job.numerics.precision == "bf16" and updates_in_chunks(source.optimizer, whole)
+    program = program_of(
+        spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica, in_chunks
+    )
     waived = kept_state.check(traced.analysis.states, program, job.run)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = job.numerics.tf32
     mesh = meshes.build(program, place.device, job.run.timeout_s)
     model = plan.module
     assert all(param.is_meta for param in model.parameters()), "a blueprint is cut and filled by one run alone"
     precision.apply(traced, program)
-    if layout.pp > 1:
-        pipeline.check(model, program)
     for twin in TWINS:
         twin.apply(traced, program, mesh)
     slicing = context.Slicing(model, program, mesh) if layout.cp > 1 else context.WholeSequences()
@@ -447,6 +480,8 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
         held = placement.part_of(shapes[name], cut, holding, mesh)
         if held.dim == 0 and len(held.shape) > 2 and held.intervals:  # a stack of experts, which no rank holds whole
             return plan.materialize(name, place.device, dtype, held.intervals)
+        if held.numel and plan.makes_parts(name):
+            return plan.materialize(name, place.device, dtype, held.intervals, held.dim)
         return placement.local_part(plan.materialize(name, place.device, dtype), cut, holding, mesh)
 
     shapes = {param.name: param for param in spec.params}
@@ -468,6 +503,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
             else pipeline.WholeModel(model),
             slicing=slicing,
             deferred=deferred,
+            pending=_pending(model, program, mesh),
             checkpoints=functools.partial(
                 recompute.in_our_modes,
                 functools.partial(_recompute_contexts, model, program, slicing),
@@ -488,16 +524,38 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
             mask_part=MaskSlice(spec, *of_tp, layout.sequence_parallel, *of_cp) if layout.tp * layout.cp > 1 else None,
         ),
         objective=Objective(
-            loss=functools.partial(tensor.cut_loss, mesh) if tensor.cuts_logits(program) else own_loss,
+            # In chunks each part of the logits knows that it is cut.
+            loss=functools.partial(tensor.cut_loss, mesh)
+            if tensor.cuts_logits(program) and layout.loss_chunk is None
+            else own_loss,
             balance=expert.Balance.of(traced, program, mesh),
             nominal_count=_nominal_count(example, job.train.global_batch),
         ),
         weights=Weights(
             store=store,
-            updater=Updater.over(store.pieces, source.optimizer, job.numerics, whole, couples_weights=couples),
+            updater=Updater.over(
+                store.pieces,
+                source.optimizer,
+                job.numerics,
+                whole,
+                couples_weights=couples,
+                splits_masters=program.step.splits_masters,
+            ),
             lr_factor=learning_rate_factor(job.schedule, job.train.steps),
         ),
     )
+
+
+def _pending(model: nn.Module, program: Program, mesh: meshes.Mesh) -> Callable[[], AbstractContextManager[None]]:
+    """Return what makes the context of a forward without logits, on the stage that has the head."""
+    head, chunk = program.step.model.layers[-1].head, program.step.layout.loss_chunk
+    is_here = not program.chunks or program.chunks[-1].stop == len(program.step.model.layers)
+    if head is None or chunk is None or not is_here:
+        return nullcontext
+    group = mesh.groups["tp"] if tensor.cuts_logits(program) else None
+    module = model.get_submodule(head.owner)
+    assert isinstance(module, nn.Linear), "another head is refused"
+    return pending_logits.PendingHead(module, Chunking(chunk, group)).pending
 
 
 def _mark(model: nn.Module, spec: ModelSpec, whole: WholeWeights, store: WeightStore) -> None:

@@ -36,8 +36,9 @@ from torch import Tensor
 from samestep.errors import CheckpointError
 from samestep.job import Job
 from samestep.models.spec import ParamSpec
+from samestep.models.weight_files import digest_of
 from samestep.runtime import checkpoint_state
-from samestep.runtime.optimizer_step import Piece
+from samestep.runtime.optimizer_step import Piece, Updater
 from samestep.runtime.placement import Runs, WeightSlice, copy_shared, part_index, part_of, whole
 from samestep.runtime.processes.mesh import gather_objects
 from samestep.runtime.run import Run
@@ -103,11 +104,12 @@ def load(run: Run, folder: Path) -> None:
     _check_files(manifest, run, folder)
     with ExitStack() as stack:
         stored = _OpenCheckpoint.open(folder, manifest, stack)
-        for piece in run.updater.pieces:
+        updater = run.updater
+        for piece in updater.pieces:
             mine = _part(run, piece).runs(piece.start, piece.stop)
-            with torch.no_grad():
-                piece.value.copy_(stored.read("value", piece, mine).view_as(piece.value))
-            _load_state(run, stored, piece, mine)
+            piece.set_master(stored.read("value", piece, mine))
+            _load_state(updater, stored, piece, mine)
+        updater.publish()  # else what was read looks like what somebody has written into the weights
         for piece in run.assembly.weights.store.frozen:
             if piece.name in stored.values:
                 mine = _part(run, piece).runs(piece.start, piece.stop)
@@ -121,7 +123,6 @@ def load(run: Run, folder: Path) -> None:
         run.adopt(dataclasses.replace(run.assembly, objective=objective))
     if run.updater.loss_scale.is_dynamic and manifest["loss_scale"]:
         run.updater.loss_scale.scale, run.updater.loss_scale.steps_since = manifest["loss_scale"]
-    run.updater.publish()
     run.assembly.weights.store.publish()
     run.steps_taken = manifest["step"]
 
@@ -172,6 +173,11 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> None:
     if differs:
         raise CheckpointError(
             f"{folder} was written by a job with another {', '.join(differs)}: resume with the job in its run folder"
+        )
+    if (source := job.model.folder) and digest_of(source) != manifest.get("folder"):
+        raise CheckpointError(
+            f"the configuration or the tensors in {source}, from which the run started, are others since {folder} was "
+            "written: resume with what stood there"
         )
 
 
@@ -230,12 +236,12 @@ def _contents_of(run: Run, frozen: Sequence[Piece]) -> tuple[dict[str, Tensor], 
         if piece.name in elsewhere:
             continue
         stored = _stored_name(run, piece)
-        tensors[f"value/{stored}/{piece.start}"] = piece.value.detach().flatten()
+        tensors[f"value/{stored}/{piece.start}"] = _copied(piece.master().flatten(), is_new=piece.split is not None)
         state = optimizer.state.get(piece.value, {}) if optimizer else {}
         for key, value in state.items():
             name = f"state/{stored}/{piece.start}/{key}"
             if isinstance(value, Tensor):
-                tensors[name] = value.flatten() if value.shape == piece.value.shape else value[None, None]
+                tensors[name] = _copied(value.flatten() if value.shape == piece.value.shape else value[None, None])
             elif isinstance(value, bool | int | float | str | None):
                 plain[name] = value
             else:
@@ -245,9 +251,15 @@ def _contents_of(run: Run, frozen: Sequence[Piece]) -> tuple[dict[str, Tensor], 
                 )
     for piece in frozen:
         if piece.name not in elsewhere:
-            tensors[f"value/{_stored_name(run, piece)}/{piece.start}"] = piece.value.detach().flatten()
-    tensors |= {f"buffer/{name}": buffer for name, buffer in checkpoint_state.kept_buffers(run).items()}
-    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}, plain
+            tensors[f"value/{_stored_name(run, piece)}/{piece.start}"] = _copied(piece.value.flatten())
+    buffers = checkpoint_state.kept_buffers(run)
+    return tensors | {f"buffer/{name}": _copied(buffer) for name, buffer in buffers.items()}, plain
+
+
+def _copied(tensor: Tensor, *, is_new: bool = False) -> Tensor:
+    """Return a copy on the host, unless nobody else holds a tensor that is there already."""
+    found = tensor.detach().cpu()
+    return (found if is_new else found.clone()).contiguous()
 
 
 def _write_manifest(run: Run, path: Path, parts: list[Any]) -> None:
@@ -259,6 +271,7 @@ def _write_manifest(run: Run, path: Path, parts: list[Any]) -> None:
         "layout": str(run.layout),
         "loss_scale": [scale.scale, scale.steps_since] if scale.is_dynamic else None,
         "job": run.job.model_dump(mode="json"),
+        "folder": digest_of(folder) if (folder := run.job.model.folder) else "",
         "nominal_count": run.assembly.objective.nominal_count if scale.is_dynamic else None,
         "shapes": _shapes(run),
         "frozen": {name: list(shape) for name, shape in whole.items() if any(name in part["frozen"] for part in parts)},
@@ -381,9 +394,9 @@ class _Plain:
     value: Any
 
 
-def _load_state(run: Run, stored: _OpenCheckpoint, piece: Piece, mine: Runs) -> None:
+def _load_state(updater: Updater, stored: _OpenCheckpoint, piece: Piece, mine: Runs) -> None:
     """Set the optimizer's state of one piece: runs of elements, and values that are kept whole (counts)."""
-    optimizer = run.updater.optimizer
+    optimizer = updater.optimizer
     assert optimizer is not None
     state: dict[str, Any] = {}
     for key, runs in stored.states.get(piece.name, {}).items():

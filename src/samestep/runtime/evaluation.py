@@ -37,7 +37,7 @@ def evaluate(assembly: Assembly, batch: StepBatch) -> tuple[float, float]:
             mine = np.array_split(part, dp)[mesh.index("dp")]
             samples, weight = microbatches.read(assembly, batch, mine)
             with parallel.slicing.of(samples):
-                outputs = forward(assembly, samples)
+                outputs = forward(assembly, samples, parallel.pending)
             if outputs is not None:
                 loss_sum, count = assembly.objective.loss(outputs, parallel.slicing.part(samples))
                 totals += torch.stack([as_number(loss_sum, totals), as_number(count, totals)]) * weight

@@ -24,6 +24,7 @@ from samestep.models.spec import ModelSpec, ParamSpec
 from samestep.runtime.update_rule import (
     TRIED,
     OptimizerSource,
+    is_torchs_own,
     options_by_name,
     put_in_place,
     read_rule,
@@ -250,6 +251,14 @@ def couples_weights(source: OptimizerSource, model: ModelSpec, attributes: Mappi
     """Return whether the update of a weight depends on which other weights the optimizer holds, as in D-Adaptation."""
     shapes = {param.name: param.shape for param in model.params if param.trainable and param.numel}
     return bool(shapes) and bool(read_rule(source, shapes, {}, attributes).coupled)
+
+
+def updates_in_chunks(source: OptimizerSource, whole: WholeWeights) -> bool:
+    """Return whether an optimizer may update some weights before others: torch's own treat every weight by itself."""
+    try:
+        return is_torchs_own(skeleton(source, whole.shapes, whole.attributes)[0])
+    except (ModelError, *TRIED):  # one that cannot be built over weights without values
+        return False
 
 
 def _spreading(layout: Layout) -> list[tuple[str, str]]:

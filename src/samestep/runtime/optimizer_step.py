@@ -3,12 +3,18 @@
 However a layout cuts the weights, a rank updates a list of `Piece`s: runs of one parameter's elements as plain tensors
 in master precision. Optimizers that treat every element by itself (SGD, Adam, ...) give the one-device update on any
 pieces. `update_rule.py` reads from an optimizer's operations whether it does.
+
+Between two updates a piece may be held in less than master precision asks for (`split_masters.py`). It is then updated
+with some others, a chunk of all pieces, so that the wider values of few pieces exist at a time:
+
+    for each chunk: join its masters, lend its gradients, optimizer.step() over its pieces alone, split its masters
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +24,13 @@ from torch.optim import Optimizer
 
 from samestep.errors import ModelError
 from samestep.job import NumericsTable
+from samestep.program.step import update_chunks
 from samestep.runtime import host_copies
 from samestep.runtime.first_state import optimizer_digests
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.optimizer_source import ALONE, GivenOptimizer, WholeWeights, built_over, check_step
-from samestep.runtime.update_rule import OptimizerSource, has_hooks
+from samestep.runtime.split_masters import SplitMasters
+from samestep.runtime.update_rule import OptimizerSource, has_hooks, is_torchs_own
 
 _ROW = 4096
 LARGEST_SUM = torch.finfo(torch.float16).max / 2
@@ -45,6 +53,31 @@ class Piece:
     """Tensor that receives the updated values, in another dtype or on the device; None where `value` itself is in use."""
     is_uncut: bool = False
     """Whether the parameter is that of the uncut model, though `tp` or `ep` leaves this rank a part of it."""
+    split: tuple[SplitMasters, int] | None = None
+    """What holds the master, and its index there, where `target` is the upper half of it; `value` is there in updates alone."""
+
+    def master(self) -> Tensor:
+        """Return the master values, of the shape of `value`; newly allocated where they are held in two halves."""
+        if self.split is None:
+            return self.value.detach()
+        masters, index = self.split
+        return masters.of(index).view(self.value.shape)
+
+    @torch.no_grad()
+    def set_master(self, values: Tensor) -> None:
+        """Set the master values; those that are not split are published later."""
+        if self.split is None:
+            self.value.detach().copy_(values.view_as(self.value))
+        else:
+            masters, index = self.split
+            masters.set(index, values)
+
+    def hold_whole(self) -> None:
+        """Hold the master in one tensor from now on."""
+        if self.split is not None:
+            masters, index = self.split
+            self.value.data = masters.release(index).view(self.value.shape)
+            self.split = None
 
 
 class LiveWeights:
@@ -59,14 +92,17 @@ class LiveWeights:
     @torch.no_grad()
     def publish(self) -> None:
         """Copy updated values to the tensors that the forward reads."""
-        host_copies.publish([(piece.value, piece.target) for piece in self._pieces if piece.target is not None])
+        whole = [(piece.value, piece.target) for piece in self._pieces if piece.split is None]
+        host_copies.publish([(value, target) for value, target in whole if target is not None])
         self._published = self._state()
 
     @torch.no_grad()
     def reread(self) -> None:
         """Take over into the master values what a user or a forward has written into the weights since `publish`.
 
-        Elements that nobody wrote keep their master values.
+        Elements that nobody wrote keep their master values. A master that was split has lost which ones these are: there
+        an element keeps its remainder, so one that was written is met within half a last place of its bfloat16, and a
+        zero exactly. From then on the master of that weight is held whole, and later writes are met exactly.
         """
         if self._published is not None and self.was_written(self._published[1].device).item():
             self.take_over()
@@ -74,12 +110,26 @@ class LiveWeights:
     @torch.no_grad()
     def take_over(self) -> None:
         """Set the elements of master values whose weights differ from what `publish` wrote."""
-        for piece in self._pieces:
+        for piece, is_written in zip(self._pieces, self._written(), strict=True):
             assert piece.target is not None
-            value = piece.value.view_as(piece.target)
+            if piece.split is not None and not is_written:
+                continue
+            was_split = piece.split is not None
+            piece.hold_whole()
+            value = piece.value.detach().view_as(piece.target)
             live = piece.target.to(value.device)
-            value.copy_(torch.where(value.to(live.dtype) == live, value, live.to(value.dtype)))
+            is_kept = value.to(live.dtype) == live
+            is_kept &= (live != 0) | (not was_split)
+            value.copy_(torch.where(is_kept, value, live.to(value.dtype)))
         self._published = self._state()
+
+    def _written(self) -> list[bool]:
+        """Return of each piece whether its target was written since `publish`; the host waits for the device."""
+        before, now = self._published, self._state()
+        if before is None or now is None:
+            return [False] * len(self._pieces)
+        norms = (before[1] != now[1]).tolist()
+        return [old != new or differ for old, new, differ in zip(before[0], now[0], norms, strict=True)]
 
     @torch.no_grad()
     def was_written(self, device: torch.device) -> Tensor:
@@ -174,6 +224,8 @@ class Updater:
     """Digests of the optimizer's options and attributes before its first step."""
     live: LiveWeights = field(default_factory=lambda: LiveWeights([]))
     """The weights that the forward reads."""
+    chunks: list[list[Piece]] = field(default_factory=list)
+    """Pieces that are updated together; empty where all are, as they are held."""
 
     @classmethod
     def over(
@@ -184,8 +236,9 @@ class Updater:
         whole: WholeWeights = ALONE,
         *,
         couples_weights: bool = False,
+        splits_masters: bool = False,
     ) -> Updater:
-        """Build the optimizer over `pieces` of the `whole` weights.
+        """Build the optimizer over `pieces` of the `whole` weights; `splits_masters` holds masters in two halves.
 
         Raises:
             ModelError: the optimizer's `step` needs a closure, or it holds none of the weights.
@@ -211,6 +264,7 @@ class Updater:
             _set_lr=list(rates),
             _given_lr=_rates(given),
         )
+        made.chunks = _chunks(pieces, optimizer, splits_masters=splits_masters)
         made.live = LiveWeights(pieces)
         made.first_digests = optimizer_digests(optimizer) if optimizer else {}
         return made
@@ -293,18 +347,24 @@ class Updater:
             del scaling.found_inf
 
     def _update(self, gradients: list[Tensor]) -> None:
-        """Lend the gradients to the pieces, and let the optimizer update them."""
+        """Lend the gradients to the pieces, and let the optimizer update them, chunk by chunk."""
         assert self.optimizer is not None
-        lent = [piece.value for piece in self.pieces if piece.value.grad is None]
         gradients = host_copies.beside(gradients, [piece.value for piece in self.pieces])
-        for piece, gradient in zip(self.pieces, gradients, strict=True):
-            if piece.value.grad is not gradient:
-                piece.value.grad = gradient.view_as(piece.value)
-        self.optimizer.step()
+        of_piece = {id(piece): gradient for piece, gradient in zip(self.pieces, gradients, strict=True)}
+        for chunk in self.chunks or [self.pieces]:
+            with _widened(chunk), _holding_only(self.optimizer, chunk if self.chunks else None):
+                lent = [piece.value for piece in chunk if piece.value.grad is None]
+                for piece in chunk:
+                    gradient = of_piece[id(piece)]
+                    if piece.value.grad is not gradient:
+                        piece.value.grad = gradient.view_as(piece.value)
+                try:
+                    self.optimizer.step()
+                finally:
+                    for value in lent:  # a gradient that was lent would stay allocated beside that of the next step
+                        value.grad = None
         if self.given is not None:
             self.given._opt_called = True  # type: ignore[attr-defined]  # what a scheduler over the instance asks for
-        for value in lent:  # a gradient that was lent would stay allocated beside that of the next step
-            value.grad = None
 
     @torch.no_grad()
     def overflow(self, device: torch.device) -> Tensor:
@@ -333,6 +393,75 @@ class Updater:
     def was_written(self, device: torch.device) -> Tensor:
         """Return 1 if a weight was written since `publish`, else 0 (float64 []), which the host need not wait for."""
         return self.live.was_written(device)
+
+
+def _chunks(pieces: list[Piece], optimizer: Optimizer | None, *, splits_masters: bool) -> list[list[Piece]]:
+    """Split the masters of bfloat16 weights, and return the pieces by the chunks in which they are updated.
+
+    Some pieces can be updated before others by the rules of torch's own optimizers alone.
+    """
+    if optimizer is None or not (splits_masters or any(piece.split for piece in pieces)):
+        return []
+    if not is_torchs_own(optimizer):  # over pieces that are split already, for another optimizer
+        return [pieces]
+    chunks = [[pieces[i] for i in indices] for indices in update_chunks([piece.value.numel() for piece in pieces])]
+    for chunk in chunks if splits_masters else []:
+        halved = [piece for piece in chunk if _can_split(piece)]
+        weights = [piece.target for piece in halved if piece.target is not None]
+        if weights:
+            masters = SplitMasters(weights, [piece.master() for piece in halved])
+            for index, piece in enumerate(halved):
+                piece.split = masters, index
+                piece.value.data = _absent(piece.value)
+    return chunks
+
+
+def _can_split(piece: Piece) -> bool:
+    target, value = piece.target, piece.value
+    return (
+        target is not None
+        and piece.split is None
+        and target.device == value.device
+        and (target.dtype, value.dtype) == (torch.bfloat16, torch.float32)
+    )
+
+
+def _absent(value: Tensor) -> Tensor:
+    """Return a stand-in for values that are held elsewhere: what reads it gets no numbers, and nothing can write it."""
+    return torch.full((1,), math.nan, dtype=value.dtype, device=value.device).expand(value.shape)
+
+
+@contextmanager
+def _widened(chunk: list[Piece]) -> Iterator[None]:
+    """Let the pieces of a chunk have their master values inside."""
+    groups = {id(piece.split[0]): piece.split[0] for piece in chunk if piece.split is not None}
+    split = [(piece, piece.value.data, *piece.split) for piece in chunk if piece.split is not None]
+    with ExitStack() as stack:
+        windows = {key: stack.enter_context(masters.joined()) for key, masters in groups.items()}
+        try:
+            for piece, _, masters, index in split:
+                piece.value.data = windows[id(masters)][index].view(piece.value.shape)
+            yield
+        finally:
+            for piece, absent, _, _ in split:
+                piece.value.data = absent
+
+
+@contextmanager
+def _holding_only(optimizer: Optimizer, chunk: list[Piece] | None) -> Iterator[None]:
+    """Let an optimizer hold the pieces of a chunk alone inside; None lets it hold what it does."""
+    if chunk is None:
+        yield
+        return
+    mine = {id(piece.value) for piece in chunk}
+    held = [group["params"] for group in optimizer.param_groups]
+    for group, params in zip(optimizer.param_groups, held, strict=True):
+        group["params"] = [param for param in params if id(param) in mine]
+    try:
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, held, strict=True):
+            group["params"] = params
 
 
 def _rates(optimizer: Optimizer | None) -> list[float]:

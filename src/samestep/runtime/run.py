@@ -400,7 +400,7 @@ class Run:
             microbatches.forget(task.microbatch)
         self._generators.settle(whole=task.microbatch == 0)
         with self._forward_modes(microbatches, task.microbatch):
-            with parallel.slicing.of(samples):
+            with parallel.slicing.of(samples), parallel.pending():
                 outputs = parallel.stage.forward(task.microbatch, task.chunk, samples)
             self._check_generators("the forward", samples)
             if not parallel.stage.is_last(task.chunk):

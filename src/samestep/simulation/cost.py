@@ -79,6 +79,8 @@ ATTENTION_BACKWARD = 2.5
 """Ratio of FLOPs of a fused attention's backward, which recomputes the scores, to its forward (arXiv:2307.08691)."""
 BACKWARD_MOVES = 1.75
 """Ratio of bytes moved by the backward of other work to its forward."""
+CHUNK_KERNELS = 10
+"""Operations that each further chunk of logits adds to the forward of a head and its loss."""
 BACKWARD_KERNELS = 2.2
 """Ratio of the number of operations of a backward to its forward."""
 
@@ -151,10 +153,16 @@ def _layer_s(
     times = [_product_s(product, samples, backward, part, work, dtypes, hardware) for product in products]
     moved = work.moved_elements * samples * BYTES_OF[dtypes.values] * (BACKWARD_MOVES if backward else 1.0)
     launched = max(work.kernels - (0 if is_whole else len(work.products)), 0) + _casts(products, dtypes)
+    launched += CHUNK_KERNELS * sum(_chunks(product, samples) - 1 for product in products)
     kernels = launched * (BACKWARD_KERNELS if backward else 1.0)
     others = max(kernels - len(times), 0)
     device_s = sum(times) + moved / _bandwidth(hardware) + others * hardware.kernel_s
     return _soft_maximum(device_s, kernels * hardware.kernel_launch_s)
+
+
+def _chunks(product: Product, samples: int) -> int:
+    """Return the number of chunks in which a product is computed."""
+    return -(-product.rows * samples // product.chunk_rows) if product.chunk_rows else 1
 
 
 def _casts(products: tuple[Product, ...], dtypes: _Dtypes) -> int:
@@ -182,11 +190,14 @@ def _product_s(
         m, k, n, count, groups = product.rows * samples, product.inner, product.columns, product.count, product.groups
     # Rows divided among experts are as many products, each with its own weight.
     m, count = -(-m // groups), count * groups
+    if product.chunk_rows:
+        m, count = min(m, product.chunk_rows), count * _chunks(product, samples)
     dtype = dtypes.values if product.factors == "pair" else dtypes.products
     if not backward:
         return _matrix_s(m, k, n, count, dtype, dtypes, hardware, product.taps)
     has_inputs = work.has_input_gradient and part != "weights"
-    total = _matrix_s(m, n, k, count, dtype, dtypes, hardware, given=product.taps) if has_inputs else 0.0
+    total = _matrix_s(m, k, n, count, dtype, dtypes, hardware, product.taps) if product.chunk_rows else 0.0
+    total += _matrix_s(m, n, k, count, dtype, dtypes, hardware, given=product.taps) if has_inputs else 0.0
     if part == "inputs" and product.is_deferrable:
         return total
     if product.factors != "frozen":

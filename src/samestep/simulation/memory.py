@@ -3,15 +3,16 @@
 Bytes a parameter in mixed precision with Adam, N ranks on dp_shard (Rajbhandari et al. 2020, arXiv:1910.02054):
 
     zero   classic    held by this runtime
-    0      16         18                    weight 2, float32 gradient 4, master 4, two states 8
-    1      4 + 12/N   6 + 12/N              master and states cut
+    0      16         16                    weight 2, float32 gradient 4, lower half of the master 2, two states 8
+    1      4 + 12/N   6 + 10/N              lower half and states cut
     2      2 + 14/N   2 + 16/N in the step  gradients too; the weights, 2, are freed after the step
     3      16/N       16/N                  weights too (the masters are the weights)
 
 The classic table keeps gradients in half precision; this runtime adds them up in float32. With many ranks the classic
-savings are 4x, 8x and N-fold.
+savings are 4x, 8x and N-fold. Where a weight is no half of its master (fp16, offload, the optimizers of users) the master
+takes 4 bytes in place of 2.
 
-Within a step four things come and go:
+Within a step five things come and go:
 
     activations   from a layer's forward to its backward; under recompute only what is kept, and all of it again from
                   the second forward on; during a layer's backward the gradients that it works on; of a stage its output
@@ -21,6 +22,7 @@ Within a step four things come and go:
     gradients     under zero=2 and 3 a unit's whole gradient, from its backward to the reduce_scatter of the next unit,
                   until which FSDP2 keeps what it sent; else that of a layer's largest weight, until it is added to those
                   of other micro-batches
+    the update    the joined masters of the pieces that are updated together
 
 and on a device there is an overhead: what context, communicators and libraries hold of it, which no tensor can have.
 """
@@ -39,7 +41,7 @@ from samestep.output.byte_sizes import gib
 from samestep.program.bodies import BodyKey, is_forward
 from samestep.program.ops import BYTES_OF, Buffer, Op, OpKind, Ops
 from samestep.program.program import Program
-from samestep.program.step import StepSpec
+from samestep.program.step import StepSpec, update_chunks
 
 _STATES = {
     "adadelta": 2, "adafactor": 0, "adagrad": 1, "adam": 2, "adamax": 2, "adamw": 2, "asgd": 1, "muon": 1, "nadam": 2,
@@ -106,7 +108,7 @@ def classic_bytes_per_param(zero: int, num_shards: int) -> float:
 
 def held_bytes_per_param(zero: int, num_shards: int) -> float:
     """Return this runtime's bytes a parameter: mixed precision, Adam; for zero=2 with the weights gathered."""
-    return (18, 6 + 12 / num_shards, 2 + 16 / num_shards, 16 / num_shards)[zero]
+    return (16, 6 + 10 / num_shards, 2 + 16 / num_shards, 16 / num_shards)[zero]
 
 
 def states_per_param(job: Job) -> int:
@@ -132,41 +134,59 @@ OWN_COPY = "own copy"
 
 
 def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> MemoryUse:
-    """Return what `rank` holds between two steps, to the byte.
+    """Return what `rank` holds between two steps, to the byte, but for the padding of masters' lower halves: below 1 KiB
+    a chunk of the update.
 
     `states_per_param` are the optimizer's tensors of a weight's own shape: 2 for Adam, 1 for momentum, 0 for SGD.
     """
     step = program.step
-    lent = {member.name for owners in program.owners for member in owners.members}
-    if step.zero == 0:
-        weights, gradients = _whole(program)
-        updated = [(param.numel, step.working_dtype(param)) for param in _trainable(step) if param.name not in lent]
-    elif step.zero == 1:
-        weights, gradients = _in_buckets(program)
-        updated = [
-            (
-                bucket.elements_at(step.ranks.coordinate(rank, bucket.holding.data_axis)),
-                bucket.dtype,
-            )
-            for bucket in program.buckets
-            if bucket.members[0].name not in lent
-        ]
-    else:
-        weights, gradients = _in_units(program)
-        updated = [(_cut_numel(step, p, rank), step.master_dtype) for p in _trainable(step) if p.name not in lent]
+    weights, gradients = (_whole, _in_buckets, _in_units, _in_units)[step.zero](program)
     owned, brought = _owned(program, rank)
-    updated.append((owned, OWN_COPY))
     gradients += brought * BYTES_OF[step.master_dtype]
     master, offload = BYTES_OF[step.master_dtype], step.layout.offload
-    # What stands on the host has masters of its own there, whatever dtype the device has.
+
+    def copy_bytes(working_dtype: str) -> int:
+        """Return the bytes of a master beside its weight; what stands on the host has masters of its own there."""
+        if offload or working_dtype == OWN_COPY:
+            return master
+        return step.master_copy_bytes if working_dtype != step.master_dtype else 0
+
     kept = sum(
-        numel * master * (states_per_param + (offload or working_dtype != step.master_dtype))
-        for numel, working_dtype in updated
+        numel * (master * states_per_param + copy_bytes(working_dtype))
+        for numel, working_dtype in (*_updated(program, rank), (owned, OWN_COPY))
     )
     optimizer, host = (0, kept) if offload else (kept, 0)
     return MemoryUse(
         weights=weights, gradients=gradients, optimizer=optimizer, buffers=step.model.buffer_bytes, host=host
     )
+
+
+def _updated(program: Program, rank: int) -> list[tuple[int, str]]:
+    """Return elements and working dtype of each piece that a rank updates, but for weights that are updated whole by owners."""
+    step = program.step
+    lent = {member.name for owners in program.owners for member in owners.members}
+    params = [param for param in _trainable(step) if param.name not in lent]
+    if step.zero >= 2:
+        return [(_cut_numel(step, param, rank), step.master_dtype) for param in params]
+    if step.zero == 0:
+        return [(param.numel, step.working_dtype(param)) for param in params]
+    mine = {
+        member.name: numel
+        for bucket in program.buckets
+        for member, numel in bucket.parts_at(step.ranks.coordinate(rank, bucket.holding.data_axis))
+    }
+    return [(mine[param.name], step.working_dtype(param)) for param in params if mine[param.name]]
+
+
+def _split_numels(program: Program, rank: int) -> list[int]:
+    """Return the elements of the pieces whose masters, held in two halves, an update joins at a time: at most so many."""
+    step = program.step
+    if not step.splits_masters:
+        return []
+    pieces = _updated(program, rank)
+    chunks = update_chunks([numel for numel, _ in pieces])
+    split = [[pieces[index][0] for index in chunk if pieces[index][1] != step.master_dtype] for chunk in chunks]
+    return max(split, key=sum, default=[])
 
 
 def _owned(program: Program, rank: int) -> tuple[int, int]:
@@ -186,8 +206,11 @@ def _owned(program: Program, rank: int) -> tuple[int, int]:
 
 def during_step(program: Program, states_per_param: int = 2, rank: int = 0) -> MemoryUse:
     """Return what `rank` holds at the op of the step at which it holds most."""
+    step = program.step
     rest = at_rest(program, states_per_param, rank)
-    most = _peak(program)
+    joined = sum(_split_numels(program, rank)) * BYTES_OF[step.master_dtype]
+    update = _Peak(f"{OpKind.UPDATE}:optimizer", sum(_arriving(program).values()), 0, 0, joined)
+    most = max(_peak(program), update, key=lambda peak: peak.total)
     return replace(
         rest,
         gradients=rest.gradients - sum(_arriving(program).values()) + most.gradients,
@@ -201,7 +224,7 @@ def during_step(program: Program, states_per_param: int = 2, rank: int = 0) -> M
 def during_init(program: Program, rank: int = 0) -> MemoryUse:
     """Return what `rank` holds while weights are drawn: its parts, and a whole one that is cut, cast or copied.
 
-    Gradients in buckets are there already; the optimizer makes its states in the first step.
+    Masters are split once all are there. Gradients in buckets are there already; the optimizer makes its states in the first step.
     """
     step = program.step
     rest = at_rest(program, 0, rank)
@@ -209,7 +232,10 @@ def during_init(program: Program, rank: int = 0) -> MemoryUse:
     stays = {*step.layout.weight_axes.values()} == {1} and step.zero == 0 and not step.is_mixed
     drawn = 0 if stays else largest * BYTES_OF[step.master_dtype]
     gradients = rest.gradients if program.buckets else 0
-    return replace(rest, gradients=gradients, buffers=rest.buffers + drawn, peak_at="init")
+    whole = at_rest(replace(program, step=replace(step, updates_in_chunks=False)), 0, rank).optimizer
+    # The lower halves of the first chunk stand beside all masters, and what tells where the largest of them are halfway.
+    split = sum(_split_numels(program, rank)) * 2 + max(_split_numels(program, rank), default=0) * 5
+    return replace(rest, gradients=gradients, optimizer=whole, buffers=rest.buffers + max(drawn, split), peak_at="init")
 
 
 def saving_host_bytes(program: Program, states_per_param: int = 2, rank: int = 0) -> int:
@@ -473,12 +499,13 @@ class Saved(NamedTuple):
     """What the loss behind it keeps for its backward, in master precision."""
     loss_working: int = 0
     """What the backward of the loss has alive beside it."""
+    loss_fixed: int = 0
+    """The part of that which a larger micro-batch does not need more of."""
 
 
 def saved_bytes(step: StepSpec, layer: LayerSpec) -> Saved:
     """Return what a layer keeps and works on for a micro-batch; the loss stands behind the last one."""
     one = step.microbatch_samples * BYTES_OF[step.compute_dtype]
-    of_loss = step.microbatch_samples * BYTES_OF[step.master_dtype]
     whole = layer.saved_elements + layer.saved_norm_elements * step.is_mixed
     recompute = step.layout.recompute if layer.is_block else "none"
     kept = {"none": whole, "selective": layer.saved_selective_elements, "full": layer.input_elements}[recompute]
@@ -487,11 +514,33 @@ def saved_bytes(step: StepSpec, layer: LayerSpec) -> Saved:
         whole=max(kept, whole) * one,
         working=layer.working_elements * one,
         boundaries=min(layer.working_elements, layer.input_elements + layer.output_elements) * one,
-        # Behind the forward the output is there too, and its copy in master precision.
-        loss_made=layer.loss_elements * (one + of_loss * step.is_mixed),
-        loss=layer.loss_elements * of_loss,
-        loss_working=layer.loss_working_elements * of_loss,
+        **_of_loss(step, layer),
     )
+
+
+def _of_loss(step: StepSpec, layer: LayerSpec) -> dict[str, int]:
+    """Return what the loss behind a layer keeps and works on."""
+    samples, compute, master = step.microbatch_samples, BYTES_OF[step.compute_dtype], BYTES_OF[step.master_dtype]
+    head, chunk = layer.head, step.layout.loss_chunk
+    if head is None or chunk is None:
+        return {
+            # Behind the forward the output is there too, and its copy in master precision.
+            "loss_made": layer.loss_elements * samples * (compute + master * step.is_mixed),
+            "loss": layer.loss_elements * samples * master,
+            "loss_working": layer.loss_working_elements * samples * master,
+        }
+    tokens = head.rows * samples
+    logits = min(chunk, tokens) * head.columns * (master + compute * step.is_mixed)
+    weight = 0 if head.is_frozen else head.columns * head.inner
+    # Several chunks' gradients of a weight in half precision are added up in master precision.
+    adds_up = tokens > chunk and step.is_mixed
+    fixed = logits + weight * (compute + master * adds_up)
+    return {
+        "loss_made": logits,
+        "loss": tokens * master,
+        "loss_working": fixed + tokens * head.inner * compute,
+        "loss_fixed": fixed,
+    }
 
 
 def _gradient_bytes(step: StepSpec, layer: int) -> list[int]:

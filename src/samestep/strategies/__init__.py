@@ -22,6 +22,7 @@ from samestep.program.program import Program
 from samestep.program.step import MOST_MICROBATCHES, StepSpec
 from samestep.schedules import TaskKind
 from samestep.strategies import (
+    chunked_loss,
     context,
     data,
     expert,
@@ -34,12 +35,13 @@ from samestep.strategies import (
     whole_update,
 )
 
-# The order matters. `context` leaves a rank a slice of the sequence, whose heads and neurons `tensor` cuts; `sequence` cuts
+# The order matters. `chunked_loss` leaves the last layer a chunk of its logits; `context` leaves a rank a slice of the sequence, whose heads and neurons `tensor` cuts; `sequence` cuts
 # the parts between; `expert` leaves a rank its experts; `recompute` repeats forwards together with their collectives;
 # `pipeline` leaves a stage its layers; `shard` adds gathers and scatters; `data` reduces what they leave replicated; `whole_update`
 # brings to one rank what it must update whole.
 STACK: tuple[ModuleType, ...] = (
     precision,
+    chunked_loss,
     context,
     tensor,
     sequence,
@@ -60,15 +62,17 @@ def program_of(
     cuts_loss: bool | None = None,
     stage: int = 0,
     replica: int = 0,
+    updates_in_chunks: bool | None = None,
 ) -> Program:
     """Return the program of one pipeline stage and one data rank: one step of `job` with `model` in `layout`.
 
-    `cuts_loss` is whether the loss can work on logits cut by vocabulary; None takes it from the job's loss.
+    `cuts_loss` is whether the loss can work on logits cut by vocabulary, and `updates_in_chunks` whether the optimizer
+    may update some weights before others; None takes them from the job's loss and optimizer.
 
     Raises:
         LayoutError: a strategy refuses the layout; the text says why and what would work.
     """
-    step = StepSpec.of(model, job, layout, ranks_per_node, cuts_loss, stage, replica)
+    step = StepSpec.of(model, job, layout, ranks_per_node, cuts_loss, stage, replica, updates_in_chunks)
     if reason := refusal_of(step):
         raise LayoutError(reason)
     return _of_all_sizes(step, _program_for)

@@ -170,8 +170,10 @@ def _record_weights(
             found.of_weights.add(watch.key(result))
 
 
-def working_sets(backward: Backward, layer_of: Mapping[str, int], watch: ForwardTracer) -> dict[int, WorkingSet]:
-    """Return by layer the peak of its backward, beside what its forward kept."""
+def working_sets(
+    backward: Backward, layer_of: Mapping[str, int], watch: ForwardTracer, without: int = 0
+) -> dict[int, WorkingSet]:
+    """Return by layer the peak of its backward, beside what its forward kept; tensors of `without` elements count for none."""
     kept = {key: layer_of[region] for key, region in (watch.norm_savers | watch.savers).items()}
     # A gradient is as large as the tensor it belongs to; where a whole tensor has that size too, it counts as whole.
     cut_sizes = {watch.sizes[key] for key in watch.cut} - {watch.sizes[key] for key in kept.keys() - watch.cut}
@@ -182,6 +184,8 @@ def working_sets(backward: Backward, layer_of: Mapping[str, int], watch: Forward
     held, freed = [0, 0], {layer: [0, 0] for layer in layer_of.values()}
 
     def add(to: list[int], key: int, sign: int) -> None:
+        if watch.sizes[key] == without:
+            return
         to[0] += sign * watch.sizes[key]
         to[1] += sign * watch.sizes[key] * (watch.sizes[key] in cut_sizes)
 

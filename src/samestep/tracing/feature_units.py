@@ -107,8 +107,9 @@ def along(view: View, rows: UnitRows) -> UnitDim | None:
 def _parts_in(view: View, rows: UnitRows) -> int:
     """Return the number of equal parts of which a view shows one; 1 if it does not."""
     within = [(size, stride) for size, stride in zip(view.shape, view.strides, strict=True) if 0 < stride < rows.period]
-    shown = 1 + sum((size - 1) * stride for size, stride in within)
-    whole_units = shown % rows.stride == 0 and view.offset % rows.period % shown == 0
+    step = min((stride for _, stride in within), default=1)  # of interleaved halves, each shows every second element
+    shown = step + sum((size - 1) * stride for size, stride in within)
+    whole_units = shown % rows.stride == 0 and view.offset % rows.period // step * step % shown == 0
     return rows.period // shown if whole_units and rows.period % shown == 0 else 1
 
 

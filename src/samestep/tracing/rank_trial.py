@@ -9,6 +9,7 @@ attribute needs the rank's number there: the trial finds the attributes which ma
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,12 +38,32 @@ class Count:
     divisor: int
 
 
+MOST_TRIALS = 64
+"""Forwards of a rank that are tried at most, besides the first."""
+
+
 class DiffersError(ModelError):
     """The forward of a rank runs another operation than that of the whole model, or on other tensors."""
 
     def __init__(self, reason: str, where: str) -> None:
         super().__init__(reason)
         self.where = where
+
+
+@dataclass(slots=True)
+class _Search:
+    """The furthest that any trial has come."""
+
+    reached: int
+    """Number of operations until one differed."""
+    error: DiffersError
+    trials_left: int = MOST_TRIALS
+
+    def note(self, reached: int, error: DiffersError) -> None:
+        """Count a trial that fails, and keep what stopped it if none came further."""
+        self.trials_left -= 1
+        if reached > self.reached:
+            self.reached, self.error = reached, error
 
 
 class _Compared(Recorder):
@@ -259,24 +280,42 @@ class RankTrial:
     def counts(self, known: Collection[Count]) -> list[Count]:
         """Return the attributes by which code counts what a rank has a part of.
 
-        `known` are tried first. A forward that fails names a module; of the integers there and around, the one that
-        brings the forward furthest is divided next.
+        `known` are tried first. A forward that fails names a module; of the integers there and around, those that bring
+        the forward further are divided, the furthest first; two at once where none does alone, as where code compares
+        the number of queries with that of keys. A choice that leads nowhere is taken back.
 
         Raises:
-            DiffersError: no attribute helps.
+            DiffersError: no attributes help.
         """
         counts = list(known)
         reached, error = self._tried(counts)
-        while error is not None:
-            outcomes = [
-                (*self._tried([*counts, one]), one) for one in self._candidates(error.where) if one not in counts
-            ]
-            best = max(outcomes, key=lambda outcome: (outcome[1] is None, outcome[0]), default=None)
-            if best is None or (best[1] is not None and best[0] <= reached):
-                raise error
-            reached, error = best[:2]
-            counts.append(best[2])
-        return counts
+        if error is None:
+            return counts
+        search = _Search(reached, error)
+        found = self._found(counts, reached, error, search)
+        if found is None:
+            raise search.error
+        return found
+
+    def _found(self, counts: list[Count], reached: int, error: DiffersError, search: _Search) -> list[Count] | None:
+        """Return counts with more attributes, with which the forward succeeds; None where there are none."""
+        single = [one for one in self._candidates(error.where) if one not in counts]
+        pairs = [(a, b) for a, b in itertools.combinations(single, 2) if a.path == b.path and a.name != b.name]
+        for choices in ([(one,) for one in single], pairs):
+            outcomes = []
+            for more in choices[: search.trials_left]:
+                now, why = self._tried([*counts, *more])
+                if why is None:
+                    return [*counts, *more]
+                search.note(now, why)
+                outcomes.append((now, why, more))
+            further = sorted((one for one in outcomes if one[0] > reached), key=lambda one: -one[0])
+            for now, why, more in further:
+                if (found := self._found([*counts, *more], now, why, search)) is not None:
+                    return found
+            if further:
+                break
+        return None
 
     def _tried(self, counts: list[Count]) -> tuple[int, DiffersError | None]:
         """Return the number of operations until one differs, and why it does; with views, which may fail alone."""

@@ -1,8 +1,8 @@
 """The modules that tensor parallelism cuts, and the cost of each cut, seen in a forward on the meta device.
 
 A plan names modules by patterns and gives the style of each cut: `{"blocks.*.q": "column", "blocks.*.out": "row"}`. It
-comes from the facts about the model's family (`building/families.py`) or from the user (`module.tensor_plan`). The
-forward shows what no plan needs to state: which cuts read one tensor and share its sum, which inputs take no gradient,
+comes from the user (`module.tensor_plan`), from the facts about the model's family (`building/families.py`), or from the
+data flow of the forward (`structural_plan.py`). The forward also shows what no plan needs to state: which cuts read one tensor and share its sum, which inputs take no gradient,
 and which whole weights are used on cut tensors. `runtime/axes/tensor.py` carries the cuts out.
 """
 
@@ -42,6 +42,8 @@ class Cuts:
     """Whether parts of it may be left whole, where a proof refuses them."""
     gathered: dict[str, str] = field(default_factory=dict)
     """Modules that the plan cuts otherwise, whose outputs are gathered, or which stay whole, and why."""
+    is_open: bool = False
+    """Whether neither the model nor transformers has a plan, so that one is looked for in the forward."""
 
     def gather(self, paths: Collection[str], reason: str) -> None:
         """Gather the outputs of modules, since the code behind them needs them whole; or leave gathered ones whole."""
@@ -51,10 +53,10 @@ class Cuts:
 
 
 def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
-    """Return how a model may be cut: by its own `tensor_plan`, by the plan of transformers for its family, or by a guess.
+    """Return how a model may be cut: by its own `tensor_plan`, or by the plan of transformers for its family.
 
-    `experts` are the paths of modules of experts, which a family's plan may name and which are not cut. A guess, by the
-    names of the layers in its blocks, is made for a family whose plan leaves its blocks whole.
+    `experts` are the paths of modules of experts, which a family's plan may name and which are not cut. Where there is no
+    plan, or it leaves the blocks whole, the cuts are open.
 
     Raises:
         ModelError: the model's own plan has an unknown style.
@@ -78,29 +80,18 @@ def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
     styles |= dict.fromkeys(rejoined, "column")
     styles = {pattern: style for pattern, style in styles.items() if style != "whole"}
     if "row" not in styles.values():
-        styles |= facts.guess_of(model, _linears_in_blocks(model))
-    if "row" not in styles.values():
+        reason = "it has no linear layers in its blocks of which one reads what others compute, and nothing else"
         if unknown:
-            return Cuts(refusal=f"its plan asks for {', '.join(unknown)}, which samestep does not support")
-        if given:
-            return Cuts(refusal="its plan names experts alone, which ep distributes, or modules that it does not have")
-        return Cuts(refusal="it has no tensor_plan, and transformers has none for it")
+            reason = f"its plan asks for {', '.join(unknown)}, which samestep does not support"
+        elif given:
+            reason = "its plan names experts alone, which ep distributes, or modules that it does not have"
+        return Cuts(refusal=reason, is_open=True)
     cuts = replace(_matched(model, styles), may_shrink=True)
     for part in facts.vocabulary_parts(model):
         path = next((path for path, module in model.named_modules() if module is part), None)
         if path is not None:
             cuts.styles[path] = "vocab"
     return cuts
-
-
-def _linears_in_blocks(model: nn.Module) -> list[str]:
-    facts, containers = facts_of(model), containers_of(model)
-    return [
-        path
-        for path, part in model.named_modules()
-        if (isinstance(part, nn.Linear) or facts.is_transposed(part))
-        and any(path != one and is_below(path, one) for one in containers)
-    ]
 
 
 def smaller(model: nn.Module, cuts: Cuts, refusal: str) -> Cuts | None:
@@ -346,7 +337,9 @@ def _cut_of(cuts: Cuts, param: ParamSpec, shareable: Mapping[str, int], proof: C
     if param.name not in proof.cuts:
         return None
     cut, groups = proof.cuts[param.name], proof.groups[param.name]
-    kind: Literal["column", "row", "vocab"] = "row" if style == "row" else "vocab" if style == "vocab" else "column"
+    kind: Literal["column", "row", "vocab", "gather"] = (
+        style if style in ("row", "vocab", "gather") else "column"  # type: ignore[assignment]
+    )
     return Cut(style=kind, dim=cut.dim, groups=groups, parts=cut.parts, is_shareable=path in shareable)
 
 

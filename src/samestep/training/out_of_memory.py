@@ -109,7 +109,7 @@ def held(run: Run) -> dict[str, int]:
         for piece in run.updater.pieces
         for value in (
             *(optimizer.state.get(piece.value, {}) if optimizer else {}).values(),
-            *([piece.value] * (piece.target is not None)),
+            *(piece.split[0].tensors if piece.split else [piece.value] * (piece.target is not None)),
         )
         if isinstance(value, Tensor)
     ]

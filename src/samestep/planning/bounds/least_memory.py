@@ -189,9 +189,10 @@ class Needs:
         master, states = BYTES_OF[step.master_dtype], self.states_per_param
         if step.zero >= 2:
             return (whole.held + whole.held_trained * (1 + (0 if step.layout.offload else states))) * master
-        kept = (mine.trained * states + mine.apart) * master
+        copy = step.master_copy_bytes
+        kept = mine.trained * states * master + mine.apart * copy
         if step.zero == 1:
             shards = step.layout.num_shards
-            of_experts = (mine.expert_trained * states + mine.expert_apart) * master
+            of_experts = mine.expert_trained * states * master + mine.expert_apart * copy
             kept = (kept - of_experts) / shards + of_experts / step.ranks.size("dp_expert")
         return mine.weights + mine.trained * master + (0.0 if step.layout.offload else kept)

@@ -48,7 +48,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.errors import LayoutError
-from samestep.models.spec import ParamSpec
+from samestep.models.spec import ParamSpec, is_below
 from samestep.program.bodies import UPDATE_BODY, Task, ends_step
 from samestep.program.codecs import PLAIN
 from samestep.program.ops import BYTES_OF, Op, OpKind
@@ -361,13 +361,13 @@ class _RunningUnit:
                 whole.requires_grad_(True).register_post_accumulate_grad_hook(hook)
 
     def end_forward(self) -> None:
-        """Reshard a unit that stayed gathered over several calls.
+        """Reshard a unit that stayed gathered over several calls, or for the loss.
 
         Raises:
             LayoutError: the unit did not run.
         """
         self.check_ran()
-        if self.unit.is_called_again and not self.unit.keep_after_forward:
+        if (self.unit.is_called_again or self.unit.is_read_by_loss) and not self.unit.keep_after_forward:
             self.fsdp.reshard()
 
     # -- backward ----------------------------------------------------------------------------------
@@ -483,8 +483,8 @@ def _reshape(model: nn.Module, program: Program) -> dict[str, _ParamSlots]:
     slots: dict[str, _ParamSlots] = {}
     for spec in program.step.model.params:
         names = [name.rpartition(".") for name in (spec.name, *spec.aliases)]
-        if program.step.holding(spec).tied_over:  # the weight's other name is on another stage
-            names = [name for name in names if name[0] in mine[spec.name]]
+        if program.step.holding(spec).tied_over and spec.name in mine:  # other names of the weight are on other stages
+            names = [name for name in names if any(is_below(name[0], module) for module in mine[spec.name])]
         slots[spec.name] = [(model.get_submodule(path), leaf) for path, _, leaf in names]
         empty = torch.empty(_shape(spec), dtype=dtype, device="meta")
         _put(slots[spec.name], nn.Parameter(empty, requires_grad=spec.trainable))
@@ -528,7 +528,7 @@ def _wrap(
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=meshes[unit.shard_axis],
-            reshard_after_forward=not (unit.keep_after_forward or unit.is_called_again),
+            reshard_after_forward=not (unit.keep_after_forward or unit.is_called_again or unit.is_read_by_loss),
             mp_policy=policy,
             ignored_params=everything - running.params,
         )

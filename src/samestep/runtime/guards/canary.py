@@ -41,6 +41,7 @@ from samestep.program.bodies import Task
 from samestep.runtime import evaluation, microbatches
 from samestep.runtime.assembly import Assembly, Loss
 from samestep.runtime.axes import precision
+from samestep.runtime.axes.pending_logits import PendingLogits
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.expert_routes import RouteMode, Routes
 from samestep.runtime.guards.model_state import ModelState, unmoved_generators
@@ -313,7 +314,11 @@ class Canary(StepObserver):
 
         @contextmanager
         def around() -> Iterator[None]:
-            with modes(), assembly.parallel.slicing.of(samples):  # inside, as in a step: masks are for exchanged heads
+            with (
+                modes(),
+                assembly.parallel.slicing.of(samples),
+                assembly.parallel.pending(),
+            ):  # masks: of exchanged heads
                 yield
 
         shaken = _nudged(self._model, *nudge) if nudge else nullcontext()
@@ -420,7 +425,11 @@ class Canary(StepObserver):
 
         @contextmanager
         def around() -> Iterator[None]:
-            with modes(), assembly.parallel.slicing.of(samples):  # inside, as in a step: masks are for exchanged heads
+            with (
+                modes(),
+                assembly.parallel.slicing.of(samples),
+                assembly.parallel.pending(),
+            ):  # masks: of exchanged heads
                 yield
 
         shaken = _nudged(self._model, *nudge) if nudge else nullcontext()
@@ -544,7 +553,9 @@ def _given(args: Any, kwargs: Any, count: int) -> list[Tensor]:
 
 
 def _floating(outputs: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tensors_in(outputs) if leaf.is_floating_point())
+    """Yield the floating tensors of outputs; of logits that are not made, the hidden states that they are made of."""
+    made = (leaf.made.hidden if isinstance(leaf, PendingLogits) else leaf for leaf in tensors_in(outputs))
+    return (leaf for leaf in made if leaf.is_floating_point())
 
 
 def _rows(tensor: Tensor, dim: int, row: int, count: int) -> Tensor:

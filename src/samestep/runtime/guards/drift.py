@@ -95,12 +95,12 @@ class DriftMonitor:
         values: list[Any] = []
         for pieces, group in self._replicas:
             # Under offload the values are on the host, and ranks compare on their devices.
-            prints = torch.stack([_fingerprint(piece.value) for piece in pieces]) if pieces else torch.zeros(0)
+            prints = torch.stack([_fingerprint(piece.master()) for piece in pieces]) if pieces else torch.zeros(0)
             odd = _differing(prints.to(self._mesh.device), group)
             names += [pieces[index].name for index in odd]
             values += prints[odd].tolist() if odd else []
         if self._cut_ranks is not None and not names and self._redundant:
-            sizes = torch.stack([_projected(piece.value) for piece in self._redundant]).to(self._mesh.device)
+            sizes = torch.stack([_projected(piece.master()) for piece in self._redundant]).to(self._mesh.device)
             diverged = _diverged(sizes, self._cut_ranks)
             names = [self._redundant[index].name for index in diverged]
             values = sizes[diverged].tolist() if diverged else []

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from samestep.runtime.axes import pending_logits
 from samestep.runtime.axes.precision import RaiseIslands, cast_floating
 from samestep.tracing.snapshot import preserved_function
 
@@ -340,6 +341,8 @@ def with_tensors(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, pending_logits.PendingLogits):
+        return pending_logits.detached(value).with_hidden(change(value.made.hidden))
     if isinstance(value, Tensor):
         twin: Any = change(value)
         for name, item in vars(value).items():  # of the user: `logits.aux = ...`

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from samestep.runtime.assembly import Assembly
+from samestep.runtime.axes.pending_logits import PendingLogits
 from samestep.runtime.dropout.mode import named_modules
 from samestep.runtime.optimizer_step import LARGEST_SUM
 from samestep.runtime.processes.mesh import gather_objects
@@ -78,7 +79,7 @@ def cause_of_nonfinite(assembly: Assembly, run_forward_backward: Callable[[], Te
     masters: dict[str, float] = {}
     if weights.updater.loss_scale.is_dynamic:
         for piece in weights.store.pieces:
-            masters[piece.name] = max(masters.get(piece.name, 0.0), float(piece.value.detach().abs().max()))
+            masters[piece.name] = max(masters.get(piece.name, 0.0), float(piece.master().abs().max()))
         for others in gather_objects(masters, world_size):  # a rank may hold a part of a weight only
             masters |= {name: max(most, masters.get(name, 0.0)) for name, most in others.items()}
     buffers = saved(module.buffers())
@@ -305,7 +306,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's own part, without communication."""
+    """Return this rank's own part, without communication; of logits that are not made, what shows whether they are finite."""
+    if isinstance(tensor, PendingLogits):
+        return tensor.log_sums_of_own_classes()
     tensor = tensor.detach()
     tensor = tensor._local_tensor if _is_cut(tensor) else tensor  # type: ignore[attr-defined]
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor

@@ -40,7 +40,7 @@ class UpdateReplay:
     def __init__(self, updater: Updater, piece: Piece, twin: Optimizer, copied: Tensor, half: _Half) -> None:
         self.piece = piece
         self._updater, self._twin, self._copy, self._half = updater, twin, copied, half
-        self._largest = float(piece.value.detach().abs().max())
+        self._largest = float(piece.master().abs().max())
         self._gradient = half.of(piece.gradient().view(piece.value.shape)).detach().clone()
 
     @classmethod
@@ -52,7 +52,7 @@ class UpdateReplay:
         piece = small[turn % len(small)]
         is_divided = piece.value.shape != updater.whole.shapes.get(piece.name, piece.value.shape)
         half = _Half.of_shape(piece.value.shape) if is_divided else _Half()
-        copied = half.of(piece.value.detach()).clone().requires_grad_(True)
+        copied = half.of(piece.master()).clone().requires_grad_(True)
         vars(copied).update(vars(piece.value))  # tags that the rule may read
         twin = _twin_of(updater.optimizer, piece.value, copied, half)
         return None if twin is None else cls(updater, piece, twin, copied, half)
@@ -63,7 +63,7 @@ class UpdateReplay:
         held = [vars(self._twin), *self._twin.param_groups]
         with unmoved_generators(value for values in held for value in values.values()):
             self._twin.step()
-        ours, theirs = self._copy.detach(), self._half.of(self.piece.value.detach())
+        ours, theirs = self._copy.detach(), self._half.of(self.piece.master())
         largest = max(self._largest, float(theirs.abs().max()), torch.finfo(theirs.dtype).tiny)
         found = float((ours - theirs).abs().max()) / largest
         return 0.0 if found <= ROUNDINGS * torch.finfo(theirs.dtype).eps else found

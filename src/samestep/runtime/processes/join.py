@@ -92,15 +92,20 @@ def join(
     if not made_group:
         info = _info_in_existing_group(info)
     per_node = checked_ranks_per_node(ranks_per_node or info.ranks_per_node, info.world_size)
-    where = _device_of(info, resolve_device(device))
-    if info.world_size > 1:
-        bind_near(where)
-    borrowed: tuple[str, ...] = ()
-    if made_group:
-        # A run of one rank opens no port to the network: gloo listens even then, on the interface of this variable.
-        borrowed = set_defaults(loopback_variables()) if info.world_size == 1 and not info.path else ()
-        borrowed += set_defaults(allocator_variables(where.type))
-        per_node = _init_process_group(info, where, timeout_s, per_node)
+    kind = resolve_device(device)
+    # Before a device is chosen, which is the first use of a GPU.
+    borrowed = set_defaults(allocator_variables(kind)) if made_group else ()
+    try:
+        where = _device_of(info, kind)
+        if info.world_size > 1:
+            bind_near(where)
+        if made_group:
+            # A run of one rank opens no port to the network: gloo listens even then, on the interface of this variable.
+            borrowed += set_defaults(loopback_variables()) if info.world_size == 1 and not info.path else ()
+            per_node = _init_process_group(info, where, timeout_s, per_node)
+    except BaseException:
+        _return(borrowed)
+        raise
     # A process of the user's own keeps its signal handlers: its code may never ask stop_requested().
     handlers = _listen_for_stop() if info.launcher in ("torchrun", "srun") else {}
     local_rank = info.local_rank if per_node == info.ranks_per_node else info.rank % per_node
@@ -128,8 +133,7 @@ def leave() -> None:
     if joined.made_group and dist.is_initialized():
         dist.destroy_process_group()
         forget_groups()
-    for name in joined.borrowed_variables:
-        os.environ.pop(name, None)
+    _return(joined.borrowed_variables)
     restore_signals(joined.old_handlers)
 
 
@@ -180,6 +184,12 @@ def set_defaults(variables: Mapping[str, str]) -> tuple[str, ...]:
     new = tuple(name for name in variables if name not in os.environ)
     os.environ.update({name: variables[name] for name in new})
     return new
+
+
+def _return(variables: tuple[str, ...]) -> None:
+    """Remove variables that `set_defaults` has set."""
+    for name in variables:
+        os.environ.pop(name, None)
 
 
 def _info_in_existing_group(info: LaunchInfo) -> LaunchInfo:

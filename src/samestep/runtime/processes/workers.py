@@ -17,6 +17,7 @@ reports the first failure that is not such a consequence. A worker never outlive
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -63,6 +64,8 @@ _ECHO_GRACE_S = 3.0  # with consequences alone, the cause, most often a death, m
 _ASK_EVERY_S = 1.0  # once a rank has returned, the others are asked how far they have come
 _WAITING_S = 3.0  # in one call, before a rank counts as waiting
 _LEAVE_GRACE_S = 30.0  # a worker tears its process group down
+_IMPORTED_BY_STEPS = ("torch._dynamo", "samestep.runtime.run")
+"""What the first step of every rank imports (any optimizer of torch imports the first), in two seconds of processor time."""
 
 
 def default_ranks(device: str = "auto") -> int:
@@ -280,7 +283,11 @@ class _WorkerPool:
             JobError: `main` cannot be imported by a new process.
         """
         options = self.options
-        context: Any = multiprocessing.get_context(_start_method(options.device_type, options.threads))
+        method = _start_method(options.device_type, options.threads)
+        if method == "fork":
+            for name in _IMPORTED_BY_STEPS:  # once, since forked workers have what their parent has imported
+                importlib.import_module(name)
+        context: Any = multiprocessing.get_context(method)
         defaults = loopback_variables() | allocator_variables(options.device_type)
         with _environment({"OMP_NUM_THREADS": str(options.threads)}, defaults), warnings.catch_warnings():
             # Python 3.12 warns of threads at a fork; those of an imported torch are idle.

@@ -1,4 +1,4 @@
-"""Families for which transformers has no plan of tensor parallelism, and other families that `make families` has found."""
+"""Models without a plan of tensor parallelism, which is read from their data flow, and families that `make families` found."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from samestep.program.program import Program
 from samestep.strategies import program_of
 from tests.laboratory import clipped, make_run, prove, source_of
 from tests.models import MODELS, Tokens, hf
+from tests.parity.own_models import OWN
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 PLAIN = {"dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 32, "pad_token_id": 1}
@@ -25,7 +26,7 @@ MODELS |= {
     "ctrl": functools.partial(
         hf, "ctrl", vocab_size=64, n_embd=16, dff=40, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0,
     ),
-}  # fmt: skip
+} | OWN  # fmt: skip
 
 
 def _program(model: str, layout: str) -> Program:
@@ -46,6 +47,53 @@ def _program(model: str, layout: str) -> Program:
 )
 def test_a_family_without_a_plan_is_cut(layout: str, model: str) -> None:
     prove(layout, model)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        ("tp=2 pp=2 microbatch=4", "own shared"),
+        ("dp=2 tp=2 zero=3", "own tied"),
+        *(pytest.param("tp=2", model, marks=pytest.mark.nightly) for model in OWN),
+    ],
+)
+def test_a_users_own_decoder_is_cut(layout: str, model: str) -> None:
+    prove(layout, model)
+
+
+def _styles(model: str) -> dict[str, str]:
+    """Return the cut styles of the modules outside the blocks, and of those of the first block."""
+    source = source_of(model, Layout(), clipped())
+    assert source.prepared is not None
+    styles = source.prepared.analysis.cut_styles
+    return {path.removeprefix("trunk.0."): style for path, style in styles.items() if not path.startswith("trunk.1.")}
+
+
+ATTENTION = {"m.a": "column", "m.b": "column", "m.c": "column", "m.z": "row"}
+MLP = {"n.r": "column", "n.s": "column", "n.t": "row"}
+ENDS = {"tokens": "vocab", "out": "vocab"}
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("own apart", ATTENTION | MLP | ENDS),
+        ("own shared", ATTENTION | MLP | ENDS),
+        ("own written", ATTENTION | MLP | ENDS),
+        ("own sized", ATTENTION | MLP | ENDS),
+        ("own after", ATTENTION | MLP | ENDS),
+        ("own packed", ATTENTION | {"n.r": "column", "n.t": "row"} | ENDS),
+        ("own deep", ATTENTION | {"n.s": "column", "n.t": "row"} | ENDS),
+        ("own torch", MLP | ENDS),  # its weights are no linear layer's
+        # They count features by the width of their input, of which a rank has more than of queries.
+        ("own chunked", {"m.a": "gather", "m.z": "gather"} | MLP | ENDS),
+        ("own split", {"m.a": "gather", "m.z": "gather"} | MLP | ENDS),
+        ("own interleaved", {"m.a": "gather", "m.z": "gather"} | MLP | ENDS),
+        ("own tied", {"m.a": "gather", "m.z": "gather", "n.r": "column", "n.t": "row"} | ENDS),
+    ],
+)
+def test_what_the_data_flow_cuts(model: str, expected: dict[str, str]) -> None:
+    assert _styles(model) == expected
 
 
 def test_a_part_that_the_proof_refuses_leaves_the_rest_cut() -> None:

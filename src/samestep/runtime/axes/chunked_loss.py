@@ -1,0 +1,301 @@
+"""Cross entropy of a linear head, in chunks of tokens: its logits never exist whole (twin of `strategies/chunked_loss.py`).
+
+A head W [V, D] makes of hidden states h [N, D] the logits x = f(h W' + b) [N, V], f being elementwise: a cast, a scale, a
+softcap. A loss needs of them two numbers a row, and for smoothed labels a third one:
+
+    m = max_j x_j     lse = m + log sum_j exp(x_j - m)     loss = lse - (1 - e) x_label - (e / V) sum_j x_j
+
+So the forward makes the logits of some tokens, keeps lse, 4 bytes a token, and drops them. The backward makes them once
+more, and has in each chunk, with a and c the gradients of loss and lse of a row:
+
+    p  = exp(x - lse)                                        probabilities, already divided by their sum
+    dx = (a + c) p - a (1 - e) [j = label] - a e / V         gradient of the logits
+    dh = (f'(x) dx) W          of these rows alone
+    dW += (f'(x) dx)' h        added up over the chunks in float32 at least
+
+The product is computed three times instead of twice in a backward, and one chunk of logits is all that is ever alive. To
+recompute logits instead of keeping them: Wijmans et al. 2024, arXiv:2411.09009; in chunks: Hsu et al. 2024,
+arXiv:2410.10989, whose gradients are computed in the forward, where their scale is not known.
+
+Where `tp` cuts the vocabulary a rank has V / tp of the columns: m is the largest over the ranks, and the sums are summed
+over them, in two all_reduces for all tokens, as without chunks; the backward needs none.
+
+Legend: N tokens of a micro-batch, D features, V classes, of a rank where they are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map
+
+from samestep.runtime.ledger import owned
+
+
+class Place(NamedTuple):
+    """The place of a tensor among the arguments of an elementwise function."""
+
+    number: int
+    """Of the further tensors; -1 for the logits."""
+
+
+LOGITS = Place(-1)
+"""The place of the logits themselves."""
+_CASTS = (Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type)
+
+
+@dataclass(frozen=True, slots=True)
+class Elementwise:
+    """An elementwise function of the logits, as the model's own code calls it."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    """With a `Place` for every tensor."""
+    kwargs: dict[str, Any]
+    writes: bool
+    """Whether it writes into the logits."""
+
+    def of(self, logits: Tensor, others: Sequence[Tensor]) -> Tensor:
+        """Return its result for a chunk of logits, [n, V]."""
+        logits = logits.clone() if self.writes else logits
+
+        def tensor_at(place: Any) -> Any:
+            return (logits if place is LOGITS else others[place.number]) if isinstance(place, Place) else place
+
+        args, kwargs = tree_map(tensor_at, (self.args, self.kwargs), is_leaf=lambda one: isinstance(one, Place))
+        with torch._C.DisableTorchFunction():  # the model's modes have seen the call already
+            result: Tensor = self.function(*args, **kwargs)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Chunking:
+    """How a rank works through the logits of a micro-batch."""
+
+    tokens: int
+    """Tokens of a chunk."""
+    group: dist.ProcessGroup | None = None
+    """Ranks among which the vocabulary is cut; None where a rank has all of it."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks among which the vocabulary is cut."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    def first_class(self, size: int) -> int:
+        """Return the first class of this rank, which has `size` of them."""
+        return 0 if self.group is None else dist.get_rank(self.group) * size
+
+    def chunks(self, rows: int) -> Iterator[slice]:
+        """Yield the rows of each chunk; without rows there is one, so that dtypes are known."""
+        for start in range(0, max(rows, 1), self.tokens):
+            yield slice(start, min(start + self.tokens, rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How logits are made of hidden states, but for the tensors."""
+
+    chunking: Chunking
+    functions: tuple[Elementwise, ...] = ()
+
+    @property
+    def only_casts(self) -> bool:
+        """Whether the logits are the product in another dtype, at most."""
+        return all(one.function in _CASTS for one in self.functions)
+
+    def after(self, product: Tensor, others: Sequence[Tensor]) -> Tensor:
+        """Return logits, given the product with the head's weight."""
+        for function in self.functions:
+            product = function.of(product, others)
+        return product
+
+
+def row_losses(
+    head: Head,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    others: Sequence[Tensor],
+    labels: Tensor | None,
+    smoothing: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Return the cross entropy and the log-sum-exp of each row of the logits, [N] each.
+
+    hidden [N, D], weight [V, D], bias [V], labels int64 [N], numbers of classes of the whole vocabulary; a row whose label
+    is none of them has no meaning. Without labels the first result has none. Gradients flow to hidden, weight, bias and
+    `others`, once.
+
+    Collective over the group of the chunking: every rank of the group calls it; if one does not, the others wait until the
+    time limit.
+    """
+    losses, log_sums = _RowLosses.apply(hidden, labels, head, smoothing, weight, bias, *others)
+    return losses, log_sums
+
+
+class _RowLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        labels: Tensor | None,
+        head: Head,
+        smoothing: float,
+        weight: Tensor,
+        bias: Tensor | None,
+        *others: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        columns = None if labels is None else _own_columns(labels, weight.shape[0], head.chunking)
+        parts: list[tuple[Tensor, ...]] = []
+        for rows in head.chunking.chunks(hidden.shape[0]):
+            product = torch.nn.functional.linear(hidden[rows], weight, bias)
+            logits = head.after(product, others)
+            del product
+            largest = logits.amax(dim=-1)
+            right = _at_columns(logits, columns, rows) if columns else torch.zeros_like(largest)
+            total = logits.sum(dim=-1) if smoothing else torch.zeros_like(largest)
+            parts.append((largest, logits.sub_(largest[:, None]).exp_().sum(dim=-1), right, total))
+            del logits
+        largest, powers, right, total = (torch.cat(part) for part in zip(*parts, strict=True))
+        if head.chunking.group is not None:
+            largest, powers, right, total = _over_ranks(largest, powers, right, total, head.chunking, smoothing)
+        logs = powers.log()
+        num_classes = weight.shape[0] * head.chunking.num_ranks
+        log_sums = largest + logs
+        losses = logs - (right - largest) * (1 - smoothing)
+        if smoothing:
+            losses = losses - (total / num_classes - largest) * smoothing
+        ctx.head, ctx.smoothing, ctx.num_classes = head, smoothing, num_classes
+        ctx.columns = columns
+        ctx.save_for_backward(hidden, weight, bias, log_sums, *others)
+        ctx.set_materialize_grads(False)
+        return losses, log_sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_losses: Tensor | None, of_log_sums: Tensor | None) -> Any:
+        hidden, weight, bias, log_sums, *others = ctx.saved_tensors
+        head, zeros = ctx.head, torch.zeros_like(log_sums)
+        of_losses, of_log_sums = (zeros if one is None else one for one in (of_losses, of_log_sums))
+        needs = ctx.needs_input_grad
+        found = _Gradients(hidden, weight, bias, others, (needs[0], needs[4], needs[5], *needs[6:]), head)
+        for rows in head.chunking.chunks(hidden.shape[0]):
+            product, logits = found.logits(rows)
+            shift = log_sums[rows][:, None]
+            # Where the gradient of the product is that of the logits, in another dtype, nothing else reads them.
+            powers = (logits.sub_(shift) if product is None else logits.detach() - shift).exp_()
+            powers.mul_((of_losses[rows] + of_log_sums[rows])[:, None])
+            if ctx.columns is not None:
+                own, elsewhere = ctx.columns.own[rows], ctx.columns.elsewhere[rows]
+                at_label = of_losses[rows].masked_fill(elsewhere, 0.0) * (ctx.smoothing - 1)
+                powers.scatter_add_(-1, own[:, None], at_label[:, None].to(powers.dtype))
+            if ctx.smoothing:
+                powers.sub_((of_losses[rows] * (ctx.smoothing / ctx.num_classes))[:, None])
+            found.add(rows, product, logits, powers)
+            del product, logits, powers
+        of_hidden, of_weight, of_bias, *of_others = found.results()
+        return of_hidden, None, None, None, of_weight, of_bias, *of_others
+
+
+class _Columns(NamedTuple):
+    """The column of each row's label among the classes of this rank."""
+
+    own: Tensor
+    elsewhere: Tensor
+    """Whether the label is none of them."""
+
+
+def _own_columns(labels: Tensor, size: int, chunking: Chunking) -> _Columns:
+    own = labels - chunking.first_class(size)
+    elsewhere = (own < 0) | (own >= size)
+    return _Columns(own.masked_fill(elsewhere, 0), elsewhere)
+
+
+def _at_columns(logits: Tensor, columns: _Columns, rows: slice) -> Tensor:
+    found = logits.gather(-1, columns.own[rows][:, None])[:, 0]
+    return found.masked_fill(columns.elsewhere[rows], 0.0)
+
+
+def _over_ranks(
+    largest: Tensor, powers: Tensor, right: Tensor, total: Tensor, chunking: Chunking, smoothing: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the numbers of each row of the whole vocabulary, from those of each rank's part."""
+    most = largest.clone()
+    with owned("loss.largest"):
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=chunking.group)
+    sums = torch.stack([powers * (largest - most).exp(), right, *([total] if smoothing else [])])
+    with owned("loss.sums"):
+        dist.all_reduce(sums, group=chunking.group)
+    return most, sums[0], sums[1], sums[2] if smoothing else total
+
+
+class _Gradients:
+    """The gradients of a backward, added up chunk by chunk."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        others: Sequence[Tensor],
+        needed: tuple[bool, ...],
+        head: Head,
+    ) -> None:
+        self._hidden, self._weight, self._bias, self._head = hidden, weight, bias, head
+        self._others = [other.detach().requires_grad_(wanted) for other, wanted in zip(others, needed[3:], strict=True)]
+        self._single = hidden.shape[0] <= head.chunking.tokens
+        self._of_hidden = torch.empty_like(hidden) if needed[0] else None
+        self._of_weight = self._zeros(weight) if needed[1] else None
+        self._of_bias = self._zeros(bias) if needed[2] and bias is not None else None
+        self._of_others = [torch.zeros_like(one) if one.requires_grad else None for one in self._others]
+
+    def _zeros(self, param: Tensor) -> Tensor:
+        """Return a sum of several chunks' gradients, in float32 at least, or of one chunk's in the weight's dtype."""
+        is_half = param.dtype in (torch.float16, torch.bfloat16) and not self._single
+        return torch.zeros_like(param, dtype=torch.float32 if is_half else param.dtype)
+
+    def logits(self, rows: slice) -> tuple[Tensor | None, Tensor]:
+        """Return the product of some rows with the head's weight, and the logits made of it with their graph.
+
+        Where a cast is all that is between them, there is no graph, and nothing keeps the product.
+        """
+        product = torch.nn.functional.linear(self._hidden[rows], self._weight, self._bias)
+        if self._head.only_casts:
+            return None, self._head.after(product, self._others)
+        with torch.enable_grad():
+            product.requires_grad_()
+            return product, self._head.after(product, self._others)
+
+    def add(self, rows: slice, product: Tensor | None, logits: Tensor, of_logits: Tensor) -> None:
+        """Add the gradients that the logits of some rows bring."""
+        of_product = of_logits
+        if product is not None:
+            wanted = [product, *(one for one in self._others if one.requires_grad)]
+            of_product, *more = torch.autograd.grad(logits, wanted, of_logits, allow_unused=True)
+            places = [index for index, one in enumerate(self._others) if one.requires_grad]
+            for index, one in zip(places, more, strict=True):
+                total = self._of_others[index]
+                if one is not None and total is not None:
+                    total += one
+        of_product = of_product.to(self._weight.dtype)
+        if self._of_hidden is not None:
+            torch.mm(of_product, self._weight, out=self._of_hidden[rows])
+        if self._of_weight is not None:
+            if self._of_weight.dtype == of_product.dtype:
+                self._of_weight.addmm_(of_product.T, self._hidden[rows])
+            else:
+                self._of_weight += of_product.T @ self._hidden[rows]
+        if self._of_bias is not None:
+            self._of_bias += of_product.sum(dim=0)
+
+    def results(self) -> list[Tensor | None]:
+        """Return the gradients of hidden states, weight, bias and further tensors; None where none is needed."""
+        of_weight = None if self._of_weight is None else self._of_weight.to(self._weight.dtype)
+        of_bias = None if self._of_bias is None or self._bias is None else self._of_bias.to(self._bias.dtype)
+        return [self._of_hidden, of_weight, of_bias, *self._of_others]
