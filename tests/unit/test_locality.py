@@ -73,6 +73,45 @@ def with_products_of_positions(x: Tensor) -> Tensor:
     return torch.cat([x[..., :-1], numbers[None, :, None]], dim=-1)
 
 
+def with_a_first_token_of_its_own(x: Tensor) -> Tensor:
+    return torch.cat([2 * x[:, :1], x[:, 1:]], 1)
+
+
+def with_a_first_token_cleared(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[:, 0] = 0
+    return x
+
+
+def with_tokens_by_number(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[:, torch.tensor([0, 3])] *= 2
+    return x
+
+
+def with_tokens_by_a_mask_of_numbers(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[:, torch.arange(x.shape[1], device=x.device) < 3] = 0
+    return x
+
+
+def with_another_second_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, 1)
+    return torch.cat([first.tanh(), second.sin()], 1)
+
+
+def in_chunks(x: Tensor) -> Tensor:
+    return torch.cat([part.tanh() for part in x.chunk(2, 1)], 1)
+
+
+def written_in_chunks(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    half = x.shape[1] // 2
+    out[:, :half] = x[:, :half].sin()
+    out[:, half:] = x[:, half:].sin()
+    return out
+
+
 class Masked(Odd):
     """Makes its mask from the slice, in each block."""
 
@@ -107,6 +146,11 @@ MIXING = {
     "positions beside": (functools.partial(Odd, with_products_of_positions), "blocks.0 counts the tokens of a slice"),
     "its own length": (functools.partial(Odd, lambda x: x / x.shape[1]), "blocks.0 computes differently, or with other"),
     "a mask of its own": (Masked, "makes its attention mask itself|is not between the tokens"),
+    "a first token of its own": (functools.partial(Odd, with_a_first_token_of_its_own), "by mul computes some tokens"),
+    "a first token cleared": (functools.partial(Odd, with_a_first_token_cleared), "computes some tokens of a slice otherwise"),
+    "tokens by number": (functools.partial(Odd, with_tokens_by_number), "counts the tokens of a slice|mixes tokens by index_put"),
+    "tokens by a mask of numbers": (functools.partial(Odd, with_tokens_by_a_mask_of_numbers), "counts the tokens of a slice"),
+    "another second half": (functools.partial(Odd, with_another_second_half), "by tanh computes some tokens of a slice"),
     "a pooled output": (Pooled, "the model itself mixes tokens by mean"),
     "outputs of other rows": (Shifted, "its outputs have no row for each token"),
     "eager attention": (
@@ -133,6 +177,8 @@ LOCAL: dict[str, Any] = {
     ),
     "steps written in place": functools.partial(Odd, lambda x: x.clone().mul_(2.0).add_(x)),
     "the best of each token": functools.partial(Odd, lambda x: x + x.topk(3, -1).values.sum(-1, keepdim=True)),
+    "in chunks": functools.partial(Odd, in_chunks),
+    "written in chunks": functools.partial(Odd, written_in_chunks),
     "constants of every token": functools.partial(Odd, lambda x: x + torch.ones_like(x) * torch.zeros(x.shape[1], 1)),
     **{name: MODELS[name] for name in ("llama", "qwen3", "gpt2", "deep_gemma", "deep_granite", "dropping_attentive")},
 }

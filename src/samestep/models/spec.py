@@ -231,6 +231,8 @@ class ParamSpec:
     """Its uses in the order of layers, if several layers use it; empty if one does."""
     read_outside: bool = False
     """Whether code outside the layer that owns it reads it, such as a model that multiplies by its embedding."""
+    is_replaced: bool = False
+    """Whether the forward puts another tensor in its place, as `torch.func.functional_call` does."""
     takes_gradient: bool = True
     """Whether a gradient flows back into the input of the module it is gathered with; none flows into tokens."""
     sparse_gradient: bool = False
@@ -485,6 +487,8 @@ class ModelSpec:
     """What no rule shows: operations that a trial on drawn values has passed, and what must be tried on real ones."""
     varies_at: str = ""
     """Path of a module whose shapes or branches depend on values and may differ between samples; empty if none."""
+    differentiates_at: str = ""
+    """Path of a module whose code takes gradients within the forward; empty if none."""
     cut_refusal: str = "no plan says where its weights may be cut"
     """Why tensor parallelism cannot cut the model; empty if it can."""
     logit_rows: int = 0
@@ -622,3 +626,11 @@ def is_moved(model: ModelSpec, param: ParamSpec) -> bool:
 def read_by_own_code(model: ModelSpec) -> frozenset[str]:
     """Return the names of the weights that code outside of their layer's modules reads, such as a class token."""
     return frozenset(param.name for param in model.params if param.read_outside or is_moved(model, param))
+
+
+def gradients_within(model: ModelSpec) -> str:
+    """Return why an exchange within the forward is refused where the forward takes gradients."""
+    return (
+        f"the forward at {model.differentiates_at} takes gradients itself, and what ranks exchange within a forward has no "
+        "gradient of its gradient"
+    )

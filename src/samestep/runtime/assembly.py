@@ -264,8 +264,9 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
         spec = replace(spec, chunk_refusal=pending_logits.refusal_of(plan.module, spec, source.loss, run_on_meta))
     with snapshot.preserved(plan.module), recompute.record_checkpointed(plan.module):
         found = samples.examine(
-            plan.module, one, source.loss, experts, value_of, keeps_all=bool(spec.varies_at), around=placing
-        )
+            plan.module, one, source.loss, experts, value_of,
+            keeps_all=bool(spec.varies_at), takes_gradients=bool(spec.differentiates_at), around=placing,
+        )  # fmt: skip
     spec = replace(spec, mixes_samples=found.refusal, tried=found.tried)
     analysis = ModelAnalysis(
         spec=replace(spec, masks=dropout.with_constants(masks, placed, samples.NUM_SAMPLES)),

@@ -16,7 +16,9 @@ from samestep.building.loss import as_number
 from samestep.runtime import microbatches
 from samestep.runtime.assembly import Assembly, set_modes
 from samestep.runtime.axes import precision, tensor
+from samestep.runtime.forward_only import forward_only
 from samestep.runtime.microbatches import StepBatch
+from samestep.tracing.stages import mapped
 
 
 def evaluate(assembly: Assembly, batch: StepBatch) -> tuple[float, float]:
@@ -64,14 +66,18 @@ def forward(assembly: Assembly, samples: Any, around: Callable[[], AbstractConte
     """Run samples forward through all stages; return the outputs on ranks of the last stage, and None on the others.
 
     `around` makes the context of the forward of each chunk. Called without gradients, and collective over the ranks
-    that share the model's layers and weights: if one does not call it, the others wait until the time limit.
+    that share the model's layers and weights: if one does not call it, the others wait until the time limit. A model that
+    takes gradients within its forward can, and its outputs come detached.
     """
     stage, outputs = assembly.parallel.stage, None
+    takes_gradients = bool(assembly.model.spec.differentiates_at)
     for chunk in range(stage.num_chunks):
-        with around():
+        with around(), forward_only(takes_gradients=takes_gradients):
             outputs = stage.forward(0, chunk, samples)
     stage.finish_forward()
-    return None if outputs is None else precision.for_loss(outputs)
+    if outputs is None:
+        return None
+    return precision.for_loss(mapped(outputs, Tensor.detach) if takes_gradients else outputs)
 
 
 @contextmanager

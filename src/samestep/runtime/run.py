@@ -160,7 +160,8 @@ class Run:
                 random numbers that layouts would not share.
             NonFiniteError: loss or gradients are not finite, and `numerics.on_nonfinite` is "stop".
             DriftError: ranks that must hold equal values differ; compared every `train.watch_every` steps.
-            RepeatError: a sample that is run again in such a step, or a weight's update, gives something else.
+            RepeatError: a sample that is run again in such a step, or a weight's update, gives something else; in the
+                first step it is an UnprovenError, before any weight has changed.
         """
         self._prepare_from(batch)
         with self._kernels():
@@ -176,7 +177,9 @@ class Run:
         if self._observer.is_proof:  # which compares more
             return self._compared_step(batch) if regularly else self._step(batch)
         self._loss_is_tried &= not regularly  # again: a loss may come to couple samples later
-        with self._canary.watching(batch, self._observer, replays=regularly) as canary, self._observed_by(canary):
+        is_first = self._num_taken == 1
+        watching = self._canary.watching(batch, self._observer, is_first=is_first, replays=regularly)
+        with watching as canary, self._observed_by(canary):
             return canary.checked(self._compared_step(batch) if regularly else self._step(batch))
 
     def evaluate(self, batch: StepBatch) -> tuple[float, float]:

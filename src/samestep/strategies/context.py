@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from samestep.models.spec import Exchange, LayerSpec, ModelSpec, remembered
+from samestep.models.spec import Exchange, LayerSpec, ModelSpec, gradients_within, remembered
 from samestep.program.bodies import BodyKey, is_backward
 from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program
@@ -48,6 +48,8 @@ def refusal(step: StepSpec) -> str | None:
         )
     if model.varies_at:
         return f"cp={degree}: shapes or branches at {model.varies_at} depend on values: cp=1 works"
+    if model.differentiates_at and any(layer.exchanges for layer in model.layers):
+        return f"cp={degree}: {gradients_within(model)}; cp=1 works"
     if model.slice_refusal:
         return f"cp={degree} slices sequences: {model.slice_refusal}; cp=1 works"
     if not step.cuts_loss:

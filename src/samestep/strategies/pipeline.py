@@ -80,6 +80,14 @@ def refusal(step: StepSpec) -> str | None:
         return f"pp={layout.pp} cuts the {what} into {chunks} {stages}: {works}" + (
             f" (no stage can begin with {closed})" if closed else ""
         )
+    if step.splits_backward and step.model.differentiates_at:
+        return (
+            f"schedule={layout.schedule} postpones gradients of weights, and the forward at {step.model.differentiates_at} "
+            "takes gradients itself: schedule=1f1b works"
+        )
+    replaced = next((param.name for param in step.model.params if param.is_replaced), None)
+    if replaced is not None:
+        return f"the forward puts another tensor in the place of {replaced}, which no stage would see: pp=1 works"
     return _refuse_statistics(step.model, layout.pp) or _refuse_crossings(step)
 
 

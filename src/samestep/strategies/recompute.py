@@ -19,7 +19,7 @@ from samestep.schedules import TaskKind
 
 
 def refusal(step: StepSpec) -> str | None:
-    """Return that the model has no blocks to recompute, or that its blocks are graphs, of which no results can be kept."""
+    """Return why blocks cannot be recomputed: there are none, they are graphs, or the model goes back through them twice."""
     if step.layout.recompute == "selective" and step.compiles_blocks:
         return (
             "recompute=selective keeps results within a block, and run.compile = 'blocks' makes one graph of it: "
@@ -29,6 +29,11 @@ def refusal(step: StepSpec) -> str | None:
         return (
             f"recompute={step.layout.recompute} drops what blocks saved, and {step.model.name} has none "
             "(a ModuleList or Sequential of blocks): recompute=none works"
+        )
+    if step.layout.recompute == "selective" and step.model.differentiates_at:
+        return (
+            f"recompute=selective keeps results for one backward, and the forward at {step.model.differentiates_at} takes "
+            "gradients itself: recompute=full works, and so does none"
         )
     return None
 

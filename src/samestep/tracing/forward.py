@@ -29,6 +29,7 @@ from torch.utils.flop_counter import flop_registry
 from samestep.building.families import facts_of
 from samestep.building.model import call_model
 from samestep.building.named_tensors import tensors_of
+from samestep.building.transforms import transforms_beside_hooks
 from samestep.errors import ModelError, SamestepError
 from samestep.models.spec import Cutting, Exchange, Factors, Product, is_below
 from samestep.tracing.attention import AttentionCall
@@ -45,6 +46,7 @@ from samestep.tracing.meta_tensors import (
     run_on_meta,
     storage_elements,
     tensors_in,
+    unwrapped,
 )
 from samestep.tracing.operations import Recorder, Region
 from samestep.tracing.stages import Flow, FlowRecorder
@@ -113,6 +115,8 @@ class ForwardTracer(TorchDispatchMode):
         self.sizes: dict[int, int] = {}
         """Number of elements of each storage."""
         self.values = KnownValues(keeps_all)
+        self.replaced: set[str] = set()
+        """Weights in whose place a top-most module had another tensor when it was entered."""
         self.varies = ""
         """Path of a module whose code may act differently, or make another shape, for other values."""
         self.has_looked = False
@@ -138,6 +142,7 @@ class ForwardTracer(TorchDispatchMode):
         self._depth = 0
         self._alive: dict[int, torch.UntypedStorage] = {}
         self._weights = {self.key(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        self._slots = {part: dict(part._parameters) for part in module.modules() if part._parameters}
         facts = facts_of(module)
         self._grouped_fallback = facts.grouped_fallback
         self._norms = {path for path, part in module.named_modules() if facts.is_norm(part)}
@@ -324,7 +329,7 @@ class ForwardTracer(TorchDispatchMode):
         """Return the address of a tensor's storage, its index in the trace's tables, and keep the storage alive."""
         found = address(tensor)
         if found not in self._alive:
-            self._alive[found] = tensor.untyped_storage()
+            self._alive[found] = unwrapped(tensor).untyped_storage()
             self.sizes[found] = storage_elements(tensor)
         return found
 
@@ -348,6 +353,7 @@ class ForwardTracer(TorchDispatchMode):
 
     def _enter_inside(self, path: str, part: nn.Module, *, is_first: bool) -> None:
         if self._depth == 0:
+            self._note_replaced(path, part)
             self._is_within = any(True for _ in part.parameters())
             if self._is_within:
                 self._calls[path] += 1
@@ -358,6 +364,13 @@ class ForwardTracer(TorchDispatchMode):
             elif is_first:
                 self.order.append(path)
         self._depth += 1
+
+    def _note_replaced(self, path: str, part: nn.Module) -> None:
+        """Note the weights of a module for which `torch.func.functional_call`, or code like it, has put others."""
+        for name, inner in part.named_modules(prefix=path):
+            for leaf, own in self._slots.get(inner, {}).items():
+                if own is not None and inner._parameters.get(leaf) is not own:
+                    self.replaced.add(f"{name}.{leaf}".lstrip("."))
 
     def check_attention(self, call: AttentionCall) -> None:
         """Raise a RuntimeError where the shapes of an attention's arguments do not fit."""
@@ -427,6 +440,7 @@ def watch_forward(
             stack.enter_context(watch.flow_recorder.over(module, functools.partial(is_outside, containers=containers)))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, _given_back))
+            stack.enter_context(transforms_beside_hooks())
             stack.enter_context(watch)
             stack.enter_context(ListIndices())
             outputs = call_model(module, watch.given(batch))

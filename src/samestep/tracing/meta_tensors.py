@@ -152,12 +152,24 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
 
 def address(tensor: Tensor) -> int:
     """Return a number that identifies a tensor's storage while it lives."""
-    return tensor.untyped_storage()._cdata
+    return unwrapped(tensor).untyped_storage()._cdata
 
 
 def storage_elements(tensor: Tensor) -> int:
     """Return the number of elements of a tensor's storage."""
-    return tensor.untyped_storage().nbytes() // tensor.element_size()
+    return unwrapped(tensor).untyped_storage().nbytes() // tensor.element_size()
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """Return the tensor that a wrapper of `torch.func` (inside of vmap, grad, jvp) stands for; any other as it is."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def is_transformed() -> bool:
+    """Return whether code runs inside of a transform of `torch.func`."""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def is_whole(tensor: Tensor) -> bool:

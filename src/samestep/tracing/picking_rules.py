@@ -74,13 +74,21 @@ def _spread(x: Tensor, indices: list[Any]) -> tuple[list[int], int, int, list[tu
 
 def _picked(call: Call, rows: Along, given: list[tuple[Tensor, range]], x: Tensor, place: int) -> Along | Mixed:
     """Return the dependence of what indices pick along the dimension of rows."""
-    index = next(index for index, dims in given if rows.dim in dims)
+    index, covered = next((index, dims) for index, dims in given if rows.dim in dims)
     is_mask = index.dtype in (torch.bool, torch.uint8)
     if not is_mask and index.dim() == 1 and index.numel() == x.shape[rows.dim] and _counts(call, index):
         return Along(place, rows.inner, rows.start)
+    _note_constant(call, index, rows, covered)
     if not is_mask and index.dim() != 1:
         return Mixed(call.text, shown=False)
     return Along(place, 1, Pick(identity_of(index), rows, x.shape[rows.dim]))
+
+
+def _note_constant(call: Call, index: Tensor, rows: Along, covered: range) -> None:
+    """Report an index that is the same whatever the data: it chooses rows by their places."""
+    is_mask = index.dtype in (torch.bool, torch.uint8)
+    if call.known.of(index) is None and index.dim() and not _counts(call, index):
+        call.on_constant(index, rows.dim - covered[0] if is_mask else 0, 1, call.where)
 
 
 def _counts(call: Call, index: Tensor) -> bool:
@@ -119,7 +127,9 @@ def write_back(call: Call) -> Iterator[Dependence]:
         place = named["dim"] % max(target.dim(), 1)
         width, covered = 1, range(place, place + 1)
         back = {dim: dim for dim in range(target.dim()) if dim != place}
-    found, chosen = call.known.of(source), call.known.of(index)
+    found, chosen, own = call.known.of(source), call.known.of(index), call.known.of(target)
+    if isinstance(own, Along) and own.dim in covered:
+        _note_constant(call, index, own, covered)
     lies_behind = source.dim() - (target.dim() - len(covered) + width)
     if isinstance(found, Along) and found.dim != NO_DIM:
         at = found.dim - lies_behind
@@ -131,7 +141,6 @@ def write_back(call: Call) -> Iterator[Dependence]:
         moved: Dependence = Along(back[at], found.inner, found.start) if at in back else Mixed(call.text, shown=False)
     else:
         moved = found
-    own = call.known.of(target)
     parts = [part for part in (moved, own) if part is not None]
     if chosen is not None:
         is_aligned = isinstance(chosen, Along) and isinstance(own, Along) and chosen.dim + covered[0] == own.dim

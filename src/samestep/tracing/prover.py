@@ -20,6 +20,7 @@ from samestep.tracing.independence import Along, Dependence, Dependences, Mixed,
 from samestep.tracing.meta_tensors import address, operands, written_by
 from samestep.tracing.operation_trial import Given, Outcome, RowsAlong, try_apart
 from samestep.tracing.operations import FEW_ELEMENTS
+from samestep.tracing.row_histories import RowHistories
 
 
 class Prover(ForwardTracer):
@@ -27,8 +28,11 @@ class Prover(ForwardTracer):
 
     has_backward = False
 
-    def __init__(self, module: nn.Module, num_rows: int, *, keeps_all: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, num_rows: int, *, keeps_all: bool = False, takes_gradients: bool = False
+    ) -> None:
         super().__init__(module, lambda block: None, {}, keeps_all=keeps_all)
+        self.has_backward = takes_gradients
         self.known = Dependences(num_rows, self.key)
         self.num_rows = num_rows
         self.is_following = True
@@ -38,6 +42,8 @@ class Prover(ForwardTracer):
         """What is used because a trial has passed, or is assumed, as text."""
         self.calls: list[tuple[str, ...]] = []
         """Elementwise operations that met rows, with the numbers that the code gave them."""
+        self.histories = RowHistories(num_rows)
+        """What is computed for some rows alone."""
         self._of_rows: Dependence = None
         """Dependence of the rows that experts are computing."""
         self._uniform: set[int] = set()
@@ -227,6 +233,8 @@ class Prover(ForwardTracer):
             self._record_numbers(func, args, kwargs)
             self._uniform |= {self.key(tensor) for tensor in results}
             self._learn_constants(results)
+            if writes:
+                self._note_rows(func, args, kwargs, results)
             return
         elementwise = torch.Tag.pointwise in func.tags or packet in COPIES
         if not met:
@@ -255,6 +263,27 @@ class Prover(ForwardTracer):
             self.learn(result, dependence)
         for result in call.results[len(found) :]:
             self.learn(result, Mixed(call.text, shown=False))
+        self._note_rows(call.func, call.args, call.kwargs, call.results)
+
+    def _note_rows(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> None:
+        """Follow what an operation computes, or writes, for some rows alone."""
+        given = [*args, *kwargs.values()]
+        tensors = [tensor for tensor in operands(*given) if tensor.is_meta]
+        leaves = [one for one in tree_flatten(given)[0] if isinstance(one, int | float | complex | Tensor)]
+        others = tuple(
+            (one.storage_offset(), tuple(one.shape), self.key(one)) if isinstance(one, Tensor) else repr(one)
+            for one in leaves
+            if not isinstance(one, Tensor) or not (self.known.of(one) is not None or self.is_uniform(one))
+        )
+        writes, packet = func._schema.is_mutable, func.overloadpacket
+        moves = packet in _MOVES or (packet is torch.ops.aten.copy_ and self.known.of(args[1]) is not None)
+        keys = [self.key(tensor) for tensor in (tensors[1:] if packet is torch.ops.aten.copy_ else tensors)]
+        for result in results:
+            if isinstance(found := self.known.of(result), Along):
+                what = None if moves else (self.where, str(func), others)
+                size = result.shape[found.dim] if found.dim >= 0 else 1
+                text = f"{self.where} by {packet.__name__}"
+                self.histories.ran(found, size, self.key(result), keys, what, text, writes=writes)
 
     def _record_numbers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the numbers that code gave to an operation; the sizes of the tensors it fills are not among them."""
@@ -266,6 +295,15 @@ class Prover(ForwardTracer):
             repr(one.item()) for one in given if isinstance(one, Tensor) and not one.is_meta and one.numel() == 1
         ]
         self.calls.append((self.where, str(func), *numbers))
+
+
+_MOVES = frozenset(
+    (
+        torch.ops.aten.clone, torch.ops.aten._to_copy, torch.ops.aten.cat, torch.ops.aten.stack, torch.ops.aten.index,
+        torch.ops.aten.index_select, torch.ops.aten.repeat, torch.ops.aten.constant_pad_nd, torch.ops.aten.lift_fresh_copy,
+    )
+)  # fmt: skip
+"""Operations that compute nothing."""
 
 
 class _UnclearError(Exception):

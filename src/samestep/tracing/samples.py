@@ -55,14 +55,16 @@ def examine(
     value_of: ValueOf | None,
     *,
     keeps_all: bool,
+    takes_gradients: bool = False,
     around: Callable[[RowsOf], AbstractContextManager[Any]] = lambda rows_of: nullcontext(),
 ) -> Findings:
     """Return whether samples influence each other in a model's forward; `sample` is a batch of one real sample.
 
-    `keeps_all` follows the values of all tensors, for models whose code looks at them. The forward runs in the context that
+    `keeps_all` follows the values of all tensors, for models whose code looks at them; `takes_gradients` keeps what a
+    gradient that the forward itself takes needs. The forward runs in the context that
     `around` makes from a function that says where a tensor has its samples.
     """
-    watch = _SampleProver(module, keeps_all=keeps_all)
+    watch = _SampleProver(module, keeps_all=keeps_all, takes_gradients=takes_gradients)
     try:
         with around(watch.rows_of), watch.experts_by_row(module, experts):
             outputs = watch_forward(module, sample, NUM_SAMPLES, "the model", containers_of(module), watch, value_of)
@@ -78,6 +80,8 @@ def examine(
         found = watch.known.of(tensor)
         if isinstance(found, Mixed) and found.shown:
             refusal = refusal or found.where
+        elif isinstance(found, Along) and (alone := watch.histories.difference(address(tensor))):
+            refusal = refusal or f"{alone}, which computes some samples otherwise than the others"
         elif not watch.known.is_ordered(tensor):
             tried.append(found.where if isinstance(found, Mixed) else "the outputs, which are not one for each sample")
     tried += [f"{where}, which looks at values" for where in watch.reads]
@@ -91,8 +95,8 @@ RowsOf = Callable[[Tensor], tuple[int, int] | None]
 class _SampleProver(Prover):
     """A traced forward on several samples, whose operations without a rule are listed and assumed to be harmless."""
 
-    def __init__(self, module: nn.Module, *, keeps_all: bool) -> None:
-        super().__init__(module, NUM_SAMPLES, keeps_all=keeps_all)
+    def __init__(self, module: nn.Module, *, keeps_all: bool, takes_gradients: bool) -> None:
+        super().__init__(module, NUM_SAMPLES, keeps_all=keeps_all, takes_gradients=takes_gradients)
         self.values.keeps_constants = True
         self.mixed_gradient = ""
         """Where a custom backward mixes samples, as text."""

@@ -124,3 +124,5 @@ class _TokenProver(SliceProver):
         with _disable_current_modes():
             if self.is_following and (tensor is None or not self.known.has_rows(tensor, 1)):
                 self.refuse(self._mixed or reason)
+            elif self.is_following and tensor is not None and (alone := self.of_some_tokens(tensor)):
+                self.refuse(alone)

@@ -65,6 +65,8 @@ def prove(
         SliceProver(module, blocks, size, size * parts),
     ]
     for watch in watches:
+        watch.has_backward = bool(spec.differentiates_at)
+    for watch in watches:
         if refusal := _refusal_of(watch, module, sample, value_of, experts):
             return _refused(spec, length, refusal)
     first, second = (watch.calls for watch in watches)
@@ -176,6 +178,8 @@ class SliceProver(Prover):
             elif not all(self.known.has_rows(tensor, 2) for tensor in (query, key, value)):
                 reason = f"; {self._mixed}" if self._mixed else ""
                 self.refuse(f"the attention in {self.where} is not between the tokens of one sequence{reason}")
+            elif alone := next(filter(None, map(self.of_some_tokens, (query, key, value))), ""):
+                self.refuse(alone)
             elif mask is not None and not _fits(mask.shape, self.whole):
                 self.refuse(f"{self.where} makes its attention mask itself, for a slice")
             elif not any(path in self._running for path in self.blocks):
@@ -191,6 +195,13 @@ class SliceProver(Prover):
                 self.refuse(
                     self._mixed or "its outputs have no row for each token, so the loss cannot be summed over slices"
                 )
+            elif reason := self.of_some_tokens(logits):
+                self.refuse(reason)
+
+    def of_some_tokens(self, tensor: Tensor) -> str:
+        """Return which operation has computed some tokens of a tensor otherwise than the others; empty if none has."""
+        alone = self.histories.difference(self.key(tensor))
+        return f"{alone} computes some tokens of a slice otherwise than the others" if alone else ""
 
     def refuse(self, reason: str) -> None:
         """Store a refusal; the first reason is kept, since later ones follow from it."""
@@ -202,6 +213,7 @@ class SliceProver(Prover):
         super().learn(tensor, dependence)
         if not self._mixed and isinstance(dependence, Mixed):
             path, _, operation = dependence.where.rpartition(" by ")
+            path = path or self.where
             works = f"; {_WORKS}" if operation in ("bmm", "baddbmm", "mm") else ""
             self._mixed = (
                 f"{path} mixes tokens by {operation}, {self.between or f'and only attention is exchanged{works}'}"

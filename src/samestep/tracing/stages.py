@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -50,6 +51,7 @@ from samestep.tracing.changed_containers import (
     containers_in,
     contents_of,
 )
+from samestep.tracing.meta_tensors import is_transformed
 
 _SHAPE_ALONE = (
     frozenset(
@@ -275,6 +277,8 @@ class FlowRecorder(TorchFunctionMode):
         self._depth = 0
         self._entered: list[_Given] = []
         self._is_active = False
+        self.differentiates_at = ""
+        """Path of the module whose code takes gradients by `torch.autograd.grad`; empty if none does."""
         self.is_random = False
         """Whether the event that runs has drawn random numbers."""
 
@@ -346,6 +350,10 @@ class FlowRecorder(TorchFunctionMode):
         if not self._is_active:
             return
         running = self._running
+        if running is None and any(key in self._makers or key in self._weights for key in read):
+            for key in written:  # no event passes it on, so it stays on the stage of the event before
+                if key not in self._weights:
+                    self._makers.setdefault(key, len(self._events) - 1)
         now = running.number if running else len(self._events)
         allowed = running.storages if running else ()
         for key in read:
@@ -364,6 +372,11 @@ class FlowRecorder(TorchFunctionMode):
         """Note that an event reads a weight: one that it is given, one of the module called, or another."""
         if running is None:
             weight.uses.setdefault(len(self._events), _UNSEEN)
+            # Every stage runs it, and one alone has the weight.
+            text = (
+                f"a transform of torch.func, or code that torch does not show, reads {weight.names[0]} between blocks"
+            )
+            self._hidden.setdefault((-1, sys.maxsize), text)
         elif running.number >= 0:
             is_own = running.is_call and any(is_below(name, running.name) for name in weight.names)
             is_known = is_own or key in running.storages
@@ -373,7 +386,9 @@ class FlowRecorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._depth or self._running is not None:
+        if func is torch.autograd.grad:
+            self._note_gradient(*args, **kwargs)
+        if self._depth or self._running is not None or is_transformed():
             return func(*args, **kwargs)
         given = tensors_of((args, kwargs))
         self._note_untracked(given, name_of(func))
@@ -389,6 +404,14 @@ class FlowRecorder(TorchFunctionMode):
         finally:
             self._running = None
         return outcome
+
+    def _note_gradient(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> None:
+        """Note that the forward takes gradients; in the model's own code they lead back to where their inputs were made."""
+        self.differentiates_at = self.differentiates_at or (self._running.name if self._running else "the model itself")
+        if self._depth == 0 and self._running is None:
+            numbers = [self._numbers.get(tensor) for tensor in tensors_of(inputs)]
+            made = min((-1 if number is None else self._values[number].event for number in numbers), default=-1)
+            self._hidden.setdefault((made, len(self._events)), "the model's own code takes gradients across blocks")
 
     def _begin(self, number: int, name: str, given: Sequence[Tensor], *, is_call: bool = False) -> None:
         self._running = _Running(number, name, {self._tracer.key(tensor) for tensor in given}, is_call)
@@ -409,7 +432,7 @@ class FlowRecorder(TorchFunctionMode):
 
     def _note_hidden(self, maker: int | None, reader: int, name: str) -> None:
         assert maker is not None
-        made = self._events[maker].name if maker < len(self._events) else name
+        made = self._events[maker].name if 0 <= maker < len(self._events) else name
         text = f"{name} reads a tensor of {made} that is not passed on by arguments and results"
         self._hidden.setdefault((maker, reader), text)
 

@@ -121,6 +121,7 @@ def trace(
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
         coupled_modules=_coupled(module),
         varies_at=watch.varies,
+        differentiates_at=watch.flow_recorder.differentiates_at,
     )
 
 
@@ -340,6 +341,7 @@ def _param_specs(
         shared = bool(owners & meeting)
         roots = owners if shared else {root for root in layers[own].modules if is_below(_owner(name), root)}
         entered = [path for path in watch.visits if path in roots]
+        is_replaced = not watch.replaced.isdisjoint(alike)
         spec = ParamSpec(
             name=name,
             shape=tuple(param.shape),
@@ -352,7 +354,9 @@ def _param_specs(
             ),
             calls=max(1, *(len(watch.visits.get(path, ())) for path in owners)),
             uses=uses if uses and uses[0].layer < uses[-1].layer else (),
-            read_outside=any(roots) and any(not roots & running for running in watch.stacks.get(watch.key(param), ())),
+            read_outside=is_replaced
+            or (any(roots) and any(not roots & running for running in watch.stacks.get(watch.key(param), ()))),
+            is_replaced=is_replaced,
             takes_gradient=bool(entered) and entered[0] in watch.taking_gradient,
             trainable=param.requires_grad and id(param) not in idle,
             is_idle=param.requires_grad and id(param) in idle,

@@ -12,6 +12,7 @@ Legend: B samples, A heads, T tokens, N ranks of `cp`, D features of a head.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -28,6 +29,7 @@ from samestep.errors import LayoutError
 from samestep.models.spec import LayerSpec, ModelSpec
 from samestep.program.program import Program
 from samestep.runtime.axes.collectives import moved
+from samestep.runtime.axes.recompute import Anew
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.strategies.context import sent_heads
@@ -108,7 +110,7 @@ class Slicing:
 
     def for_recompute(self) -> AbstractContextManager[None]:
         """Return the context of a block's recomputed forward, with the slice that is active now."""
-        return self._slicing(self.length, self.block)
+        return Anew(functools.partial(self._slicing, self.length, self.block))
 
     def part(self, samples: Any) -> Any:
         """Return this rank's tokens of a batch, for the loss."""

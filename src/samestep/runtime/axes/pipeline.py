@@ -39,6 +39,7 @@ from samestep.runtime.axes.stage_flow import Flows, StageForward, placeholder
 from samestep.runtime.axes.stage_messages import Awaited, Messages
 from samestep.runtime.axes.stage_weights import ReadWeights
 from samestep.runtime.dropout import mode as dropout
+from samestep.runtime.forward_only import has_backward
 from samestep.runtime.processes.mesh import Mesh, broadcast_from
 from samestep.schedules import Action, TaskKind
 from samestep.strategies.pipeline import crossings_at
@@ -229,7 +230,7 @@ class Stage:
         with reporting, self._weights.placed(flow, mode), mode:
             outputs = call_model(self._model, samples)
         mode.finish()
-        if layers.start > 0 and torch.is_grad_enabled():
+        if layers.start > 0 and has_backward():
             self._inputs[key] = mode.received
         return outputs
 
@@ -286,9 +287,10 @@ class Stage:
             shape = self._passed_shape((args[0] if args else kwargs[name]).shape)
             (received,) = self._received(action, self._one_awaited(self._program.chunks[action.chunk].start, shape))
             dropout.begin_after(self._model, self._entered[action.chunk])
-            if torch.is_grad_enabled():
+            received.requires_grad_(torch.is_grad_enabled())
+            if has_backward():
                 self._shapes[action.chunk, self._shapes_of(action.microbatch)] = shape
-                self._inputs[action.microbatch, action.chunk] = [received.requires_grad_()]
+                self._inputs[action.microbatch, action.chunk] = [received]
             return ((received, *args[1:]), kwargs) if args else (args, {**kwargs, name: received})
 
         return hook

@@ -16,7 +16,7 @@ written once, and the recomputation writes into copies; a block that writes into
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,10 +27,12 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from samestep.building.transforms import transforms_beside_hooks
 from samestep.errors import ModelError
 from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.program.program import Program
+from samestep.tracing.meta_tensors import is_transformed
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 ContextFn = Callable[[], Contexts]
@@ -79,7 +81,7 @@ def apply(model: nn.Module, program: Program) -> None:
             for path in layer.modules:
                 block = model.get_submodule(path)
                 kept = keeping if recompute == "selective" and not _hides_operations(path, block, program) else None
-                around = _both(kept, _buffers_written_once(block))
+                around = _both(kept, _both(_buffers_written_once(block), _weights_of_the_forward(block)))
                 block.forward = _recomputed(path, block.forward, around)
 
 
@@ -107,7 +109,7 @@ def in_our_modes(contexts: ContextFn, *, plainly: bool, detached: bool) -> Itera
         with torch.no_grad() if detached and not _takes_gradient(args) else nullcontext():
             return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
 
-    with _replaced(generator, reentrant):
+    with _replaced(generator, reentrant), transforms_beside_hooks():
         yield
 
 
@@ -202,6 +204,11 @@ def _recomputed(path: str, forward: Callable[..., Any], around: ContextFn | None
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        if is_transformed():
+            raise ModelError(
+                f"{path} runs inside of a transform of torch.func (vmap, grad), where its forward cannot be repeated: "
+                "recompute=none works"
+            )
         given = [(leaf, leaf._version) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         output = checkpoint(
             forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=made_here, **kwargs
@@ -246,9 +253,54 @@ def _buffers_written_once(block: nn.Module) -> ContextFn | None:
                 for module, buffers in kept:
                     module._buffers.update(buffers)
 
-        return first(), repeated()
+        return first(), Anew(repeated)
 
     return pair
+
+
+def _weights_of_the_forward(block: nn.Module) -> ContextFn:
+    """Return contexts of a forward and its recomputation, which uses the weights that the modules had in the forward.
+
+    `torch.func.functional_call` around the block gives them others, which are gone when the backward comes.
+    """
+    owners = [module for module in block.modules() if module._parameters]
+
+    def pair() -> Contexts:
+        held = [dict(module._parameters) for module in owners]
+
+        @contextmanager
+        def repeated() -> Iterator[None]:
+            now = [dict(module._parameters) for module in owners]
+            others = [index for index, (one, other) in enumerate(zip(held, now, strict=True)) if _differ(one, other)]
+            for index in others:
+                owners[index]._parameters.update(held[index])
+            try:
+                yield
+            finally:
+                for index in others:
+                    owners[index]._parameters.update(now[index])
+
+        return nullcontext(), Anew(repeated)
+
+    return pair
+
+
+def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return any(one[name] is not other.get(name) for name in one)
+
+
+class Anew(AbstractContextManager[None]):
+    """A context that can be entered again, as that of a recomputation is where a backward keeps its graph."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make, self._entered = make, list[AbstractContextManager[None]]()
+
+    def __enter__(self) -> None:
+        self._entered.append(self._make())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
 
 def _both(first: ContextFn | None, second: ContextFn | None) -> ContextFn | None:
@@ -263,10 +315,14 @@ def _both(first: ContextFn | None, second: ContextFn | None) -> ContextFn | None
     return pair
 
 
-@contextmanager
-def nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    """Return a context that enters the given ones, each inside the one before."""
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+def nested(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[None]:
+    """Return a context that enters the given ones, each inside the one before, as often as they can be entered."""
+
+    @contextmanager
+    def entered() -> Iterator[None]:
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            yield
+
+    return Anew(entered)

@@ -56,6 +56,7 @@ from samestep.program.program import Program
 from samestep.program.units import Unit, partial_sizes
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.codecs.codec import Codec, codec_of, own_part
+from samestep.runtime.forward_only import has_backward
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.ledger import owned
 from samestep.runtime.optimizer_step import Piece, squared_norm
@@ -318,7 +319,7 @@ class _RunningUnit:
             return  # recomputed inside a backward
         self._ran = True
         self._compare()
-        if not torch.is_grad_enabled():
+        if not has_backward():
             return
         self._watch_idle()
         self._open[self._microbatch] += 1

@@ -36,7 +36,7 @@ from samestep.tracing import experts
 from samestep.tracing.backward import nodes_of_loss
 from samestep.tracing.changed_containers import Container, changes_of, containers_in, contents_of
 from samestep.tracing.forward import ForwardTracer, watch_forward
-from samestep.tracing.meta_tensors import NeedsValuesError
+from samestep.tracing.meta_tensors import NeedsValuesError, is_transformed
 from samestep.tracing.stages import Event, Flow, made_by, mapped, name_of, reads_shape_alone, tensors_of
 from samestep.tracing.trace import containers_of
 from samestep.tracing.traced_model import TracedModel
@@ -80,7 +80,7 @@ class StageForward(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._depth:
+        if self._depth or is_transformed():
             return func(*args, **kwargs)
         given = tensors_of((args, kwargs))
         reads = tuple(self._numbers[tensor] for tensor in given if tensor in self._numbers)
@@ -300,6 +300,12 @@ class Flows:
                     f"{self._name} looks at the values of a tensor at {tracer.reached}, so what the stages of a pipeline "
                     "pass on is not known: pp=1 works"
                 ) from None
+            except ModelError as error:
+                raise ModelError(
+                    f"what the stages of a pipeline pass on cannot be recorded on a copy of the model: {error}; pp=1 works, "
+                    "and so does a forward that passes tensors by arguments and results, and none by what a hook or another "
+                    "object keeps"
+                ) from error
             assert tracer.flow is not None
             self._known[key] = tracer.flow
         return self._known[key]

@@ -38,6 +38,7 @@ from samestep.models.spec import MaskSpec, ModelSpec
 from samestep.runtime.dropout.masks import MaskCuts, MaskSlice, drop_mask, hash_positions, mix, positions
 from samestep.runtime.dropout.rates import rates_of
 from samestep.runtime.dropout.replacements import HANDLERS, MaskSource
+from samestep.tracing.meta_tensors import is_transformed
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 """Components of a module's name that wrappers add; the names in a job do not have them."""
@@ -245,6 +246,11 @@ class DropoutMode(MaskSource):
         handler = HANDLERS.get(func)
         if handler is None:
             return func(*args, **(kwargs or {}))
+        if is_transformed():
+            raise self.refuse(
+                "random numbers inside of a transform of torch.func, where it is not seen which sample is whose; dropout "
+                "before or behind torch.vmap works"
+            )
         return handler(self, func, *args, **(kwargs or {}))
 
     def _enter_module(self, name: str) -> None:

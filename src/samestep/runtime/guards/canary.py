@@ -89,6 +89,8 @@ class _Watched:
     row: int
     """The sample that is run again."""
     turn: int
+    is_first: bool
+    """Whether it is the first step of this process."""
     state: ModelState
     written: list[Any]
     """Versions and norms of the weights, which a forward may write."""
@@ -102,6 +104,8 @@ class _Watched:
     replay: UpdateReplay | None = None
     is_measured: bool = False
     findings: list[Finding] = field(default_factory=list)
+    allowed: list[str] = field(default_factory=list)
+    """Findings that `run.allow` waives, as text."""
 
 
 class Canary(StepObserver):
@@ -127,10 +131,12 @@ class Canary(StepObserver):
     # -- one step ----------------------------------------------------------------------------------
 
     @contextmanager
-    def watching(self, batch: StepBatch, inner: StepObserver, *, replays: bool = True) -> Iterator[Canary]:
+    def watching(
+        self, batch: StepBatch, inner: StepObserver, *, is_first: bool, replays: bool = True
+    ) -> Iterator[Canary]:
         """Return the context of a step under watch, in which this observes it in place of `inner`.
 
-        `replays` makes a weight's update again too.
+        `replays` makes a weight's update again too. What is found in the first step of a process refuses the layout.
         """
         share = Microbatches(self._assembly, batch)
         self._assembly.model.dropout.begin_step(self._model)  # its hooks are part of the state that is kept below
@@ -140,7 +146,7 @@ class Canary(StepObserver):
         versions = self._versions()
         self._assembly.weights.store.compare_values(True)
         row = -(turn // self._assembly.parallel.program.step.num_microbatches + 1) % len(indices)  # the last one first
-        self._watched = _Watched(batch, chosen, indices, row, turn, ModelState(self._model), versions)
+        self._watched = _Watched(batch, chosen, indices, row, turn, is_first, ModelState(self._model), versions)
         self._inner = inner
         handle = self._model.register_forward_hook(self._see, with_kwargs=True)
         try:
@@ -201,6 +207,7 @@ class Canary(StepObserver):
             self._assembly.weights.store.end_forward_only()
         if finding is not None:
             watched.findings.append(finding)
+        self._judge()
 
     def checked(self, report: StepReport) -> StepReport:
         """Return the report of the step, with a note of findings that `run.allow` waives.
@@ -208,21 +215,35 @@ class Canary(StepObserver):
         Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
 
         Raises:
-            RepeatError: a repetition gave something else on some rank.
+            RepeatError: the repeated update gave something else on some rank.
         """
         assert self._watched is not None
+        self._judge()
+        return replace(report, note="; ".join(filter(None, [report.note, *self._watched.allowed])))
+
+    def _judge(self) -> None:
+        """Raise the first finding of any rank, or note it if `run.allow` waives it; every rank calls it.
+
+        Raises:
+            RepeatError: a repetition gave something else on some rank.
+            UnprovenError: it did in the first step of this process, or between the steps of regular checks.
+        """
+        watched = self._watched
+        assert watched is not None
         with outside_step():
-            if not self._largest(float(len(self._watched.findings))):
-                return report
-            found = gather_objects(self._watched.findings, self._assembly.parallel.mesh.size("world"))
+            if not self._largest(float(len(watched.findings))):
+                return
+            found = gather_objects([*watched.findings], self._assembly.parallel.mesh.size("world"))
+        watched.findings.clear()
         rank, finding = next((rank, one) for rank, findings in enumerate(found) for one in findings)
-        text = f"step {report.step}, rank {rank}: {finding.text}"
-        if finding.waiver not in self._job.run.allow and not self._replays:
+        text = f"step {watched.batch.step + 1}, rank {rank}: {finding.text}"
+        if finding.waiver in self._job.run.allow:
+            self._waived.add(finding.waiver)
+            watched.allowed.append(f"{text} (allowed)")
+        elif watched.is_first or not self._replays:
             raise UnprovenError(text, finding.waiver)
-        if finding.waiver not in self._job.run.allow:
+        else:
             raise RepeatError(f'{text}; run.allow = ["{finding.waiver}"] lets it run unproven')
-        self._waived.add(finding.waiver)
-        return replace(report, note="; ".join(filter(None, [report.note, f"{text} (allowed)"])))
 
     # -- samples of different sizes ----------------------------------------------------------------
 
