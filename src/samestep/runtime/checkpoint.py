@@ -37,7 +37,9 @@ from samestep.errors import CheckpointError
 from samestep.job import Job
 from samestep.models.spec import ParamSpec
 from samestep.runtime import checkpoint_state
-from samestep.runtime.optimizer_step import Piece, Updater
+from samestep.runtime.optimizer_step import Updater
+from samestep.runtime.packed_states import SCALE
+from samestep.runtime.pieces import Piece
 from samestep.runtime.placement import Runs, WeightSlice, copy_shared, part_index, part_of, whole
 from samestep.runtime.processes.mesh import gather_objects
 from samestep.runtime.run import Run
@@ -235,7 +237,8 @@ def _contents_of(run: Run, frozen: Sequence[Piece]) -> tuple[dict[str, Tensor], 
         for key, value in state.items():
             name = f"state/{stored}/{piece.start}/{key}"
             if isinstance(value, Tensor):
-                tensors[name] = _copied(value.flatten() if value.shape == piece.value.shape else value[None, None])
+                is_flat = value.shape == piece.value.shape or key.endswith(SCALE)
+                tensors[name] = _copied(value.flatten() if is_flat else value[None, None])
             elif isinstance(value, bool | int | float | str | None):
                 plain[name] = value
             else:
@@ -349,20 +352,23 @@ class _OpenCheckpoint:
             runs = self.states.setdefault(_weight_of(part), {}).setdefault(key, [])
             runs.append(_StoredRun(part, int(start), name, file))
 
-    def read(self, what: str, piece: Piece, mine: Runs) -> Tensor:
+    def read(self, what: str, piece: Piece, mine: Runs, block: int = 1) -> Tensor:
         """Assemble the elements of a piece's `value` or state from the stored runs that overlap it.
+
+        Of scales there is one for each `block` of elements.
 
         Raises:
             CheckpointError: the files lack some of the elements.
         """
         stored = self.values.get(piece.name, []) if what == "value" else self.states[piece.name][what]
+        mine = mine.in_blocks(block)
         numel = int(mine.lengths.sum())
         found: Tensor | None = None
         covered = 0
         for run in stored:
             window = run.file.get_slice(run.name)
             part = self.cuts.get(run.part) or whole(self.shapes[piece.name])
-            theirs = part.runs(run.start, run.start + window.get_shape()[0])
+            theirs = part.runs(run.start, run.start + window.get_shape()[0] * block).in_blocks(block)
             _, there = mine.shared(theirs)
             if not len(there.starts):
                 continue
@@ -396,6 +402,10 @@ def _load_state(updater: Updater, stored: _OpenCheckpoint, piece: Piece, mine: R
         name, file = runs[0].name, runs[0].file
         if isinstance(file, _Plain):
             state[key] = file.value
+        elif key.endswith(SCALE):
+            assert updater.packing is not None
+            block = updater.packing.blocks[piece.name]
+            state[key] = stored.read(key, piece, mine, block).to(piece.value.device, copy=True)
         elif len(file.get_slice(name).get_shape()) == 1:
             state[key] = stored.read(key, piece, mine).view_as(piece.value).to(piece.value.device, copy=True)
         else:
