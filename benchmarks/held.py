@@ -29,8 +29,13 @@ from samestep.training.workload import Workload
 
 STEPS = 3
 """Steps of a turn."""
-WAYS = {"masters whole": False, "masters in two halves": True}
-"""Whether masters are split."""
+WAYS = {
+    "masters whole, states float32": (False, "float32"),
+    "masters in halves, states float32": (True, "float32"),
+    "masters in halves, states bf16": (True, "bf16"),
+    "masters in halves, states 8bit": (True, "8bit"),
+}
+"""Whether masters are split, and `numerics.optimizer_states`."""
 
 
 @contextmanager
@@ -41,7 +46,7 @@ def _as_said(splits: bool) -> Iterator[None]:
         yield
 
 
-def _job(args: argparse.Namespace) -> Job:
+def _job(args: argparse.Namespace, states: str = "float32") -> Job:
     config = {
         "vocab_size": 256, "hidden_size": args.hidden, "intermediate_size": 11 * args.hidden // 4,
         "num_hidden_layers": args.layers, "num_attention_heads": 8, "num_key_value_heads": 8,
@@ -50,7 +55,7 @@ def _job(args: argparse.Namespace) -> Job:
         model={"config": config},
         data={"sequence_length": args.sequence},
         train={"global_batch": args.samples, "steps": 10**6, "watch_every": 0},
-        numerics={"precision": "bf16"},
+        numerics={"precision": "bf16", "optimizer_states": states},
     )
 
 
@@ -76,10 +81,9 @@ def main() -> None:
     for name, value in (("hidden", 512), ("layers", 8), ("samples", 8), ("sequence", 128), ("turns", 9)):
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
-    device, job = torch.device(args.device), _job(args)
-    dataset = Workload(job).dataset
-    runs = {name: _opened(job, splits, device) for name, splits in WAYS.items()}
-    streams = {name: batches(dataset, job) for name in runs}
+    device, jobs = torch.device(args.device), {name: _job(args, states) for name, (_, states) in WAYS.items()}
+    runs = {name: _opened(jobs[name], splits, device) for name, (splits, _) in WAYS.items()}
+    streams = {name: batches(Workload(job).dataset, job) for name, job in jobs.items()}
     updates: dict[str, list[float]] = {name: [] for name in runs}
     losses: dict[str, list[float]] = {name: [] for name in runs}
     times: dict[str, list[float]] = {name: [] for name in runs}

@@ -26,7 +26,7 @@ from samestep.program.program import LedgerRow
 from samestep.runtime.assembly import Source
 from samestep.runtime.axes.tensor import joined
 from samestep.runtime.ledger import Ledger
-from samestep.runtime.optimizer_step import Piece
+from samestep.runtime.pieces import Piece
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import traced

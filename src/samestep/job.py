@@ -31,6 +31,7 @@ from samestep.layout import MOST_RANKS, MOST_SAMPLES, Layout
 Precision = Literal["float64", "float32", "bf16", "fp16"]
 PRESET = "preset:"
 OnNonFinite = Literal["skip", "stop", "continue"]
+OptimizerStates = Literal["float32", "bf16", "8bit"]
 Waiver = Literal["samples", "loss", "random", "state", "optimizer", "data", "build", "resume"]
 """What a refusal is about: samples that influence each other, the loss as a sum over samples, random numbers, state that a
 forward writes, the rule of the optimizer, the data set, the values that a build gives, what a checkpoint holds."""
@@ -177,6 +178,8 @@ class NumericsTable(_Table):
     """Whether float32 matrix products on GPUs may use TF32."""
     deterministic: bool = False
     """Whether only kernels run that give the same bits each time; an operation that has none is refused by its name."""
+    optimizer_states: OptimizerStates = "float32"
+    """Precision in which the states of torch's own optimizers are held: bf16 rounds at random, 8bit has scales by block."""
     on_nonfinite: OnNonFinite = "stop"
     """Action when the loss or a gradient is not finite, after the module at fault has been named."""
     loss_scale: Annotated[float, Field(ge=1e-30, le=1e30)] = 65536.0

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from samestep.models.spec import ParamSpec
 from samestep.program.holding import Holding
 from samestep.program.ops import BYTES_OF, Op, OpKind, Ops
+from samestep.program.state_blocks import LARGEST_BLOCK
 from samestep.program.step import StepSpec
 
 
@@ -150,13 +151,16 @@ def _bucket(step: StepSpec, index: int, params: list[ParamSpec]) -> Bucket:
     holding = step.holding(params[0])
     multiple, owners = math.prod(map(step.ranks.size, holding.data_axes)), _owners(step, params[0])
     held = owners_of([param.numel for param in params], owners)
-    loads = [sum(p.numel for p, owner in zip(params, held, strict=True) if owner == rank) for rank in range(owners)]
-    chunk = padded(max(loads), multiple // owners)
+    # A rank's chunk begins at no block's middle.
+    aligned = LARGEST_BLOCK if step.optimizer_states == "8bit" and holding.num_shards > 1 else 1
+    sizes = [padded(param.numel, aligned) for param in params]
+    loads = [sum(size for size, owner in zip(sizes, held, strict=True) if owner == rank) for rank in range(owners)]
+    chunk = padded(max(loads), multiple // owners * aligned)
     offsets = [rank * chunk for rank in range(owners)]
     members = []
     for param, owner in zip(params, held, strict=True):
         members.append(Member(name=param.name, offset=offsets[owner], numel=param.numel))
-        offsets[owner] += param.numel
+        offsets[owner] += padded(param.numel, aligned)
     return Bucket(
         name=f"bucket.{index}",
         members=tuple(members),

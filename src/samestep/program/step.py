@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from samestep.job import Job, Precision, Waiver
+from samestep.job import Job, OptimizerStates, Precision, Waiver
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec, ParamSpec
 from samestep.program.bodies import BodyKey, ends_step
@@ -19,6 +19,7 @@ from samestep.program.codecs import CODECS, PLAIN
 from samestep.program.holding import WHOLE, Holding
 from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, TF32
 from samestep.program.ranks import Ranks, data_ranks_per_node
+from samestep.program.state_blocks import SCALE_BYTES, block_of
 from samestep.schedules import SCHEDULES, TaskKind
 
 MOST_MICROBATCHES = 2**15
@@ -49,6 +50,10 @@ class StepSpec:
     """Whether float32 matrix products may run in `TF32`."""
     updates_in_chunks: bool = False
     """Whether the optimizer may update some weights before others, as torch's own may."""
+    optimizer_states: OptimizerStates = "float32"
+    """Precision in which the optimizer's states are held."""
+    state_blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Elements of a block of each weight's 8-bit states; 0 for a weight whose states are float32."""
     allow: tuple[Waiver, ...] = ()
     """Refusals that the job waives."""
     holdings: Mapping[str, Holding] = field(default_factory=dict, hash=False)
@@ -80,6 +85,10 @@ class StepSpec:
             compiles_blocks=job.run.compile == "blocks",
             tf32=job.numerics.tf32,
             updates_in_chunks=":" not in job.optimizer.name if updates_in_chunks is None else updates_in_chunks,
+            optimizer_states=job.numerics.optimizer_states,
+            state_blocks={param.name: block_of(param.shape) for param in model.params}
+            if job.numerics.optimizer_states == "8bit"
+            else {},
             allow=job.run.allow,
         )
 
@@ -161,6 +170,18 @@ class StepSpec:
     def master_copy_bytes(self) -> int:
         """Bytes of what is held, beside a weight of another dtype, for one element of its master."""
         return 2 if self.splits_masters else BYTES_OF[self.master_dtype]
+
+    def state_bytes(self, param: ParamSpec, numel: int) -> int:
+        """Return the bytes of one of the optimizer's states for `numel` elements of a weight."""
+        if self.optimizer_states == "bf16":
+            return 2 * numel
+        block = self.state_blocks.get(param.name, 0)
+        return numel + numel // block * SCALE_BYTES if block else numel * BYTES_OF[self.master_dtype]
+
+    @property
+    def least_state_bytes(self) -> int:
+        """The fewest bytes that one element of a state takes."""
+        return {"bf16": 2, "8bit": 1}.get(self.optimizer_states, BYTES_OF[self.master_dtype])
 
     @property
     def splits_backward(self) -> bool:

@@ -35,7 +35,7 @@ from samestep.runtime.checkpoint_state import runs_elsewhere
 from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.dropout.mode import Draw
 from samestep.runtime.expert_routes import RouteMode, Routes
-from samestep.runtime.optimizer_step import Piece
+from samestep.runtime.pieces import Piece
 from samestep.runtime.placement import part_of
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
@@ -387,7 +387,7 @@ def held_state(run: Run) -> list[HeldTensor]:
     if optimizer is None:
         return []
     for piece in run.updater.pieces:
-        for key, value in optimizer.state.get(piece.value, {}).items():
+        for key, value in run.updater.state_of(piece).items():
             name = f"{piece.name}/{key}"
             if isinstance(value, Tensor) and value.shape == piece.value.shape:
                 held.append((name, value, _places(run, piece)))
@@ -444,6 +444,7 @@ def feed(run: Run, gradients: Sequence[dict[str, Tensor]]) -> Iterator[list[Held
                 values = values * (places >= 0).to(values)
             given.copy_(values.view_as(given))
         run.updater.set_lr(run.assembly.weights.lr_factor(step))
+        run.updater.step_index = step
         run.updater.step(1.0)
         run.updater.publish()
         run.assembly.weights.store.publish()

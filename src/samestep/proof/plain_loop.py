@@ -10,11 +10,13 @@ for batch in batches:
 The model is the user's own: the build function called plainly, or a copy of the instance. Only values that are drawn are
 copied from ours, by name, since they are functions of the seed and the name there. So a buffer or a loaded weight that our
 blueprint gives a wrong value, and with it one device and every layout alike, is found here. The loop shares with ours what
-makes two runs comparable, no more: float64, the model's own float32 islands raised to it, and the dropout masks.
+makes two runs comparable, no more: float64, the model's own float32 islands raised to it, the dropout masks, and how
+`numerics.optimizer_states` rounds states behind an update.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,6 +36,7 @@ from samestep.proof.observation import HeldTensor, Observation, PlainSteps
 from samestep.runtime.assembly import Source
 from samestep.runtime.axes import precision
 from samestep.runtime.dropout.mode import Draw, DropoutMode, place_samples
+from samestep.runtime.pieces import Piece
 from samestep.runtime.run import Run
 
 WHAT = "plain torch"
@@ -47,7 +50,7 @@ def follow(run: Run, source: Source, dataset: Dataset, seen: Observation) -> Pla
         model = _model(run, source, steps)
         start = {name: param.detach().clone() for name, param in _trained(model).items()}
         unused = _take_steps(model, run, source, dataset, seen, steps)
-        _update(model, start, source, seen, steps, unused)
+        _update(model, run, start, source, seen, steps, unused)
         idle = {param.name for param in run.assembly.model.spec.params if param.is_idle}
         _leave_out(steps, idle.intersection(*unused))
     except Exception as error:  # the user's own code, in which anything may fail
@@ -101,6 +104,7 @@ def _take_steps(
         norm = torch.nn.utils.clip_grad_norm_(params.values(), math.inf if limit is None else limit)
         steps.norms.append(float(norm))
         optimizer.step()
+        _round_states(run, source, optimizer, params, batch.step)
         steps.weights.append(_held(params))
     return unused
 
@@ -130,6 +134,7 @@ def _gradient(param: Tensor) -> Tensor:
 @torch.no_grad()
 def _update(
     model: nn.Module,
+    run: Run,
     start: Mapping[str, Tensor],
     source: Source,
     seen: Observation,
@@ -147,7 +152,23 @@ def _update(
             is_used = name in given and name not in unused[index]
             param.grad = given[name].view_as(param).to(param, copy=True) if is_used else None
         optimizer.step()
+        _round_states(run, source, optimizer, params, index)
         steps.updated.append(_held(params))
+
+
+def _round_states(
+    run: Run, source: Source, optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], step: int
+) -> None:
+    """Round the optimizer's states as the job holds them between two updates."""
+    packing = run.assembly.weights.updater.packing
+    assert source.prepared is not None
+    canonical = source.prepared.blueprint.canonical
+    for name, param in params.items() if packing is not None else ():
+        assert packing is not None
+        whole = Piece(canonical[name], 0, param.numel(), param, functools.partial(_gradient, param), is_uncut=True)
+        if param in optimizer.state:
+            packing.pack(whole, optimizer.state[param], step)
+            packing.widen(whole, optimizer.state[param])
 
 
 def _held(tensors: Mapping[str, Tensor]) -> list[HeldTensor]:

@@ -29,7 +29,7 @@ from samestep.building.model import JobModel
 from samestep.building.optimizer import learning_rate_factor
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.datasets import checked_samples
-from samestep.errors import LayoutError, ModelError, failures_of
+from samestep.errors import JobError, LayoutError, ModelError, failures_of
 from samestep.job import Job, NumericsTable
 from samestep.layout import Layout
 from samestep.models.analysis import ExpertModules, ModelAnalysis, StateSpec
@@ -62,7 +62,9 @@ from samestep.runtime.optimizer_source import (
     updates_in_chunks,
 )
 from samestep.runtime.optimizer_step import Updater
+from samestep.runtime.packed_states import StatePacking
 from samestep.runtime.parameter_hooks import attributes_of, gradient_hooks
+from samestep.runtime.pieces import Piece
 from samestep.runtime.processes import mesh as meshes
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.update_rule import OptimizerSource
@@ -185,7 +187,8 @@ class Assembly:
     def with_optimizer(self, source: OptimizerSource, numerics: NumericsTable) -> Assembly:
         """Return this assembly with another optimizer over the same weights; its state is empty."""
         whole = self.weights.updater.whole
-        updater = Updater.over(self.weights.store.pieces, source, numerics, whole)
+        packing = self.weights.updater.packing
+        updater = Updater.over(self.weights.store.pieces, source, numerics, whole, packing=packing)
         return replace(self, weights=replace(self.weights, updater=updater))
 
     def without_balance(self) -> Assembly:
@@ -471,7 +474,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     # Asked now, for the canary: the optimizer that is used must be the last one that the function makes.
     is_watched = 0 < job.train.watch_every <= job.train.steps or bool(spec.tried)
     couples = is_watched and couples_weights(source.optimizer, spec, whole.attributes)
-    in_chunks = job.numerics.precision == "bf16" and updates_in_chunks(source.optimizer, whole)
+    in_chunks = _updates_in_chunks(source, job, whole)
     program = program_of(
         spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica, in_chunks
     )
@@ -508,6 +511,17 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     _mark(model, spec, whole, store)
     store.hook_gradients(gradient_hooks(plan, program, mesh))
     fill_rest(plan, place.device, torch.float64 if job.numerics.precision == "float64" else None)
+    packing = None
+    if job.numerics.optimizer_states != "float32":
+
+        def slice_of(piece: Piece) -> placement.WeightSlice:
+            cut = params[piece.name]
+            if piece.is_uncut:
+                return placement.whole(shapes[piece.name].shape)
+            return placement.part_of(shapes[piece.name], cut, program.step.holding(cut), mesh)
+
+        states = job.numerics.optimizer_states
+        packing = StatePacking(states, job.train.seed, slice_of, program.step.state_blocks)
     of_tp, of_cp = ((mesh.size(axis), mesh.index(axis)) for axis in ("tp", "cp"))
     own_loss = source.loss
     if own_loss is not cross_entropy:
@@ -560,6 +574,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
                 whole,
                 couples_weights=couples,
                 splits_masters=program.step.splits_masters,
+                packing=packing,
             ),
             lr_factor=learning_rate_factor(job.schedule, job.train.steps),
         ),
@@ -576,6 +591,22 @@ def _pending(model: nn.Module, program: Program, mesh: meshes.Mesh) -> Callable[
     module = model.get_submodule(head.owner)
     assert isinstance(module, nn.Linear), "another head is refused"
     return pending_logits.PendingHead(module, Chunking(chunk, group)).pending
+
+
+def _updates_in_chunks(source: Source, job: Job, whole: WholeWeights) -> bool:
+    """Return whether the optimizer may update some weights before others; asked where anything depends on it.
+
+    Raises:
+        JobError: its states are to be packed, and it is none of torch's own.
+    """
+    packs = job.numerics.optimizer_states != "float32"
+    in_chunks = (packs or job.numerics.precision == "bf16") and updates_in_chunks(source.optimizer, whole)
+    if packs and not in_chunks:
+        raise JobError(
+            f'numerics.optimizer_states = "{job.numerics.optimizer_states}" holds states of torch\'s own optimizers, and this '
+            'is none of them: optimizer_states = "float32" works, and so does adamw'
+        )
+    return in_chunks
 
 
 def _mark(model: nn.Module, spec: ModelSpec, whole: WholeWeights, store: WeightStore) -> None:

@@ -37,7 +37,9 @@ from samestep.models.spec import ParamSpec
 from samestep.models.weight_files import digest_of
 from samestep.runtime import checkpoint_state, pretrained_folder
 from samestep.runtime.checkpoint_files import OpenCheckpoint, PlainValue, sync
-from samestep.runtime.optimizer_step import Piece, Updater
+from samestep.runtime.optimizer_step import Updater
+from samestep.runtime.packed_states import SCALE
+from samestep.runtime.pieces import Piece
 from samestep.runtime.placement import Runs, WeightSlice, part_index, part_of, whole
 from samestep.runtime.processes.mesh import gather_objects
 from samestep.runtime.run import Run
@@ -246,7 +248,8 @@ def _contents_of(run: Run, frozen: Sequence[Piece]) -> tuple[dict[str, Tensor], 
         for key, value in state.items():
             name = f"state/{stored}/{piece.start}/{key}"
             if isinstance(value, Tensor):
-                tensors[name] = _copied(value.flatten() if value.shape == piece.value.shape else value[None, None])
+                is_flat = value.shape == piece.value.shape or key.endswith(SCALE)
+                tensors[name] = _copied(value.flatten() if is_flat else value[None, None])
             elif isinstance(value, bool | int | float | str | None):
                 plain[name] = value
             else:
@@ -312,6 +315,10 @@ def _load_state(updater: Updater, stored: OpenCheckpoint, piece: Piece, mine: Ru
         name, file = runs[0].name, runs[0].file
         if isinstance(file, PlainValue):
             state[key] = file.value
+        elif key.endswith(SCALE):
+            assert updater.packing is not None
+            block = updater.packing.blocks[piece.name]
+            state[key] = stored.read(key, piece.name, mine, block).to(piece.value.device, copy=True)
         elif len(file.get_slice(name).get_shape()) == 1:
             state[key] = stored.read(key, piece.name, mine).view_as(piece.value).to(piece.value.device, copy=True)
         else:

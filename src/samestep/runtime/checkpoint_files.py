@@ -76,20 +76,23 @@ class OpenCheckpoint:
             runs = self.states.setdefault(_weight_of(part), {}).setdefault(key, [])
             runs.append(_StoredRun(part, int(start), name, file))
 
-    def read(self, what: str, weight: str, mine: Runs) -> Tensor:
+    def read(self, what: str, weight: str, mine: Runs, block: int = 1) -> Tensor:
         """Assemble some elements of a weight's `value` or state from the stored runs that overlap them.
+
+        Of scales there is one for each `block` of elements.
 
         Raises:
             CheckpointError: the files lack some of the elements.
         """
         stored = self.values.get(weight, []) if what == "value" else self.states[weight][what]
+        mine = mine.in_blocks(block)
         numel = int(mine.lengths.sum())
         found: Tensor | None = None
         covered = 0
         for run in stored:
             window = run.file.get_slice(run.name)
             part = self.cuts.get(run.part) or whole(self.shapes[weight])
-            theirs = part.runs(run.start, run.start + window.get_shape()[0])
+            theirs = part.runs(run.start, run.start + window.get_shape()[0] * block).in_blocks(block)
             _, there = mine.shared(theirs)
             if not len(there.starts):
                 continue

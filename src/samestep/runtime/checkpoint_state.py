@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from samestep.errors import CheckpointError
 from samestep.program.program import Program
 from samestep.runtime.first_state import attributes_of, digest, fingerprint, optimizer_values
-from samestep.runtime.optimizer_step import Piece
+from samestep.runtime.pieces import Piece
 from samestep.runtime.processes.mesh import gather_objects
 from samestep.runtime.run import Run
 

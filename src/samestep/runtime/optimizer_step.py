@@ -13,7 +13,7 @@ with some others, a chunk of all pieces, so that the wider values of few pieces 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,155 +27,15 @@ from samestep.job import NumericsTable
 from samestep.program.step import update_chunks
 from samestep.runtime import host_copies
 from samestep.runtime.first_state import optimizer_digests
-from samestep.runtime.host_copies import Reading
 from samestep.runtime.optimizer_source import ALONE, GivenOptimizer, WholeWeights, built_over, check_step
+from samestep.runtime.packed_states import StatePacking
+from samestep.runtime.pieces import LiveWeights, Piece
 from samestep.runtime.split_masters import SplitMasters
 from samestep.runtime.update_rule import OptimizerSource, has_hooks, is_torchs_own
 
 _ROW = 4096
 LARGEST_SUM = torch.finfo(torch.float16).max / 2
 """The largest sum of gradients under a loss scale: partial sums, some of which cancel, then fit float16 as well."""
-
-
-@dataclass(slots=True)
-class Piece:
-    """A run of one parameter's elements that this rank updates."""
-
-    name: str
-    start: int
-    stop: int
-    """Elements [start, stop) of the flattened whole parameter."""
-    value: Tensor
-    """Master values, which the optimizer updates; on the host under offload."""
-    gradient: Callable[[], Tensor]
-    """Returns the summed gradient of these elements, once the step's reductions are done."""
-    target: Tensor | None = None
-    """Tensor that receives the updated values, in another dtype or on the device; None where `value` itself is in use."""
-    is_uncut: bool = False
-    """Whether the parameter is that of the uncut model, though `tp` or `ep` leaves this rank a part of it."""
-    split: tuple[SplitMasters, int] | None = None
-    """What holds the master, and its index there, where `target` is the upper half of it; `value` is there in updates alone."""
-
-    def master(self) -> Tensor:
-        """Return the master values, of the shape of `value`; newly allocated where they are held in two halves."""
-        if self.split is None:
-            return self.value.detach()
-        masters, index = self.split
-        return masters.of(index).view(self.value.shape)
-
-    @torch.no_grad()
-    def set_master(self, values: Tensor) -> None:
-        """Set the master values; those that are not split are published later."""
-        if self.split is None:
-            self.value.detach().copy_(values.view_as(self.value))
-        else:
-            masters, index = self.split
-            masters.set(index, values)
-
-    def hold_whole(self) -> None:
-        """Hold the master in one tensor from now on."""
-        if self.split is not None:
-            masters, index = self.split
-            self.value.data = masters.release(index).view(self.value.shape)
-            self.split = None
-
-
-class LiveWeights:
-    """The weights that a forward reads, beside the master values of some pieces."""
-
-    def __init__(self, pieces: list[Piece]) -> None:
-        self._pieces = [piece for piece in pieces if piece.target is not None]
-        self._early: Tensor | None = None
-        self._early_there: Reading | None = None
-        self._published = self._state()
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Copy updated values to the tensors that the forward reads."""
-        whole = [(piece.value, piece.target) for piece in self._pieces if piece.split is None]
-        host_copies.publish([(value, target) for value, target in whole if target is not None])
-        self._published = self._state()
-
-    @torch.no_grad()
-    def reread(self) -> None:
-        """Take over into the master values what a user or a forward has written into the weights since `publish`.
-
-        Elements that nobody wrote keep their master values. A master that was split has lost which ones these are: there
-        an element keeps its remainder, so one that was written is met within half a last place of its bfloat16, and a
-        zero exactly. From then on the master of that weight is held whole, and later writes are met exactly.
-        """
-        if self._published is not None and self.was_written(self._published[1].device).item():
-            self.take_over()
-
-    @torch.no_grad()
-    def take_over(self) -> None:
-        """Set the elements of master values whose weights differ from what `publish` wrote."""
-        for piece, is_written in zip(self._pieces, self._written(), strict=True):
-            assert piece.target is not None
-            if piece.split is not None and not is_written:
-                continue
-            was_split = piece.split is not None
-            piece.hold_whole()
-            value = piece.value.detach().view_as(piece.target)
-            live = piece.target.to(value.device)
-            is_kept = value.to(live.dtype) == live
-            is_kept &= (live != 0) | (not was_split)
-            value.copy_(torch.where(is_kept, value, live.to(value.dtype)))
-        self._published = self._state()
-
-    def _written(self) -> list[bool]:
-        """Return of each piece whether its target was written since `publish`; the host waits for the device."""
-        before, now = self._published, self._state()
-        if before is None or now is None:
-            return [False] * len(self._pieces)
-        norms = (before[1] != now[1]).tolist()
-        return [old != new or differ for old, new, differ in zip(before[0], now[0], norms, strict=True)]
-
-    @torch.no_grad()
-    def was_written(self, device: torch.device) -> Tensor:
-        """Return 1 if a target was written since `publish`, else 0 (float64 []), which the host need not wait for."""
-        before, now = self._published, self._state()
-        if before is None or now is None:
-            return torch.zeros((), dtype=torch.float64, device=device)
-        if before[0] != now[0]:
-            return torch.ones((), dtype=torch.float64, device=device)
-        return (before[1] != now[1]).any().double()
-
-    def begin_step(self, device: torch.device) -> None:
-        """Ask the device whether a target was written since `publish`, for `was_written_early`."""
-        self._early = self.was_written(device)
-        self._early_there = Reading(self._early.view(1)) if self._pieces else None
-
-    def was_written_early(self) -> bool:
-        """Return whether a target was written before the step, or in it by an operation that torch counts.
-
-        The host waits until the device begins the step, while the rest of the step is still before the device.
-        """
-        if self._early_there is None:
-            return False
-        return self._is_counted() or self._early_there.numbers()[0] > 0.0
-
-    def was_written_unseen(self, device: torch.device) -> Tensor:
-        """Return 1 if a target was written in the step and `was_written_early` does not say so, else 0 (float64 [])."""
-        if self._early is None or self._is_counted():
-            return torch.zeros((), dtype=torch.float64, device=device)
-        return self.was_written(device) * (1.0 - self._early)
-
-    def _is_counted(self) -> bool:
-        """Return whether torch has counted an operation that wrote a target since `publish`."""
-        versions = [piece.target._version for piece in self._pieces if piece.target is not None]
-        return self._published is not None and versions != self._published[0]
-
-    def _state(self) -> tuple[list[int], Tensor] | None:
-        """Return the versions and the norms of the targets; None if the optimizer updates the weights themselves.
-
-        Writing through `.data` leaves no version, so the norms are compared too.
-        """
-        targets = [piece.target for piece in self._pieces if piece.target is not None]
-        if not targets:
-            return None
-        wide = targets[0].dtype if targets[0].itemsize >= 4 else torch.float32
-        return [target._version for target in targets], torch.stack(torch._foreach_norm(targets, 2.0, wide))
 
 
 @dataclass(slots=True)
@@ -228,6 +88,10 @@ class Updater:
     """The weights that the forward reads."""
     chunks: list[list[Piece]] = field(default_factory=list)
     """Pieces that are updated together; empty where all are, as they are held."""
+    packing: StatePacking | None = None
+    """How states are held between two updates; None where they are as the optimizer computes with them."""
+    step_index: int = 0
+    """The step of the next update, counted from 0."""
 
     @classmethod
     def over(
@@ -239,6 +103,7 @@ class Updater:
         *,
         couples_weights: bool = False,
         splits_masters: bool = False,
+        packing: StatePacking | None = None,
     ) -> Updater:
         """Build the optimizer over `pieces` of the `whole` weights; `splits_masters` holds masters in two halves.
 
@@ -266,7 +131,8 @@ class Updater:
             _set_lr=list(rates),
             _given_lr=_rates(given),
         )
-        made.chunks = _chunks(pieces, optimizer, splits_masters=splits_masters)
+        made.packing = packing
+        made.chunks = _chunks(pieces, optimizer, splits_masters=splits_masters, packs_states=packing is not None)
         made.live = LiveWeights(pieces)
         made.first_digests = optimizer_digests(optimizer) if optimizer else {}
         return made
@@ -373,7 +239,7 @@ class Updater:
         gradients = host_copies.beside(gradients, [piece.value for piece in self.pieces])
         of_piece = {id(piece): gradient for piece, gradient in zip(self.pieces, gradients, strict=True)}
         for chunk in self.chunks or [self.pieces]:
-            with _widened(chunk), _holding_only(self.optimizer, chunk if self.chunks else None):
+            with _widened(chunk), self._unpacked(chunk), _holding_only(self.optimizer, chunk if self.chunks else None):
                 lent = [piece.value for piece in chunk if piece.value.grad is None]
                 for piece in chunk:
                     gradient = of_piece[id(piece)]
@@ -386,6 +252,27 @@ class Updater:
                         value.grad = None
         if self.given is not None:
             self.given._opt_called = True  # type: ignore[attr-defined]  # what a scheduler over the instance asks for
+
+    @contextmanager
+    def _unpacked(self, chunk: list[Piece]) -> Iterator[None]:
+        """Let the optimizer have wide states for the pieces of a chunk inside, and pack them behind it."""
+        if self.packing is None or self.optimizer is None:
+            yield
+            return
+        for piece in chunk:
+            if piece.value in self.optimizer.state:
+                self.packing.widen(piece, self.optimizer.state[piece.value])
+        try:
+            yield
+        finally:
+            for piece in chunk:
+                if piece.value in self.optimizer.state:
+                    self.packing.pack(piece, self.optimizer.state[piece.value], self.step_index)
+
+    def state_of(self, piece: Piece) -> dict[str, Any]:
+        """Return the optimizer's state of a piece, with its tensors as the optimizer computes with them."""
+        state = self.optimizer.state.get(piece.value, {}) if self.optimizer is not None else {}
+        return dict(state) if self.packing is None else self.packing.wide(piece, state)
 
     @torch.no_grad()
     def overflow(self, device: torch.device) -> Tensor:
@@ -416,12 +303,14 @@ class Updater:
         return self.live.was_written(device)
 
 
-def _chunks(pieces: list[Piece], optimizer: Optimizer | None, *, splits_masters: bool) -> list[list[Piece]]:
+def _chunks(
+    pieces: list[Piece], optimizer: Optimizer | None, *, splits_masters: bool, packs_states: bool
+) -> list[list[Piece]]:
     """Split the masters of bfloat16 weights, and return the pieces by the chunks in which they are updated.
 
     Some pieces can be updated before others by the rules of torch's own optimizers alone.
     """
-    if optimizer is None or not (splits_masters or any(piece.split for piece in pieces)):
+    if optimizer is None or not (splits_masters or packs_states or any(piece.split for piece in pieces)):
         return []
     if not is_torchs_own(optimizer):  # over pieces that are split already, for another optimizer
         return [pieces]

@@ -89,6 +89,10 @@ class Runs:
         kept = lengths > 0
         return Runs((self.starts + before)[kept], lengths[kept])
 
+    def in_blocks(self, block: int) -> Runs:
+        """Return the runs of the blocks of so many elements each that these runs consist of."""
+        return Runs(self.starts // block, self.lengths // block)
+
     def positions(self) -> Tensor:
         """Return the index in the whole tensor of each element, int64 [numel]."""
         return torch.from_numpy(np.repeat(self.starts - self.offsets, self.lengths) + np.arange(self.lengths.sum()))

@@ -305,6 +305,7 @@ class Run:
         if decision is None or not is_ahead:
             return self._closed(opened)
         weights.updater.set_lr(opened.lr_factor)
+        weights.updater.step_index = batch.step
         if weights.updater.live.was_written_early():
             weights.updater.live.take_over()
         self._update(lambda: weights.updater.step_unless(decision.held_back, decision.factor))
@@ -351,6 +352,7 @@ class Run:
         skipped = not finite and self._skips(note, math.isfinite(loss))
         if opened.report is None:
             updater.set_lr(opened.lr_factor)
+            updater.step_index = batch.step
         if skipped:
             nonfinite.put_back(opened.running_buffers)
             updater.forget_sent()

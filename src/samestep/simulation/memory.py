@@ -22,7 +22,7 @@ Within a step five things come and go:
     gradients     under zero=2 and 3 a unit's whole gradient, from its backward to the reduce_scatter of the next unit,
                   until which FSDP2 keeps what it sent; else that of a layer's largest weight, until it is added to those
                   of other micro-batches
-    the update    the joined masters of the pieces that are updated together
+    the update    joined masters and widened states of the pieces that are updated together
 
 and on a device there is an overhead: what context, communicators and libraries hold of it, which no tensor can have.
 """
@@ -129,10 +129,6 @@ def states_per_param(job: Job) -> int:
     return _STATES[name] + len(options)
 
 
-OWN_COPY = "own copy"
-"""Stands for the dtype of a weight that its owner updates in a whole copy, whatever dtype its parts have."""
-
-
 def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> MemoryUse:
     """Return what `rank` holds between two steps, to the byte, but for the padding of masters' lower halves: below 1 KiB
     a chunk of the update.
@@ -141,75 +137,112 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
     """
     step = program.step
     weights, gradients = (_whole, _in_buckets, _in_units, _in_units)[step.zero](program)
-    owned, brought = _owned(program, rank)
-    gradients += brought * BYTES_OF[step.master_dtype]
-    master, offload = BYTES_OF[step.master_dtype], step.layout.offload
-
-    def copy_bytes(working_dtype: str) -> int:
-        """Return the bytes of a master beside its weight; what stands on the host has masters of its own there."""
-        if offload or working_dtype == OWN_COPY:
-            return master
-        return step.master_copy_bytes if working_dtype != step.master_dtype else 0
-
-    kept = sum(
-        numel * (master * states_per_param + copy_bytes(working_dtype))
-        for numel, working_dtype in (*_updated(program, rank), (owned, OWN_COPY))
-    )
-    optimizer, host = (0, kept) if offload else (kept, 0)
+    gradients += _owned(program, rank)[1] * BYTES_OF[step.master_dtype]
+    copies = sum(_copy_bytes(step, piece) for piece in _updated(program, rank))
+    states = sum(step.state_bytes(piece.param, piece.numel) for piece in _updated(program, rank))
+    kept = copies + states * states_per_param
+    optimizer, host = (0, kept) if step.layout.offload else (kept, 0)
     return MemoryUse(
         weights=weights, gradients=gradients, optimizer=optimizer, buffers=step.model.buffer_bytes, host=host
     )
 
 
-def _updated(program: Program, rank: int) -> list[tuple[int, str]]:
-    """Return elements and working dtype of each piece that a rank updates, but for weights that are updated whole by owners."""
+class _Updated(NamedTuple):
+    """A piece that a rank updates."""
+
+    param: ParamSpec
+    numel: int
+    dtype: str
+    """Dtype of the weight that the forward reads; that of masters where the weight is its own master."""
+    is_own_copy: bool = False
+    """Whether it is a whole copy of a weight of which ranks hold parts."""
+
+
+def _copy_bytes(step: StepSpec, piece: _Updated) -> int:
+    """Return the bytes of a master beside its weight; what stands on the host has masters of its own there."""
+    if step.layout.offload or piece.is_own_copy:
+        return piece.numel * BYTES_OF[step.master_dtype]
+    return piece.numel * step.master_copy_bytes if piece.dtype != step.master_dtype else 0
+
+
+def _updated(program: Program, rank: int) -> list[_Updated]:
+    """Return the pieces that a rank updates; those of which it owns a whole copy come last."""
     step = program.step
     lent = {member.name for owners in program.owners for member in owners.members}
     params = [param for param in _trainable(step) if param.name not in lent]
+    owned, _ = _owned(program, rank)
     if step.zero >= 2:
-        return [(_cut_numel(step, param, rank), step.master_dtype) for param in params]
+        return [*(_Updated(param, _cut_numel(step, param, rank), step.master_dtype) for param in params), *owned]
     if step.zero == 0:
-        return [(param.numel, step.working_dtype(param)) for param in params]
+        return [*(_Updated(param, param.numel, step.working_dtype(param)) for param in params), *owned]
     mine = {
         member.name: numel
         for bucket in program.buckets
         for member, numel in bucket.parts_at(step.ranks.coordinate(rank, bucket.holding.data_axis))
     }
-    return [(mine[param.name], step.working_dtype(param)) for param in params if mine[param.name]]
+    pieces = (_Updated(param, mine[param.name], step.working_dtype(param)) for param in params)
+    return [*(piece for piece in pieces if piece.numel), *owned]
 
 
-def _split_numels(program: Program, rank: int) -> list[int]:
-    """Return the elements of the pieces whose masters, held in two halves, an update joins at a time: at most so many."""
+def _widened(program: Program, states_per_param: int, rank: int) -> int:
+    """Return the bytes that an update works on beside what is held: joined masters and wide states of some pieces."""
     step = program.step
-    if not step.splits_masters:
+    if step.layout.offload:
+        return 0
+    packs, master = step.optimizer_states != "float32", BYTES_OF[step.master_dtype]
+
+    def bytes_of(piece: _Updated) -> int:
+        of_master = step.splits_masters and not piece.is_own_copy and piece.dtype != step.master_dtype
+        is_packed = packs and step.state_bytes(piece.param, piece.numel) != piece.numel * master
+        return piece.numel * master * (of_master + states_per_param * is_packed)
+
+    return max((sum(map(bytes_of, chunk)) for chunk in _chunks(program, rank)), default=0)
+
+
+def _chunks(program: Program, rank: int) -> list[list[_Updated]]:
+    """Return the pieces that are updated together, where not all of them are."""
+    step = program.step
+    if not step.splits_masters and step.optimizer_states == "float32":
         return []
     pieces = _updated(program, rank)
-    chunks = update_chunks([numel for numel, _ in pieces])
-    split = [[pieces[index][0] for index in chunk if pieces[index][1] != step.master_dtype] for chunk in chunks]
-    return max(split, key=sum, default=[])
+    return [[pieces[index] for index in chunk] for chunk in update_chunks([piece.numel for piece in pieces])]
 
 
-def _owned(program: Program, rank: int) -> tuple[int, int]:
-    """Return the elements of the weights that a rank updates whole, and those that come to it: gradients, parts passed on."""
-    at = program.step.ranks.coordinate
+def _split_bytes(program: Program, rank: int) -> int:
+    """Return the bytes at which masters are split: lower halves of the first pieces, and what finds halfway masters."""
+    step = program.step
+    if not step.splits_masters:
+        return 0
+    split = [
+        [piece.numel for piece in chunk if _copy_bytes(step, piece) == 2 * piece.numel]
+        for chunk in _chunks(program, rank)
+    ]
+    return max((2 * sum(numels) + 5 * max(numels, default=0) for numels in split), default=0)
+
+
+def _owned(program: Program, rank: int) -> tuple[list[_Updated], int]:
+    """Return the weights that a rank updates whole, and the elements that come to it: gradients, parts passed on."""
+    step = program.step
+    at, params = step.ranks.coordinate, {param.name: param for param in step.model.params}
     passed_on = {member.name for owners in program.owners if owners.is_cut for member in owners.members}
-    updated = brought = 0
+    updated: list[_Updated] = []
+    brought = 0
     for owners in program.owners:
         data_index = at(rank, owners.data_axis)
         for member in owners.of_rank(data_index):
             if member.owner == at(rank, owners.axis):
                 is_last = owners.is_cut or member.name not in passed_on
-                updated += member.numel * is_last
+                if is_last:
+                    updated.append(_Updated(params[member.name], member.numel, step.master_dtype, is_own_copy=True))
                 brought += member.numel * (1 if is_last else 2)
     return updated, brought
 
 
 def during_step(program: Program, states_per_param: int = 2, rank: int = 0) -> MemoryUse:
     """Return what `rank` holds at the op of the step at which it holds most."""
-    step = program.step
     rest = at_rest(program, states_per_param, rank)
-    joined = sum(_split_numels(program, rank)) * BYTES_OF[step.master_dtype]
-    update = _Peak(f"{OpKind.UPDATE}:optimizer", sum(_arriving(program).values()), 0, 0, joined)
+    widened = _widened(program, states_per_param, rank)
+    update = _Peak(f"{OpKind.UPDATE}:optimizer", sum(_arriving(program).values()), 0, 0, widened)
     most = max(_peak(program), update, key=lambda peak: peak.total)
     return replace(
         rest,
@@ -233,16 +266,16 @@ def during_init(program: Program, rank: int = 0) -> MemoryUse:
     drawn = 0 if stays else largest * BYTES_OF[step.master_dtype]
     gradients = rest.gradients if program.buckets else 0
     whole = at_rest(replace(program, step=replace(step, updates_in_chunks=False)), 0, rank).optimizer
-    # The lower halves of the first chunk stand beside all masters, and what tells where the largest of them are halfway.
-    split = sum(_split_numels(program, rank)) * 2 + max(_split_numels(program, rank), default=0) * 5
-    return replace(rest, gradients=gradients, optimizer=whole, buffers=rest.buffers + max(drawn, split), peak_at="init")
+    more = max(drawn, _split_bytes(program, rank))
+    return replace(rest, gradients=gradients, optimizer=whole, buffers=rest.buffers + more, peak_at="init")
 
 
 def saving_host_bytes(program: Program, states_per_param: int = 2, rank: int = 0) -> int:
     """Return the bytes of the host that a checkpoint takes until it is on disk: values and states that `rank` updates."""
     of_states, more = (at_rest(program, number, rank) for number in (0, 1))
     one = more.optimizer + more.host - of_states.optimizer - of_states.host
-    return (1 + states_per_param) * one
+    values = sum(piece.numel for piece in _updated(program, rank)) * BYTES_OF[program.step.master_dtype]
+    return values + states_per_param * one
 
 
 def _arriving(program: Program) -> dict[str, int]:

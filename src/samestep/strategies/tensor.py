@@ -25,6 +25,7 @@ the gradients are partial and summed like those of the norms.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -39,7 +40,30 @@ AXIS = "tp"
 
 def refusal(step: StepSpec) -> str | None:
     """Return why the degree would cut through a group of a weight, or why the model cannot be cut at all."""
-    return refuse_degree(step.model, step.layout.tp) if step.layout.tp > 1 else None
+    return (refuse_degree(step.model, step.layout.tp) or _refuse_blocks(step)) if step.layout.tp > 1 else None
+
+
+def _refuse_blocks(step: StepSpec) -> str | None:
+    """Return which weight would be cut within a block of its 8-bit states."""
+    degree = step.layout.tp
+    for param in step.model.params:
+        block = step.state_blocks.get(param.name, 0) if param.trainable else 0
+        if block and _cuts_block(param, degree, block):
+            works = max(n for n in range(1, degree) if not _cuts_block(param, n, block) and degree % n == 0)
+            return (
+                f"tp={degree} cuts {param.name} within blocks of {block} elements, which share a scale under "
+                f'numerics.optimizer_states = "8bit": tp={works} works, and so does "bf16"'
+            )
+    return None
+
+
+def _cuts_block(param: ParamSpec, degree: int, block: int) -> bool:
+    """Return whether a cut leaves a rank runs of elements that are no whole blocks."""
+    cut = param.cut
+    if cut is None or degree == 1:
+        return False
+    each = param.shape[cut.dim] // (cut.parts * min(degree, cut.groups))
+    return each * math.prod(param.shape[cut.dim + 1 :]) % block != 0
 
 
 @remembered

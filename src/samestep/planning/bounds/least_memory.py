@@ -87,7 +87,7 @@ class Needs:
         master = BYTES_OF[step.master_dtype]
         if step.layout.offload:
             return min(2 * updated * master, mine.weights + mine.trained * master), mine.trained * master
-        return (2 + self.states_per_param) * updated * master, updated * master
+        return (2 * master + self.states_per_param * step.least_state_bytes) * updated, updated * master
 
     def need(self, step: StepSpec) -> Need:
         """Bound the memory of a layout: of equal stages the first one holds most."""
@@ -188,11 +188,12 @@ class Needs:
     def _states(self, step: StepSpec, mine: Sizes, whole: Units) -> float:
         master, states = BYTES_OF[step.master_dtype], self.states_per_param
         if step.zero >= 2:
-            return (whole.held + whole.held_trained * (1 + (0 if step.layout.offload else states))) * master
-        copy = step.master_copy_bytes
-        kept = mine.trained * states * master + mine.apart * copy
+            held = 0 if step.layout.offload else states * step.least_state_bytes
+            return whole.held * master + whole.held_trained * (master + held)
+        each, copy = step.least_state_bytes, step.master_copy_bytes
+        kept = mine.trained * states * each + mine.apart * copy
         if step.zero == 1:
             shards = step.layout.num_shards
-            of_experts = mine.expert_trained * states * master + mine.expert_apart * copy
+            of_experts = mine.expert_trained * states * each + mine.expert_apart * copy
             kept = (kept - of_experts) / shards + of_experts / step.ranks.size("dp_expert")
         return mine.weights + mine.trained * master + (0.0 if step.layout.offload else kept)

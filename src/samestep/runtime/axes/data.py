@@ -33,8 +33,9 @@ from samestep.runtime.axes.weight_gradients import is_postponed
 from samestep.runtime.codecs.codec import Codec, Pending, codec_of, own_part, send
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.ledger import owned
-from samestep.runtime.optimizer_step import Piece, squared_norm
+from samestep.runtime.optimizer_step import squared_norm
 from samestep.runtime.parameter_hooks import GradientHooks
+from samestep.runtime.pieces import Piece
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weight_store import Materialize
 from samestep.schedules import TaskKind

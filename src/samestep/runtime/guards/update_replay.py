@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from samestep.runtime.guards.model_state import unmoved_generators
-from samestep.runtime.optimizer_step import Piece, Updater
+from samestep.runtime.optimizer_step import Updater
+from samestep.runtime.pieces import Piece
 from samestep.runtime.update_rule import has_hooks
 
 ROUNDINGS = 8
@@ -54,7 +55,7 @@ class UpdateReplay:
         half = _Half.of_shape(piece.value.shape) if is_divided else _Half()
         copied = half.of(piece.master()).clone().requires_grad_(True)
         vars(copied).update(vars(piece.value))  # tags that the rule may read
-        twin = _twin_of(updater.optimizer, piece.value, copied, half)
+        twin = _twin_of(updater, piece, copied, half)
         return None if twin is None else cls(updater, piece, twin, copied, half)
 
     def misfit(self) -> float:
@@ -87,18 +88,20 @@ class _Half:
         return tensor if self.length is None else tensor.narrow(self.dim, 0, self.length)
 
 
-def _twin_of(optimizer: Optimizer, value: Tensor, copied: Tensor, half: _Half) -> Optimizer | None:
-    """Return an optimizer with the class, options and state of another, over the copy of (half of) one of its weights.
+def _twin_of(updater: Updater, piece: Piece, copied: Tensor, half: _Half) -> Optimizer | None:
+    """Return an optimizer with the class, options and state of the run's, over the copy of (half of) one of its weights.
 
     None where its `step` is not the class's own, has hooks, or keeps objects that a copy would share with it.
     """
+    optimizer, value = updater.optimizer, piece.value
+    assert optimizer is not None
     group = next((g for g in optimizer.param_groups if any(param is value for param in g["params"])), None)
     apart = ("state", "param_groups", "defaults", *(name for name in vars(optimizer) if name.endswith("_hooks")))
     own = {name: kept for name, kept in vars(optimizer).items() if name not in apart}
     if group is None or "step" in own or has_hooks(optimizer) or not all(map(_is_plain, own.values())):
         return None
     options = {name: kept for name, kept in group.items() if name not in ("params", "param_names")}
-    state = dict(optimizer.state.get(value, {}))
+    state = updater.state_of(piece)
     if not all(map(_is_plain, (*options.values(), *state.values()))):
         return None
     twin = object.__new__(type(optimizer))
