@@ -1,5 +1,6 @@
 # make train   train the default job, with two worker processes       make check   format, lint, types, import rules
 # make test    the test suite                                         make bench   step time and memory beside peers
+# make matrix  the fast tests on the interpreters (PYTHONS="...") and CPU builds of torch (WHEELS="...") at hand; downloads no torch
 # make families   prove every causal family of transformers; FAMILY=NAME proves one, and what is proven is not proven again
 # make gpu     where there is a GPU: is samestep right on it? Takes what is installed, and no network
 # Each does the set-up it needs; the second call starts at once.
@@ -9,7 +10,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test parity families gpu check format bench setup clean
+.PHONY: train test parity matrix families gpu check format bench setup clean
 
 train: $(READY)
 	$(BIN)/samestep train jobs/default.toml
@@ -19,6 +20,10 @@ test: $(READY)
 
 parity: $(READY)
 	$(BIN)/python -m pytest -q tests/parity tests/ledger tests/laws tests/proof tests/crashes --every-layout
+
+matrix: HERE = $(or $(wildcard $(BIN)/python),$(PYTHON))
+matrix:
+	$(HERE) -m tests.matrix
 
 families: $(READY)
 	$(BIN)/python benchmarks/families.py $(FAMILY)

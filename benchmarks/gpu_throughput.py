@@ -28,7 +28,6 @@ from samestep import Job, Layout, hardware
 from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
-from samestep.job import RunTable
 from samestep.models.spec import ModelSpec
 from samestep.runtime.assembly import Source, prepare, with_new_blueprint
 from samestep.runtime.processes.join import RankInfo
@@ -159,6 +158,11 @@ class Tokens:
 
 # -- the contestants -------------------------------------------------------------------------------
 
+COMPILED = (False, True)
+"""Whether contestants run eager, or with compiled blocks: all of them in one way, then in the other."""
+BACKEND = "inductor" if torch.version.cuda else "aot_eager"
+"""The backend of compiled blocks: where there is no GPU, which takes the longest to compile for, graphs without kernels."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -177,7 +181,7 @@ class Setting:
     @property
     def job(self) -> Job:
         """The job of samestep."""
-        run = {"compile": "blocks"} if self.compiled else {}
+        run = {"compile": "blocks", "compile_backend": BACKEND} if self.compiled else {}
         return Job(
             train={"global_batch": self.samples, "steps": 1000},
             optimizer={"name": "adamw", "lr": 1e-4, "weight_decay": 0.1, "clip_norm": CLIP_NORM},
@@ -195,11 +199,6 @@ class Setting:
         """Return the source with its model traced, without memory or device."""
         example = next(batches(Tokens(self.size), self.job)).samples([0])
         return replace(self.source, prepared=prepare(self.source, self.job, example))
-
-
-def can_compile() -> bool:
-    """Return whether a job can ask for compiled blocks."""
-    return "compile" in RunTable.model_fields
 
 
 def by_samestep(place: RankInfo, setting: Setting, source: Source) -> Losses:
@@ -223,7 +222,7 @@ def by_hand(place: RankInfo, setting: Setting, source: Source) -> Losses:
         if setting.recompute != "none":
             block.forward = _recomputed(block.forward)
         if setting.compiled:
-            block.compile()
+            block.compile(backend=BACKEND)
     adamw = torch.optim.AdamW(masters, lr=1e-4, weight_decay=0.1, fused=True)
     for batch in batches(Tokens(setting.size), setting.job):
         samples = batch.samples(batch.shares(0, 1, 1)[0])
@@ -302,7 +301,7 @@ def rows(
     after which no contestant begins.
     """
     chosen: dict[str, tuple[Setting, Source]] = {}
-    for compiled in (False, True) if can_compile() else (False,):
+    for compiled in COMPILED:
         for name, size in sizes:
             losses: dict[str, tuple[float, ...]] = {}
             for loop in CONTESTANTS:

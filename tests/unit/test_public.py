@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 import pkgutil
+import re
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 
 import samestep
 
+ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "tensorboardX")
 
 
@@ -107,3 +110,13 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         main(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out == f"samestep {metadata.version('samestep')}\n"
+
+
+def test_every_extra_is_used():
+    """A package that no line imports is no part of samestep: what an extra names is imported, or looked for by its name."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    sources = "\n".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
+    for extra in extras.keys() - {"dev", "bench", "all"}:
+        for package in (re.split(r"[<>=\[]", one)[0] for one in extras[extra]):
+            assert re.search(rf"(import|from|import_module\(|find_spec\() *\"?{package}\b", sources), (extra, package)
+    assert set(re.findall(r"[\w-]+", extras["all"][0])) - {"samestep"} == extras.keys() - {"dev", "bench", "all"}

@@ -1,0 +1,54 @@
+"""`make matrix`: which pairs of interpreter and torch run, and what it says of the others."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests import matrix
+
+WHEELS = [
+    "w/torch-2.11.0+cpu-cp312-cp312-manylinux_2_28_x86_64.whl",
+    "w/torch-2.13.0+cpu-cp312-cp312-manylinux_2_28_x86_64.whl",
+    "w/torch-2.13.0+cpu-cp313-cp313-manylinux_2_28_x86_64.whl",
+    "w/torchvision-0.28.0-cp312-cp312-linux_x86_64.whl",
+]
+
+
+@pytest.mark.parametrize(("version", "releases"), [("3.12", ["2.11", "2.13"]), ("3.13", ["2.13"]), ("3.11", [])])
+def test_an_interpreter_runs_the_wheels_made_for_it(version, releases):
+    assert sorted(matrix.wheels_for(matrix.Interpreter("python", version, ""), WHEELS)) == releases
+
+
+@pytest.fixture
+def at_hand(monkeypatch):
+    """This interpreter alone, with the torch that it has; no test is run."""
+    ran: list[str] = []
+    monkeypatch.setenv("PYTHONS", f"{sys.executable} no-such-python")
+    monkeypatch.delenv("WHEELS", raising=False)
+    monkeypatch.setattr(matrix, "fast_tests", lambda inside: ran.append(inside) or "passed")
+    return ran
+
+
+def test_what_is_at_hand_runs_and_the_rest_is_named(at_hand, capsys):
+    import torch
+
+    version, release = "{}.{}".format(*sys.version_info), ".".join(torch.__version__.split(".")[:2])
+    assert matrix.main() == 0
+    assert len(at_hand) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert "not run: no-such-python is no interpreter that starts" in said
+    assert f"Python {version}, torch {release}: passed" in said
+    pairs = {(python, torch) for python in {*matrix.supported(), version} for torch in {*matrix.TORCHES, release}}
+    assert sum("not run: no torch" in line for line in said) == len(pairs) - 1
+
+
+def test_a_failure_is_a_failure(at_hand, monkeypatch, capsys):
+    monkeypatch.setattr(matrix, "fast_tests", lambda inside: "failed (exit status 1)")
+    assert matrix.main() == 1
+
+
+def test_nothing_run_is_no_success(monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONS", "no-such-python")
+    assert matrix.main() == 1

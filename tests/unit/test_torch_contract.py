@@ -1,0 +1,136 @@
+"""The names of torch's that samestep uses and torch does not promise: they must be there, and do what is relied on.
+
+`make matrix` runs this file on every torch that it is given, so that a release which moves one of them is named here, and
+not by a run. FSDP2 and DTensor are private to `runtime/axes/shard.py`; the others are listed with the file that needs them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import samestep
+from tests.pool import pool
+
+PUBLIC_OF_FSDP = """
+    set_is_last_backward set_requires_gradient_sync set_requires_all_reduce set_reshard_after_backward
+    set_modules_to_backward_prefetch set_unshard_in_backward set_gradient_divide_factor set_force_sum_reduction_for_comms
+    set_custom_reduce_scatter reshard unshard
+"""
+PRIVATE: dict[str, tuple[Any, str]] = {
+    "runtime/compiled_blocks.py, calls that leave a graph": (nn.Module, "_compiled_call_impl _call_impl"),
+    "runtime/compiled_blocks.py, modes": (
+        torch.overrides, "_get_current_function_mode _get_current_function_mode_stack _pop_mode _push_mode",
+    ),
+    "runtime/axes/stage_flow.py": (torch.overrides, "_pop_mode_temporarily"),
+    "runtime/axes/recompute.py": (
+        importlib.import_module("torch.utils.checkpoint"),
+        "_checkpoint_without_reentrant_generator CheckpointFunction noop_context_fn create_selective_checkpoint_contexts",
+    ),
+    "runtime/ledger.py": (torch._C._profiler, "_RecordFunctionFast"),
+    "runtime/axes/shard.py, recomputation": (torch._C, "_current_graph_task_id"),
+    "tracing": (importlib.import_module("torch.utils._python_dispatch"), "_disable_current_modes TorchDispatchMode"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", PRIVATE)
+def test_a_name_that_a_file_needs_is_there(where):
+    home, names = PRIVATE[where]
+    assert not [name for name in names.split() if not hasattr(home, name)]
+
+
+def test_the_compiler_has_what_compiled_blocks_need():
+    import torch._dynamo
+
+    assert hasattr(torch._dynamo.exc, "TorchDynamoException")
+    assert hasattr(torch._dynamo, "OptimizedModule")
+    assert callable(torch._dynamo.lookup_backend)
+    assert torch._dynamo.config.recompile_limit > 0
+    assert torch._dynamo.config.accumulated_recompile_limit > 0
+    assert "frame_id" in inspect.signature(torch._guards.CompileId).parameters
+    assert "reason" in inspect.signature(torch.compiler.disable).parameters
+
+
+def test_every_module_imports_on_this_torch():
+    for found in pkgutil.walk_packages(samestep.__path__, "samestep."):
+        if not found.name.endswith("__main__"):
+            importlib.import_module(found.name)
+
+
+# -- FSDP2 -----------------------------------------------------------------------------------------
+
+
+def sharded(rank: int, world: int) -> tuple[list[str], dict[str, Any]]:
+    """Run one unit as `shard.py` does; return the names that are missing, and what the run has shown."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    missing = [name for name in PUBLIC_OF_FSDP.split() if not hasattr(FSDPModule, name)]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        unit = nn.Linear(4, 6)
+        given = torch.randn(world, 4)
+    whole = unit.weight.detach().clone()
+    fully_shard(unit, mesh=init_device_mesh("cpu", (world,)), reshard_after_forward=True)
+    state = unit._get_fsdp_state()
+    missing += [
+        name
+        for name in ("_lazy_init", "_root_post_backward_final_callback", "_register_pre_backward_hook")
+        if not hasattr(state, name)
+    ]
+    state._lazy_init()
+    unit.set_is_last_backward(False)
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
+    unit.set_requires_gradient_sync(False, recurse=False)
+    unit.set_reshard_after_backward(False, recurse=False)
+    group = state._fsdp_param_group
+    weight = group.fsdp_params[0]
+    missing += [
+        name
+        for name in (
+            "sharded_param",
+            "_unsharded_param",
+            "unsharded_accumulated_grad",
+            "_orig_size",
+            "_contiguous_orig_stride",
+        )
+        if not hasattr(weight, name) and name != "_unsharded_param"  # which the first gather makes
+    ]
+    shown: dict[str, Any] = {}
+    local = weight.sharded_param._local_tensor
+    shown["rows"] = torch.equal(local, whole.chunk(world)[rank])
+    output = unit(given[rank : rank + 1])
+    shown["freed after the forward"] = weight._unsharded_param.untyped_storage().size() == 0
+    first = weight._unsharded_param
+    output.sum().backward()
+    shown["one object for all gathers"] = weight._unsharded_param is first
+    shown["gathered again for the backward"] = torch.equal(weight._unsharded_param, whole)
+    shown["not reduced by itself"] = weight.sharded_param.grad is None
+    held = (
+        weight._unsharded_param.grad if weight.unsharded_accumulated_grad is None else weight.unsharded_accumulated_grad
+    )
+    shown["whole gradient before the reduction"] = torch.equal(held, given[rank].expand(6, 4))
+    unit.set_requires_gradient_sync(True, recurse=False)
+    unit.set_reshard_after_backward(True, recurse=False)
+    group.post_backward()
+    unit.set_is_last_backward(True)
+    state._root_post_backward_final_callback()
+    summed = given.sum(0).expand(6, 4).chunk(world)[rank]
+    shown["sums its own rows of the gradient"] = torch.allclose(weight.sharded_param.grad._local_tensor, summed)
+    shown["freed after the reduction"] = weight._unsharded_param.untyped_storage().size() == 0
+    dist.barrier()
+    return missing, shown
+
+
+def test_fsdp2_gathers_frees_and_reduces_when_it_is_told_to():
+    for missing, shown in pool(2).run(sharded):
+        assert not missing
+        assert all(shown.values()), [claim for claim, holds in shown.items() if not holds]
