@@ -98,6 +98,15 @@ def test_a_step_waits_once(layout: str, model: str, others: dict[tuple[str, str]
         assert seen == awaited or real_gpu.is_asked(), "a real GPU tells of waits alone"
 
 
+def test_a_loss_scale_adds_no_wait() -> None:
+    """It changes between steps, by sums that the host reads anyway; whether a gradient overflowed stays on the device."""
+    job = job_of("fp16", 3, optimizer={"clip_norm": 0.5}, train={"watch_every": 0})
+    awaited = Counter({waits.Place(*place): count for place, count in expected(EXPECTED[0]).items()})
+    (seen,) = on_ranks("dp=1", counted, "plain", job, device="cuda")
+    assert waits.by_function(seen) == waits.by_function(awaited)
+    assert seen == awaited or real_gpu.is_asked()
+
+
 def test_every_wait_has_a_reason() -> None:
     assert REASONS.keys() == {SCALARS, STEP_BEFORE, *(place for _, _, others in EXPECTED for place in others)}
 
