@@ -117,8 +117,8 @@ def write_spec(job_json: str) -> None:
 
 
 def _traced(job: Job) -> ModelSpec:
-    """Return the shape of a job's model; that of a transformers model is traced without opening the data."""
-    if not job.model.source.startswith("hf:"):
+    """Return the shape of a job's model; that of a language model of transformers is traced without opening the data."""
+    if not job.model.takes_tokens:
         return Workload(job).spec
     tokens = torch.zeros(1, job.data.sequence_length, dtype=torch.int64)
     source = Source(model_source(job), loss_of(job), optimizer_of(job), job.model.source)
