@@ -110,7 +110,7 @@ _ENCODER = {
         ("masked", "bert", _ENCODER, "BertForMaskedLM"),
         ("seq2seq", "t5", {"vocab_size": 50, "d_model": 16, "d_ff": 20, "num_layers": 1, "num_heads": 2}, "T5ForConditionalGeneration"),
         ("image", "vit", {**{k: v for k, v in _ENCODER.items() if k != "vocab_size"}, "image_size": 8, "patch_size": 4}, "ViTForImageClassification"),
-        ("speech", "whisper", {"vocab_size": 50, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 0}, "WhisperForConditionalGeneration"),
+        ("speech", "whisper", {"vocab_size": 50, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "pad_token_id": 0}, "WhisperForConditionalGeneration"),
         ("vision-language", "llava", {"text_config": {"model_type": "llama", **_ENCODER}, "vision_config": {"model_type": "clip_vision_model", "num_hidden_layers": 1}}, "LlavaForConditionalGeneration"),
     ],
 )  # fmt: skip
@@ -153,7 +153,7 @@ def test_nothing_of_transformers_is_printed(capfd: pytest.CaptureFixture[str]) -
     [
         ("lama", {}, r"no family 'lama' \(did you mean 'llama'\?\)"),
         ("vit", {}, "no causal language model; model.task = 'image' works"),
-        ("clip", {}, "no causal language model; a module:function that builds the model works"),
+        ("clap", {}, "no causal language model; a module:function that builds the model works"),
         ("llama", {"hiden_size": 3}, r"model\.config\.hiden_size.*did you mean 'hidden_size'"),
         ("llama", {"hidden_size": "wide"}, "hidden_size"),
         ("llama", {"hidden_size": 65, "num_attention_heads": 4}, "65"),
