@@ -8,7 +8,7 @@ for batch in samestep.batches(dataset, job):
     report = run.step(batch)
 ```
 Each verb of the command line is a function of the same name: `plan`, `simulate`, `train`, `verify`, `measure`,
-`layouts`, `export`. Names that need torch are imported on first use.
+`layouts`, `export`, `sample`, `evaluate`. Names that need torch are imported on first use.
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ if TYPE_CHECKING:
     from samestep.tracing.dependence_rules import independent
     from samestep.training.export import export
     from samestep.training.train import train
+    from samestep.training.trained import evaluate, sample
 
 _LAZY = {
     "batches": ("samestep.datasets", "batches"),
+    "evaluate": ("samestep.training.trained", "evaluate"),
     "export": ("samestep.training.export", "export"),
     "independent": ("samestep.tracing.dependence_rules", "independent"),
     "launch": ("samestep.runtime.processes.workers", "launch"),
@@ -59,6 +61,7 @@ _LAZY = {
     "measure": ("samestep.measurement.profile", "measure"),
     "parallelize": ("samestep.runtime.run", "parallelize"),
     "plan": ("samestep.planning.plan", "plan"),
+    "sample": ("samestep.training.trained", "sample"),
     "simulate": ("samestep.simulation.simulate", "simulate"),
     "train": ("samestep.training.train", "train"),
     "verify": ("samestep.proof.verify", "verify"),
@@ -82,6 +85,7 @@ __all__ = [
     "UnprovenError",
     "WorkerError",
     "batches",
+    "evaluate",
     "export",
     "independent",
     "launch",
@@ -90,6 +94,7 @@ __all__ = [
     "measure",
     "parallelize",
     "plan",
+    "sample",
     "simulate",
     "train",
     "verify",

@@ -102,6 +102,23 @@ def add_export(parser: ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=get_args(Precision), help=about)
 
 
+def add_sample(parser: ArgumentParser) -> None:
+    """Add the arguments of `sample`."""
+    _add_run(parser)
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="the text to go on from; default: the job's")
+    parser.add_argument("--tokens", type=_count, metavar="N", help="tokens to write; default: the job's")
+    about = "0 takes the likeliest token each time; default: the job's"
+    parser.add_argument("--temperature", type=_temperature, metavar="T", help=about)
+    parser.add_argument("--seed", type=int, metavar="N", help="the seed of the sampling; default: the job's")
+
+
+def add_evaluate(parser: ArgumentParser) -> None:
+    """Add the arguments of `evaluate`."""
+    _add_run(parser)
+    parser.add_argument("--samples", type=_count, metavar="N", help="held-out samples; default: the job's")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to a file")
+
+
 def _add_run(parser: ArgumentParser) -> None:
     about = "a run folder, whose newest checkpoint is read, or one checkpoint; default: the newest run below runs/"
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help=about)
@@ -183,6 +200,14 @@ def _price(text: str) -> float:
     number = _number(text)
     if not 0 < number < float("inf"):
         raise ArgumentTypeError(f"{text} is not a price; 2.5 is one")
+    return number
+
+
+def _temperature(text: str) -> float:
+    """Read a temperature of at least zero."""
+    number = _number(text)
+    if not 0 <= number < float("inf"):
+        raise ArgumentTypeError(f"{text} is not a temperature; 0 and 0.8 are")
     return number
 
 

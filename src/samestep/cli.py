@@ -65,6 +65,10 @@ def _parser() -> ArgumentParser:
     arguments.add_verify(verb("verify", _verify, about))
     about = "write the model of a run as a folder that transformers loads; needs no workers"
     arguments.add_export(verb("export", _export, about))
+    arguments.add_sample(verb("sample", _sample, "write text with the model of a run"))
+    arguments.add_evaluate(
+        verb("evaluate", _evaluate, "compute the held-out loss of a run's checkpoint, in one process")
+    )
     about = "find the fastest layout that fits, and say why the others are not; needs no torch"
     arguments.add_plan(verb("plan", _plan, about))
     about = "predict the time and memory of a step from its program; needs no torch"
@@ -159,6 +163,22 @@ def _export(words: Namespace) -> None:
     from samestep.training.export import export
 
     print(export(words.run, words.out, dtype=words.dtype).to_text())
+
+
+def _sample(words: Namespace) -> None:
+    from samestep.training.sampling import printable
+    from samestep.training.trained import sample
+
+    given = {"tokens": words.tokens, "temperature": words.temperature, "seed": words.seed}
+    print(printable(sample(words.run, words.prompt, **given)))
+
+
+def _evaluate(words: Namespace) -> None:
+    from samestep.training.trained import evaluate
+
+    found = evaluate(words.run, samples=words.samples)
+    print(found.to_text())
+    _write_json(words.json, found.to_record())
 
 
 def _plan(words: Namespace) -> int:

@@ -32,6 +32,7 @@ Precision = Literal["float64", "float32", "bf16", "fp16"]
 PRESET = "preset:"
 OnNonFinite = Literal["skip", "stop", "continue"]
 OptimizerStates = Literal["float32", "bf16", "8bit"]
+Task = Literal["causal", "masked", "seq2seq", "image", "speech", "vision-language"]
 Waiver = Literal["samples", "loss", "random", "state", "optimizer", "data", "build", "resume"]
 """What a refusal is about: samples that influence each other, the loss as a sum over samples, random numbers, state that a
 forward writes, the rule of the optimizer, the data set, the values that a build gives, what a checkpoint holds."""
@@ -84,6 +85,8 @@ class ModelTable(_Table):
     """`hf:FAMILY`, `hf:PATH`, `module:function`, or `preset:NAME`."""
     config: dict[str, Any] = {}
     """Fields of the family's, the folder's or the preset's configuration to override, or keyword arguments of the function."""
+    task: Task = "causal"
+    """Of `hf:`, what the model is for: `causal`, `masked`, `seq2seq`, `image`, `speech` or `vision-language`."""
 
     @property
     def preset(self) -> str | None:
@@ -97,6 +100,11 @@ class ModelTable(_Table):
         path = Path(name).expanduser()
         is_path = any(mark in name for mark in "/\\") or name in (".", "..") or (path / "config.json").is_file()
         return path if name and name != self.source and is_path else None
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether this is a model of transformers whose only input are the ids of tokens."""
+        return self.source.startswith("hf:") and self.task in ("causal", "masked")
 
 
 class DataTable(_Table):

@@ -95,6 +95,41 @@ def test_an_encoder_family_is_built_as_a_decoder() -> None:
     torch.testing.assert_close(before[:, :-1], after[:, :-1])
 
 
+_ENCODER = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("task", "family", "config", "name"),
+    [
+        ("masked", "bert", _ENCODER, "BertForMaskedLM"),
+        ("seq2seq", "t5", {"vocab_size": 50, "d_model": 16, "d_ff": 20, "num_layers": 1, "num_heads": 2}, "T5ForConditionalGeneration"),
+        ("image", "vit", {**{k: v for k, v in _ENCODER.items() if k != "vocab_size"}, "image_size": 8, "patch_size": 4}, "ViTForImageClassification"),
+        ("speech", "whisper", {"vocab_size": 50, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "pad_token_id": 0}, "WhisperForConditionalGeneration"),
+        ("vision-language", "llava", {"text_config": {"model_type": "llama", **_ENCODER}, "vision_config": {"model_type": "clip_vision_model", "num_hidden_layers": 1}}, "LlavaForConditionalGeneration"),
+    ],
+)  # fmt: skip
+def test_the_task_chooses_the_class(task: str, family: str, config: dict[str, Any], name: str) -> None:
+    build = model_source(Job(model={"source": f"hf:{family}", "config": config, "task": task}))
+    with torch.device("meta"):
+        model = build()
+    assert type(model).__name__ == name
+    assert model.training
+
+
+def test_a_masked_language_model_sees_later_tokens_as_the_causal_one_does_not() -> None:
+    tokens = torch.tensor([[1, 2, 3], [1, 2, 4]])
+    for task, sees in (("causal", False), ("masked", True)):
+        model = model_source(Job(model={"source": "hf:bert", "config": _ENCODER, "task": task}))().eval()
+        one, other = call_model(model, {"input_ids": tokens}).logits[:, 0]
+        assert torch.equal(one, other) is not sees
+
+
 def test_a_padding_token_outside_the_vocabulary_is_dropped() -> None:
     assert model_source(hf_job("phi3", **TINY_LLAMA))().config.pad_token_id is None  # type: ignore[union-attr]
 
@@ -117,7 +152,8 @@ def test_nothing_of_transformers_is_printed(capfd: pytest.CaptureFixture[str]) -
     ("family", "config", "message"),
     [
         ("lama", {}, r"no family 'lama' \(did you mean 'llama'\?\)"),
-        ("vit", {}, "no causal language model"),
+        ("vit", {}, "no causal language model; model.task = 'image' works"),
+        ("clap", {}, "no causal language model; a module:function that builds the model works"),
         ("llama", {"hiden_size": 3}, r"model\.config\.hiden_size.*did you mean 'hidden_size'"),
         ("llama", {"hidden_size": "wide"}, "hidden_size"),
         ("llama", {"hidden_size": 65, "num_attention_heads": 4}, "65"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from samestep.building.families import quiet
 from samestep.building.initial_values import Blueprint, blueprint
@@ -161,6 +161,24 @@ def test_a_missing_file_of_an_index_is_refused(tmp_path: Path) -> None:
     last.unlink()
     with pytest.raises(ModelError, match=rf"{last.name} is missing"):
         made(folder)
+
+
+def test_the_task_chooses_the_class_of_a_folder(tmp_path: Path) -> None:
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "intermediate_size": 20,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    first = AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", **sizes))
+    with quiet():
+        first.save_pretrained(tmp_path)
+    ours = blueprint(model_source(Job(model={"source": f"hf:{tmp_path}", "task": "masked"})), 0)
+    assert type(ours.module) is type(first)
+    assert not ours.drawn
+    for name, expected in first.state_dict().items():
+        assert torch.equal(ours.materialize(name, CPU), expected), name
 
 
 def test_a_folder_is_told_from_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.errors import ModelError, did_you_mean
+from samestep.job import Task
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -236,17 +237,30 @@ _COMMON_FIELDS = frozenset({"rope_theta", "rope_scaling", "attn_implementation",
 """Fields that every configuration takes besides its own."""
 
 
-def family_source(family: str, fields: Mapping[str, Any]) -> Callable[[], nn.Module]:
-    """Return the function that builds a family's causal language model, in training mode.
+_TASKS: dict[str, tuple[str, str, str]] = {
+    "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "causal language model"),
+    "masked": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", "masked language model"),
+    "seq2seq": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "model of encoder and decoder"),
+    "image": ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "classifier of images"),
+    "speech": ("AutoModelForSpeechSeq2Seq", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", "model from speech to text"),
+    "vision-language": (
+        "AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "model from images and text to text"
+    ),
+}  # fmt: skip
+"""The auto class of each task, the name of its table of families, and what it makes."""
+
+
+def family_source(family: str, fields: Mapping[str, Any], task: Task = "causal") -> Callable[[], nn.Module]:
+    """Return the function that builds a family's model for a task, in training mode.
 
     Raises:
         ModelError: transformers, the family or a field does not exist.
     """
-    check_family(family)
-    return functools.partial(built, f"hf:{family}", family_config(family, fields))
+    check_family(family, task)
+    return functools.partial(built, f"hf:{family}", family_config(family, fields, task), task)
 
 
-def built(source: str, config: Any, **settings: Any) -> nn.Module:
+def built(source: str, config: Any, task: Task, **settings: Any) -> nn.Module:
     """Return the model of a configuration with new values, in training mode; `source` is named in errors.
 
     `settings` are arguments of the class, such as a dtype.
@@ -256,16 +270,16 @@ def built(source: str, config: Any, **settings: Any) -> nn.Module:
     """
     with quiet():
         try:
-            model: nn.Module = auto_class().from_config(config, **settings)
+            model: nn.Module = auto_class(task).from_config(config, **settings)
         except (ValueError, TypeError, AssertionError, ArithmeticError, LookupError, RuntimeError) as error:
             # Some families check in their modules what others check in their configuration.
             raise ModelError(f"model.config does not fit {source}: {' '.join(str(error).split())}") from None
     return model.train()
 
 
-def auto_class() -> Any:
-    """Return the class of transformers that builds a model from its configuration."""
-    return importlib.import_module("transformers").AutoModelForCausalLM
+def auto_class(task: Task) -> Any:
+    """Return the class of transformers that builds a model for a task from its configuration."""
+    return getattr(importlib.import_module("transformers"), _TASKS[task][0])
 
 
 def is_family(word: str) -> bool:
@@ -273,15 +287,20 @@ def is_family(word: str) -> bool:
     return word in importlib.import_module(f"{_AUTO}.configuration_auto").CONFIG_MAPPING_NAMES
 
 
-def _causal_families() -> Mapping[str, str]:
-    families: Mapping[str, str] = importlib.import_module(f"{_AUTO}.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return families
+def _families_of(task: Task) -> Mapping[str, str]:
+    return _table(_TASKS[task][1])
+
+
+def _table(name: str) -> Mapping[str, str]:
+    """Return the classes of a table of transformers by family."""
+    classes: Mapping[str, str] = getattr(importlib.import_module(f"{_AUTO}.modeling_auto"), name)
+    return classes
 
 
 def near_family(word: str) -> str:
     """Return a hint at the family that was probably meant; empty without transformers."""
     try:
-        return did_you_mean(word.lower(), _causal_families()).replace("mean '", "mean 'hf:")
+        return did_you_mean(word.lower(), _families_of("causal")).replace("mean '", "mean 'hf:")
     except ImportError:
         return ""
 
@@ -298,33 +317,34 @@ def check_installed(source: str) -> None:
         raise ModelError(f"{source} needs transformers: pip install 'samestep[hf]'") from None
 
 
-def check_family(family: str) -> None:
-    """Refuse a word that is no family of transformers, or a family without a causal language model.
+def check_family(family: str, task: Task) -> None:
+    """Refuse a word that is no family of transformers, or a family without a model for the task.
 
     Raises:
         ModelError: it is such a word, or transformers is not installed.
     """
     check_installed(f"hf:{family}")
     families = importlib.import_module(f"{_AUTO}.configuration_auto").CONFIG_MAPPING_NAMES
-    causal = _causal_families()
+    able = _families_of(task)
     if family not in families:
         without = f"; the folder {family} has no config.json" if Path(family).is_dir() else ""
-        raise ModelError(f"hf:{family}: transformers has no family {family!r}{did_you_mean(family, causal)}{without}")
-    if family not in causal:
-        raise ModelError(
-            f"hf:{family}: this family of transformers has no causal language model; "
-            "a module:function that builds the model works"
+        raise ModelError(f"hf:{family}: transformers has no family {family!r}{did_you_mean(family, able)}{without}")
+    if family not in able:
+        others = [repr(name) for name, (_, table, _) in _TASKS.items() if family in _table(table)]
+        works = (
+            f"model.task = {' or '.join(others)} works" if others else "a module:function that builds the model works"
         )
+        raise ModelError(f"hf:{family}: this family of transformers has no {_TASKS[task][2]}; {works}")
 
 
-def family_config(family: str, fields: Mapping[str, Any]) -> Any:
+def family_config(family: str, fields: Mapping[str, Any], task: Task = "causal") -> Any:
     """Return the family's configuration; unknown fields, which transformers itself takes, are refused.
 
     Raises:
         ModelError: the family has no such field, or refuses its value.
     """
     check_fields(family, fields)
-    return configured(f"hf:{family}", family, fields, fields)
+    return configured(f"hf:{family}", family, fields, fields, task)
 
 
 def check_fields(family: str, fields: Mapping[str, Any]) -> None:
@@ -347,7 +367,7 @@ def check_fields(family: str, fields: Mapping[str, Any]) -> None:
             raise ModelError(f"model.config.{name}: hf:{family} has no such field{did_you_mean(name, sorted(known))}")
 
 
-def configured(source: str, family: str, values: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+def configured(source: str, family: str, values: Mapping[str, Any], given: Mapping[str, Any], task: Task) -> Any:
     """Return a family's configuration of these values, ready for training; the job itself has `given` some of them.
 
     Raises:
@@ -360,7 +380,7 @@ def configured(source: str, family: str, values: Mapping[str, Any], given: Mappi
         except Exception as error:
             # The classes of these errors differ between versions of transformers and of huggingface_hub.
             raise ModelError(f"model.config does not fit {source}: {' '.join(str(error).split())}") from None
-    _prepare(config, given)
+    _prepare(config, given, task)
     return config
 
 
@@ -371,12 +391,12 @@ def _is_read(kind: type, name: str) -> bool:
     return any(words.search(path.read_text(encoding="utf-8")) for path in folder.glob("modeling_*.py"))
 
 
-def _prepare(config: Any, fields: Mapping[str, Any]) -> None:
-    """Set the fields that training a decoder from scratch needs."""
+def _prepare(config: Any, fields: Mapping[str, Any], task: Task) -> None:
+    """Set the fields that training needs."""
     for part in (config, config.get_text_config(decoder=True)):
         # Without a cache, position_ids that restart at 0 keep packed documents apart.
         part.use_cache = False
-        if hasattr(part, "is_decoder") and "is_decoder" not in fields:
+        if task == "causal" and hasattr(part, "is_decoder") and "is_decoder" not in fields:
             part.is_decoder = True
         pad, size = getattr(part, "pad_token_id", None), getattr(part, DEFAULT.vocabulary_field, None)
         if pad is not None and size is not None and not 0 <= pad < size and "pad_token_id" not in fields:

@@ -1,6 +1,6 @@
 """The model of a job: its build function, and the call of the built model on a batch.
 
-    model.source       hf:FAMILY        a family of transformers with the fields of model.config, as a causal LM
+    model.source       hf:FAMILY        a family of transformers with the fields of model.config, for model.task
                        hf:PATH          a folder with a configuration and weights (`building/pretrained.py`)
                        module:function  called with model.config as keyword arguments
 
@@ -39,9 +39,9 @@ def model_source(job: Job) -> Callable[[], nn.Module]:
     """
     source, config = job.model.source, job.model.config
     if job.model.folder is not None:
-        return pretrained_source(_folder_of(job), config)
+        return pretrained_source(_folder_of(job), config, job.model.task)
     if source.startswith("hf:"):
-        return family_source(source.removeprefix("hf:"), config)
+        return family_source(source.removeprefix("hf:"), config, job.model.task)
     if job.model.preset is not None:
         raise ModelError(f"{source} is a model's shape, to plan and simulate; train hf:FAMILY or module:function")
     if ":" not in source:
@@ -63,9 +63,9 @@ def configuration_of(job: Job) -> Any:
         ModelError: the family, the folder or a field does not exist.
     """
     if job.model.folder is not None:
-        return folder_config(_folder_of(job), job.model.config)
+        return folder_config(_folder_of(job), job.model.config, job.model.task)
     if job.model.source.startswith("hf:"):
-        return family_config(job.model.source.removeprefix("hf:"), job.model.config)
+        return family_config(job.model.source.removeprefix("hf:"), job.model.config, job.model.task)
     return None
 
 

@@ -2,6 +2,7 @@
 
     model.source = "hf:PATH"      a folder with a config.json and safetensors
     model.config                  fields of its configuration to override
+    model.task                    the class of model, as for a family
 
 The model is built on the meta device like that of a family, and each value is read when it is asked for; what the folder
 lacks, such as a new head, is drawn as in a new model.
@@ -20,6 +21,7 @@ from torch import nn
 from samestep.building import families
 from samestep.building.stored_weights import StoredWeights, stored_weights
 from samestep.errors import ModelError, did_you_mean
+from samestep.job import Task
 from samestep.models import weight_files
 
 
@@ -29,10 +31,11 @@ class PretrainedModel:
 
     folder: Path
     config: Any
+    task: Task
 
     def build(self) -> nn.Module:
         """Return the model with new values, in training mode and float32."""
-        return families.built(f"hf:{self.folder}", self.config, dtype=torch.float32)
+        return families.built(f"hf:{self.folder}", self.config, self.task, dtype=torch.float32)
 
     def stored(self, module: nn.Module, canonical: Mapping[str, str]) -> StoredWeights:
         """Return where the values of a built model lie in the folder."""
@@ -40,7 +43,7 @@ class PretrainedModel:
 
     def __call__(self) -> nn.Module:
         """Return the model with the folder's values as transformers itself loads it: what ours is held against."""
-        auto = families.auto_class()
+        auto = families.auto_class(self.task)
         with families.quiet():
             model: nn.Module = auto.from_pretrained(
                 self.folder, config=self.config, dtype=torch.float32, local_files_only=True, use_safetensors=True
@@ -48,18 +51,18 @@ class PretrainedModel:
         return model.train()
 
 
-def pretrained_source(folder: Path, fields: Mapping[str, Any]) -> PretrainedModel:
+def pretrained_source(folder: Path, fields: Mapping[str, Any], task: Task) -> PretrainedModel:
     """Return the build function of a folder's model.
 
     Raises:
         ModelError: the folder lacks a part, its class is unknown, or a field does not exist.
     """
-    config = folder_config(folder, fields)
+    config = folder_config(folder, fields, task)
     weight_files.tensors(folder)  # before anything is built
-    return PretrainedModel(folder, config)
+    return PretrainedModel(folder, config, task)
 
 
-def folder_config(folder: Path, fields: Mapping[str, Any]) -> Any:
+def folder_config(folder: Path, fields: Mapping[str, Any], task: Task) -> Any:
     """Return the configuration of a folder with `fields` in place of its own.
 
     Raises:
@@ -73,7 +76,7 @@ def folder_config(folder: Path, fields: Mapping[str, Any]) -> Any:
     if not isinstance(family, str) or not family:
         raise ModelError(f"model.source: {folder / weight_files.CONFIG} names no model_type{code}")
     try:
-        families.check_family(family)
+        families.check_family(family, task)
     except ModelError as error:
         raise ModelError(f"model.source: {folder}: {str(error).removeprefix(f'hf:{family}: ')}{code}") from None
     if "quantization_config" in stored:
@@ -84,7 +87,8 @@ def folder_config(folder: Path, fields: Mapping[str, Any]) -> Any:
     families.check_fields(family, fields)
     if unknown := [name for name in fields if isinstance(fields[name], dict) and name not in stored]:
         raise ModelError(f"model.config.{unknown[0]}: {folder} has no such table{did_you_mean(unknown[0], stored)}")
-    return families.configured(f"hf:{folder}", family, _merged(stored, fields, families.facts_named(family)), fields)
+    values = _merged(stored, fields, families.facts_named(family))
+    return families.configured(f"hf:{folder}", family, values, fields, task)
 
 
 def _merged(stored: Mapping[str, Any], fields: Mapping[str, Any], facts: families.FamilyFacts) -> dict[str, Any]:

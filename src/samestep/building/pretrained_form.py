@@ -80,7 +80,10 @@ class PretrainedForm:
         """
         config: Any = copy.deepcopy(self.module.config)
         for part in {id(part): part for part in (config, config.get_text_config(decoder=True))}.values():
-            part.use_cache = getattr(type(part), "use_cache", True)  # off in training alone
+            if hasattr(type(part), "use_cache"):  # off in training alone
+                part.use_cache = type(part).use_cache
+            else:
+                vars(part).pop("use_cache", None)
         config.dtype = dtype
         config.architectures = [type(self.module).__name__]
         can_generate: Callable[[], bool] = self.module.can_generate  # type: ignore[assignment]

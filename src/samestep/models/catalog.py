@@ -84,7 +84,7 @@ def _cache_path(job: Job) -> Path | None:
     Raises:
         ModelError: the folder of the model lacks its configuration or its weights.
     """
-    if not job.model.source.startswith("hf:"):
+    if not job.model.takes_tokens:  # others are traced on a sample of their data
         return None
     versions = [f"{name} {_version(name)}" for name in ("samestep", "torch", "transformers")]
     own = resources.files("samestep")

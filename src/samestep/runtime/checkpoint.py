@@ -106,7 +106,7 @@ def load(run: Run, folder: Path) -> None:
     """
     manifest = read_manifest(folder)
     check_job(manifest, run.job, folder)
-    _check_model(manifest, run, folder)
+    check_shapes(manifest, _shapes(run), folder)
     checkpoint_state.refuse_unsaved(run, manifest, folder)
     _check_files(manifest, run, folder)
     with ExitStack() as stack:
@@ -169,7 +169,9 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> None:
     Raises:
         CheckpointError: it names the keys that differ.
     """
-    saved, now = manifest["job"], job.model_dump(mode="json")
+    now, defaults = job.model_dump(mode="json"), Job().model_dump(mode="json")
+    # A key that is younger than the checkpoint had its default.
+    saved = {table: {**defaults[table], **keys} for table, keys in manifest["job"].items()}
     differs = [
         f"{table}.{key}"
         for table in _RESULT_KEYS
@@ -330,9 +332,13 @@ def _load_state(updater: Updater, stored: OpenCheckpoint, piece: Piece, mine: Ru
         optimizer.state[piece.value] = state
 
 
-def _check_model(manifest: Mapping[str, Any], run: Run, folder: Path) -> None:
-    """Refuse the weights of another model: the user's own code may have changed."""
-    saved, now = manifest["shapes"], _shapes(run)
+def check_shapes(manifest: Mapping[str, Any], now: Mapping[str, list[int]], folder: Path) -> None:
+    """Refuse the weights of another model than one with these shapes: the user's own code may have changed.
+
+    Raises:
+        CheckpointError: it names the first weight that differs.
+    """
+    saved = manifest["shapes"]
     differs = [
         f"{name} {saved.get(name, 'missing')}, here {now.get(name, 'missing')}"
         for name in sorted(saved.keys() | now.keys())

@@ -52,7 +52,7 @@ def write(
     names = [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))]
     names = names if len(files) > 1 else [ONE_FILE]
     with ExitStack() as stack:
-        value = _values(form, OpenCheckpoint.open(checkpoint, manifest, stack))
+        value = values(form, OpenCheckpoint.open(checkpoint, manifest, stack))
         for number in range(writer, len(files), num_writers):
             tensors = {name: _cast(one, cast) for group in files[number] for name, one in _made(group, value).items()}
             save_file(tensors, out / names[number], {"format": "pt"})
@@ -77,7 +77,7 @@ def _files(groups: Sequence[SavedGroup], most: int) -> list[list[SavedGroup]]:
     return files
 
 
-def _values(form: PretrainedForm, stored: OpenCheckpoint) -> Callable[[str], Tensor]:
+def values(form: PretrainedForm, stored: OpenCheckpoint) -> Callable[[str], Tensor]:
     """Return the function of a tensor's value: the checkpoint's, or the first one of what has not changed."""
     canonical = form.plan.canonical
     names_of: dict[str, list[str]] = {}

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from samestep.building.initial_values import Blueprint, blueprint
+from samestep.building.initial_values import blueprint
 from samestep.building.model import model_source
 from samestep.building.pretrained_form import PretrainedForm
-from samestep.errors import CheckpointError, JobError
-from samestep.job import Job, Precision
-from samestep.runtime import checkpoint, pretrained_folder
-from samestep.training import run_folder
+from samestep.errors import JobError
+from samestep.job import Precision
+from samestep.runtime import pretrained_folder
+from samestep.training.trained import StoredRun
 
 _DTYPES: dict[Precision, torch.dtype] = {
     "float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
@@ -39,15 +37,6 @@ class Exported:
         return f"{self.folder}: the weights after step {self.step}, {self.size_bytes:,} bytes, from {self.checkpoint}"
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRun:
-    """A checkpoint, and the job that wrote it."""
-
-    checkpoint: Path
-    manifest: Mapping[str, Any]
-    job: Job
-
-
 def export(run: str | Path | None, out: str | Path, *, dtype: Precision | None = None) -> Exported:
     """Write the model of a run's newest checkpoint, or of one checkpoint, as a new folder for transformers.
 
@@ -61,11 +50,10 @@ def export(run: str | Path | None, out: str | Path, *, dtype: Precision | None =
     folder = Path(out)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise JobError(f"--out {folder} exists: a new folder works")
-    stored = stored_run(run)
+    stored = StoredRun.of(run)
     job = stored.job
     plan = blueprint(model_source(job), job.train.seed, functools.partial(job.run.waived, "build"))
-    _check_shapes(plan, stored)
-    checkpoint.check_digests(stored.manifest, stored.checkpoint)
+    stored.check(plan.module)
     form = PretrainedForm.of(plan, job)
     draft = folder.with_name(f".{folder.name}.draft")
     try:
@@ -81,28 +69,3 @@ def export(run: str | Path | None, out: str | Path, *, dtype: Precision | None =
         raise JobError(f"--out {folder} cannot be written: {error.strerror} ({error.filename})") from None
     size_bytes = sum(path.stat().st_size for path in folder.iterdir())
     return Exported(folder, stored.checkpoint, stored.manifest["step"], size_bytes)
-
-
-def stored_run(run: str | Path | None) -> StoredRun:
-    """Return the newest checkpoint of a run folder, or one checkpoint; without a run, of the newest one below `runs`.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    folder = Path(run) if run is not None else run_folder.newest()
-    is_checkpoint = (folder / "manifest.json").exists()
-    found = folder if is_checkpoint else checkpoint.newest(folder / "checkpoints")
-    if found is None:
-        raise CheckpointError(f"{folder} holds no checkpoint; a run folder works, and so does a checkpoint in it")
-    manifest = checkpoint.read_manifest(found)
-    return StoredRun(found, manifest, Job(lambda key: str(found), **manifest["job"]))
-
-
-def _check_shapes(plan: Blueprint, stored: StoredRun) -> None:
-    """Refuse the weights of another model: the folder or the user's own code may have changed."""
-    held = {name: list(param.shape) for name, param in plan.module.named_parameters()}
-    for name, shape in stored.manifest["shapes"].items():
-        if held.get(name) != shape:
-            raise CheckpointError(
-                f"{stored.checkpoint} holds another model's weights: {name} {shape}, here {held.get(name, 'missing')}"
-            )

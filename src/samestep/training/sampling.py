@@ -9,8 +9,8 @@ from samestep.datasets import open_tokenizer
 from samestep.runtime.run import Run
 
 
-def sample_text(run: Run, prompt: str, num_tokens: int, temperature: float) -> str | None:
-    """Sample `num_tokens` tokens after `prompt`; every call of a run draws the same random numbers.
+def sample_text(run: Run, prompt: str, num_tokens: int, temperature: float, seed: int | None = None) -> str | None:
+    """Sample `num_tokens` tokens after `prompt`; every call with one seed, the job's by default, draws the same numbers.
 
     Where no rank holds all weights, the call is collective over the world: every rank must make it, since the forward
     gathers weights and passes activations; if one rank does not, the others wait for it.
@@ -20,7 +20,7 @@ def sample_text(run: Run, prompt: str, num_tokens: int, temperature: float) -> s
     """
     tokenizer = open_tokenizer(run.job)
     tokens = tokenizer.encode(prompt) or [tokenizer.end_id or 0]
-    generator = torch.Generator().manual_seed(run.job.train.seed)
+    generator = torch.Generator().manual_seed(run.job.train.seed if seed is None else seed)
     window = run.job.data.sequence_length
     # Sequence parallelism divides the tokens evenly among the ranks of tp. What fills up stands behind the last token,
     # where no position of a causal model sees it.

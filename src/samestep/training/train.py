@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import signal
 import warnings
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from samestep.datasets import Batch, Dataset, batches, is_text, sample_indices
+from samestep.datasets import Dataset, batches, is_text
 from samestep.errors import JobError, OutOfMemoryError, RunError, WorkerError
 from samestep.job import Job
 from samestep.layout import Layout
@@ -43,7 +42,7 @@ from samestep.training.profiling import Profiler
 from samestep.training.sampling import printable, sample_text
 from samestep.training.speed import speed_of
 from samestep.training.trackers import opened
-from samestep.training.workload import Workload
+from samestep.training.workload import Workload, held_out_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +219,7 @@ def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) ->
         _print_sample(run, workload, screen, "before training" if first == 0 else "resumed")
     _loop(run, workload, folder, until, profiler, screen, metrics)
     stopped = run.steps_taken < until
-    held_out = None if stopped else _held_out_loss(run, workload)
+    held_out = None if stopped else held_out_loss(run, workload)
     if not stopped:
         _print_sample(run, workload, screen, "after training")
     waived = run.all_waived()
@@ -282,16 +281,6 @@ def _loop(
                     metrics.sync()  # before the checkpoint, which must never be ahead of the log
                 checkpoint.save(run, folder / "checkpoints", run.job.checkpoint.keep)
     profiler.close()  # a run that was stopped
-
-
-def _held_out_loss(run: Run, workload: Workload) -> float | None:
-    """Return the mean loss over the held-out samples, which are the same in every layout; every rank must call it."""
-    if workload.held_out is None:
-        return None
-    count = min(run.job.train.evaluate_samples, len(workload.held_out))
-    indices = sample_indices(0, count, len(workload.held_out), run.job.train.seed)
-    loss, tokens = run.evaluate(Batch(0, indices, workload.held_out))
-    return loss / tokens if tokens else math.nan
 
 
 def _print_sample(run: Run, workload: Workload, screen: Screen | None, when: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -15,13 +16,23 @@ from samestep.building.families import facts_of
 from samestep.building.loss import loss_of
 from samestep.building.model import model_source
 from samestep.building.optimizer import optimizer_of
-from samestep.datasets import Batch, Dataset, batches, first_tokens, is_text, open_dataset, open_tokenizer
+from samestep.datasets import (
+    Batch,
+    Dataset,
+    batches,
+    first_tokens,
+    is_text,
+    open_dataset,
+    open_tokenizer,
+    sample_indices,
+)
 from samestep.errors import ModelError, SamestepError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.models.spec import ModelSpec
 from samestep.runtime.assembly import Source, prepare, with_slices
+from samestep.runtime.run import Run
 
 _TOKENS_LOOKED_AT = 2**24
 """The number of tokens whose largest id is compared with the vocabulary; a whole file may be larger than memory."""
@@ -76,6 +87,16 @@ class Workload:
         return stored.remarks() if stored else ()
 
 
+def held_out_loss(run: Run, workload: Workload) -> float | None:
+    """Return the mean loss over the held-out samples, which are the same in every layout; every rank must call it."""
+    if workload.held_out is None:
+        return None
+    count = min(run.job.train.evaluate_samples, len(workload.held_out))
+    indices = sample_indices(0, count, len(workload.held_out), run.job.train.seed)
+    loss, tokens = run.evaluate(Batch(0, indices, workload.held_out))
+    return loss / tokens if tokens else math.nan
+
+
 def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any) -> None:
     """Refuse token ids and sequence lengths for which a transformers model has no embeddings."""
     facts = facts_of(model)
@@ -117,8 +138,8 @@ def write_spec(job_json: str) -> None:
 
 
 def _traced(job: Job) -> ModelSpec:
-    """Return the shape of a job's model; that of a transformers model is traced without opening the data."""
-    if not job.model.source.startswith("hf:"):
+    """Return the shape of a job's model; that of a language model of transformers is traced without opening the data."""
+    if not job.model.takes_tokens:
         return Workload(job).spec
     tokens = torch.zeros(1, job.data.sequence_length, dtype=torch.int64)
     source = Source(model_source(job), loss_of(job), optimizer_of(job), job.model.source)

@@ -1,0 +1,210 @@
+"""The verbs `sample` and `evaluate`: the text and the held-out loss of the model in a checkpoint, in one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from samestep.building.families import facts_of, quiet
+from samestep.building.initial_values import blueprint, fill_rest
+from samestep.building.model import model_source
+from samestep.building.pretrained_form import PretrainedForm
+from samestep.datasets import is_text, open_tokenizer
+from samestep.errors import CheckpointError, DataError, ModelError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.runtime import checkpoint, pretrained_folder
+from samestep.runtime.checkpoint_files import OpenCheckpoint
+from samestep.runtime.processes.join import RankInfo, resolve_device
+from samestep.runtime.run import Run
+from samestep.training import run_folder
+from samestep.training.sampling import sample_text
+from samestep.training.workload import Workload, held_out_loss
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """A checkpoint, and the job that wrote it."""
+
+    checkpoint: Path
+    manifest: Mapping[str, Any]
+    job: Job
+
+    @classmethod
+    def of(cls, run: str | Path | None) -> StoredRun:
+        """Return the newest checkpoint of a run folder, or one checkpoint; without a run, of the newest one below `runs`.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        folder = Path(run) if run is not None else run_folder.newest()
+        is_checkpoint = (folder / "manifest.json").exists()
+        found = folder if is_checkpoint else checkpoint.newest(folder / "checkpoints")
+        if found is None:
+            raise CheckpointError(f"{folder} holds no checkpoint; a run folder works, and so does a checkpoint in it")
+        manifest = checkpoint.read_manifest(found)
+        return cls(found, manifest, Job(lambda key: str(found), **manifest["job"]))
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse a damaged checkpoint, and one of another model.
+
+        Raises:
+            CheckpointError: it is one of these.
+        """
+        trained = {
+            name: list(param.shape) for name, param in model.named_parameters() if name in self.manifest["shapes"]
+        }
+        checkpoint.check_shapes(self.manifest, trained, self.checkpoint)
+        checkpoint.check_digests(self.manifest, self.checkpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The loss of a checkpoint over held-out samples."""
+
+    checkpoint: Path
+    step: int
+    loss: float
+    samples: int
+
+    def to_record(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        return {"checkpoint": str(self.checkpoint), "step": self.step, "loss": self.loss, "samples": self.samples}
+
+    def to_text(self) -> str:
+        """Return one line for the screen."""
+        return f"{self.checkpoint}: held-out loss {self.loss:.4f} over {self.samples} samples, after step {self.step}"
+
+
+def evaluate(run: str | Path | None = None, *, samples: int | None = None) -> Evaluation:
+    """Return the mean loss of a checkpoint over held-out samples: by default those that the run itself evaluates.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it does not fit the job.
+        DataError: the job holds nothing out.
+    """
+    stored = StoredRun.of(run)
+    job, count = stored.job, samples or stored.job.train.evaluate_samples
+    if not count or not job.data.held_out:
+        raise DataError("the job holds no samples out: data.held_out above 0 and --samples N work")
+    job = job.model_copy(update={"train": job.train.model_copy(update={"evaluate_samples": count})})
+    workload = Workload(job)
+    ready = _prepared(stored, workload)
+    loss = held_out_loss(ready, workload)
+    assert loss is not None
+    assert workload.held_out is not None
+    return Evaluation(stored.checkpoint, stored.manifest["step"], loss, min(count, len(workload.held_out)))
+
+
+def sample(
+    run: str | Path | None = None,
+    prompt: str = "",
+    *,
+    tokens: int | None = None,
+    temperature: float | None = None,
+    seed: int | None = None,
+) -> str:
+    """Return a prompt and the text that the model of a checkpoint writes after it; temperature 0 takes the likeliest token.
+
+    By default, tokens, temperature and seed are the job's. A model of transformers keeps the keys and values of what it has
+    read; others read the whole text for each token.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it does not fit the job.
+        DataError: the job's samples are no text.
+        ModelError: the model gives no logits of tokens, or has too few positions.
+    """
+    stored = StoredRun.of(run)
+    job, train = stored.job, stored.job.train
+    if not is_text(job):
+        raise DataError(
+            f"data.source = {job.data.source!r} is no text that a tokenizer encodes, so nothing decodes a sample"
+        )
+    count = train.sample_tokens if tokens is None else tokens
+    heat = train.sample_temperature if temperature is None else temperature
+    seed = train.seed if seed is None else seed
+    model = _generating(stored)
+    if model is not None:
+        return _generated(model, job, prompt or train.prompt, count, heat, seed)
+    text = sample_text(_prepared(stored, Workload(job)), prompt or train.prompt, count, heat, seed)
+    if text is None:
+        raise ModelError(f"{job.model.source} gives no logits of tokens, from which text is sampled")
+    return text
+
+
+def _prepared(stored: StoredRun, workload: Workload) -> Run:
+    """Return a run of one rank with the weights of a checkpoint."""
+    place = RankInfo(0, 0, 1, 1, torch.device(resolve_device(stored.job.run.device)))
+    ready = Run(workload.source, Layout(), workload.job, place)
+    ready.prepare(workload.example)
+    checkpoint.load(ready, stored.checkpoint)
+    return ready
+
+
+def _generating(stored: StoredRun) -> nn.Module | None:
+    """Return the model of a checkpoint, if transformers can generate with it; else None."""
+    job, cpu = stored.job, torch.device("cpu")
+    plan = blueprint(model_source(job), job.train.seed, functools.partial(job.run.waived, "build"))
+    can_generate = getattr(plan.module, "can_generate", None)
+    if can_generate is None or not can_generate():
+        return None
+    stored.check(plan.module)
+    form, model = PretrainedForm.of(plan, job), plan.module
+    made: dict[str, nn.Parameter] = {}
+    with ExitStack() as stack:
+        value = pretrained_folder.values(form, OpenCheckpoint.open(stored.checkpoint, stored.manifest, stack))
+        for name, param in list(model.named_parameters(remove_duplicate=False)):
+            first = plan.canonical[name]
+            if first not in made:
+                made[first] = nn.Parameter(value(first).to(torch.float32, copy=True), param.requires_grad)
+            path, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(path), leaf, made[first])
+        fill_rest(plan, cpu)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in plan.canonical:
+                    buffer.copy_(value(name))
+    return model.to(resolve_device(job.run.device)).eval()
+
+
+def _generated(model: Any, job: Job, prompt: str, count: int, temperature: float, seed: int) -> str:
+    """Return a prompt and the text that transformers generates after it, with a cache of keys and values.
+
+    Raises:
+        ModelError: the model has fewer positions than the text has tokens.
+    """
+    tokenizer, facts = open_tokenizer(job), facts_of(model)
+    begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
+    tokens = begin + tokenizer.encode(prompt) or [tokenizer.end_id or 0]
+    most = facts.setting(model, facts.positions_field)
+    if isinstance(most, int) and len(tokens) + count > most:
+        raise ModelError(
+            f"{len(tokens)} tokens of a prompt and {count} more are over the {most} positions: a smaller --tokens works"
+        )
+    words = facts.setting(model, facts.vocabulary_field)
+    unknown = list(range(tokenizer.vocab_size, words)) if isinstance(words, int) else []
+    settings: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        settings = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    device = next(model.parameters()).device
+    given = torch.tensor([tokens], device=device)
+    with quiet(), torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        found = model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=count,
+            use_cache=True,
+            suppress_tokens=unknown or None,
+            eos_token_id=tokenizer.end_id,
+            pad_token_id=tokenizer.end_id or 0,
+            **settings,
+        )
+    return tokenizer.decode(found[0, len(begin) :].tolist())

@@ -1,0 +1,55 @@
+"""`sample` and `evaluate` use what a run has trained: its held-out loss, and its text, with a cache as without one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import samestep
+from samestep import cli
+from samestep.errors import DataError, ModelError
+from samestep.runtime.checkpoint import newest
+from tests import small
+
+
+def test_a_checkpoint_writes_and_is_evaluated_as_its_run_does(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    sampling = {"train.sample_tokens": 12, "train.sample_temperature": 0.0, "train.evaluate_samples": 8}
+    assert small.train("--layout", "tp=2", "--out", run, **sampling, train__prompt="the ") == 0
+    trained = capfd.readouterr().out.partition("--- sample, after training\n")[2].partition("\n---\n")[0]
+    assert trained.startswith("the ")
+    found = samestep.evaluate(run)
+    assert found.step == 6
+    assert found.loss == pytest.approx(json.loads((run / "summary.json").read_text())["held_out_loss"], rel=1e-5)
+    assert samestep.evaluate(newest(run / "checkpoints"), samples=3).samples == 3
+    capfd.readouterr()
+    assert cli.main(["sample", str(run)]) == 0  # with a cache, which the run's own sample has not
+    assert capfd.readouterr().out.rstrip("\n") == trained.rstrip("\n")
+    once, again, other = (samestep.sample(run, "a", tokens=9, temperature=1.0, seed=seed) for seed in (1, 1, 2))
+    assert once == again != other
+    with pytest.raises(ModelError, match="over the 64 positions: a smaller --tokens works"):
+        samestep.sample(run, tokens=100)
+    assert cli.main(["evaluate", str(tmp_path / "nowhere")]) == 2
+
+
+def test_what_is_no_text_or_holds_nothing_out_is_refused(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.bin"
+    tokens.write_bytes(bytes(range(60)) * 20)
+    words = {
+        "model.source": "tests.models:plain",
+        "data.source": f"tokens:{tokens}",
+        "data.dtype": "uint8",
+        "data.held_out": 0.0,
+    }
+    keys = [
+        f"--set={key}={value}" for key, value in {**small.SMALL, **words}.items() if not key.startswith("model.config")
+    ]
+    assert small.main("train", *keys, "--steps", "1", "--ranks", "1", "--out", tmp_path / "run") == 0
+    with pytest.raises(DataError, match="is no text that a tokenizer encodes"):
+        samestep.sample(tmp_path / "run")
+    with pytest.raises(DataError, match=r"data.held_out above 0 and --samples N work"):
+        samestep.evaluate(tmp_path / "run")
