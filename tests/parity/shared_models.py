@@ -1,6 +1,11 @@
-"""Models whose layers share weights: a block that is called again and again, one norm, one adapter, tied projections."""
+"""Models whose layers share weights, and models whose blocks exchange more than tensors.
+
+A block that is called again and again, one norm, one adapter, tied projections; dictionaries and lists that blocks change.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -81,3 +86,52 @@ class ThreeStages(Language):
             if index % 2:
                 x = x * self.gain
         return self.head(x * self.gain)
+
+
+class _Noting(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+
+    def forward(self, state: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        x = super().forward(state["x"])
+        pair = state.get("pair")
+        x = x if pair is None else x + 0.1 * pair[0]
+        return {"x": x, "pair": (x.tanh(), None), "balance": [*state["balance"], self.router(x).mean()]}
+
+
+class Noting(Language):
+    """Blocks exchange dictionaries of tuples, None and lists; what the routers say is collected, and the loss ignores it."""
+
+    block = _Noting
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        state: dict[str, Any] = {"x": self.embed(input_ids), "balance": []}
+        for block in self.blocks:
+            state = block(state)
+        return self.head(state["x"] + state["pair"][0])
+
+
+class _Caching(Block):
+    def forward(self, x: Tensor, kept: dict[str, Tensor], states: list[Tensor]) -> Tensor:  # type: ignore[override]
+        if "keys" not in kept:
+            kept["keys"] = self.mix(x)
+        x = super().forward(x) + 0.1 * kept["keys"]
+        states.append(x)
+        if len(states) > 2:
+            del states[0]
+        return x
+
+
+class Caching(Language):
+    """Later blocks read what the first has put into a dictionary (shared keys and values), and states out of a list."""
+
+    block = _Caching
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        kept: dict[str, Tensor] = {}
+        states: list[Tensor] = []
+        for block in self.blocks:
+            x = block(x, kept, states)
+        return self.head(x + sum(states) * 0.5)

@@ -89,6 +89,8 @@ EQUAL = {
     "adapted": Case(shared_models.Adapted),
     "tied_blocks": Case(shared_models.TiedBlocks),
     "three_stages": Case(shared_models.ThreeStages),
+    "noting": Case(shared_models.Noting),
+    "caching": Case(shared_models.Caching),
 }
 IN_FLOAT32 = {"automatic": Case(models.Automatic), "high_stream": EQUAL["high_stream"]}
 REFUSED = {
@@ -180,6 +182,7 @@ def test_stages_compute_what_one_device_computes(layout: str, name: str) -> None
         ("twice", "dp=2 pp=2 zero=3 microbatch=2"),
         ("behind_back", "dp=2 pp=2 zero=3 microbatch=2"),
         ("three_stages", "pp=4 microbatch=2"),
+        ("caching", "pp=4 microbatch=2"),
         ("three_stages", "dp=2 pp=2 zero=1 microbatch=1 schedule=interleaved virtual_stages=3"),
         ("three_stages", "dp=2 pp=2 zero=2 microbatch=2"),
     ],

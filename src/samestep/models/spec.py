@@ -204,7 +204,8 @@ class Use:
 
     layer: int
     owner: str = ""
-    """Path of the module that owns the weight and is called in the layer; empty where other code reads it."""
+    """Path of the module that owns the weight, if it is called in the layer, or a module around it; empty where other code
+    reads the weight."""
     calls: int = 1
     """Number of these calls."""
     called: tuple[int, int] = (0, 0)

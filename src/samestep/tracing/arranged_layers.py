@@ -8,7 +8,6 @@ what the model calls between blocks, so every call of a module with weights is i
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -19,7 +18,7 @@ from torch import nn
 
 from samestep.models.spec import LayerSpec, ModelSpec, Use, is_below
 from samestep.tracing.crossings import beginnings
-from samestep.tracing.forward import ForwardTracer
+from samestep.tracing.forward import ForwardTracer, Visit
 
 
 @dataclass(slots=True)
@@ -141,22 +140,27 @@ class UsesOfWeights:
 
     def __call__(self, name: str, owners: Collection[str]) -> tuple[Use, ...]:
         """Return the uses of a weight in the order of layers; nothing of one that nothing reads."""
-        read = {bisect_right(self._begins, event) for event in self._events.get(name, ())} if self._is_clear else set()
+        read = {bisect_right(self._begins, event) for event in self._events.get(name, ())} if self._is_clear else None
         found: list[Use] = []
-        visits = [
-            (self._layer_of[visit.region], path, visit)
-            for path in owners
-            if path
-            for visit in self._watch.visits.get(path, ())
-        ]
-        visits = sorted((one for one in visits if one[0] in read or not self._is_clear), key=lambda one: one[0])
-        for (layer, path), group in itertools.groupby(sorted(visits, key=lambda one: one[:2]), key=lambda one: one[:2]):
-            calls = [visit for _, _, visit in group]
-            called = min(visit.entered for visit in calls), max(visit.left for visit in calls)
-            found.append(Use(layer=layer, owner=path, calls=len(calls), called=called))
-        owned = {use.layer for use in found}
-        found += [Use(layer=layer) for layer in read - owned]
+        for path in owners:
+            for layer, calls in self._calls(path).items():
+                if read is None or layer in read:
+                    called = min(visit.entered for visit in calls), max(visit.left for visit in calls)
+                    found.append(Use(layer=layer, owner=path, calls=len(calls), called=called))
+        found += [Use(layer=layer) for layer in (read or set()) - {use.layer for use in found}]
         return tuple(sorted(found, key=lambda use: (use.layer, use.called, use.owner)))
+
+    def _calls(self, path: str) -> dict[int, list[Visit]]:
+        """Return by layer the calls of a module, or where it is not called itself of the nearest one around it."""
+        found: dict[int, list[Visit]] = {}
+        while path:
+            calls: dict[int, list[Visit]] = {}
+            for visit in self._watch.visits.get(path, ()):
+                if visit.is_within:
+                    calls.setdefault(self._layer_of[visit.region], []).append(visit)
+            found = {**calls, **found}
+            path = path.rpartition(".")[0]
+        return found
 
 
 _Part = TypeVar("_Part")

@@ -177,11 +177,16 @@ class StageForward(TorchFunctionMode):
             zeros = tree_map_only(Tensor, self._whole_zeros, (args, kwargs))
             with torch.no_grad():
                 func(*zeros[0], **zeros[1])
-        places = iter(event.given)
+        results = iter(zip(event.makes, event.given, strict=True))
+        made: dict[int | None, Tensor] = {}
 
         def stand_in(recorded: Tensor) -> Tensor:
-            place = next(places)
-            return given[place] if place >= 0 else placeholder(recorded.shape, recorded.dtype, self._device)
+            value, place = next(results)
+            if place >= 0:
+                return given[place]
+            if value not in made:  # one tensor may be returned twice, or be returned and kept in a list
+                made[value] = placeholder(recorded.shape, recorded.dtype, self._device)
+            return made[value]
 
         outcome = mapped(event.outcome, stand_in)
         for change in event.changes:
