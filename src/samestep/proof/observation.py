@@ -149,6 +149,8 @@ class Observation:
     """That optimizer's state after the last of these steps, each tensor named PARAMETER/KEY."""
     learning_rate: float = 0.0
     """The learning rate of the SGD steps."""
+    compiled: tuple[str, ...] = ()
+    """What the compiler made of the blocks, where they are compiled."""
     plain: PlainSteps | None = None
     """The plain torch loop that one device is held against in float64."""
 
@@ -346,6 +348,7 @@ def observe(observed: ObservedRun, dataset: Dataset) -> Observation:
         observed.begin()
         watched.digests = {}
         seen.steps.append(_one_step(observed, batch, watched))
+    seen.compiled = tuple(run.assembly.model.compiled.summary())
     seen.buffers = _held_buffers(run)
     last = Batch(run.steps_taken, batch.indices, dataset)
     total, count = run.evaluate(last)

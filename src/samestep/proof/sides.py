@@ -160,6 +160,12 @@ def _observations(subject: Subject) -> tuple[Observation, list[Observation]]:
     return _read(subject.note("one")), ranks
 
 
+def compiled(subject: Subject) -> tuple[str, ...]:
+    """Return what the compiler made of the blocks of the layout's first rank."""
+    seen: Observation = _read(subject.note("rank-0"))
+    return seen.compiled
+
+
 def hindrance(subject: Subject) -> str:
     """Return why one device could not be held against a plain torch loop; empty where it was."""
     one: Observation = _read(subject.note("one"))

@@ -44,6 +44,7 @@ from samestep.planning import legality
 from samestep.proof import record, sides
 from samestep.proof.sides import Subject
 from samestep.proof.verdict import Check, Verdict
+from samestep.runtime import compiled_blocks
 from samestep.runtime.assembly import Loss, Source, prepare, store_of, with_new_blueprint, with_slices
 from samestep.runtime.optimizer_source import optimizer_source
 from samestep.runtime.processes import join
@@ -95,6 +96,7 @@ def verify(
         job = job.model_copy(update={"run": job.run.model_copy(update={"device": device})})
         notes = (f"run on {join.resolve_device(device)}",)
     where = Layout.parse(layout) if isinstance(layout, str) else layout
+    compiled_blocks.check(job.run)
     folder = Path(tempfile.mkdtemp(prefix="samestep-proof-"))
     try:
         proving = _proving(job, steps)
@@ -274,6 +276,7 @@ def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
     checks, cause, explanation = _judged(subjects)
     if exact and (why := sides.hindrance(exact)):
         notes.append(f"not held against a plain torch loop, which fails: {why}")
+    notes += sides.compiled(subjects[0])
     return Verdict(
         layout=str(layout),
         job=subject.source.name,

@@ -72,19 +72,19 @@ class _Compiler:
     def _compile(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         """Compile one graph; where the backend cannot, return what runs its operations one by one."""
         backend = torch._dynamo.lookup_backend(self.name)
-        self.num_graphs += 1
         compilation = torch._guards.CompileContext.current_compile_id()
         code = None if compilation is None else compilation.frame_id
         self.num_again += code in self._codes
         self._codes.add(code)
         try:
             made: Callable[..., Any] = backend(graph, inputs)
-            return made
         except torch._dynamo.exc.TorchDynamoException:
             raise  # by which the compiler begins anew
         except Exception as error:
-            self.uncompiled[self.running] = f"{self.name} fails: {_first_line(error)}"
+            self.uncompiled[self.running] = f"{self.name} fails for it and its like: {_first_line(error)}"
             return graph.forward
+        self.num_graphs += 1
+        return made
 
 
 class CompiledBlocks:
@@ -120,8 +120,12 @@ class CompiledBlocks:
         now = made.num_graphs, len(made.uncompiled)
         if now == self._num_reported:
             return []
-        (graphs, left), self._num_reported = self._num_reported, now
-        lines = []
+        before, self._num_reported = self._num_reported, now
+        return self.summary(*before)
+
+    def summary(self, graphs: int = 0, left: int = 0) -> list[str]:
+        """Return lines on what was compiled, if that is more than some graphs, and what was left uncompiled after others."""
+        made, lines = self.compiler, []
         if made.num_graphs > graphs:
             again = f", {made.num_again} of them anew for other shapes or values" if made.num_again else ""
             lines.append(
