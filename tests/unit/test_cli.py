@@ -76,7 +76,7 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     "model function": (
         [],
         {"model.source": "lama"},
-        "model.source = 'lama' is not of the form module:function or hf:FAMILY (did you mean 'hf:llama'?)",
+        "model.source = 'lama' is not of the form module:function, hf:FAMILY or hf:PATH (did you mean 'hf:llama'?)",
     ),
     "vocabulary": (
         [],

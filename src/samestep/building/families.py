@@ -191,6 +191,10 @@ class FamilyFacts:
         return name.startswith(self.head_dropout_prefixes)
 
 
+FAMILY_FIELD = "model_type"
+"""The configuration's field for the name of its family."""
+CACHE_FIELD = "use_cache"
+"""The configuration's field, and the argument, that says whether keys and values are kept between tokens."""
 DEFAULT = FamilyFacts()
 """Facts that hold unless a family's row differs."""
 
@@ -209,8 +213,14 @@ FAMILIES: dict[str, FamilyFacts] = {
 
 def facts_of(model: nn.Module) -> FamilyFacts:
     """Return the facts about a model, or a part of one, from the family that its configuration names."""
-    family = getattr(_configuration(model), "model_type", None)
-    return facts_named(family) if isinstance(family, str) else DEFAULT
+    return facts_named(family_of(_configuration(model)))
+
+
+def family_of(configuration: Any) -> str:
+    """Return the family that a configuration, or the content of its file, names; empty if it names none."""
+    is_file = isinstance(configuration, Mapping)
+    family = configuration.get(FAMILY_FIELD) if is_file else getattr(configuration, FAMILY_FIELD, None)
+    return family if isinstance(family, str) else ""
 
 
 def facts_named(family: str) -> FamilyFacts:
@@ -382,6 +392,15 @@ def configured(source: str, family: str, values: Mapping[str, Any], given: Mappi
             raise ModelError(f"model.config does not fit {source}: {' '.join(str(error).split())}") from None
     _prepare(config, given, task)
     return config
+
+
+def allow_cache(config: Any) -> None:
+    """Let a configuration keep keys and values where its class does: `_prepare` has switched that off for training."""
+    for part in {id(part): part for part in (config, config.get_text_config(decoder=True))}.values():
+        if hasattr(type(part), CACHE_FIELD):
+            setattr(part, CACHE_FIELD, getattr(type(part), CACHE_FIELD))
+        else:
+            vars(part).pop(CACHE_FIELD, None)
 
 
 def _is_read(kind: type, name: str) -> bool:

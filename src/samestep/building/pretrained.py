@@ -69,12 +69,12 @@ def folder_config(folder: Path, fields: Mapping[str, Any], task: Task) -> Any:
         ModelError: it has none, or one of a class that transformers does not have; or a field does not fit.
     """
     stored = weight_files.configuration(folder)
-    family = stored.get("model_type")
+    family = families.family_of(stored)
     code = "; it comes with code of its own, which samestep does not run" if "auto_map" in stored else ""
     if "trust_remote_code" in fields:
         raise ModelError("model.config.trust_remote_code: samestep runs no code of a folder; a module:function does")
-    if not isinstance(family, str) or not family:
-        raise ModelError(f"model.source: {folder / weight_files.CONFIG} names no model_type{code}")
+    if not family:
+        raise ModelError(f"model.source: {folder / weight_files.CONFIG} names no {families.FAMILY_FIELD}{code}")
     try:
         families.check_family(family, task)
     except ModelError as error:

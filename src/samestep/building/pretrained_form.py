@@ -79,11 +79,7 @@ class PretrainedForm:
             ModelError: transformers refuses to write them.
         """
         config: Any = copy.deepcopy(self.module.config)
-        for part in {id(part): part for part in (config, config.get_text_config(decoder=True))}.values():
-            if hasattr(type(part), "use_cache"):  # off in training alone
-                part.use_cache = type(part).use_cache
-            else:
-                vars(part).pop("use_cache", None)
+        families.allow_cache(config)
         config.dtype = dtype
         config.architectures = [type(self.module).__name__]
         can_generate: Callable[[], bool] = self.module.can_generate  # type: ignore[assignment]

@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from samestep.building.families import facts_of
 from samestep.errors import ModelError
 from samestep.models.weight_files import StoredTensor
 
@@ -224,7 +225,7 @@ def _origins(
     collected: dict[str, list[tuple[str, str]]] = {}
     unread: list[str] = []
     for name in sorted(files, key=loading.dot_natural_key):
-        prefix = module.base_model_prefix
+        prefix = getattr(module, facts_of(module).base_prefix)
         target, pattern = loading.rename_source_key(name, renamings, converters, prefix, held)
         if target not in held and name in held:  # it has its name already
             target, pattern = loading.rename_source_key(name, [], [], prefix, held)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.building.families import facts_named
+from samestep.building.families import facts_named, family_of
 from samestep.building.loss import loss_of, named_loss
 from samestep.building.model import configuration_of, model_source
 from samestep.building.optimizer import optimizer_of
@@ -241,7 +241,7 @@ def _depth_key(job: Job) -> str | None:
 
 
 def _depth_fields(job: Job) -> tuple[str, ...]:
-    return facts_named(getattr(configuration_of(job), "model_type", "")).depth_fields
+    return facts_named(family_of(configuration_of(job))).depth_fields
 
 
 def _on_cpu(device: str) -> bool:
